@@ -1,0 +1,73 @@
+"""The drafter contract: guess the next tokens, learn from what was verified, forget what is done.
+
+One drafter serves a whole batch; its per-sequence state is keyed by the sequence's cache row. The engine calls, in order:
+`bind` once; then for each sequence `start`, `observe` (once per prefill chunk), and each round `propose` and `observe`; at
+last `drop`. A drafter owns its cache and trims it itself: after `propose` it may hold entries for drafted positions, and
+the next `propose` must not see them unless they were verified.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.types import Batch, DraftBlock, Sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.model.target import Target
+
+
+@dataclass(slots=True)
+class Observed:
+    """Positions [start, start + count) of one sequence that the target has just verified and cached."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    taps_NF: Tensor | None
+    """The target's hidden states at `tap_layers` for these positions, concatenated in that order; valid during the call."""
+
+
+class Drafter(ABC):
+    """Base of all drafters. Implementations are one file each and are named in `draft/registry.py`."""
+
+    name: str = ""
+    num_drafted: int = 0
+    """The most tokens drafted per round (block_size - 1)."""
+    tap_layers: tuple[int, ...] = ()
+    """Target layers whose outputs `observe` needs; layer l is Transformers' hidden_states[l + 1]."""
+
+    def bind(self, target: Target) -> None:
+        """Check that this drafter fits the target and allocate caches of `target.cache.num_rows` rows.
+
+        Raises DrafterMismatchError naming both values when hidden size, vocabulary or layer ids differ.
+        """
+
+    def cache_bytes(self, target: Target) -> int:
+        """Bytes of cache this drafter adds to the KV budget for a target."""
+        return 0
+
+    def start(self, seq: Sequence) -> None:
+        """A sequence was admitted to `seq.row`; forget whatever that row held."""
+
+    @abstractmethod
+    def propose(self, batch: Batch) -> DraftBlock:
+        """Guess up to `num_drafted` tokens after each sequence's anchor; never more than `batch.draft_limits_B`."""
+
+    def observe(self, observed: list[Observed]) -> None:
+        """Learn newly verified positions; those of a round come for all sequences of the batch at once, batch order."""
+
+    def drop(self, seq: Sequence) -> None:
+        """The sequence is done; its row will be given to another."""
+
+
+class NoDrafter(Drafter):
+    """Plain decoding: drafts nothing."""
+
+    name = "none"
+
+    def propose(self, batch: Batch) -> DraftBlock:
+        return DraftBlock.certain([[] for _ in batch.sequences])

@@ -1,0 +1,92 @@
+"""The KV cache: a fixed number of rows, each with room for `max_len` positions; allocated once, never grown.
+
+A row belongs to one sequence from `allocate` to `free`. A forward pass appends; what the verifier refuses is taken back
+with `rollback`, which only moves the row's length: entries past it are dead and will be overwritten.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from paceline.errors import MemoryBudgetError
+
+
+class KVCache(ABC):
+    """Rows and their lengths; where keys and values live is the subclass's affair."""
+
+    def __init__(self, num_rows: int, max_len: int) -> None:
+        self.num_rows = num_rows
+        self.max_len = max_len
+        self.lengths = [0] * num_rows
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes the whole cache takes; fixed at construction."""
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self) -> int | None:
+        """A free row with length 0, the lowest-numbered one, or None when all are taken."""
+        if not self._free:
+            return None
+        row = self._free.pop()
+        self.lengths[row] = 0
+        return row
+
+    def free(self, row: int) -> None:
+        """Give a row back; its content is dead from now on."""
+        assert row not in self._free, f"row {row} freed twice"
+        self.lengths[row] = 0
+        self._free.append(row)
+        self._free.sort(reverse=True)
+
+    def append(self, rows: list[int], counts: list[int]) -> None:
+        """Record that a pass wrote `counts` positions behind each row's length."""
+        for row, count in zip(rows, counts, strict=True):
+            assert self.lengths[row] + count <= self.max_len, f"row {row} overflows"
+            self.lengths[row] += count
+
+    def rollback(self, rows: list[int], lengths: list[int]) -> None:
+        """Shorten rows to `lengths`: positions at and after them were refused. Never lengthens."""
+        for row, length in zip(rows, lengths, strict=True):
+            assert 0 <= length <= self.lengths[row], f"row {row}: rollback from {self.lengths[row]} to {length}"
+            self.lengths[row] = length
+
+
+class StaticKVCache(KVCache):
+    """Keys and values of all layers in two tensors [layers, rows, kv_heads, max_len, head_dim]."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_rows: int,
+        num_kv_heads: int,
+        max_len: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(num_rows, max_len)
+        shape = (num_layers, num_rows, num_kv_heads, max_len, head_dim)
+        try:
+            self.keys = torch.zeros(shape, dtype=dtype, device=device)
+            self.values = torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError as error:
+            raise MemoryBudgetError(
+                f"no memory for a KV cache of {num_rows} rows of {max_len} tokens: lower --max-batch or --max-len ({error})"
+            ) from error
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * self.keys.numel() * self.keys.element_size()
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, each [rows, kv_heads, max_len, head_dim]."""
+        return self.keys[index], self.values[index]

@@ -1,0 +1,76 @@
+"""The target contract: the one call every engine round makes, whoever computes it.
+
+`forward(ForwardBatch) -> ForwardOutput` is the seam: the PyTorch decoder, Transformers models and the native pass all stand
+behind it. The cache grows by the tokens given; taking some back is `cache.rollback`, an explicit call.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from paceline.model.kv_cache import KVCache
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """Tokens of several rows, packed one row after another: T = sum(counts)."""
+
+    rows: list[int]
+    starts: list[int]
+    """Position of each row's first token; equals the row's cached length."""
+    counts: list[int]
+    tokens: list[int]
+    logits: Literal["all", "last", "none"] = "all"
+    """Logits of every token, only of each row's last one, or of none (a prefill chunk that is not the last)."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(slots=True)
+class ForwardOutput:
+    """Tensors are views of buffers that the next forward may overwrite."""
+
+    logits_TV: Tensor | None
+    """[T, V] for "all", [B, V] for "last"; float32 or the model's dtype."""
+    taps_TF: Tensor | None
+    """[T, len(tap_layers) * hidden_size], outputs of the tapped layers side by side; None when nothing is tapped."""
+
+
+class Target(ABC):
+    """A causal language model with its KV cache, ready to verify drafts."""
+
+    cache: KVCache
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_position: int
+    """Longest context the model was made for, in tokens."""
+    weight_bytes: int
+    """Bytes one pass must read; the ceiling of plain decoding is bandwidth / weight_bytes."""
+    tap_layers: tuple[int, ...] = ()
+
+    def set_taps(self, tap_layers: tuple[int, ...]) -> None:
+        """Choose the layers (0-based; layer l is Transformers' hidden_states[l + 1]) whose outputs `forward` returns."""
+        self.tap_layers = tuple(tap_layers)
+
+    @abstractmethod
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        """Run the tokens, append their keys and values to the cache, return logits and taps."""
+
+    @abstractmethod
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        """Input embeddings [T, D] of token ids [T], as the first layer receives them."""
+
+    @abstractmethod
+    def head(self, hidden_TD: Tensor) -> Tensor:
+        """Logits [T, V] of final hidden states [T, D] that are already normed."""

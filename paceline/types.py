@@ -1,0 +1,216 @@
+"""The nouns every part shares. Read this file first.
+
+Shape suffixes: B rows (sequences), K drafted, J = K+1 checked, T tokens of a pass, F tap features, V vocabulary.
+A *row* is a slot of the KV cache; a sequence keeps its row from admission to its end. The last committed token of a
+running sequence (the *anchor*, or bonus token) is not in the target's cache yet: `cached_len == len(tokens) - 1`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from paceline.errors import SamplingError
+
+if TYPE_CHECKING:  # tensors are only named here, so that `import paceline.types` stays cheap
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. Raises SamplingError on impossible values."""
+
+    temperature: float = 0.0
+    """0 is greedy: always the most likely token."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose probability reaches top_p."""
+    min_p: float = 0.0
+    """Keep tokens at least min_p times as likely as the most likely one."""
+    repetition_penalty: float = 1.0
+    """Divide positive (multiply negative) logits of tokens already in prompt or answer."""
+    presence_penalty: float = 0.0
+    """Subtract once from the logit of each token already in the answer."""
+    frequency_penalty: float = 0.0
+    """Subtract for each time the token already stands in the answer."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these token ids; -inf forbids a token."""
+    seed: int | None = None
+    """The same seed gives the same text, alone or in a batch. None draws one."""
+    max_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer; the text stops before the first one found."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Report the chosen token's log-probability and this many alternatives, from the target's unmodified logits."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        else:
+            object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _check_sampling(self)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _check_sampling(params: SamplingParams) -> None:
+    wrong = (
+        (not (math.isfinite(params.temperature) and params.temperature >= 0), "temperature must be 0 (greedy) or more"),
+        (params.top_k < 0, "top_k must be 0 (off) or more"),
+        (not 0 < params.top_p <= 1, "top_p must be above 0 and at most 1"),
+        (not 0 <= params.min_p <= 1, "min_p must be between 0 and 1"),
+        (not (math.isfinite(params.repetition_penalty) and params.repetition_penalty > 0), "repetition_penalty must be above 0 (1 is off)"),
+        (not math.isfinite(params.presence_penalty), "presence_penalty must be a finite number"),
+        (not math.isfinite(params.frequency_penalty), "frequency_penalty must be a finite number"),
+        (params.max_tokens < 1, "max_tokens must be at least 1"),
+        (params.seed is not None and not 0 <= params.seed < 2**63, "seed must be between 0 and 2**63 - 1"),
+        (params.logprobs is not None and not 0 <= params.logprobs <= 100, "logprobs must be between 0 and 100"),
+        (any(not text for text in params.stop), "stop must not hold an empty string"),
+        (any(math.isnan(bias) or bias == math.inf for bias in (params.logit_bias or {}).values()), "logit_bias must be a number or -inf"),
+    )
+    for is_wrong, remedy in wrong:
+        if is_wrong:
+            raise SamplingError(f"{remedy} (got {params!r})")
+
+
+@dataclass(slots=True)
+class Timings:
+    """Where a request's time went, in seconds; `token_s` are wall-clock stamps of each committed token."""
+
+    arrival_s: float = 0.0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    host_s: float = 0.0
+    first_token_s: float = 0.0
+    token_s: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of a chosen token under the target, and the most likely alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request on its way: its tokens, its place in the cache, its counts and its clock."""
+
+    request_id: int
+    tokens: list[int]
+    """Prompt, then answer."""
+    prompt_len: int
+    params: SamplingParams
+    row: int = -1
+    """Slot in the KV cache; -1 while waiting."""
+    cached_len: int = 0
+    """Positions of `tokens` whose keys and values stand in the target's cache."""
+    seed: int = 0
+    finish_reason: FinishReason | None = None
+    counts: Counter[int] = field(default_factory=Counter)
+    """How often each token stands in the answer; kept only when penalties need it."""
+    num_rounds: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    accepted_histogram: list[int] = field(default_factory=list)
+    """accepted_histogram[n]: rounds in which exactly n drafts stood."""
+    lossless: bool = True
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    timings: Timings = field(default_factory=Timings)
+
+    def __post_init__(self) -> None:
+        self.seed = self.params.seed if self.params.seed is not None else int.from_bytes(os.urandom(7), "little")
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens this sequence may still produce."""
+        return self.params.max_tokens - self.num_output
+
+
+@dataclass(slots=True)
+class Batch:
+    """The running sequences of one round, in the order of every `_B` list and tensor of that round."""
+
+    sequences: list[Sequence]
+
+    @property
+    def rows(self) -> list[int]:
+        return [seq.row for seq in self.sequences]
+
+    @property
+    def cached_len_B(self) -> list[int]:
+        return [seq.cached_len for seq in self.sequences]
+
+    @property
+    def anchors_B(self) -> list[int]:
+        return [seq.tokens[-1] for seq in self.sequences]
+
+    def draft_limits_B(self, num_drafted: int) -> list[int]:
+        """No more drafts than the request may still produce besides the bonus token."""
+        return [min(num_drafted, seq.num_remaining - 1) for seq in self.sequences]
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+
+@dataclass(slots=True)
+class DraftBlock:
+    """What a drafter proposes for one round. Rows may draft fewer than K tokens: the rest of the row is padding."""
+
+    tokens_B: list[list[int]]
+    """Drafted tokens, a list a row; an empty list drafts nothing."""
+    probs_B: list[Tensor | None]
+    """For each row the distribution each draft was sampled from, [len(tokens), V], or None when the drafts are
+    certain (argmax, n-gram): then the proposal is one-hot."""
+
+    @classmethod
+    def certain(cls, tokens_B: list[list[int]]) -> DraftBlock:
+        return cls(tokens_B, [None] * len(tokens_B))
+
+
+@dataclass(slots=True)
+class Verdict:
+    """Which drafts stand: `num_accepted_B` without the bonus token, which is `next_token_B`."""
+
+    num_accepted_B: list[int]
+    next_token_B: list[int]
+    lossless: bool = True
+
+
+@dataclass(slots=True)
+class RoundStats:
+    """One round of one batch. `lossless` is False when a lossy rule or a mocked acceptance made it."""
+
+    num_drafted_B: list[int]
+    num_accepted_B: list[int]
+    lossless: bool
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    host_s: float = 0.0
