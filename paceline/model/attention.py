@@ -1,0 +1,160 @@
+"""Attention of a packed batch over the static KV cache.
+
+A pass holds several rows, each with its own start and count of new tokens. The plan, masks included, is made once per pass
+and used by every layer. Queries that share a key head are stacked as more rows of one product (GQA without repeating keys),
+which on CPU is two to seven times as fast as `enable_gqa=True`.
+
+Two paths: rows that lie side by side and bring equally many tokens run as one product over a masked rectangle; everything
+else runs row by row over exactly its own length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(slots=True)
+class _Span:
+    """One product: tokens [first, first + rows * count) of the pass against cache rows [row, row + num_rows)."""
+
+    row: int
+    num_rows: int
+    first: int
+    count: int
+    begin: int
+    end: int
+    """Cache positions [begin, end) that any query of the span may see."""
+    mask: Tensor | None
+
+
+class AttentionPlan:
+    """Who attends to what in one pass, for one kind of layer (full, or one window; causal inside the new tokens or not)."""
+
+    def __init__(
+        self,
+        rows: list[int],
+        starts: list[int],
+        counts: list[int],
+        *,
+        group: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        window: int | None = None,
+        is_causal: bool = True,
+    ) -> None:
+        self._group = group
+        self._window = window
+        self._is_causal = is_causal
+        self._dtype = dtype
+        self._device = device
+        if _is_rectangle(rows, counts):
+            self.spans = [self._span(rows[0], len(rows), 0, starts, counts[0])]
+        else:
+            firsts = [sum(counts[:index]) for index in range(len(counts))]
+            self.spans = [
+                self._span(row, 1, first, [start], count)
+                for row, first, start, count in zip(rows, firsts, starts, counts, strict=True)
+            ]
+
+    def _span(self, row: int, num_rows: int, first: int, starts: list[int], count: int) -> _Span:
+        end = max(starts) + count
+        begin = 0 if self._window is None else max(0, min(starts) + 1 - self._window)
+        is_plain = num_rows == 1 and (count == 1 or (not self._is_causal and begin == 0 and self._window is None))
+        mask = None if is_plain else self._mask(starts, count, begin, end)
+        return _Span(row, num_rows, first, count, begin, end, mask)
+
+    def _mask(self, starts: list[int], count: int, begin: int, end: int) -> Tensor:
+        """Additive mask [rows, 1, group * count, end - begin]: 0 where a query sees a key, -inf where not."""
+        start_B = torch.tensor(starts, device=self._device)[:, None, None]
+        query = start_B + torch.arange(count, device=self._device)[:, None]
+        key = torch.arange(begin, end, device=self._device)[None, None, :]
+        visible = key <= query if self._is_causal else key < start_B + count
+        if self._window is not None:
+            visible = visible & (query - key < self._window) & (key - query < self._window)
+        mask = torch.zeros(visible.shape, dtype=self._dtype, device=self._device).masked_fill_(~visible, float("-inf"))
+        return mask.repeat(1, self._group, 1)[:, None]
+
+    def attend(self, query_THD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention output [T, heads * head_dim] of queries [T, heads, head_dim].
+
+        keys, values: one layer of the cache, [rows, kv_heads, max_len, head_dim], new tokens already written.
+        """
+        if len(self.spans) == 1:
+            return self._attend_span(self.spans[0], query_THD, keys, values)
+        parts = []
+        for span in self.spans:
+            query = query_THD[span.first : span.first + span.count]
+            parts.append(self._attend_span(span, query, keys, values))
+        return torch.cat(parts)
+
+    def _attend_span(self, span: _Span, query_THD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        kv_heads, head_dim = keys.shape[1], keys.shape[3]
+        num_rows, count, group = span.num_rows, span.count, self._group
+        stacked = query_THD.view(num_rows, count, kv_heads, group, head_dim)
+        if count > 1:
+            stacked = stacked.permute(0, 2, 3, 1, 4)
+        out = F.scaled_dot_product_attention(
+            stacked.reshape(num_rows, kv_heads, group * count, head_dim),
+            keys[span.row : span.row + num_rows, :, span.begin : span.end],
+            values[span.row : span.row + num_rows, :, span.begin : span.end],
+            attn_mask=span.mask,
+        )
+        if count > 1:
+            out = out.view(num_rows, kv_heads, group, count, head_dim).permute(0, 3, 1, 2, 4)
+        return out.reshape(num_rows * count, kv_heads * group * head_dim)
+
+
+def _is_rectangle(rows: list[int], counts: list[int]) -> bool:
+    is_run = all(row == rows[0] + index for index, row in enumerate(rows))
+    return is_run and len(set(counts)) == 1
+
+
+class CacheWriter:
+    """Where a pass writes its keys and values: positions are worked out once per pass and used by every layer."""
+
+    def __init__(self, rows: list[int], starts: list[int], counts: list[int], device: torch.device | str = "cpu") -> None:
+        self._single = (rows[0], starts[0], counts[0]) if len(rows) == 1 else None
+        if self._single is None:
+            row_T = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
+            self._row_T = torch.tensor(row_T, device=device)
+            self._position_T = torch.tensor(positions_of(starts, counts), device=device)
+
+    def write(self, cache: Tensor, new_THD: Tensor) -> None:
+        """Copy [T, kv_heads, head_dim] into a layer of the cache [rows, kv_heads, max_len, head_dim]."""
+        if self._single is None:
+            cache[self._row_T, :, self._position_T] = new_THD
+        else:
+            row, start, count = self._single
+            cache[row].narrow(1, start, count).copy_(new_THD.transpose(0, 1))
+
+
+def positions_of(starts: list[int], counts: list[int]) -> list[int]:
+    """Absolute position of every token of a packed pass."""
+    return [start + offset for start, count in zip(starts, counts, strict=True) for offset in range(count)]
+
+
+class Rope:
+    """Rotary embedding in the half-split layout, from tables [max_len, head_dim]."""
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        half = cos.shape[-1] // 2
+        self._half = half
+        self._cos = cos
+        self._signed_sin = torch.cat([-sin[:, :half], sin[:, half:]], dim=-1)
+
+    def tables(self, positions: list[int]) -> tuple[Tensor, Tensor]:
+        """cos and signed sin [T, 1, head_dim] for these positions."""
+        if len(positions) == 1:
+            at = positions[0]
+            return self._cos[at : at + 1, None], self._signed_sin[at : at + 1, None]
+        index = torch.tensor(positions, device=self._cos.device)
+        return self._cos[index][:, None], self._signed_sin[index][:, None]
+
+    def rotate(self, heads_THD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """x * cos + rotate_half(x) * sin; swapping the halves is a roll, the sign is in the table."""
+        cos, signed_sin = tables
+        return torch.addcmul(heads_THD * cos, heads_THD.roll(self._half, -1), signed_sin)

@@ -1,0 +1,207 @@
+"""Our own decoder for Llama 2/3, Mistral, Qwen2 and Qwen3, written for the decode step.
+
+Weights are fused (q, k, v in one matrix; gate and up in one) and packed for the device; keys and values go into a static
+cache; one call runs a ragged batch and hands out taps on the way. Plain functions on tensors rather than modules: at one
+row the time is in the calls, not in the arithmetic. `model/loading.py` brings the tensors; `tests/model/test_decoder.py`
+compares every family with Transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of
+from paceline.model.config import DecoderConfig
+from paceline.model.kv_cache import StaticKVCache
+from paceline.model.linear import PackedLinear, RMSNorm
+from paceline.model.rope import rope_tables
+from paceline.model.target import ForwardBatch, ForwardOutput, Target
+
+
+@dataclass(slots=True)
+class Layer:
+    """One decoder layer, fused and packed."""
+
+    input_norm: RMSNorm
+    qkv: PackedLinear
+    qk_norm: RMSNorm | None
+    """One weight row per query and key head, so that both are normed at once."""
+    output: PackedLinear
+    mlp_norm: RMSNorm
+    gate_up: PackedLinear
+    down: PackedLinear
+    window: int | None
+
+
+class Decoder(Target):
+    """Llama-family target with a static KV cache of `num_rows` rows of `max_len` tokens."""
+
+    cache: StaticKVCache
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        num_rows: int = 1,
+        max_len: int = 2048,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.num_layers, self.max_position = config.num_layers, config.max_position
+        self._group = config.num_heads // config.num_kv_heads
+        self._num_qk_heads = config.num_heads + config.num_kv_heads
+        self._residual_dtype = torch.float32 if self.device.type == "cpu" else dtype
+        self._build(_Loader(config, tensors, dtype, self.device))
+        self._rope = Rope(*(table.to(self.device, dtype) for table in rope_tables(config, max_len)))
+        self.cache = StaticKVCache(
+            config.num_layers, num_rows, config.num_kv_heads, max_len, config.head_dim, dtype, self.device
+        )
+        self._windows = sorted({layer.window for layer in self.layers}, key=lambda window: window or 0)
+
+    def _build(self, loader: _Loader) -> None:
+        self.embedding, self.layers, self.final_norm, head = loader.build()
+        self._head = head
+        layers_bytes = sum(
+            matrix.num_bytes for layer in self.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        )
+        self.weight_bytes = layers_bytes + head.num_bytes
+
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        return F.embedding(tokens_T, self.embedding)
+
+    def head(self, hidden_TD: Tensor) -> Tensor:
+        return self._head(hidden_TD)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        tokens_T = torch.tensor(batch.tokens, device=self.device)
+        plans = {window: self._plan(batch, window) for window in self._windows}
+        writer = CacheWriter(batch.rows, batch.starts, batch.counts, self.device)
+        tables = self._rope.tables(positions_of(batch.starts, batch.counts))
+        taps = _Taps(self.tap_layers, batch.num_tokens, self.hidden_size, self.dtype, self.device)
+        hidden_TD = self.embed(tokens_T).to(self._residual_dtype)
+        for index, layer in enumerate(self.layers):
+            self._attend(index, layer, hidden_TD, plans[layer.window], writer, tables)
+            self._mlp(layer, hidden_TD)
+            if index in self.tap_layers and index < self.num_layers - 1:
+                taps.put(index, hidden_TD)
+        self.cache.append(batch.rows, batch.counts)
+        return self._finish(batch, hidden_TD, taps)
+
+    def _plan(self, batch: ForwardBatch, window: int | None) -> AttentionPlan:
+        return AttentionPlan(
+            batch.rows,
+            batch.starts,
+            batch.counts,
+            group=self._group,
+            dtype=self.dtype,
+            device=self.device,
+            window=window,
+        )
+
+    def _attend(
+        self,
+        index: int,
+        layer: Layer,
+        hidden_TD: Tensor,
+        plan: AttentionPlan,
+        writer: CacheWriter,
+        tables: tuple[Tensor, Tensor],
+    ) -> None:
+        config = self.config
+        heads = layer.qkv(layer.input_norm(hidden_TD)).view(-1, self._num_qk_heads + config.num_kv_heads, config.head_dim)
+        qk_heads = heads[:, : self._num_qk_heads]
+        if layer.qk_norm is not None:
+            qk_heads = layer.qk_norm(qk_heads)
+        qk_heads = self._rope.rotate(qk_heads, tables)
+        keys, values = self.cache.keys[index], self.cache.values[index]
+        writer.write(keys, qk_heads[:, config.num_heads :])
+        writer.write(values, heads[:, self._num_qk_heads :])
+        hidden_TD.add_(layer.output(plan.attend(qk_heads[:, : config.num_heads], keys, values)))
+
+    def _mlp(self, layer: Layer, hidden_TD: Tensor) -> None:
+        gate_up = layer.gate_up(layer.mlp_norm(hidden_TD))
+        gate, up = gate_up.chunk(2, dim=-1)
+        hidden_TD.add_(layer.down(F.silu(gate).mul_(up)))
+
+    def _finish(self, batch: ForwardBatch, hidden_TD: Tensor, taps: _Taps) -> ForwardOutput:
+        last = self.num_layers - 1
+        if last in self.tap_layers:
+            taps.put(last, self.final_norm(hidden_TD))  # as Transformers' hidden_states[-1], which is normed
+        if batch.logits == "none":
+            return ForwardOutput(None, taps.values_TF)
+        if batch.logits == "last" and batch.num_tokens > len(batch.rows):
+            ends = torch.tensor(batch.counts).cumsum(0).sub_(1)
+            hidden_TD = hidden_TD[ends.to(self.device)]
+        return ForwardOutput(self._head(self.final_norm(hidden_TD)), taps.values_TF)
+
+
+class _Taps:
+    """Collects the outputs of tapped layers side by side."""
+
+    def __init__(self, layers: tuple[int, ...], num_tokens: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._slot = {layer: slot for slot, layer in enumerate(layers)}
+        self._size = size
+        self.values_TF = torch.empty(num_tokens, len(layers) * size, dtype=dtype, device=device) if layers else None
+
+    def put(self, layer: int, hidden_TD: Tensor) -> None:
+        assert self.values_TF is not None
+        begin = self._slot[layer] * self._size
+        self.values_TF[:, begin : begin + self._size] = hidden_TD
+
+
+class _Loader:
+    """Fuses and packs a stream of named tensors; each is dropped as soon as it is packed."""
+
+    def __init__(
+        self, config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._config = config
+        self._dtype, self._device = dtype, device
+        self._pending = {name: tensor.to(device, dtype) for name, tensor in tensors}
+
+    def build(self) -> tuple[Tensor, list[Layer], RMSNorm, PackedLinear]:
+        layers = [self._layer(index) for index in range(self._config.num_layers)]
+        embedding = self._pending.pop("model.embed_tokens.weight")
+        head_weight = embedding if self._config.tie_embeddings else self._pending.pop("lm_head.weight")
+        return embedding, layers, self._norm("model.norm.weight"), PackedLinear(head_weight)
+
+    def _norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self._pending.pop(name), self._config.rms_norm_eps)
+
+    def _linear(self, *names: str) -> PackedLinear:
+        weights = [self._pending.pop(f"{name}.weight") for name in names]
+        biases = [self._pending.pop(f"{name}.bias", None) for name in names]
+        present = [bias for bias in biases if bias is not None]
+        return PackedLinear(torch.cat(weights), torch.cat(present) if present else None)
+
+    def _qk_norm(self, prefix: str) -> RMSNorm | None:
+        if not self._config.qk_norm:
+            return None
+        query, key = (self._pending.pop(f"{prefix}.{which}_norm.weight") for which in "qk")
+        rows = [query.expand(self._config.num_heads, -1), key.expand(self._config.num_kv_heads, -1)]
+        return RMSNorm(torch.cat(rows), self._config.rms_norm_eps)
+
+    def _layer(self, index: int) -> Layer:
+        prefix = f"model.layers.{index}"
+        attention = f"{prefix}.self_attn"
+        return Layer(
+            input_norm=self._norm(f"{prefix}.input_layernorm.weight"),
+            qkv=self._linear(*(f"{attention}.{which}_proj" for which in "qkv")),
+            qk_norm=self._qk_norm(attention),
+            output=self._linear(f"{attention}.o_proj"),
+            mlp_norm=self._norm(f"{prefix}.post_attention_layernorm.weight"),
+            gate_up=self._linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"),
+            down=self._linear(f"{prefix}.mlp.down_proj"),
+            window=self._config.window(index),
+        )
