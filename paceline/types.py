@@ -136,6 +136,8 @@ class Sequence:
     lossless: bool = True
     logprobs: list[TokenLogprob] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
+    eos_token_ids: tuple[int, ...] = ()
+    """The model's own end tokens, unless the request ignores them, and the request's stop_token_ids."""
 
     def __post_init__(self) -> None:
         self.seed = self.params.seed if self.params.seed is not None else int.from_bytes(os.urandom(7), "little")
@@ -152,6 +154,23 @@ class Sequence:
     def num_remaining(self) -> int:
         """Tokens this sequence may still produce."""
         return self.params.max_tokens - self.num_output
+
+    def accept(self, tokens: list[int]) -> list[int]:
+        """Append tokens up to the first that ends the answer; returns those taken. All but the last stand in the cache."""
+        for taken, token in enumerate(tokens, start=1):
+            if token in self.eos_token_ids:
+                self.finish_reason = "stop"
+            elif taken == self.num_remaining:
+                self.finish_reason = "length"
+            if self.finish_reason:
+                tokens = tokens[:taken]
+                break
+        self.tokens += tokens
+        self.cached_len = len(self.tokens) - 1
+        del self.logprobs[self.num_output :]
+        if self.params.has_penalties:
+            self.counts.update(tokens)
+        return tokens
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from paceline.errors import ContextLengthError
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of
 from paceline.model.config import DecoderConfig
 from paceline.model.kv_cache import StaticKVCache
@@ -62,10 +63,7 @@ class Decoder(Target):
         self._num_qk_heads = config.num_heads + config.num_kv_heads
         self._residual_dtype = torch.float32 if self.device.type == "cpu" else dtype
         self._build(_Loader(config, tensors, dtype, self.device))
-        self._rope = Rope(*(table.to(self.device, dtype) for table in rope_tables(config, max_len)))
-        self.cache = StaticKVCache(
-            config.num_layers, num_rows, config.num_kv_heads, max_len, config.head_dim, dtype, self.device
-        )
+        self.allocate_cache(num_rows, max_len)
         self._windows = sorted({layer.window for layer in self.layers}, key=lambda window: window or 0)
 
     def _build(self, loader: _Loader) -> None:
@@ -75,6 +73,15 @@ class Decoder(Target):
             matrix.num_bytes for layer in self.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)
         )
         self.weight_bytes = layers_bytes + head.num_bytes
+
+    def allocate_cache(self, num_rows: int, max_len: int) -> None:
+        config = self.config
+        if max_len > config.max_position:
+            raise ContextLengthError(f"max_len {max_len} is beyond the model's {config.max_position} tokens: lower max_len")
+        self._rope = Rope(*(table.to(self.device, self.dtype) for table in rope_tables(config, max_len)))
+        self.cache = StaticKVCache(
+            config.num_layers, num_rows, config.num_kv_heads, max_len, config.head_dim, self.dtype, self.device
+        )
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         return F.embedding(tokens_T, self.embedding)

@@ -6,8 +6,10 @@ with `rollback`, which only moves the row's length: entries past it are dead and
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,6 +62,14 @@ class KVCache(ABC):
             self.lengths[row] = length
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros; on CPU from calloc, so that memory is taken page by page as rows fill instead of all at start."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+
+
 class StaticKVCache(KVCache):
     """Keys and values of all layers in two tensors [layers, rows, kv_heads, max_len, head_dim]."""
 
@@ -76,9 +86,9 @@ class StaticKVCache(KVCache):
         super().__init__(num_rows, max_len)
         shape = (num_layers, num_rows, num_kv_heads, max_len, head_dim)
         try:
-            self.keys = torch.zeros(shape, dtype=dtype, device=device)
-            self.values = torch.zeros(shape, dtype=dtype, device=device)
-        except RuntimeError as error:
+            self.keys = _zeros(shape, dtype, device)
+            self.values = _zeros(shape, dtype, device)
+        except (RuntimeError, MemoryError) as error:
             raise MemoryBudgetError(
                 f"no memory for a KV cache of {num_rows} rows of {max_len} tokens: lower --max-batch or --max-len ({error})"
             ) from error

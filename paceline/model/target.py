@@ -64,6 +64,10 @@ class Target(ABC):
         self.tap_layers = tuple(tap_layers)
 
     @abstractmethod
+    def allocate_cache(self, num_rows: int, max_len: int) -> None:
+        """Replace `cache` by an empty one of this size. Raises MemoryBudgetError or ContextLengthError."""
+
+    @abstractmethod
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Run the tokens, append their keys and values to the cache, return logits and taps."""
 

@@ -1,0 +1,87 @@
+"""Settings of an engine: frozen, documented field by field, with "auto" settled in one place that says what it chose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from paceline.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+RULES = ("auto", "match", "rejection", "block")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How a model is loaded and run."""
+
+    model: str = "smollm2-135m"
+    """A built-in name, a folder, a GGUF file, or a hub id."""
+    drafter: str = "default"
+    """default (what ships for the target, else ngram), none, ngram, random-dflash, a folder, or a hub id."""
+    dtype: str = "auto"
+    """auto takes bfloat16 where the device multiplies it natively, else float32."""
+    device: str = "auto"
+    """auto takes the GPU when there is one."""
+    weights: Literal["checkpoint", "random"] = "checkpoint"
+    """random builds the architecture without its weights: right speed, meaningless text, for mocking."""
+    max_batch: int = 8
+    """Requests that decode together: rows of the KV cache."""
+    max_len: int | None = None
+    """Tokens (prompt and answer) a row holds; None takes the model's limit or 2048, the smaller."""
+    kv_memory: int | None = None
+    """Bytes for all caches together, the drafter's too; lowers max_batch until it fits. None: as max_batch and max_len need."""
+    num_drafted: int | None = None
+    """Tokens drafted per round; None takes the drafter's own."""
+    rule: str = "auto"
+    """How sampled drafts are verified: match (certain drafts), rejection, block; auto takes the best that is lossless."""
+    mocked_tokens_per_round: float | None = None
+    """Accept drafts at this rate whatever the target says (bonus included). Not lossless: for modelling only."""
+    prefill_chunk: int = 256
+    """Prompt tokens per step, so that a long prompt does not stall the others."""
+    threads: int | None = None
+    """CPU threads; None leaves PyTorch's choice."""
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.dtype not in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}"),
+            (self.rule not in RULES, f"rule must be one of {', '.join(RULES)}, not {self.rule!r}"),
+            (self.weights not in ("checkpoint", "random"), f"weights must be checkpoint or random, not {self.weights!r}"),
+            (self.max_batch < 1, "max_batch must be at least 1"),
+            (self.max_len is not None and self.max_len < 2, "max_len must be at least 2"),
+            (self.prefill_chunk < 1, "prefill_chunk must be at least 1"),
+            (self.num_drafted is not None and self.num_drafted < 0, "num_drafted must be 0 or more"),
+            (self.threads is not None and self.threads < 1, "threads must be at least 1"),
+            (
+                self.mocked_tokens_per_round is not None and self.mocked_tokens_per_round < 1,
+                "mocked_tokens_per_round must be at least 1: every round yields the target's own token",
+            ),
+        )
+        for is_wrong, remedy in checks:
+            if is_wrong:
+                raise ConfigError(remedy)
+
+    @classmethod
+    def of(cls, **settings: Any) -> EngineConfig:
+        """Build from keyword arguments; an unknown one is refused by name."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(settings) - known)
+        if unknown:
+            raise ConfigError(f"unknown setting {unknown[0]!r}: choose from {', '.join(sorted(known))}")
+        return cls(**settings)
+
+
+def resolve(config: EngineConfig) -> EngineConfig:
+    """Settle "auto" for device and dtype on this machine. Raises ConfigError when a named device is not there."""
+    import torch
+
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("device cuda was asked for, but PyTorch sees no GPU: use --device cpu")
+    dtype = config.dtype
+    if dtype == "auto":
+        has_bf16 = device.startswith("cuda") or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        dtype = "bfloat16" if has_bf16 else "float32"
+    return replace(config, device=device, dtype=dtype)

@@ -1,0 +1,192 @@
+"""The engine: add requests at any time, call `step` while there is work, read what each step committed.
+
+`generate` and the server consume the same steps. Not thread-safe: one thread owns an engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass, field
+
+from paceline.draft.base import Drafter, NoDrafter, Observed
+from paceline.engine.round import Judge, decode_round, record
+from paceline.engine.sampling import LosslessJudge
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.text import TextStream
+from paceline.errors import ContextLengthError, PromptError, SamplingError
+from paceline.model.target import ForwardBatch, Target
+from paceline.model.tokenizer import Tokenizer
+from paceline.types import Batch, DraftBlock, FinishReason, RoundStats, SamplingParams, Sequence
+
+
+@dataclass(slots=True)
+class Chunk:
+    """What one step added to one request."""
+
+    sequence: Sequence
+    token_ids: list[int]
+    text: str
+    """Text now final; may lag behind the tokens (half a character, the beginning of a stop string)."""
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class _Request:
+    sequence: Sequence
+    stream: TextStream
+    num_shown: int = field(default=0)
+
+
+class Engine:
+    """Continuous batching over one target and one drafter."""
+
+    def __init__(
+        self,
+        target: Target,
+        tokenizer: Tokenizer,
+        drafter: Drafter | None = None,
+        *,
+        judge: Judge | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+        prefill_chunk: int = 256,
+    ) -> None:
+        self.target, self.tokenizer = target, tokenizer
+        self.drafter = drafter or NoDrafter()
+        self.judge = judge or LosslessJudge()
+        self.prefill_chunk = prefill_chunk
+        self.eos_token_ids = eos_token_ids
+        target.set_taps(self.drafter.tap_layers)
+        self.drafter.bind(target)
+        self.scheduler = Scheduler(target.cache)
+        self.rounds: list[RoundStats] = []
+        """The rounds of the latest step: at most one."""
+        self._requests: dict[int, _Request] = {}
+        self._ids = itertools.count()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, prompt_ids: list[int], params: SamplingParams | None = None) -> int:
+        """Queue a request; returns its id. Raises PromptError, ContextLengthError or SamplingError on bad input."""
+        params = params or SamplingParams()
+        self._check(prompt_ids, params)
+        ends = params.stop_token_ids if params.ignore_eos else (*self.eos_token_ids, *params.stop_token_ids)
+        seq = Sequence(next(self._ids), list(prompt_ids), len(prompt_ids), params, eos_token_ids=ends)
+        seq.timings.arrival_s = time.perf_counter()
+        self._requests[seq.request_id] = _Request(seq, TextStream(self.tokenizer.stream(), params.stop))
+        self.scheduler.add(seq)
+        self._admit()
+        return seq.request_id
+
+    def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        if not prompt_ids:
+            raise PromptError("the prompt is empty: give at least one token")
+        vocab_size, max_len = self.target.vocab_size, self.target.cache.max_len
+        if wrong := next((token for token in prompt_ids if not 0 <= token < vocab_size), None):
+            raise PromptError(f"token {wrong} is outside the model's vocabulary of {vocab_size}: check the tokenizer")
+        if wrong := next((token for token in params.logit_bias or {} if not 0 <= token < vocab_size), None):
+            raise SamplingError(f"logit_bias names token {wrong}, outside the vocabulary of {vocab_size}: remove it")
+        needed = len(prompt_ids) + params.max_tokens
+        if needed > max_len:
+            raise ContextLengthError(
+                f"prompt of {len(prompt_ids)} and answer of {params.max_tokens} tokens need {needed}, the cache holds "
+                f"{max_len}: shorten the prompt, lower max_tokens, or raise max_len (the model allows {self.target.max_position})"
+            )
+
+    def abort(self, request_id: int) -> Sequence | None:
+        """Drop a request wherever it is; returns its sequence, or None when it is already done or unknown."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        request.sequence.finish_reason = "abort"
+        self._release(request.sequence)
+        self._admit()
+        return request.sequence
+
+    def step(self) -> list[Chunk]:
+        """One prefill chunk and one decode round at most; returns what each request gained."""
+        self.rounds = []
+        chunks = self._prefill()
+        chunks += self._decode()
+        self._admit()
+        return chunks
+
+    def _admit(self) -> None:
+        for seq in self.scheduler.admit():
+            self.drafter.start(seq)
+
+    def _prefill(self) -> list[Chunk]:
+        if not self.scheduler.prefilling:
+            return []
+        seq = self.scheduler.prefilling[0]
+        started = time.perf_counter()
+        begin, end = seq.cached_len, min(seq.cached_len + self.prefill_chunk, seq.prompt_len)
+        is_last = end == seq.prompt_len
+        out = self.target.forward(
+            ForwardBatch([seq.row], [begin], [end - begin], seq.tokens[begin:end], "last" if is_last else "none")
+        )
+        seq.cached_len = end
+        if is_last:
+            batch, nothing = Batch([seq]), DraftBlock.certain([[]])
+            assert out.logits_TV is not None
+            verdict = self.judge(batch, nothing, out.logits_TV)
+            self.scheduler.start_decoding(seq)
+            seq.accept(verdict.next_token_B)
+        self.drafter.observe([Observed(seq, begin, end - begin, out.taps_TF)])
+        now = time.perf_counter()
+        seq.timings.prefill_s += now - started
+        if not is_last:
+            return []
+        seq.timings.first_token_s = now
+        return [self._publish(seq, now)]
+
+    def _decode(self) -> list[Chunk]:
+        batch = self.scheduler.batch()
+        if not batch.sequences:
+            return []
+        stats = decode_round(batch, self.target, self.drafter, self.judge)
+        self.rounds.append(stats)
+        now = time.perf_counter()
+        chunks = []
+        for seq, drafted, accepted in zip(batch.sequences, stats.num_drafted_B, stats.num_accepted_B, strict=True):
+            record(seq, drafted, accepted)
+            seq.timings.draft_s += stats.draft_s
+            seq.timings.verify_s += stats.verify_s
+            chunks.append(self._publish(seq, now))
+        host_s = stats.host_s + time.perf_counter() - now
+        for seq in batch.sequences:
+            seq.timings.host_s += host_s
+        return chunks
+
+    def _publish(self, seq: Sequence, now: float) -> Chunk:
+        """Decode the new tokens, end the answer at a stop string, release what is done."""
+        request = self._requests[seq.request_id]
+        tokens = seq.output_ids[request.num_shown :]
+        ended_by_token = seq.finish_reason == "stop"
+        text, stopped_after = request.stream.push(tokens[:-1] if ended_by_token else tokens)
+        if stopped_after is not None:
+            del seq.tokens[len(seq.tokens) - len(tokens) + stopped_after :]
+            tokens = tokens[:stopped_after]
+            del seq.logprobs[seq.num_output :]
+            seq.finish_reason = "stop"
+        elif seq.finish_reason is not None:
+            text += request.stream.finish()
+        request.num_shown += len(tokens)
+        seq.timings.token_s.extend([now] * len(tokens))
+        if seq.finish_reason is not None:
+            self._release(seq)
+        return Chunk(seq, tokens, text, seq.finish_reason)
+
+    def _release(self, seq: Sequence) -> None:
+        if seq.row >= 0:
+            self.drafter.drop(seq)
+        self.scheduler.remove(seq)
+        del self._requests[seq.request_id]
+
+    def check_integrity(self) -> None:
+        """Assert the engine's bookkeeping; cheap enough to call after every step of a test."""
+        self.scheduler.check_integrity()
+        alive = {seq.request_id for seq in (*self.scheduler.waiting, *self.scheduler.prefilling, *self.scheduler.running)}
+        assert alive == set(self._requests), "a request leaked"

@@ -1,0 +1,261 @@
+"""The public face: `LLM` loads a model and a drafter and answers; blocking, streaming, or many prompts at once.
+
+    llm = LLM("smollm2-135m", drafter="default", dtype="bfloat16")
+    out = llm.chat([[{"role": "user", "content": "..."}]], SamplingParams(max_tokens=128))
+    out[0].text, out[0].stats.tokens_per_round
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.config import EngineConfig, resolve
+from paceline.draft.base import Drafter
+from paceline.draft.registry import make_drafter
+from paceline.engine.engine import Chunk, Engine
+from paceline.engine.round import Judge
+from paceline.engine.sampling import LosslessJudge, MockedJudge
+from paceline.errors import MemoryBudgetError, PromptError
+from paceline.hub import resolve as resolve_model
+from paceline.model.load import DEFAULT_MAX_LEN, load_target
+from paceline.model.target import Target
+from paceline.model.tokenizer import Tokenizer
+from paceline.types import FinishReason, SamplingParams, Sequence, Timings, TokenLogprob
+from paceline.verify.mocked import MockedAcceptance
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStats:
+    """Figures of one answer. `lossless` is False when a lossy rule or a mocked acceptance made it."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_rounds: int
+    num_drafted: int
+    num_accepted: int
+    accepted_histogram: tuple[int, ...]
+    """accepted_histogram[n]: rounds in which exactly n drafts stood."""
+    lossless: bool
+    timings: Timings
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Accepted drafts plus the bonus token, averaged over rounds; 1.0 for plain decoding."""
+        return 1.0 + self.num_accepted / self.num_rounds if self.num_rounds else 1.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+    @property
+    def total_s(self) -> float:
+        """From admission to the last token, prefill included."""
+        last = self.timings.token_s[-1] if self.timings.token_s else self.timings.arrival_s
+        return last - self.timings.arrival_s - self.timings.queue_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_output_tokens / self.total_s if self.total_s > 0 else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens per second after the first token."""
+        span = self.timings.token_s[-1] - self.timings.first_token_s if self.timings.token_s else 0.0
+        return (self.num_output_tokens - 1) / span if span > 0 else 0.0
+
+    @property
+    def time_to_first_token_s(self) -> float:
+        return self.timings.first_token_s - self.timings.arrival_s
+
+    @classmethod
+    def of(cls, seq: Sequence) -> GenerationStats:
+        return cls(
+            num_prompt_tokens=seq.prompt_len,
+            num_output_tokens=seq.num_output,
+            num_rounds=seq.num_rounds,
+            num_drafted=seq.num_drafted,
+            num_accepted=seq.num_accepted,
+            accepted_histogram=tuple(seq.accepted_histogram),
+            lossless=seq.lossless,
+            timings=seq.timings,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished answer."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    stats: GenerationStats
+    logprobs: list[TokenLogprob]
+    prompt_token_ids: list[int]
+
+
+class LLM:
+    """A model with its drafter. Settings are the fields of `EngineConfig`; `drafter` may also be a Drafter object.
+
+    Raises the errors of paceline.errors: a missing model, a drafter for another target, a cache beyond its budget.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", *, drafter: str | Drafter | None = "default", **settings: Any) -> None:
+        name = drafter if isinstance(drafter, str) else (drafter.name if drafter else "none")
+        self.config = resolve(EngineConfig.of(model=model, drafter=name, **settings))
+        if self.config.threads:
+            torch.set_num_threads(self.config.threads)
+        self.tokenizer = Tokenizer.from_path(resolve_model(model))
+        self.target = _load(self.config)
+        self.drafter = make_drafter(drafter, self.target, target_name=model, num_drafted=self.config.num_drafted)
+        _fit_budget(self.config, self.target, self.drafter)
+        self.engine = self.new_engine(self.drafter)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all KV caches; taken once, never exceeded."""
+        return self.target.cache.num_bytes + self.drafter.cache_bytes(self.target)
+
+    def new_engine(self, drafter: Drafter, judge: Judge | None = None) -> Engine:
+        """An engine over the same weights and cache with another drafter or rule; use one engine at a time."""
+        return Engine(
+            self.target,
+            self.tokenizer,
+            drafter,
+            judge=judge or _judge(self.config),
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            prefill_chunk=self.config.prefill_chunk,
+        )
+
+    def use_drafter(self, drafter: str | Drafter | None, **options: Any) -> None:
+        """Swap the drafter; nothing may be running."""
+        self.drafter = make_drafter(drafter, self.target, target_name=self.config.model, **options)
+        self.engine = self.new_engine(self.drafter)
+
+    def encode_chat(self, messages: list[Message]) -> list[int]:
+        """Token ids of a conversation through the model's chat template. Raises PromptError on malformed messages."""
+        return self.tokenizer.encode_chat(check_messages(messages))
+
+    def chat(
+        self,
+        conversations: list[list[Message]],
+        params: SamplingParams | None = None,
+        on_chunk: Callable[[Chunk], None] | None = None,
+    ) -> list[Completion]:
+        """Answer each conversation; in the order given."""
+        return self.generate_ids([self.encode_chat(messages) for messages in conversations], params, on_chunk)
+
+    def generate(
+        self, prompts: list[str], params: SamplingParams | None = None, on_chunk: Callable[[Chunk], None] | None = None
+    ) -> list[Completion]:
+        """Continue each raw text; no chat template."""
+        return self.generate_ids([self.tokenizer.encode(prompt) for prompt in prompts], params, on_chunk)
+
+    def generate_ids(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams | list[SamplingParams] | None = None,
+        on_chunk: Callable[[Chunk], None] | None = None,
+    ) -> list[Completion]:
+        """Continue each list of token ids. On an error or interrupt every request of this call is aborted."""
+        each = params if isinstance(params, list) else [params] * len(prompts)
+        ids: list[int] = []
+        done: dict[int, Completion] = {}
+        texts: dict[int, list[str]] = {}
+        try:
+            for prompt, own in zip(prompts, each, strict=True):
+                ids.append(self.engine.add(prompt, own))
+                texts[ids[-1]] = []
+            while len(done) < len(ids):
+                for chunk in self.engine.step():
+                    _collect(chunk, texts, done)
+                    if on_chunk:
+                        on_chunk(chunk)
+        finally:
+            for request_id in ids:
+                if request_id not in done:
+                    self.engine.abort(request_id)
+        return [done[request_id] for request_id in ids]
+
+    def stream(self, prompt: list[Message] | str | list[int], params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Chunks of one answer as they are committed: messages go through the chat template, a string is raw text."""
+        request_id = self.engine.add(self._ids_of(prompt), params)
+        is_done = False
+        try:
+            while not is_done:
+                for chunk in self.engine.step():
+                    if chunk.sequence.request_id == request_id:
+                        is_done = chunk.finish_reason is not None
+                        yield chunk
+        finally:
+            if not is_done:
+                self.engine.abort(request_id)
+
+    def _ids_of(self, prompt: list[Message] | str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if prompt and isinstance(prompt[0], int):
+            return [token for token in prompt if isinstance(token, int)]
+        return self.encode_chat([message for message in prompt if isinstance(message, dict)])
+
+
+def _collect(chunk: Chunk, texts: dict[int, list[str]], done: dict[int, Completion]) -> None:
+    seq = chunk.sequence
+    if seq.request_id not in texts:
+        return
+    texts[seq.request_id].append(chunk.text)
+    if chunk.finish_reason is not None:
+        text = "".join(texts[seq.request_id])
+        stats = GenerationStats.of(seq)
+        done[seq.request_id] = Completion(
+            text, seq.output_ids, chunk.finish_reason, stats, seq.logprobs, seq.tokens[: seq.prompt_len]
+        )
+
+
+def check_messages(messages: list[Message]) -> list[Message]:
+    """Refuse what no chat template could render, in one line."""
+    if not messages:
+        raise PromptError("the conversation is empty: give at least one message")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise PromptError(f'each message must be {{"role": ..., "content": ...}}, not {message!r}')
+    return messages
+
+
+def _judge(config: EngineConfig) -> Judge:
+    if config.mocked_tokens_per_round is not None:
+        return MockedJudge(MockedAcceptance(config.mocked_tokens_per_round))
+    return LosslessJudge(config.rule)
+
+
+def _load(config: EngineConfig) -> Target:
+    return load_target(
+        config.model,
+        dtype=getattr(torch, config.dtype),
+        device=config.device,
+        num_rows=1 if config.kv_memory else config.max_batch,
+        max_len=config.max_len,
+        weights=config.weights,
+    )
+
+
+def _fit_budget(config: EngineConfig, target: Target, drafter: Drafter) -> None:
+    """With a memory budget: as many rows as fit, at most max_batch. Raises MemoryBudgetError when not one does."""
+    if config.kv_memory is None:
+        return
+    row_bytes = target.cache.num_bytes + drafter.cache_bytes(target)
+    num_rows = min(config.max_batch, config.kv_memory // row_bytes)
+    if num_rows < 1:
+        raise MemoryBudgetError(
+            f"one row of {target.cache.max_len} tokens needs {row_bytes:,} bytes of cache, the budget is "
+            f"{config.kv_memory:,}: raise kv_memory or lower max_len"
+        )
+    target.allocate_cache(num_rows, config.max_len or min(target.max_position, DEFAULT_MAX_LEN))
+
+

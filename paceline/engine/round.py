@@ -1,0 +1,86 @@
+"""The decode round: guess, check in one target pass, keep what stands. The only loop; everything else plugs into it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from paceline.draft.base import Drafter, Observed
+from paceline.model.target import ForwardBatch, ForwardOutput, Target
+from paceline.types import Batch, DraftBlock, RoundStats, Sequence, Verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Judge = Callable[[Batch, DraftBlock, "Tensor"], Verdict]
+"""Batch, its drafts and the packed logits [T, V] of the verify pass -> which drafts stand. See `engine/sampling.py`."""
+
+
+def decode_round(batch: Batch, target: Target, drafter: Drafter, judge: Judge) -> RoundStats:
+    """One round for every sequence of the batch: draft K tokens, verify J = K+1 positions, commit what stands."""
+    started = time.perf_counter()
+    draft = drafter.propose(batch)
+    drafted = time.perf_counter()
+    out = target.forward(verify_input(batch, draft))
+    assert out.logits_TV is not None
+    verdict = judge(batch, draft, out.logits_TV)
+    verified = time.perf_counter()
+    firsts = [seq.cached_len for seq in batch.sequences]
+    num_committed_B = commit(batch, draft, verdict)
+    target.cache.rollback(batch.rows, batch.cached_len_B)
+    drafter.observe(_observed(batch, draft, firsts, num_committed_B, out))
+    return RoundStats(
+        num_drafted_B=[len(tokens) for tokens in draft.tokens_B],
+        num_accepted_B=[count - 1 for count in num_committed_B],
+        lossless=verdict.lossless,
+        draft_s=drafted - started,
+        verify_s=verified - drafted,
+        host_s=time.perf_counter() - verified,
+    )
+
+
+def verify_input(batch: Batch, draft: DraftBlock) -> ForwardBatch:
+    """Each row's anchor and its drafts, packed row after row."""
+    counts = [1 + len(tokens) for tokens in draft.tokens_B]
+    packed: list[int] = []
+    for seq, tokens in zip(batch.sequences, draft.tokens_B, strict=True):
+        packed.append(seq.tokens[-1])
+        packed.extend(tokens)
+    return ForwardBatch(batch.rows, batch.cached_len_B, counts, packed)
+
+
+def commit(batch: Batch, draft: DraftBlock, verdict: Verdict) -> list[int]:
+    """Append the accepted drafts and the bonus token to each sequence, up to a token that ends it.
+
+    Returns how many tokens each row gained (at least 1). `cached_len` follows: all of the sequence but its last token.
+    """
+    gained = []
+    rows = zip(batch.sequences, draft.tokens_B, verdict.num_accepted_B, verdict.next_token_B, strict=True)
+    for seq, drafted, num_accepted, bonus in rows:
+        tokens = seq.accept([*drafted[:num_accepted], bonus])
+        seq.lossless &= verdict.lossless
+        gained.append(len(tokens))
+    return gained
+
+
+def record(seq: Sequence, num_drafted: int, num_accepted: int) -> None:
+    """Count a round in the sequence's own statistics."""
+    seq.num_rounds += 1
+    seq.num_drafted += num_drafted
+    seq.num_accepted += num_accepted
+    missing = num_accepted + 1 - len(seq.accepted_histogram)
+    seq.accepted_histogram.extend([0] * missing)
+    seq.accepted_histogram[num_accepted] += 1
+
+
+def _observed(
+    batch: Batch, draft: DraftBlock, firsts: list[int], num_committed_B: list[int], out: ForwardOutput
+) -> list[Observed]:
+    """The anchor and the accepted drafts of each row: positions that the verify pass has put into the cache for good."""
+    observed, begin = [], 0
+    for seq, tokens, first, count in zip(batch.sequences, draft.tokens_B, firsts, num_committed_B, strict=True):
+        taps = None if out.taps_TF is None else out.taps_TF[begin : begin + count]
+        observed.append(Observed(seq, first, count, taps))
+        begin += 1 + len(tokens)
+    return observed

@@ -1,0 +1,81 @@
+"""From the verify pass's logits to a verdict: each request's own distribution, judged by the chosen rule.
+
+Rows that are greedy and unpenalised need only the argmax of each position, taken for the whole batch at once; every other
+row gets its bias, penalties and filters first. The rules themselves are pure functions in `verify/`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.model.logits import logprobs_of, penalise, target_probs
+from paceline.types import Batch, DraftBlock, Sequence, Verdict
+from paceline.verify import greedy
+from paceline.verify.mocked import MockedAcceptance
+from paceline.verify.registry import Rule, Uniforms, resolve_rule
+
+
+class LosslessJudge:
+    """Greedy rows by longest match, sampled rows by `rule` ("auto", "match", "rejection" or "block")."""
+
+    def __init__(self, rule: str = "auto") -> None:
+        self.rule: Rule = resolve_rule(rule)
+
+    @torch.inference_mode()
+    def __call__(self, batch: Batch, draft: DraftBlock, logits_TV: Tensor) -> Verdict:
+        plain = [seq.params.is_greedy and not _is_shaped(seq) for seq in batch.sequences]
+        argmax_T = logits_TV.argmax(-1).tolist() if any(plain) else []
+        accepted, bonus, begin = [], [], 0
+        for index, (seq, tokens) in enumerate(zip(batch.sequences, draft.tokens_B, strict=True)):
+            end = begin + len(tokens) + 1
+            if plain[index]:
+                verdict = greedy.verify(tokens, argmax_T[begin:end])
+            else:
+                verdict = self._judge_row(seq, tokens, draft.probs_B[index], logits_TV[begin:end])
+            accepted.append(verdict.num_accepted)
+            bonus.append(verdict.next_token)
+            begin = end
+        verdict = Verdict(accepted, bonus)
+        report_logprobs(batch, draft, verdict, logits_TV)
+        return verdict
+
+    def _judge_row(self, seq: Sequence, tokens: list[int], draft_probs: Tensor | None, logits_JV: Tensor):
+        logits_JV = penalise(logits_JV, seq.params, seq.tokens, seq.counts, tokens)
+        if seq.params.is_greedy:
+            return greedy.verify(tokens, logits_JV.argmax(-1).tolist())
+        probs_JV = target_probs(logits_JV, seq.params)
+        return self.rule(tokens, draft_probs, probs_JV, Uniforms(seq.seed, len(seq.tokens) - 1))
+
+
+class MockedJudge:
+    """Accepts as many drafts as the mock says, whatever the target says: for modelling only, never lossless."""
+
+    def __init__(self, acceptance: MockedAcceptance) -> None:
+        self._acceptance = acceptance
+
+    @torch.inference_mode()
+    def __call__(self, batch: Batch, draft: DraftBlock, logits_TV: Tensor) -> Verdict:
+        argmax_T = logits_TV.argmax(-1).tolist()
+        accepted, bonus, begin = [], [], 0
+        for seq, tokens in zip(batch.sequences, draft.tokens_B, strict=True):
+            count = self._acceptance.num_accepted(len(tokens), seq.seed, len(seq.tokens) - 1)
+            accepted.append(count)
+            bonus.append(argmax_T[begin + count])
+            begin += len(tokens) + 1
+        return Verdict(accepted, bonus, lossless=False)
+
+
+def _is_shaped(seq: Sequence) -> bool:
+    return bool(seq.params.logit_bias) or seq.params.has_penalties
+
+
+def report_logprobs(batch: Batch, draft: DraftBlock, verdict: Verdict, logits_TV: Tensor) -> None:
+    """Append the target's own log-probabilities of the tokens about to be committed, for requests that ask for them."""
+    begin = 0
+    rows = zip(batch.sequences, draft.tokens_B, verdict.num_accepted_B, verdict.next_token_B, strict=True)
+    for seq, drafted, num_accepted, bonus in rows:
+        if seq.params.logprobs is not None:
+            for offset, token in enumerate([*drafted[:num_accepted], bonus]):
+                seq.logprobs.append(logprobs_of(logits_TV[begin + offset], token, seq.params.logprobs))
+        begin += len(drafted) + 1
