@@ -92,7 +92,7 @@ class Engine:
         if needed > max_len:
             raise ContextLengthError(
                 f"prompt of {len(prompt_ids)} and answer of {params.max_tokens} tokens need {needed}, the cache holds "
-                f"{max_len}: shorten the prompt, lower max_tokens, or raise max_len (the model allows {self.target.max_position})"
+                f"{max_len}: shorten the prompt, lower max_tokens, or raise max_len (this model: {self.target.max_position})"
             )
 
     def abort(self, request_id: int) -> Sequence | None:

@@ -1,13 +1,12 @@
 """The public face: `LLM` loads a model and a drafter and answers; blocking, streaming, or many prompts at once.
 
-    llm = LLM("smollm2-135m", drafter="default", dtype="bfloat16")
-    out = llm.chat([[{"role": "user", "content": "..."}]], SamplingParams(max_tokens=128))
-    out[0].text, out[0].stats.tokens_per_round
+llm = LLM("smollm2-135m", drafter="default", dtype="bfloat16")
+out = llm.chat([[{"role": "user", "content": "..."}]], SamplingParams(max_tokens=128))
+out[0].text, out[0].stats.tokens_per_round
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -257,5 +256,3 @@ def _fit_budget(config: EngineConfig, target: Target, drafter: Drafter) -> None:
             f"{config.kv_memory:,}: raise kv_memory or lower max_len"
         )
     target.allocate_cache(num_rows, config.max_len or min(target.max_position, DEFAULT_MAX_LEN))
-
-

@@ -11,16 +11,17 @@ from torch import Tensor
 
 from paceline.model.logits import logprobs_of, penalise, target_probs
 from paceline.types import Batch, DraftBlock, Sequence, Verdict
-from paceline.verify import greedy
+from paceline.verify.greedy import verify_argmax
 from paceline.verify.mocked import MockedAcceptance
-from paceline.verify.registry import Rule, Uniforms, resolve_rule
+from paceline.verify.registry import rule_named
+from paceline.verify.rule import RowVerdict, Rule, Uniforms
 
 
 class LosslessJudge:
     """Greedy rows by longest match, sampled rows by `rule` ("auto", "match", "rejection" or "block")."""
 
     def __init__(self, rule: str = "auto") -> None:
-        self.rule: Rule = resolve_rule(rule)
+        self.rule: Rule = rule_named(rule)
 
     @torch.inference_mode()
     def __call__(self, batch: Batch, draft: DraftBlock, logits_TV: Tensor) -> Verdict:
@@ -30,7 +31,7 @@ class LosslessJudge:
         for index, (seq, tokens) in enumerate(zip(batch.sequences, draft.tokens_B, strict=True)):
             end = begin + len(tokens) + 1
             if plain[index]:
-                verdict = greedy.verify(tokens, argmax_T[begin:end])
+                verdict = verify_argmax(tokens, argmax_T[begin:end])
             else:
                 verdict = self._judge_row(seq, tokens, draft.probs_B[index], logits_TV[begin:end])
             accepted.append(verdict.num_accepted)
@@ -40,12 +41,12 @@ class LosslessJudge:
         report_logprobs(batch, draft, verdict, logits_TV)
         return verdict
 
-    def _judge_row(self, seq: Sequence, tokens: list[int], draft_probs: Tensor | None, logits_JV: Tensor):
+    def _judge_row(self, seq: Sequence, tokens: list[int], draft_probs: Tensor | None, logits_JV: Tensor) -> RowVerdict:
         logits_JV = penalise(logits_JV, seq.params, seq.tokens, seq.counts, tokens)
         if seq.params.is_greedy:
-            return greedy.verify(tokens, logits_JV.argmax(-1).tolist())
+            return verify_argmax(tokens, logits_JV.argmax(-1).tolist())
         probs_JV = target_probs(logits_JV, seq.params)
-        return self.rule(tokens, draft_probs, probs_JV, Uniforms(seq.seed, len(seq.tokens) - 1))
+        return self.rule(tokens, draft_probs, probs_JV, Uniforms.of(seq))
 
 
 class MockedJudge:
@@ -59,7 +60,7 @@ class MockedJudge:
         argmax_T = logits_TV.argmax(-1).tolist()
         accepted, bonus, begin = [], [], 0
         for seq, tokens in zip(batch.sequences, draft.tokens_B, strict=True):
-            count = self._acceptance.num_accepted(len(tokens), seq.seed, len(seq.tokens) - 1)
+            count = self._acceptance.num_accepted(len(tokens), Uniforms.of(seq))
             accepted.append(count)
             bonus.append(argmax_T[begin + count])
             begin += len(tokens) + 1

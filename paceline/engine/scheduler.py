@@ -61,7 +61,8 @@ class Scheduler:
         """Assert that rows, lengths and lists agree: nothing leaked, nothing shared."""
         holders = [*self.prefilling, *self.running]
         rows = [seq.row for seq in holders]
-        assert len(set(rows)) == len(rows) and all(0 <= row < self._cache.num_rows for row in rows), rows
+        assert len(set(rows)) == len(rows), f"a row is shared: {rows}"
+        assert set(rows) <= set(range(self._cache.num_rows)), f"a row that is not there: {rows}"
         assert len(rows) + self._cache.num_free == self._cache.num_rows, "a cache row leaked"
         assert all(seq.row == -1 for seq in self.waiting)
         assert not (self.waiting and self._cache.num_free), "a request waits beside a free row"

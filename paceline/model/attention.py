@@ -4,8 +4,8 @@ A pass holds several rows, each with its own start and count of new tokens. The 
 and used by every layer. Queries that share a key head are stacked as more rows of one product (GQA without repeating keys),
 which on CPU is two to seven times as fast as `enable_gqa=True`.
 
-Two paths: rows that lie side by side and bring equally many tokens run as one product over a masked rectangle; everything
-else runs row by row over exactly its own length.
+Rows that lie side by side and bring equally many tokens run as one product over a masked rectangle; a row on its own runs
+over exactly its own length.
 """
 
 from __future__ import annotations
@@ -51,14 +51,12 @@ class AttentionPlan:
         self._is_causal = is_causal
         self._dtype = dtype
         self._device = device
-        if _is_rectangle(rows, counts):
-            self.spans = [self._span(rows[0], len(rows), 0, starts, counts[0])]
-        else:
-            firsts = [sum(counts[:index]) for index in range(len(counts))]
-            self.spans = [
-                self._span(row, 1, first, [start], count)
-                for row, first, start, count in zip(rows, firsts, starts, counts, strict=True)
-            ]
+        self.spans: list[_Span] = []
+        index, first = 0, 0
+        for length in _runs(rows, counts):
+            self.spans.append(self._span(rows[index], length, first, starts[index : index + length], counts[index]))
+            first += length * counts[index]
+            index += length
 
     def _span(self, row: int, num_rows: int, first: int, starts: list[int], count: int) -> _Span:
         end = max(starts) + count
@@ -87,7 +85,7 @@ class AttentionPlan:
             return self._attend_span(self.spans[0], query_THD, keys, values)
         parts = []
         for span in self.spans:
-            query = query_THD[span.first : span.first + span.count]
+            query = query_THD[span.first : span.first + span.num_rows * span.count]
             parts.append(self._attend_span(span, query, keys, values))
         return torch.cat(parts)
 
@@ -108,9 +106,15 @@ class AttentionPlan:
         return out.reshape(num_rows * count, kv_heads * group * head_dim)
 
 
-def _is_rectangle(rows: list[int], counts: list[int]) -> bool:
-    is_run = all(row == rows[0] + index for index, row in enumerate(rows))
-    return is_run and len(set(counts)) == 1
+def _runs(rows: list[int], counts: list[int]) -> list[int]:
+    """Lengths of the maximal runs of neighbouring rows that bring equally many tokens."""
+    lengths: list[int] = []
+    for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        if index and row == rows[index - 1] + 1 and count == counts[index - 1]:
+            lengths[-1] += 1
+        else:
+            lengths.append(1)
+    return lengths
 
 
 class CacheWriter:

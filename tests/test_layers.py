@@ -1,0 +1,83 @@
+"""Arrows point one way: who may import whom, read from the source."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "paceline"
+
+LAYERS = [
+    {"types", "errors", "config", "hardware", "runlog", "rng", "prompts"},
+    {"hub", "model"},
+    {"draft", "verify"},
+    {"engine"},
+    {"bench", "train", "serve"},
+    {"adapt"},
+    {"cli", "__main__"},
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+FREE = {"testing"}
+"""May import anything, and only tests import it."""
+TORCH_FREE_AT_IMPORT = ["__init__", "types", "errors", "config", "hardware", "runlog", "rng", "prompts", "cli"]
+SIDEWAYS = {
+    ("verify", "draft"),
+    ("draft", "verify"),
+    ("train", "serve"),
+    ("serve", "train"),
+    ("bench", "train"),
+    ("bench", "serve"),
+}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def part(name: str) -> str:
+    """`paceline.model.decoder` -> `model`."""
+    pieces = name.split(".")
+    return pieces[1] if len(pieces) > 1 else "__init__"
+
+
+def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            if node.module == "paceline":
+                found.update(f"paceline.{alias.name}" for alias in node.names if alias.name in RANK)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_left(path: Path) -> None:
+    own = part("paceline." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts))
+    if own in FREE | {"__init__"}:
+        return
+    assert own in RANK, f"{own}: give it a place in LAYERS and in docs/structure.md"
+    for name in imports_of(path):
+        if not name.startswith("paceline."):
+            continue
+        other = part(name)
+        assert other not in FREE, f"{path.name} imports the test doubles"
+        assert RANK[other] <= RANK[own], f"{path.name} imports {name}, which stands to its right"
+        assert (own, other) not in SIDEWAYS, f"{path.name} imports {name}, its neighbour"
+
+
+@pytest.mark.parametrize("name", TORCH_FREE_AT_IMPORT)
+def test_light_modules_do_not_import_torch(name: str) -> None:
+    heavy = {"torch", "transformers", "safetensors", "tokenizers", "matplotlib", "pyarrow"}
+    assert not heavy & {found.split(".")[0] for found in imports_of(PACKAGE / f"{name}.py", top_level_only=True)}
+
+
+def test_a_wrong_arrow_would_be_seen(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("def f():\n    from paceline.engine.engine import Engine\n    return Engine\n")
+    assert any(RANK[part(name)] > RANK["model"] for name in imports_of(wrong))

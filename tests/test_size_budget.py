@@ -1,0 +1,27 @@
+"""Files and functions stay small enough to read in one go (docs/structure.md)."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "paceline"
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_and_functions_fit(path: Path) -> None:
+    source = path.read_text()
+    assert source.count("\n") <= MAX_FILE_LINES
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
+
+
+def test_the_tree_is_two_levels_deep() -> None:
+    depths = {len(path.relative_to(PACKAGE).parts) for path in PACKAGE.rglob("*.py") if "native" not in path.parts}
+    assert max(depths) <= 2
