@@ -11,7 +11,13 @@ from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.config import DecoderConfig
 from paceline.model.rope import rope_tables
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 SCALINGS: list[dict[str, Any] | None] = [
     None,
@@ -58,7 +64,9 @@ def test_gguf_factors_equal_llama3() -> None:
     plain, _ = inverse_frequencies(decoder_config(None))
     scaled, _ = inverse_frequencies(decoder_config(LLAMA3))
     factors = {"rope_type": "factors", "factors": (plain / scaled).tolist()}
-    torch.testing.assert_close(rope_tables(decoder_config(factors), 300), rope_tables(decoder_config(LLAMA3), 300), atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        rope_tables(decoder_config(factors), 300), rope_tables(decoder_config(LLAMA3), 300), atol=2e-5, rtol=0
+    )
 
 
 def test_unknown_type_names_itself() -> None:

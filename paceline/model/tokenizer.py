@@ -1,0 +1,288 @@
+"""Text to token ids and back: the model's own tokenizer, its chat template, and incremental detokenisation.
+
+Comes from a folder's tokenizer.json (the `tokenizers` library) or from GGUF metadata; prompts go to the engine as ids, answers
+come back through `stream()` piece by piece.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import ModelFileError, ModelNotFoundError, PromptError
+from paceline.model import gguf
+from paceline.model.loading import eos_token_ids, read_json
+
+if TYPE_CHECKING:
+    import jinja2
+    import tokenizers
+
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: [{"role": "user", "content": "..."}, ...]."""
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+REPLACEMENT = "\ufffd"
+MAX_REPEATED = 10_000_000
+"""Longest string or list a chat template may build with `*`: a template is a stranger's code."""
+
+
+class Tokenizer:
+    """A model's tokenizer. Made by `from_path`."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        self.backend = backend
+        self.eos_token_ids = eos_token_ids
+        self.chat_template = chat_template
+        self.special_tokens = dict(special_tokens or {})
+        """bos_token, eos_token, unk_token and pad_token as text, those the model has; chat templates read them."""
+        self._compiled: jinja2.Template | None = None
+
+    @classmethod
+    def from_path(cls, path: Path | str) -> Tokenizer:
+        """The tokenizer of a Hugging Face folder or GGUF file.
+
+        Raises ModelNotFoundError, ModelFileError (damaged or missing files), UnsupportedModelError (unknown GGUF tokenizer).
+        """
+        path = Path(path).expanduser()
+        if not path.exists():
+            raise ModelNotFoundError(f"no folder or file {path}: give a Hugging Face model folder or a .gguf file")
+        return _from_gguf(path) if gguf.is_gguf(path) else _from_folder(path)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids, added ones included; a model's embedding may be padded beyond it."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of raw text, with the tokenizer's own bos or eos if it adds any. Raises PromptError on bad Unicode."""
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise PromptError(f"the prompt is no valid Unicode text ({error}): re-encode it as UTF-8") from error
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def apply_chat_template(
+        self, messages: Messages, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
+    ) -> str:
+        """The prompt text of a conversation. `variables` reach the template too (tools, enable_thinking, ...).
+
+        Raises PromptError when the model has no template, or its one refuses the messages, is broken or leaves its sandbox.
+        """
+        _check_messages(messages)
+        if self.chat_template is None:
+            raise PromptError(
+                "this model has no chat template: use --raw (or generate() instead of chat()) to send the text as it is"
+            )
+        # Templates can raise nearly any ordinary error on messages they do not expect: all become one line.
+        import jinja2
+
+        try:
+            if self._compiled is None:
+                self._compiled = _environment().from_string(self.chat_template)
+            context = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
+            return self._compiled.render(
+                {"tools": None, "documents": None} | self.special_tokens | context | dict(variables or {})
+            )
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError) as error:
+            raise _template_error(error) from error
+        except (TypeError, ValueError, SyntaxError) as error:
+            raise _template_error(error) from error
+
+    def encode_chat(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> list[int]:
+        """Token ids of a conversation, ready for the answer; the template brings its own special tokens. Raises PromptError."""
+        return self.encode(self.apply_chat_template(messages, variables=variables), add_special_tokens=False)
+
+    def stream(self, skip_special: bool = True) -> IncrementalDetokenizer:
+        """A fresh detokeniser for one answer."""
+        return IncrementalDetokenizer(self, skip_special)
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, readable by Transformers too."""
+        self.backend.save(str(folder / "tokenizer.json"))
+        # Not the model's own class name: Transformers 5 rebuilds such classes with their default word splitting.
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config |= self.special_tokens
+        if self.chat_template is not None:
+            config["chat_template"] = self.chat_template
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+class IncrementalDetokenizer:
+    """Token ids in, final text out: what `push` returns never changes, and a character split over tokens waits for its rest.
+
+    Joined, the pieces equal `decode` of all ids. A token's text may depend on the one before it (SentencePiece drops a first
+    space), so the last finished group stays as context; nothing older is decoded again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._context: list[int] = []
+        self._pending: list[int] = []
+
+    def push(self, ids: list[int]) -> str:
+        """Add token ids; returns the text that became final, often one word, sometimes nothing."""
+        self._pending += ids
+        text = self._decode(self._context + self._pending)
+        if text.endswith(REPLACEMENT):
+            return self._finish(self._last_boundary(text))
+        return self._finish(len(self._pending))
+
+    def flush(self) -> str:
+        """The end of the answer: returns what was held back, an unfinished character as U+FFFD."""
+        return self._finish(len(self._pending))
+
+    def _last_boundary(self, text: str) -> int:
+        """Number of pending tokens that surely end before the unfinished character at the end of `text`.
+
+        A boundary is sure when the two sides, decoded apart, give the same text as together and the right side is not empty.
+        The unfinished character is at most three bytes long, so eight tokens back is far enough; otherwise all wait.
+        """
+        for end in range(len(self._pending) - 1, max(len(self._pending) - 9, 0), -1):
+            right = self._decode(self._pending[end:])
+            if right and self._decode(self._context + self._pending[:end]) + right == text:
+                return end
+        return 0
+
+    def _finish(self, num_tokens: int) -> str:
+        group, self._pending = self._pending[:num_tokens], self._pending[num_tokens:]
+        if not group:
+            return ""
+        text = self._decode(self._context + group)[len(self._decode(self._context)) :]
+        if text or not self._context:
+            self._context = group
+        return text
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip_special) if ids else ""
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    import tokenizers
+
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ModelFileError(f"{file} is missing: save the model's fast tokenizer there (AutoTokenizer...save_pretrained)")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception on a file it cannot parse
+        raise ModelFileError(f"{file} is damaged ({error}): delete it and fetch the model again") from error
+    backend.no_padding()
+    backend.no_truncation()
+    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    if (folder / "special_tokens_map.json").is_file():
+        config = read_json(folder / "special_tokens_map.json") | config
+    special = {name: text for name in SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
+    eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    ids = eos_token_ids(folder) + (() if eos is None else (eos,))
+    return Tokenizer(
+        backend,
+        eos_token_ids=tuple(dict.fromkeys(ids)),
+        chat_template=_folder_template(folder, config),
+        special_tokens=special,
+    )
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    reader = gguf.open_gguf(path)
+    backend = gguf.build_tokenizer(reader, path)
+    special = {}
+    for name, key in zip(SPECIAL_TOKENS, ("bos", "eos", "unknown", "padding"), strict=True):
+        index = gguf.read_metadata(reader, f"tokenizer.ggml.{key}_token_id")
+        if index is not None and (text := backend.id_to_token(index)) is not None:
+            special[name] = text
+    template = gguf.read_metadata(reader, "tokenizer.chat_template")
+    return Tokenizer(backend, eos_token_ids=gguf.eos_token_ids(reader), chat_template=template, special_tokens=special)
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token as text; configs hold it plain or as an AddedToken object."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _folder_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """chat_template.jinja, else the config's; where it has several, the one named default."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelFileError(f"{file} cannot be read ({error}): fetch the model again") from error
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _check_messages(messages: Messages) -> None:
+    if not messages:
+        raise PromptError("the conversation is empty: give at least one message with a role and a content")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise PromptError(
+                f"each message needs a role and a content, as in {{'role': 'user', 'content': '...'}} (got {message!r:.80})"
+            )
+
+
+def _template_error(error: Exception) -> PromptError:
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    return PromptError(f"the model's chat template failed ({reason}): check the messages' roles and contents, or use --raw")
+
+
+def _environment() -> jinja2.Environment:
+    """The sandbox chat templates are written for: Transformers' settings, filters and functions, and a cap on `*` and `**`."""
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset(["*", "**"])
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "**" or any(
+                _length(a) * b > MAX_REPEATED for a, b in ((left, right), (right, left)) if isinstance(b, int)
+            ):
+                raise jinja2.exceptions.SecurityError(f"operator {operator} builds too large a value")
+            return super().call_binop(context, operator, left, right)
+
+    class Generation(Extension):
+        """`{% generation %}` marks the assistant's text for training; when prompting it changes nothing."""
+
+        tags = {"generation"}  # noqa: RUF012  (jinja2's own attribute)
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(
+        value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment.filters["tojson"] = tojson  # jinja2's own escapes HTML
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, (str, list, tuple, bytes)) else 0
