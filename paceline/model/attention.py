@@ -155,8 +155,11 @@ class Rope:
         if len(positions) == 1:
             at = positions[0]
             return self._cos[at : at + 1, None], self._signed_sin[at : at + 1, None]
-        index = torch.tensor(positions, device=self._cos.device)
-        return self._cos[index][:, None], self._signed_sin[index][:, None]
+        return self.tables_at(torch.tensor(positions, device=self._cos.device))
+
+    def tables_at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """As `tables`, from a tensor of positions."""
+        return self._cos[positions_T][:, None], self._signed_sin[positions_T][:, None]
 
     def rotate(self, heads_THD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         """x * cos + rotate_half(x) * sin; swapping the halves is a roll, the sign is in the table."""

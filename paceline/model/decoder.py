@@ -8,8 +8,9 @@ compares every family with Transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from paceline.errors import ContextLengthError
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of
 from paceline.model.config import DecoderConfig
+from paceline.model.graphs import MAX_COUNT, GraphRunner
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.linear import PackedLinear, RMSNorm
 from paceline.model.rope import rope_tables
@@ -42,7 +44,8 @@ class Layer:
 class Decoder(Target):
     """Llama-family target with a static KV cache of `num_rows` rows of `max_len` tokens."""
 
-    cache: StaticKVCache
+    kv: StaticKVCache
+    """`cache`, by its own type."""
 
     def __init__(
         self,
@@ -59,12 +62,12 @@ class Decoder(Target):
         self.device = torch.device(device)
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_position = config.num_layers, config.max_position
-        self._group = config.num_heads // config.num_kv_heads
+        self.group = config.num_heads // config.num_kv_heads
         self._num_qk_heads = config.num_heads + config.num_kv_heads
         self._residual_dtype = torch.float32 if self.device.type == "cpu" else dtype
         self._build(_Loader(config, tensors, dtype, self.device))
         self.allocate_cache(num_rows, max_len)
-        self._windows = sorted({layer.window for layer in self.layers}, key=lambda window: window or 0)
+        self.windows = sorted({layer.window for layer in self.layers}, key=lambda window: window or 0)
 
     def _build(self, loader: _Loader) -> None:
         self.embedding, self.layers, self.final_norm, head = loader.build()
@@ -74,14 +77,22 @@ class Decoder(Target):
         )
         self.weight_bytes = layers_bytes + head.num_bytes
 
-    def allocate_cache(self, num_rows: int, max_len: int) -> None:
+    def allocate_cache(self, num_rows: int, max_len: int, use_static: bool | None = None) -> None:
+        """As Target.allocate_cache; `use_static` runs decode passes in fixed shapes (default: on CUDA, as graphs)."""
         config = self.config
         if max_len > config.max_position:
             raise ContextLengthError(f"max_len {max_len} is beyond the model's {config.max_position} tokens: lower max_len")
-        self._rope = Rope(*(table.to(self.device, self.dtype) for table in rope_tables(config, max_len)))
-        self.cache = StaticKVCache(
-            config.num_layers, num_rows, config.num_kv_heads, max_len, config.head_dim, self.dtype, self.device
-        )
+        is_static = self.device.type == "cuda" if use_static is None else use_static
+        slack = MAX_COUNT if is_static else 0
+        self.rope = Rope(*(table.to(self.device, self.dtype) for table in rope_tables(config, max_len + slack)))
+        shape = (config.num_layers, num_rows, config.num_kv_heads, max_len, config.head_dim)
+        self.kv = self.cache = StaticKVCache(*shape, self.dtype, self.device, slack=slack)
+        self._graphs = GraphRunner(self) if is_static else None
+
+    def set_taps(self, tap_layers: tuple[int, ...]) -> None:
+        super().set_taps(tap_layers)
+        if self._graphs is not None:
+            self._graphs = GraphRunner(self)  # captured passes return the taps they were captured with
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         return F.embedding(tokens_T, self.embedding)
@@ -91,26 +102,35 @@ class Decoder(Target):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        tokens_T = torch.tensor(batch.tokens, device=self.device)
-        plans = {window: self._plan(batch, window) for window in self._windows}
+        if self._graphs is not None and self._graphs.can_run(batch):
+            return self._graphs.run(batch)
+        plans = {window: self._plan(batch, window) for window in self.windows}
         writer = CacheWriter(batch.rows, batch.starts, batch.counts, self.device)
-        tables = self._rope.tables(positions_of(batch.starts, batch.counts))
-        taps = _Taps(self.tap_layers, batch.num_tokens, self.hidden_size, self.dtype, self.device)
+        tables = self.rope.tables(positions_of(batch.starts, batch.counts))
+        hidden_TD, taps_TF = self.run_layers(torch.tensor(batch.tokens, device=self.device), plans, writer, tables)
+        self.cache.append(batch.rows, batch.counts)
+        return self._finish(batch, hidden_TD, taps_TF)
+
+    def run_layers(
+        self, tokens_T: Tensor, plans: Mapping[int | None, Plan], writer: Writer, tables: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Embedding and all layers: hidden states [T, D] before the final norm, and taps [T, F]."""
+        taps = _Taps(self.tap_layers, len(tokens_T), self.hidden_size, self.dtype, self.device)
         hidden_TD = self.embed(tokens_T).to(self._residual_dtype)
         for index, layer in enumerate(self.layers):
             self._attend(index, layer, hidden_TD, plans[layer.window], writer, tables)
             self._mlp(layer, hidden_TD)
-            if index in self.tap_layers and index < self.num_layers - 1:
-                taps.put(index, hidden_TD)
-        self.cache.append(batch.rows, batch.counts)
-        return self._finish(batch, hidden_TD, taps)
+            if index in self.tap_layers:
+                is_last = index == self.num_layers - 1  # tapped after the final norm, as Transformers' hidden_states[-1]
+                taps.put(index, self.final_norm(hidden_TD) if is_last else hidden_TD)
+        return hidden_TD, taps.values_TF
 
     def _plan(self, batch: ForwardBatch, window: int | None) -> AttentionPlan:
         return AttentionPlan(
             batch.rows,
             batch.starts,
             batch.counts,
-            group=self._group,
+            group=self.group,
             dtype=self.dtype,
             device=self.device,
             window=window,
@@ -121,8 +141,8 @@ class Decoder(Target):
         index: int,
         layer: Layer,
         hidden_TD: Tensor,
-        plan: AttentionPlan,
-        writer: CacheWriter,
+        plan: Plan,
+        writer: Writer,
         tables: tuple[Tensor, Tensor],
     ) -> None:
         config = self.config
@@ -130,8 +150,8 @@ class Decoder(Target):
         qk_heads = heads[:, : self._num_qk_heads]
         if layer.qk_norm is not None:
             qk_heads = layer.qk_norm(qk_heads)
-        qk_heads = self._rope.rotate(qk_heads, tables)
-        keys, values = self.cache.keys[index], self.cache.values[index]
+        qk_heads = self.rope.rotate(qk_heads, tables)
+        keys, values = self.kv.keys[index], self.kv.values[index]
         writer.write(keys, qk_heads[:, config.num_heads :])
         writer.write(values, heads[:, self._num_qk_heads :])
         hidden_TD.add_(layer.output(plan.attend(qk_heads[:, : config.num_heads], keys, values)))
@@ -141,16 +161,25 @@ class Decoder(Target):
         gate, up = gate_up.chunk(2, dim=-1)
         hidden_TD.add_(layer.down(F.silu(gate).mul_(up)))
 
-    def _finish(self, batch: ForwardBatch, hidden_TD: Tensor, taps: _Taps) -> ForwardOutput:
-        last = self.num_layers - 1
-        if last in self.tap_layers:
-            taps.put(last, self.final_norm(hidden_TD))  # as Transformers' hidden_states[-1], which is normed
+    def _finish(self, batch: ForwardBatch, hidden_TD: Tensor, taps_TF: Tensor | None) -> ForwardOutput:
         if batch.logits == "none":
-            return ForwardOutput(None, taps.values_TF)
+            return ForwardOutput(None, taps_TF)
         if batch.logits == "last" and batch.num_tokens > len(batch.rows):
             ends = torch.tensor(batch.counts).cumsum(0).sub_(1)
             hidden_TD = hidden_TD[ends.to(self.device)]
-        return ForwardOutput(self._head(self.final_norm(hidden_TD)), taps.values_TF)
+        return ForwardOutput(self._head(self.final_norm(hidden_TD)), taps_TF)
+
+
+class Plan(Protocol):
+    """What attention of a pass needs to be: AttentionPlan, or a static pass of model/graphs.py."""
+
+    def attend(self, query_THD: Tensor, keys: Tensor, values: Tensor) -> Tensor: ...
+
+
+class Writer(Protocol):
+    """How a pass writes its keys and values: CacheWriter, or a static pass."""
+
+    def write(self, cache: Tensor, new_THD: Tensor) -> None: ...
 
 
 class _Taps:

@@ -82,9 +82,11 @@ class StaticKVCache(KVCache):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        slack: int = 0,
     ) -> None:
+        """`slack` positions behind each row's max_len may be scribbled on by passes of fixed shape; they never count."""
         super().__init__(num_rows, max_len)
-        shape = (num_layers, num_rows, num_kv_heads, max_len, head_dim)
+        shape = (num_layers, num_rows, num_kv_heads, max_len + slack, head_dim)
         try:
             self.keys = _zeros(shape, dtype, device)
             self.values = _zeros(shape, dtype, device)

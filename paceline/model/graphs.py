@@ -1,0 +1,157 @@
+"""Decode passes of fixed shape, for CUDA graphs: at a few rows a GPU waits for Python, unless the whole pass is one replay.
+
+A `StaticPass` computes rows 0..B-1 of the cache, J tokens each, against the first S positions, from static buffers only;
+shapes are rounded up to buckets so that few graphs cover everything. Rows that have no part in a pass, and tokens that pad a
+row, write beyond their row's length, where nothing is alive. On CPU the same pass runs without a graph: that is how
+`tests/model/test_graphs.py` proves it equal to the ordinary one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.model.target import ForwardBatch, ForwardOutput
+
+if TYPE_CHECKING:
+    from paceline.model.decoder import Decoder
+
+MAX_COUNT = 32
+"""Most tokens a row may bring to a static pass; also the spare positions behind each row of the cache."""
+_MIN_SPAN = 256
+
+
+class StaticPass:
+    """One shape: B rows, J tokens each, S cache positions. Stands in for an AttentionPlan and a CacheWriter of that pass."""
+
+    def __init__(self, decoder: Decoder, num_rows: int, count: int, span: int) -> None:
+        self._decoder = decoder
+        self._num_rows, self._count, self._span = num_rows, count, span
+        device = decoder.device
+        self.tokens_BJ = torch.zeros(num_rows, count, dtype=torch.long, device=device)
+        self.starts_B = torch.zeros(num_rows, dtype=torch.long, device=device)
+        self.window: int | None = None
+        self._masks: dict[int | None, Tensor] = {}
+        self.logits: Tensor | None = None
+        self.taps: Tensor | None = None
+
+    def compute(self) -> None:
+        """Fill `logits` [B * J, V] and `taps` from the buffers; only tensor work on fixed addresses."""
+        decoder, device = self._decoder, self._decoder.device
+        self._positions_BJ = self.starts_B[:, None] + torch.arange(self._count, device=device)
+        self._rows_T = torch.arange(self._num_rows, device=device).repeat_interleave(self._count)
+        self._masks = {window: self._mask(window) for window in decoder.windows}
+        plans = {window: _WindowView(self, mask) for window, mask in self._masks.items()}
+        tables = decoder.rope.tables_at(self._positions_BJ.flatten())
+        hidden, taps = decoder.run_layers(self.tokens_BJ.flatten(), plans, self, tables)
+        self.logits, self.taps = decoder.head(decoder.final_norm(hidden)), taps
+
+    def _mask(self, window: int | None) -> Tensor:
+        key = torch.arange(self._span, device=self._decoder.device)
+        distance = self._positions_BJ[:, :, None] - key
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        mask = torch.zeros(hidden.shape, dtype=self._decoder.dtype, device=key.device).masked_fill_(hidden, float("-inf"))
+        return mask.repeat(1, self._decoder.group, 1)[:, None]
+
+    def write(self, cache: Tensor, new_THD: Tensor) -> None:
+        """As CacheWriter.write."""
+        cache[self._rows_T, :, self._positions_BJ.flatten()] = new_THD
+
+    def attend(self, query_THD: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """As AttentionPlan.attend, over the rectangle of this shape."""
+        kv_heads, head_dim, group = keys.shape[1], keys.shape[3], self._decoder.group
+        stacked = query_THD.view(self._num_rows, self._count, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
+        out = F.scaled_dot_product_attention(
+            stacked.reshape(self._num_rows, kv_heads, group * self._count, head_dim),
+            keys[: self._num_rows, :, : self._span],
+            values[: self._num_rows, :, : self._span],
+            attn_mask=mask,
+        )
+        out = out.view(self._num_rows, kv_heads, group, self._count, head_dim).permute(0, 3, 1, 2, 4)
+        return out.reshape(self._num_rows * self._count, -1)
+
+
+class _WindowView:
+    """A static pass seen through one window's mask."""
+
+    def __init__(self, static: StaticPass, mask: Tensor) -> None:
+        self._static, self._mask = static, mask
+
+    def attend(self, query_THD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return self._static.attend(query_THD, keys, values, self._mask)
+
+
+class GraphRunner:
+    """Runs decode passes through static shapes; on CUDA each is captured once and replayed."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._passes: dict[tuple[int, int, int], tuple[StaticPass, torch.cuda.CUDAGraph | None]] = {}
+
+    def can_run(self, batch: ForwardBatch) -> bool:
+        return batch.logits == "all" and max(batch.counts) <= MAX_COUNT
+
+    def run(self, batch: ForwardBatch) -> ForwardOutput:
+        """The same result as `Decoder.forward`, cache included."""
+        count = _power_of_two(max(batch.counts))
+        num_rows = _power_of_two(max(batch.rows) + 1, limit=self._decoder.cache.num_rows)
+        needed = max(self._decoder.cache.lengths[:num_rows]) + count
+        span = _power_of_two(max(needed, _MIN_SPAN), limit=self._decoder.kv.keys.shape[3])
+        static, graph = self._pass_of(num_rows, count, span)
+        self._fill(static, batch, num_rows, count)
+        if graph is None:
+            static.compute()
+        else:
+            graph.replay()
+        self._decoder.cache.append(batch.rows, batch.counts)
+        return self._select(static, batch, num_rows, count)
+
+    def _pass_of(self, num_rows: int, count: int, span: int) -> tuple[StaticPass, torch.cuda.CUDAGraph | None]:
+        key = (num_rows, count, span)
+        if key not in self._passes:
+            static = StaticPass(self._decoder, num_rows, count, span)
+            # During warm-up and capture every row writes behind its end, as idle rows do.
+            static.starts_B.copy_(torch.tensor(self._decoder.cache.lengths[:num_rows]))
+            graph = _capture(static) if self._decoder.device.type == "cuda" else None
+            self._passes[key] = static, graph
+        return self._passes[key]
+
+    def _fill(self, static: StaticPass, batch: ForwardBatch, num_rows: int, count: int) -> None:
+        tokens = [[0] * count for _ in range(num_rows)]
+        begin = 0
+        for row, own in zip(batch.rows, batch.counts, strict=True):
+            tokens[row][:own] = batch.tokens[begin : begin + own]
+            begin += own
+        static.tokens_BJ.copy_(torch.tensor(tokens))
+        static.starts_B.copy_(torch.tensor(self._decoder.cache.lengths[:num_rows]))
+
+    def _select(self, static: StaticPass, batch: ForwardBatch, num_rows: int, count: int) -> ForwardOutput:
+        assert static.logits is not None
+        if batch.rows == list(range(num_rows)) and all(own == count for own in batch.counts):
+            return ForwardOutput(static.logits, static.taps)
+        pairs = zip(batch.rows, batch.counts, strict=True)
+        index = torch.tensor([row * count + offset for row, own in pairs for offset in range(own)], device=self._decoder.device)
+        return ForwardOutput(static.logits[index], None if static.taps is None else static.taps[index])
+
+
+def _capture(static: StaticPass) -> torch.cuda.CUDAGraph:
+    """Warm up on a side stream, as capture demands, then record one pass."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            static.compute()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static.compute()
+    return graph
+
+
+def _power_of_two(value: int, limit: int | None = None) -> int:
+    """The next power of two, at most `limit`."""
+    rounded = 1 << (value - 1).bit_length()
+    return rounded if limit is None else min(rounded, limit)
