@@ -117,13 +117,7 @@ def _hub_folder(repo_id: str) -> Path:
         raise ModelNotFoundError(
             f"no folder and no hub repository {repo_id!r}: check the spelling, or run `hf auth login` if it is private"
         ) from error
-    except (
-        errors.LocalEntryNotFoundError,
-        errors.OfflineModeIsEnabled,
-        errors.HfHubHTTPError,
-        ConnectionError,
-        TimeoutError,
-    ) as error:
+    except (errors.LocalEntryNotFoundError, errors.HTTPError, ConnectionError, TimeoutError) as error:
         raise DownloadError(
             f"{repo_id} is not in the Hugging Face cache and the hub cannot be reached: check the network and HF_HUB_OFFLINE, "
             "or give a local folder"

@@ -79,7 +79,7 @@ class Tokenizer:
     ) -> str:
         """The prompt text of a conversation. `variables` reach the template too (tools, enable_thinking, ...).
 
-        Raises PromptError when the model has no template, or its template refuses the messages, is broken or leaves its sandbox.
+        Raises PromptError when the model has no template, or its template refuses the messages, is broken or misbehaves.
         """
         _check_messages(messages)
         if self.chat_template is None:

@@ -1,0 +1,448 @@
+"""Configs and weights against Transformers and the gguf package, at tiny shapes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Quant
+from safetensors.torch import save_file
+
+from paceline.errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
+from paceline.model import gguf as our_gguf
+from paceline.model.loading import FAMILIES, check_tensors, expected_shapes, load_config, load_tensors, random_tensors
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def write_config(folder: Path, architecture: str = "LlamaForCausalLM", **changes: Any) -> Path:
+    raw = SHAPE | {"architectures": [architecture]} | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value != "absent"}))
+    return folder
+
+
+def write_weights(folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
+    weights = dict(random_tensors(load_config(write_config(folder, **changes)), seed=1))
+    save_file(weights, folder / "model.safetensors")
+    return weights
+
+
+def transformers_model(architecture: str, **changes: Any) -> Any:
+    import transformers
+
+    name = architecture.removesuffix("ForCausalLM")
+    torch.manual_seed(0)
+    return getattr(transformers, architecture)(getattr(transformers, f"{name}Config")(**SHAPE, **changes))
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_saved_by_transformers(architecture: str, tied: bool, tmp_path: Path) -> None:
+    """Whatever Transformers saves we find whole: every tensor, name and shape."""
+    model = transformers_model(architecture, tie_word_embeddings=tied, head_dim=16)
+    model.save_pretrained(tmp_path)
+    config = load_config(tmp_path)
+    assert (config.family, config.tie_embeddings, config.head_dim) == (
+        architecture.removesuffix("ForCausalLM").lower(),
+        tied,
+        16,
+    )
+    assert config.rms_norm_eps == model.config.rms_norm_eps
+    tensors = dict(check_tensors(config, load_tensors(tmp_path), tmp_path))
+    state = model.state_dict()
+    assert all(tensors[name].equal(state[name]) for name in tensors)
+    assert len(tensors) == len(state) - tied
+
+
+def test_attention_and_mlp_bias(tmp_path: Path) -> None:
+    transformers_model("LlamaForCausalLM", attention_bias=True, mlp_bias=True).save_pretrained(tmp_path)
+    config = load_config(tmp_path)
+    assert config.qkv_bias and config.output_bias and config.mlp_bias
+    assert len(list(check_tensors(config, load_tensors(tmp_path), tmp_path))) == len(expected_shapes(config))
+
+
+def test_defaults_when_keys_are_absent(tmp_path: Path) -> None:
+    write_config(
+        tmp_path, "Qwen3ForCausalLM", max_position_embeddings="absent", num_attention_heads=32, num_key_value_heads="absent"
+    )
+    config = load_config(tmp_path)
+    assert (config.head_dim, config.num_kv_heads, config.max_position, config.rope_theta) == (128, 32, 32768, 10000.0)
+    assert load_config(write_config(tmp_path, num_key_value_heads=None)).num_kv_heads == 4
+    assert load_config(write_config(tmp_path, head_dim=None)).head_dim == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"architecture": "MistralForCausalLM", "sliding_window": 16}, (16, 16)),
+        ({"architecture": "MistralForCausalLM", "sliding_window": None}, ()),
+        ({"architecture": "MistralForCausalLM"}, (4096, 4096)),
+        ({"architecture": "Qwen2ForCausalLM", "sliding_window": 16, "use_sliding_window": False}, ()),
+        (
+            {"architecture": "Qwen2ForCausalLM", "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1},
+            (None, 16),
+        ),
+        (
+            {
+                "architecture": "Qwen3ForCausalLM",
+                "sliding_window": 16,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            (16, None),
+        ),
+        ({"architecture": "LlamaForCausalLM", "sliding_window": 16}, ()),
+    ],
+)
+def test_sliding_windows(changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path) -> None:
+    assert load_config(write_config(tmp_path, **changes)).windows == windows
+
+
+def test_rope_keys_old_and_new(tmp_path: Path) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    old = load_config(write_config(tmp_path, rope_theta=5e5, rope_scaling=scaling | {"type": "llama3"}))
+    new = load_config(write_config(tmp_path, rope_parameters=scaling | {"rope_type": "llama3", "rope_theta": 5e5}))
+    assert old == new
+    assert (new.rope_theta, new.rope_scaling) == (5e5, scaling | {"rope_type": "llama3"})
+    assert load_config(write_config(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 2.0})).rope_scaling is None
+
+
+def test_eos_ids_of_both_files(tmp_path: Path) -> None:
+    write_config(tmp_path, eos_token_id=7, bos_token_id=3)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
+    config = load_config(tmp_path)
+    assert (config.eos_token_ids, config.bos_token_id) == ((9, 7), 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "named"),
+    [
+        ({"architecture": "GemmaForCausalLM"}, UnsupportedModelError, "GemmaForCausalLM.*Transformers fallback"),
+        ({"architectures": None, "model_type": "mamba"}, UnsupportedModelError, "mamba"),
+        ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act"),
+        ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantization_config"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, UnsupportedModelError, "dynamic"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, UnsupportedModelError, "per-layer"),
+        ({"rope_scaling": {"type": "linear"}}, ModelFileError, "factor"),
+        ({"vocab_size": "absent"}, ModelFileError, "vocab_size"),
+        ({"hidden_size": "32"}, ModelFileError, "hidden_size"),
+        ({"num_hidden_layers": True}, ModelFileError, "num_hidden_layers"),
+        ({"num_attention_heads": 0}, ModelFileError, "num_attention_heads"),
+        ({"num_key_value_heads": 3}, ModelFileError, "divide"),
+        ({"rms_norm_eps": -1}, ModelFileError, "rms_norm_eps"),
+        ({"eos_token_id": "</s>"}, ModelFileError, "eos_token_id"),
+    ],
+)
+def test_refused_configs(changes: dict[str, Any], error: type[Exception], named: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=named) as caught:
+        load_config(write_config(tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"x"', "\xff", "[" * 100_000])
+def test_broken_config(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ModelFileError, match=r"config\.json"):
+        load_config(tmp_path)
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError):
+        load_config(tmp_path / "nowhere")
+    with pytest.raises(ModelFileError, match=r"config\.json is missing"):
+        load_config(tmp_path)
+    with pytest.raises(ModelFileError, match=r"no model\.safetensors"):
+        next(load_tensors(tmp_path))
+
+
+def test_pickles_are_never_read(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (os.mkdir, (str(tmp_path / "owned"),))
+
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ModelFileError, match="convert them to safetensors"):
+        next(load_tensors(tmp_path))
+    assert not (tmp_path / "owned").exists()
+
+
+def write_shards(folder: Path) -> dict[str, torch.Tensor]:
+    weights = dict(random_tensors(load_config(write_config(folder)), seed=1))
+    names = list(weights)
+    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, members in shards.items():
+        save_file({name: weights[name] for name in members}, folder / file)
+    weight_map = {name: file for file, members in shards.items() for name in members}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return weights
+
+
+def test_shards(tmp_path: Path) -> None:
+    weights = write_shards(tmp_path)
+    loaded = dict(check_tensors(load_config(tmp_path), load_tensors(tmp_path), tmp_path))
+    assert loaded.keys() == weights.keys()
+    assert all(loaded[name].equal(weights[name]) for name in weights)
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelFileError, match=r"model-00002-of-00002\.safetensors is missing"):
+        list(load_tensors(tmp_path))
+
+
+def test_tensor_missing_from_its_shard(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.extra"] = "model-00001-of-00002.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelFileError, match=r"model-00001-of-00002\.safetensors.*model\.extra"):
+        list(load_tensors(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "weight_map", [{}, None, {"a": "../outside.safetensors"}, {"a": "/etc/passwd"}, {"a": 1}, {"a": "x.bin"}]
+)
+def test_bad_index(weight_map: Any, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelFileError, match="index"):
+        list(load_tensors(tmp_path))
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -1])
+def test_truncated_safetensors(size: int, tmp_path: Path) -> None:
+    write_weights(tmp_path)
+    file = tmp_path / "model.safetensors"
+    os.truncate(file, size if size >= 0 else file.stat().st_size - 1)
+    with pytest.raises(ModelFileError, match=r"model\.safetensors is truncated"):
+        list(load_tensors(tmp_path))
+
+
+def test_check_tensors_names_the_culprit(tmp_path: Path) -> None:
+    weights = write_weights(tmp_path)
+    config = load_config(tmp_path)
+    norm = "model.layers.1.input_layernorm.weight"
+    with pytest.raises(ModelFileError, match=norm):
+        list(check_tensors(config, ((name, tensor) for name, tensor in weights.items() if name != norm), "x"))
+    with pytest.raises(ModelFileError, match=norm):
+        list(check_tensors(config, (weights | {norm: torch.ones(7)}).items(), "x"))
+    with pytest.raises(ModelFileError, match=r"k_proj\.bias"):
+        list(check_tensors(config, [("model.layers.0.self_attn.k_proj.bias", torch.ones(16))], "x"))
+    old = weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    assert dict(check_tensors(config, old.items(), "x")).keys() == weights.keys()
+
+
+def test_random_tensors_repeat(tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path, "Qwen3ForCausalLM"))
+    first, again, other = (dict(random_tensors(config, seed)) for seed in (3, 3, 4))
+    assert {name: tuple(tensor.shape) for name, tensor in first.items()} == expected_shapes(config)
+    assert all(first[name].equal(again[name]) for name in first)
+    assert not first["lm_head.weight"].equal(other["lm_head.weight"])
+    assert first["model.layers.0.self_attn.q_norm.weight"].eq(1).all()
+
+
+GGUF_NAMES = {hf: ours for ours, hf in our_gguf.LAYER_NAMES.items()}
+
+
+def gguf_name(name: str) -> str:
+    base, _, kind = name.rpartition(".")
+    top = {hf: ours for ours, hf in our_gguf.NAMES.items()}
+    if base in top:
+        return f"{top[base]}.{kind}"
+    _, _, index, rest = base.split(".", 3)
+    return f"blk.{index}.{GGUF_NAMES[rest]}.{kind}"
+
+
+def permute(weights: np.ndarray, num_heads: int) -> np.ndarray:
+    """`LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py."""
+    return (
+        weights.reshape(num_heads, 2, weights.shape[0] // num_heads // 2, *weights.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(weights.shape)
+    )
+
+
+def write_gguf(path: Path, model: Any, arch: str, quant: Quant = Quant.F32, **metadata: Any) -> None:
+    """What convert_hf_to_gguf writes for a Transformers model, without its vocabulary."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim if hasattr(config, "head_dim") else config.hidden_size // config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_eos_token_id(5)
+    for key, value in metadata.items():
+        getattr(writer, key)(value)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = tensor.float().numpy()
+        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+            values = permute(values, config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads)
+        kind = Quant.F32 if values.ndim == 1 else quant
+        writer.add_tensor(gguf_name(name), gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes"),
+    [
+        ("llama", {"attention_bias": True}),
+        ("llama", {"tie_word_embeddings": True, "head_dim": 16}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 16}),
+    ],
+)
+def test_gguf_equals_the_model_it_was_made_from(arch: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    model = transformers_model(f"{arch.capitalize()}ForCausalLM", **changes)
+    write_gguf(tmp_path / "model.gguf", model, arch)
+    model.save_pretrained(tmp_path / "folder")
+    config, expected = load_config(tmp_path / "model.gguf"), load_config(tmp_path / "folder")
+    different = {"eos_token_ids", "bos_token_id"}
+    for field in set(config.__slots__) - different:
+        assert getattr(config, field) == getattr(expected, field), field
+    assert config.eos_token_ids == (5,)
+    tensors = dict(check_tensors(config, load_tensors(tmp_path / "model.gguf"), "model.gguf"))
+    missing, unexpected = model.__class__(model.config).load_state_dict(tensors, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    assert all(tensors[name].equal(model.state_dict()[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("quant", [Quant.F16, Quant.BF16, Quant.Q8_0, Quant.Q4_0, Quant.Q4_1, Quant.Q5_0, Quant.Q5_1])
+def test_quantised_round_trip(quant: Quant, tmp_path: Path) -> None:
+    """Every type the gguf package can write: ours is its dequantisation, and near what went in."""
+    model = transformers_model("Qwen2ForCausalLM")
+    write_gguf(tmp_path / "model.gguf", model, "qwen2", quant)
+    name = "model.layers.1.mlp.down_proj.weight"
+    original = model.state_dict()[name]
+    loaded = dict(load_tensors(tmp_path / "model.gguf"))[name]
+    blocks = gguf.quants.quantize(original.numpy(), quant)
+    assert loaded.dtype == torch.float32
+    assert loaded.equal(torch.from_numpy(np.array(gguf.dequantize(blocks, quant), dtype=np.float32)))
+    bits = {Quant.F16: 11, Quant.BF16: 8, Quant.Q8_0: 7, Quant.Q5_0: 4, Quant.Q5_1: 4}.get(quant, 3)
+    assert (loaded - original).abs().max() <= original.abs().max() * 2.0**-bits
+
+
+def one_tensor_gguf(path: Path, blocks: np.ndarray, quant: Quant) -> Path:
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_head_count(1)
+    writer.add_tensor("output.weight", blocks, raw_dtype=quant)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def half(value: float) -> np.ndarray:
+    return np.array([value], dtype=np.float16).view(np.uint8)
+
+
+def test_q6_k_block_by_hand(tmp_path: Path) -> None:
+    """block_q6_K: ql[128], qh[64], int8 scales[16], half d. Value 256-element weight = d * scale * (6-bit - 32)."""
+    rng = np.random.default_rng(1)
+    low, high = rng.integers(0, 256, 128, dtype=np.uint8), rng.integers(0, 256, 64, dtype=np.uint8)
+    scales = rng.integers(-128, 128, 16, dtype=np.int8)
+    block = np.concatenate([low, high, scales.view(np.uint8), half(0.25)])
+    expected = np.empty(256, dtype=np.float32)
+    for n in range(2):
+        for column in range(32):
+            for quarter in range(4):
+                nibble = low[64 * n + column + 32 * (quarter % 2)]
+                nibble = nibble & 15 if quarter < 2 else nibble >> 4
+                value = int(nibble) | (int(high[32 * n + column]) >> (2 * quarter) & 3) << 4
+                expected[128 * n + 32 * quarter + column] = (
+                    0.25 * int(scales[8 * n + 2 * quarter + column // 16]) * (value - 32)
+                )
+    path = one_tensor_gguf(tmp_path / "q6.gguf", np.stack([block, block]), Quant.Q6_K)
+    ((name, tensor),) = load_tensors(path)
+    assert (name, tuple(tensor.shape)) == ("lm_head.weight", (2, 256))
+    np.testing.assert_array_equal(tensor[1].numpy(), expected)
+
+
+def test_q4_k_block_by_hand(tmp_path: Path) -> None:
+    """block_q4_K: half d, half dmin, scales[12] (eight 6-bit scales and mins), qs[128]. Weight = d*scale*q - dmin*min."""
+    rng = np.random.default_rng(2)
+    packed, nibbles = rng.integers(0, 256, 12, dtype=np.uint8), rng.integers(0, 256, 128, dtype=np.uint8)
+    block = np.concatenate([half(0.5), half(0.125), packed, nibbles])
+    p = packed.astype(int)
+    expected = np.empty(256, dtype=np.float32)
+    for j in range(8):
+        if j < 4:
+            scale, minimum = p[j] & 63, p[j + 4] & 63
+        else:
+            scale, minimum = (p[j + 4] & 15) | (p[j - 4] >> 6) << 4, (p[j + 4] >> 4) | (p[j] >> 6) << 4
+        q = nibbles[32 * (j // 2) : 32 * (j // 2) + 32].astype(int)
+        q = q & 15 if j % 2 == 0 else q >> 4
+        expected[32 * j : 32 * j + 32] = 0.5 * scale * q - 0.125 * minimum
+    ((_, tensor),) = load_tensors(one_tensor_gguf(tmp_path / "q4.gguf", block[None], Quant.Q4_K))
+    np.testing.assert_array_equal(tensor[0].numpy(), expected)
+
+
+def test_unknown_quantisation(tmp_path: Path) -> None:
+    blocks = np.zeros((1, 84), dtype=np.uint8)
+    with pytest.raises(UnsupportedModelError, match="Q2_K"):
+        list(load_tensors(one_tensor_gguf(tmp_path / "q2.gguf", blocks, Quant.Q2_K)))
+
+
+def test_gguf_rope_scaling(tmp_path: Path) -> None:
+    model = transformers_model("Qwen2ForCausalLM")
+    yarn = {
+        "add_rope_scaling_type": gguf.RopeScalingType.YARN,
+        "add_rope_scaling_factor": 4.0,
+        "add_rope_scaling_orig_ctx_len": 64,
+    }
+    write_gguf(tmp_path / "yarn.gguf", model, "qwen2", **yarn)
+    scaling = load_config(tmp_path / "yarn.gguf").rope_scaling or {}
+    assert (scaling["rope_type"], scaling["factor"], scaling["original_max_position_embeddings"]) == ("yarn", 4.0, 64)
+
+
+def test_gguf_refusals(tmp_path: Path) -> None:
+    model = transformers_model("Qwen2ForCausalLM")
+    write_gguf(tmp_path / "phi.gguf", model, "phi3")
+    with pytest.raises(UnsupportedModelError, match="phi3"):
+        load_config(tmp_path / "phi.gguf")
+    write_gguf(tmp_path / "experts.gguf", model, "qwen2", add_expert_count=4)
+    with pytest.raises(UnsupportedModelError, match="experts"):
+        load_config(tmp_path / "experts.gguf")
+    with pytest.raises(ModelFileError, match=r"token_embd|embedding"):
+        load_config(one_tensor_gguf(tmp_path / "part.gguf", np.zeros((1, 144), dtype=np.uint8), Quant.Q4_K))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.05, 0.5, 0.999])
+def test_truncated_gguf(share: float, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, transformers_model("Qwen2ForCausalLM"), "qwen2")
+    os.truncate(path, int(path.stat().st_size * share))
+    with pytest.raises(ModelFileError, match=r"model\.gguf"):
+        load_config(path)
+
+
+def test_no_gguf_at_all(tmp_path: Path) -> None:
+    (tmp_path / "text.gguf").write_text("these are not the bytes you are looking for")
+    with pytest.raises(ModelFileError, match=r"text\.gguf"):
+        load_config(tmp_path / "text.gguf")
