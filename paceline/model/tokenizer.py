@@ -152,16 +152,32 @@ class IncrementalDetokenizer:
         The unfinished character is at most three bytes long, so eight tokens back is far enough; otherwise all wait.
         """
         for end in range(len(self._pending) - 1, max(len(self._pending) - 9, 0), -1):
+            if self._in_byte_run(end):
+                continue
             right = self._decode(self._pending[end:])
             if right and self._decode(self._context + self._pending[:end]) + right == text:
                 return end
         return 0
 
+    def _in_byte_run(self, end: int) -> bool:
+        """Whether a boundary would part SentencePiece byte tokens (<0xE4>), which are text or U+FFFD as a whole run.
+
+        No character has more than four bytes: a longer run that is still no text never will be, and may be parted.
+        """
+        hopeless = len(self._pending) >= 8 and all(map(self._is_byte, self._pending[-8:]))
+        return not hopeless and all(map(self._is_byte, self._pending[end - 1 : end + 1]))
+
+    def _is_byte(self, token: int) -> bool:
+        name = self._tokenizer.backend.id_to_token(token) or ""
+        return len(name) == 6 and name.startswith("<0x")
+
     def _finish(self, num_tokens: int) -> str:
         group, self._pending = self._pending[:num_tokens], self._pending[num_tokens:]
         if not group:
             return ""
-        text = self._decode(self._context + group)[len(self._decode(self._context)) :]
+        before, whole = self._decode(self._context), self._decode(self._context + group)
+        # A broken byte run can garble the context it follows; what was returned stays, the group then stands alone.
+        text = whole[len(before) :] if whole.startswith(before) else self._decode(group)
         if text or not self._context:
             self._context = group
         return text
