@@ -347,10 +347,10 @@ def test_quantised_round_trip(quant: Quant, tmp_path: Path) -> None:
     assert (loaded - original).abs().max() <= original.abs().max() * 2.0**-bits
 
 
-def one_tensor_gguf(path: Path, blocks: np.ndarray, quant: Quant) -> Path:
+def one_tensor_gguf(path: Path, blocks: np.ndarray, quant: Quant, name: str = "output.weight") -> Path:
     writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_head_count(1)
-    writer.add_tensor("output.weight", blocks, raw_dtype=quant)
+    writer.add_tensor(name, blocks, raw_dtype=quant)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -419,6 +419,15 @@ def test_gguf_rope_scaling(tmp_path: Path) -> None:
     write_gguf(tmp_path / "yarn.gguf", model, "qwen2", **yarn)
     scaling = load_config(tmp_path / "yarn.gguf").rope_scaling or {}
     assert (scaling["rope_type"], scaling["factor"], scaling["original_max_position_embeddings"]) == ("yarn", 4.0, 64)
+
+
+def test_gguf_rope_factors(tmp_path: Path) -> None:
+    """Llama 3.1 files keep their rope scaling as a tensor; it belongs to the config, not to the weights."""
+    factors = np.array([1.0, 1.0, 2.5, 8.0], dtype=np.float32)
+    path = one_tensor_gguf(tmp_path / "llama3.gguf", factors, Quant.F32, our_gguf.ROPE_FACTORS)
+    assert list(load_tensors(path)) == []
+    scaling = our_gguf._rope_scaling(our_gguf.open_gguf(path), "llama", 128)
+    assert scaling == {"rope_type": "factors", "factors": [1.0, 1.0, 2.5, 8.0]}
 
 
 def test_gguf_refusals(tmp_path: Path) -> None:
