@@ -1,0 +1,278 @@
+"""Any causal LM of Transformers behind the Target contract: slower than our decoder, but every architecture it knows.
+
+Rows run one after another, each with its own Transformers cache (`hf_cache.py`, which also rolls recurrent state back).
+
+Needs the extra `paceline[hf]`. Models come from a local folder (see `hub.py`), never with remote code.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import ContextLengthError, ModelFileError, ModelNotFoundError, UnsupportedModelError
+from paceline.model.hf_cache import HFCache, Row, cache_bytes, make_cache, poison_recurrent_state, tensor_bytes
+from paceline.model.load import DEFAULT_MAX_LEN
+from paceline.model.target import ForwardBatch, ForwardOutput, Target
+
+_MAX_PENDING = 32
+"""Tokens replayed in front of a forward; beyond that they get a pass of their own, after which they are settled."""
+_PROBE_TOKENS = 4
+_UNLIMITED = 1 << 20
+"""`max_position` of models without one (recurrent models)."""
+
+
+def _import_transformers() -> ModuleType:
+    try:
+        import transformers
+    except ImportError as error:
+        raise UnsupportedModelError(
+            "this model runs through Transformers, which is not installed: pip install 'paceline[hf]'"
+        ) from error
+    return transformers
+
+
+class HFTarget(Target):
+    """A Transformers causal LM as a target. `model` must be on its device already and is put into eval mode.
+
+    Raises UnsupportedModelError when the model does not run with Transformers' DynamicCache.
+    """
+
+    def __init__(self, model: nn.Module, num_rows: int, max_len: int | None = None) -> None:
+        _import_transformers()
+        self.model: Any = model.eval().requires_grad_(False)
+        config = self.model.config.get_text_config(decoder=True)
+        self._config = config
+        self._embedding: Any = self.model.get_input_embeddings()
+        self._lm_head: Any = self.model.get_output_embeddings()
+        if self._lm_head is None:
+            raise UnsupportedModelError(f"{type(model).__name__} has no language model head: give a causal language model")
+        self.device, self.dtype = self._embedding.weight.device, self._embedding.weight.dtype
+        self.vocab_size = int(self._lm_head.weight.shape[0])
+        self.hidden_size, self.num_layers = int(config.hidden_size), int(config.num_hidden_layers)
+        self.max_position = int(getattr(config, "max_position_embeddings", None) or _UNLIMITED)
+        self.weight_bytes = self._weight_bytes()
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_argument = "past_key_values" if "past_key_values" in parameters else "cache_params"
+        self._keeps_logits = "logits_to_keep" in parameters
+        self._decoder: Any = self.model.get_decoder() or self.model.base_model
+        self._layers = _find_layers(self._decoder, self.num_layers)
+        self._captured: dict[int, Tensor] = {}
+        self._hooks: list[Any] = []
+        self._embed_scale, self._token_bytes, self._state_bytes, self._must_step = self._probe()
+        self.allocate_cache(num_rows, max_len or min(self.max_position, DEFAULT_MAX_LEN))
+
+    @classmethod
+    def from_path(
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        num_rows: int,
+        max_len: int | None = None,
+        weights: Literal["checkpoint", "random"] = "checkpoint",
+        seed: int = 0,
+    ) -> HFTarget:
+        """Load a local folder (config.json and safetensors), or only its config with random weights.
+
+        Raises ModelNotFoundError, ModelFileError (no or damaged weights), UnsupportedModelError (unknown architecture,
+        remote code, Transformers not installed).
+        """
+        transformers = _import_transformers()
+        if not (Path(path) / "config.json").is_file():
+            raise ModelNotFoundError(f"no config.json in {path}: give a folder of a downloaded Hugging Face model")
+        try:
+            if weights == "random":
+                model = _random_model(transformers, path, dtype, seed)
+            else:
+                model = transformers.AutoModelForCausalLM.from_pretrained(
+                    path, dtype=dtype, trust_remote_code=False, use_safetensors=True, local_files_only=True
+                )
+        except (ValueError, KeyError, ImportError) as error:
+            raise UnsupportedModelError(f"Transformers cannot build a causal LM from {path}: {_first_line(error)}") from error
+        except (OSError, RuntimeError) as error:
+            raise ModelFileError(f"cannot load the weights in {path}: {_first_line(error)}; download it again") from error
+        except Exception as error:
+            if type(error).__name__ != "SafetensorError":
+                raise
+            raise ModelFileError(f"damaged safetensors in {path}: {_first_line(error)}; download it again") from error
+        return cls(model.to(device), num_rows, max_len)
+
+    def allocate_cache(self, num_rows: int, max_len: int) -> None:
+        """Replace `cache` by an empty one; its memory is taken as rows grow. Raises ContextLengthError."""
+        if max_len > self.max_position:
+            raise ContextLengthError(f"max_len {max_len} is beyond the model's {self.max_position} tokens: lower max_len")
+        self._cache = HFCache(
+            lambda: make_cache(self.model.config),
+            num_rows,
+            max_len,
+            token_bytes=self._token_bytes,
+            state_bytes=self._state_bytes,
+        )
+        self.cache = self._cache
+
+    def set_taps(self, tap_layers: tuple[int, ...]) -> None:
+        """Hook the tapped layers. The last layer's tap is taken after the final norm, because that is what Transformers'
+        hidden_states[num_layers] holds and what dflash's reference reads. (Pure Mamba models list no embedding, so there
+        layer l is hidden_states[l].)"""
+        wrong = [layer for layer in tap_layers if not 0 <= layer < self.num_layers]
+        if wrong:
+            raise UnsupportedModelError(f"cannot tap layers {wrong}: the model has layers 0 to {self.num_layers - 1}")
+        if tap_layers and not self._layers:
+            raise UnsupportedModelError(f"cannot tap {type(self.model).__name__}: its decoder layers were not found")
+        super().set_taps(tap_layers)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [self._hook(layer) for layer in set(tap_layers)]
+
+    def _hook(self, layer: int) -> Any:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            hidden = getattr(output, "last_hidden_state", output)
+            self._captured[layer] = hidden[0] if isinstance(hidden, tuple) else hidden
+
+        module = self._decoder if layer == self.num_layers - 1 else self._layers[layer]
+        return module.register_forward_hook(keep)
+
+    @torch.no_grad()
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        """Run the rows one after another; see Target.forward."""
+        self.cache.append(batch.rows, batch.counts)
+        logits: list[Tensor] = []
+        taps: list[Tensor] = []
+        offset = 0
+        for row, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
+            assert start == self.cache.lengths[row] - count, f"row {row} continues at {start}, not at its cached length"
+            num_logits = {"all": count, "last": 1, "none": 0}[batch.logits]
+            row_logits, row_taps = self._forward_row(row, batch.tokens[offset : offset + count], num_logits)
+            logits.append(row_logits)
+            if row_taps is not None:
+                taps.append(row_taps)
+            offset += count
+        return ForwardOutput(
+            logits_TV=None if batch.logits == "none" else torch.cat(logits),
+            taps_TF=torch.cat(taps) if taps else None,
+        )
+
+    def _forward_row(self, row: int, tokens: list[int], num_logits: int) -> tuple[Tensor, Tensor | None]:
+        state = self._cache.row(row)
+        if len(state.pending) > _MAX_PENDING:
+            self._run(state, 0)
+        state.tokens += tokens
+        if len(state.pending) > 1 and state.stateful:
+            state.save()
+        logits_NV, taps_NF = self._run(state, num_logits)
+        return logits_NV, None if taps_NF is None else taps_NF[-len(tokens) :]
+
+    def _run(self, state: Row, num_logits: int) -> tuple[Tensor, Tensor | None]:
+        """Run the row's pending tokens: logits [num_logits, V] of the last ones, taps of all."""
+        tokens = state.pending
+        step = 1 if self._must_step and state.num_computed else len(tokens)
+        parts = [self._pass(tokens[at : at + step], state.cache, min(step, num_logits)) for at in range(0, len(tokens), step)]
+        state.num_computed = len(state.tokens)
+        logits_NV = torch.cat([logits for logits, _ in parts])
+        taps = [taps for _, taps in parts if taps is not None]
+        return logits_NV[len(logits_NV) - num_logits :], torch.cat(taps) if taps else None
+
+    def _pass(self, tokens: list[int], cache: Any, num_logits: int) -> tuple[Tensor, Tensor | None]:
+        """One call of the model. Positions come from the cache's own length."""
+        kwargs: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
+        if self._keeps_logits:
+            kwargs["logits_to_keep"] = max(num_logits, 1)  # 0 would mean all
+        logits_NV = self.model(input_ids=torch.tensor([tokens], device=self.device), **kwargs).logits[0]
+        taps = [self._captured[layer][0] for layer in self.tap_layers]
+        self._captured.clear()
+        return logits_NV[len(logits_NV) - num_logits :], torch.cat(taps, dim=-1) if taps else None
+
+    @torch.no_grad()
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        return self._embedding(tokens_T) * self._embed_scale
+
+    @torch.no_grad()
+    def head(self, hidden_TD: Tensor) -> Tensor:
+        """The head, with the scaling or soft cap that the model applies to its logits."""
+        return _scale_logits(self._lm_head(hidden_TD), self._config)
+
+    def _weight_bytes(self) -> int:
+        """Decoder and head; an untied embedding is looked up, not read. A mixture of experts counts all its experts."""
+        total = tensor_bytes(list(self.model.parameters()))
+        is_tied = self._lm_head.weight is self._embedding.weight
+        return total if is_tied else total - tensor_bytes([self._embedding.weight])
+
+    @torch.no_grad()
+    def _probe(self) -> tuple[float, int, int, bool]:
+        """Small passes that measure the embedding scale, the cache's bytes per token and of fixed state, and whether a pass
+        of several tokens ignores the recurrent state before it, so that tokens must go one by one (Mamba 1's layers do)."""
+        cache = make_cache(self.model.config)
+        tokens = [token % self.vocab_size for token in range(_PROBE_TOKENS)]
+        name = type(self.model).__name__
+        try:
+            first_input = self._first_input(tokens, cache)
+            token_bytes, state_bytes = cache_bytes(cache, _PROBE_TOKENS)
+            if not token_bytes and not state_bytes:
+                raise ValueError("it left the cache empty")
+            has_state = poison_recurrent_state(cache)
+            ignores_state = has_state and bool(self._pass(tokens, cache, 1)[0].isfinite().all())
+        except (TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
+            raise UnsupportedModelError(f"{name} does not run with Transformers' DynamicCache: {_first_line(error)}") from error
+        embeddings = self._embedding(torch.tensor([tokens], device=self.device))
+        return _fit_scale(embeddings, first_input), token_bytes, state_bytes, ignores_state
+
+    def _first_input(self, tokens: list[int], cache: Any) -> Tensor | None:
+        """What the first layer receives for these tokens."""
+        inputs: list[Tensor] = []
+
+        def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+            inputs.append(args[0] if args else kwargs["hidden_states"])
+
+        hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in self._layers[:1]]
+        try:
+            self._pass(tokens, cache, 1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return inputs[0] if inputs else None
+
+
+def _random_model(transformers: ModuleType, path: str | Path, dtype: torch.dtype, seed: int) -> nn.Module:
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+
+
+def _find_layers(decoder: Any, num_layers: int) -> Sequence[nn.Module]:
+    """The decoder's list of layers, whatever it is called (layers, h, blocks); empty when there is none."""
+    for module in decoder.children():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return list(module)
+    return []
+
+
+def _fit_scale(embeddings: Tensor, first_input: Tensor | None) -> float:
+    """The factor between embedding table and first layer's input; 1 when it is no factor (learned positions are added)."""
+    if first_input is None or first_input.shape != embeddings.shape:
+        return 1.0
+    table, given = embeddings.float(), first_input.float()
+    scale = float((table * given).sum() / (table * table).sum().clamp_min(1e-30))
+    is_factor = torch.allclose(given, table * scale, rtol=2e-2, atol=1e-2 * float(given.abs().max()))
+    return scale if is_factor and abs(scale - 1) > 1e-3 else 1.0
+
+
+def _scale_logits(logits: Tensor, config: Any) -> Tensor:
+    """What some families do behind the head: Granite, Cohere, Falcon-H1, Gemma 2."""
+    logits = logits / getattr(config, "logits_scaling", 1.0)
+    for name in ("logit_scale", "lm_head_multiplier"):
+        logits = logits * getattr(config, name, 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return torch.tanh(logits / cap) * cap if cap else logits
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

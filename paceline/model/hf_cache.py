@@ -1,0 +1,157 @@
+"""The KV cache of a Transformers model: one Transformers cache per row, with exact rollback for every kind of layer.
+
+Keys and values are cropped. Recurrent state (linear attention, Mamba, short convolutions) cannot be: it is saved before
+each pass of several tokens, and a rollback into that pass restores it and leaves the accepted tokens *pending*; the next
+forward of the row runs them again in front of its own tokens, in one pass. When nothing was refused nothing runs twice.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from paceline.model.kv_cache import KVCache
+
+
+def _is_croppable(layer: Any) -> bool:
+    """Layers that hold one entry per position and nothing else. Subclasses may hold more, so they do not count."""
+    return type(layer).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "DummyLayer")
+
+
+def _crop(layer: Any, num_refused: int) -> None:
+    if type(layer).__name__ != "DynamicSlidingWindowLayer":
+        layer.crop(-num_refused)
+    elif layer.is_initialized:  # layer.crop also forgets what left the window, which a later rollback may need again
+        layer.keys, layer.values = layer.keys[..., :-num_refused, :], layer.values[..., :-num_refused, :]
+        layer.cumulative_length -= num_refused
+
+
+def _copy_state(layer: Any) -> Any:
+    """A copy that later passes cannot change: recurrent and conv states are overwritten in place, keys and values never."""
+    from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        return copy.deepcopy(layer)
+    copied = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, dict):
+            setattr(copied, name, {key: v.clone() if isinstance(v, Tensor) else v for key, v in value.items()})
+    return copied
+
+
+class Row:
+    """One sequence's Transformers cache and the tokens it stands for; tokens[num_computed:] are pending."""
+
+    def __init__(self, make_cache: Callable[[], Any]) -> None:
+        self._make_cache = make_cache
+        self.tokens: list[int] = []
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self.cache = self._make_cache()
+        self.num_computed = 0
+        self.stateful = [index for index, layer in enumerate(self.cache.layers) if not _is_croppable(layer)]
+        self._saved: dict[int, Any] = {}
+        self._saved_len = 0
+
+    @property
+    def pending(self) -> list[int]:
+        return self.tokens[self.num_computed :]
+
+    def save(self) -> None:
+        """Before a pass that may be rolled back."""
+        self._saved = {index: _copy_state(self.cache.layers[index]) for index in self.stateful}
+        self._saved_len = self.num_computed
+
+    def truncate(self, length: int) -> None:
+        """Forget tokens[length:]; with recurrent state, go back to the last save, or to the start if that is too late."""
+        del self.tokens[length:]
+        if length >= self.num_computed:
+            return
+        if not self.stateful:
+            self._crop_to(length)
+        elif self._saved and self._saved_len <= length:
+            self._crop_to(self._saved_len)
+            for index, layer in self._saved.items():
+                self.cache.layers[index] = _copy_state(layer)
+        else:
+            self._start_over()
+
+    def _crop_to(self, length: int) -> None:
+        for layer in self.cache.layers:
+            if _is_croppable(layer):
+                _crop(layer, self.num_computed - length)
+        self.num_computed = length
+
+
+class HFCache(KVCache):
+    """One Transformers cache per row. Sliding layers keep all positions, so that any rollback is exact."""
+
+    def __init__(
+        self, make_cache: Callable[[], Any], num_rows: int, max_len: int, *, token_bytes: int, state_bytes: int
+    ) -> None:
+        super().__init__(num_rows, max_len)
+        self._make_cache = make_cache
+        self._token_bytes = token_bytes
+        self._state_bytes = state_bytes
+        self._rows: dict[int, Row] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """The most the rows can grow to; recurrent state counts twice (current and saved). Memory is taken as rows grow."""
+        return self.num_rows * (self.max_len * self._token_bytes + 2 * self._state_bytes)
+
+    def allocate(self) -> int | None:
+        row = super().allocate()
+        if row is not None:
+            self._rows[row] = Row(self._make_cache)
+        return row
+
+    def free(self, row: int) -> None:
+        super().free(row)
+        del self._rows[row]
+
+    def rollback(self, rows: list[int], lengths: list[int]) -> None:
+        super().rollback(rows, lengths)
+        for row, length in zip(rows, lengths, strict=True):
+            self._rows[row].truncate(length)
+
+    def row(self, row: int) -> Row:
+        """What an allocated row holds."""
+        return self._rows[row]
+
+
+def make_cache(config: Any) -> Any:
+    """An empty cache of Transformers for one row."""
+    from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
+
+    cache = DynamicCache(config=config)
+    for layer in cache.layers:
+        if type(layer) is DynamicSlidingWindowLayer:  # else entries that leave the window are dropped at once
+            layer.activate_past_recording()
+    return cache
+
+
+def tensor_bytes(tensors: list[Any]) -> int:
+    """Bytes of those that are tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def cache_bytes(cache: Any, num_tokens: int) -> tuple[int, int]:
+    """Bytes per token and bytes of fixed state, measured on a cache that holds `num_tokens`."""
+    per_token = state = 0
+    for layer in cache.layers:
+        per_token += tensor_bytes([getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")])
+        state += sum(tensor_bytes(list(value.values())) for value in vars(layer).values() if isinstance(value, dict))
+    return per_token // num_tokens, state
+
+
+def poison_recurrent_state(cache: Any) -> bool:
+    """Fill recurrent states with NaN, to see whether a pass reads them; False when there are none."""
+    states = [state for layer in cache.layers for state in getattr(layer, "recurrent_states", {}).values() if state is not None]
+    for state in states:
+        state.fill_(float("nan"))
+    return bool(states)
