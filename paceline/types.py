@@ -74,14 +74,20 @@ def _check_sampling(params: SamplingParams) -> None:
         (params.top_k < 0, "top_k must be 0 (off) or more"),
         (not 0 < params.top_p <= 1, "top_p must be above 0 and at most 1"),
         (not 0 <= params.min_p <= 1, "min_p must be between 0 and 1"),
-        (not (math.isfinite(params.repetition_penalty) and params.repetition_penalty > 0), "repetition_penalty must be above 0 (1 is off)"),
+        (
+            not (math.isfinite(params.repetition_penalty) and params.repetition_penalty > 0),
+            "repetition_penalty must be above 0 (1 is off)",
+        ),
         (not math.isfinite(params.presence_penalty), "presence_penalty must be a finite number"),
         (not math.isfinite(params.frequency_penalty), "frequency_penalty must be a finite number"),
         (params.max_tokens < 1, "max_tokens must be at least 1"),
         (params.seed is not None and not 0 <= params.seed < 2**63, "seed must be between 0 and 2**63 - 1"),
         (params.logprobs is not None and not 0 <= params.logprobs <= 100, "logprobs must be between 0 and 100"),
         (any(not text for text in params.stop), "stop must not hold an empty string"),
-        (any(math.isnan(bias) or bias == math.inf for bias in (params.logit_bias or {}).values()), "logit_bias must be a number or -inf"),
+        (
+            any(math.isnan(bias) or bias == math.inf for bias in (params.logit_bias or {}).values()),
+            "logit_bias must be a number or -inf",
+        ),
     )
     for is_wrong, remedy in wrong:
         if is_wrong:

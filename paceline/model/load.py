@@ -9,7 +9,7 @@ import torch
 from paceline.errors import UnsupportedModelError
 from paceline.hub import resolve
 from paceline.model.decoder import Decoder
-from paceline.model.loading import load_config, load_tensors, random_tensors
+from paceline.model.loading import check_tensors, load_config, load_tensors, random_tensors
 from paceline.model.target import Target
 
 
@@ -36,7 +36,7 @@ def load_target(
         from paceline.model.hf import HFTarget  # only here: importing Transformers takes seconds
 
         return HFTarget.from_path(path, dtype=dtype, device=device, num_rows=num_rows, max_len=max_len, weights=weights)
-    tensors = random_tensors(config) if weights == "random" else load_tensors(path)
+    tensors = random_tensors(config) if weights == "random" else check_tensors(config, load_tensors(path), path)
     return Decoder(
         config,
         tensors,
