@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ContextLengthError, ModelFileError, ModelNotFoundError, UnsupportedModelError
-from paceline.model.hf_cache import HFCache, Row, cache_bytes, make_cache, poison_recurrent_state, tensor_bytes
+from paceline.model.hf_cache import HFCache, Row, cache_bytes, is_unused, make_cache, poison_recurrent_state, tensor_bytes
 from paceline.model.load import DEFAULT_MAX_LEN
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 
@@ -61,8 +61,8 @@ class HFTarget(Target):
         parameters = inspect.signature(model.forward).parameters
         self._cache_argument = "past_key_values" if "past_key_values" in parameters else "cache_params"
         self._keeps_logits = "logits_to_keep" in parameters
-        self._decoder: Any = self.model.get_decoder() or self.model.base_model
-        self._layers = _find_layers(self._decoder, self.num_layers)
+        self._takes_positions = "position_ids" in parameters
+        self._decoder, self._layers = _find_layers(self.model.get_decoder(), self.num_layers)
         self._captured: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self._embed_scale, self._token_bytes, self._state_bytes, self._must_step = self._probe()
@@ -126,7 +126,7 @@ class HFTarget(Target):
         if wrong:
             raise UnsupportedModelError(f"cannot tap layers {wrong}: the model has layers 0 to {self.num_layers - 1}")
         if tap_layers and not self._layers:
-            raise UnsupportedModelError(f"cannot tap {type(self.model).__name__}: its decoder layers were not found")
+            raise UnsupportedModelError(f"cannot tap {type(self.model).__name__}: its decoder layers are not a plain list")
         super().set_taps(tap_layers)
         for hook in self._hooks:
             hook.remove()
@@ -172,19 +172,24 @@ class HFTarget(Target):
 
     def _run(self, state: Row, num_logits: int) -> tuple[Tensor, Tensor | None]:
         """Run the row's pending tokens: logits [num_logits, V] of the last ones, taps of all."""
-        tokens = state.pending
-        step = 1 if self._must_step and state.num_computed else len(tokens)
-        parts = [self._pass(tokens[at : at + step], state.cache, min(step, num_logits)) for at in range(0, len(tokens), step)]
+        tokens, first = state.pending, state.num_computed
+        step = 1 if self._must_step and first else len(tokens)
+        parts = [
+            self._pass(tokens[at : at + step], first + at, state.cache, min(step, num_logits))
+            for at in range(0, len(tokens), step)
+        ]
         state.num_computed = len(state.tokens)
         logits_NV = torch.cat([logits for logits, _ in parts])
         taps = [taps for _, taps in parts if taps is not None]
         return logits_NV[len(logits_NV) - num_logits :], torch.cat(taps) if taps else None
 
-    def _pass(self, tokens: list[int], cache: Any, num_logits: int) -> tuple[Tensor, Tensor | None]:
-        """One call of the model. Positions come from the cache's own length."""
+    def _pass(self, tokens: list[int], start: int, cache: Any, num_logits: int) -> tuple[Tensor, Tensor | None]:
+        """One call of the model, for tokens at positions from `start`."""
         kwargs: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
         if self._keeps_logits:
             kwargs["logits_to_keep"] = max(num_logits, 1)  # 0 would mean all
+        if self._takes_positions:  # most models would count from the cache's length themselves, Bamba from 0
+            kwargs["position_ids"] = torch.arange(start, start + len(tokens), device=self.device)[None]
         logits_NV = self.model(input_ids=torch.tensor([tokens], device=self.device), **kwargs).logits[0]
         taps = [self._captured[layer][0] for layer in self.tap_layers]
         self._captured.clear()
@@ -215,13 +220,15 @@ class HFTarget(Target):
         try:
             first_input = self._first_input(tokens, cache)
             token_bytes, state_bytes = cache_bytes(cache, _PROBE_TOKENS)
-            if not token_bytes and not state_bytes:
-                raise ValueError("it left the cache empty")
+            if (not token_bytes and not state_bytes) or any(is_unused(layer) for layer in cache.layers):
+                raise ValueError("it keeps state outside the cache")
             has_state = poison_recurrent_state(cache)
-            ignores_state = has_state and bool(self._pass(tokens, cache, 1)[0].isfinite().all())
+            ignores_state = has_state and bool(self._pass(tokens, _PROBE_TOKENS, cache, 1)[0].isfinite().all())
         except (TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
             raise UnsupportedModelError(f"{name} does not run with Transformers' DynamicCache: {_first_line(error)}") from error
         embeddings = self._embedding(torch.tensor([tokens], device=self.device))
+        if first_input is not None and first_input.shape != embeddings.shape:
+            self._layers = []  # layers that pass on more than one hidden state per position (Gemma 3n) cannot be tapped
         return _fit_scale(embeddings, first_input), token_bytes, state_bytes, ignores_state
 
     def _first_input(self, tokens: list[int], cache: Any) -> Tensor | None:
@@ -233,7 +240,7 @@ class HFTarget(Target):
 
         hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in self._layers[:1]]
         try:
-            self._pass(tokens, cache, 1)
+            self._pass(tokens, 0, cache, 1)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -247,12 +254,13 @@ def _random_model(transformers: ModuleType, path: str | Path, dtype: torch.dtype
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
-def _find_layers(decoder: Any, num_layers: int) -> Sequence[nn.Module]:
-    """The decoder's list of layers, whatever it is called (layers, h, blocks); empty when there is none."""
-    for module in decoder.children():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return list(module)
-    return []
+def _find_layers(decoder: nn.Module, num_layers: int) -> tuple[nn.Module, Sequence[nn.Module]]:
+    """The module that runs the layers, and the layers, whatever they are called (layers, h, blocks); empty if not found."""
+    for owner in decoder.modules():
+        for child in owner.children():
+            if isinstance(child, nn.ModuleList) and len(child) == num_layers:
+                return owner, list(child)
+    return decoder, []
 
 
 def _fit_scale(embeddings: Tensor, first_input: Tensor | None) -> float:

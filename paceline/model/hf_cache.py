@@ -149,6 +149,12 @@ def cache_bytes(cache: Any, num_tokens: int) -> tuple[int, int]:
     return per_token // num_tokens, state
 
 
+def is_unused(layer: Any) -> bool:
+    """A layer meant for recurrent state that a pass left empty: the model keeps its state elsewhere (RecurrentGemma)."""
+    conv, recurrent = (getattr(layer, name, None) for name in ("conv_states", "recurrent_states"))
+    return conv is not None and recurrent is not None and tensor_bytes([*conv.values(), *recurrent.values()]) == 0
+
+
 def poison_recurrent_state(cache: Any) -> bool:
     """Fill recurrent states with NaN, to see whether a pass reads them; False when there are none."""
     states = [state for layer in cache.layers for state in getattr(layer, "recurrent_states", {}).values() if state is not None]

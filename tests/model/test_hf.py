@@ -55,12 +55,26 @@ CONFIGS = {
         {**ATTENTION, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8,
          "mamba_chunk_size": 16, "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5},
     ),
+    "bamba": (  # counts positions from 0 unless told
+        "BambaConfig",
+        {**ATTENTION, "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16,
+         "attn_layer_indices": [1]},
+    ),
+    "jamba": (
+        "JambaConfig",
+        {**ATTENTION, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2,
+         "num_experts_per_tok": 1, "use_mamba_kernels": False},
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {**ATTENTION, "attention_chunk_size": WINDOW, "num_local_experts": 2, "intermediate_size_mlp": 48},
+    ),
     "lfm2": (
         "Lfm2Config",
         {**ATTENTION, "layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     ),
 }  # fmt: skip
-RECURRENT = {"qwen3_5", "qwen3_next", "mamba", "mamba2", "falcon_h1", "lfm2"}
+RECURRENT = {"qwen3_5", "qwen3_next", "mamba", "mamba2", "falcon_h1", "bamba", "jamba", "lfm2"}
 PURE_MAMBA = {"mamba", "mamba2"}
 NAMES = list(CONFIGS)
 
@@ -224,6 +238,14 @@ def test_mamba_1_goes_token_by_token_and_others_do_not():
     """Transformers' Mamba 1 layers start from a zero state whenever a pass has several tokens."""
     assert HFTarget(build("mamba"), 1, MAX_LEN)._must_step
     assert not any(HFTarget(build(name), 1, MAX_LEN)._must_step for name in ("mamba2", "qwen3_5", "falcon_h1", "lfm2"))
+
+
+def test_state_outside_the_cache_is_refused():
+    recurrent_gemma = transformers.RecurrentGemmaConfig(**ATTENTION, lru_width=WIDTH, attention_window_size=WINDOW)
+    rwkv = transformers.RwkvConfig(vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=2, attention_hidden_size=WIDTH)
+    for config in (recurrent_gemma, rwkv):
+        with pytest.raises(UnsupportedModelError, match="outside the cache"):
+            HFTarget(transformers.AutoModelForCausalLM.from_config(config), 1, MAX_LEN)
 
 
 def test_context_is_checked():
