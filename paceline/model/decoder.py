@@ -8,6 +8,7 @@ compares every family with Transformers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -197,23 +198,35 @@ class _Taps:
 
 
 class _Loader:
-    """Fuses and packs a stream of named tensors; each is dropped as soon as it is packed."""
+    """Fuses and packs a stream of named tensors, each layer as soon as it is complete, so that nothing is held twice."""
 
     def __init__(
         self, config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device
     ) -> None:
         self._config = config
+        self._tensors = iter(tensors)
         self._dtype, self._device = dtype, device
-        self._pending = {name: tensor.to(device, dtype) for name, tensor in tensors}
+        self._pending: dict[str, Tensor] = {}
+        self._layers: dict[int, Layer] = {}
+        self._sizes = Counter[int]()
+        self._layer_size = 9 + 3 * config.qkv_bias + config.output_bias + 3 * config.mlp_bias + 2 * config.qk_norm
 
     def build(self) -> tuple[Tensor, list[Layer], RMSNorm, PackedLinear]:
-        layers = [self._layer(index) for index in range(self._config.num_layers)]
-        embedding = self._pending.pop("model.embed_tokens.weight")
-        head_weight = embedding if self._config.tie_embeddings else self._pending.pop("lm_head.weight")
-        return embedding, layers, self._norm("model.norm.weight"), PackedLinear(head_weight)
+        for name, tensor in self._tensors:
+            self._pending[name] = tensor.to(self._device, self._dtype)
+            index = _layer_of(name)
+            if index is not None:
+                self._sizes[index] += 1
+                if self._sizes[index] == self._layer_size:
+                    self._layers[index] = self._layer(index)
+        layers = [self._layers[index] for index in range(self._config.num_layers)]
+        stored = self._pending.pop("model.embed_tokens.weight")
+        head = PackedLinear(stored if self._config.tie_embeddings else self._pending.pop("lm_head.weight"))
+        # A copy, so that the checkpoint's file does not stay mapped for the sake of one tensor.
+        return stored.clone(), layers, self._norm("model.norm.weight"), head
 
     def _norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._pending.pop(name), self._config.rms_norm_eps)
+        return RMSNorm(self._pending.pop(name).clone(), self._config.rms_norm_eps)
 
     def _linear(self, *names: str) -> PackedLinear:
         weights = [self._pending.pop(f"{name}.weight") for name in names]
@@ -241,3 +254,9 @@ class _Loader:
             down=self._linear(f"{prefix}.mlp.down_proj"),
             window=self._config.window(index),
         )
+
+
+def _layer_of(name: str) -> int | None:
+    """`model.layers.7.mlp.up_proj.weight` -> 7."""
+    pieces = name.split(".")
+    return int(pieces[2]) if name.startswith("model.layers.") else None

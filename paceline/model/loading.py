@@ -311,11 +311,18 @@ def _no_weights(folder: Path) -> ModelFileError:
     return ModelFileError(f"{folder} holds no model.safetensors nor model.safetensors.index.json: fetch the model again")
 
 
+_TENSORS_PER_MAP = 16
+
+
 def _read_shard(file: Path, names: list[str] | None) -> Iterator[tuple[str, Tensor]]:
     try:
         with safe_open(file, framework="pt") as shard:
-            for name in shard.keys() if names is None else names:
-                yield name, shard.get_tensor(name)
+            wanted = list(shard.keys()) if names is None else names
+        for first in range(0, len(wanted), _TENSORS_PER_MAP):
+            # Mapped anew every few tensors: pages that were read count as this process's memory until they are unmapped.
+            with safe_open(file, framework="pt") as shard:
+                for name in wanted[first : first + _TENSORS_PER_MAP]:
+                    yield name, shard.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise ModelFileError(f"{file} is truncated or damaged ({error}): delete it and fetch the model again") from error
 
