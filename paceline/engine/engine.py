@@ -8,15 +8,15 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from paceline.draft.base import Drafter, NoDrafter, Observed
 from paceline.engine.round import Judge, decode_round, record
 from paceline.engine.sampling import LosslessJudge
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.text import TextStream
+from paceline.engine.text import Detokenizer, TextStream
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.model.target import ForwardBatch, Target
-from paceline.model.tokenizer import Tokenizer
 from paceline.types import Batch, DraftBlock, FinishReason, RoundStats, SamplingParams, Sequence
 
 
@@ -38,13 +38,19 @@ class _Request:
     num_shown: int = field(default=0)
 
 
+class TextTokenizer(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    def stream(self) -> Detokenizer: ...
+
+
 class Engine:
     """Continuous batching over one target and one drafter."""
 
     def __init__(
         self,
         target: Target,
-        tokenizer: Tokenizer,
+        tokenizer: TextTokenizer,
         drafter: Drafter | None = None,
         *,
         judge: Judge | None = None,

@@ -1,0 +1,307 @@
+"""The engine with a target that answers from its cache: drafters that always, never, sometimes agree; any order of events."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from paceline.draft.base import Drafter
+from paceline.engine.engine import Chunk, Engine
+from paceline.engine.sampling import LosslessJudge, MockedJudge
+from paceline.errors import ContextLengthError, PromptError, SamplingError
+from paceline.model.logits import penalise, target_probs
+from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
+from paceline.types import SamplingParams, Sequence
+from paceline.verify.mocked import MockedAcceptance
+
+PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11, 12, 13], [3, 1]]
+
+
+def byte_target(**options: object) -> FakeTarget:
+    return FakeTarget(vocab_size=258, **options)  # pyright: ignore[reportArgumentType]
+
+
+def run(engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Sequence]:
+    """Answer all prompts together; the finished sequences, in order."""
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    ids = [engine.add(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
+    done: dict[int, Sequence] = {}
+    while engine.has_work:
+        for chunk in engine.step():
+            if chunk.finish_reason:
+                done[chunk.sequence.request_id] = chunk.sequence
+        engine.check_integrity()
+    return [done[request_id] for request_id in ids]
+
+
+def collect(engine: Engine) -> list[Chunk]:
+    chunks = []
+    while engine.has_work:
+        chunks += engine.step()
+    return chunks
+
+
+def drafters(target: FakeTarget) -> dict[str, Drafter | None]:
+    return {
+        "none": None,
+        "always": ScriptedDrafter(target, accuracy=1.0, tap_layers=(0, 2)),
+        "never": ScriptedDrafter(target, accuracy=0.0, tap_layers=(1,)),
+        "sometimes": ScriptedDrafter(target, accuracy=0.6),
+        "sometimes, with probabilities": ScriptedDrafter(target, accuracy=0.6, with_probs=True),
+        "adversarial": ScriptedDrafter(target, mode="adversarial", with_probs=True),
+    }
+
+
+NAMES = list(drafters(FakeTarget()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_greedy_is_the_targets_own_text(name: str, num_rows: int) -> None:
+    target = byte_target(num_rows=num_rows)
+    engine = Engine(target, ByteTokenizer(), drafters(target)[name], prefill_chunk=3)
+    for prompt, seq in zip(PROMPTS, run(engine, PROMPTS, SamplingParams(max_tokens=23)), strict=True):
+        assert seq.output_ids == target.greedy(prompt, 23)
+        assert seq.lossless
+        assert seq.finish_reason == "length"
+
+
+def test_tokens_per_round_follow_the_drafter() -> None:
+    target = byte_target()
+    rounds = {}
+    for name in ("none", "always", "never"):
+        engine = Engine(target, ByteTokenizer(), drafters(target)[name])
+        (seq,) = run(engine, [[1, 2]], SamplingParams(max_tokens=21))
+        rounds[name] = seq.num_rounds
+        assert sum(seq.accepted_histogram) == seq.num_rounds
+        assert sum(count * number for count, number in enumerate(seq.accepted_histogram)) == seq.num_accepted
+    assert rounds == {"none": 20, "always": 4, "never": 20}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_seed_gives_the_same_text_alone_and_in_a_batch(name: str) -> None:
+    target = byte_target(sharpness=1.0, num_rows=8)
+    params = [SamplingParams(temperature=0.9, top_p=0.95, presence_penalty=0.4, seed=seed, max_tokens=15) for seed in range(8)]
+    prompts = [[seed, 2 * seed + 1] for seed in range(8)]
+    engine = Engine(target, ByteTokenizer(), drafters(target)[name])
+    together = [seq.output_ids for seq in run(engine, prompts, params)]
+    alone = [run(engine, [prompt], [own])[0].output_ids for prompt, own in zip(prompts, params, strict=True)]
+    assert together == alone
+
+
+@pytest.mark.parametrize("name", ["always", "never", "sometimes"])
+def test_with_certain_drafts_a_seed_gives_plain_decodings_text(name: str) -> None:
+    target = byte_target(sharpness=1.0)
+    params = SamplingParams(temperature=1.0, top_k=40, repetition_penalty=1.2, seed=5, max_tokens=30)
+    plain = run(Engine(target, ByteTokenizer()), PROMPTS, params)
+    drafted = run(Engine(target, ByteTokenizer(), drafters(target)[name]), PROMPTS, params)
+    assert [seq.output_ids for seq in drafted] == [seq.output_ids for seq in plain]
+
+
+def exact_distribution(
+    target: FakeTarget, prompt: list[int], params: SamplingParams, depth: int
+) -> dict[tuple[int, ...], float]:
+    """Probability of every answer of `depth` tokens, by enumeration."""
+    answers: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(depth):
+        longer = {}
+        for answer, mass in answers.items():
+            tokens = prompt + list(answer)
+            logits = penalise(target.logits_after(tokens)[None].clone(), params, tokens, Counter(answer), [])
+            for token, share in enumerate(target_probs(logits, params)[0].tolist()):
+                if share > 0:
+                    longer[(*answer, token)] = mass * share
+        answers = longer
+    return answers
+
+
+@pytest.mark.parametrize("name", ["sometimes", "sometimes, with probabilities", "adversarial"])
+@pytest.mark.parametrize("rule", ["auto", "rejection", "block", "match"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_p": 0.9, "min_p": 0.05},
+        {"temperature": 1.2, "top_k": 4, "presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.3},
+    ],
+    ids=["plain", "filtered", "penalised"],
+)
+def test_sampled_answers_have_the_targets_distribution(name: str, rule: str, shape: dict[str, float]) -> None:
+    target = FakeTarget(vocab_size=5, sharpness=1.0, num_rows=16, max_len=16)
+    drafter = drafters(target)[name]
+    if rule == "match" and name != "sometimes":
+        pytest.skip("match is for certain drafts")
+    engine = Engine(target, ByteTokenizer(), drafter, judge=LosslessJudge(rule))
+    num_samples = 1500
+    params = [SamplingParams(**shape, seed=seed, max_tokens=3) for seed in range(num_samples)]  # pyright: ignore[reportArgumentType]
+    counts = Counter(tuple(seq.output_ids) for seq in run(engine, [[1, 2]] * num_samples, params))
+    expected = exact_distribution(target, [1, 2], params[0], 3)
+    assert set(counts) <= set(expected)
+    common = [answer for answer, mass in expected.items() if mass * num_samples >= 5]
+    observed = [counts[answer] for answer in common]
+    masses = [expected[answer] * num_samples for answer in common]
+    rest = num_samples - sum(masses)
+    if rest > 1:
+        observed, masses = [*observed, num_samples - sum(observed)], [*masses, rest]
+    scale = num_samples / sum(masses)
+    assert chisquare(observed, [mass * scale for mass in masses]).pvalue > 1e-4
+
+
+def test_the_chi_square_would_see_a_wrong_distribution() -> None:
+    target = FakeTarget(vocab_size=5, sharpness=1.0, num_rows=16, max_len=16)
+    engine = Engine(target, ByteTokenizer(), None)
+    params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=2) for seed in range(1500)]
+    counts = Counter(tuple(seq.output_ids) for seq in run(engine, [[1, 2]] * 1500, params))
+    wrong = exact_distribution(target, [1, 2], SamplingParams(temperature=1.0), 2)
+    observed = [counts[answer] for answer in wrong]
+    assert chisquare(observed, [mass * 1500 / sum(wrong.values()) for mass in wrong.values()]).pvalue < 1e-4
+
+
+class _Spelling(FakeTarget):
+    """Answers "abcdefghij..." whatever the prompt, so that stop strings fall where a test wants them."""
+
+    def logits_after(self, tokens: object) -> torch.Tensor:
+        last = list(tokens)[-1]  # pyright: ignore[reportArgumentType]
+        logits = torch.zeros(self.vocab_size)
+        logits[(last + 1) % 256 if 97 <= last < 122 else 97] = 9.0
+        return logits
+
+
+@pytest.mark.parametrize("name", ["none", "always", "sometimes"])
+@pytest.mark.parametrize(
+    ("stop", "text", "num_tokens"), [(("fg",), "abcde", 7), (("gx", "ef"), "abcd", 6), (("zzz",), "abcdefghijkl", 12)]
+)
+def test_stop_strings_end_text_and_tokens_inside_a_block(name: str, stop: tuple[str, ...], text: str, num_tokens: int) -> None:
+    target = _Spelling(vocab_size=258)
+    engine = Engine(target, ByteTokenizer(), drafters(target)[name])
+    engine.add([1], SamplingParams(max_tokens=12, stop=stop, logprobs=0))
+    chunks = collect(engine)
+    assert "".join(chunk.text for chunk in chunks) == text
+    seq = chunks[-1].sequence
+    assert sum(len(chunk.token_ids) for chunk in chunks) == num_tokens == seq.num_output == len(seq.logprobs)
+    assert seq.finish_reason == ("length" if stop == ("zzz",) else "stop")
+    assert engine.target.cache.num_free == engine.target.cache.num_rows
+
+
+@pytest.mark.parametrize("name", ["none", "always"])
+def test_end_tokens_stop_inside_a_block(name: str) -> None:
+    target = _Spelling(vocab_size=258)
+    engine = Engine(target, ByteTokenizer(), drafters(target)[name], eos_token_ids=(ord("d"),))
+    kept, ignored, own = run(
+        engine,
+        [[1], [1], [1]],
+        [
+            SamplingParams(max_tokens=8),
+            SamplingParams(max_tokens=8, ignore_eos=True),
+            SamplingParams(max_tokens=8, stop_token_ids=(ord("b"),)),
+        ],
+    )
+    assert bytes(kept.output_ids) == b"abcd"
+    assert kept.finish_reason == "stop"
+    assert bytes(ignored.output_ids) == b"abcdefgh"
+    assert bytes(own.output_ids) == b"ab"
+
+
+@pytest.mark.parametrize("name", ["none", "always", "sometimes"])
+def test_logprobs_are_the_targets(name: str) -> None:
+    target = byte_target(sharpness=1.0)
+    engine = Engine(target, ByteTokenizer(), drafters(target)[name])
+    (seq,) = run(engine, [[1, 2]], SamplingParams(temperature=0.7, top_k=9, seed=3, max_tokens=9, logprobs=2))
+    assert len(seq.logprobs) == 9
+    for index, entry in enumerate(seq.logprobs):
+        expected = target.logits_after(seq.tokens[: 2 + index]).log_softmax(-1)
+        assert entry.token_id == seq.output_ids[index]
+        assert entry.logprob == pytest.approx(float(expected[entry.token_id]), abs=1e-5)
+        assert [token for token, _ in entry.top] == expected.topk(2).indices.tolist()
+
+
+def test_a_long_prompt_does_not_stall_the_others() -> None:
+    target = byte_target(num_rows=2, max_len=400)
+    engine = Engine(target, ByteTokenizer(), prefill_chunk=10)
+    quick = engine.add([1, 2], SamplingParams(max_tokens=60))
+    engine.step()
+    engine.add([3] * 300, SamplingParams(max_tokens=5))
+    for _ in range(20):
+        assert any(chunk.sequence.request_id == quick for chunk in engine.step())
+    assert max(sum(call.counts) for call in target.calls) <= 10
+
+
+def test_requests_wait_when_the_cache_is_full_and_come_in_order() -> None:
+    target = byte_target(num_rows=2)
+    engine = Engine(target, ByteTokenizer(), drafters(target)["sometimes"])
+    for prompt in PROMPTS:
+        engine.add(prompt, SamplingParams(max_tokens=6))
+    assert len(engine.scheduler.waiting) == 3
+    finished = [chunk.sequence.request_id for chunk in collect(engine) if chunk.finish_reason]
+    assert sorted(finished) == [0, 1, 2, 3, 4]
+    assert set(finished[:2]) == {0, 1}
+
+
+def test_abort_frees_the_row_wherever_the_request_is() -> None:
+    target = byte_target(num_rows=1, max_len=128)
+    engine = Engine(target, ByteTokenizer(), drafters(target)["always"], prefill_chunk=4)
+    running = engine.add([1, 2], SamplingParams(max_tokens=50))
+    waiting = engine.add([3, 4], SamplingParams(max_tokens=50))
+    last = engine.add([5] * 20, SamplingParams(max_tokens=2))
+    engine.step()
+    assert engine.abort(waiting) is not None
+    assert engine.abort(running) is not None
+    engine.check_integrity()
+    engine.step()
+    assert engine.scheduler.prefilling[0].request_id == last
+    assert engine.abort(last) is not None
+    engine.check_integrity()
+    assert not engine.has_work
+    assert engine.abort(last) is None
+
+
+def test_mocked_acceptance_is_labelled() -> None:
+    target = byte_target()
+    drafter = ScriptedDrafter(target, num_drafted=7, accuracy=0.0)
+    engine = Engine(target, ByteTokenizer(), drafter, judge=MockedJudge(MockedAcceptance(4)))
+    (seq,) = run(engine, [[1]], SamplingParams(max_tokens=41))
+    assert not seq.lossless
+    assert seq.num_rounds == pytest.approx(10, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "remedy"),
+    [
+        ([], SamplingParams(), PromptError, "at least one token"),
+        ([300], SamplingParams(), PromptError, "vocabulary of 258"),
+        ([1] * 60, SamplingParams(max_tokens=10), ContextLengthError, "raise max_len"),
+        ([1], SamplingParams(logit_bias={999: 1.0}, max_tokens=4), SamplingError, "remove it"),
+    ],
+)
+def test_bad_requests_are_refused_at_the_door(
+    prompt: list[int], params: SamplingParams, error: type[Exception], remedy: str
+) -> None:
+    engine = Engine(byte_target(max_len=64), ByteTokenizer())
+    with pytest.raises(error, match=remedy):
+        engine.add(prompt, params)
+    assert not engine.has_work
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"min_p": 2},
+        {"repetition_penalty": 0},
+        {"max_tokens": 0},
+        {"stop": ("",)},
+        {"seed": -1},
+        {"logit_bias": {1: float("nan")}},
+    ],
+)
+def test_impossible_sampling_values_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(SamplingError):
+        SamplingParams(**wrong)  # pyright: ignore[reportArgumentType]
