@@ -70,7 +70,7 @@ class AttentionPlan:
         start_B = torch.tensor(starts, device=self._device)[:, None, None]
         query = start_B + torch.arange(count, device=self._device)[:, None]
         key = torch.arange(begin, end, device=self._device)[None, None, :]
-        visible = key <= query if self._is_causal else key < start_B + count
+        visible = key <= query if self._is_causal else (key < start_B + count).expand(-1, count, -1)
         if self._window is not None:
             visible = visible & (query - key < self._window) & (key - query < self._window)
         mask = torch.zeros(visible.shape, dtype=self._dtype, device=self._device).masked_fill_(~visible, float("-inf"))

@@ -1,0 +1,222 @@
+"""DFlash checkpoints on disk, in z-lab's format: config.json and model.safetensors, read and written unchanged.
+
+`DFlashConfig.from_json` says what a config means (defaults as in the authors' `dflash` package, 0.1.0); the JSON object itself
+is kept, unknown keys included, and is what `write_checkpoint` writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.errors import CacheError, ModelFileError, UnsupportedModelError
+from paceline.model.config import DecoderConfig
+from paceline.model.loading import FAMILIES, _decoder_config, load_tensors, read_json
+
+ARCHITECTURE = "DFlashDraftModel"
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashConfig:
+    """A DFlash v1 drafter: a Qwen3-shaped decoder without embedding and head, and how it is attached to its target."""
+
+    shape: DecoderConfig
+    """Sizes, rope and windows of the draft layers; its vocabulary is the target's and not meant here."""
+    vocab_size: int | None
+    num_target_layers: int | None
+    target_layer_ids: tuple[int, ...]
+    """Tapped target layers; layer l is Transformers' hidden_states[l + 1]."""
+    block_size: int
+    mask_token_id: int
+    is_causal: tuple[bool, ...]
+    """Per draft layer: whether a slot sees only the slots before it. Without the key, only sliding layers are so."""
+    input_embedding_scale: float
+    output_multiplier: float
+    final_logit_softcapping: float
+    """0 is off."""
+    raw: dict[str, Any]
+    """config.json as it was read."""
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], path: Path | str = "config.json") -> DFlashConfig:
+        """Raises UnsupportedModelError for another format or architecture, ModelFileError for a missing or impossible key."""
+        path = Path(path)
+        _check_supported(raw, path)
+        values = FAMILIES["Qwen3ForCausalLM"] | {"vocab_size": 1} | raw
+        shape = _decoder_config(values, True, path)
+        num_target_layers = raw.get("num_target_layers")
+        layer_ids = _draft_value(raw, "target_layer_ids", None)
+        if layer_ids is None and num_target_layers is not None:
+            layer_ids = default_layer_ids(num_target_layers, shape.num_layers)
+        config = cls(
+            shape=shape,
+            vocab_size=raw.get("vocab_size"),
+            num_target_layers=num_target_layers,
+            target_layer_ids=tuple(layer_ids or ()),
+            block_size=_draft_value(raw, "block_size", 16),
+            mask_token_id=_draft_value(raw, "mask_token_id", -1),
+            is_causal=_causal_layers(values, shape.num_layers),
+            input_embedding_scale=float(_draft_value(raw, "input_embedding_scale", 1.0)),
+            output_multiplier=float(_draft_value(raw, "output_multiplier", 1.0)),
+            final_logit_softcapping=max(0.0, float(_draft_value(raw, "final_logit_softcapping", None) or 0.0)),
+            raw=raw,
+        )
+        config._check(path)
+        return config
+
+    def _check(self, path: Path) -> None:
+        num_distinct = len(set(self.target_layer_ids))
+        wrong = (
+            (num_distinct < len(self.target_layer_ids), "target_layer_ids names a layer twice"),
+            (not self.target_layer_ids, "target_layer_ids is missing and num_target_layers, which would give it, too"),
+            (any(not isinstance(layer, int) for layer in self.target_layer_ids), "target_layer_ids must be layer numbers"),
+            (not isinstance(self.block_size, int) or self.block_size < 2, "block_size must be 2 or more"),
+            (not isinstance(self.mask_token_id, int) or self.mask_token_id < 0, "mask_token_id is missing or no token id"),
+        )
+        for is_wrong, reason in wrong:
+            if is_wrong:
+                raise ModelFileError(f"{path}: {reason}: correct config.json")
+
+
+def default_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
+    """The target layers a drafter of `num_layers` taps when its config names none: spread from layer 1 to the third last."""
+    if num_layers == 1:
+        return [num_target_layers // 2]
+    span = num_target_layers - 4
+    return [round(1 + index * span / (num_layers - 1)) for index in range(num_layers)]
+
+
+def new_config(
+    hidden_size: int,
+    vocab_size: int,
+    num_target_layers: int,
+    *,
+    num_layers: int = 3,
+    block_size: int = 8,
+    head_dim: int = 64,
+    intermediate_size: int | None = None,
+    mask_token_id: int | None = None,
+    **keys: Any,
+) -> dict[str, Any]:
+    """config.json of a new drafter for a target of these sizes; `keys` overrides or adds any key of the format.
+
+    The mask token defaults to the vocabulary's last id; one key head serves at most four query heads.
+    """
+    layer_ids = default_layer_ids(num_target_layers, num_layers)
+    num_heads = max(1, hidden_size // head_dim)
+    group = next(group for group in (4, 3, 2, 1) if num_heads % group == 0)
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        "hidden_size": hidden_size,
+        "vocab_size": vocab_size,
+        "num_hidden_layers": num_layers,
+        "num_target_layers": num_target_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads // group,
+        "head_dim": head_dim,
+        "intermediate_size": intermediate_size or -(-hidden_size * 8 // 3 // 64) * 64,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "block_size": block_size,
+        "dflash_config": {
+            "mask_token_id": vocab_size - 1 if mask_token_id is None else mask_token_id,
+            "target_layer_ids": sorted({min(max(layer, 0), num_target_layers - 1) for layer in layer_ids}),
+        },
+        **keys,
+    }
+
+
+def is_dflash(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a DFlash drafter, in whichever format and version."""
+    names = [*(raw.get("architectures") or []), str(raw.get("speculators_model_type"))]
+    return "dflash_config" in raw or any("dflash" in str(name).lower() for name in names)
+
+
+def read_checkpoint(folder: Path | str) -> tuple[DFlashConfig, dict[str, Tensor]]:
+    """Config and memory-mapped tensors of a folder; weights may be sharded.
+
+    Raises ModelNotFoundError, ModelFileError or UnsupportedModelError.
+    """
+    folder = Path(folder).expanduser()
+    config = DFlashConfig.from_json(read_json(folder / "config.json"), folder)
+    return config, dict(load_tensors(folder))
+
+
+def write_checkpoint(folder: Path | str, raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write config.json and model.safetensors; a reader never sees half a file, nor a new folder half filled.
+
+    Into a folder that exists the files are moved one at a time, weights first. Raises CacheError when it cannot be written.
+    """
+    folder = Path(folder).expanduser()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            save_file(contiguous, scratch / "model.safetensors", metadata={"format": "pt"})
+            (scratch / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+            _publish(scratch, folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    except OSError as error:
+        raise CacheError(f"the drafter cannot be written to {folder} ({error}): free space or choose another folder") from error
+
+
+def _publish(scratch: Path, folder: Path) -> None:
+    for file in scratch.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+    if not folder.exists():
+        scratch.chmod(0o755)
+        os.rename(scratch, folder)
+        return
+    for name in ("model.safetensors", "config.json"):
+        os.replace(scratch / name, folder / name)
+
+
+def _draft_value(raw: Mapping[str, Any], name: str, default: Any) -> Any:
+    """From dflash_config first, then the top level."""
+    return (raw.get("dflash_config") or {}).get(name, raw.get(name, default))
+
+
+def _causal_layers(values: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    if values.get("is_causal") is not None:
+        return (bool(values["is_causal"]),) * num_layers
+    types = values.get("layer_types")
+    if types is None:
+        has_window = values.get("use_sliding_window") is True and values.get("sliding_window") is not None
+        first = values.get("max_window_layers", 28) if has_window else num_layers
+        return tuple(index >= first for index in range(num_layers))
+    return tuple(kind == "sliding_attention" for kind in types)
+
+
+def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
+    if "speculators_model_type" in raw:
+        raise UnsupportedModelError(
+            f"{path}: drafters in speculators format ({raw['speculators_model_type']}) are not implemented: "
+            "give a checkpoint in z-lab's format (architectures: DFlashDraftModel)"
+        )
+    names = raw.get("architectures") or [ARCHITECTURE]
+    if ARCHITECTURE not in names or raw.get("model_type", "qwen3") != "qwen3":
+        raise UnsupportedModelError(
+            f"{path}: drafter architecture {names[0]} on model_type {raw.get('model_type')} is not implemented: "
+            f"give a {ARCHITECTURE} on qwen3"
+        )
+    if raw.get("hidden_act", "silu") != "silu" or raw.get("quantization_config") is not None:
+        raise UnsupportedModelError(f"{path}: quantised drafters and activations other than silu are not implemented")
+    types = raw.get("layer_types")
+    known = {"full_attention", "sliding_attention"}
+    if types is not None and (len(types) != raw.get("num_hidden_layers") or not set(types) <= known):
+        raise ModelFileError(f"{path}: layer_types must name full_attention or sliding_attention once a layer: correct it")

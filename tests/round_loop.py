@@ -1,0 +1,60 @@
+"""Greedy generation for drafter tests: the engine's own round with the plainest judge, chunked prefill in front."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from paceline.draft.base import Drafter, Observed
+from paceline.engine.round import decode_round
+from paceline.model.target import ForwardBatch, Target
+from paceline.types import Batch, DraftBlock, RoundStats, SamplingParams, Sequence, Verdict
+
+
+def greedy_judge(batch: Batch, draft: DraftBlock, logits_TV: Tensor) -> Verdict:
+    best, accepted, bonus, begin = logits_TV.argmax(-1).tolist(), [], [], 0
+    for tokens in draft.tokens_B:
+        own = best[begin : begin + len(tokens) + 1]
+        count = next((index for index, token in enumerate(tokens) if token != own[index]), len(tokens))
+        accepted.append(count)
+        bonus.append(own[count])
+        begin += len(tokens) + 1
+    return Verdict(accepted, bonus)
+
+
+def admit(target: Target, drafter: Drafter, prompt: list[int], params: SamplingParams, chunk: int = 1 << 20) -> Sequence:
+    """Prefill one request, chunk by chunk, up to its first token."""
+    seq = Sequence(0, list(prompt), len(prompt), params)
+    row = target.cache.allocate()
+    assert row is not None
+    seq.row = row
+    drafter.start(seq)
+    for begin in range(0, len(prompt), chunk):
+        tokens = prompt[begin : begin + chunk]
+        out = target.forward(ForwardBatch([row], [begin], [len(tokens)], tokens, "last"))
+        seq.cached_len = begin + len(tokens)
+        if seq.cached_len == len(prompt):
+            assert out.logits_TV is not None
+            seq.accept([int(out.logits_TV[-1].argmax())])
+        drafter.observe([Observed(seq, begin, len(tokens), out.taps_TF)])
+    return seq
+
+
+def ready(target: Target, drafter: Drafter) -> None:
+    target.set_taps(drafter.tap_layers)
+    drafter.bind(target)
+
+
+def generate(
+    target: Target, drafter: Drafter, prompts: list[list[int]], max_tokens: int, *, chunk: int = 1 << 20
+) -> tuple[list[list[int]], list[RoundStats]]:
+    """Answers of all prompts as one batch, and the rounds; rows leave the batch as they end."""
+    ready(target, drafter)
+    params = SamplingParams(max_tokens=max_tokens)
+    sequences = [admit(target, drafter, prompt, params, chunk) for prompt in prompts]
+    rounds = []
+    while running := [seq for seq in sequences if seq.finish_reason is None]:
+        rounds.append(decode_round(Batch(running), target, drafter, greedy_judge))
+    for seq in sequences:
+        drafter.drop(seq)
+        target.cache.free(seq.row)
+    return [seq.output_ids for seq in sequences], rounds
