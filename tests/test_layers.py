@@ -16,7 +16,7 @@ LAYERS = [
     {"engine"},
     {"bench", "train", "serve"},
     {"adapt"},
-    {"cli", "__main__"},
+    {"console", "cli", "__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 FREE = {"testing"}

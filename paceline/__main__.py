@@ -1,0 +1,5 @@
+"""`python -m paceline` is `paceline`."""
+
+from paceline.cli import main
+
+main()

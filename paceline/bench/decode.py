@@ -1,0 +1,263 @@
+"""Decoding speed: prompts x drafters x temperatures x batch sizes on one loaded model.
+
+    paceline bench decode --limit 4 --drafters default --batch 1,4
+
+Plain decoding (`none`) always runs, first, in the same process. To resist noise every repetition runs all settings in turn
+over the same requests, after a warm-up; figures are medians over repetitions, intervals a bootstrap over prompts.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from paceline.bench.figures import add_histograms, repetition, survival
+from paceline.bench.identity import Difference, differences, share_identical
+from paceline.bench.passes import Pass, make_requests, run_pass
+from paceline.bench.peers import PEERS, TransformersPeer
+from paceline.bench.summary import bytes_per_s, median_of, speedup_over, stages, tokens_per_round
+from paceline.draft.base import Drafter
+from paceline.errors import ConfigError
+from paceline.hardware import Machine
+from paceline.prompts import Prompt
+from paceline.types import SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.engine.llm import LLM
+
+BASELINE = "none"
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class BenchConfig:
+    """What to run."""
+
+    drafters: tuple[str, ...] = ("default",)
+    """`none` is added in front when it is missing."""
+    batches: tuple[int, ...] = (1,)
+    """Requests in flight at once."""
+    temperatures: tuple[float, ...] = (0.0,)
+    max_tokens: int = 128
+    repeat: int = 1
+    ignore_eos: bool = False
+    against: tuple[str, ...] = ()
+    """`transformers` adds its generate, plain and with prompt lookup, at batch 1 and temperature 0."""
+    num_drafted: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = (
+            (any(batch < 1 for batch in self.batches) or not self.batches, "batch must be at least 1"),
+            (self.repeat < 1, "repeat must be at least 1"),
+            (not self.drafters or not self.temperatures, "give at least one drafter and one temperature"),
+            (any(peer != "transformers" for peer in self.against), "the only peer known to --against is transformers"),
+        )
+        for is_wrong, remedy in checks:
+            if is_wrong:
+                raise ConfigError(remedy)
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=self.seed)
+        others = tuple(dict.fromkeys(name for name in self.drafters if name != BASELINE))
+        object.__setattr__(self, "drafters", (BASELINE, *others))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One line of the table."""
+
+    drafter: str
+    batch: int
+    temperature: float
+
+    @property
+    def is_peer(self) -> bool:
+        return self.drafter in PEERS
+
+    def __str__(self) -> str:
+        return f"{self.drafter}, batch {self.batch}, temperature {self.temperature:g}"
+
+
+@dataclass(slots=True)
+class Result:
+    """The figures of one setting; see `Bench.results`."""
+
+    drafter: str
+    batch: int
+    temperature: float
+    tokens_per_s: float
+    tokens_per_s_range: tuple[float, float]
+    """Slowest and fastest repetition."""
+    decode_tokens_per_s: float | None
+    tokens_per_round: float | None
+    """None for a peer, which does not tell."""
+    tokens_per_round_interval: tuple[float | None, float | None]
+    survival: list[float]
+    accepted_histogram: list[int]
+    speedup: float
+    speedup_interval: tuple[float | None, float | None]
+    speedup_vs: dict[str, float]
+    """Against each peer, where one ran at this batch and temperature."""
+    identical: float | None
+    """Greedy: share of answers whose tokens equal plain decoding's. None when sampled."""
+    lossless: bool | None
+    seconds: dict[str, float | None]
+    """Time by stage: prefill, draft, verify, host, wall."""
+    bytes_per_s: float | None
+    """Weights read per second of verifying."""
+    repetition: float
+    num_answers: int
+    num_output_tokens: int
+    differences: list[Difference] = field(default_factory=list)
+
+
+class Bench:
+    """A loaded model, its requests, and the passes run so far. `run()` then `results()`."""
+
+    def __init__(self, llm: LLM, prompts: list[Prompt], config: BenchConfig, notice: Callable[[str], None] = print) -> None:
+        self.llm, self.config = llm, config
+        rows = llm.target.cache.num_rows
+        if max(config.batches) > rows:
+            raise ConfigError(f"batch {max(config.batches)} needs as many cache rows, this engine has {rows}: raise max_batch")
+        self._drafters = self._load_drafters()
+        self._peer = TransformersPeer(llm) if config.against else None
+        self._use(BASELINE)
+        self.requests, self.num_skipped = make_requests(llm, prompts, config.max_tokens)
+        if self.num_skipped:
+            notice(f"left out {self.num_skipped} turns that do not fit the context: raise --max-len to include them")
+        self.settings = self._settings()
+        self.passes: dict[Setting, list[Pass]] = {setting: [] for setting in self.settings}
+
+    def _load_drafters(self) -> dict[str, Drafter]:
+        """Each drafter once; swapping them later costs nothing but a new engine."""
+        options = {} if self.config.num_drafted is None else {"num_drafted": self.config.num_drafted}
+        drafters = {}
+        for name in self.config.drafters:
+            self.llm.use_drafter(name, **({} if name == BASELINE else options))
+            drafters[name] = self.llm.drafter
+        return drafters
+
+    def _use(self, name: str) -> None:
+        self.llm.use_drafter(self._drafters[name])
+
+    def _settings(self) -> list[Setting]:
+        config = self.config
+        settings = []
+        for temperature, batch in product(config.temperatures, config.batches):
+            settings += [Setting(name, batch, temperature) for name in config.drafters]
+            if self._peer and batch == 1 and temperature == 0:
+                settings += [Setting(name, batch, temperature) for name in PEERS]
+        return settings
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that `run` will make: the length of its progress bar."""
+        return len(self.settings) * self.config.repeat * len(self.requests)
+
+    def run(
+        self, on_answer: Callable[[Setting], None] | None = None, on_pass: Callable[[Setting, Pass], None] | None = None
+    ) -> None:
+        """All settings in turn, `repeat` times."""
+        for _ in range(self.config.repeat):
+            for setting in self.settings:
+                done = self._pass(setting, partial(on_answer, setting) if on_answer else None)
+                self.passes[setting].append(done)
+                if on_pass:
+                    on_pass(setting, done)
+
+    def _pass(self, setting: Setting, on_answer: Callable[[], None] | None) -> Pass:
+        config = self.config
+        if setting.is_peer:
+            assert self._peer is not None
+            self._peer.run(setting.drafter, self.requests[:1], WARM_UP_TOKENS, True)
+            return self._peer.run(setting.drafter, self.requests, config.max_tokens, config.ignore_eos, on_answer)
+        self._use(setting.drafter)
+        params = self._params(setting.temperature)
+        warm_up = [replace(each, max_tokens=min(WARM_UP_TOKENS, config.max_tokens)) for each in params]
+        run_pass(self.llm.engine, self.requests[: setting.batch], warm_up[: setting.batch], setting.batch)
+        return run_pass(self.llm.engine, self.requests, params, setting.batch, on_answer)
+
+    def _params(self, temperature: float) -> list[SamplingParams]:
+        return [
+            SamplingParams(
+                temperature=temperature,
+                max_tokens=self.config.max_tokens,
+                ignore_eos=self.config.ignore_eos,
+                seed=self.config.seed + index,
+            )
+            for index in range(len(self.requests))
+        ]
+
+    def results(self) -> list[Result]:
+        """One per setting that has run."""
+        return [self._result(setting) for setting in self.settings if self.passes[setting]]
+
+    def _result(self, setting: Setting) -> Result:
+        passes = self.passes[setting]
+        baseline = self.passes[replace(setting, drafter=BASELINE)]
+        rates = [each.tokens_per_s for each in passes]
+        first = passes[0]
+        histogram = add_histograms([answer.histogram for answer in first.answers])
+        per_round = tokens_per_round(first)
+        speedup = speedup_over(passes, baseline, setting.batch)
+        is_greedy = setting.temperature == 0
+        differ = differences(self.llm.target, self.requests, first, baseline[0]) if is_greedy else []
+        return Result(
+            drafter=setting.drafter,
+            batch=setting.batch,
+            temperature=setting.temperature,
+            tokens_per_s=statistics.median(rates),
+            tokens_per_s_range=(min(rates), max(rates)),
+            decode_tokens_per_s=median_of([each.decode_tokens_per_s for each in passes]),
+            tokens_per_round=None if setting.is_peer else per_round.value,
+            tokens_per_round_interval=(None, None) if setting.is_peer else (per_round.low, per_round.high),
+            survival=[] if setting.is_peer else survival(histogram, self._drafters[setting.drafter].num_drafted),
+            accepted_histogram=histogram,
+            speedup=speedup.value,
+            speedup_interval=(speedup.low, speedup.high),
+            speedup_vs=self._versus_peers(setting, passes),
+            identical=share_identical(first, baseline[0]) if is_greedy else None,
+            lossless=None if setting.is_peer else all(answer.lossless for each in passes for answer in each.answers),
+            seconds=stages(passes),
+            bytes_per_s=bytes_per_s(passes, self.llm.target.weight_bytes),
+            repetition=repetition([answer.token_ids for answer in first.answers]),
+            num_answers=len(first.answers),
+            num_output_tokens=first.num_tokens,
+            differences=differ,
+        )
+
+    def _versus_peers(self, setting: Setting, passes: list[Pass]) -> dict[str, float]:
+        peers = {name: self.passes.get(replace(setting, drafter=name)) for name in PEERS}
+        return {name: speedup_over(passes, theirs, setting.batch).value for name, theirs in peers.items() if theirs}
+
+
+def ceiling_tokens_per_s(llm: LLM, machine: Machine) -> float:
+    """Plain decoding at batch 1 cannot be faster: every token reads all weights once."""
+    return machine.bytes_per_s / llm.target.weight_bytes
+
+
+def as_line(bench: Bench, machine: Machine) -> dict[str, Any]:
+    """What the command prints as its JSON line."""
+    llm = bench.llm
+    return {
+        "results": bench.results(),
+        "device": llm.config.device,
+        "machine": machine,
+        "model": llm.config.model,
+        "dtype": llm.config.dtype,
+        "weight_bytes": llm.target.weight_bytes,
+        "ceiling_tokens_per_s": ceiling_tokens_per_s(llm, machine),
+        "num_requests": len(bench.requests),
+        "num_skipped": bench.num_skipped,
+        "max_tokens": bench.config.max_tokens,
+        "repeat": bench.config.repeat,
+    }
+
+
+def name_of(result: Result) -> str:
+    """How reports call a result's setting."""
+    return f"{result.drafter}, batch {result.batch}, T={result.temperature:g}"

@@ -1,0 +1,76 @@
+"""The arithmetic of a benchmark, on plain numbers: survival, bootstrap intervals, repetition, first differences."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure with its 95% interval; the interval is None when there is one sample only."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f}" + (f" [{self.low:.2f}, {self.high:.2f}]" if self.low is not None else "")
+
+
+def add_histograms(histograms: Sequence[Sequence[int]]) -> list[int]:
+    """Element-wise sum; a histogram that is too short counts as zero there."""
+    longest = max((len(each) for each in histograms), default=0)
+    return [sum(each[n] for each in histograms if n < len(each)) for n in range(longest)]
+
+
+def survival(histogram: Sequence[int], num_drafted: int = 0) -> list[float]:
+    """survival_i for i = 1..num_drafted: the share of rounds whose first i drafts all stood.
+
+    `histogram[n]` counts rounds in which exactly n drafts stood. Rounds near the end of an answer draft fewer tokens and
+    count as rounds all the same, so short answers lower the tail a little.
+    """
+    num_rounds = sum(histogram)
+    depth = max(num_drafted, len(histogram) - 1)
+    return [sum(histogram[i:]) / num_rounds for i in range(1, depth + 1)] if num_rounds else []
+
+
+def bootstrap(
+    items: Sequence[tuple[float, ...]], figure: Callable[[list[tuple[float, ...]]], float], num_draws: int = 1000
+) -> Interval | None:
+    """The 95% percentile interval of `figure` over resampled items (Efron and Tibshirani, chapter 13); None for one item."""
+    if len(items) < 2:
+        return None
+    draw = random.Random(0)
+    values = sorted(figure(draw.choices(items, k=len(items))) for _ in range(num_draws))
+    return values[int(0.025 * num_draws)], values[int(0.975 * num_draws)]
+
+
+def ratio_of_sums(pairs: Sequence[tuple[float, ...]]) -> float:
+    """sum of firsts / sum of seconds: how token-weighted averages are made."""
+    below = sum(pair[1] for pair in pairs)
+    return sum(pair[0] for pair in pairs) / below if below else 0.0
+
+
+def ratio(pairs: Sequence[tuple[float, float]]) -> Estimate:
+    """`ratio_of_sums` with its bootstrap interval over the pairs."""
+    interval = bootstrap(pairs, ratio_of_sums)
+    return Estimate(ratio_of_sums(pairs), *(interval or (None, None)))
+
+
+def repetition(answers: Sequence[Sequence[int]], size: int = 8) -> float:
+    """Share of n-grams of tokens that stood before in the same answer: near 1 the text is a loop, and easy to draft."""
+    num_all = sum(max(len(answer) - size + 1, 0) for answer in answers)
+    num_distinct = sum(len({tuple(answer[at : at + size]) for at in range(len(answer) - size + 1)}) for answer in answers)
+    return (num_all - num_distinct) / num_all if num_all else 0.0
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """Index of the first token that differs, the shorter one's end included; None when they are the same."""
+    if list(ours) == list(theirs):
+        return None
+    pairs = zip(ours, theirs, strict=False)
+    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(ours), len(theirs)))

@@ -1,0 +1,173 @@
+"""One timed pass: a fixed list of requests through the engine, `batch` of them in flight at any time."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from paceline.engine.engine import Chunk, Engine
+from paceline.errors import ContextLengthError
+from paceline.prompts import Prompt
+from paceline.types import SamplingParams, Sequence
+
+if TYPE_CHECKING:
+    from paceline.engine.llm import LLM
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One turn of one prompt, as the token ids every contender is given."""
+
+    name: str
+    token_ids: list[int]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one request got, and what it cost."""
+
+    token_ids: list[int]
+    text: str
+    seconds: float
+    """From its first work to its last token."""
+    num_rounds: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    histogram: list[int] = field(default_factory=list)
+    lossless: bool = True
+
+
+@dataclass(slots=True)
+class Pass:
+    """All answers of one pass, in the order of the requests, and where the time went."""
+
+    answers: list[Answer]
+    wall_s: float = 0.0
+    prefill_s: float | None = None
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    num_passes: int = 0
+    """Target passes that decoded; each reads all weights."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens over wall time, prefill included."""
+        return self.num_tokens / self.wall_s if self.wall_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Tokens after each answer's first, over the time that was not prefill; None when prefill was not told apart."""
+        if self.prefill_s is None or self.wall_s <= self.prefill_s:
+            return None
+        return (self.num_tokens - len(self.answers)) / (self.wall_s - self.prefill_s)
+
+    @property
+    def host_s(self) -> float:
+        return max(self.wall_s - (self.prefill_s or 0.0) - self.draft_s - self.verify_s, 0.0)
+
+
+def run_pass(
+    engine: Engine,
+    requests: list[Request],
+    params: list[SamplingParams],
+    batch: int,
+    on_answer: Callable[[], None] | None = None,
+) -> Pass:
+    """Answer the requests, never more than `batch` at once; a new one starts as soon as one is done."""
+    waiting = deque(range(len(requests)))
+    texts: dict[int, list[str]] = {}
+    index_of: dict[int, int] = {}
+    answers: dict[int, Answer] = {}
+    done = Pass([], prefill_s=0.0)
+    started = time.perf_counter()
+    try:
+        while waiting or index_of:
+            while waiting and len(index_of) < batch:
+                index = waiting.popleft()
+                request_id = engine.add(requests[index].token_ids, params[index])
+                index_of[request_id], texts[request_id] = index, []
+            chunks = engine.step()
+            _add_rounds(done, engine)
+            for chunk in chunks:
+                _collect(chunk, texts, index_of, answers, done, on_answer)
+    finally:
+        for request_id in list(index_of):
+            engine.abort(request_id)
+    done.wall_s = time.perf_counter() - started
+    done.answers = [answers[index] for index in range(len(requests))]
+    return done
+
+
+def _add_rounds(done: Pass, engine: Engine) -> None:
+    for round_stats in engine.rounds:
+        done.draft_s += round_stats.draft_s
+        done.verify_s += round_stats.verify_s
+        done.num_passes += 1
+
+
+def _collect(
+    chunk: Chunk,
+    texts: dict[int, list[str]],
+    index_of: dict[int, int],
+    answers: dict[int, Answer],
+    done: Pass,
+    on_answer: Callable[[], None] | None,
+) -> None:
+    seq = chunk.sequence
+    texts[seq.request_id].append(chunk.text)
+    if chunk.finish_reason is None:
+        return
+    answers[index_of.pop(seq.request_id)] = _answer(seq, "".join(texts.pop(seq.request_id)))
+    done.prefill_s = (done.prefill_s or 0.0) + seq.timings.prefill_s
+    if on_answer:
+        on_answer()
+
+
+def _answer(seq: Sequence, text: str) -> Answer:
+    began = seq.timings.arrival_s + seq.timings.queue_s
+    seconds = (seq.timings.token_s[-1] if seq.timings.token_s else time.perf_counter()) - began
+    return Answer(
+        token_ids=seq.output_ids,
+        text=text,
+        seconds=seconds,
+        num_rounds=seq.num_rounds,
+        num_drafted=seq.num_drafted,
+        num_accepted=seq.num_accepted,
+        histogram=list(seq.accepted_histogram),
+        lossless=seq.lossless,
+    )
+
+
+def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[list[Request], int]:
+    """One request per user turn; later turns follow plain greedy answers, so that every contender gets the same tokens.
+
+    Returns the requests and how many turns were left out because they do not fit the context.
+    Raises ContextLengthError when none fits.
+    """
+    requests: list[Request] = []
+    num_skipped = 0
+    params = SamplingParams(max_tokens=max_tokens)
+    for number, prompt in enumerate(prompts):
+        messages = list(prompt.messages)
+        for turn, _ in enumerate(prompt.turns):
+            request = Request(f"{number}:{prompt.id}" + (f"/{turn + 1}" if turn else ""), llm.encode_chat(messages))
+            if len(request.token_ids) + max_tokens > llm.target.cache.max_len:
+                num_skipped += len(prompt.turns) - turn
+                break
+            requests.append(request)
+            if turn + 1 < len(prompt.turns):
+                text = run_pass(llm.engine, [request], [params], 1).answers[0].text
+                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": prompt.turns[turn + 1]}]
+    if not requests:
+        raise ContextLengthError(
+            f"no prompt fits with its answer of {max_tokens} tokens in a cache of {llm.target.cache.max_len}: "
+            "raise --max-len or lower --max-tokens"
+        )
+    return requests, num_skipped

@@ -1,0 +1,67 @@
+"""From the passes of one setting to its figures: rates, ratios, stages."""
+
+from __future__ import annotations
+
+import statistics
+
+from paceline.bench.figures import Estimate, bootstrap, ratio
+from paceline.bench.passes import Pass
+
+
+def tokens_per_round(done: Pass) -> Estimate:
+    """Accepted drafts plus the bonus token per round, weighted by tokens, with a bootstrap interval over answers."""
+    pairs = [(float(answer.num_accepted + answer.num_rounds), float(answer.num_rounds)) for answer in done.answers]
+    return ratio(pairs) if any(rounds for _, rounds in pairs) else Estimate(1.0)
+
+
+def speedup_over(ours: list[Pass], theirs: list[Pass], batch: int) -> Estimate:
+    """Ratio of tokens per second: the median over repetitions that ran side by side.
+
+    The interval is a bootstrap over prompts at batch 1, where each answer has its own time; else the range over repetitions.
+    """
+    ratios = [one.tokens_per_s / other.tokens_per_s for one, other in zip(ours, theirs, strict=True) if other.tokens_per_s]
+    value = statistics.median(ratios) if ratios else 0.0
+    if batch > 1:
+        return Estimate(value, min(ratios), max(ratios)) if len(ratios) > 1 else Estimate(value)
+    items = [
+        (float(len(one.token_ids)), one_s, float(len(other.token_ids)), other_s)
+        for one, one_s, other, other_s in zip(ours[0].answers, _seconds(ours), theirs[0].answers, _seconds(theirs), strict=True)
+    ]
+    interval = bootstrap(items, _rate_ratio)
+    return Estimate(value, *(interval or (None, None)))
+
+
+def _rate_ratio(items: list[tuple[float, ...]]) -> float:
+    tokens, seconds, other_tokens, other_seconds = (sum(column) for column in zip(*items, strict=True))
+    return (tokens / seconds) / (other_tokens / other_seconds) if seconds and other_seconds and other_tokens else 0.0
+
+
+def _seconds(passes: list[Pass]) -> list[float]:
+    """Each answer's median time over the repetitions."""
+    return [statistics.median(times) for times in zip(*([a.seconds for a in each.answers] for each in passes), strict=True)]
+
+
+def stages(passes: list[Pass]) -> dict[str, float | None]:
+    """Median seconds of each stage; a peer tells only the whole."""
+    wall_s = statistics.median(each.wall_s for each in passes)
+    if passes[0].prefill_s is None:
+        return {"prefill": None, "draft": None, "verify": None, "host": None, "wall": wall_s}
+    return {
+        "prefill": median_of([each.prefill_s for each in passes]),
+        "draft": statistics.median(each.draft_s for each in passes),
+        "verify": statistics.median(each.verify_s for each in passes),
+        "host": statistics.median(each.host_s for each in passes),
+        "wall": wall_s,
+    }
+
+
+def median_of(values: list[float | None]) -> float | None:
+    """The median of the values that are known."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def bytes_per_s(passes: list[Pass], weight_bytes: int) -> float | None:
+    """Weights read per second of verifying, over all repetitions."""
+    verify_s = sum(each.verify_s for each in passes)
+    return weight_bytes * sum(each.num_passes for each in passes) / verify_s if verify_s else None

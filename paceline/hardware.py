@@ -1,0 +1,124 @@
+"""What a machine can do: arithmetic and bytes per second, published for known GPUs, measured for the one we run on.
+
+Decoding reads every weight for each pass, so `bytes_per_s / weight_bytes` is the ceiling of plain decoding at batch 1.
+No torch import at module level: predictions need only the table.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A device and its two ceilings."""
+
+    name: str
+    bytes_per_s: float
+    """Memory read, far beyond any cache."""
+    flops_per_s: dict[str, float]
+    """Dense matrix products by number format: float4, float8, bfloat16, float32."""
+    num_threads: int
+    """CPU threads the figures were measured with; 0 for a GPU."""
+    memory_bytes: int
+
+
+def _gpu(name: str, float4: float, float8: float, bfloat16: float, bytes_per_s: float, gigabytes: int) -> Machine:
+    rates = {"float4": float4, "float8": float8, "bfloat16": bfloat16}
+    return Machine(name, bytes_per_s, {kind: rate for kind, rate in rates.items() if rate}, 0, gigabytes * 10**9)
+
+
+KNOWN_GPUS: dict[str, Machine] = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("B200", 9e15, 4.5e15, 2.25e15, 8e12, 192),
+        _gpu("B300", 13.5e15, 4.5e15, 2.25e15, 8e12, 288),
+        _gpu("H200", 0, 1.979e15, 9.895e14, 4.8e12, 141),
+        _gpu("H100", 0, 1.979e15, 9.895e14, 3.35e12, 80),
+        _gpu("GH200", 0, 1.979e15, 9.89e14, 4.0e12, 96),
+    )
+}
+"""Published figures, without sparsity."""
+
+
+def known_gpu(device_name: str) -> Machine | None:
+    """The table's entry for a name as the driver gives it ("NVIDIA H200"), else None."""
+    words = device_name.upper().replace("-", " ").split()
+    return next((KNOWN_GPUS[word] for word in words if word in KNOWN_GPUS), None)
+
+
+def this_machine(device: str = "cpu") -> Machine:
+    """Measure the device in about half a second: the best of a few reads of a large buffer and of matrix products."""
+    import torch
+
+    where = torch.device(device)
+    with torch.inference_mode():
+        if where.type == "cuda":
+            properties = torch.cuda.get_device_properties(where)
+            name, memory_bytes, num_threads = properties.name, properties.total_memory, 0
+        else:
+            name, memory_bytes, num_threads = _cpu_name(), _memory_bytes(), torch.get_num_threads()
+        return Machine(name, _read_bytes_per_s(where), _matmul_flops_per_s(where), num_threads, memory_bytes)
+
+
+def _read_bytes_per_s(device: torch.device) -> float:
+    """Summing a buffer only reads it; 128 MiB is far beyond a CPU's cache, a GPU's needs more."""
+    import torch
+
+    num_bytes = 2**27 if device.type == "cpu" else 2**30
+    buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    return num_bytes / _best_s(buffer.sum, device, budget_s=0.15)
+
+
+def _matmul_flops_per_s(device: torch.device) -> dict[str, float]:
+    import torch
+
+    size = 1024 if device.type == "cpu" else 8192
+    rates = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        left = torch.ones(size, size, dtype=dtype, device=device)
+        seconds = _best_s(lambda left=left: left @ left, device, budget_s=0.06)
+        rates[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds
+    return rates
+
+
+def _best_s(work: Callable[[], object], device: torch.device, budget_s: float) -> float:
+    """The fastest of at least three runs within the budget: other programs only ever slow it down."""
+    import torch
+
+    best, began, runs = float("inf"), time.perf_counter(), 0
+    while runs < 3 or time.perf_counter() - began < budget_s:
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+        runs += 1
+        if time.perf_counter() - began > 10 * budget_s:
+            break
+    return best
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine() or "cpu"
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not a Unix
+        return 0

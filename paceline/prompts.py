@@ -1,0 +1,207 @@
+"""Prompts from anywhere: JSON lines of the usual benchmark shapes, a Parquet file, or a Hugging Face data set.
+
+    read_prompts("questions.jsonl", limit=20)      # question | text | prompt | turns | instruction | messages
+    read_prompts("traces.parquet")
+    read_prompts("openai/gsm8k/main:test")         # owner/name[/config][:split], needs the `datasets` package
+
+The shape is told from each row's keys. Benchmarks get the wording the DFlash paper's own benchmark gives them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import DownloadError, PromptError
+
+GSM8K = "{question}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+HUMANEVAL = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
+KNOWN_KEYS = "messages, turns, question, prompt, text, instruction"
+
+Row = dict[str, Any]
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One conversation to be had."""
+
+    id: str
+    messages: list[Message]
+    """What comes before the model's first answer: a system message perhaps, and the first user turn."""
+    turns: tuple[str, ...]
+    """All user turns; those after the first follow the model's own answers."""
+    source: str
+    """Name of the file or data set."""
+
+
+def read_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
+    """The first `limit` prompts of a JSON lines file, a Parquet file or a data set id; all without a limit.
+
+    Raises PromptError naming file and line when a row is malformed, of unknown shape, or when there is none at all.
+    """
+    if limit is not None and limit < 1:
+        raise PromptError(f"limit must be at least 1, not {limit}")
+    path = Path(source)
+    name = str(source)
+    if path.is_dir():
+        raise PromptError(f"{path} is a folder: name a .jsonl or .parquet file in it")
+    if path.is_file():
+        rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
+        name = path.name
+    elif _looks_like_a_path(name):
+        raise PromptError(f"there is no prompt file {path}: check --prompts")
+    else:
+        rows = _dataset_rows(name)
+    prompts = [_prompt_of(row, where, name, index) for index, (where, row) in enumerate(islice(rows, limit))]
+    if not prompts:
+        raise PromptError(f"{source} holds no prompts: give at least one row")
+    return prompts
+
+
+def _looks_like_a_path(name: str) -> bool:
+    return not re.fullmatch(r"[\w.-]+(/[\w.-]+){0,2}(:[\w.-]+)?", name) or name.startswith((".", "/")) or _has_suffix(name)
+
+
+def _has_suffix(name: str) -> bool:
+    return Path(name).suffix in (".jsonl", ".json", ".parquet", ".txt", ".csv", ".gz")
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                where = f"{path}, line {number}"
+                if line.strip():
+                    yield where, _json_row(line, where)
+    except OSError as error:
+        raise PromptError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _json_row(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise PromptError(f"{where}: not a line of JSON ({error}): write one object per line") from error
+    if not isinstance(row, dict):
+        raise PromptError(f"{where}: expected an object with one of {KNOWN_KEYS}, not {type(row).__name__}")
+    return row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise PromptError(f"reading {path} needs pyarrow: pip install pyarrow, or give a .jsonl file") from error
+    try:
+        table = parquet.ParquetFile(path)
+        number = 0
+        for batch in table.iter_batches(batch_size=256):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}, row {number}", row
+    except (ArrowException, OSError) as error:
+        raise PromptError(f"{path} is not a readable Parquet file: {' '.join(str(error).split())}") from error
+
+
+def _dataset_rows(name: str) -> Iterator[tuple[str, Row]]:
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise PromptError(
+            f"there is no file {name!r}; to read it as a Hugging Face data set, pip install datasets, else give a .jsonl or "
+            ".parquet file"
+        ) from error
+    repo, _, split = name.partition(":")
+    parts = repo.split("/")
+    config = parts.pop() if len(parts) == 3 else None
+    try:
+        rows = datasets.load_dataset("/".join(parts), config, split=split or "train", streaming=True)
+        for number, row in enumerate(rows, start=1):
+            yield f"{name}, row {number}", dict(row)
+    except ConnectionError as error:
+        raise DownloadError(f"cannot reach the data set {name}: check the network, or give a .jsonl file") from error
+    except (OSError, ValueError) as error:
+        raise PromptError(
+            f"cannot read the data set {name} ({' '.join(str(error).split())}): check its id and split"
+        ) from error
+
+
+def _prompt_of(row: Row, where: str, source: str, index: int) -> Prompt:
+    messages = row.get("messages")
+    if messages is not None:
+        first, turns = _conversation(messages, where)
+    else:
+        turns = _turns_of(row, where)
+        first = [{"role": "user", "content": turns[0]}]
+    if any(not turn.strip() for turn in turns):
+        raise PromptError(f"{where}: the prompt is empty")
+    name = next((row[key] for key in ("id", "task_id", "question_id") if row.get(key) is not None), index)
+    return Prompt(str(name), first, turns, source)
+
+
+def _turns_of(row: Row, where: str) -> tuple[str, ...]:
+    for keys, shape in _SHAPES:
+        if all(row.get(key) is not None for key in keys):
+            return shape(row, where)
+    raise PromptError(f"{where}: none of the keys {KNOWN_KEYS} (found {', '.join(map(str, row)) or 'nothing'})")
+
+
+def _text(row: Row, key: str, where: str) -> str:
+    if not isinstance(row[key], str):
+        raise PromptError(f"{where}: {key!r} must be text, not {type(row[key]).__name__}")
+    return row[key]
+
+
+def _listed_turns(row: Row, where: str) -> tuple[str, ...]:
+    turns = row["turns"]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+        raise PromptError(f"{where}: 'turns' must be a list of texts, one per user turn")
+    return tuple(turns)
+
+
+def _instruction(row: Row, where: str) -> tuple[str, ...]:
+    instances = row.get("instances")
+    given = row.get("input")
+    if isinstance(instances, list) and instances and isinstance(instances[0], dict):
+        given = instances[0].get("input")
+    instruction = _text(row, "instruction", where)
+    return (f"{instruction}\n\n{given}" if isinstance(given, str) and given.strip() else instruction,)
+
+
+_SHAPES: tuple[tuple[tuple[str, ...], Callable[[Row, str], tuple[str, ...]]], ...] = (
+    (("turns",), _listed_turns),
+    (("question",), lambda row, where: (GSM8K.format(question=_text(row, "question", where)),)),
+    (("prompt", "entry_point"), lambda row, where: (HUMANEVAL.format(prompt=_text(row, "prompt", where)),)),
+    (("prompt",), lambda row, where: (_text(row, "prompt", where),)),
+    (("text",), lambda row, where: (_text(row, "text", where),)),
+    (("instruction",), _instruction),
+)
+
+
+def _conversation(messages: Any, where: str) -> tuple[list[Message], tuple[str, ...]]:
+    """OpenAI-style messages: those up to the first user turn, and the texts of all user turns."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise PromptError(f'{where}: \'messages\' must be a list of {{"role": ..., "content": ...}}')
+    said = [(str(message.get("role")), _content(message.get("content"), where)) for message in messages]
+    turns = tuple(content for role, content in said if role == "user")
+    if not turns:
+        raise PromptError(f"{where}: 'messages' holds no user message")
+    first = next(index for index, (role, _) in enumerate(said) if role == "user")
+    return [{"role": role, "content": content} for role, content in said[: first + 1]], turns
+
+
+def _content(content: Any, where: str) -> str:
+    """A message's text; OpenAI's list of parts is joined, anything but text refused."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, Iterable) and not isinstance(content, dict):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        if texts and all(isinstance(text, str) for text in texts):
+            return "".join(text for text in texts if text)
+    raise PromptError(f"{where}: a message's content must be text")

@@ -1,0 +1,146 @@
+"""The run folder: what was asked, what was measured, what it means. One writer for train, bench, serve and adapt.
+
+    runs/<what>-<timestamp>/
+        config.json     settings and versions      command.txt   the command line that made it
+        metrics.jsonl   one line per `log` call    report.md     for people      *.png   figures
+
+Files appear whole or not at all (written beside, then renamed); metrics.jsonl only grows, line by line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import CacheError
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """One run's folder. Every method raises CacheError when the disk refuses."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, what: str, config: dict[str, Any], out: str | Path | None = None) -> RunFolder:
+        """A fresh run in `out`, else in runs/<what>-<timestamp>; a folder used before loses its old metrics."""
+        path = Path(out) if out else _unused(Path("runs") / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}")
+        with _writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "metrics.jsonl").unlink(missing_ok=True)
+        run = cls(path)
+        run.write_json("config.json", {"what": what, **config, "versions": versions(), "commit": commit()})
+        run.write("command.txt", shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) + "\n")
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """Continue a run: its metrics go on where they ended. Raises CacheError when there is none."""
+        if not (Path(path) / "config.json").is_file():
+            raise CacheError(f"{path} is not a run folder (no config.json): check the path")
+        return cls(Path(path))
+
+    def log(self, **figures: Any) -> None:
+        """Append one line to metrics.jsonl."""
+        line = json.dumps(plain(figures)) + "\n"
+        with _writing(self.path), (self.path / "metrics.jsonl").open("a", encoding="utf-8") as metrics:
+            metrics.write(line)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All lines logged so far; a last line cut short by a crash is left out."""
+        file = self.path / "metrics.jsonl"
+        lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else [""]
+        return [json.loads(line) for line in lines[:-1]]
+
+    def report(self, markdown: str) -> Path:
+        """Write report.md."""
+        return self.write("report.md", markdown)
+
+    def write_json(self, name: str, value: Any) -> Path:
+        return self.write(name, json.dumps(plain(value), indent=2) + "\n")
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a file of the run at once; returns its path."""
+        path = self.path / name
+        write_whole(path, text)
+        return path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that a reader sees the old file or the new one, never half."""
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+
+
+def plain(value: Any) -> Any:
+    """What JSON can hold: dataclasses become objects, paths text, NaN and infinities null, numpy and torch values Python's."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(each) for each in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    to_list = getattr(value, "tolist", None)
+    return plain(to_list()) if to_list else str(value)
+
+
+def versions() -> dict[str, str]:
+    """Python, paceline and the packages that decide speed or output."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version()}
+    for package in ("paceline", "torch", "transformers", "tokenizers", "safetensors", "numpy"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def commit() -> str | None:
+    """The checkout's commit, with "+" when files differ from it; None outside a checkout."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        head = _git(root, "rev-parse", "--short=12", "HEAD")
+        return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()
+
+
+def _unused(path: Path) -> Path:
+    """Two runs may start within a second."""
+    candidate, number = path, 2
+    while candidate.exists():
+        candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return candidate
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CacheError(f"cannot write {path} ({error.strerror or error}): choose another folder with --out") from error

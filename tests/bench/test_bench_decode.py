@@ -1,0 +1,188 @@
+"""The benchmark's arithmetic on numbers made by hand, and the whole of it on a fake target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from paceline.bench import plots, report
+from paceline.bench.decode import Bench, BenchConfig, as_line, ceiling_tokens_per_s
+from paceline.bench.figures import add_histograms, bootstrap, first_difference, ratio, ratio_of_sums, repetition, survival
+from paceline.bench.identity import differences
+from paceline.bench.passes import Answer, Pass, Request, run_pass
+from paceline.bench.summary import speedup_over, tokens_per_round
+from paceline.config import EngineConfig
+from paceline.draft.base import Drafter, NoDrafter
+from paceline.engine.engine import Engine
+from paceline.errors import ConfigError, ContextLengthError, SamplingError
+from paceline.hardware import Machine
+from paceline.prompts import Prompt
+from paceline.runlog import RunFolder
+from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
+from paceline.types import SamplingParams
+
+MACHINE = Machine("test", 1e9, {}, 1, 1)
+
+
+class FakeLLM:
+    """As much of an LLM as a benchmark uses: drafters `none`, `good` and `bad`."""
+
+    def __init__(self, max_len: int = 256) -> None:
+        self.target = FakeTarget(vocab_size=258, num_rows=4, max_len=max_len)
+        self.tokenizer = ByteTokenizer()
+        self.config = EngineConfig(model="fake", device="cpu", dtype="float32")
+        self.use_drafter("none")
+
+    def use_drafter(self, drafter: str | Drafter, **options: Any) -> None:
+        named = {"none": NoDrafter(), "good": ScriptedDrafter(self.target, 4, accuracy=0.9)}
+        named["bad"] = ScriptedDrafter(self.target, 4, mode="adversarial")
+        self.drafter = named[drafter] if isinstance(drafter, str) else drafter
+        self.engine = Engine(self.target, cast(Any, self.tokenizer), self.drafter, eos_token_ids=(257,))
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.tokenizer.encode_chat(messages)
+
+
+def prompts(*turns: tuple[str, ...]) -> list[Prompt]:
+    return [Prompt(str(n), [{"role": "user", "content": each[0]}], each, "test") for n, each in enumerate(turns)]
+
+
+def bench(config: BenchConfig, *turns: tuple[str, ...], max_len: int = 256) -> Bench:
+    return Bench(
+        cast(Any, FakeLLM(max_len)), prompts(*(turns or (("one",), ("two",), ("three",)))), config, notice=lambda _: None
+    )
+
+
+def test_survival_of_a_hand_made_histogram() -> None:
+    assert survival([5, 3, 2]) == [0.5, 0.2]
+    assert survival([5, 3, 2], num_drafted=4) == [0.5, 0.2, 0.0, 0.0]
+    assert survival([]) == []
+    assert add_histograms([[1, 2], [3], []]) == [4, 2]
+
+
+def test_bootstrap_brackets_the_figure() -> None:
+    pairs = [(1.0, 1.0), (2.0, 1.0), (3.0, 1.0), (2.0, 1.0)] * 5
+    low, high = bootstrap(pairs, ratio_of_sums) or (0, 0)
+    assert 1.5 < low < 2.0 < high < 2.5
+    assert bootstrap(pairs, ratio_of_sums) == (low, high), "the same draws every time"
+    assert bootstrap(pairs[:1], ratio_of_sums) is None
+    assert ratio(pairs[:1]).low is None
+
+
+def test_repetition_and_first_difference() -> None:
+    assert repetition([list(range(20))]) == 0.0
+    assert repetition([[7] * 108]) == 100 / 101
+    assert repetition([[1, 2]]) == 0.0
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 9, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+def test_tokens_per_round_is_token_weighted() -> None:
+    answers = [Answer([], "", 1.0, num_rounds=1, num_accepted=4), Answer([], "", 1.0, num_rounds=9, num_accepted=0)]
+    assert tokens_per_round(Pass(answers)).value == 1.4
+    assert tokens_per_round(Pass([Answer([1], "", 1.0)])).value == 1.0
+
+
+def test_speedup_is_a_ratio_of_rates() -> None:
+    fast = Pass([Answer([1] * 10, "", 1.0), Answer([1] * 10, "", 1.0)], wall_s=2.0)
+    slow = Pass([Answer([1] * 10, "", 2.0), Answer([1] * 10, "", 4.0)], wall_s=6.0)
+    speedup = speedup_over([fast], [slow], batch=1)
+    assert (speedup.value, speedup.low, speedup.high) == (pytest.approx(3.0), 2.0, 4.0)
+    assert speedup_over([fast], [slow], batch=2).low is None
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_whole_benchmark_on_a_fake_target(batch: int) -> None:
+    made = bench(BenchConfig(("good", "bad"), (batch,), (0.0, 1.0), max_tokens=24, repeat=2, ignore_eos=True))
+    seen = []
+    made.run(on_answer=seen.append)
+    assert len(seen) == made.num_answers == 6 * 2 * 3
+    results = {(result.drafter, result.temperature): result for result in made.results()}
+    plain, good, bad = (results[name, 0.0] for name in ("none", "good", "bad"))
+    assert next(iter(results)) == ("none", 0.0)
+    assert (plain.tokens_per_round, plain.speedup, plain.identical, plain.survival) == (1.0, 1.0, 1.0, [])
+    assert good.identical == bad.identical == 1.0
+    assert good.tokens_per_round is not None
+    assert good.tokens_per_round > 3
+    assert len(good.survival) == 4
+    assert sorted(good.survival, reverse=True) == good.survival
+    assert bad.tokens_per_round == 1.0
+    assert results["good", 1.0].identical is None
+    assert all(result.lossless for result in results.values())
+    assert all(result.num_output_tokens == 3 * 24 for result in results.values())
+    assert made.llm.target.cache.num_free == 4
+
+
+def test_never_more_in_flight_than_the_batch() -> None:
+    llm = FakeLLM()
+    requests = [Request(str(n), [1, 2, 3 + n]) for n in range(5)]
+    done = run_pass(llm.engine, requests, [SamplingParams(max_tokens=6, ignore_eos=True)] * 5, batch=2)
+    assert max(len(call.rows) for call in llm.target.calls) == 2
+    assert [answer.token_ids for answer in done.answers] == [llm.target.greedy(each.token_ids, 6) for each in requests]
+
+
+def test_later_turns_follow_the_models_answer() -> None:
+    made = bench(BenchConfig(max_tokens=8, drafters=("none",)), ("first", "second"))
+    first, second = made.requests
+    assert second.token_ids[: len(first.token_ids)] == first.token_ids
+    assert bytes(token for token in second.token_ids if token < 256).endswith(b"user: second\nassistant: ")
+
+
+def test_what_does_not_fit_is_left_out_and_counted() -> None:
+    config = BenchConfig(max_tokens=16, drafters=("none",))
+    assert bench(config, ("x" * 300, "then"), ("short",)).num_skipped == 2
+    with pytest.raises(ContextLengthError, match="--max-len"):
+        bench(config, ("x" * 300,))
+
+
+def test_a_difference_is_reported_with_its_gap() -> None:
+    llm = FakeLLM()
+    request = Request("r", [5, 6])
+    right = llm.target.greedy(request.token_ids, 4)
+    wrong = [*right[:2], (right[2] + 1) % 258, right[3]]
+    (found,) = differences(llm.target, [request], Pass([Answer(wrong, "", 1.0)]), Pass([Answer(right, "", 1.0)]))
+    logits = llm.target.logits_after(request.token_ids + right[:2])
+    assert found.index == 2
+    assert found.top2_gap == pytest.approx(float(logits.topk(2).values.diff().abs()))
+    assert found.chosen_gap == pytest.approx(float(logits[right[2]] - logits[wrong[2]]))
+    assert llm.target.cache.num_free == 4
+
+
+def test_bad_settings() -> None:
+    for settings in ({"batches": (0,)}, {"repeat": 0}, {"temperatures": ()}, {"against": ("vllm",)}):
+        with pytest.raises(ConfigError):
+            BenchConfig(**cast(Any, settings))
+    with pytest.raises(SamplingError):
+        BenchConfig(temperatures=(-1.0,))
+    with pytest.raises(ConfigError, match="cache rows"):
+        bench(BenchConfig(batches=(5,)))
+
+
+def test_report_and_json_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench(BenchConfig(("none", "good"), max_tokens=16, ignore_eos=True))
+    made.run()
+    line = as_line(made, MACHINE)
+    assert line["ceiling_tokens_per_s"] == ceiling_tokens_per_s(made.llm, MACHINE) == 1e9 / made.llm.target.weight_bytes
+    monkeypatch.setattr(report, "draw", lambda folder, results: None)
+    run = RunFolder.create("bench-decode", {}, tmp_path / "run")
+    assert report.write_run(run, made, MACHINE, line) is None
+    text = (run.path / "report.md").read_text()
+    assert "ceiling: test reads 1.0 GB/s" in text
+    assert "| good | 1 | 0 |" in text
+    saved = json.loads((run.path / "results.json").read_text())
+    assert [each["drafter"] for each in saved["results"]] == ["none", "good"]
+    assert len(saved["runs"][0]["answers"]) == 3
+
+
+def test_figures_are_drawn_or_their_absence_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench(BenchConfig(("none", "good"), max_tokens=8))
+    made.run()
+    pytest.importorskip("matplotlib")
+    assert plots.draw(tmp_path, made.results()) is None
+    assert {file.name for file in tmp_path.iterdir()} == {"survival.png", "tokens_per_s.png"}
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    assert "pip install matplotlib" in (plots.draw(tmp_path, made.results()) or "")

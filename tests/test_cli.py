@@ -1,0 +1,128 @@
+"""The command line: quick help, one-line errors, and options that reach the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline import cli
+from paceline.errors import ConfigError, PromptError
+
+ROOT = Path(__file__).parent.parent
+
+
+def paceline(*words: str, stdin: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paceline", *words]
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **(env or {})}, timeout=120
+    )
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        assert paceline("--help").returncode == 0
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.5
+    code = "import sys, paceline.cli; print([m for m in ('torch', 'transformers', 'rich', 'numpy') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout.strip() == "[]"
+
+
+def test_without_a_command_help_is_shown() -> None:
+    done = paceline()
+    assert done.returncode == 0
+    assert "generate" in done.stdout
+    assert paceline("--version").stdout.startswith("paceline ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("generate",), "there is no prompt"),
+        (("generate", "  "), "the prompt is empty"),
+        (("generate", "a", "b", "c"), "put the prompt in quotes"),
+        (("generate", "hi", "--temperature", "-1"), "temperature must be 0"),
+        (("generate", "hi", "--max-tokens", "0"), "max_tokens must be at least 1"),
+        (("generate", "hi", "--max-tokens", "many"), "--max-tokens"),
+        (("generate", "hi", "--dtype", "int3"), "dtype"),
+        (("generate", "hi", "--kv-memory", "lots"), "write it as 512M"),
+        (("generate", "hi", "--mock", "0.5"), "mocked_tokens_per_round"),
+        (("generate", "hi", "--raw", "--system", "x"), "--system needs the chat template"),
+        (("generate", "hi", "--no-such-option"), "--no-such-option"),
+        (("generate", "--prompt-file", "/no/such/file"), "cannot read the prompt file"),
+        (("bench", "decode", "--batch", "one"), "--batch 'one' is no list of numbers"),
+        (("bench", "decode", "--against", "vllm"), "the only peer"),
+        (("bench", "decode", "--prompts", "/no/such.jsonl"), "there is no prompt file"),
+        (("fly",), "fly"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words: tuple[str, ...], said: str) -> None:
+    done = paceline(*words)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
+
+
+def test_with_json_an_error_is_json_too() -> None:
+    done = paceline("generate", "", "--json")
+    assert done.returncode == 2
+    assert "empty" in json.loads(done.stdout)["error"]
+
+
+def test_a_missing_model_is_one_line() -> None:
+    done = paceline("generate", "/no/such/folder", "hi")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: ")
+
+
+def test_models_are_listed(tmp_path: Path) -> None:
+    done = paceline("models", env={"PACELINE_HOME": str(tmp_path)})
+    assert done.returncode == 0
+    assert "smollm2-135m  fetched at first use" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("512M", 512 * 2**20), ("2g", 2**31), ("1.5GB", 3 * 2**29), ("1GiB", 2**30), ("4096", 4096), (None, None)],
+)
+def test_sizes(text: str | None, num_bytes: int | None) -> None:
+    assert cli._bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "M", "-1G", "nan", "inf", "2X"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no size"):
+        cli._bytes(text)
+
+
+def test_model_and_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("from a file")
+    assert cli._model_and_prompt(["hi"], None, None) == (None, "hi")
+    assert cli._model_and_prompt(["tiny", "hi"], None, None) == ("tiny", "hi")
+    assert cli._model_and_prompt(["hi"], "tiny", None) == ("tiny", "hi")
+    assert cli._model_and_prompt(["tiny"], None, file) == ("tiny", "from a file")
+    assert cli._model_and_prompt([], "tiny", file) == ("tiny", "from a file")
+    with pytest.raises(PromptError, match="quotes"):
+        cli._model_and_prompt(["one", "two"], "tiny", None)
+
+
+def test_options_without_effect_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    cli._sampling({"temperature": 0.0, "top_p": 0.9})
+    assert "--top-p has no effect at temperature 0" in capsys.readouterr().err
+
+
+def test_the_page_of_the_commands_is_current() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "make_cli.py"))["render"]()
+    assert made == (ROOT / "docs" / "cli.md").read_text(), "run python docs/make_cli.py"
