@@ -344,7 +344,7 @@ class DFlashDrafter(Drafter):
             return block
         sequences = [batch.sequences[index] for index in drafting]
         logits_BKV = self._draft_logits(sequences, max(limits))
-        best_BK = logits_BKV.argmax(-1).tolist()
+        best_BK = logits_BKV.max(-1).indices.tolist()  # as argmax, which is six times as slow in bfloat16 on CPU
         for seq, index, logits_KV, best_K in zip(sequences, drafting, logits_BKV, best_BK, strict=True):
             limit = limits[index]
             if seq.params.is_greedy or self.draft_sampling == "greedy":

@@ -54,7 +54,7 @@ def loud_(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     """Weights large enough that every part moves the logits."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
-        noise = torch.empty_like(parameter).normal_(0, 0.3, generator=generator)
+        noise = torch.empty_like(parameter).normal_(0, min(0.3, 1.7 * parameter.shape[-1] ** -0.5), generator=generator)
         parameter.data = 1 + noise if "norm" in name else noise
     return module
 
@@ -120,7 +120,7 @@ def assert_same_rounds(raw: dict[str, Any], model: Any, target: Decoder, max_tok
     assert len(full) >= min_rounds
     for reference, mine in zip(full, drafter.logits, strict=False):
         reference = reference[: len(mine)]  # its last full block drafts one token past the limit
-        assert (reference - mine).abs().max() < 1e-4 * max(1.0, float(reference.abs().max()) / 8)
+        assert (reference - mine).abs().max() < 1e-4
         assert reference.argmax(-1).tolist() == mine.argmax(-1).tolist()
     assert any(count > 0 for stats in rounds for count in stats.num_accepted_B), "the test needs some acceptance"
 
@@ -133,8 +133,8 @@ def test_fifty_rounds_as_the_reference(name: str) -> None:
 
 
 def test_medium_shape_as_the_reference() -> None:
-    model, target = targets(hidden=192, vocab=40)
-    raw = new_config(192, 40, TARGET_LAYERS, num_layers=5, block_size=16, head_dim=32)
+    model, target = targets(hidden=192, vocab=12)
+    raw = new_config(192, 12, TARGET_LAYERS, num_layers=5, block_size=16, head_dim=32)
     assert_same_rounds(raw, model, target, max_tokens=40, min_rounds=15)
 
 

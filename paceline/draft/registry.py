@@ -1,0 +1,78 @@
+"""From a drafter's name to a drafter: one line per method, else a folder or hub id that says itself what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline import hub
+from paceline.draft.base import Drafter, NoDrafter
+from paceline.draft.checkpoint import is_dflash
+from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.ngram import NgramDrafter
+from paceline.draft.small_model import SmallModelDrafter
+from paceline.errors import ConfigError, ModelNotFoundError
+from paceline.model.loading import read_json
+from paceline.model.target import Target
+
+SHIPPED = Path(__file__).parent / "shipped"
+"""Drafters that come with the package: shipped/<target's name>/."""
+
+
+def _default(target: Target, target_name: str, **options: Any) -> Drafter:
+    """The drafter that ships for this target, else n-gram lookup."""
+    folder = SHIPPED / target_name
+    is_shipped = target_name == folder.name and (folder / "config.json").is_file()
+    return DFlashDrafter.from_folder(folder, **options) if is_shipped else NgramDrafter(**options)
+
+
+DRAFTERS: dict[str, Callable[..., Drafter]] = {
+    "default": _default,
+    "none": lambda target, target_name, num_drafted=None: NoDrafter(),
+    "ngram": lambda target, target_name, **options: NgramDrafter(**options),
+    "random-dflash": lambda target, target_name, **options: DFlashDrafter.random(target, **options),
+}
+
+
+def make_drafter(
+    spec: str | Drafter | None,
+    target: Target,
+    *,
+    target_name: str = "",
+    num_drafted: int | None = None,
+    **options: Any,
+) -> Drafter:
+    """The drafter that `spec` names: one of DRAFTERS, a folder, a hub id or a built-in model; None is "none".
+
+    `num_drafted` and `options` go to its constructor. Raises ModelNotFoundError, naming what is known, when there is nothing
+    of that name, ConfigError when a ready Drafter comes with options, and whatever reading the checkpoint raises.
+    """
+    if isinstance(spec, Drafter):
+        if num_drafted is not None or options:
+            raise ConfigError(f"a ready {type(spec).__name__} takes no options: set num_drafted where it is made")
+        return spec
+    if num_drafted is not None:
+        options["num_drafted"] = num_drafted
+    if spec is None or spec in DRAFTERS:
+        return DRAFTERS[spec or "none"](target, target_name, **options)
+    return _from_checkpoint(spec, target, **options)
+
+
+def _from_checkpoint(name: str, target: Target, **options: Any) -> Drafter:
+    """A DFlash checkpoint or, whatever else it is, a language model to draft with."""
+    from paceline.model.load import load_target
+
+    try:
+        path = hub.resolve(name)
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(
+            f"no drafter {name!r}: give one of {', '.join(DRAFTERS)}, a folder, a hub id, "
+            f"or a built-in model ({', '.join(hub.BUILTINS)})"
+        ) from error
+    if path.is_dir() and is_dflash(read_json(path / "config.json")):
+        return DFlashDrafter.from_folder(path, **options)
+    model = load_target(
+        str(path), dtype=target.dtype, device=target.device, num_rows=target.cache.num_rows, max_len=target.cache.max_len
+    )
+    return SmallModelDrafter(model, **options)

@@ -1,0 +1,108 @@
+"""A smaller language model with the target's tokenizer as the drafter: K one-token passes a round, batched over rows.
+
+The model is any Target with a cache of its own, whose rows are the target's. Prompts are run through it as they are
+observed, chunk by chunk; after a round what was refused is rolled back, and the next `propose` begins with whatever the
+cache still lacks: the anchor, and the last draft when all of them stood.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline import rng
+from paceline.draft.base import Drafter, Observed
+from paceline.errors import ConfigError, DrafterMismatchError
+from paceline.model.logits import sample, target_probs
+from paceline.model.target import ForwardBatch, Target
+from paceline.types import Batch, DraftBlock, Sequence
+
+
+class SmallModelDrafter(Drafter):
+    """Greedy requests get certain drafts, sampled ones drafts with the model's distribution under the same settings."""
+
+    name = "small_model"
+
+    def __init__(self, model: Target, *, num_drafted: int | None = None) -> None:
+        """`model` must not be the target itself: both need a cache. Raises ConfigError on a negative num_drafted."""
+        self.model = model
+        self.num_drafted = 4 if num_drafted is None else num_drafted
+        if self.num_drafted < 0:
+            raise ConfigError(f"num_drafted must be 0 or more, not {num_drafted}")
+
+    def bind(self, target: Target) -> None:
+        """As Drafter.bind; also raises ContextLengthError when the model is made for shorter contexts than the target's."""
+        if self.model is target:
+            raise DrafterMismatchError("the drafter is the target object itself: load the model a second time")
+        if self.model.vocab_size != target.vocab_size:
+            raise DrafterMismatchError(
+                f"vocabulary: the drafter has {self.model.vocab_size} tokens, the target {target.vocab_size}: "
+                "give a model with the target's tokenizer"
+            )
+        self.model.allocate_cache(target.cache.num_rows, target.cache.max_len)
+        while self.model.cache.allocate() is not None:  # all rows are taken for good: the target's rows are ours
+            pass
+
+    def cache_bytes(self, target: Target) -> int:
+        own, wanted = self.model.cache, target.cache
+        return own.num_bytes * wanted.num_rows * wanted.max_len // (own.num_rows * own.max_len)
+
+    def start(self, seq: Sequence) -> None:
+        self.model.cache.free(seq.row)
+        row = self.model.cache.allocate()
+        assert row == seq.row
+
+    def observe(self, observed: list[Observed]) -> None:
+        """Take back what was refused; run prompt chunks through the model."""
+        cache = self.model.cache
+        rows, ends = [one.sequence.row for one in observed], [one.start + one.count for one in observed]
+        cache.rollback(rows, [min(cache.lengths[row], end) for row, end in zip(rows, ends, strict=True)])
+        prompts = [(one.sequence, end) for one, end in zip(observed, ends, strict=True) if end <= one.sequence.prompt_len]
+        if prompts:
+            self.model.forward(self._lacking([seq for seq, _ in prompts], [end for _, end in prompts], "none"))
+
+    def propose(self, batch: Batch) -> DraftBlock:
+        limits = batch.draft_limits_B(self.num_drafted)
+        block = DraftBlock.certain([[] for _ in limits])
+        drafting = [index for index, limit in enumerate(limits) if limit > 0]
+        probs_BK: dict[int, list[Tensor]] = {index: [] for index in drafting}
+        while drafting:
+            sequences = [batch.sequences[index] for index in drafting]
+            logits_BV = self._next_logits(sequences, [block.tokens_B[index] for index in drafting])
+            best_B = logits_BV.max(-1).indices.tolist()
+            for index, seq, best, logits_V in zip(drafting, sequences, best_B, logits_BV, strict=True):
+                token = best if seq.params.is_greedy else _sampled(seq, logits_V, probs_BK[index])
+                block.tokens_B[index].append(token)
+            drafting = [index for index in drafting if len(block.tokens_B[index]) < limits[index]]
+        for index, probs_K in probs_BK.items():
+            block.probs_B[index] = torch.stack(probs_K) if probs_K else None
+        return block
+
+    def _next_logits(self, sequences: list[Sequence], drafts_B: list[list[int]]) -> Tensor:
+        """Logits [B, V] of the token after each sequence and its drafts so far, of which only the last is not cached."""
+        if not drafts_B[0]:
+            batch = self._lacking(sequences, [len(seq.tokens) for seq in sequences], "last")
+        else:
+            rows = [seq.row for seq in sequences]
+            starts = [self.model.cache.lengths[row] for row in rows]
+            batch = ForwardBatch(rows, starts, [1] * len(rows), [drafts[-1] for drafts in drafts_B], "last")
+        logits_BV = self.model.forward(batch).logits_TV
+        assert logits_BV is not None
+        return logits_BV
+
+    def _lacking(self, sequences: list[Sequence], ends: list[int], logits: str) -> ForwardBatch:
+        """The tokens before `ends` that the model's cache does not hold."""
+        rows = [seq.row for seq in sequences]
+        starts = [self.model.cache.lengths[row] for row in rows]
+        counts = [end - start for start, end in zip(starts, ends, strict=True)]
+        bounds = zip(sequences, starts, ends, strict=True)
+        tokens = [token for seq, start, end in bounds for token in seq.tokens[start:end]]
+        return ForwardBatch(rows, starts, counts, tokens, "last" if logits == "last" else "none")
+
+
+def _sampled(seq: Sequence, logits_V: Tensor, probs_K: list[Tensor]) -> int:
+    """One draft drawn from the request's distribution over these logits; the distribution is appended to `probs_K`."""
+    probs_V = target_probs(logits_V[None], seq.params)[0]
+    draw = rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, len(probs_K))
+    probs_K.append(probs_V)
+    return sample(probs_V, draw)
