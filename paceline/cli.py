@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -302,18 +301,14 @@ _UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ 
 
 def main() -> NoReturn:
     """Run a command; errors made on purpose are one line and exit code 2, Ctrl-C is 130."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
     try:
         code = app(prog_name="paceline", standalone_mode=False)
     except PacelineError as error:
         code = _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
         code = 130
-    except BrokenPipeError:  # the reader has gone, as in `paceline generate ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141
     except _UsageError as error:
         code = _fail(error.format_message() + " (see --help)")  # pyright: ignore[reportAttributeAccessIssue]
     sys.exit(code if isinstance(code, int) else 0)

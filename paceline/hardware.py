@@ -57,7 +57,7 @@ def known_gpu(device_name: str) -> Machine | None:
 
 
 def this_machine(device: str = "cpu") -> Machine:
-    """Measure the device in about half a second: the best of a few reads of a large buffer and of matrix products."""
+    """Measure the device in well under a second: the best of a few reads of a large buffer and of matrix products."""
     import torch
 
     where = torch.device(device)
@@ -71,10 +71,10 @@ def this_machine(device: str = "cpu") -> Machine:
 
 
 def _read_bytes_per_s(device: torch.device) -> float:
-    """Summing a buffer only reads it; 128 MiB is far beyond a CPU's cache, a GPU's needs more."""
+    """Summing a buffer only reads it; 256 MiB is far beyond a CPU's cache, a GPU takes more to be kept busy."""
     import torch
 
-    num_bytes = 2**27 if device.type == "cpu" else 2**30
+    num_bytes = 2**28 if device.type == "cpu" else 2**30
     buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     return num_bytes / _best_s(buffer.sum, device, budget_s=0.15)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from paceline.engine.llm import LLM
 
 COLUMNS = ("drafter", "batch", "temp", "tokens/s", "decode/s", "speed-up", "tokens/round", "identical", "lossless", "repeats")
+WIDE = 120
 NUM_SAMPLES = 3
 SAMPLE_CHARACTERS = 400
 
@@ -51,13 +52,14 @@ def _interval(interval: tuple[float | None, float | None]) -> str:
     return "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
 
 
-def table(results: list[Result]) -> Table:
-    """A rich table for the terminal."""
+def table(results: list[Result], width: int) -> Table:
+    """A rich table for the terminal; a narrow one leaves the intervals to the report."""
+    from rich import box
     from rich.table import Table
 
-    made = Table(*COLUMNS)
+    made = Table(*COLUMNS, box=box.SIMPLE_HEAD)
     for result in results:
-        made.add_row(*row(result))
+        made.add_row(*(cell if width >= WIDE else cell.partition(" [")[0] for cell in row(result)))
     return made
 
 

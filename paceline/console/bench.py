@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.decode import Bench, BenchConfig, as_line
-from paceline.bench.report import ceiling_line, table, write_run
+from paceline.bench.report import WIDE, ceiling_line, table, write_run
 from paceline.console.terminal import introduce, print_json, progress, say
 from paceline.engine.llm import LLM
 from paceline.hardware import this_machine
@@ -67,7 +67,10 @@ def _described(ask: BenchAsk) -> dict[str, Any]:
 def _print_table(line: dict[str, Any]) -> None:
     from rich.console import Console
 
-    Console(stderr=True).print(table(line["results"]))
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.width = WIDE
+    console.print(table(line["results"], console.width))
 
 
 def _save(where: Path, run: RunFolder, device: str) -> Path:
