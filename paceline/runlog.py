@@ -41,7 +41,7 @@ class RunFolder:
             (path / "metrics.jsonl").unlink(missing_ok=True)
         run = cls(path)
         run.write_json("config.json", {"what": what, **config, "versions": versions(), "commit": commit()})
-        run.write("command.txt", shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) + "\n")
+        run.write("command.txt", _command() + "\n")
         return run
 
     @classmethod
@@ -123,6 +123,12 @@ def commit() -> str | None:
         return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _command() -> str:
+    program = Path(sys.argv[0])
+    words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
+    return shlex.join([*words, *sys.argv[1:]])
 
 
 def _git(root: Path, *arguments: str) -> str:

@@ -87,6 +87,9 @@ class Result:
     """The figures of one setting; see `Bench.results`."""
 
     drafter: str
+    """As asked for."""
+    drafter_name: str
+    """What "default" or a path came to."""
     batch: int
     temperature: float
     tokens_per_s: float
@@ -208,6 +211,7 @@ class Bench:
         differ = differences(self.llm.target, self.requests, first, baseline[0]) if is_greedy else []
         return Result(
             drafter=setting.drafter,
+            drafter_name=setting.drafter if setting.is_peer else self._drafters[setting.drafter].name,
             batch=setting.batch,
             temperature=setting.temperature,
             tokens_per_s=statistics.median(rates),

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from paceline.engine.llm import LLM
 
 COLUMNS = ("drafter", "batch", "temp", "tokens/s", "decode/s", "speed-up", "tokens/round", "identical", "lossless", "repeats")
-WIDE = 120
+WIDE = 140
+"""Columns a terminal needs for the intervals."""
 NUM_SAMPLES = 3
 SAMPLE_CHARACTERS = 400
 
