@@ -65,14 +65,18 @@ def pass_times(llm: LLM, context: int, repeats: int) -> dict[str, float]:
 @torch.inference_mode()
 def drafter_times(llm: LLM, drafter: DFlashDrafter, context: int, repeats: int) -> dict[str, float]:
     """A round of the drafter outside the engine: propose, and observe of four verified positions."""
-    seq = Sequence(0, [5] * (context + 1), context, SamplingParams(max_tokens=128), row=0, cached_len=context)
+    seq = Sequence(0, [5] * (context + 1), context, SamplingParams(max_tokens=1024), row=0, cached_len=context)
     taps = torch.zeros(context, len(drafter.tap_layers) * llm.target.hidden_size, dtype=llm.target.dtype)
     drafter.start(seq)
     drafter.observe([Observed(seq, 0, context, taps)])
-    runs = {
-        "propose": lambda: void(drafter.propose(Batch([seq]))),
-        "observe": lambda: drafter.observe([Observed(seq, context - 4, 4, taps[:4])]),
-    }
+
+    def observe() -> None:
+        begin = seq.cached_len
+        seq.tokens += [5] * 4
+        seq.cached_len += 4
+        drafter.observe([Observed(seq, begin, 4, taps[:4])])
+
+    runs = {"propose": lambda: void(drafter.propose(Batch([seq]))), "observe": observe}
     found = medians_ms(runs, repeats)
     drafter.drop(seq)
     return found

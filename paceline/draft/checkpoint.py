@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.errors import CacheError, ModelFileError, UnsupportedModelError
 from paceline.model.config import DecoderConfig
-from paceline.model.loading import FAMILIES, _decoder_config, load_tensors, read_json
+from paceline.model.loading import FAMILIES, decoder_config, load_tensors, read_json
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -52,7 +52,7 @@ class DFlashConfig:
         path = Path(path)
         _check_supported(raw, path)
         values = FAMILIES["Qwen3ForCausalLM"] | {"vocab_size": 1} | raw
-        shape = _decoder_config(values, True, path)
+        shape = decoder_config(values, True, path)
         num_target_layers = raw.get("num_target_layers")
         layer_ids = _draft_value(raw, "target_layer_ids", None)
         if layer_ids is None and num_target_layers is not None:

@@ -56,7 +56,7 @@ def load_config(path: Path | str) -> DecoderConfig:
         return gguf.load_config(path)
     raw = read_json(path / "config.json")
     architecture = _supported_architecture(raw, path)
-    return _decoder_config(FAMILIES[architecture] | raw, raw.get("tie_word_embeddings") is True, path)
+    return decoder_config(FAMILIES[architecture] | raw, raw.get("tie_word_embeddings") is True, path)
 
 
 def load_tensors(path: Path | str) -> Iterator[tuple[str, Tensor]]:
@@ -175,7 +175,7 @@ def _supported_architecture(raw: dict[str, Any], path: Path) -> str:
     return name
 
 
-def _decoder_config(values: dict[str, Any], tied: bool, path: Path) -> DecoderConfig:
+def decoder_config(values: dict[str, Any], tied: bool, path: Path) -> DecoderConfig:
     family, num_heads = values["family"], _positive(values, "num_attention_heads", path)
     hidden_size, max_position = _positive(values, "hidden_size", path), _positive(values, "max_position_embeddings", path)
     head_dim = _positive(values, "head_dim", path) if values.get("head_dim") is not None else hidden_size // num_heads

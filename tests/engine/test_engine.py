@@ -231,7 +231,7 @@ def test_a_long_prompt_does_not_stall_the_others() -> None:
 
 def test_requests_wait_when_the_cache_is_full_and_come_in_order() -> None:
     target = byte_target(num_rows=2)
-    engine = Engine(target, ByteTokenizer(), drafters(target)["sometimes"])
+    engine = Engine(target, ByteTokenizer(), drafters(target)["always"])
     for prompt in PROMPTS:
         engine.add(prompt, SamplingParams(max_tokens=6))
     assert len(engine.scheduler.waiting) == 3
