@@ -15,20 +15,20 @@ import time
 from typing import Any
 
 import torch
-from paceline.draft.dflash import DFlashDrafter
-from paceline.draft.ngram import NgramDrafter
-from paceline.draft.small_model import SmallModelDrafter
-from paceline.prompts import read_prompts
 from rich.console import Console
 from rich.progress import track
 
 from paceline import LLM, SamplingParams
+from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.ngram import NgramDrafter
+from paceline.draft.small_model import SmallModelDrafter
 from paceline.hub import resolve
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
 from paceline.model.load import load_target
 from paceline.model.loading import random_tensors
 from paceline.model.target import ForwardBatch
+from paceline.prompts import read_prompts
 
 NEAR_TIE = 1e-4
 log = Console(stderr=True)

@@ -14,10 +14,10 @@ import json
 
 import torch
 from lossless_greedy import drafters, log
-from paceline.prompts import read_prompts
 
 from paceline import LLM, SamplingParams
 from paceline.model.target import ForwardBatch
+from paceline.prompts import read_prompts
 
 
 @torch.inference_mode()

@@ -1,7 +1,7 @@
 """paceline: lossless speculative decoding with DFlash drafters, from a laptop's CPU to a GPU.
 
-    from paceline import LLM, SamplingParams
-    print(LLM("smollm2-135m").chat([[{"role": "user", "content": "Why is the sky blue?"}]])[0].text)
+from paceline import LLM, SamplingParams
+print(LLM("smollm2-135m").chat([[{"role": "user", "content": "Why is the sky blue?"}]])[0].text)
 """
 
 from __future__ import annotations
