@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-all check format bench docs clean
+.PHONY: setup demo test check format bench docs clean
 
 $(READY): requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -15,20 +15,19 @@ $(READY): requirements.lock pyproject.toml
 setup: $(READY)  ## the virtual environment with everything pinned
 
 demo: $(READY)  ## one real answer with and without speculation, side by side
-	$(BIN)/paceline generate "Repeat this list and add one more fruit: apples, pears, plums, cherries, apricots." \
-	  --compare --max-tokens 96
+	$(BIN)/paceline generate --compare --dtype float32 --max-tokens 96 \
+	  "Repeat the following paragraph exactly, word for word, and add nothing: The old lighthouse stood at the edge of the \
+	cliff, where the wind never rested. Every evening at six, Mr. Alder climbed its one hundred and twelve steps, trimmed \
+	the wick, polished the great glass lens and lit the lamp."
 
 test: $(READY)  ## the test suite
-	$(BIN)/python -m pytest -m "not slow"
-
-test-all: $(READY)  ## the test suite with the long runs
 	$(BIN)/python -m pytest
 
 check: $(READY)  ## what CI runs: format, lint, types, tests
 	$(BIN)/ruff format --check paceline tests bench docs
 	$(BIN)/ruff check paceline tests bench docs
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest
 
 format: $(READY)
 	$(BIN)/ruff format paceline tests bench docs

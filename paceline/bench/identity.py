@@ -41,7 +41,7 @@ def differences(target: Target, requests: list[Request], ours: Pass, baseline: P
         index = first_difference(one.token_ids, other.token_ids)
         if index is None:
             continue
-        logits_V = _logits_after(target, request.token_ids + other.token_ids[:index])
+        logits_V = logits_after(target, request.token_ids + other.token_ids[:index])
         top = logits_V.topk(2).values.tolist()
         gap = None
         if index < min(len(one.token_ids), len(other.token_ids)):
@@ -51,7 +51,7 @@ def differences(target: Target, requests: list[Request], ours: Pass, baseline: P
 
 
 @torch.inference_mode()
-def _logits_after(target: Target, token_ids: list[int], chunk: int = 256) -> torch.Tensor:
+def logits_after(target: Target, token_ids: list[int], chunk: int = 256) -> torch.Tensor:
     """The target's logits [V] in float32 after `token_ids`, on a row taken and given back."""
     row = target.cache.allocate()
     assert row is not None, "the engine still holds every row"

@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline.bench.figures import first_difference
+from paceline.bench.identity import logits_after
 from paceline.console.terminal import introduce, print_json, say, stats_lines, weights_read_per_s
 from paceline.engine.llm import LLM, Completion, GenerationStats
 from paceline.hardware import Machine, this_machine
@@ -36,6 +38,10 @@ class Comparison:
     speedup: float
     identical: bool | None
     """Whether the tokens are the same; None when sampled, where only the distribution has to be."""
+    first_difference: int | None = None
+    """Tokens that are still the same, where they are not all the same."""
+    top2_gap: float | None = None
+    """Best logit minus second-best at the first difference: how nearly the target was undecided there."""
 
 
 def generate(ask: Ask) -> None:
@@ -45,12 +51,12 @@ def generate(ask: Ask) -> None:
     token_ids = encode(llm, ask)
     plain = _plain(llm, token_ids, ask.params) if ask.compare else None
     completion = _stream(llm, token_ids, ask)
-    comparison = _compare(completion, plain, ask.params) if plain else None
+    comparison = _compare(llm, completion, plain, ask.params) if plain else None
     machine = this_machine(llm.config.device)
     for line in stats_lines(completion.stats, llm.target.weight_bytes, machine):
         say(line)
     if comparison:
-        say(_comparison_line(completion.stats, comparison))
+        say(_comparison_line(completion.stats, comparison, llm.config.dtype))
     if ask.as_json:
         print_json(as_line(llm, ask, completion, machine, comparison))
 
@@ -93,14 +99,25 @@ def _stream(llm: LLM, token_ids: list[int], ask: Ask) -> Completion:
     return Completion(text, sequence.output_ids, reason, stats, sequence.logprobs, token_ids)
 
 
-def _compare(completion: Completion, plain: Completion, params: SamplingParams) -> Comparison:
-    identical = completion.token_ids == plain.token_ids if params.is_greedy else None
+def _compare(llm: LLM, completion: Completion, plain: Completion, params: SamplingParams) -> Comparison:
     speed = plain.stats.tokens_per_s
-    return Comparison(plain, completion.stats.tokens_per_s / speed if speed else 0.0, identical)
+    speedup = completion.stats.tokens_per_s / speed if speed else 0.0
+    if not params.is_greedy:
+        return Comparison(plain, speedup, None)
+    at = first_difference(completion.token_ids, plain.token_ids)
+    if at is None:
+        return Comparison(plain, speedup, True)
+    best, second = logits_after(llm.target, plain.prompt_token_ids + plain.token_ids[:at]).topk(2).values.tolist()
+    return Comparison(plain, speedup, False, at, best - second)
 
 
-def _comparison_line(stats: GenerationStats, comparison: Comparison) -> str:
-    same = {None: "sampled: texts need not agree", True: "token-identical", False: "NOT token-identical"}[comparison.identical]
+def _comparison_line(stats: GenerationStats, comparison: Comparison, dtype: str) -> str:
+    same = {None: "sampled: texts need not agree", True: "token-identical", False: "not token-identical"}[comparison.identical]
+    if comparison.top2_gap is not None:
+        same += (
+            f" after {comparison.first_difference} tokens, where {dtype} has the top two logits {comparison.top2_gap:.3f} apart"
+        )
+        same += "" if dtype == "float32" else "; --dtype float32 is exact"
     return (
         f"plain {comparison.plain.stats.tokens_per_s:.1f} tokens/s, with drafts {stats.tokens_per_s:.1f} tokens/s: "
         f"{comparison.speedup:.2f}x, {same}"
@@ -141,4 +158,6 @@ def as_line(
         line["plain_tokens_per_s"] = comparison.plain.stats.tokens_per_s
         line["speedup"] = comparison.speedup
         line["identical"] = comparison.identical
+        line["first_difference"] = comparison.first_difference
+        line["top2_gap"] = comparison.top2_gap
     return line
