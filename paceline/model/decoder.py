@@ -213,7 +213,8 @@ class _Loader:
 
     def build(self) -> tuple[Tensor, list[Layer], RMSNorm, PackedLinear]:
         for name, tensor in self._tensors:
-            self._pending[name] = tensor.to(self._device, self._dtype)
+            # A copy, so that the checkpoint's file does not stay mapped for the sake of one tensor.
+            self._pending[name] = tensor.to(self._device, self._dtype, copy=True)
             index = _layer_of(name)
             if index is not None:
                 self._sizes[index] += 1
@@ -222,11 +223,10 @@ class _Loader:
         layers = [self._layers[index] for index in range(self._config.num_layers)]
         stored = self._pending.pop("model.embed_tokens.weight")
         head = PackedLinear(stored if self._config.tie_embeddings else self._pending.pop("lm_head.weight"))
-        # A copy, so that the checkpoint's file does not stay mapped for the sake of one tensor.
-        return stored.clone(), layers, self._norm("model.norm.weight"), head
+        return stored, layers, self._norm("model.norm.weight"), head
 
     def _norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._pending.pop(name).clone(), self._config.rms_norm_eps)
+        return RMSNorm(self._pending.pop(name), self._config.rms_norm_eps)
 
     def _linear(self, *names: str) -> PackedLinear:
         weights = [self._pending.pop(f"{name}.weight") for name in names]

@@ -7,9 +7,9 @@ with `rollback`, which only moves the row's length: entries past it are dead and
 from __future__ import annotations
 
 import math
+import mmap
 from abc import ABC, abstractmethod
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,11 +63,13 @@ class KVCache(ABC):
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros; on CPU from calloc, so that memory is taken page by page as rows fill instead of all at start."""
+    """Zeros; on CPU mapped, so that memory is taken page by page as rows fill instead of all at start."""
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        pages.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page holds the beginning of every head: one token would take them all
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 class StaticKVCache(KVCache):
@@ -90,7 +92,7 @@ class StaticKVCache(KVCache):
         try:
             self.keys = _zeros(shape, dtype, device)
             self.values = _zeros(shape, dtype, device)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError) as error:
             raise MemoryBudgetError(
                 f"no memory for a KV cache of {num_rows} rows of {max_len} tokens: lower --max-batch or --max-len ({error})"
             ) from error
