@@ -91,7 +91,8 @@ def _check_sampling(params: SamplingParams) -> None:
     )
     for is_wrong, remedy in wrong:
         if is_wrong:
-            raise SamplingError(f"{remedy} (got {params!r})")
+            name = remedy.split()[0]
+            raise SamplingError(f"{remedy}, not {getattr(params, name)!r}")
 
 
 @dataclass(slots=True)
