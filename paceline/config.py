@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -82,6 +83,16 @@ def resolve(config: EngineConfig) -> EngineConfig:
         raise ConfigError("device cuda was asked for, but PyTorch sees no GPU: use --device cpu")
     dtype = config.dtype
     if dtype == "auto":
-        has_bf16 = device.startswith("cuda") or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        dtype = "bfloat16" if has_bf16 else "float32"
+        dtype = "bfloat16" if _multiplies_bfloat16(device) else "float32"
     return replace(config, device=device, dtype=dtype)
+
+
+def _multiplies_bfloat16(device: str) -> bool:
+    """Whether the device has instructions for it: oneDNN alone would also say yes to AVX-512 that has to emulate them."""
+    import torch
+
+    if device.startswith("cuda"):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,0 +1,41 @@
+"""Settings: unknown and contradictory ones are refused, "auto" is settled by what the machine has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.config import EngineConfig, resolve
+from paceline.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("wrong", "remedy"),
+    [
+        ({"drafts": 3}, "unknown setting 'drafts'"),
+        ({"dtype": "int3"}, "dtype must be one of"),
+        ({"max_batch": 0}, "max_batch"),
+        ({"mocked_tokens_per_round": 0.5}, "the target's own token"),
+        ({"rule": "typical"}, "rule must be one of"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(wrong: dict[str, object], remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        EngineConfig.of(**wrong)
+
+
+@pytest.mark.parametrize(("has_bf16", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_auto_takes_bfloat16_only_where_the_processor_has_it(
+    monkeypatch: pytest.MonkeyPatch, has_bf16: bool, dtype: str
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert resolve(EngineConfig(device="cpu")).dtype == dtype
+
+
+def test_a_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve(EngineConfig()).device == "cpu"
+    with pytest.raises(ConfigError, match="--device cpu"):
+        resolve(EngineConfig(device="cuda"))
