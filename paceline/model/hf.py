@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from paceline.errors import ContextLengthError, ModelFileError, ModelNotFoundError, UnsupportedModelError
@@ -95,14 +96,12 @@ class HFTarget(Target):
                 model = transformers.AutoModelForCausalLM.from_pretrained(
                     path, dtype=dtype, trust_remote_code=False, use_safetensors=True, local_files_only=True
                 )
+        except SafetensorError as error:
+            raise ModelFileError(f"damaged safetensors in {path}: {_first_line(error)}; download it again") from error
         except (ValueError, KeyError, ImportError) as error:
             raise UnsupportedModelError(f"Transformers cannot build a causal LM from {path}: {_first_line(error)}") from error
         except (OSError, RuntimeError) as error:
             raise ModelFileError(f"cannot load the weights in {path}: {_first_line(error)}; download it again") from error
-        except Exception as error:
-            if type(error).__name__ != "SafetensorError":
-                raise
-            raise ModelFileError(f"damaged safetensors in {path}: {_first_line(error)}; download it again") from error
         return cls(model.to(device), num_rows, max_len)
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:

@@ -16,7 +16,7 @@ from paceline.model.target import ForwardBatch
 def test_static_passes_equal_ordinary_ones(family: str) -> None:
     ordinary, static = (decoder_for(family)[1] for _ in range(2))
     static.allocate_cache(4, 128, use_static=True)
-    compare(ordinary, static)
+    assert_same_passes(ordinary, static)
 
 
 @pytest.mark.gpu
@@ -25,7 +25,7 @@ def test_replayed_graphs_equal_ordinary_passes() -> None:
     _, ordinary = decoder_for("llama")
     _, source = decoder_for("llama")
     graphed = Decoder(source.config, list(_tensors("llama")), num_rows=4, max_len=128, device="cuda")
-    compare(ordinary, graphed)
+    assert_same_passes(ordinary, graphed)
 
 
 def _tensors(family: str):
@@ -33,7 +33,7 @@ def _tensors(family: str):
     return ((name, tensor.detach()) for name, tensor in model.state_dict().items())
 
 
-def compare(ordinary: Decoder, static: Decoder) -> None:
+def assert_same_passes(ordinary: Decoder, static: Decoder) -> None:
     """Prompts of several rows, then rounds of ragged blocks with rollback; idle and half-filled rows among them."""
     rng = random.Random(0)
     for decoder in (ordinary, static):

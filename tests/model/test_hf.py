@@ -4,12 +4,11 @@ import random
 
 import pytest
 import torch
+import transformers
 
-transformers = pytest.importorskip("transformers")
-
-from paceline.errors import ContextLengthError, ModelFileError, ModelNotFoundError, UnsupportedModelError  # noqa: E402
-from paceline.model.hf import HFTarget  # noqa: E402
-from paceline.model.target import ForwardBatch  # noqa: E402
+from paceline.errors import ContextLengthError, ModelFileError, ModelNotFoundError, UnsupportedModelError
+from paceline.model.hf import HFTarget
+from paceline.model.target import ForwardBatch
 
 VOCAB, WIDTH, WINDOW = 61, 32, 8
 MAX_LEN = 256
@@ -114,7 +113,7 @@ def feed(target, row, tokens, logits="all"):
     return target.forward(ForwardBatch([row], [target.cache.lengths[row]], [len(tokens)], tokens, logits))
 
 
-def close(actual, expected):
+def assert_close(actual, expected):
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -148,8 +147,8 @@ def test_rollback_loop_equals_one_full_pass(named):
     first = full.hidden_states[0 if name in PURE_MAMBA else 1]  # these list no embedding
     hidden = torch.cat([first[0], full.hidden_states[-1][0]], dim=-1)
     for at, logits, taps in seen:
-        close(logits, full.logits[0, at : at + len(logits)])
-        close(taps, hidden[at : at + len(taps)])
+        assert_close(logits, full.logits[0, at : at + len(logits)])
+        assert_close(taps, hidden[at : at + len(taps)])
     assert bool(target.cache.row(row).stateful) == (name in RECURRENT)
 
 
@@ -165,7 +164,7 @@ def test_rollback_to_any_earlier_length(named):
     for length in (30, 29, 12, 3, 0):
         target.cache.rollback([row], [length])
         out = feed(target, row, truth[length : length + 4], logits="last")
-        close(out.logits_TV[-1], reference(model, truth[: length + 4]).logits[0, -1])
+        assert_close(out.logits_TV[-1], reference(model, truth[: length + 4]).logits[0, -1])
 
 
 def test_rows_do_not_cross_talk(named):
@@ -182,8 +181,8 @@ def test_rows_do_not_cross_talk(named):
         blocks = [truths[i][starts[i] : starts[i] + kept[i]] + [rng.randrange(VOCAB)] * rng.randint(0, 3) for i in range(2)]
         out = target.forward(ForwardBatch(rows, starts, [len(block) for block in blocks], blocks[0] + blocks[1]))
         first, second = out.logits_TV.split([len(block) for block in blocks])
-        close(first[: kept[0]], full[0][starts[0] : starts[0] + kept[0]])
-        close(second[: kept[1]], full[1][starts[1] : starts[1] + kept[1]])
+        assert_close(first[: kept[0]], full[0][starts[0] : starts[0] + kept[0]])
+        assert_close(second[: kept[1]], full[1][starts[1] : starts[1] + kept[1]])
         target.cache.rollback(rows, [start + num for start, num in zip(starts, kept, strict=True)])
 
 
@@ -194,7 +193,7 @@ def test_a_freed_row_starts_empty(named):
     feed(target, target.cache.allocate(), tokens[::-1])
     target.cache.free(0)
     row = target.cache.allocate()
-    close(feed(target, row, tokens).logits_TV, reference(model, tokens).logits[0])
+    assert_close(feed(target, row, tokens).logits_TV, reference(model, tokens).logits[0])
 
 
 def test_embed_and_head_are_the_models_own(named):
@@ -203,11 +202,11 @@ def test_embed_and_head_are_the_models_own(named):
     target.set_taps((target.num_layers - 1,))
     tokens = list(range(3, 13))
     out = feed(target, target.cache.allocate(), tokens)
-    close(target.head(out.taps_TF), out.logits_TV)
+    assert_close(target.head(out.taps_TF), out.logits_TV)
     if name in PURE_MAMBA:
-        close(target.embed(torch.tensor(tokens)), model.get_input_embeddings()(torch.tensor(tokens)))
+        assert_close(target.embed(torch.tensor(tokens)), model.get_input_embeddings()(torch.tensor(tokens)))
     elif name != "gpt2":  # its first layer's input holds positions too, which embed() leaves out
-        close(target.embed(torch.tensor(tokens)), reference(model, tokens).hidden_states[0][0])
+        assert_close(target.embed(torch.tensor(tokens)), reference(model, tokens).hidden_states[0][0])
 
 
 def test_facts(named):
@@ -269,7 +268,9 @@ def test_logits_modes():
     target = HFTarget(model, 2, MAX_LEN)
     rows = [target.cache.allocate(), target.cache.allocate()]
     out = target.forward(ForwardBatch(rows, [0, 0], [3, 2], [1, 2, 3, 4, 5], "last"))
-    close(out.logits_TV, torch.stack([reference(model, [1, 2, 3]).logits[0, -1], reference(model, [4, 5]).logits[0, -1]]))
+    assert_close(
+        out.logits_TV, torch.stack([reference(model, [1, 2, 3]).logits[0, -1], reference(model, [4, 5]).logits[0, -1]])
+    )
     assert out.taps_TF is None
     out = target.forward(ForwardBatch(rows, [3, 2], [1, 1], [1, 2], "none"))
     assert out.logits_TV is None
@@ -281,7 +282,7 @@ def test_taps_follow_the_order_asked_for():
     target.set_taps((2, 0))
     out = feed(target, target.cache.allocate(), [5, 6, 7], logits="none")
     hidden = reference(model, [5, 6, 7]).hidden_states
-    close(out.taps_TF, torch.cat([hidden[3][0], hidden[1][0]], dim=-1))
+    assert_close(out.taps_TF, torch.cat([hidden[3][0], hidden[1][0]], dim=-1))
     target.set_taps(())
     assert feed(target, 0, [8]).taps_TF is None
     with pytest.raises(UnsupportedModelError, match="layers 0 to 3"):
@@ -293,7 +294,7 @@ def test_from_path_checkpoint_and_random(tmp_path):
     model.save_pretrained(tmp_path)
     options = {"dtype": torch.float32, "device": "cpu", "num_rows": 1, "max_len": 64}
     target = HFTarget.from_path(tmp_path, **options)
-    close(feed(target, target.cache.allocate(), [1, 2, 3]).logits_TV, reference(model, [1, 2, 3]).logits[0])
+    assert_close(feed(target, target.cache.allocate(), [1, 2, 3]).logits_TV, reference(model, [1, 2, 3]).logits[0])
     state = torch.get_rng_state()
     drawn = [HFTarget.from_path(tmp_path, weights="random", seed=seed, **options) for seed in (7, 7, 8)]
     assert torch.equal(state, torch.get_rng_state())
