@@ -146,6 +146,8 @@ def _prompt_of(row: Row, where: str, source: str, index: int) -> Prompt:
 
 
 def _turns_of(row: Row, where: str) -> tuple[str, ...]:
+    if "answer_ids" in row:  # its `text` is what the target said
+        raise PromptError(f"{where}: answers, not prompts: train on their folder, or give the prompts they were made from")
     for keys, shape in _SHAPES:
         if all(row.get(key) is not None for key in keys):
             return shape(row, where)

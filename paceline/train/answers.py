@@ -1,0 +1,114 @@
+"""Answers on disk: Parquet shards of exact token ids, with the boundary between prompt and answer.
+
+    runs/x/answers/answers-r0-00000.parquet     columns: SCHEMA; one row per assistant turn
+
+Written by `regenerate` (and, in the same columns, by the server's traces), read by `features`. A shard appears whole or not at
+all; each process writes shards of its own, so nothing is locked. More columns do no harm: with `messages` besides, the same
+file is one of prompts too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pyarrow as pa
+from pyarrow import parquet
+
+from paceline.errors import CacheError, PromptError
+
+SCHEMA = pa.schema(
+    [
+        ("key", pa.string()),
+        ("source", pa.string()),
+        ("turn", pa.int32()),
+        ("temperature", pa.float32()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("answer_ids", pa.list_(pa.int32())),
+        ("finish_reason", pa.string()),
+        ("text", pa.string()),
+    ]
+)
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer of the target: everything it was given, and everything it said."""
+
+    key: str
+    """Names the conversation and the sample: source, prompt id, temperature. Turns of one conversation share it."""
+    source: str
+    turn: int
+    """0 for the first answer of a conversation."""
+    temperature: float
+    prompt_ids: list[int]
+    """All tokens before the answer, chat template and earlier turns included."""
+    answer_ids: list[int]
+    """The answer's tokens, the end token included when the target wrote one."""
+    finish_reason: str
+    text: str
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.prompt_ids + self.answer_ids
+
+
+class AnswerShards:
+    """A folder of answer shards; one writer per process."""
+
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        self.folder = folder
+        self._rank = rank
+        self._next = 1 + max((_number(path) for path in folder.glob(f"answers-r{rank}-*.parquet")), default=-1)
+
+    def write(self, answers: list[Answer]) -> Path:
+        """Write one shard, whole or not at all. Raises CacheError when the disk refuses."""
+        path = self.folder / f"answers-r{self._rank}-{self._next:05d}.parquet"
+        scratch = path.with_suffix(".part")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            parquet.write_table(pa.Table.from_pylist([asdict(answer) for answer in answers], SCHEMA), scratch)
+            scratch.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                scratch.unlink(missing_ok=True)
+            raise CacheError(f"cannot write {path} ({error}): free space or choose another --out, then run again") from error
+        self._next += 1
+        return path
+
+    def keys(self) -> set[str]:
+        """Keys of every conversation already written, by whichever process. Raises PromptError on a damaged shard."""
+        return {key for path in self._paths() for key in _read(path, ["key"])["key"].to_pylist()}
+
+    def __iter__(self) -> Iterator[Answer]:
+        for path in self._paths():
+            yield from read_answers(path)
+
+    def _paths(self) -> list[Path]:
+        return sorted(self.folder.glob("answers-*.parquet"))
+
+
+def read_answers(path: Path | str) -> Iterator[Answer]:
+    """The answers of one Parquet file. Raises PromptError when it is no such file."""
+    for row in _read(path, SCHEMA.names).to_pylist():
+        # float32 in the file: 0.7 comes back as 0.699999988
+        yield Answer(**{**row, "temperature": float(f"{row['temperature']:g}")})
+
+
+def _read(path: Path | str, columns: Sequence[str]) -> pa.Table:
+    try:
+        file = parquet.ParquetFile(path)
+        missing = [name for name in columns if name not in file.schema_arrow.names]
+        if missing:
+            raise ValueError(f"it has no column {missing[0]}")
+        return file.read(columns)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise PromptError(f"{path} is no file of answers ({reason}): delete it and run regenerate again") from error
+
+
+def _number(path: Path) -> int:
+    digits = path.stem.rsplit("-", 1)[-1]
+    return int(digits) if digits.isdigit() else -1

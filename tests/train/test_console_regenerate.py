@@ -1,0 +1,241 @@
+"""`paceline regenerate`: prompts in, a run folder of answers out; the same command again goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_llm import Talker, fake_llm, tiny_model
+
+from paceline.console import regenerate as console
+from paceline.console.regenerate import RegenerateAsk, regenerate
+from paceline.errors import CacheError, ConfigError, PromptError
+from paceline.train import self_written
+from paceline.train.answers import AnswerShards
+from paceline.train.regenerate import RegenerateConfig
+from paceline.types import SamplingParams
+
+CONFIG = RegenerateConfig(max_tokens=10, max_prompt_tokens=60)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def talking(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Instead of loading a model, a talker; the settings that were asked for."""
+    asked: list[dict[str, Any]] = []
+
+    def load(settings: dict[str, Any]) -> Any:
+        asked.append(settings)
+        return fake_llm(Talker(max_len=settings["max_len"]))
+
+    monkeypatch.setattr(console, "_load", load)
+    return asked
+
+
+def questions(folder: Path, name: str = "questions.jsonl", number: int = 6, text: str = "Question") -> str:
+    file = folder / name
+    file.write_text("".join(json.dumps({"prompt": f"{text} {n}?"}) + "\n" for n in range(number)))
+    return str(file)
+
+
+def ask(out: Path, *prompts: str, **changes: Any) -> RegenerateAsk:
+    values: dict[str, Any] = {"settings": {"model": "fake", "device": "cpu", "dtype": "float32"}, "self_written": 0}
+    values |= {"openers": None, "config": CONFIG, "limit": None, "as_json": False} | changes
+    return RegenerateAsk(prompts=prompts, out=out, **values)
+
+
+def test_a_model_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"model": str(tiny_model(tmp_path / "model")), "device": "cpu", "dtype": "float32", "max_batch": 3}
+    config = RegenerateConfig(max_tokens=10, max_prompt_tokens=60, temperatures=(0.0, 1.0), seed=5)
+    line = regenerate(ask(tmp_path / "run", questions(tmp_path), settings=settings, config=config, limit=4, as_json=True))
+    answers = list(AnswerShards(tmp_path / "run" / "answers"))
+    assert len(answers) == line["num_answers"] == 8
+    assert sum(len(answer.answer_ids) for answer in answers) == line["num_tokens"]
+    assert line["answers"] == str(tmp_path / "run" / "answers") and line["tokens_per_s"] > 0 == line["num_too_long"]
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == line
+    assert "KV cache" in captured.err and f"8 answers, {line['num_tokens']} tokens in 0 s: " in captured.err
+    written = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert written["what"] == "regenerate" and written["regenerate"]["temperatures"] == [0.0, 1.0]
+    assert (tmp_path / "run" / "command.txt").is_file()
+    (figures,) = [json.loads(row) for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert figures["num_answers"] == 8 and figures["stage"] == "regenerate"
+
+
+def test_the_engine_it_asks_for(tmp_path: Path, talking: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    file = questions(tmp_path)
+    regenerate(ask(tmp_path / "one", file))
+    assert talking[-1] == {
+        "model": "fake", "device": "cpu", "dtype": "float32", "drafter": "none", "max_batch": 32, "max_len": 80
+    }  # fmt: skip
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    regenerate(ask(tmp_path / "two", file, settings={"model": "fake", "device": "cpu", "max_batch": 5}))
+    assert (talking[-1]["threads"], talking[-1]["max_batch"]) == (1, 5)
+    regenerate(ask(tmp_path / "three", file, settings={"model": "fake", "device": "cpu", "threads": 4}))
+    assert talking[-1]["threads"] == 4
+
+
+def test_files_are_shuffled_together(tmp_path: Path, talking: list[dict[str, Any]]) -> None:
+    first, second = questions(tmp_path, "a.jsonl", 12), questions(tmp_path, "b.jsonl", 12, "Riddle")
+    regenerate(ask(tmp_path / "run", first, second, limit=10))
+    sources = [answer.source for answer in AnswerShards(tmp_path / "run" / "answers")]
+    assert sorted(sources) == ["a.jsonl"] * 10 + ["b.jsonl"] * 10
+    assert 2 <= sources[:10].count("a.jsonl") <= 8, "an interrupted run should have answered a mixture"
+
+
+def test_the_same_command_goes_on(
+    tmp_path: Path, talking: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = questions(tmp_path)
+    begun = ask(tmp_path / "run", file)
+    step, steps = console.Regenerator._finish, []
+
+    def killed(*given: Any) -> None:
+        steps.append(given)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        step(*given)
+
+    monkeypatch.setattr(console.Regenerator, "_finish", killed)
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(begun)
+    config = (tmp_path / "run" / "config.json").read_text()
+    line = regenerate(begun)
+    assert (line["num_found"], line["num_answers"]) == (3, 3)
+    assert "3 conversations had been answered before" in capsys.readouterr().err
+    assert (tmp_path / "run" / "config.json").read_text() == config
+    regenerate(ask(tmp_path / "whole", file))
+    whole, parts = (
+        sorted(answer.key + answer.text for answer in AnswerShards(tmp_path / run / "answers")) for run in ("whole", "run")
+    )
+    assert parts == whole
+    # what does not change the answers may change
+    assert (
+        regenerate(ask(tmp_path / "run", file, settings={**begun.settings, "max_batch": 2}, as_json=True))["num_answers"] == 0
+    )
+
+
+def test_other_settings_are_refused_and_shown(tmp_path: Path, talking: list[dict[str, Any]]) -> None:
+    file = questions(tmp_path)
+    regenerate(ask(tmp_path / "run", file))
+    for changes, said in [
+        ({"config": RegenerateConfig(12, 60)}, "max_tokens was 10, is 12"),
+        ({"config": RegenerateConfig(10, 60, (0.0, 0.7), 3)}, r"temperatures was \[0.0\], is \[0.0, 0.7\]; seed was 0, is 3"),
+        ({"settings": {"model": "other", "device": "cpu"}}, "target was fake, is other"),
+        ({"limit": 3}, "limit was None, is 3"),
+        ({"self_written": 5}, "self_written was 0, is 5"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"run was begun with other settings \(.*{said}.*use the same"):
+            regenerate(ask(tmp_path / "run", file, **changes))
+    assert len(talking) == 1, "refused before a model is loaded"
+    (tmp_path / "run" / "config.json").write_text('{"what": "bench-decode"}')
+    with pytest.raises(ConfigError, match=r"the folder of another run \(bench-decode\)"):
+        regenerate(ask(tmp_path / "run", file))
+    for damaged in ("{", "[]"):
+        (tmp_path / "run" / "config.json").write_text(damaged)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            regenerate(ask(tmp_path / "run", file))
+
+
+def test_without_prompts_the_target_writes_them(
+    tmp_path: Path, talking: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "DEFAULT_SELF_WRITTEN", 7)
+    (tmp_path / "openers.txt").write_text("How do I\nPlease write\n")
+    config = RegenerateConfig(max_tokens=10, max_prompt_tokens=200)
+    begun = ask(tmp_path / "run", config=config, openers=tmp_path / "openers.txt")
+    line = regenerate(begun)
+    assert line["num_answers"] == 7 and talking[-1]["max_len"] >= 200 + self_written.MAX_TOKENS
+    rows = [json.loads(row) for row in (tmp_path / "run" / "self-written-r0.jsonl").read_text().splitlines()]
+    assert len(rows) == 7 and any(row["prompt"].startswith(("How do I", "Please write")) for row in rows)
+    assert {answer.source for answer in AnswerShards(tmp_path / "run" / "answers")} == {"self-written-r0.jsonl"}
+    assert "self-written prompts dropped: " in capsys.readouterr().err
+    assert regenerate(begun)["num_found"] == 7
+
+
+def test_two_processes_share_the_work(
+    tmp_path: Path, talking: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RegenerateConfig(max_tokens=10, max_prompt_tokens=200)
+    file = questions(tmp_path)
+    both = ask(tmp_path / "run", file, file, config=config, self_written=3, as_json=True)
+    lines = []
+    for rank in (1, 0):  # any of them may be first
+        for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", rank)):
+            monkeypatch.setenv(name, str(value))
+        lines.append(regenerate(both))
+        assert (tmp_path / "run" / "config.json").is_file() == (rank == 0)
+    answers = list(AnswerShards(tmp_path / "run" / "answers"))
+    assert [line["num_answers"] for line in lines] == [4, 5]
+    assert len({answer.key for answer in answers}) == len(answers) == 9, "a file given twice is answered once"
+    own = [(tmp_path / "run" / f"self-written-r{rank}.jsonl").read_text().splitlines() for rank in (0, 1)]
+    assert [len(rows) for rows in own] == [2, 1]
+    assert len({json.loads(row)["prompt"] for row in own[0] + own[1]}) == 3
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 1
+    captured = capsys.readouterr()
+    assert "process 1: 4 answers" in captured.err and captured.out.count("\n") == 1, "only the first one prints JSON"
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="processes was 2, is 3"):
+        regenerate(both)
+
+
+def test_what_cannot_be_answered(tmp_path: Path, talking: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text(json.dumps({"prompt": "x" * 100}) + '\n{"turns": ["Hi", "' + "y" * 80 + '"]}\n')
+    config = RegenerateConfig(max_tokens=40, max_prompt_tokens=60)
+    line = regenerate(ask(tmp_path / "mixed", str(mixed), config=config))
+    assert (line["num_answers"], line["num_too_long"], line["num_cut_short"]) == (1, 1, 1)
+    said = capsys.readouterr().err
+    assert "1 prompts left out: longer than 60 tokens, the longest 119" in said
+    assert "1 conversations ended early" in said
+    mixed.write_text(json.dumps({"prompt": "x" * 100}) + "\n")
+    with pytest.raises(PromptError, match="all 1 prompts are longer than 60 tokens, the longest 119: raise max_prompt_tokens"):
+        regenerate(ask(tmp_path / "long", str(mixed), config=config))
+
+
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    with pytest.raises(PromptError, match="holds no prompts"):
+        regenerate(ask(tmp_path / "run", str(empty)))
+    empty.write_text('{"prompt": "fine"}\n{"prompt": 3}\n')
+    with pytest.raises(PromptError, match="line 2: 'prompt' must be text"):
+        regenerate(ask(tmp_path / "run", str(empty)))
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="0 or more"):
+        ask(tmp_path / "run", self_written=-1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CacheError, match="choose another folder with --out"):
+        regenerate(ask(tmp_path / "file" / "run", questions(tmp_path)))
+    model = str(tiny_model(tmp_path / "model", max_position=64))
+    with pytest.raises(ConfigError, match=r"beyond the model's 64 tokens: .* lower max_prompt_tokens or max_tokens"):
+        regenerate(ask(tmp_path / "short", questions(tmp_path), settings={"model": model, "device": "cpu", "dtype": "float32"}))
+
+
+def test_openers_without_self_written_prompts_are_noted(
+    tmp_path: Path, talking: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "openers.txt").write_text("How do I\n")
+    regenerate(ask(tmp_path / "run", questions(tmp_path), openers=tmp_path / "openers.txt"))
+    assert "note: openers have no effect" in capsys.readouterr().err
+
+
+def test_answers_at_a_temperature_are_those_of_its_seed(tmp_path: Path) -> None:
+    """The figures above come from fakes; here the engine itself is asked again for each stored answer."""
+    settings = {"model": str(tiny_model(tmp_path / "model")), "device": "cpu", "dtype": "float32", "max_batch": 4}
+    config = RegenerateConfig(max_tokens=10, max_prompt_tokens=60, temperatures=(0.8,))
+    regenerate(ask(tmp_path / "run", questions(tmp_path), settings=settings, config=config))
+    llm = console._load({**settings, "drafter": "none", "max_len": 80})
+    from zlib import crc32
+
+    for answer in AnswerShards(tmp_path / "run" / "answers"):
+        params = SamplingParams(temperature=0.8, max_tokens=10, seed=crc32(answer.key.encode()))
+        (again,) = llm.generate_ids([answer.prompt_ids], params)
+        assert again.token_ids == answer.answer_ids

@@ -1,0 +1,209 @@
+"""Regeneration: the answers are those of LLM.chat one by one, and a killed run ends as an uninterrupted one."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+from small_llm import EOS, Parrot, Talker, fake_llm, tiny_model
+
+from paceline.engine.llm import LLM
+from paceline.errors import CacheError, ConfigError, PromptError, SamplingError
+from paceline.prompts import Prompt
+from paceline.train import regenerate
+from paceline.train.answers import Answer, AnswerShards
+from paceline.train.regenerate import RegenerateConfig, Regenerator
+from paceline.types import SamplingParams
+
+TURNS = [("Hi.", "And then?", "Why?"), ("Name a colour.", "Another one."), ("Sing!",), ("Count to ten.", "Go on.")]
+
+
+def prompts(*turns: tuple[str, ...], system: str | None = None) -> list[Prompt]:
+    opening = [{"role": "system", "content": system}] if system else []
+    return [
+        Prompt(str(n), [*opening, {"role": "user", "content": each[0]}], each, "test") for n, each in enumerate(turns or TURNS)
+    ]
+
+
+def by_place(answers: AnswerShards) -> dict[tuple[str, int], tuple[Any, ...]]:
+    return {(answer.key, answer.turn): astuple(answer) for answer in answers}
+
+
+def chatted(llm: LLM, prompt: Prompt, temperature: float, config: RegenerateConfig) -> list[tuple[list[int], list[int], str]]:
+    """The same conversation through LLM.chat, one request at a time: prompt ids, answer ids and text of each turn."""
+    key = f"test/{prompt.id}#{crc32(repr(prompt.turns).encode()):08x}@{temperature:g}"
+    params = SamplingParams(temperature=temperature, max_tokens=config.max_tokens, seed=config.seed ^ crc32(key.encode()))
+    messages, said = list(prompt.messages), []
+    for turn in (*prompt.turns[1:], ""):
+        (answer,) = llm.chat([messages], params)
+        said.append((answer.prompt_token_ids, answer.token_ids, answer.text))
+        if answer.finish_reason != "stop":
+            break
+        messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": turn}]
+    return said
+
+
+@pytest.mark.parametrize("kind", ["fake", "real"])
+def test_answers_are_those_of_chat_one_by_one(kind: str, tmp_path: Path) -> None:
+    if kind == "fake":
+        llm = fake_llm()
+    else:
+        llm = LLM(str(tiny_model(tmp_path / "model")), drafter="none", dtype="float32", device="cpu", max_batch=3)
+    config = RegenerateConfig(max_tokens=12, max_prompt_tokens=200, temperatures=(0.0, 0.9), seed=3)
+    shards = AnswerShards(tmp_path / "answers")
+    done = Regenerator(llm, shards, config).run(prompts())
+    found: dict[str, list[Answer]] = {}
+    for answer in shards:
+        found.setdefault(answer.key, []).append(answer)
+    assert len(found) == 8 and done.num_answers == sum(map(len, found.values()))
+    assert done.num_tokens == sum(len(answer.answer_ids) for answer in shards)
+    for prompt in prompts():
+        for temperature in config.temperatures:
+            (key,) = [key for key in found if key.startswith(f"test/{prompt.id}#") and key.endswith(f"@{temperature:g}")]
+            assert [answer.turn for answer in found[key]] == list(range(len(found[key])))
+            answers = [(answer.prompt_ids, answer.answer_ids, answer.text) for answer in found[key]]
+            assert answers == chatted(llm, prompt, temperature, config)
+    assert llm.target.cache.num_free == llm.target.cache.num_rows
+    if kind == "fake":
+        assert {answer.finish_reason for answer in shards} == {"stop", "length"}
+        assert any(answer.turn == 2 for answer in shards), "some conversation should come to its third turn"
+        ends = {(answer.finish_reason, answer.answer_ids[-1] == EOS, EOS in answer.answer_ids[:-1]) for answer in shards}
+        assert ends == {("stop", True, False), ("length", False, False)}, "the end token belongs to the answer"
+
+
+def test_a_later_turn_follows_the_targets_own_answer(tmp_path: Path) -> None:
+    llm, shards = fake_llm(Parrot("assistant: ", [*b"I see.", EOS])), AnswerShards(tmp_path)
+    done = Regenerator(llm, shards, RegenerateConfig(20, 100)).run(prompts(("Hello", "More"), system="Be brief."))
+    first, second = shards
+    tokenizer = llm.tokenizer
+    assert tokenizer.decode(first.prompt_ids) == "system: Be brief.\nuser: Hello\nassistant: "
+    assert first.answer_ids == [*b"I see.", EOS] and first.text == "I see."
+    assert tokenizer.decode(second.prompt_ids).endswith("user: Hello\nassistant: I see.\nuser: More\nassistant: ")
+    assert (first.turn, second.turn, first.key) == (0, 1, second.key)
+    assert (done.num_answers, done.num_tokens, done.num_cut_short) == (2, 14, 0)
+
+
+def test_a_conversation_ends_when_the_next_turn_does_not_fit(tmp_path: Path) -> None:
+    llm, shards = fake_llm(Parrot("assistant: ", [*b"I see.", EOS])), AnswerShards(tmp_path)
+    done = Regenerator(llm, shards, RegenerateConfig(20, 30)).run(prompts(("Hello", "More")))
+    assert (done.num_answers, done.num_cut_short, done.num_too_long) == (1, 1, 0)
+
+
+def test_an_end_token_that_is_not_marked_special_is_no_text(tmp_path: Path) -> None:
+    """GGUF files often say so of <|im_end|>; here the letter z ends an answer."""
+    llm, shards = fake_llm(Parrot("assistant: ", [*b"I see.z"])), AnswerShards(tmp_path)
+    llm.engine.eos_token_ids = (ord("z"),)
+    Regenerator(llm, shards, RegenerateConfig(20, 100)).run(prompts(("Hello",)))
+    (answer,) = shards
+    assert (answer.text, answer.answer_ids[-1]) == ("I see.", ord("z"))
+
+
+def test_prompts_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
+    llm, heard = fake_llm(), []
+    regenerator = Regenerator(llm, AnswerShards(tmp_path), RegenerateConfig(8, 40))
+    given = prompts(("short",), ("x" * 50,), ("y" * 60,), ("brief",))
+    done = regenerator.run(given, heard.append)
+    assert (done.num_answers, done.num_too_long) == (2, 2)
+    assert done.num_tokens_too_long == len(llm.encode_chat(given[2].messages)) == 79
+    assert [heard.count(None), len(heard)] == [2, regenerator.num_conversations(given)]
+    assert {answer.key.split("#")[0] for answer in regenerator.shards} == {"test/0", "test/3"}
+
+
+@pytest.mark.parametrize("num_heard", [1, 4, 9])
+def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_heard: int) -> None:
+    monkeypatch.setattr(regenerate, "CONVERSATIONS_PER_SHARD", 2)
+    config = RegenerateConfig(max_tokens=16, max_prompt_tokens=150, temperatures=(0.0, 0.8))
+    whole = AnswerShards(tmp_path / "whole")
+    Regenerator(fake_llm(Talker(num_rows=2)), whole, config).run(prompts())
+
+    class Killed(Exception):
+        pass
+
+    def kill(answer: Answer | None) -> None:
+        heard.append(answer)
+        if len(heard) == num_heard:
+            raise Killed
+
+    heard: list[Answer | None] = []
+    llm, parts = fake_llm(Talker(num_rows=2)), AnswerShards(tmp_path / "parts")
+    with pytest.raises(Killed):
+        Regenerator(llm, parts, config).run(prompts(), kill)
+    llm.engine.check_integrity()
+    assert not llm.engine.has_work
+    kept = by_place(parts)
+    files = {path: path.read_bytes() for path in parts.folder.glob("*")}
+    assert len(parts.keys()) < 8 and kept.items() <= by_place(whole).items()
+
+    done = Regenerator(llm, AnswerShards(tmp_path / "parts"), config).run(prompts())
+    assert by_place(parts) == by_place(whole)
+    assert len(list(parts)) == len(list(whole)), "nothing twice"
+    assert (done.num_found, done.num_answers) == (len({key for key, _ in kept}), len(list(whole)) - len(kept))
+    assert all(path.read_bytes() == content for path, content in files.items()), "what was written stays as it is"
+    assert Regenerator(llm, AnswerShards(tmp_path / "parts"), config).run(prompts()).num_answers == 0
+
+
+def test_a_slow_target_is_written_down_every_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regenerate, "WRITE_EVERY_S", -1.0)
+    Regenerator(fake_llm(), AnswerShards(tmp_path), RegenerateConfig(4, 100)).run(prompts())
+    assert len(list(tmp_path.glob("*.parquet"))) == len(TURNS)
+
+
+def test_a_full_disk_keeps_what_was_said_for_the_next_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regenerate, "CONVERSATIONS_PER_SHARD", 1)
+    config, shards = RegenerateConfig(8, 100), AnswerShards(tmp_path / "answers")
+    regenerator = Regenerator(fake_llm(), shards, config)
+    (tmp_path / "answers").write_text("a file where the folder should be")
+    with pytest.raises(CacheError, match="free space or choose another --out"):
+        regenerator.run(prompts())
+    assert not regenerator.llm.engine.has_work
+    (tmp_path / "answers").unlink()
+    done = regenerator.run(prompts())
+    assert len(shards.keys()) == len(TURNS) and done.num_found == 1
+    assert len({(answer.key, answer.turn) for answer in shards}) == len(list(shards))
+
+
+def test_a_damaged_shard_stops_the_run_before_it_begins(tmp_path: Path) -> None:
+    (tmp_path / "answers-r1-00000.parquet").write_bytes(b"PAR1")
+    llm = fake_llm()
+    with pytest.raises(PromptError, match="delete it and run regenerate again"):
+        Regenerator(llm, AnswerShards(tmp_path), RegenerateConfig(8, 100)).run(prompts())
+    assert not llm.engine.has_work
+
+
+def test_keys_tell_conversations_apart(tmp_path: Path) -> None:
+    """The same question under another system message is another conversation; equal ones are answered once."""
+    shards = AnswerShards(tmp_path)
+    regenerator = Regenerator(fake_llm(), shards, RegenerateConfig(4, 100))
+    regenerator.run([*prompts(("Hi.",)), *prompts(("Hi.",)), *prompts(("Hi.",), system="A"), *prompts(("Hi.",), system="B")])
+    keys = shards.keys()
+    assert len(keys) == len(list(shards)) == 3
+    assert f"test/0#{crc32(repr(('Hi.',)).encode()):08x}@0" in keys, "long runs resume: the format of keys stays"
+
+
+def test_a_prompt_that_the_template_refuses_is_named(tmp_path: Path) -> None:
+    llm = LLM(str(tiny_model(tmp_path / "model")), drafter="none", dtype="float32", device="cpu", max_batch=2)
+    llm.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    )
+    llm.tokenizer.chat_template += "{{ m.content }}{% endfor %}"
+    shards = AnswerShards(tmp_path / "answers")
+    given = [*prompts(("Hi.",)), *prompts(("Hi.",), system="A")]
+    with pytest.raises(PromptError, match="test, prompt 0: the model's chat template failed .no system"):
+        Regenerator(llm, shards, RegenerateConfig(4, 100)).run(given)
+
+
+def test_impossible_values() -> None:
+    for values, error, said in [
+        ({"max_tokens": 0}, ConfigError, "at least 1"),
+        ({"temperatures": ()}, ConfigError, "at least one temperature"),
+        ({"temperatures": (0.5, -1.0)}, SamplingError, "temperature must be 0"),
+        ({"temperatures": (0.5, 0.5)}, ConfigError, "differ from each other"),
+        ({"seed": -1}, SamplingError, "seed must be"),
+    ]:
+        with pytest.raises(error, match=said):
+            RegenerateConfig(**values)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="need 600 tokens of cache, a row holds 512: raise max_len"):
+        Regenerator(fake_llm(), AnswerShards(Path("none")), RegenerateConfig(100, 500))
