@@ -68,6 +68,12 @@ def repetition(answers: Sequence[Sequence[int]], size: int = 8) -> float:
     return (num_all - num_distinct) / num_all if num_all else 0.0
 
 
+def is_loop(token_ids: Sequence[int], tail: int = 32, max_period: int = 8) -> bool:
+    """Whether the last `tail` tokens repeat themselves with a period of at most `max_period`; a shorter answer does not."""
+    last = list(token_ids[-tail:])
+    return len(last) == tail and any(last[period:] == last[:-period] for period in range(1, max_period + 1))
+
+
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     """Index of the first token that differs, the shorter one's end included; None when they are the same."""
     if list(ours) == list(theirs):

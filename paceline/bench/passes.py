@@ -23,6 +23,8 @@ class Request:
 
     name: str
     token_ids: list[int]
+    turn: str = ""
+    """What the user said last, for people."""
 
 
 @dataclass(slots=True)
@@ -156,8 +158,9 @@ def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[lis
     params = SamplingParams(max_tokens=max_tokens)
     for number, prompt in enumerate(prompts):
         messages = list(prompt.messages)
-        for turn, _ in enumerate(prompt.turns):
-            request = Request(f"{number}:{prompt.id}" + (f"/{turn + 1}" if turn else ""), llm.encode_chat(messages))
+        for turn, said in enumerate(prompt.turns):
+            name = f"{number}:{prompt.id}" + (f"/{turn + 1}" if turn else "")
+            request = Request(name, llm.encode_chat(messages), said)
             if len(request.token_ids) + max_tokens > llm.target.cache.max_len:
                 num_skipped += len(prompt.turns) - turn
                 break
