@@ -1,0 +1,133 @@
+"""What a run folder holds, read back for its report: settings, command, training metrics, evaluation.
+
+Training writes one line per logged step, and lines with "heldout" (and "ood") beside them; the last value of a step wins,
+for a resumed run repeats steps. A line cut short by a crash is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from paceline.bench.decode import Result
+from paceline.errors import CacheError, ConfigError
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """A run, as far as it got."""
+
+    path: Path
+    config: Line = field(default_factory=dict)
+    command: str = ""
+    steps: list[Line] = field(default_factory=list)
+    """Training metrics in the order of their steps, each step once."""
+    checks: list[Line] = field(default_factory=list)
+    """Held-out metrics, the same way."""
+    evaluation: Line = field(default_factory=dict)
+
+    @property
+    def sets(self) -> dict[str, Line]:
+        """Prompt set -> its figures, as `bench.evaluate.SetFigures.as_json` made them."""
+        return self.evaluation.get("sets", {})
+
+    def results(self) -> list[tuple[str, Result]]:
+        """Every row of the evaluation with its prompt set."""
+        known = {each.name for each in fields(Result)}
+        return [
+            (printable(name), Result(**{key: value for key, value in row.items() if key in known}))
+            for name, figures in self.sets.items()
+            for row in figures["results"]
+        ]
+
+
+def read_run(folder: Path) -> RunData:
+    """Raises ConfigError when the folder has neither training metrics nor an evaluation, or when a file of it is damaged."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no run folder {folder}: check the path")
+    lines = _lines(_text(folder / "metrics.jsonl"))
+    run = RunData(
+        path=folder,
+        config=_object(folder / "config.json"),
+        command=_text(folder / "command.txt").strip(),
+        steps=_by_step([line for line in lines if "heldout" not in line and "loss" in line]),
+        checks=_by_step([line for line in lines if isinstance(line.get("heldout"), dict)]),
+        evaluation=_object(folder / "evaluation.json"),
+    )
+    if not (run.steps or run.checks or run.sets):
+        raise ConfigError(
+            f"{folder} holds neither training metrics (metrics.jsonl) nor an evaluation (evaluation.json): "
+            "give the folder of paceline train or paceline evaluate"
+        )
+    return run
+
+
+def printable(text: str) -> str:
+    """Control characters and halves of characters, which neither a page nor a plot can hold, become U+FFFD."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
+
+
+def _lines(text: str) -> list[Line]:
+    found = []
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
+def _by_step(lines: list[Line]) -> list[Line]:
+    last = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
+    return [last[step] for step in sorted(last)]
+
+
+def _object(path: Path) -> Line:
+    text = _text(path)
+    try:
+        value = json.loads(text) if text else {}
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged ({error}): make it again, or move it away") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} does not hold a JSON object: make it again, or move it away")
+    return value
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise CacheError(f"cannot read {path} ({error.strerror or error}): check its permissions") from error
+
+
+def numbers(lines: list[Line], *keys: str, over: str = "blocks") -> tuple[list[float], list[float]]:
+    """The value under `over` (blocks trained on so far) and the one under `keys`, of the lines that have both."""
+    pairs = [(line.get(over), _at(line, keys)) for line in lines]
+    known = [(float(x), float(y)) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)]
+    return [x for x, _ in known], [y for _, y in known]
+
+
+def _at(line: Line, keys: tuple[str, ...]) -> Any:
+    value: Any = line
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def thinned(x: list[float], y: list[float], most: int = 300) -> tuple[list[float], list[float]]:
+    """At most `most` points, each the mean of neighbours: a long run's page stays small, and its noise too."""
+    size = -(-len(x) // most)
+    if size <= 1:
+        return x, y
+    groups = [slice(first, first + size) for first in range(0, len(x), size)]
+    return [fmean(x[group]) for group in groups], [fmean(y[group]) for group in groups]

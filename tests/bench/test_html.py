@@ -1,0 +1,257 @@
+"""The page of a run: every plot from lines made by hand, nothing of a model's text let through, nothing fetched."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench.html import page, sections
+from paceline.bench.rundata import RunData, numbers, read_run, thinned
+from paceline.console.report import report
+from paceline.errors import ConfigError
+
+pytest.importorskip("matplotlib")
+EVIL = "</pre><script>alert('x')</script> & \x00 \u0007"
+VOID = {"meta", "br", "path", "use", "rect"}
+
+
+class Checker(HTMLParser):
+    """Every element closes, no id stands twice, nothing is loaded; collects elements and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.referred: set[str] = set()
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            assert not name.startswith("on") and name != "src"
+            if name in ("href", "xlink:href"):
+                assert value and value.startswith("#")
+                self.referred.add(value[1:])
+            if name == "id":
+                self.ids.append(value or "")
+            if name != "content" and not name.startswith("xmlns"):
+                assert "http" not in (value or "")
+                self.referred.update(re.findall(r"url\(#([^)]*)\)", value or ""))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+def step(number: int, loss: float | None = 2.0, seconds: float = 60.0) -> dict[str, Any]:
+    recall = [0.5, 0.4, 0.3]
+    figures = {"loss": loss, "eal": 1.5, "accuracy": 0.3, "recall1": recall, "recall16": recall}
+    return {"step": number, "blocks": 100 * number, **figures, "blocks_per_s": 12.0, "seconds": seconds}
+
+
+def check(number: int, eal: float = 1.7, ood: bool = True) -> dict[str, Any]:
+    figures = {"loss": 1.9, "eal": eal, "accuracy": 0.4, "recall1": [0.6, 0.5, 0.4], "recall16": [0.9, 0.8, 0.7]}
+    return {"step": number, "blocks": 100 * number, "heldout": figures, "ood": {**figures, "eal": 1.2} if ood else None}
+
+
+def row(drafter: str, batch: int, temperature: float, **values: Any) -> dict[str, Any]:
+    return {
+        "drafter": drafter,
+        "drafter_name": drafter,
+        "batch": batch,
+        "temperature": temperature,
+        "tokens_per_s": 20.0,
+        "tokens_per_s_range": [19.0, 21.0],
+        "decode_tokens_per_s": None,
+        "tokens_per_round": 1.0 if drafter == "none" else 2.5,
+        "tokens_per_round_interval": [None, None] if drafter == "none" else [2.25, 2.75],
+        "survival": [] if drafter == "none" else [0.7, 0.5, 0.3],
+        "accepted_histogram": [10] if drafter == "none" else [3, 2, 2, 3],
+        "speedup": 1.0 if drafter == "none" else 1.85,
+        "speedup_interval": [1.6, 2.05],
+        "speedup_vs": {},
+        "identical": 1.0 if temperature == 0 else None,
+        "lossless": True,
+        "seconds": {"prefill": 1.0, "draft": 1.0, "verify": 1.0, "host": 1.0, "wall": 4.0},
+        "bytes_per_s": 1e9,
+        "repetition": 0.1,
+        "num_answers": 3,
+        "num_output_tokens": 24,
+        "differences": [],
+        **values,
+    }
+
+
+def evaluation(name: str = "gsm8k", **values: Any) -> dict[str, Any]:
+    rows = [row(drafter, batch, t, **values) for t in (0.0, 1.0) for batch in (1, 8) for drafter in ("none", "d")]
+    looping = {
+        "temperature": 0.0,
+        "num_answers": 4,
+        "looping_share": 0.25,
+        "tokens_per_round": 2.5,
+        "tokens_per_round_interval": [2.25, 2.75],
+        "without_loops": None,
+        "without_loops_interval": [None, None],
+    }
+    text = {"request": EVIL, "temperature": 0.0, "prompt": EVIL, "text": EVIL, "num_tokens": 8, "tokens_per_round": 2.0}
+    figures = {"results": rows, "looping": [looping], "looping_share": 0.25, "texts": [{**text, "is_loop": True}]}
+    return {
+        "drafter": "d",
+        "model": "m",
+        "dtype": "float32",
+        "device": "cpu",
+        "machine": {"name": "test"},
+        "ceiling_tokens_per_s": 100.0,
+        "sets": {name: figures},
+        "heldout": {name: 2.5},
+        "settings": {"bench": {"seed": 0}},
+    }
+
+
+def folder(path: Path, lines: list[dict[str, Any]] | None = None, evaluated: dict[str, Any] | None = None) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({"what": "train", "target": "m", "versions": {"torch": "2"}}))
+    (path / "command.txt").write_text("paceline train --target m\n")
+    if lines is not None:
+        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if evaluated is not None:
+        (path / "evaluation.json").write_text(json.dumps(evaluated))
+    return path
+
+
+def titles(run: RunData) -> list[str]:
+    return [section.title for section in sections(run)]
+
+
+def captions(text: str) -> list[str]:
+    return re.findall("<figcaption>(.*?)</figcaption>", text)
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    lines = [step(1), step(2), check(2), step(3), check(3)]
+    text = page(read_run(folder(tmp_path / "run", lines, evaluation())))
+    found = Checker(text)
+    assert found.open == []
+    assert len(found.ids) == len(set(found.ids))
+    assert found.referred <= set(found.ids)
+    assert "script" not in found.tags and "link" not in found.tags and "img" not in found.tags
+    assert captions(text) == [
+        "Loss",
+        "Expected tokens per round",
+        "Recall@1 by slot, last check",
+        "Recall@16 by slot, last check",
+        "Pace",
+        "Survival, T=0",
+        "Accepted drafts a round, T=0",
+        "Survival, T=1",
+        "Accepted drafts a round, T=1",
+        "Speed-up, with 95% intervals over prompts",
+    ]
+    assert found.tags.count("svg") == 10
+    for shown in ("1.85x [1.60, 2.05]", "2.50 [2.25, 2.75]", "25% of 4", "paceline train --target m", "versions.torch"):
+        assert shown in text
+    assert "held out" in text and "out of domain" in text
+    assert "NOT LOSSLESS" not in text
+
+
+def test_the_page_fits_a_phone_and_both_schemes(tmp_path: Path) -> None:
+    text = page(read_run(folder(tmp_path / "run", [step(1), check(1)])))
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+    assert "color-scheme: light dark" in text
+    assert "default-src 'none'" in text
+    assert "currentColor" in text
+    assert "#010203" not in text and "#000000" not in text
+    assert not re.search(r'<svg[^>]* (width|height)="', text)
+
+
+def test_what_a_model_wrote_is_escaped(tmp_path: Path) -> None:
+    text = page(read_run(folder(tmp_path / "run", None, evaluation("$x$ <b> \ud800" + EVIL))))
+    assert Checker(text).open == []
+    assert "<script" not in text and "\x00" not in text and "\x07" not in text
+    assert text.count("&lt;/pre&gt;&lt;script&gt;") >= 3
+    assert "alert" in text and text.encode("utf-8")
+
+
+def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
+    run = read_run(folder(tmp_path / "run", [step(1), step(2), check(2)], evaluation()))
+    assert page(run) == page(run)
+
+
+def test_the_last_value_of_a_step_wins(tmp_path: Path) -> None:
+    lines = [step(1), step(2, 9.0), check(2, 9.0), step(3, 9.0), step(2, 1.5), check(2, 1.5), step(3, None)]
+    path = folder(tmp_path / "run", lines)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    run = read_run(path)
+    assert [line["step"] for line in run.steps] == [1, 2, 3]
+    assert numbers(run.steps, "loss") == ([100.0, 200.0], [2.0, 1.5])
+    assert numbers(run.checks, "heldout", "eal") == ([200.0], [1.5])
+
+
+def test_a_long_run_is_thinned_by_means() -> None:
+    x, y = thinned([float(n) for n in range(1000)], [float(n % 2) for n in range(1000)], most=250)
+    assert (len(x), x[0], set(y)) == (250, 1.5, {0.5})
+    assert thinned([1.0], [2.0]) == ([1.0], [2.0])
+    assert thinned([], []) == ([], [])
+
+
+def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
+    trained = read_run(folder(tmp_path / "trained", [step(1)]))
+    assert titles(trained) == ["At a glance", "Training", "Settings"]
+    assert captions(page(trained)) == ["Loss", "Expected tokens per round", "Pace"]
+    assert titles(read_run(folder(tmp_path / "evaluated", None, evaluation()))) == [
+        "At a glance",
+        "In the real engine",
+        "Figures",
+        "Texts",
+        "Settings",
+    ]
+    no_ood = page(read_run(folder(tmp_path / "no-ood", [check(1, ood=False)])))
+    assert "held out" in no_ood and "out of domain" not in no_ood
+
+
+def test_figures_that_are_not_lossless_say_so(tmp_path: Path) -> None:
+    assert "NOT LOSSLESS" in page(read_run(folder(tmp_path / "run", None, evaluation(lossless=False))))
+
+
+def test_nothing_to_report(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no run folder"):
+        read_run(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"neither training metrics .* nor an evaluation"):
+        read_run(folder(tmp_path / "bench", [{"drafter": "none", "wall_s": 1.0}]))
+    path = folder(tmp_path / "damaged", [step(1)])
+    for text in ("{", "[]"):
+        (path / "evaluation.json").write_text(text)
+        with pytest.raises(ConfigError, match="evaluation.json"):
+            read_run(path)
+
+
+def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder(tmp_path / "run", [step(1), check(1)], evaluation())
+    line = report(path, as_json=True)
+    assert json.loads(capsys.readouterr().out) == line
+    assert line == {"report": str(path / "report.html"), "steps": 1, "checks": 1, "sets": ["gsm8k"]}
+    assert (path / "report.html").read_text(encoding="utf-8") == page(read_run(path))
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder(tmp_path / "run", [step(1)])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"pip install paceline\[plots\]"):
+        report(path)
+    assert not (path / "report.html").exists()
