@@ -131,10 +131,12 @@ def _training(run: RunData) -> str:
         groups = [(label, _slots((last.get(kind) or {}).get(key))) for kind, label in KINDS]
         count = max((len(values) for _, values in groups), default=0)
         ticks = [str(slot + 1) for slot in range(count)]
-        plots.append((f"{name} by slot, last check", bars(name, groups, xlabel="slot", ylabel=name.lower(), ticks=ticks)))
+        plots.append(
+            (f"{name} by slot, last check", bars(name, groups, xlabel="slot", ylabel=name.lower(), ticks=ticks, ylim=(0, 1)))
+        )
     seconds, rates = thinned(*numbers(run.steps, "blocks_per_s", over="seconds"))
     pace = [Series("blocks/s", [each / 60 for each in seconds], rates)]
-    plots.append(("Pace", curves("blocks per second", pace, xlabel="minutes", ylabel="blocks/s")))
+    plots.append(("Pace", curves("blocks per second", pace, xlabel="minutes", ylabel="blocks/s", ylim=(0, None))))
     return _plots(plots)
 
 

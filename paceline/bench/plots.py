@@ -25,6 +25,7 @@ INK = "#010203"
 WIDTH_INCHES = 4.4
 """302 points: on a phone's 390 pixels the text keeps its size."""
 FEW_POINTS = 30
+LONGEST_LABEL = 20
 STYLE: Any = {
     "svg.hashsalt": "paceline",
     "svg.fonttype": "none",
@@ -93,25 +94,39 @@ class Series:
     is_faint: bool = False
 
 
-def curves(title: str, series: list[Series], *, xlabel: str, ylabel: str, ylim: tuple[float, float] | None = None) -> str:
+def curves(
+    title: str, series: list[Series], *, xlabel: str, ylabel: str, ylim: tuple[float, float | None] | None = None
+) -> str:
     """Lines over a common axis, as an SVG element; "" when no series has a point."""
     shown = [each for each in series if len(each.x)]
     if not shown:
         return ""
 
     def fill(axes: Axes) -> None:
+        from matplotlib.ticker import EngFormatter, MaxNLocator
+
         marker = "o" if max(len(each.x) for each in shown) <= FEW_POINTS else ""
         for each in shown:
             style: dict[str, Any] = {"linestyle": "--", "linewidth": 1.0} if each.is_faint else {"linewidth": 1.6}
             color = COLORS[each.color % len(COLORS)]
-            axes.plot(each.x, each.y, label=each.label, color=color, marker=marker, markersize=3, **style)
+            axes.plot(each.x, each.y, label=_short(each.label), color=color, marker=marker, markersize=3, **style)
         axes.set(xlabel=xlabel, ylabel=ylabel, ylim=ylim)
+        places = [float(place) for each in shown for place in each.x]
+        if max(places) >= 1000 or all(place.is_integer() for place in places):
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
     return _svg(title, fill, has_legend=len(shown) > 1)
 
 
 def bars(
-    title: str, groups: Sequence[tuple[str, Sequence[float]]], *, xlabel: str, ylabel: str, ticks: Sequence[str] | None = None
+    title: str,
+    groups: Sequence[tuple[str, Sequence[float]]],
+    *,
+    xlabel: str,
+    ylabel: str,
+    ticks: Sequence[str] | None = None,
+    ylim: tuple[float, float] | None = None,
 ) -> str:
     """Bars side by side, one colour a group, as an SVG element; `ticks` name the places, else they count from 0."""
     shown = [(label, values) for label, values in groups if len(values)]
@@ -122,11 +137,11 @@ def bars(
         width = 0.8 / len(shown)
         for index, (label, values) in enumerate(shown):
             places = [place - 0.4 + width * (index + 0.5) for place in range(len(values))]
-            axes.bar(places, values, width, label=label, color=COLORS[index % len(COLORS)])
+            axes.bar(places, values, width, label=_short(label), color=COLORS[index % len(COLORS)])
         longest = max(len(values) for _, values in shown)
         names = ticks or [str(place) for place in range(longest)]
         axes.set_xticks(range(len(names)), names)
-        axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.set(xlabel=xlabel, ylabel=ylabel, ylim=ylim)
 
     return _svg(title, fill, has_legend=len(shown) > 1)
 
@@ -143,12 +158,19 @@ def speedup_bars(title: str, rows: list[tuple[str, Result]]) -> str:
             error = None if low is None or high is None else [[max(result.speedup - low, 0)], [max(high - result.speedup, 0)]]
             color = COLORS[sets.index(name) % len(COLORS)]
             axes.barh(place, result.speedup, color=color, xerr=error, capsize=3, ecolor=INK)
-        axes.set_yticks(range(len(rows)), [f"{name}, b{result.batch}, T={result.temperature:g}" for name, result in rows])
+        axes.set_yticks(
+            range(len(rows)), [f"{_short(name)}, b{result.batch}, T={result.temperature:g}" for name, result in rows]
+        )
         axes.axvline(1, color=INK, linewidth=1, linestyle=":")
         axes.invert_yaxis()
         axes.set(xlabel="speed-up over plain decoding")
 
     return _svg(title, fill, height=1.0 + 0.26 * len(rows))
+
+
+def _short(label: str) -> str:
+    """The end of a long name, such as a path's, tells most."""
+    return label if len(label) <= LONGEST_LABEL else "…" + label[1 - LONGEST_LABEL :]
 
 
 def _svg(title: str, fill: Callable[[Axes], None], *, has_legend: bool = False, height: float = 3.0) -> str:

@@ -225,6 +225,13 @@ def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
     assert "held out" in no_ood and "out of domain" not in no_ood
 
 
+def test_a_long_name_is_shortened_in_the_plots_only(tmp_path: Path) -> None:
+    name = "/work/shared/a/very/long/way/to/the/data/" * 3 + "gsm8k_test.jsonl"
+    text = page(read_run(folder(tmp_path / "run", None, evaluation(name))))
+    assert "…ta/gsm8k_test.jsonl, b8, T=1<" in text
+    assert f"<td>{name}</td>" in text
+
+
 def test_figures_that_are_not_lossless_say_so(tmp_path: Path) -> None:
     assert "NOT LOSSLESS" in page(read_run(folder(tmp_path / "run", None, evaluation(lossless=False))))
 
