@@ -16,9 +16,8 @@ from typing import Any
 from paceline.bench.decode import BASELINE, Result
 from paceline.bench.plots import Series, bars, curves, speedup_bars
 from paceline.bench.report import COLUMNS, row
-from paceline.bench.rundata import Line, RunData, numbers, printable, thinned
+from paceline.bench.rundata import KINDS, Line, RunData, numbers, printable, thinned
 
-KINDS = (("heldout", "held out"), ("ood", "out of domain"))
 STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; color: CanvasText; background: Canvas; margin: 0 auto; padding: 1rem;
@@ -64,6 +63,7 @@ def sections(run: RunData) -> list[Section]:
     made = [
         Section("At a glance", _pairs(_glance(run))),
         Section("Training", _training(run)),
+        Section("Held-out prompts, served", _served(run.served)),
         Section("In the real engine", _engine(drafted)),
         Section("Figures", _figures(run, rows)),
         Section("Texts", _texts(run)),
@@ -106,10 +106,13 @@ def _glance(run: RunData) -> list[tuple[str, str]]:
         minutes = _number((last.get("seconds") or 0) / 60, 1)
         found.append(("trained", f"{last['step']:,} steps, {_number(last.get('blocks'))} blocks, {minutes} minutes"))
     if run.checks:
-        for key, name in KINDS:
+        for key, name in KINDS.items():
             held = run.checks[-1].get(key)
             if isinstance(held, dict):
                 found.append((f"{name}, last", f"loss {_number(held.get('loss'), 3)}, eal {_number(held.get('eal'))}"))
+    if run.served.get("num_rounds"):
+        rate, count = _number(run.served.get("tokens_per_round")), run.served.get("num_prompts")
+        found.append(("tokens per round, served", f"{rate} (batched, greedy, {count} held-out prompts)"))
     if run.evaluation:
         at = run.evaluation
         machine = (at.get("machine") or {}).get("name", at["device"])
@@ -124,11 +127,11 @@ def _training(run: RunData) -> str:
     plots = []
     for key, ylabel in (("loss", "loss"), ("eal", "expected tokens per round")):
         series = [Series("training", *thinned(*numbers(run.steps, key)), color=5, is_faint=True)]
-        series += [Series(name, *numbers(run.checks, kind, key), color=at) for at, (kind, name) in enumerate(KINDS)]
+        series += [Series(name, *numbers(run.checks, kind, key), color=at) for at, (kind, name) in enumerate(KINDS.items())]
         plots.append((ylabel.capitalize(), curves(key, series, xlabel="blocks", ylabel=ylabel)))
     for key, name in (("recall1", "Recall@1"), ("recall16", "Recall@16")):
         last = run.checks[-1] if run.checks else {}
-        groups = [(label, _slots((last.get(kind) or {}).get(key))) for kind, label in KINDS]
+        groups = [(label, _slots((last.get(kind) or {}).get(key))) for kind, label in KINDS.items()]
         count = max((len(values) for _, values in groups), default=0)
         ticks = [str(slot + 1) for slot in range(count)]
         plots.append(
@@ -142,6 +145,14 @@ def _training(run: RunData) -> str:
 
 def _slots(values: Any) -> list[float]:
     return [float(value or 0.0) for value in values] if isinstance(values, list) else []
+
+
+def _served(served: Line) -> str:
+    histogram = served.get("accepted_histogram") or []
+    shares = [rounds / sum(histogram) for rounds in histogram] if sum(histogram) else []
+    title = "Accepted drafts a round"
+    drawn = _plots([(title, bars(title, [("held out", shares)], xlabel="accepted drafts", ylabel="share of rounds"))])
+    return "\n".join([drawn, *(f"<pre>{_text(text)}</pre>" for text in served.get("texts") or [])]).strip()
 
 
 def _engine(rows: list[tuple[str, Result]]) -> str:

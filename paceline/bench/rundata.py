@@ -1,7 +1,7 @@
 """What a run folder holds, read back for its report: settings, command, training metrics, evaluation.
 
-Training writes one line per logged step, and lines with "heldout" (and "ood") beside them; the last value of a step wins,
-for a resumed run repeats steps. A line cut short by a crash is left out.
+Training writes a line a step; now and then one holds "heldout" and "ood" too, or these come on a line of their own. The last
+value of a step wins, for a resumed run repeats steps. A line cut short by a crash is left out.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from paceline.bench.decode import Result
 from paceline.errors import CacheError, ConfigError
 
 Line = dict[str, Any]
+KINDS = {"heldout": "held out", "ood": "out of domain"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,9 @@ class RunData:
     steps: list[Line] = field(default_factory=list)
     """Training metrics in the order of their steps, each step once."""
     checks: list[Line] = field(default_factory=list)
-    """Held-out metrics, the same way."""
+    """Held-out and out-of-domain metrics, the same way."""
+    served: Line = field(default_factory=dict)
+    """Held-out prompts answered in the real engine after training (heldout.json)."""
     evaluation: Line = field(default_factory=dict)
 
     @property
@@ -56,8 +59,9 @@ def read_run(folder: Path) -> RunData:
         path=folder,
         config=_object(folder / "config.json"),
         command=_text(folder / "command.txt").strip(),
-        steps=_by_step([line for line in lines if "heldout" not in line and "loss" in line]),
-        checks=_by_step([line for line in lines if isinstance(line.get("heldout"), dict)]),
+        steps=_by_step([line for line in lines if "loss" in line]),
+        checks=_by_step([line for line in lines if any(isinstance(line.get(kind), dict) for kind in KINDS)]),
+        served=_object(folder / "heldout.json"),
         evaluation=_object(folder / "evaluation.json"),
     )
     if not (run.steps or run.checks or run.sets):

@@ -203,6 +203,24 @@ def test_the_last_value_of_a_step_wins(tmp_path: Path) -> None:
     assert numbers(run.checks, "heldout", "eal") == ([200.0], [1.5])
 
 
+def test_a_step_and_its_check_may_share_a_line(tmp_path: Path) -> None:
+    run = read_run(folder(tmp_path / "run", [step(1), check(2) | step(2), step(3), check(3)]))
+    assert [line["step"] for line in run.steps] == [1, 2, 3]
+    assert [line["step"] for line in run.checks] == [2, 3]
+    only_ood = {"step": 1, "ood": check(1)["ood"], "blocks": 100}
+    assert numbers(read_run(folder(tmp_path / "ood", [only_ood])).checks, "ood", "eal") == ([100.0], [1.2])
+
+
+def test_prompts_served_after_training_are_shown(tmp_path: Path) -> None:
+    path = folder(tmp_path / "run", [step(1)])
+    served = {"tokens_per_round": 2.125, "num_prompts": 8, "num_rounds": 16, "accepted_histogram": [4, 6, 6], "texts": [EVIL]}
+    (path / "heldout.json").write_text(json.dumps(served))
+    text = page(read_run(path))
+    assert "2.12 (batched, greedy, 8 held-out prompts)" in text
+    assert captions(text)[-1] == "Accepted drafts a round"
+    assert "&lt;script&gt;alert" in text and Checker(text).open == []
+
+
 def test_a_long_run_is_thinned_by_means() -> None:
     x, y = thinned([float(n) for n in range(1000)], [float(n % 2) for n in range(1000)], most=250)
     assert (len(x), x[0], set(y)) == (250, 1.5, {0.5})
