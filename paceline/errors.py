@@ -14,7 +14,8 @@ The command line prints that line and exits with code 2; anything else is a bug 
     ├── MemoryBudgetError     (MemoryError)        the KV cache does not fit the stated budget
     ├── SamplingError         (ValueError)         impossible sampling values
     ├── PromptError           (ValueError)         a prompt or prompt file that cannot be read
-    └── ConfigError           (ValueError)         an unknown or contradictory setting
+    ├── ConfigError           (ValueError)         an unknown or contradictory setting
+    └── TrainingError         (ArithmeticError)    a loss or gradient that is no number
 """
 
 
@@ -64,3 +65,7 @@ class PromptError(PacelineError, ValueError):
 
 class ConfigError(PacelineError, ValueError):
     """An unknown or contradictory setting."""
+
+
+class TrainingError(PacelineError, ArithmeticError):
+    """A loss or gradient that is no number; the last good checkpoint stands."""

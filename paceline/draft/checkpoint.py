@@ -18,9 +18,10 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.errors import CacheError, ModelFileError, UnsupportedModelError
+from paceline.errors import CacheError, DrafterMismatchError, ModelFileError, UnsupportedModelError
 from paceline.model.config import DecoderConfig
 from paceline.model.loading import FAMILIES, decoder_config, load_tensors, read_json
+from paceline.model.target import Target
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -136,6 +137,29 @@ def new_config(
         },
         **keys,
     }
+
+
+def check_fit(config: DFlashConfig, target: Target) -> None:
+    """Raises DrafterMismatchError naming both values where a drafter and a target differ."""
+    wrong_layers = [layer for layer in config.target_layer_ids if not 0 <= layer < target.num_layers]
+    checks = (
+        (config.shape.hidden_size != target.hidden_size, "hidden size", config.shape.hidden_size, target.hidden_size),
+        (config.vocab_size not in (None, target.vocab_size), "vocabulary", config.vocab_size, target.vocab_size),
+        (
+            config.num_target_layers not in (None, target.num_layers),
+            "target layers",
+            config.num_target_layers,
+            target.num_layers,
+        ),
+        (config.mask_token_id >= target.vocab_size, "mask token", config.mask_token_id, f"{target.vocab_size} tokens"),
+        (bool(wrong_layers), "tapped layers", wrong_layers, f"{target.num_layers} layers"),
+    )
+    for is_wrong, what, drafter_value, target_value in checks:
+        if is_wrong:
+            raise DrafterMismatchError(
+                f"{what}: the drafter says {drafter_value}, the target has {target_value}: "
+                "give a drafter that was trained for this target"
+            )
 
 
 def is_dflash(raw: Mapping[str, Any]) -> bool:

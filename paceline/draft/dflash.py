@@ -1,4 +1,4 @@
-"""DFlash (arXiv 2602.06036): one pass of a small block-diffusion network drafts a whole block.
+"""DFlash (arXiv 2602.06036): one pass of a small block-diffusion network drafts a block.
 
 The target's tapped hidden states become keys and values of every draft layer, once per verified position, all layers in one
 matrix product (`observe`). A round embeds [anchor, MASK, MASK, ...] with the target's embedding, lets every slot see the
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,36 @@ from torch.nn import functional as F
 
 from paceline import rng
 from paceline.draft.base import Drafter, Observed
-from paceline.draft.checkpoint import DFlashConfig, new_config, read_checkpoint, write_checkpoint
-from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError
+from paceline.draft.checkpoint import DFlashConfig, check_fit, new_config, read_checkpoint, write_checkpoint
+from paceline.errors import ConfigError, ModelFileError
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of
 from paceline.model.config import DecoderConfig
+from paceline.model.fused import rms_norm, swiglu
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.linear import PackedLinear, RMSNorm
 from paceline.model.logits import sample, target_probs
 from paceline.model.rope import rope_tables
 from paceline.model.target import Target
 from paceline.types import Batch, DraftBlock, Sequence
+
+
+class Attend(Protocol):
+    """Rotary positions, who sees whom, and softmax, for blocks packed one after another; `train/attention.py` holds some.
+
+    layer: index of the draft layer. query [T, heads, head_dim]; keys and values [T, kv_heads, head_dim] of the blocks' own
+    slots and [N, kv_heads, head_dim] of the context, normed, not yet rotated. Returns [T, heads * head_dim].
+    """
+
+    def __call__(self, layer: int, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor: ...
+
+
+class _Norm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return rms_norm(inputs, self.weight, self.eps)
 
 
 class _Attention(nn.Module):
@@ -43,21 +63,18 @@ class _Attention(nn.Module):
         self.k_proj = nn.Linear(shape.hidden_size, keys, bias=shape.qkv_bias)
         self.v_proj = nn.Linear(shape.hidden_size, keys, bias=shape.qkv_bias)
         self.o_proj = nn.Linear(queries, shape.hidden_size, bias=shape.output_bias)
-        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+        self.q_norm = _Norm(shape.head_dim, shape.rms_norm_eps)
+        self.k_norm = _Norm(shape.head_dim, shape.rms_norm_eps)
 
-    def forward(self, block_BTD: Tensor, context_BND: Tensor, tables: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        num_slots = block_BTD.shape[1]
-        both_BSD = torch.cat([context_BND, block_BTD], dim=1)
-        cos, sin = tables
-        query = _rotate(self.q_norm(self._heads(self.q_proj(block_BTD))), cos[..., -num_slots:, :], sin[..., -num_slots:, :])
-        key = _rotate(self.k_norm(self._heads(self.k_proj(both_BSD))), cos, sin)
-        value = self._heads(self.v_proj(both_BSD))
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+    def forward(self, layer: int, block_TD: Tensor, context_ND: Tensor, attend: Attend) -> Tensor:
+        query = self.q_norm(self._heads(self.q_proj(block_TD)))
+        return self.o_proj(attend(layer, query, self._key_value(block_TD), self._key_value(context_ND)))
 
-    def _heads(self, projected_BSX: Tensor) -> Tensor:
-        return projected_BSX.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    def _key_value(self, inputs_TD: Tensor) -> tuple[Tensor, Tensor]:
+        return self.k_norm(self._heads(self.k_proj(inputs_TD))), self._heads(self.v_proj(inputs_TD))
+
+    def _heads(self, projected_TX: Tensor) -> Tensor:
+        return projected_TX.unflatten(-1, (-1, self.head_dim))
 
 
 class _MLP(nn.Module):
@@ -68,7 +85,7 @@ class _MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(inputs)) * self.up_proj(inputs))
+        return self.down_proj(swiglu(self.gate_proj(inputs), self.up_proj(inputs)))
 
 
 class _Layer(nn.Module):
@@ -76,12 +93,12 @@ class _Layer(nn.Module):
         super().__init__()
         self.self_attn = _Attention(shape)
         self.mlp = _MLP(shape)
-        self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.input_layernorm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = _Norm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, block_BTD: Tensor, context_BND: Tensor, tables: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        block_BTD = block_BTD + self.self_attn(self.input_layernorm(block_BTD), context_BND, tables, mask)
-        return block_BTD + self.mlp(self.post_attention_layernorm(block_BTD))
+    def forward(self, layer: int, block_TD: Tensor, context_ND: Tensor, attend: Attend) -> Tensor:
+        block_TD = block_TD + self.self_attn(layer, self.input_layernorm(block_TD), context_ND, attend)
+        return block_TD + self.mlp(self.post_attention_layernorm(block_TD))
 
 
 class DFlashNetwork(nn.Module):
@@ -92,9 +109,9 @@ class DFlashNetwork(nn.Module):
         self.config = config
         shape = config.shape
         self.fc = nn.Linear(len(config.target_layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.hidden_norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.num_layers))
-        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
 
     @classmethod
     def of(cls, config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> DFlashNetwork:
@@ -124,17 +141,16 @@ class DFlashNetwork(nn.Module):
         }
         return cls.of(config, tensors)
 
-    def forward(self, block_BTD: Tensor, taps_BNF: Tensor, tables: tuple[Tensor, Tensor], masks: list[Tensor | None]) -> Tensor:
-        """Final normed hidden states [B, T, D] of block inputs, given the target's taps at N context positions.
+    def forward(self, block_TD: Tensor, taps_NF: Tensor, attend: Attend) -> Tensor:
+        """Final normed hidden states [T, D] of block inputs, given the target's taps at N context positions.
 
-        `tables`: cos and sin [N + T, head_dim] (leading dimensions broadcast over [B, heads]) at the absolute positions of
-        context, then block. `masks`: per layer what each slot sees, bool [T, N + T] (or broadcastable to [B, heads, T, N + T]),
-        None for everything; `visible` makes the one of decoding. Differentiable; the decode path must equal it.
+        Any number of blocks and contexts, packed one after another; `attend` knows which is whose and where each stands.
+        Differentiable; the decode path must equal it.
         """
-        context_BND = self.hidden_norm(self.fc(taps_BNF))
-        for layer, mask in zip(self.layers, masks, strict=True):
-            block_BTD = layer(block_BTD, context_BND, tables, mask)
-        return self.norm(block_BTD)
+        context_ND = self.hidden_norm(self.fc(taps_NF))
+        for index, layer in enumerate(self.layers):
+            block_TD = layer(index, block_TD, context_ND, attend)
+        return self.norm(block_TD)
 
 
 def visible(query_T: Tensor, key_S: Tensor, window: int | None, is_causal: bool) -> Tensor:
@@ -154,11 +170,6 @@ def scale_logits(logits: Tensor, config: DFlashConfig) -> Tensor:
     if config.final_logit_softcapping:
         logits = torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
     return logits
-
-
-def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 @dataclass(slots=True)
@@ -366,29 +377,6 @@ class DFlashDrafter(Drafter):
         slots_TD = self._path.final_norm(hidden_BJD[:, 1 : 1 + width].flatten(0, 1))
         logits_TV = scale_logits(self._target.head(slots_TD), self.config)
         return logits_TV.unflatten(0, (len(rows), width))
-
-
-def check_fit(config: DFlashConfig, target: Target) -> None:
-    """Raises DrafterMismatchError naming both values where a drafter and a target differ."""
-    wrong_layers = [layer for layer in config.target_layer_ids if not 0 <= layer < target.num_layers]
-    checks = (
-        (config.shape.hidden_size != target.hidden_size, "hidden size", config.shape.hidden_size, target.hidden_size),
-        (config.vocab_size not in (None, target.vocab_size), "vocabulary", config.vocab_size, target.vocab_size),
-        (
-            config.num_target_layers not in (None, target.num_layers),
-            "target layers",
-            config.num_target_layers,
-            target.num_layers,
-        ),
-        (config.mask_token_id >= target.vocab_size, "mask token", config.mask_token_id, f"{target.vocab_size} tokens"),
-        (bool(wrong_layers), "tapped layers", wrong_layers, f"{target.num_layers} layers"),
-    )
-    for is_wrong, what, drafter_value, target_value in checks:
-        if is_wrong:
-            raise DrafterMismatchError(
-                f"{what}: the drafter says {drafter_value}, the target has {target_value}: "
-                "give a drafter that was trained for this target"
-            )
 
 
 def _sampled(seq: Sequence, logits_KV: Tensor) -> tuple[list[int], Tensor]:

@@ -12,12 +12,12 @@ import transformers
 from round_loop import admit, generate, greedy_judge, ready
 
 from paceline.draft.checkpoint import DFlashConfig, default_layer_ids, new_config
-from paceline.draft.dflash import DFlashDrafter, DFlashNetwork, scale_logits, visible
+from paceline.draft.dflash import DFlashDrafter, DFlashNetwork, scale_logits
 from paceline.engine.round import decode_round
 from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
-from paceline.model.rope import rope_tables
+from paceline.train.attention import Layout, make_attention
 from paceline.types import Batch, SamplingParams
 
 VOCAB, HIDDEN, TARGET_LAYERS = 11, 32, 6
@@ -153,14 +153,10 @@ def test_decode_path_equals_the_trainable_network(keys: dict[str, Any]) -> None:
     taps = twin.forward(_whole(twin, PROMPT)).taps_TF
     assert taps is not None
     block = torch.tensor([seq.tokens[-1]] + [config.mask_token_id] * (config.block_size - 1))
-    positions = torch.arange(context + config.block_size)
-    windows = [config.shape.window(layer) for layer in range(config.shape.num_layers)]
-    pairs = zip(windows, config.is_causal, strict=True)
-    masks = [visible(positions[context:], positions, window, is_causal) for window, is_causal in pairs]
-    tables = rope_tables(config.shape, len(positions))
+    layout = Layout((context,), (torch.tensor([context]),), config.block_size)
     embedded = target.embed(block) * config.input_embedding_scale
-    hidden = drafter.network(embedded[None], taps[None], tables, masks)
-    expected = scale_logits(target.head(hidden[0, 1:]), config)
+    hidden = drafter.network(embedded, taps, make_attention("split", config, layout, torch.float32))
+    expected = scale_logits(target.head(hidden[1:]), config)
     torch.testing.assert_close(drafter.logits[0], expected, atol=1e-4, rtol=1e-4)
 
 

@@ -1,0 +1,221 @@
+"""Attention of many training blocks at once, in three ways that agree (tests/train/test_attention.py).
+
+Every block of a document sees the document's context strictly before its anchor, and its own slots; never another block, never
+another document. `SplitAttention` multiplies queries by the shared context once per document and by their own block apart: no
+copy of the context per block, no products that a mask throws away; it is the fastest on CPU (bench/train_attention.py).
+`SdpaAttention` is one call with a packed mask. `FlexAttention` leaves out masked tiles: for GPUs, compiled.
+
+Positions are absolute. A sliding window counts per query, as when serving; causality hides later slots of the own block only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.draft.checkpoint import DFlashConfig
+from paceline.draft.dflash import Attend, visible
+from paceline.errors import ConfigError
+from paceline.model.fused import rotate
+from paceline.model.rope import rope_tables
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the documents and blocks of one pack stand: contexts side by side, blocks in the order of their documents."""
+
+    context_lens: tuple[int, ...]
+    """Context positions per document, from position 0 on."""
+    anchors: tuple[Tensor, ...]
+    """Per document: absolute positions [A] of its blocks' anchors."""
+    block_size: int
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(anchors_A) for anchors_A in self.anchors)
+
+    def block_positions(self) -> Tensor:
+        """Absolute positions [T] of all slots, T = num_blocks * block_size."""
+        anchors = torch.cat(self.anchors)
+        return (anchors[:, None] + torch.arange(self.block_size, device=anchors.device)).flatten()
+
+    def context_positions(self) -> Tensor:
+        device = self.anchors[0].device
+        return torch.cat([torch.arange(length, device=device) for length in self.context_lens])
+
+
+class _Rotary:
+    """Rotates the queries and keys of a pack; cos and sin are looked up once and shared by all layers."""
+
+    def __init__(self, config: DFlashConfig, layout: Layout, dtype: torch.dtype) -> None:
+        longest = max(max(layout.context_lens), 1 + max(int(anchors_A.max()) for anchors_A in layout.anchors))
+        tables = rope_tables(config.shape, longest + layout.block_size)
+        device = layout.anchors[0].device
+        self.block, self.context = (
+            self._signed(*(table.to(device)[positions][:, None].to(dtype) for table in tables))
+            for positions in (layout.block_positions(), layout.context_positions())
+        )
+
+    @staticmethod
+    def _signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        half = cos.shape[-1] // 2
+        return cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+
+
+class _PackedAttention:
+    """What the three have in common: rotation before, one method per way of attending."""
+
+    def __init__(self, config: DFlashConfig, layout: Layout, dtype: torch.dtype) -> None:
+        self.config, self.layout = config, layout
+        self._rotary = _Rotary(config, layout, dtype)
+        kinds = [(config.shape.window(index), config.is_causal[index]) for index in range(config.shape.num_layers)]
+        plans = {kind: self._plan(*kind) for kind in set(kinds)}
+        self._plans = [plans[kind] for kind in kinds]
+
+    def __call__(self, layer: int, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor:
+        query_THD = rotate(query_THD, *self._rotary.block)
+        own = (rotate(own[0], *self._rotary.block), own[1])
+        context = (rotate(context[0], *self._rotary.context), context[1])
+        return self._attend(self._plans[layer], query_THD, own, context)
+
+    def _plan(self, window: int | None, is_causal: bool) -> Any:
+        raise NotImplementedError
+
+    def _attend(self, plan: Any, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor:
+        raise NotImplementedError
+
+    def _masks(self, window: int | None, is_causal: bool) -> list[tuple[Tensor, Tensor]]:
+        """Per document: whether slots see the context, bool [A, B, N], and their own block, bool [A, B, B]."""
+        return [
+            self._mask(anchors_A, length, window, is_causal)
+            for anchors_A, length in zip(self.layout.anchors, self.layout.context_lens, strict=True)
+        ]
+
+    def _mask(self, anchors_A: Tensor, length: int, window: int | None, is_causal: bool) -> tuple[Tensor, Tensor]:
+        slots_B = torch.arange(self.layout.block_size, device=anchors_A.device)
+        context_N = torch.arange(length, device=anchors_A.device)
+        sees_context = (context_N < anchors_A[:, None])[:, None, :].expand(-1, len(slots_B), -1)
+        if window is not None:
+            query_AB = anchors_A[:, None] + slots_B
+            sees_context = sees_context & (query_AB[:, :, None] - context_N < window)
+        sees_own = visible(slots_B, slots_B, window, is_causal)
+        return sees_context, sees_own.expand(len(anchors_A), -1, -1)
+
+
+class SplitAttention(_PackedAttention):
+    """Context and own block as two products under one softmax, document by document."""
+
+    def _plan(self, window: int | None, is_causal: bool) -> list[Tensor]:
+        """Per document an additive mask [A, 1, B, N + B]."""
+        return [
+            torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))[:, None]
+            for seen in (torch.cat(pair, dim=-1) for pair in self._masks(window, is_causal))
+        ]
+
+    def _attend(
+        self, plan: list[Tensor], query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        layout, parts = self.layout, []
+        first_slot = first_position = 0
+        for mask, anchors_A, length in zip(plan, layout.anchors, layout.context_lens, strict=True):
+            slots = slice(first_slot, first_slot := first_slot + len(anchors_A) * layout.block_size)
+            positions = slice(first_position, first_position := first_position + length)
+            parts.append(
+                self._document(mask, query_THD[slots], [part[slots] for part in own], [part[positions] for part in context])
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _document(self, mask: Tensor, query_THD: Tensor, own: list[Tensor], context: list[Tensor]) -> Tensor:
+        """G query heads share a key head: they are further rows of the same product."""
+        num_blocks, size = len(mask), self.layout.block_size
+        kv_heads, head_dim = own[0].shape[1:]
+        length = len(context[0])
+        query = query_THD.view(num_blocks, size, kv_heads, -1, head_dim).permute(2, 0, 3, 1, 4)  # [KV, A, G, B, D]
+        group = query.shape[2]
+        query = (query * head_dim**-0.5).reshape(kv_heads, num_blocks, group * size, head_dim)
+        own_key, own_value = (part.view(num_blocks, size, kv_heads, head_dim).permute(2, 0, 1, 3) for part in own)
+        context_key, context_value = (part.transpose(0, 1) for part in context)  # [KV, N, D]
+        to_context = torch.bmm(query.flatten(1, 2), context_key.transpose(1, 2)).unflatten(1, (num_blocks, -1))
+        to_own = torch.matmul(query, own_key.transpose(2, 3))
+        scores = torch.cat([to_context, to_own], dim=-1).unflatten(2, (group, size)) + mask  # [KV, A, G, B, N + B]
+        probs = torch.softmax(scores, dim=-1).to(own_value.dtype).flatten(2, 3)
+        out = torch.bmm(probs[..., :length].flatten(1, 2), context_value).unflatten(1, (num_blocks, -1))
+        out = out + torch.matmul(probs[..., length:], own_value)
+        return out.unflatten(2, (group, size)).permute(1, 3, 0, 2, 4).reshape(num_blocks * size, -1)
+
+
+class SdpaAttention(_PackedAttention):
+    """One scaled-dot-product call over all contexts and blocks of the pack, with a dense mask."""
+
+    def _plan(self, window: int | None, is_causal: bool) -> Tensor:
+        """Bool [T, N + T]."""
+        pairs = self._masks(window, is_causal)
+        context = torch.block_diag(*(seen.flatten(0, 1).float() for seen, _ in pairs))
+        own = torch.block_diag(*(block.float() for _, blocks in pairs for block in blocks))
+        return torch.cat([context, own], dim=1).bool()
+
+    def _attend(self, plan: Tensor, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor:
+        key, value = (torch.cat(pair).transpose(0, 1)[None] for pair in zip(context, own, strict=True))
+        query = query_THD.transpose(0, 1)[None]
+        out = F.scaled_dot_product_attention(query.to(value.dtype), key.to(value.dtype), value, attn_mask=plan, enable_gqa=True)
+        return out[0].transpose(0, 1).flatten(1)
+
+
+class FlexAttention(_PackedAttention):
+    """FlexAttention over all contexts and blocks of the pack; tiles that the mask empties cost nothing."""
+
+    def _plan(self, window: int | None, is_causal: bool) -> Any:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        layout, device = self.layout, self.layout.anchors[0].device
+        documents = torch.arange(len(layout.anchors), device=device)
+        num_blocks = torch.tensor([len(anchors_A) for anchors_A in layout.anchors], device=device)
+        context_document = documents.repeat_interleave(torch.tensor(layout.context_lens, device=device))
+        query_document = documents.repeat_interleave(num_blocks * layout.block_size)
+        position = torch.cat([layout.context_positions(), layout.block_positions()])
+        num_context, num_slots = len(context_document), len(query_document)
+        anchor = torch.cat(layout.anchors).repeat_interleave(layout.block_size)
+        block = torch.arange(num_slots, device=device) // layout.block_size
+        key_document = torch.cat([context_document, query_document])
+        key_block = torch.cat([torch.full_like(context_document, -1), block])
+
+        def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            distance = position[num_context + query] - position[key]
+            is_context = (key < num_context) & (key_document[key] == query_document[query]) & (position[key] < anchor[query])
+            is_own = key_block[key] == block[query]
+            if is_causal:
+                is_own = is_own & (distance >= 0)
+            seen = is_context | is_own
+            return seen if window is None else seen & (distance.abs() < window)
+
+        return create_block_mask(sees, None, None, num_slots, num_context + num_slots, device=str(device))
+
+    def _attend(self, plan: Any, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor:
+        key, value = (torch.cat(pair).transpose(0, 1)[None] for pair in zip(context, own, strict=True))
+        query = query_THD.transpose(0, 1)[None].to(value.dtype)
+        out = _flex(query.device)(query, key.to(value.dtype), value, block_mask=plan, enable_gqa=True)
+        return out[0].transpose(0, 1).flatten(1)
+
+
+def _flex(device: torch.device) -> Callable[..., Tensor]:
+    """Compiled on GPU, where the kernel is; as plain operations elsewhere, for the tests."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True) if device.type == "cuda" else flex_attention
+
+
+WAYS: dict[str, type[_PackedAttention]] = {"split": SplitAttention, "sdpa": SdpaAttention, "flex": FlexAttention}
+
+
+def make_attention(way: str, config: DFlashConfig, layout: Layout, dtype: torch.dtype) -> Attend:
+    """`auto` takes flex on GPU, split elsewhere. Raises ConfigError for an unknown name."""
+    if way == "auto":
+        way = "flex" if layout.anchors[0].device.type == "cuda" else "split"
+    if way not in WAYS:
+        raise ConfigError(f"attention must be auto, {', '.join(WAYS)}, not {way!r}")
+    return WAYS[way](config, layout, dtype)

@@ -1,0 +1,185 @@
+"""Answers as training documents: which there are, which are held out, in which order they come, where blocks are anchored.
+
+Everything random is drawn from (seed, epoch, document), never from what was drawn before: a resumed run, and a run on another
+number of processes, sees the same blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import PromptError
+from paceline.train.answers import Answer, AnswerShards, read_answers
+
+MAX_PERIOD = 64
+"""Longest loop, in tokens, that `loop_start` looks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One answer with everything before it."""
+
+    key: str
+    tokens: NDArray[np.int32]
+    answer_start: int
+    """First position of the answer: the first place a block can be anchored."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_anchors(self) -> int:
+        """Positions that have a next token to draft."""
+        return max(0, len(self.tokens) - 1 - self.answer_start)
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Documents to learn from, and documents to be tested on."""
+
+    train: list[Document]
+    heldout: list[Document]
+    num_too_short: int = 0
+    num_loops_cut: int = 0
+
+    def token_counts(self, vocab_size: int) -> NDArray[np.int64]:
+        """How often each token stands in the training answers, [V]."""
+        answers = [document.tokens[document.answer_start :] for document in self.train]
+        return np.bincount(np.concatenate(answers), minlength=vocab_size)
+
+
+def read_corpus(sources: Iterable[Path], max_len: int, heldout_share: float = 0.02, max_heldout: int = 256) -> Corpus:
+    """Documents of answer folders or files, each once; conversations are held out by a hash of their key's prompt.
+
+    Answers are cut at `max_len` tokens and where they start to repeat themselves for the third time: a loop teaches nothing
+    new, and flatters every figure. Raises PromptError when nothing is left to learn from.
+    """
+    found: list[tuple[str, Document]] = []
+    seen: set[tuple[str, int]] = set()
+    num_too_short = num_loops_cut = 0
+    for answer in _answers(sources):
+        if (answer.key, answer.turn) in seen:
+            continue
+        seen.add((answer.key, answer.turn))
+        end = loop_start(answer.answer_ids)
+        num_loops_cut += end < len(answer.answer_ids)
+        tokens = np.array((answer.prompt_ids + answer.answer_ids[:end])[:max_len], dtype=np.int32)
+        document = Document(f"{answer.key}/{answer.turn}", tokens, len(answer.prompt_ids))
+        if document.num_anchors < 1:
+            num_too_short += 1
+        else:
+            found.append((answer.key, document))
+    chosen = heldout_prompts([key for key, _ in found], heldout_share, max_heldout)
+    train = [document for key, document in found if prompt_of(key) not in chosen]
+    heldout = [document for key, document in found if prompt_of(key) in chosen]
+    if not train:
+        raise PromptError("there are no answers to learn from: regenerate more, or raise the longest document (max_len)")
+    return Corpus(train, heldout, num_too_short, num_loops_cut)
+
+
+def _answers(sources: Iterable[Path]) -> Iterator[Answer]:
+    for source in sources:
+        if not source.exists():
+            raise PromptError(f"there are no answers at {source}: make them with paceline regenerate")
+        yield from AnswerShards(source) if source.is_dir() else read_answers(source)
+
+
+def prompt_of(key: str) -> str:
+    """A conversation's key without its temperature: answers to one prompt stay on one side."""
+    return key.rsplit("@", 1)[0]
+
+
+def heldout_prompts(keys: Iterable[str], share: float, most: int) -> set[str]:
+    """The prompts that are held out: this share of all, at least one of ten or more, those of the smallest hashes."""
+    prompts = sorted({prompt_of(key) for key in keys}, key=lambda prompt: (zlib.crc32(prompt.encode()), prompt))
+    number = min(most, math.ceil(share * len(prompts))) if len(prompts) >= 10 else 0
+    return set(prompts[:number])
+
+
+def loop_start(tokens: list[int]) -> int:
+    """Where a tail that only repeats itself may be cut: two repetitions are kept. The length when there is no loop."""
+    array = np.array(tokens)
+    for period in range(1, min(MAX_PERIOD, len(array) // 3) + 1):
+        differs = np.flatnonzero(array[period:] != array[:-period])
+        first_same = int(differs[-1]) + 1 if len(differs) else 0
+        repeated = len(array) - period - first_same
+        if repeated >= 2 * period and repeated >= 12:
+            return first_same + 2 * period + max(0, 12 - 2 * period)
+    return len(array)
+
+
+def epoch_order(num_documents: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """A permutation of the documents, another one every epoch."""
+    return np.random.default_rng((seed, epoch)).permutation(num_documents)
+
+
+def draw_anchors(document: Document, number: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Up to `number` distinct anchor positions of one document, ascending, redrawn every epoch (DFlash, 4.2)."""
+    every = np.arange(document.answer_start, len(document) - 1)
+    if len(every) <= number:
+        return every
+    generator = np.random.default_rng((seed, epoch, zlib.crc32(document.key.encode())))
+    return np.sort(generator.choice(every, number, replace=False))
+
+
+def labels_of(document: Document, anchors_A: NDArray[np.int64], block_size: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Tokens at anchor + 1 .. anchor + block_size - 1, [A, K], and whether they are within the document."""
+    at_AK = anchors_A[:, None] + np.arange(1, block_size)
+    valid_AK = at_AK < len(document)
+    return document.tokens[np.minimum(at_AK, len(document) - 1)].astype(np.int64), valid_AK
+
+
+def num_valid_slots(document: Document, anchors_A: NDArray[np.int64], block_size: int) -> int:
+    """How many slots of these blocks carry a label."""
+    return int(np.minimum(len(document) - 1 - anchors_A, block_size - 1).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the data a run stands: the next step begins at this document of this epoch's order."""
+
+    epoch: int = 0
+    index: int = 0
+
+
+class StepPlanner:
+    """Which documents and anchors make up each step, for any number of processes.
+
+    A step takes documents in the epoch's order until it has `blocks_per_step` blocks; every process plans the whole step, so
+    that all divide by the same number of slots, and computes its own share.
+    """
+
+    def __init__(self, documents: list[Document], *, blocks_per_step: int, anchors: int, block_size: int, seed: int) -> None:
+        self.documents = documents
+        self._blocks_per_step, self._anchors, self._block_size, self._seed = blocks_per_step, anchors, block_size, seed
+        self.blocks_per_epoch = sum(min(anchors, document.num_anchors) for document in documents)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return max(1.0, self.blocks_per_epoch / self._blocks_per_step)
+
+    def step(self, place: Place) -> tuple[list[tuple[int, NDArray[np.int64]]], int, Place]:
+        """(document number, its anchors) of one step, the number of valid slots in it, and where the next one begins."""
+        chosen: list[tuple[int, NDArray[np.int64]]] = []
+        num_blocks = num_slots = 0
+        epoch, index = place.epoch, place.index
+        order = epoch_order(len(self.documents), self._seed, epoch)
+        while num_blocks < self._blocks_per_step:
+            if index >= len(order):
+                epoch, index = epoch + 1, 0
+                order = epoch_order(len(self.documents), self._seed, epoch)
+            number = int(order[index])
+            document = self.documents[number]
+            anchors_A = draw_anchors(document, min(self._anchors, self._blocks_per_step - num_blocks), self._seed, epoch)
+            chosen.append((number, anchors_A))
+            num_blocks += len(anchors_A)
+            num_slots += num_valid_slots(document, anchors_A, self._block_size)
+            index += 1
+        return chosen, num_slots, Place(epoch, index)

@@ -1,0 +1,188 @@
+"""The target's hidden states for training: computed as documents come, or once and kept on disk.
+
+`OnlineFeatures` runs the target in the same process. `cache_features` runs it once over every document and writes
+safetensors shards that `CachedFeatures` reads by memory map: worth it as soon as documents are seen more than once. The size
+is known beforehand, announced, and refused when the disk lacks it.
+
+    runs/x/features/shard-00000.safetensors     taps [positions, F], final [positions, D] when the loss needs it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.errors import CacheError
+from paceline.model.target import ForwardBatch, Target
+from paceline.train.dataset import Document
+from paceline.train.ranks import Ranks
+
+DOCUMENTS_PER_SHARD = 32
+FREE_MARGIN = 0.05
+"""Share of the disk that must stay free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """One document's hidden states."""
+
+    taps_SF: Tensor
+    """Outputs of the tapped layers side by side."""
+    final_SD: Tensor | None
+    """The final normed hidden state at each position, when asked for: it predicts the token after it."""
+
+
+class FeatureSource(Protocol):
+    """Where the loop gets hidden states from."""
+
+    def of(self, number: int) -> Features:
+        """Hidden states of document `number`."""
+        ...
+
+
+class OnlineFeatures:
+    """Runs the target over one document at a time."""
+
+    def __init__(self, target: Target, documents: list[Document], tap_layers: tuple[int, ...], needs_final: bool) -> None:
+        self._target, self._documents = target, documents
+        last = target.num_layers - 1
+        self._needs_final, self._has_final = needs_final, last in tap_layers
+        self._tap_layers = tap_layers
+        target.set_taps((*tap_layers, last) if needs_final and not self._has_final else tap_layers)
+
+    def of(self, number: int) -> Features:
+        tokens = self._documents[number].tokens.tolist()
+        row = self._target.cache.allocate()
+        assert row is not None, "training owns the target's cache"
+        try:
+            taps_SF = self._target.forward(ForwardBatch([row], [0], [len(tokens)], tokens, "none")).taps_TF
+        finally:
+            self._target.cache.free(row)
+        assert taps_SF is not None
+        size = self._target.hidden_size
+        if not self._needs_final:
+            return Features(taps_SF, None)
+        if self._has_final:
+            slot = self._tap_layers.index(self._target.num_layers - 1)
+            return Features(taps_SF, taps_SF[:, slot * size : (slot + 1) * size])
+        return Features(taps_SF[:, :-size], taps_SF[:, -size:])
+
+
+class CachedFeatures:
+    """Reads what `cache_features` wrote; documents are the same list in the same order."""
+
+    def __init__(self, folder: Path, documents: list[Document]) -> None:
+        self._folder = folder
+        self._spans: list[tuple[int, int, int]] = []
+        for shard, members in enumerate(_shards(documents)):
+            end = 0
+            for document in members:
+                begin, end = end, end + len(document)
+                self._spans.append((shard, begin, end))
+
+    def of(self, number: int) -> Features:
+        shard, begin, end = self._spans[number]
+        path = _shard_path(self._folder, shard)
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                final = tensors.get_slice("final")[begin:end] if "final" in tensors.keys() else None  # noqa: SIM118
+                return Features(tensors.get_slice("taps")[begin:end], final)
+        except (SafetensorError, OSError) as error:
+            raise CacheError(f"{path} cannot be read ({error}): delete the folder to have it made again") from error
+
+
+def num_feature_bytes(documents: list[Document], target: Target, tap_layers: tuple[int, ...], needs_final: bool) -> int:
+    """Bytes on disk of all documents' features."""
+    width = (len(tap_layers) + needs_final) * target.hidden_size * target.dtype.itemsize
+    return sum(len(document) for document in documents) * width
+
+
+def cache_features(
+    folder: Path,
+    target: Target,
+    documents: list[Document],
+    tap_layers: tuple[int, ...],
+    *,
+    needs_final: bool = False,
+    ranks: Ranks | None = None,
+    on_document: Callable[[], None] = lambda: None,
+) -> CachedFeatures:
+    """Write the shards that are missing; each process its share. Raises CacheError when the disk is too small or refuses.
+
+    The folder's name should hold `fingerprint(...)`: shards of other documents, layers or targets are not looked at.
+    """
+    ranks = ranks or Ranks()
+    wanted = num_feature_bytes(documents, target, tap_layers, needs_final)
+    check_room(folder, wanted - _bytes_there(folder))
+    source = OnlineFeatures(target, documents, tap_layers, needs_final)
+    first = 0
+    for shard, members in enumerate(_shards(documents)):
+        path = _shard_path(folder, shard)
+        if shard % ranks.world == ranks.rank and not path.exists():
+            _write_shard(path, source, range(first, first + len(members)))
+        if shard % ranks.world == ranks.rank:
+            for _ in members:
+                on_document()
+        first += len(members)
+    return CachedFeatures(folder, documents)
+
+
+def _write_shard(path: Path, source: OnlineFeatures, numbers: range) -> None:
+    features = [source.of(number) for number in numbers]
+    tensors = {"taps": torch.cat([each.taps_SF for each in features]).cpu()}
+    finals = [each.final_SD for each in features if each.final_SD is not None]
+    if finals:
+        tensors["final"] = torch.cat(finals).cpu()
+    scratch = path.with_suffix(".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, scratch)
+        scratch.replace(path)
+    except (OSError, SafetensorError) as error:
+        scratch.unlink(missing_ok=True)
+        raise CacheError(
+            f"cannot write {path} ({error}): free space and run again, what is written stays; or use --features online"
+        ) from error
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Raises CacheError when the disk of `folder` lacks this much, with a margin."""
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    disk = shutil.disk_usage(existing)
+    if num_bytes > disk.free - FREE_MARGIN * disk.total:
+        raise CacheError(
+            f"features need {num_bytes / 1e9:.1f} GB in {folder}, {disk.free / 1e9:.1f} GB are free: use --features online, "
+            "fewer prompts, or another --out"
+        )
+
+
+def fingerprint(
+    target_name: str, dtype: torch.dtype, documents: list[Document], tap_layers: tuple[int, ...], needs_final: bool
+) -> str:
+    """Names a set of features by all that decides its contents."""
+    digest = hashlib.sha256(repr((target_name, str(dtype), tap_layers, needs_final, DOCUMENTS_PER_SHARD)).encode())
+    for document in documents:
+        digest.update(document.key.encode())
+        digest.update(document.tokens.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _shards(documents: list[Document]) -> list[list[Document]]:
+    return [documents[first : first + DOCUMENTS_PER_SHARD] for first in range(0, len(documents), DOCUMENTS_PER_SHARD)]
+
+
+def _shard_path(folder: Path, shard: int) -> Path:
+    return folder / f"shard-{shard:05d}.safetensors"
+
+
+def _bytes_there(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("shard-*.safetensors")) if folder.exists() else 0

@@ -1,0 +1,326 @@
+"""The training loop: steps of blocks, forward and backward pack by pack, one process or many, killed and resumed at will.
+
+    chosen blocks -> packs -> network(embedding, features) -> head_loss -> backward ... -> sum over processes -> optimiser
+
+Same data, same steps: a run resumed from a checkpoint, and a run on two processes instead of one, follow the same losses.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.draft.dflash import DFlashNetwork
+from paceline.errors import ConfigError, TrainingError
+from paceline.train.attention import make_attention
+from paceline.train.checkpoint import check_same_config, latest_checkpoint, optimiser_tensors, save_checkpoint
+from paceline.train.dataset import Corpus, Document, Place, StepPlanner
+from paceline.train.features import FeatureSource
+from paceline.train.losses import Head, LossConfig, LossVocabulary, SlotMetrics, head_loss
+from paceline.train.optim import OptimConfig, Optimisers, learning_rate_share
+from paceline.train.packs import Chosen, Pack, Packer, heldout_anchors, split_into_packs
+from paceline.train.ranks import Ranks
+
+HELDOUT_ANCHORS = 8
+REGRESSION = 0.97
+"""An out-of-distribution eal below this share of its best is warned of."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """How a drafter is trained; all but the last fields decide what is learned, and a resumed run must repeat them."""
+
+    epochs: float = 6.0
+    """Passes over the documents, each with new anchors."""
+    max_steps: int | None = None
+    """Stop here instead."""
+    max_minutes: float | None = None
+    """Stop after this time at the latest; the learning rate falls with whichever end is nearer."""
+    blocks_per_step: int = 512
+    anchors: int = 64
+    """Blocks per document and epoch, at random places (the paper: 512 of 3,072 tokens)."""
+    blocks_per_pack: int = 128
+    """Blocks in one forward and backward; a step adds up its packs."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    autocast: bool = True
+    """Multiply in bfloat16; weights and their updates stay float32."""
+    attention: str = "auto"
+    gradient_checkpointing: bool = False
+    """Compute each layer again in the backward pass instead of keeping it."""
+    seed: int = 0
+    heldout_every: int = 50
+    """Steps between looks at the held-out documents."""
+    checkpoint_minutes: float = 5.0
+
+    def __post_init__(self) -> None:
+        counts = (self.blocks_per_step, self.anchors, self.blocks_per_pack, self.heldout_every)
+        if min(counts) < 1 or self.epochs <= 0:
+            raise ConfigError("epochs, blocks_per_step, anchors, blocks_per_pack and heldout_every must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step did."""
+
+    number: int
+    figures: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _State:
+    step: int = 0
+    place: Place = field(default_factory=Place)
+    seconds: float = 0.0
+    num_blocks: int = 0
+    num_tokens: int = 0
+    best_ood_eal: float = 0.0
+
+
+class Trainer:
+    """One network on its way; `run` begins or resumes, and returns when the run is over."""
+
+    def __init__(
+        self,
+        network: DFlashNetwork,
+        raw: dict[str, Any],
+        corpus: Corpus,
+        features: FeatureSource,
+        embedding_VD: Tensor,
+        head: Head,
+        config: TrainConfig,
+        *,
+        folder: Path,
+        peak_flops: float | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.network, self.raw, self.config, self.folder = network, raw, config, folder
+        self.embedding_VD, self.head, self.ranks = embedding_VD, head, ranks or Ranks()
+        self.device = embedding_VD.device
+        self.corpus, self.state = corpus, _State()
+        shape = network.config
+        self.planner = StepPlanner(
+            corpus.train,
+            blocks_per_step=config.blocks_per_step,
+            anchors=config.anchors,
+            block_size=shape.block_size,
+            seed=config.seed,
+        )
+        self.packer = Packer(shape, corpus.train, features, self.device)
+        self.optimisers = Optimisers(network, config.optim)
+        self.vocabulary = self._loss_vocabulary()
+        self.heldout: dict[str, tuple[list[Document], FeatureSource]] = {}
+        """Name -> documents and features looked at every `heldout_every` steps; `ood` is watched for regressions."""
+        self.peak_flops = peak_flops
+
+    @property
+    def total_steps(self) -> int:
+        return self.config.max_steps or max(1, round(self.config.epochs * self.planner.steps_per_epoch))
+
+    @property
+    def progress(self) -> float:
+        """Share of the run done, by steps or by minutes, whichever is further."""
+        by_steps = self.state.step / self.total_steps
+        return by_steps if not self.config.max_minutes else max(by_steps, self.state.seconds / 60 / self.config.max_minutes)
+
+    def resume(self) -> bool:
+        """Go on from the newest checkpoint, if there is one. Raises ConfigError when it was begun with other settings."""
+        checkpoint = latest_checkpoint(self.folder)
+        if checkpoint is None:
+            return False
+        stored = checkpoint.trainer
+        check_same_config(self._identity(), stored["identity"], self.folder)
+        with torch.no_grad():
+            self.network.load_state_dict(
+                {name: tensor.to(self.device) for name, tensor in checkpoint.network_tensors().items()}
+            )
+        checkpoint.restore(self.optimisers)
+        state = stored["state"]
+        self.state = _State(**{**state, "place": Place(**state["place"])})
+        return True
+
+    def run(
+        self, on_step: Callable[[Step], None] = lambda step: None, notice: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Train to the end, with checkpoints on the way and there. Raises TrainingError on a loss that is no number."""
+        last_saved = time.monotonic()
+        while self.progress < 1.0:
+            figures = self._step()
+            is_last = self.progress >= 1.0
+            if self.heldout and (self.state.step % self.config.heldout_every == 0 or is_last):
+                figures |= self._look(notice)
+            on_step(Step(self.state.step, figures))
+            if is_last or time.monotonic() - last_saved > 60 * self.config.checkpoint_minutes:
+                self.save()
+                last_saved = time.monotonic()
+
+    def save(self) -> None:
+        """Write a checkpoint (first process only). Raises CacheError when the disk refuses; the last good one stays."""
+        if self.ranks.is_first and self.state.step:
+            trainer = {"step": self.state.step, "state": asdict(self.state), "identity": self._identity()}
+            save_checkpoint(self.folder, self.raw, self.network.state_dict(), optimiser_tensors(self.optimisers), trainer)
+
+    def _identity(self) -> dict[str, Any]:
+        return {**asdict(self.config), "drafter": self.raw, "num_documents": len(self.corpus.train)}
+
+    def _step(self) -> dict[str, Any]:
+        """One optimiser step; returns its figures."""
+        began, state, config = time.perf_counter(), self.state, self.config
+        chosen, num_slots, after = self.planner.step(state.place)
+        head = self._step_head(chosen)
+        metrics, loss = SlotMetrics.zero(self.network.config.block_size - 1), 0.0
+        groups = split_into_packs(chosen[self.ranks.rank :: self.ranks.world], config.blocks_per_pack)
+        for number, group in enumerate(groups):
+            loss_scalar, measured = self.pack_loss(self.packer.pack(group), head, num_slots, is_measured=number == 0)
+            loss_scalar.backward()
+            loss += float(loss_scalar.detach())
+            metrics.add(measured)
+        loss, metrics = self._sum_over_ranks(loss, metrics)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.network.parameters(), config.optim.clip))
+        self._check_finite(loss, norm, chosen)
+        share = min(1.0, self.progress)
+        rate = self.optimisers.step(learning_rate_share(share))
+        num_blocks = sum(len(anchors_A) for _, anchors_A in chosen)
+        num_tokens = sum(len(self.corpus.train[number]) for number, _ in chosen)
+        seconds = self._slowest(time.perf_counter() - began)
+        self.state = replace(
+            state,
+            step=state.step + 1,
+            place=after,
+            seconds=state.seconds + seconds,
+            num_blocks=state.num_blocks + num_blocks,
+            num_tokens=state.num_tokens + num_tokens,
+        )
+        flops = self.flops_per_block(head) * num_blocks / seconds
+        return {
+            "step": self.state.step,
+            "epoch": round(after.epoch + after.index / len(self.corpus.train), 4),
+            "blocks": self.state.num_blocks,
+            "tokens": self.state.num_tokens,
+            **metrics.rates(),
+            "objective": loss,
+            "lr": rate,
+            "grad_norm": norm,
+            "tokens_per_s": num_tokens / seconds,
+            "blocks_per_s": num_blocks / seconds,
+            "flops_share": flops / (self.peak_flops * self.ranks.world) if self.peak_flops else None,
+            "seconds": round(self.state.seconds, 3),
+        }
+
+    def pack_loss(self, pack: Pack, head: Head, num_slots: float, is_measured: bool = True) -> tuple[Tensor, SlotMetrics]:
+        """Loss of one pack as its share of a step of `num_slots` slots, and its metrics."""
+        return head_loss(self._hidden(pack), pack.slots, head, self.config.loss, num_slots, is_measured)
+
+    def _hidden(self, pack: Pack) -> Tensor:
+        """Final hidden states of a pack's slots, anchors left out: [A * K, D]."""
+        config, drafter = self.config, self.network.config
+        dtype = torch.bfloat16 if config.autocast else torch.float32
+        attend = make_attention(config.attention, drafter, pack.layout, dtype)
+        embedded_TD = F.embedding(pack.tokens_T, self.embedding_VD).float()
+        if drafter.input_embedding_scale != 1.0:
+            embedded_TD = embedded_TD * drafter.input_embedding_scale
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=config.autocast):
+            taps_NF = pack.taps_NF if config.autocast else pack.taps_NF.float()
+            hidden_TD = self.network(embedded_TD, taps_NF, attend)
+        return hidden_TD.unflatten(0, (-1, drafter.block_size))[:, 1:].flatten(0, 1)
+
+    @torch.no_grad()
+    def first_hidden(self) -> Tensor:
+        """Final hidden states [T, D] of the first document's blocks, before anything is learned."""
+        chosen, _, _ = self.planner.step(Place())
+        return self._hidden(self.packer.pack(chosen[:1]))
+
+    @torch.no_grad()
+    def evaluate(self, documents: list[Document], features: FeatureSource) -> dict[str, Any]:
+        """Figures over held-out documents, teacher-forced: every process looks at its share."""
+        packer = Packer(self.network.config, documents, features, self.device)
+        metrics = SlotMetrics.zero(self.network.config.block_size - 1)
+        chosen = heldout_anchors(documents, HELDOUT_ANCHORS)[self.ranks.rank :: self.ranks.world]
+        for group in split_into_packs(chosen, self.config.blocks_per_pack):
+            _, measured = self.pack_loss(packer.pack(group), self.head, 1.0)
+            metrics.add(measured)
+        _, metrics = self._sum_over_ranks(0.0, metrics, gradients=False)
+        return metrics.rates()
+
+    def _look(self, notice: Callable[[str], None]) -> dict[str, Any]:
+        figures = {name: self.evaluate(documents, features) for name, (documents, features) in self.heldout.items()}
+        if "ood" in figures:
+            eal = figures["ood"]["eal"]
+            if eal < REGRESSION * self.state.best_ood_eal:
+                notice(
+                    f"step {self.state.step}: out of distribution {eal:.2f} tokens a round are expected, "
+                    f"{self.state.best_ood_eal:.2f} were before: the drafter forgets; mix in answers of other kinds"
+                )
+            self.state.best_ood_eal = max(self.state.best_ood_eal, eal)
+        return figures
+
+    def _loss_vocabulary(self) -> LossVocabulary | None:
+        size = self.config.loss.vocab
+        if size is None or size >= len(self.head.weight_VD):
+            return None
+        counts_V = torch.from_numpy(self.corpus.token_counts(len(self.head.weight_VD)))
+        return LossVocabulary(self.head.weight_VD, counts_V, size)
+
+    def _step_head(self, chosen: list[Chosen]) -> Head:
+        """The head that this step's losses use: the same on every process."""
+        if self.vocabulary is None:
+            return self.head
+        answers = [self.corpus.train[number].tokens[int(anchors_A[0]) :] for number, anchors_A in chosen]
+        labels = torch.from_numpy(np.concatenate(answers)).long()
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.state.step)
+        return self.vocabulary.head(labels, generator, self.head.scale, self.head.cap)
+
+    def _sum_over_ranks(self, loss: float, metrics: SlotMetrics, *, gradients: bool = True) -> tuple[float, SlotMetrics]:
+        """Add up gradients, loss and metrics of all processes."""
+        if self.ranks.world == 1:
+            return loss, metrics
+        import torch.distributed as dist
+
+        if gradients:
+            parameters = list(self.network.parameters())
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            flat = torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None])
+            dist.all_reduce(flat)
+            for parameter, part in zip(parameters, flat.split([each.numel() for each in parameters]), strict=True):
+                parameter.grad = part.view_as(parameter)
+        sums = torch.cat([torch.tensor([loss], dtype=torch.float64), metrics.flat()]).to(self.device)
+        dist.all_reduce(sums)
+        return float(sums[0]), SlotMetrics.of_flat(sums[1:].cpu())
+
+    def _slowest(self, seconds: float) -> float:
+        """All processes count the same time, so that all stop at the same step."""
+        if self.ranks.world == 1:
+            return seconds
+        import torch.distributed as dist
+
+        value = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return float(value)
+
+    def _check_finite(self, loss: float, norm: float, chosen: list[Chosen]) -> None:
+        """The optimiser has not stepped yet: weights and checkpoint are those of the last good step."""
+        if loss == loss and norm == norm and abs(loss) != float("inf") and norm != float("inf"):
+            return
+        self.save()
+        keys = ", ".join(self.corpus.train[number].key for number, _ in chosen[:3])
+        raise TrainingError(
+            f"loss {loss}, gradient norm {norm} in step {self.state.step + 1} (documents {keys}, ...): the checkpoint of step "
+            f"{self.state.step} stands in {self.folder}; lower --lr, or look at these documents"
+        )
+
+    def flops_per_block(self, head: Head) -> float:
+        """Floating-point operations of forward and backward of one block; attention left out, some 3%."""
+        shape, config = self.network.config.shape, self.network.config
+        matrices = sum(parameter.numel() for parameter in self.network.layers.parameters() if parameter.ndim == 2)
+        slots = config.block_size - 1
+        return 6.0 * matrices * config.block_size + 4.0 * slots * shape.hidden_size * len(head.weight_VD)

@@ -1,0 +1,335 @@
+"""What a drafter is taught, slot by slot: losses by name, over the target's head in chunks.
+
+    ce        cross entropy with the target's token, weight exp(-(k-1)/gamma)                  DFlash, arXiv 2602.06036, 4.3
+    d-pace    cross entropy weighted by how likely the slots before it stand                  arXiv 2605.18810
+    kl        KL(target || drafter) over the target's own distribution, weighted as ce
+    lk        -log A, A = sum_v min(target, drafter): the chance that the draft is accepted   arXiv 2602.23881
+    lk-hybrid l KL + (1 - l) TV, l = exp(-3 A): far away as KL, nearby as acceptance itself   arXiv 2602.23881
+
+The head's [slots, vocabulary] matrix is never held at once: rows of whole blocks go through it chunk by chunk, forward and
+backward together, and only the gradient of the hidden states leaves (`head_loss`). With a loss vocabulary, cross entropies
+run over the likely tokens and a sample of the others whose logits are raised by log(number / sampled), so that the partition
+sum keeps its expectation (sampled softmax, arXiv 1412.2007).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.errors import ConfigError
+
+LOSSES = ("ce", "d-pace", "kl", "lk", "lk-hybrid")
+NEEDS_TARGET_PROBS = ("kl", "lk", "lk-hybrid")
+CHUNK_ROWS = 256
+NUM_RECALLED = 16
+EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class LossConfig:
+    """Which loss, and its numbers."""
+
+    name: str = "d-pace"
+    gamma: float | None = None
+    """Decay of `ce` and `kl` in slots; None takes the paper's: 4 for blocks of 8, 5 for 10, 7 for 16, in between by size."""
+    alpha: float = 0.5
+    """Floor of `d-pace`: 0 follows the drafter's own confidence, 1 weighs a slot by the slots behind it alone."""
+    vocab: int | None = None
+    """Tokens that ce and d-pace compare with in a step; None takes all. Fewer are faster and noisier."""
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.name not in LOSSES, f"loss must be one of {', '.join(LOSSES)}, not {self.name!r}"),
+            (self.gamma is not None and self.gamma <= 0, "gamma must be above 0"),
+            (not 0 <= self.alpha <= 1, "alpha must be between 0 and 1"),
+            (self.vocab is not None and self.vocab < 2, "the loss vocabulary must have at least 2 tokens"),
+            (
+                self.vocab is not None and self.name in NEEDS_TARGET_PROBS,
+                f"loss {self.name} compares whole distributions: leave the loss vocabulary out",
+            ),
+        )
+        for is_wrong, remedy in checks:
+            if is_wrong:
+                raise ConfigError(remedy)
+
+    @property
+    def needs_target_probs(self) -> bool:
+        return self.name in NEEDS_TARGET_PROBS
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Labels of a pack's blocks, anchors left out: K = block_size - 1 slots a block."""
+
+    labels_AK: Tensor
+    """The target's token at each slot; anything where `valid_AK` is False."""
+    valid_AK: Tensor
+    """False behind the end of the document."""
+    final_AKD: Tensor | None = None
+    """The target's final normed hidden state that predicts each slot, for losses over its distribution."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The target's head, frozen: logits = scale * (hidden @ weight^T), soft-capped when `cap` is above 0."""
+
+    weight_VD: Tensor
+    scale: float = 1.0
+    """The drafter's own output multiplier."""
+    cap: float = 0.0
+    columns: Tensor | None = None
+    """Token ids of the rows of `weight_VD` when it is a sample of the vocabulary, ascending."""
+    offset_V: Tensor | None = None
+    """Added to the logits: how many unsampled tokens each sampled one stands for, as a logarithm."""
+
+    @property
+    def is_plain(self) -> bool:
+        return self.scale == 1.0 and self.cap <= 0.0
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        logits_RV = hidden_RD.to(self.weight_VD.dtype) @ self.weight_VD.T
+        if self.scale != 1.0:
+            logits_RV = logits_RV * self.scale
+        if self.cap > 0.0:
+            logits_RV = torch.tanh(logits_RV / self.cap) * self.cap
+        return logits_RV if self.offset_V is None else logits_RV + self.offset_V
+
+    def local(self, labels: Tensor) -> Tensor:
+        """Row numbers of these token ids."""
+        return labels if self.columns is None else torch.searchsorted(self.columns, labels)
+
+
+@dataclass(slots=True)
+class SlotMetrics:
+    """Sums over blocks, to be added up over packs and processes; `rates` divides.
+
+    counts_K valid slots; first_K and near_K those whose token was the most likely, or among the 16 most likely;
+    standing_K the slots up to which every token was the most likely.
+    """
+
+    loss: float
+    counts_K: Tensor
+    first_K: Tensor
+    near_K: Tensor
+    standing_K: Tensor
+
+    @classmethod
+    def zero(cls, num_slots: int) -> SlotMetrics:
+        return cls(0.0, *(torch.zeros(num_slots, dtype=torch.float64) for _ in range(4)))
+
+    def add(self, other: SlotMetrics) -> None:
+        self.loss += other.loss
+        for name in ("counts_K", "first_K", "near_K", "standing_K"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def flat(self) -> Tensor:
+        """[1 + 4 K], for a sum over processes."""
+        tensors = [torch.tensor([self.loss], dtype=torch.float64), self.counts_K, self.first_K, self.near_K, self.standing_K]
+        return torch.cat([tensor.double().cpu() for tensor in tensors])
+
+    @classmethod
+    def of_flat(cls, flat: Tensor) -> SlotMetrics:
+        return cls(float(flat[0]), *flat[1:].chunk(4))
+
+    def rates(self) -> dict[str, Any]:
+        """eal = 1 + sum_k P(slots 1..k all right), accuracy, recall@1 and recall@16 per slot; the loss per slot."""
+        counts_K = self.counts_K.clamp(min=1)
+        recall1_K = self.first_K / counts_K
+        return {
+            "loss": self.loss / float(counts_K.sum()),
+            "eal": 1.0 + float((self.standing_K / counts_K).sum()),
+            "accuracy": float(self.first_K.sum() / counts_K.sum()),
+            "recall1": [round(value, 4) for value in recall1_K.tolist()],
+            "recall16": [round(value, 4) for value in (self.near_K / counts_K).tolist()],
+        }
+
+
+def head_loss(
+    hidden_TD: Tensor, slots: Slots, head: Head, config: LossConfig, num_slots: float, is_measured: bool = True
+) -> tuple[Tensor, SlotMetrics]:
+    """A scalar whose backward fills `hidden_TD`'s gradient, and metrics (a sum, not yet divided).
+
+    hidden_TD: normed hidden states of A * K slots, blocks one after another. The scalar is the weighted sum over valid slots
+    divided by `num_slots`, the number of valid slots in the whole step, so that packs and processes simply add up.
+    Metrics are measured on every chunk when gradients are off, else on the first, if at all: they cost a pass over the logits.
+    """
+    grad_TD = torch.empty_like(hidden_TD) if hidden_TD.requires_grad else None
+    total = torch.zeros((), dtype=torch.float64, device=hidden_TD.device)
+    per_block = slots.labels_AK.shape[1]
+    step = max(1, CHUNK_ROWS // per_block)
+    metrics = SlotMetrics.zero(per_block)
+    for first in range(0, len(slots.labels_AK), step):
+        blocks = slice(first, first + step)
+        rows = slice(first * per_block, (first + step) * per_block)
+        part = Slots(
+            slots.labels_AK[blocks], slots.valid_AK[blocks], None if slots.final_AKD is None else slots.final_AKD[blocks]
+        )
+        is_now = is_measured and (grad_TD is None or first == 0)
+        loss, grad, measured = _chunk(hidden_TD[rows], part, head, config, grad_TD is not None, is_now)
+        total += loss
+        if measured is not None:
+            metrics.add(measured)
+        if grad_TD is not None and grad is not None:
+            grad_TD[rows] = grad
+    scaled = (total / num_slots).to(torch.float32)
+    if grad_TD is None:
+        return scaled, metrics
+    return _Carry.apply(hidden_TD, grad_TD / num_slots, scaled), metrics
+
+
+class _Carry(torch.autograd.Function):
+    """A loss whose gradient is already known."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, grad_TD: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(grad_TD)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad_TD,) = ctx.saved_tensors
+        return grad_TD * upstream, None, None
+
+
+def _chunk(
+    hidden_RD: Tensor, slots: Slots, head: Head, config: LossConfig, needs_grad: bool, is_measured: bool
+) -> tuple[Tensor, Tensor | None, SlotMetrics | None]:
+    """Loss (a sum), gradient of the hidden states and metrics of a few blocks."""
+    with torch.autocast(hidden_RD.device.type, enabled=False):
+        if config.needs_target_probs or not head.is_plain:
+            return _by_autograd(hidden_RD.detach(), slots, head, config, needs_grad, is_measured)
+        with torch.no_grad():
+            return _cross_entropy(hidden_RD, slots, head, config, needs_grad, is_measured)
+
+
+def _cross_entropy(
+    hidden_RD: Tensor, slots: Slots, head: Head, config: LossConfig, needs_grad: bool, is_measured: bool
+) -> tuple[Tensor, Tensor | None, SlotMetrics | None]:
+    """By hand: the softmax is written over the logits, and its gradient over the softmax."""
+    logits_RV = head.logits(hidden_RD)
+    label_R = head.local(slots.labels_AK.flatten())[:, None]
+    metrics = _measure(logits_RV, label_R, slots.valid_AK) if is_measured else None
+    probs_RV = torch.softmax(logits_RV, dim=-1)
+    del logits_RV
+    chosen_R = probs_RV.gather(1, label_R).float().clamp_(min=1e-30)
+    loss_AK = -chosen_R.log().view(slots.labels_AK.shape)
+    weight_AK = slot_weights(config, loss_AK, slots.valid_AK)
+    loss = (loss_AK * weight_AK).sum(dtype=torch.float64)
+    if metrics is not None:
+        metrics.loss = float((loss_AK * slots.valid_AK).sum(dtype=torch.float64))
+    if not needs_grad:
+        return loss, None, metrics
+    weight_R1 = weight_AK.reshape(-1, 1)
+    probs_RV[torch.arange(len(label_R), device=label_R.device), label_R[:, 0]] -= 1.0
+    grad_RD = (probs_RV @ head.weight_VD).float() * weight_R1
+    return loss, grad_RD.to(hidden_RD.dtype), metrics
+
+
+def _by_autograd(
+    hidden_RD: Tensor, slots: Slots, head: Head, config: LossConfig, needs_grad: bool, is_measured: bool
+) -> tuple[Tensor, Tensor | None, SlotMetrics | None]:
+    hidden_RD.requires_grad_(needs_grad)
+    with torch.set_grad_enabled(needs_grad):
+        logits_RV = head.logits(hidden_RD)
+        label_R = head.local(slots.labels_AK.flatten())[:, None]
+        log_probs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
+        ce_AK = -log_probs_RV.gather(1, label_R).view(slots.labels_AK.shape)
+        if config.needs_target_probs:
+            assert slots.final_AKD is not None
+            with torch.no_grad():
+                final_RD = slots.final_AKD.flatten(0, 1).to(head.weight_VD.dtype)
+                target_RV = torch.log_softmax((final_RD @ head.weight_VD.T).float(), dim=-1)
+            each_AK = _distance(config.name, log_probs_RV, target_RV).view(ce_AK.shape)
+        else:
+            each_AK = ce_AK
+        weight_AK = slot_weights(config, ce_AK.detach(), slots.valid_AK)
+        loss = (each_AK * weight_AK).sum()
+    grad = torch.autograd.grad(loss, hidden_RD)[0] if needs_grad else None
+    metrics = None
+    if is_measured:
+        metrics = _measure(logits_RV.detach(), label_R, slots.valid_AK)
+        metrics.loss = float((each_AK.detach() * slots.valid_AK).sum(dtype=torch.float64))
+    return loss.detach().double(), grad, metrics
+
+
+def _distance(name: str, draft_RV: Tensor, target_RV: Tensor) -> Tensor:
+    """[R] from log-probabilities of drafter and target."""
+    target_probs_RV = target_RV.exp()
+    kl_R = (target_probs_RV * (target_RV - draft_RV)).sum(-1)
+    if name == "kl":
+        return kl_R
+    accepted_R = torch.minimum(target_probs_RV, draft_RV.exp()).sum(-1)
+    if name == "lk":
+        return -(accepted_R + EPS).log()
+    share_R = torch.exp(-3.0 * accepted_R.detach())
+    return share_R * kl_R + (1.0 - share_R) * (1.0 - accepted_R)
+
+
+def slot_weights(config: LossConfig, loss_AK: Tensor, valid_AK: Tensor) -> Tensor:
+    """Weight of each slot, zero where it is not valid; detached.
+
+    d-pace: with s = (1 - alpha) exp(-CE) + alpha and prefix_j = s_1 ... s_j, w_k = sum_{j >= k} prefix_j, here over the number
+    of slots, so that a block of certain slots weighs as much as one of `ce`.
+    """
+    valid_AK = valid_AK.to(loss_AK.dtype)
+    num_slots = loss_AK.shape[1]
+    if config.name == "d-pace":
+        standing_AK = (((1 - config.alpha) * torch.exp(-loss_AK) + config.alpha) * valid_AK).cumprod(dim=1)
+        return standing_AK.flip(1).cumsum(dim=1).flip(1) * valid_AK / num_slots
+    gamma = config.gamma or default_gamma(num_slots + 1)
+    slot_K = torch.arange(num_slots, device=loss_AK.device, dtype=loss_AK.dtype)
+    return torch.exp(-slot_K / gamma) * valid_AK
+
+
+def default_gamma(block_size: int) -> float:
+    """The paper's 4, 5 and 7 for blocks of 8, 10 and 16 (DFlash, arXiv 2602.06036), straight lines between and beyond."""
+    if block_size <= 10:
+        return max(1.0, 4.0 + (block_size - 8) / 2)
+    return 5.0 + (block_size - 10) / 3
+
+
+def _measure(logits_RV: Tensor, label_R1: Tensor, valid_AK: Tensor) -> SlotMetrics:
+    """Rank of each label among the logits: 0 is the most likely."""
+    rank_AK = _count(logits_RV > logits_RV.gather(1, label_R1)).view(valid_AK.shape)
+    first_AK = (rank_AK == 0) & valid_AK
+    near_AK = (rank_AK < NUM_RECALLED) & valid_AK
+    standing_AK = first_AK.cumprod(dim=1)
+    return SlotMetrics(0.0, *(each.sum(0).double().cpu() for each in (valid_AK, first_AK, near_AK, standing_AK)))
+
+
+def _count(mask_RV: Tensor) -> Tensor:
+    """Number of set elements per row; on CPU row by row, because a sum first makes eight bytes of every bit."""
+    if mask_RV.device.type != "cpu":
+        return mask_RV.sum(-1)
+    return torch.tensor([np.count_nonzero(row_V) for row_V in mask_RV.numpy()])
+
+
+class LossVocabulary:
+    """Draws the tokens a step's cross entropies compare with: the most frequent ones, the labels, and a sample of the rest."""
+
+    SHARE_SAMPLED = 0.25
+
+    def __init__(self, weight_VD: Tensor, counts_V: Tensor, size: int) -> None:
+        self._weight_VD = weight_VD
+        order_V = torch.argsort(counts_V, descending=True, stable=True)
+        self._num_sampled = max(1, int(size * self.SHARE_SAMPLED))
+        self._frequent = order_V[: size - self._num_sampled]
+        self._rest = order_V[size - self._num_sampled :]
+
+    def head(self, labels: Tensor, generator: torch.Generator, scale: float = 1.0, cap: float = 0.0) -> Head:
+        """A head over the drawn tokens, which hold every one of `labels`."""
+        picked = torch.randperm(len(self._rest), generator=generator)[: self._num_sampled]
+        sampled = self._rest[picked]
+        certain = torch.unique(torch.cat([self._frequent, labels.flatten().cpu()]))
+        sampled = sampled[~torch.isin(sampled, certain)]
+        columns, order = torch.sort(torch.cat([certain, sampled]))
+        num_left = len(self._weight_VD) - len(certain)
+        raised = float(torch.log(torch.tensor(num_left / max(1, len(sampled)))))
+        offset = torch.cat([torch.zeros(len(certain)), torch.full((len(sampled),), raised)])[order]
+        weight = self._weight_VD[columns.to(self._weight_VD.device)]
+        return Head(weight, scale, cap, columns.to(weight.device), offset.to(weight.device, weight.dtype))

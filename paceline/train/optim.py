@@ -1,0 +1,80 @@
+"""Optimisers and the learning rate: AdamW, or Muon for the matrices with AdamW for the rest; warm-up, then a cosine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from paceline.errors import ConfigError
+
+OPTIMISERS = ("adamw", "muon")
+WARM_UP_SHARE = 0.04
+LAST_SHARE = 0.05
+"""The cosine ends at this share of the peak."""
+VECTOR_BOOST = 3.0
+"""Norm weights learn this times as fast: few, and the scale of the logits hangs on one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimConfig:
+    """Which optimiser, and its numbers."""
+
+    name: str = "adamw"
+    lr: float = 6e-4
+    """Peak learning rate; for muon too, whose steps are scaled to AdamW's size."""
+    weight_decay: float = 0.01
+    beta2: float = 0.98
+    clip: float = 1.0
+    """Largest norm of the gradient; longer ones are scaled down."""
+
+    def __post_init__(self) -> None:
+        if self.name not in OPTIMISERS:
+            raise ConfigError(f"optimiser must be one of {', '.join(OPTIMISERS)}, not {self.name!r}")
+        if self.lr <= 0 or self.clip <= 0:
+            raise ConfigError("learning rate and clip must be above 0")
+
+
+class Optimisers:
+    """All parameters of a network under one or two optimisers, driven by one learning rate."""
+
+    def __init__(self, network: nn.Module, config: OptimConfig) -> None:
+        matrices = [parameter for parameter in network.parameters() if parameter.ndim == 2]
+        vectors = [parameter for parameter in network.parameters() if parameter.ndim != 2]
+        adam = {"betas": (0.9, config.beta2), "lr": config.lr}
+        vector_group = {"params": vectors, "boost": VECTOR_BOOST, "weight_decay": 0.0}
+        matrix_group = {"params": matrices, "boost": 1.0, "weight_decay": config.weight_decay}
+        if config.name == "muon":
+            muon = torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+            muon.param_groups[0]["boost"] = 1.0
+            self.every: list[torch.optim.Optimizer] = [muon, torch.optim.AdamW([vector_group], **adam)]
+        else:
+            self.every = [torch.optim.AdamW([matrix_group, vector_group], **adam)]
+        self._lr = config.lr
+
+    def step(self, lr_share: float) -> float:
+        """One update at this share of the peak learning rate; returns the rate."""
+        for optimiser in self.every:
+            for group in optimiser.param_groups:
+                group["lr"] = self._lr * lr_share * group["boost"]
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        return self._lr * lr_share
+
+    def states(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """(name of optimiser and parameter number, its state tensors), in a fixed order; created by the first step."""
+        for number, optimiser in enumerate(self.every):
+            parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+            for index, parameter in enumerate(parameters):
+                yield f"{number}.{index}", optimiser.state[parameter]
+
+
+def learning_rate_share(progress: float) -> float:
+    """Share of the peak rate at this share of the run: a linear warm-up, then a cosine down to `LAST_SHARE`."""
+    if progress < WARM_UP_SHARE:
+        return max(0.01, progress / WARM_UP_SHARE)
+    along = min(1.0, (progress - WARM_UP_SHARE) / (1.0 - WARM_UP_SHARE))
+    return LAST_SHARE + (1.0 - LAST_SHARE) * 0.5 * (1.0 + math.cos(math.pi * along))

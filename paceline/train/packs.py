@@ -1,0 +1,93 @@
+"""A pack: blocks of one or several documents as tensors, ready for one forward and backward of the network.
+
+Linear layers see all slots of a pack at once; attention knows where documents begin and end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.draft.checkpoint import DFlashConfig
+from paceline.train.attention import Layout
+from paceline.train.dataset import Document, labels_of
+from paceline.train.features import FeatureSource
+from paceline.train.losses import Slots
+
+Chosen = tuple[int, NDArray[np.int64]]
+"""A document's number and the anchors of its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Inputs and labels of A blocks from some documents, K = block_size - 1 slots each."""
+
+    layout: Layout
+    tokens_T: Tensor
+    """Block inputs: anchor, then masks; T = A * block_size."""
+    taps_NF: Tensor
+    """Features of all contexts, cut behind each document's last anchor."""
+    slots: Slots
+
+
+class Packer:
+    """Makes packs of a drafter's blocks from documents and their features."""
+
+    def __init__(
+        self, config: DFlashConfig, documents: list[Document], features: FeatureSource, device: torch.device | str = "cpu"
+    ) -> None:
+        self._config, self._documents, self._features, self._device = config, documents, features, device
+
+    def pack(self, chosen: list[Chosen]) -> Pack:
+        """One pack of these documents and anchors."""
+        size, anchors = self._config.block_size, [anchors_A for _, anchors_A in chosen]
+        labels, valid, taps, finals, inputs = [], [], [], [], []
+        for number, anchors_A in chosen:
+            document, features = self._documents[number], self._features.of(number)
+            labels_AK, valid_AK = labels_of(document, anchors_A, size)
+            labels.append(labels_AK)
+            valid.append(valid_AK)
+            taps.append(features.taps_SF[: int(anchors_A.max())])
+            if features.final_SD is not None:
+                before_AK = np.minimum(anchors_A[:, None] + np.arange(size - 1), len(document) - 1)
+                finals.append(features.final_SD[torch.from_numpy(before_AK)])
+            inputs.append(document.tokens[anchors_A])
+        anchor_tokens = torch.from_numpy(np.concatenate(inputs)).long()
+        tokens_AB = torch.full((len(anchor_tokens), size), self._config.mask_token_id)
+        tokens_AB[:, 0] = anchor_tokens
+        layout = Layout(
+            tuple(len(taps_NF) for taps_NF in taps), tuple(torch.from_numpy(each).to(self._device) for each in anchors), size
+        )
+        slots = Slots(
+            torch.from_numpy(np.concatenate(labels)).to(self._device),
+            torch.from_numpy(np.concatenate(valid)).to(self._device),
+            torch.cat(finals).to(self._device) if finals else None,
+        )
+        return Pack(layout, tokens_AB.flatten().to(self._device), torch.cat(taps).to(self._device), slots)
+
+
+def split_into_packs(chosen: list[Chosen], blocks_per_pack: int) -> Iterator[list[Chosen]]:
+    """Groups of whole documents of at most this many blocks; a longer document is a group of its own."""
+    group: list[Chosen] = []
+    num_blocks = 0
+    for each in chosen:
+        if group and num_blocks + len(each[1]) > blocks_per_pack:
+            yield group
+            group, num_blocks = [], 0
+        group.append(each)
+        num_blocks += len(each[1])
+    if group:
+        yield group
+
+
+def heldout_anchors(documents: list[Document], number: int) -> list[Chosen]:
+    """The same evenly spread anchors of every document each time."""
+    return [
+        (index, np.unique(np.linspace(document.answer_start, len(document) - 2, number).astype(np.int64)))
+        for index, document in enumerate(documents)
+    ]

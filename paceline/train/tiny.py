@@ -1,0 +1,58 @@
+"""A tiny random target on disk: bytes for tokens, a chat template, weights of one seed. `paceline train --scale tiny` uses it
+to go through every stage in seconds; what it says means nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from paceline.errors import CacheError
+from paceline.model.loading import load_config, random_tensors
+
+SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|mask|>"]
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "vocab_size": 256 + len(SPECIAL),
+    "eos_token_id": 256,
+}
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_tiny_target(folder: Path, seed: int = 0) -> Path:
+    """A model folder that every stage can load; written once. Raises CacheError when the disk refuses."""
+    if (folder / "model.safetensors").is_file():
+        return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(CONFIG, indent=1), encoding="utf-8")
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        backend = Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens(SPECIAL)
+        backend.save(str(folder / "tokenizer.json"))
+        settings = {"chat_template": TEMPLATE, "eos_token": SPECIAL[0], "tokenizer_class": "PreTrainedTokenizerFast"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        # Louder than usual, so that the text wanders instead of saying one token for ever.
+        tensors = {name: tensor if "norm" in name else tensor * 4 for name, tensor in random_tensors(load_config(folder), seed)}
+        save_file(tensors, folder / "model.safetensors")
+    except OSError as error:
+        raise CacheError(f"cannot write the tiny target to {folder} ({error}): choose another --out") from error
+    return folder
