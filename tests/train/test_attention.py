@@ -1,0 +1,160 @@
+"""Three ways of attending over packed blocks: equal to each other, and blind to what a block must not see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.draft.checkpoint import DFlashConfig, new_config
+from paceline.errors import ConfigError
+from paceline.train.attention import WAYS, Layout, make_attention
+
+# On CPU flex attention is spelt out instead of compiled, which is what the test wants.
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+
+HEADS, KV_HEADS, HEAD_DIM, SIZE = 4, 2, 8, 4
+CONTEXTS = (9, 5, 14)
+ANCHORS = ([3, 9, 5], [5], [14, 1, 8, 11])  # in no order, an anchor at 1, two that overlap, contexts that end at the last
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "sliding-both-ways": {"is_causal": False, "sliding_window": 5, "use_sliding_window": True},
+    "sliding-causal": {"is_causal": True, "sliding_window": 5, "use_sliding_window": True},
+    "narrower-than-block": {"is_causal": False, "sliding_window": 2, "use_sliding_window": True},
+}
+
+
+def config_of(kind: str) -> DFlashConfig:
+    keys = dict(KINDS[kind])
+    if "sliding_window" in keys:
+        keys["layer_types"] = ["sliding_attention"]
+    raw = new_config(HEADS * HEAD_DIM, 11, 6, num_layers=1, head_dim=HEAD_DIM, block_size=SIZE, **keys)
+    return DFlashConfig.from_json(raw | {"num_key_value_heads": KV_HEADS})
+
+
+def layout_of() -> Layout:
+    return Layout(CONTEXTS, tuple(torch.tensor(each) for each in ANCHORS), SIZE)
+
+
+def inputs(seed: int = 0) -> list[Tensor]:
+    """Query, own key and value, context key and value."""
+    generator = torch.Generator().manual_seed(seed)
+    slots, context = sum(map(len, ANCHORS)) * SIZE, sum(CONTEXTS)
+    shapes = [(slots, HEADS), (slots, KV_HEADS), (slots, KV_HEADS), (context, KV_HEADS), (context, KV_HEADS)]
+    return [torch.randn(*shape, HEAD_DIM, generator=generator).requires_grad_() for shape in shapes]
+
+
+def attended(way: str, kind: str, tensors: list[Tensor]) -> Tensor:
+    query, own_key, own_value, context_key, context_value = tensors
+    attend = make_attention(way, config_of(kind), layout_of(), torch.float32)
+    return attend(0, query, (own_key, own_value), (context_key, context_value))
+
+
+def rotated(heads_HD: Tensor, position: int) -> Tensor:
+    half = HEAD_DIM // 2
+    angle = position / 10000.0 ** (torch.arange(half) / half)
+    first, second = heads_HD[..., :half], heads_HD[..., half:]
+    return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1)
+
+
+def slot_by_slot(kind: str, tensors: list[Tensor]) -> Tensor:
+    """The definition: each slot looks at a list of keys chosen one by one."""
+    query, own_key, own_value, context_key, context_value = tensors
+    keys, out, block, begin = KINDS[kind], [], 0, 0
+    window, is_causal = keys.get("sliding_window", 10**9), keys.get("is_causal", False)
+    for length, anchors in zip(CONTEXTS, ANCHORS, strict=True):
+        for anchor in anchors:
+            for slot in range(SIZE):
+                at = anchor + slot
+                seen = [
+                    (rotated(context_key[begin + place], place), context_value[begin + place])
+                    for place in range(length)
+                    if place < anchor and at - place < window
+                ]
+                seen += [
+                    (rotated(own_key[block * SIZE + other], anchor + other), own_value[block * SIZE + other])
+                    for other in range(SIZE)
+                    if abs(other - slot) < window and not (is_causal and other > slot)
+                ]
+                key, value = (torch.stack(part).repeat_interleave(HEADS // KV_HEADS, dim=1) for part in zip(*seen, strict=True))
+                scores = torch.einsum("hd,nhd->hn", rotated(query[block * SIZE + slot], at), key) / HEAD_DIM**0.5
+                out.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), value).flatten())
+            block += 1
+        begin += length
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_equals_the_definition(way: str, kind: str) -> None:
+    tensors = inputs()
+    with torch.no_grad():
+        torch.testing.assert_close(attended(way, kind, tensors), slot_by_slot(kind, tensors), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["split", "sdpa"])  # flex has no backward without its kernel
+def test_gradients_equal_the_definition(way: str, kind: str) -> None:
+    tensors = inputs()
+    expected = slot_by_slot(kind, tensors)
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5))
+    wanted = torch.autograd.grad(expected, tensors, upstream)
+    found = torch.autograd.grad(attended(way, kind, tensors), tensors, upstream)
+    for own, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own, theirs, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_block_sees_neither_other_blocks_nor_documents_nor_what_follows(way: str, kind: str) -> None:
+    tensors = [each.detach() for each in inputs()]
+    before = attended(way, kind, tensors).unflatten(0, (-1, SIZE))
+    others = [each.detach() for each in inputs(seed=1)]
+    block = begin = 0
+    for length, anchors in zip(CONTEXTS, ANCHORS, strict=True):
+        for anchor in anchors:
+            changed = [each.clone() for each in others]
+            mine, seen = slice(block * SIZE, (block + 1) * SIZE), slice(begin, begin + min(anchor, length))
+            for tensor, original in zip(changed[:3], tensors[:3], strict=True):
+                tensor[mine] = original[mine]
+            for tensor, original in zip(changed[3:], tensors[3:], strict=True):
+                tensor[seen] = original[seen]
+            after = attended(way, kind, changed).unflatten(0, (-1, SIZE))
+            torch.testing.assert_close(after[block], before[block], atol=1e-6, rtol=1e-6)
+            if "sliding_window" not in KINDS[kind]:  # and it does see the last position before its anchor
+                changed[4][begin + min(anchor, length) - 1] += 1.0
+                again = attended(way, kind, changed).unflatten(0, (-1, SIZE))
+                assert (again[block] - before[block]).abs().amax(-1).min() > 1e-3
+            block += 1
+        begin += length
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_causal_slots_do_not_see_later_ones(way: str) -> None:
+    tensors = [each.detach() for each in inputs()]
+    before = attended(way, "causal", tensors).unflatten(0, (-1, SIZE))
+    for tensor in tensors[1:3]:
+        tensor.unflatten(0, (-1, SIZE))[:, 2:] += 1.0
+    after = attended(way, "causal", tensors).unflatten(0, (-1, SIZE))
+    torch.testing.assert_close(after[:, :2], before[:, :2], atol=1e-6, rtol=1e-6)
+    assert (after[:, 2:] - before[:, 2:]).abs().amax(-1).min() > 1e-3
+
+
+def test_layers_of_different_kinds_get_their_own_masks() -> None:
+    raw = new_config(HEADS * HEAD_DIM, 11, 6, num_layers=2, head_dim=HEAD_DIM, block_size=SIZE, sliding_window=5)
+    raw |= {"layer_types": ["full_attention", "sliding_attention"], "num_key_value_heads": KV_HEADS, "use_sliding_window": True}
+    query, own_key, own_value, context_key, context_value = tensors = inputs()
+    for way in ("split", "sdpa"):
+        attend = make_attention(way, DFlashConfig.from_json(raw), layout_of(), torch.float32)
+        outs = [attend(layer, query, (own_key, own_value), (context_key, context_value)) for layer in (0, 1)]
+        torch.testing.assert_close(outs[0], attended(way, "full", tensors))
+        torch.testing.assert_close(outs[1], attended(way, "sliding-causal", tensors))
+
+
+def test_auto_is_split_without_a_gpu_and_unknown_names_are_refused() -> None:
+    assert type(make_attention("auto", config_of("full"), layout_of(), torch.float32)) is WAYS["split"]
+    with pytest.raises(ConfigError, match="attention must be auto, split, sdpa, flex, not 'fast'"):
+        make_attention("fast", config_of("full"), layout_of(), torch.float32)
