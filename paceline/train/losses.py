@@ -294,9 +294,9 @@ def default_gamma(block_size: int) -> float:
 
 
 def _measure(logits_RV: Tensor, label_R1: Tensor, valid_AK: Tensor) -> SlotMetrics:
-    """Rank of each label among the logits: 0 is the most likely."""
+    """Whether each label would be drafted, of several equal logits (frequent in bfloat16) as drafting chooses, or comes near."""
     rank_AK = _count(logits_RV > logits_RV.gather(1, label_R1)).view(valid_AK.shape)
-    first_AK = (rank_AK == 0) & valid_AK
+    first_AK = (logits_RV.max(-1).indices == label_R1[:, 0]).view(valid_AK.shape) & valid_AK
     near_AK = (rank_AK < NUM_RECALLED) & valid_AK
     standing_AK = first_AK.cumprod(dim=1)
     return SlotMetrics(0.0, *(each.sum(0).double().cpu() for each in (valid_AK, first_AK, near_AK, standing_AK)))
