@@ -75,7 +75,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A side, ready to train; `paceline.train.step_bench` builds objects with these attributes."""
+    """A side, ready to train."""
 
     parameters: list[Tensor]
     """The trainable ones; they hold their gradients after forward_backward."""

@@ -48,12 +48,10 @@ SIDES = ("paceline", "specforge", "speculators")
 
 
 def ours(settings: Settings, batch: Batch) -> dict[str, Callable[[], Step]]:
-    """`paceline.train.step_bench.ways(settings, batch)`: like the peers' functions, by name what builds a Step."""
-    try:
-        from paceline.train import step_bench
-    except ImportError as error:
-        raise SystemExit(f"this side needs paceline.train.step_bench in the environment: {error}") from error
-    return step_bench.ways(settings, batch)
+    """Imported only here: the peers' environments have no paceline."""
+    from train_step_ours import paceline
+
+    return paceline(settings, batch)
 
 
 def seconds(run: Callable[[], tuple[float, int]], repeats: int, device: str) -> list[float]:

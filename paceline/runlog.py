@@ -46,9 +46,11 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """Continue a run: its metrics go on where they ended. Raises CacheError when there is none."""
+        """Continue a run: its metrics go on where they ended, a last line cut short by a crash is dropped. Raises CacheError
+        when there is none."""
         if not (Path(path) / "config.json").is_file():
             raise CacheError(f"{path} is not a run folder (no config.json): check the path")
+        _drop_cut_line(Path(path) / "metrics.jsonl")
         return cls(Path(path))
 
     def log(self, **figures: Any) -> None:
@@ -60,7 +62,7 @@ class RunFolder:
     def metrics(self) -> list[dict[str, Any]]:
         """All lines logged so far; a last line cut short by a crash is left out."""
         file = self.path / "metrics.jsonl"
-        lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else [""]
+        lines = file.read_bytes().split(b"\n") if file.exists() else [b""]
         return [json.loads(line) for line in lines[:-1]]
 
     def report(self, markdown: str) -> Path:
@@ -75,6 +77,14 @@ class RunFolder:
         path = self.path / name
         write_whole(path, text)
         return path
+
+
+def _drop_cut_line(file: Path) -> None:
+    with _writing(file):
+        data = file.read_bytes() if file.exists() else b""
+        whole = data.rfind(b"\n") + 1
+        if whole != len(data):
+            os.truncate(file, whole)
 
 
 def write_whole(path: Path, text: str) -> None:

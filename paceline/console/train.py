@@ -45,6 +45,7 @@ from paceline.train.loop import TrainConfig, Trainer
 from paceline.train.losses import Head
 from paceline.train.ranks import Ranks
 from paceline.train.regenerate import RegenerateConfig
+from paceline.train.scaling import ScaledFeatures, begin_without_mean, measure_scale, train_in_scaled_units
 from paceline.train.served import serve_heldout
 from paceline.train.start import DrafterShape, head_weight, network_for, scale_first_logits
 from paceline.train.tiny import write_tiny_target
@@ -213,18 +214,23 @@ def _train(
     embedding_VD = target.embed(torch.arange(target.vocab_size, device=target.device)).clone()
     features_of = partial(_features, ask, target, config, ranks=ranks, wait=wait)
     features = features_of(corpus.train, "features")
+    scale_F, mean_F = measure_scale(features, corpus.train)
+    train_in_scaled_units(network, scale_F)
+    if ask.init is None and ask.shape.start == "random":
+        begin_without_mean(network, mean_F)
     machine = this_machine(str(target.device).partition(":")[0])
     trainer = Trainer(
-        network, raw, corpus, features, embedding_VD, head, ask.config,
+        network, raw, corpus, ScaledFeatures(features, scale_F), embedding_VD, head, ask.config,
         folder=ask.out / "checkpoints",
         peak_flops=machine.flops_per_s.get("bfloat16" if ask.config.autocast else "float32"),
         ranks=ranks,
     )  # fmt: skip
     if corpus.heldout:
-        trainer.heldout["heldout"] = (corpus.heldout, features_of(corpus.heldout, "features-heldout"))
+        heldout = ScaledFeatures(features_of(corpus.heldout, "features-heldout"), scale_F)
+        trainer.heldout["heldout"] = (corpus.heldout, heldout)
     if ood is not None:
         others = read_corpus([ood], ask.max_len, 0.0).train[:MAX_HELDOUT]
-        trainer.heldout["ood"] = (others, features_of(others, "features-ood"))
+        trainer.heldout["ood"] = (others, ScaledFeatures(features_of(others, "features-ood"), scale_F))
     if not trainer.resume() and ask.init is None:
         scale_first_logits(network, trainer.first_hidden(), head)
     if loss.vocab and trainer.vocabulary is None:

@@ -91,6 +91,17 @@ def _answers(sources: Iterable[Path]) -> Iterator[Answer]:
         yield from AnswerShards(source) if source.is_dir() else read_answers(source)
 
 
+def check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
+    """Raises PromptError naming a document with a token id that the target does not have."""
+    for document in (*corpus.train, *corpus.heldout):
+        low, high = int(document.tokens.min()), int(document.tokens.max())
+        if low < 0 or high >= vocab_size:
+            raise PromptError(
+                f"answer {document.key} holds token {low if low < 0 else high}, the target has {vocab_size} tokens: another "
+                "model wrote these answers; regenerate them with this target"
+            )
+
+
 def prompt_of(key: str) -> str:
     """A conversation's key without its temperature: answers to one prompt stay on one side."""
     return key.rsplit("@", 1)[0]
@@ -159,11 +170,16 @@ class StepPlanner:
     def __init__(self, documents: list[Document], *, blocks_per_step: int, anchors: int, block_size: int, seed: int) -> None:
         self.documents = documents
         self._blocks_per_step, self._anchors, self._block_size, self._seed = blocks_per_step, anchors, block_size, seed
-        self.blocks_per_epoch = sum(min(anchors, document.num_anchors) for document in documents)
+        self.steps_per_epoch = max(1.0, self._count_steps())
+        """How many steps see every document once; a document that a step has no room for whole gives fewer blocks."""
 
-    @property
-    def steps_per_epoch(self) -> float:
-        return max(1.0, self.blocks_per_epoch / self._blocks_per_step)
+    def _count_steps(self) -> float:
+        num_steps = num_blocks = 0
+        for number in epoch_order(len(self.documents), self._seed, 0):
+            num_blocks += min(self._anchors, self._blocks_per_step - num_blocks, self.documents[number].num_anchors)
+            if num_blocks == self._blocks_per_step:
+                num_steps, num_blocks = num_steps + 1, 0
+        return num_steps + num_blocks / self._blocks_per_step
 
     def step(self, place: Place) -> tuple[list[tuple[int, NDArray[np.int64]]], int, Place]:
         """(document number, its anchors) of one step, the number of valid slots in it, and where the next one begins."""

@@ -176,13 +176,7 @@ class Trainer:
         began, state, config = time.perf_counter(), self.state, self.config
         chosen, num_slots, after = self.planner.step(state.place)
         head = self._step_head(chosen)
-        metrics, loss = SlotMetrics.zero(self.network.config.block_size - 1), 0.0
-        groups = split_into_packs(chosen[self.ranks.rank :: self.ranks.world], config.blocks_per_pack)
-        for number, group in enumerate(groups):
-            loss_scalar, measured = self.pack_loss(self.packer.pack(group), head, num_slots, is_measured=number == 0)
-            loss_scalar.backward()
-            loss += float(loss_scalar.detach())
-            metrics.add(measured)
+        loss, metrics = self.forward_backward(chosen[self.ranks.rank :: self.ranks.world], num_slots, head)
         loss, metrics = self._sum_over_ranks(loss, metrics)
         norm = float(torch.nn.utils.clip_grad_norm_(self.network.parameters(), config.optim.clip))
         self._check_finite(loss, norm, chosen)
@@ -214,6 +208,16 @@ class Trainer:
             "flops_share": flops / (self.peak_flops * self.ranks.world) if self.peak_flops else None,
             "seconds": round(self.state.seconds, 3),
         }
+
+    def forward_backward(self, chosen: list[Chosen], num_slots: int, head: Head) -> tuple[float, SlotMetrics]:
+        """Add the gradients of these blocks, pack by pack, as part of a step of `num_slots` slots; their share of its loss."""
+        metrics, loss = SlotMetrics.zero(self.network.config.block_size - 1), 0.0
+        for number, group in enumerate(split_into_packs(chosen, self.config.blocks_per_pack)):
+            scalar, measured = self.pack_loss(self.packer.pack(group), head, num_slots, is_measured=number == 0)
+            scalar.backward()
+            loss += float(scalar.detach())
+            metrics.add(measured)
+        return loss, metrics
 
     def pack_loss(self, pack: Pack, head: Head, num_slots: float, is_measured: bool = True) -> tuple[Tensor, SlotMetrics]:
         """Loss of one pack as its share of a step of `num_slots` slots, and its metrics."""

@@ -16,7 +16,9 @@ WARM_UP_SHARE = 0.04
 LAST_SHARE = 0.05
 """The cosine ends at this share of the peak."""
 VECTOR_BOOST = 3.0
-"""Norm weights learn this times as fast: few, and the scale of the logits hangs on one of them."""
+"""Norm weights learn this times as fast: they are few."""
+FINAL_NORM, FINAL_BOOST = "norm.weight", 10.0
+"""The scale of all logits: it begins small, so that the first loss is, and has far to go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +44,22 @@ class Optimisers:
     """All parameters of a network under one or two optimisers, driven by one learning rate."""
 
     def __init__(self, network: nn.Module, config: OptimConfig) -> None:
-        matrices = [parameter for parameter in network.parameters() if parameter.ndim == 2]
-        vectors = [parameter for parameter in network.parameters() if parameter.ndim != 2]
+        named = list(network.named_parameters())
+        matrices = [parameter for _, parameter in named if parameter.ndim == 2]
+        vectors = [parameter for name, parameter in named if parameter.ndim != 2 and name != FINAL_NORM]
+        final = [parameter for name, parameter in named if name == FINAL_NORM]
         adam = {"betas": (0.9, config.beta2), "lr": config.lr}
-        vector_group = {"params": vectors, "boost": VECTOR_BOOST, "weight_decay": 0.0}
+        vector_groups = [
+            {"params": vectors, "boost": VECTOR_BOOST, "weight_decay": 0.0},
+            {"params": final, "boost": FINAL_BOOST, "weight_decay": 0.0},
+        ]
         matrix_group = {"params": matrices, "boost": 1.0, "weight_decay": config.weight_decay}
         if config.name == "muon":
             muon = torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
             muon.param_groups[0]["boost"] = 1.0
-            self.every: list[torch.optim.Optimizer] = [muon, torch.optim.AdamW([vector_group], **adam)]
+            self.every: list[torch.optim.Optimizer] = [muon, torch.optim.AdamW(vector_groups, **adam)]
         else:
-            self.every = [torch.optim.AdamW([matrix_group, vector_group], **adam)]
+            self.every = [torch.optim.AdamW([matrix_group, *vector_groups], **adam)]
         self._lr = config.lr
 
     def step(self, lr_share: float) -> float:
