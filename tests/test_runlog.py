@@ -39,6 +39,21 @@ def test_metrics_grow_and_survive_a_crash(tmp_path: Path) -> None:
     assert RunFolder.create("train", {}, run.path).metrics() == []
 
 
+def test_a_run_continued_after_a_crash_drops_the_cut_line(tmp_path: Path) -> None:
+    run = RunFolder.create("train", {}, tmp_path / "run")
+    run.log(step=1)
+    for cut in (b'{"step": 2, "lo', '{"text": "né'.encode()[:-1]):
+        with (run.path / "metrics.jsonl").open("ab") as metrics:
+            metrics.write(cut)
+        assert run.metrics()[-1]["step"] in (1, 2)
+        RunFolder.open(run.path).log(step=2)
+    assert run.metrics() == [{"step": 1}, {"step": 2}, {"step": 2}]
+    (run.path / "metrics.jsonl").write_text('{"step"')
+    assert RunFolder.open(run.path).metrics() == []
+    (run.path / "metrics.jsonl").unlink()
+    assert RunFolder.open(run.path).metrics() == []
+
+
 def test_writes_are_whole_and_leave_nothing_behind(tmp_path: Path) -> None:
     run = RunFolder.create("bench", {}, tmp_path / "run")
     run.report("# one\n")
