@@ -1,0 +1,163 @@
+"""Hidden states for training: computed or kept, the same; and a disk that is too small, full or damaged."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_training import HIDDEN, documents, tiny_decoder
+
+from paceline.errors import CacheError
+from paceline.model.target import ForwardBatch
+from paceline.train import features as module
+from paceline.train.features import OnlineFeatures, cache_features, check_room, fingerprint, num_feature_bytes
+from paceline.train.ranks import Ranks
+
+TAPS = (0, 2)
+Usage = namedtuple("Usage", ["total", "used", "free"])
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DOCUMENTS_PER_SHARD", 4)
+
+
+@pytest.mark.parametrize("needs_final", [False, True])
+@pytest.mark.parametrize("taps", [TAPS, (1, 3)])
+def test_kept_ones_equal_computed_ones(tmp_path: Path, taps: tuple[int, ...], needs_final: bool) -> None:
+    target, docs = tiny_decoder(), documents()
+    online = OnlineFeatures(target, docs, taps, needs_final)
+    kept = cache_features(tmp_path / "features", target, docs, taps, needs_final=needs_final)
+    for number in (9, 0, 3, 4, 8):
+        own, read = online.of(number), kept.of(number)
+        assert own.taps_SF.shape == (len(docs[number]), len(taps) * HIDDEN)
+        assert torch.equal(read.taps_SF, own.taps_SF)
+        assert (read.final_SD is None) == (own.final_SD is None) == (not needs_final)
+        if own.final_SD is not None and read.final_SD is not None:
+            assert torch.equal(read.final_SD, own.final_SD)
+    assert target.cache.allocate() is not None, "rows are given back"
+
+
+@pytest.mark.parametrize("taps", [TAPS, (1, 3)])
+@torch.inference_mode()
+def test_final_states_are_what_the_head_reads(taps: tuple[int, ...]) -> None:
+    """Through the head they are the target's own logits, position by position; the taps are what decoding observes."""
+    target, docs = tiny_decoder(), documents()
+    features = OnlineFeatures(target, docs, taps, needs_final=True).of(5)
+    twin = tiny_decoder()
+    twin.set_taps(taps)
+    row = twin.cache.allocate()
+    assert row is not None and features.final_SD is not None
+    out = twin.forward(ForwardBatch([row], [0], [len(docs[5])], docs[5].tokens.tolist()))
+    assert out.logits_TV is not None and out.taps_TF is not None
+    logits = target.head(features.final_SD)
+    torch.testing.assert_close(logits, out.logits_TV)
+    assert logits.argmax(-1).tolist() == out.logits_TV.argmax(-1).tolist()
+    torch.testing.assert_close(features.taps_SF, out.taps_TF)
+
+
+def test_online_features_can_be_learned_from() -> None:
+    """They come out of inference mode; a drafter's backward must be able to keep them."""
+    weight = torch.randn(len(TAPS) * HIDDEN, 3, requires_grad=True)
+    taps = OnlineFeatures(tiny_decoder(), documents(), TAPS, needs_final=False)
+    (torch.cat([taps.of(0).taps_SF, taps.of(1).taps_SF]) @ weight).sum().backward()
+    assert weight.grad is not None
+
+
+def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    docs, calls = documents(), []
+    cache_features(tmp_path, tiny_decoder(), docs, TAPS)
+    wanted = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert sorted(wanted) == [f"shard-{number:05d}.safetensors" for number in range(3)]
+    (tmp_path / "shard-00001.safetensors").unlink()
+    (tmp_path / "shard-00001.part").write_bytes(b"cut short")
+    target = tiny_decoder()
+    forward = target.forward
+    target.forward = lambda batch: (calls.append(batch), forward(batch))[1]  # type: ignore[method-assign]
+    heard: list[int] = []
+    cache_features(tmp_path, target, docs, TAPS, on_document=lambda: heard.append(1))
+    assert len(calls) == 4 and len(heard) == 10
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == wanted
+
+
+def test_processes_write_shards_of_their_own(tmp_path: Path) -> None:
+    docs = documents()
+    for rank in (0, 1):
+        cache_features(tmp_path, tiny_decoder(), docs, TAPS, ranks=Ranks(rank, 2))
+        assert len(list(tmp_path.iterdir())) == (2, 3)[rank]
+    online = OnlineFeatures(tiny_decoder(), docs, TAPS, needs_final=False)
+    kept = cache_features(tmp_path, tiny_decoder(), docs, TAPS, ranks=Ranks(0, 2))
+    assert all(torch.equal(kept.of(number).taps_SF, online.of(number).taps_SF) for number in range(10))
+
+
+def test_the_size_is_known_beforehand(tmp_path: Path) -> None:
+    target, docs = tiny_decoder(), documents()
+    wanted = num_feature_bytes(docs, target, TAPS, needs_final=True)
+    assert wanted == sum(len(one) for one in docs) * 3 * HIDDEN * 4
+    cache_features(tmp_path, target, docs, TAPS, needs_final=True)
+    written = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert wanted <= written < wanted + 3 * 1000
+
+
+def test_a_small_disk_is_refused_before_anything_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10_000_000, 9_490_000, 510_000))
+    target, docs = tiny_decoder(), documents()
+    with pytest.raises(CacheError, match="features need 0.0 GB in .*: use --features online, fewer prompts, or another --out"):
+        cache_features(tmp_path / "new" / "features", target, docs, TAPS)
+    assert not target.tap_layers and not (tmp_path / "new").exists()
+    check_room(tmp_path / "new", 10_000)
+    with pytest.raises(CacheError):
+        check_room(tmp_path / "new", 10_001)
+
+
+def test_what_is_there_needs_no_more_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache_features(tmp_path, tiny_decoder(), documents(), TAPS)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10_000_000, 9_500_000, 500_000))
+    cache_features(tmp_path, tiny_decoder(), documents(), TAPS)
+
+
+def test_a_disk_that_fills_up_leaves_whole_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Path] = []
+
+    def save(tensors: Any, path: Path) -> None:
+        if written:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        written.append(path)
+        save_file(tensors, path)
+
+    save_file = module.save_file
+    monkeypatch.setattr(module, "save_file", save)
+    with pytest.raises(CacheError, match="shard-00001.*No space left.*free space and run again, what is written stays"):
+        cache_features(tmp_path, tiny_decoder(), documents(), TAPS)
+    assert [path.name for path in tmp_path.iterdir()] == ["shard-00000.safetensors"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "missing"])
+def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
+    kept = cache_features(tmp_path, tiny_decoder(), documents(), TAPS)
+    shard = tmp_path / "shard-00001.safetensors"
+    shard.write_bytes({"truncated": shard.read_bytes()[:-100], "garbage": b"\xff" * 100, "missing": b""}[damage])
+    if damage == "missing":
+        shard.unlink()
+    assert kept.of(3).taps_SF.isfinite().all()
+    with pytest.raises(CacheError, match="shard-00001.safetensors cannot be read .*: delete the folder to have it made again"):
+        kept.of(4)
+
+
+def test_the_fingerprint_names_all_that_decides_the_contents() -> None:
+    docs = documents()
+    cases = [
+        fingerprint("a", torch.float32, docs, TAPS, False),
+        fingerprint("b", torch.float32, docs, TAPS, False),
+        fingerprint("a", torch.bfloat16, docs, TAPS, False),
+        fingerprint("a", torch.float32, docs[1:], TAPS, False),
+        fingerprint("a", torch.float32, docs[::-1], TAPS, False),
+        fingerprint("a", torch.float32, docs, (0, 1), False),
+        fingerprint("a", torch.float32, docs, TAPS, True),
+    ]
+    assert len(set(cases)) == len(cases) and cases[0] == fingerprint("a", torch.float32, documents(), TAPS, False)
