@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.draft.checkpoint import read_checkpoint, write_checkpoint
-from paceline.errors import CacheError, ConfigError
+from paceline.errors import CacheError, ConfigError, PacelineError
 from paceline.runlog import plain, write_whole
 from paceline.train.optim import Optimisers
 
@@ -37,18 +37,20 @@ class Checkpoint:
     """step, place in the data, seconds so far, config, counts."""
 
     def network_tensors(self) -> dict[str, Tensor]:
-        _, tensors = read_checkpoint(self.folder)
+        """The weights. Raises CacheError when they cannot be read."""
+        try:
+            _, tensors = read_checkpoint(self.folder)
+        except PacelineError as error:
+            raise CacheError(f"{self.folder} cannot be read ({error}): delete {self.folder.parent} to start again") from error
         return tensors
 
     def restore(self, optimisers: Optimisers) -> None:
-        """Fill the optimisers' state; they must have taken no step yet."""
+        """Fill the optimisers' state; they must have taken no step yet. Raises CacheError when it cannot be read."""
         try:
             stored = load_file(self.folder / "optimiser.safetensors")
         except (OSError, SafetensorError) as error:
-            raise CacheError(f"{self.folder} cannot be read ({error}): delete it to start again") from error
-        for name, state in optimisers.states():
-            prefix = f"{name}."
-            state.update({key.removeprefix(prefix): tensor for key, tensor in stored.items() if key.startswith(prefix)})
+            raise CacheError(f"{self.folder} cannot be read ({error}): delete {self.folder.parent} to start again") from error
+        optimisers.fill(stored)
 
 
 def save_checkpoint(
@@ -56,12 +58,16 @@ def save_checkpoint(
 ) -> Path:
     """Write checkpoint `step-N`, make it the newest, drop older ones. Raises CacheError; the newest one then stays."""
     newest = folder / f"step-{trainer['step']:06d}"
+    described = json.dumps(plain(trainer), indent=1) + "\n"
+    if _newest_name(folder) == newest.name and (newest / "trainer.json").read_text(encoding="utf-8") == described:
+        return newest  # the same step of the same run: to replace it would leave a moment without any
     scratch = folder / f".{newest.name}"
     try:
-        shutil.rmtree(scratch, ignore_errors=True)
+        for left in folder.glob(".*step-*"):  # of a run killed while it wrote
+            shutil.rmtree(left, ignore_errors=True)
         write_checkpoint(scratch, raw, tensors)
         save_file(optimisers, scratch / "optimiser.safetensors")
-        (scratch / "trainer.json").write_text(json.dumps(plain(trainer), indent=1) + "\n", encoding="utf-8")
+        (scratch / "trainer.json").write_text(described, encoding="utf-8")
         shutil.rmtree(newest, ignore_errors=True)
         scratch.rename(newest)
     except (OSError, SafetensorError) as error:
@@ -89,15 +95,20 @@ def optimiser_tensors(optimisers: Optimisers) -> dict[str, Tensor]:
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
     """The newest whole checkpoint of a run, or None when it has none. Raises CacheError when it cannot be read."""
-    pointer = folder / LATEST
-    if not pointer.exists():
+    name = _newest_name(folder)
+    if name is None:
         return None
-    newest = folder / pointer.read_text(encoding="utf-8").strip()
+    newest = folder / name
     try:
         trainer = json.loads((newest / "trainer.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CacheError(f"{newest} is not a whole checkpoint ({error}): delete {folder} to start again") from error
     return Checkpoint(newest, trainer)
+
+
+def _newest_name(folder: Path) -> str | None:
+    pointer = folder / LATEST
+    return pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
 
 
 def check_same_config(ours: dict[str, Any], theirs: dict[str, Any], folder: Path) -> None:

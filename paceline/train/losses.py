@@ -294,7 +294,7 @@ def default_gamma(block_size: int) -> float:
 
 
 def _measure(logits_RV: Tensor, label_R1: Tensor, valid_AK: Tensor) -> SlotMetrics:
-    """Whether each label would be drafted, of several equal logits (frequent in bfloat16) as drafting chooses, or comes near."""
+    """Whether each label would be drafted (of equal logits, frequent in bfloat16, drafting takes one), or comes near."""
     rank_AK = _count(logits_RV > logits_RV.gather(1, label_R1)).view(valid_AK.shape)
     first_AK = (logits_RV.max(-1).indices == label_R1[:, 0]).view(valid_AK.shape) & valid_AK
     near_AK = (rank_AK < NUM_RECALLED) & valid_AK

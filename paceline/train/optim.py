@@ -73,10 +73,21 @@ class Optimisers:
 
     def states(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         """(name of optimiser and parameter number, its state tensors), in a fixed order; created by the first step."""
+        for name, _, state in self._each():
+            yield name, state
+
+    def fill(self, stored: dict[str, torch.Tensor]) -> None:
+        """Take up states kept as `name.key`: moments go where their parameter is, the count of steps stays on the CPU."""
+        for name, parameter, state in self._each():
+            for key, tensor in stored.items():
+                if key.startswith(f"{name}."):
+                    state[key.removeprefix(f"{name}.")] = tensor if tensor.ndim == 0 else tensor.to(parameter.device)
+
+    def _each(self) -> Iterator[tuple[str, torch.Tensor, dict[str, torch.Tensor]]]:
         for number, optimiser in enumerate(self.every):
             parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
             for index, parameter in enumerate(parameters):
-                yield f"{number}.{index}", optimiser.state[parameter]
+                yield f"{number}.{index}", parameter, optimiser.state[parameter]
 
 
 def learning_rate_share(progress: float) -> float:

@@ -148,7 +148,7 @@ def scale_first_logits(network: DFlashNetwork, hidden_TD: Tensor, head: Head) ->
     return factor
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference mode: kl and lk keep this matrix for their backward
 def head_weight(target: Target) -> Tensor:
     """The target's head as a matrix [V, D]: what it makes of the unit vectors. Raises ConfigError for a head that is none."""
     eye = torch.eye(target.hidden_size, dtype=target.dtype, device=target.device)

@@ -1,0 +1,201 @@
+"""Interrupted and resumed: the same losses; and checkpoints that are damaged, foreign, or do not fit on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_training import config, tiny_decoder, trainer
+
+from paceline.draft.dflash import DFlashDrafter
+from paceline.errors import CacheError, ConfigError, TrainingError
+from paceline.train import checkpoint as module
+from paceline.train.checkpoint import latest_checkpoint
+from paceline.train.loop import Step, Trainer
+from paceline.train.losses import LossConfig
+from paceline.train.optim import OptimConfig
+
+EVERY_STEP = -1.0
+"""Minutes between checkpoints, to have one after each step."""
+
+
+class Killed(Exception):
+    pass
+
+
+def run(one: Trainer, last: int | None = None) -> dict[int, float]:
+    """Objective by step; the run dies while it reports step `last`."""
+    objectives: dict[int, float] = {}
+
+    def hear(step: Step) -> None:
+        objectives[step.number] = step.figures["objective"]
+        if step.number == last:
+            raise Killed
+
+    with contextlib.suppress(Killed):
+        one.run(hear)
+    return objectives
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"optim": OptimConfig("muon", lr=3e-3)},
+        {"loss": LossConfig("d-pace", vocab=16)},
+        {"loss": LossConfig("lk-hybrid"), "autocast": True},
+        {"max_steps": None, "epochs": 2.5},
+    ],
+    ids=["adamw", "muon", "loss-vocabulary", "lk-hybrid-autocast", "epochs"],
+)
+def test_a_resumed_run_follows_the_uninterrupted_one(tmp_path: Path, changes: dict[str, Any]) -> None:
+    whole = trainer(tmp_path / "whole", config(**changes))
+    expected = run(whole)
+    found: dict[int, float] = {}
+    for last, starts_at in ((2, 0), (5, 1), (None, 4)):
+        part = trainer(tmp_path / "parts", config(**changes, checkpoint_minutes=EVERY_STEP))
+        assert part.resume() == bool(starts_at) and part.state.step == starts_at
+        found |= run(part, last)
+    assert found.keys() == expected.keys() and len(expected) >= 6
+    assert [found[step] for step in expected] == pytest.approx(list(expected.values()), rel=1e-5)
+    for name, tensor in part.network.state_dict().items():
+        torch.testing.assert_close(tensor, whole.network.state_dict()[name], atol=1e-6, rtol=1e-4)
+    assert replace(part.state, seconds=0.0) == replace(whole.state, seconds=0.0)
+    assert [path.name for path in (tmp_path / "parts").glob("*step-*")] == [f"step-{len(expected):06d}"], "older ones go"
+    over = trainer(tmp_path / "parts", config(**changes))
+    assert over.resume() and run(over) == {}, "a run that is over stays so"
+
+
+def test_every_checkpoint_is_a_drafter(tmp_path: Path) -> None:
+    one = trainer(tmp_path, config(max_steps=2))
+    run(one)
+    drafter = DFlashDrafter.from_folder(tmp_path / "step-000002")
+    for name, tensor in drafter.network.state_dict().items():
+        assert torch.equal(tensor, one.network.state_dict()[name]) and tensor.dtype is torch.float32
+    drafter.bind(tiny_decoder())
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"seed": 1}, "seed: 0 there, 1 now"),
+        ({"optim": OptimConfig(lr=1e-3)}, r"optim\.lr: 0.003 there, 0.001 now"),
+        ({"loss": LossConfig("d-pace"), "anchors": 4}, r"anchors: 3 there, 4 now; loss\.name: 'ce' there, 'd-pace' now"),
+        ({"max_steps": None}, "max_steps: 8 there, None now"),
+    ],
+)
+def test_other_settings_are_refused_and_shown(tmp_path: Path, changes: dict[str, Any], difference: str) -> None:
+    run(trainer(tmp_path, config(checkpoint_minutes=EVERY_STEP)), last=3)
+    with pytest.raises(
+        ConfigError, match=rf"begun with other settings \({difference}\): use the same, or another --out.*--init"
+    ):
+        trainer(tmp_path, config(**changes)).resume()
+
+
+def test_settings_that_decide_nothing_may_change(tmp_path: Path) -> None:
+    run(trainer(tmp_path, config(checkpoint_minutes=EVERY_STEP)), last=3)
+    assert trainer(tmp_path, config(checkpoint_minutes=7.0, heldout_every=3)).resume()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimiser.safetensors", "trainer.json", "config.json"])
+@pytest.mark.parametrize("kept", [0, 40])
+def test_a_cut_checkpoint_is_named_with_the_remedy(tmp_path: Path, file: str, kept: int) -> None:
+    run(trainer(tmp_path, config(checkpoint_minutes=EVERY_STEP)), last=3)
+    path = tmp_path / "step-000002" / file
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(CacheError, match=f"step-000002.*: delete {tmp_path} to start again"):
+        trainer(tmp_path, config()).resume()
+
+
+def test_a_pointer_to_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("step-000007\n")
+    with pytest.raises(CacheError, match="step-000007 is not a whole checkpoint"):
+        trainer(tmp_path, config()).resume()
+
+
+@pytest.mark.parametrize("fails", ["save_file", "write_checkpoint", "Path.rename"])
+def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = trainer(tmp_path, config(checkpoint_minutes=EVERY_STEP))
+    expected = run(trainer(tmp_path / "whole"))
+    run(one, last=4)
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "rename", refuse) if fails == "Path.rename" else full.setattr(module, fails, refuse)
+        with pytest.raises(CacheError, match=r"step-000005 cannot be written \(.*No space left.*free space and run the same"):
+            one.run()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000003", "whole"]
+    again = trainer(tmp_path, config())
+    assert again.resume() and again.state.step == 3
+    rest = run(again)
+    assert list(rest.values()) == pytest.approx([expected[step] for step in rest], rel=1e-5)
+
+
+def test_what_a_kill_while_writing_leaves_is_cleared_away(tmp_path: Path) -> None:
+    for left in (".step-000004", "..step-000004-k3j2", "step-000009"):  # the last is whole, but was not yet the newest
+        (tmp_path / left).mkdir(parents=True)
+        (tmp_path / left / "model.safetensors").write_bytes(b"half")
+    one = trainer(tmp_path, config(max_steps=2))
+    assert not one.resume()
+    run(one)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000002"]
+
+
+def test_saving_the_newest_step_again_does_not_touch_it(tmp_path: Path) -> None:
+    one = trainer(tmp_path, config(max_steps=2))
+    run(one)
+    before = (tmp_path / "step-000002" / "model.safetensors").stat().st_ino
+    one.save()
+    assert (tmp_path / "step-000002" / "model.safetensors").stat().st_ino == before
+    other = trainer(tmp_path, config(max_steps=2, seed=5))  # not resumed: another run in the same folder
+    run(other)
+    stored = load_file(tmp_path / "step-000002" / "model.safetensors")
+    assert all(torch.equal(tensor, other.network.state_dict()[name]) for name, tensor in stored.items())
+
+
+def test_a_poisoned_document_stops_the_run_and_the_last_good_step_stands(tmp_path: Path) -> None:
+    """The step that meets it names documents and leaves weights, optimiser and place as they were before it."""
+    settings = config(blocks_per_step=3, max_steps=10)
+    healthy = trainer(tmp_path / "healthy", settings)
+    poisoned = int(healthy.planner.step(replace(healthy.state.place, index=4))[0][0][0])
+    one = trainer(tmp_path / "sick", settings, poisoned=poisoned)
+    heard: list[int] = []
+    with pytest.raises(TrainingError) as caught:
+        one.run(lambda step: heard.append(step.number))
+    assert heard == [1, 2, 3, 4]
+    message = str(caught.value)
+    assert "in step 5" in message and f"doc-{poisoned}@0/0" in message and "the checkpoint of step 4 stands in" in message
+    assert "\n" not in message
+    stored = latest_checkpoint(tmp_path / "sick")
+    assert stored is not None and stored.trainer["step"] == 4
+    assert all(tensor.isfinite().all() for tensor in stored.network_tensors().values())
+    assert all(tensor.isfinite().all() for tensor in load_file(stored.folder / "optimiser.safetensors").values())
+    (tmp_path / "sick").rename(tmp_path / "cured")
+    cured, expected = trainer(tmp_path / "cured", settings), run(healthy)
+    assert cured.resume()
+    rest = run(cured)
+    assert list(rest) == [5, 6, 7, 8, 9, 10]
+    assert list(rest.values()) == pytest.approx([expected[step] for step in rest], rel=1e-5)
+
+
+def test_a_first_step_that_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
+    one = trainer(tmp_path)
+    number = int(one.planner.step(one.state.place)[0][0][0])
+    with pytest.raises(TrainingError, match="in step 1 "):
+        trainer(tmp_path, poisoned=number).run()
+    assert not list(tmp_path.iterdir())
+
+
+def test_trainer_json_is_readable(tmp_path: Path) -> None:
+    run(trainer(tmp_path, config(max_steps=2)))
+    stored = json.loads((tmp_path / "step-000002" / "trainer.json").read_text())
+    assert stored["step"] == 2 == stored["state"]["step"] and stored["state"]["num_blocks"] == 16
+    assert stored["identity"]["optim"]["name"] == "adamw" and stored["identity"]["drafter"]["block_size"] == 4
