@@ -38,6 +38,8 @@ class Tracker:
             self._board = _tensorboard(self._run)
             if self._trainer.state.step:
                 say(f"going on after step {self._trainer.state.step}")
+                for figures in self._run.metrics():
+                    self._remember(figures)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -51,8 +53,7 @@ class Tracker:
             return
         figures = step.figures
         self._run.log(**figures)
-        seen = figures.get("heldout")
-        self.last = {"eal": (seen or figures)["eal"], "loss": (seen or figures)["loss"]} if seen or not self.last else self.last
+        self._remember(figures)
         text = f"step {step.number} loss {figures['loss']:.2f} eal {figures['eal']:.2f} {figures['blocks_per_s']:.0f} blocks/s"
         for name in ("heldout", "ood"):
             if name in figures:
@@ -61,6 +62,11 @@ class Tracker:
         if not self._console.is_terminal and (step.number % PLAIN_EVERY == 0 or "heldout" in figures):
             say(f"{text} ({self._trainer.progress:.0%})")
         self._to_board(step)
+
+    def _remember(self, figures: dict[str, Any]) -> None:
+        seen = figures.get("heldout", None if "heldout" in self._trainer.heldout else figures)
+        if seen:
+            self.last = {"eal": seen["eal"], "loss": seen["loss"]}
 
     def _to_board(self, step: Step) -> None:
         if self._board is None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.config import EngineConfig, resolve
 from paceline.console.regenerate import RegenerateAsk
@@ -29,10 +30,14 @@ from paceline.draft.registry import SHIPPED
 from paceline.engine.llm import LLM
 from paceline.errors import CacheError, ConfigError
 from paceline.hardware import this_machine
+from paceline.hub import resolve as resolve_model
 from paceline.model.load import load_target
 from paceline.model.target import Target
+from paceline.model.tokenizer import Tokenizer
+from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
-from paceline.train.dataset import Corpus, read_corpus
+from paceline.train.attention import WAYS
+from paceline.train.dataset import Corpus, Place, check_answers, check_vocabulary, labels_of, read_corpus
 from paceline.train.features import (
     FeatureSource,
     OnlineFeatures,
@@ -88,10 +93,13 @@ class TrainAsk:
             raise ConfigError(f"scale must be one of {', '.join(SCALES)}, not {self.scale!r}")
         if self.features not in ("auto", "online", "cached"):
             raise ConfigError(f"features must be auto, online or cached, not {self.features!r}")
+        if self.config.attention not in ("auto", *WAYS):
+            raise ConfigError(f"attention must be auto, {', '.join(WAYS)}, not {self.config.attention!r}")
 
 
 def train(ask: TrainAsk) -> dict[str, Any]:
     """Go through all stages; returns what --json prints. Raises the errors of its stages."""
+    _check_inputs(ask)
     ranks = Ranks.here()
     with _processes(ranks, ask.settings.get("device", "auto")) as wait:
         ask = _at_scale(ask, ranks)
@@ -102,6 +110,7 @@ def train(ask: TrainAsk) -> dict[str, Any]:
             _announce(corpus)
         run = _open_run(ask, ranks)
         target = _load_target(ask, ranks)
+        check_vocabulary(corpus, target.vocab_size)
         drafter, line = _train(ask, corpus, ood, target, run, ranks, wait)
         del target
         if ranks.is_first:
@@ -111,6 +120,16 @@ def train(ask: TrainAsk) -> dict[str, Any]:
             if ask.as_json:
                 print_json(line)
     return line
+
+
+def _check_inputs(ask: TrainAsk) -> None:
+    """What can be known to be wrong before hours are spent on it."""
+    _init_folder(ask)
+    for source in ask.ood:
+        read_prompts(source, ask.limit)
+    if ask.answers:
+        tokenizer = Tokenizer.from_path(resolve_model(ask.target)) if ask.scale == "default" else None
+        check_answers(ask.answers, tokenizer and tokenizer.decode)
 
 
 @contextlib.contextmanager
@@ -125,8 +144,12 @@ def _processes(ranks: Ranks, device: str) -> Iterator[Callable[[], None]]:
     if is_gpu:
         torch.cuda.set_device(ranks.local)
     dist.init_process_group("nccl" if is_gpu else "gloo", rank=ranks.rank, world_size=ranks.world)
+
+    def wait() -> None:
+        dist.barrier()
+
     try:
-        yield dist.barrier
+        yield wait
     finally:
         dist.destroy_process_group()
 
@@ -232,7 +255,8 @@ def _train(
         others = read_corpus([ood], ask.max_len, 0.0).train[:MAX_HELDOUT]
         trainer.heldout["ood"] = (others, ScaledFeatures(features_of(others, "features-ood"), scale_F))
     if not trainer.resume() and ask.init is None:
-        scale_first_logits(network, trainer.first_hidden(), head)
+        labels_T, valid_T = _first_labels(trainer)
+        scale_first_logits(network, trainer.first_hidden()[valid_T], head, labels_T[valid_T])
     if loss.vocab and trainer.vocabulary is None:
         say("note: the loss vocabulary has no effect: it is not smaller than the target's")
     with Tracker(run, trainer, ranks) as tracker:
@@ -242,6 +266,14 @@ def _train(
         write_checkpoint(folder, raw, {name: tensor.bfloat16() for name, tensor in network.state_dict().items()})
     last = tracker.last
     return folder, {"drafter": folder, "run": run.path, "steps": trainer.state.step, "blocks": trainer.state.num_blocks, **last}
+
+
+def _first_labels(trainer: Trainer) -> tuple[Tensor, Tensor]:
+    """Labels of the slots of `first_hidden`, and which of them are valid."""
+    chosen, _, _ = trainer.planner.step(Place())
+    number, anchors_A = chosen[0]
+    labels, valid = labels_of(trainer.corpus.train[number], anchors_A, trainer.network.config.block_size)
+    return torch.from_numpy(labels).flatten().to(trainer.device), torch.from_numpy(valid).flatten().to(trainer.device)
 
 
 def _init_folder(ask: TrainAsk) -> Path | None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from paceline.errors import PromptError
 from paceline.train.answers import Answer, AnswerShards, read_answers
 
+NUM_READ_BACK = 8
 MAX_PERIOD = 64
 """Longest loop, in tokens, that `loop_start` looks for."""
 
@@ -89,6 +91,20 @@ def _answers(sources: Iterable[Path]) -> Iterator[Answer]:
         if not source.exists():
             raise PromptError(f"there are no answers at {source}: make them with paceline regenerate")
         yield from AnswerShards(source) if source.is_dir() else read_answers(source)
+
+
+def check_answers(sources: Iterable[Path], decode: Callable[[list[int]], str] | None = None) -> None:
+    """Raises PromptError when a source is missing or empty, or when none of its first answers decodes to its own text."""
+    for source in sources:
+        first = list(islice(_answers([source]), NUM_READ_BACK))
+        if not first:
+            raise PromptError(f"there are no answers in {source}: make them with paceline regenerate")
+        spoken = [answer for answer in first if answer.text.strip()]
+        # A server's text may end before its tokens do, at a stop string.
+        if decode and spoken and not any(decode(each.answer_ids).strip().startswith(each.text.strip()) for each in spoken):
+            raise PromptError(
+                f"the answers in {source} are tokens of another tokenizer than the target's: regenerate them with this target"
+            )
 
 
 def check_vocabulary(corpus: Corpus, vocab_size: int) -> None:

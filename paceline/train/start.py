@@ -1,18 +1,20 @@
 """Where a drafter begins: its config for a target, and its first weights.
 
 `--init` continues a drafter. A new one has the target's own widths, heads and rope, and either random layers or copies of
-layers of the target (`start="target"`), which already know how to attend. The final norm is scaled so that the first logits
-deviate by about one: the first loss is then about log(vocabulary), not 30.
+layers of the target (`start="target"`), which already know how to attend. The final norm is scaled so that the first
+loss is about log(vocabulary), not 30.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from paceline.draft.checkpoint import DFlashConfig, check_fit, default_layer_ids, new_config, read_checkpoint
 from paceline.draft.dflash import DFlashNetwork
@@ -24,6 +26,10 @@ from paceline.model.target import Target
 from paceline.train.losses import Head
 
 FIRST_LOGITS_DEVIATION = 1.0
+"""At most: of normal logits that know nothing this alone costs half a nat."""
+FIRST_LOSS_MARGIN = 0.5
+"""Nats above log(vocabulary) that the first loss may be."""
+MEASURED_SLOTS, BISECTIONS = 256, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,33 +125,64 @@ def _copy_layers(network: DFlashNetwork, target_name: str) -> None:
     shape, num_layers = network.config.shape, network.config.num_target_layers
     if num_layers is None:
         raise ConfigError("the drafter's config does not say how many layers its target has: start from random layers")
-    chosen = {round((index + 0.5) * num_layers / shape.num_layers - 0.5): index for index in range(shape.num_layers)}
-    state = network.state_dict()
+    state, layers = network.state_dict(), cast(Any, network.layers)
+    wanted: dict[int, list[int]] = {}
+    for index in range(shape.num_layers):
+        wanted.setdefault(round((index + 0.5) * num_layers / shape.num_layers - 0.5), []).append(index)
+    for layer in layers:
+        attention = layer.self_attn
+        for norm in (attention.q_norm, attention.k_norm):
+            norm.weight.fill_(float("nan"))
     for name, tensor in load_tensors(resolve(target_name)):
         pieces = name.split(".")
-        if not name.startswith("model.layers.") or int(pieces[2]) not in chosen:
+        if not name.startswith("model.layers."):
             continue
-        own = state.get(".".join(["layers", str(chosen[int(pieces[2])]), *pieces[3:]]))
-        if own is None or own.shape != tensor.shape:
-            raise ConfigError(f"the target's {name} does not fit a draft layer: start from random layers")
-        own.copy_(tensor)
-    for layer in network.layers:
+        for index in wanted.get(int(pieces[2]), ()):
+            own = state.get(".".join(["layers", str(index), *pieces[3:]]))
+            if own is None or own.shape != tensor.shape:
+                raise ConfigError(f"the target's {name} does not fit a draft layer: start from random layers")
+            own.copy_(tensor)
+    for layer in layers:
         attention = layer.self_attn
         for norm, projection in ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj)):
-            scaled = projection.weight * layer.input_layernorm.weight
-            norm.weight.fill_(float(scaled.square().sum(1).mean().sqrt()))
+            if norm.weight.isnan().all():
+                scaled = projection.weight * layer.input_layernorm.weight
+                norm.weight.fill_(float(scaled.square().sum(1).mean().sqrt()))
     eye = torch.eye(shape.hidden_size)
     taps = network.fc.weight.unflatten(1, (-1, shape.hidden_size))
     taps.mul_(0.1).add_(eye[:, None] / taps.shape[1])
 
 
 @torch.no_grad()
-def scale_first_logits(network: DFlashNetwork, hidden_TD: Tensor, head: Head) -> float:
-    """Scale the final norm so that logits of these hidden states [T, D] deviate by about one; returns the factor."""
-    deviation = float(head.logits(hidden_TD[:256]).float().std(dim=-1).mean())
+def scale_first_logits(network: DFlashNetwork, hidden_TD: Tensor, head: Head, labels_T: Tensor | None = None) -> float:
+    """Scale the final norm so that logits deviate by about one, or less if the first loss asks for it; returns the factor.
+
+    hidden_TD [T, D]: final hidden states of first blocks; labels_T [T]: the tokens they should predict. All slots of a new
+    drafter look alike, like the mask token, and favour its neighbours, tokens that nobody writes: logits that deviate by one
+    would still cost nats. The loss is convex in the factor: a bisection finds the largest that keeps it near log(vocabulary).
+    """
+    hidden_TD = hidden_TD[:MEASURED_SLOTS]
+    deviation = float(head.logits(hidden_TD).float().std(dim=-1).mean())
     factor = FIRST_LOGITS_DEVIATION / max(deviation, 1e-6)
+    if labels_T is not None:
+        factor = _largest_factor(hidden_TD, head, labels_T[:MEASURED_SLOTS], factor)
     network.norm.weight.mul_(factor)
     return factor
+
+
+def _largest_factor(hidden_TD: Tensor, head: Head, labels_T: Tensor, high: float) -> float:
+    most = log(len(head.weight_VD)) + FIRST_LOSS_MARGIN
+
+    def is_near(factor: float) -> bool:
+        return float(cross_entropy(head.logits(hidden_TD * factor).float(), labels_T)) <= most
+
+    if is_near(high):
+        return high
+    low = 0.0
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_near(middle) else (low, middle)
+    return low or high
 
 
 @torch.no_grad()  # not inference mode: kl and lk keep this matrix for their backward
@@ -159,4 +196,4 @@ def head_weight(target: Target) -> Tensor:
         raise ConfigError(
             "this target's head is no plain matrix (bias or soft cap): training a drafter for it is not implemented"
         )
-    return weight_VD.clone()
+    return weight_VD
