@@ -25,7 +25,7 @@ CONFIG: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
     "vocab_size": 256 + len(SPECIAL),
     "eos_token_id": 256,
 }
@@ -50,7 +50,7 @@ def write_tiny_target(folder: Path, seed: int = 0) -> Path:
         backend.save(str(folder / "tokenizer.json"))
         settings = {"chat_template": TEMPLATE, "eos_token": SPECIAL[0], "tokenizer_class": "PreTrainedTokenizerFast"}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-        # Louder than usual, so that the text wanders instead of saying one token for ever.
+        # Louder than usual, and with a head of its own, so that the text wanders instead of saying one token for ever.
         tensors = {name: tensor if "norm" in name else tensor * 4 for name, tensor in random_tensors(load_config(folder), seed)}
         save_file(tensors, folder / "model.safetensors")
     except OSError as error:
