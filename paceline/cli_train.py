@@ -68,7 +68,7 @@ def train(
     block_size: Annotated[int, Option(help="Anchor and drafts together.")] = 8,
     taps: Annotated[int | None, Option(help="Target layers the drafter reads [default: 5, or as many as layers].")] = None,
     tap_layers: Annotated[str | None, Option(help="Exactly these target layers, comma-separated, 0-based.")] = None,
-    start: Annotated[str, Option(help="Layers to begin with: random, or target, copies of the target's.")] = "random",
+    start: Annotated[str, Option("--first-layers", help="Begin with random layers, or with the target's: target.")] = "random",
     causal: Annotated[bool | None, Option("--causal/--bidirectional", help="Whether slots see only slots before them.")] = None,
     sliding_window: Annotated[int | None, Option(help="Positions that draft layers see [default: all].")] = None,
     mask_token: Annotated[int | None, Option(help="Token id that stands for a slot to be drafted [default: the last].")] = None,

@@ -14,10 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import pyarrow as pa
-from pyarrow import parquet
+from paceline.errors import CacheError, ConfigError, PromptError
 
-from paceline.errors import CacheError, PromptError
+try:
+    import pyarrow as pa
+    from pyarrow import parquet
+except ImportError as error:
+    raise ConfigError("answers are kept as Parquet, which needs pyarrow: pip install 'paceline[train]'") from error
 
 SCHEMA = pa.schema(
     [
