@@ -1,0 +1,233 @@
+"""`paceline train` as a user runs it: every stage on a tiny target, killed and resumed, fine-tuned; and bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from paceline.cli import app
+from paceline.draft.checkpoint import new_config
+from paceline.draft.dflash import DFlashConfig, DFlashDrafter, DFlashNetwork
+from paceline.errors import CacheError, ConfigError, DrafterMismatchError, PromptError
+from paceline.runlog import RunFolder
+from paceline.train.answers import Answer, AnswerShards
+from paceline.train.tiny import CONFIG, write_tiny_target
+
+TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1")
+FORWARD = ("--max-steps", "30")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def start(*words: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "paceline", *map(str, words)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out
+
+
+def paceline(*words: object) -> None:
+    """In this process: quicker, for what fails early."""
+    app([str(word) for word in words], prog_name="paceline", standalone_mode=False)
+
+
+def figures(run: Path) -> dict[int, dict[str, Any]]:
+    """Logged figures by step; of a repeated step the last."""
+    return {line["step"]: line for line in RunFolder(run).metrics()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], float]:
+    """(run folder, JSON line, seconds) of a whole run."""
+    run, began = tmp_path_factory.mktemp("train") / "run", time.monotonic()
+    line = json.loads(finish(start(*TINY, *FORWARD, "--out", run, "--json")))
+    return run, line, time.monotonic() - began
+
+
+def test_prompts_in_drafter_out(finished: tuple[Path, dict[str, Any], float]) -> None:
+    run, line, seconds = finished
+    assert seconds < 60
+    assert line["drafter"] == str(run / "drafter") and line["run"] == str(run)
+    assert line["steps"] == 30 and line["blocks"] == 30 * 128
+    assert 1.0 < line["eal"] <= 8.0 and line["loss"] > 0 and 1.0 <= line["heldout"]["heldout"] <= 8.0
+    config = json.loads((run / "config.json").read_text())
+    assert config["what"] == "train" and config["train"]["max_steps"] == 30
+    steps = figures(run)
+    assert list(steps) == list(range(1, 31))
+    assert abs(steps[1]["loss"] - math.log(CONFIG["vocab_size"])) < 1.0, "the first loss is about log(vocabulary)"
+    assert steps[30]["loss"] < steps[1]["loss"] - 2
+    assert {number for number, each in steps.items() if "heldout" in each} == {10, 20, 30}
+    assert steps[30]["heldout"]["eal"] == line["eal"]
+    served = json.loads((run / "heldout.json").read_text())
+    assert served["tokens_per_round"] == line["heldout"]["heldout"] and served["texts"]
+    weights = load_file(run / "drafter" / "model.safetensors")
+    assert {str(tensor.dtype) for tensor in weights.values()} == {"torch.bfloat16"}
+    assert DFlashDrafter.from_folder(run / "drafter").block_size == 8
+
+
+def test_killed_and_run_again_it_follows_the_same_losses(finished: tuple[Path, dict[str, Any], float], tmp_path: Path) -> None:
+    answers = finished[0] / "regenerate" / "answers"
+    words = (*TINY, *FORWARD, "--answers", answers, "--checkpoint-minutes", "0", "--out", tmp_path / "run", "--json")
+    process, metrics, deadline = start(*words), tmp_path / "run" / "metrics.jsonl", time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= 8:
+            break
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    before = figures(tmp_path / "run")
+    assert 8 <= len(before) < 30 and not (tmp_path / "run" / "drafter").exists()
+    with metrics.open("a") as cut:
+        cut.write('{"step": 99, "lo')  # as if it had died while it wrote
+    line = json.loads(finish(start(*words)))
+    expected, found = figures(finished[0]), figures(tmp_path / "run")
+    assert list(found) == list(expected)
+    for step, each in expected.items():
+        for name in ("loss", "objective", "eal", "grad_norm", "lr"):
+            assert found[step][name] == pytest.approx(each[name], rel=1e-5), (step, name)
+    for name in ("steps", "blocks", "eal", "loss"):
+        assert line[name] == pytest.approx(finished[1][name], rel=1e-5)
+    assert line["heldout"] == pytest.approx(finished[1]["heldout"], rel=1e-5)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()].count("step-000030") == 1
+
+
+def test_a_finished_run_is_not_trained_again(finished: tuple[Path, dict[str, Any], float], capsys: Any) -> None:
+    run, line, _ = finished
+    num_lines = len(RunFolder(run).metrics())
+    paceline(*TINY, *FORWARD, "--out", run, "--json")
+    assert json.loads(capsys.readouterr().out) == line
+    assert len(RunFolder(run).metrics()) == num_lines
+
+
+def test_a_run_with_other_settings_is_refused(finished: tuple[Path, dict[str, Any], float]) -> None:
+    with pytest.raises(ConfigError, match=r"begun with other settings \(loss.name: 'd-pace' there, 'ce' now\)"):
+        paceline(*TINY, *FORWARD, "--out", finished[0], "--loss", "ce")
+
+
+def test_init_goes_on_with_a_drafter(finished: tuple[Path, dict[str, Any], float], tmp_path: Path, capsys: Any) -> None:
+    run, line, _ = finished
+    words = ("--answers", run / "regenerate" / "answers", "--out", tmp_path, "--max-steps", "2", "--features", "online")
+    paceline(*TINY, *words, "--init", run / "drafter", "--json")
+    tuned = json.loads(capsys.readouterr().out)
+    steps = figures(tmp_path)
+    assert steps[1]["loss"] < figures(run)[1]["loss"] - 2, "it does not begin anew"
+    assert tuned["eal"] > 0.8 * line["eal"] and (tmp_path / "drafter" / "model.safetensors").is_file()
+    assert json.loads((tmp_path / "drafter" / "config.json").read_text()) == json.loads(
+        (run / "drafter" / "config.json").read_text()
+    )
+
+
+def test_a_drafter_of_another_target_is_refused(finished: tuple[Path, dict[str, Any], float], tmp_path: Path) -> None:
+    raw = new_config(32, 260, 6, num_layers=1, head_dim=16)
+    DFlashDrafter(DFlashNetwork.random(DFlashConfig.from_json(raw))).save(tmp_path / "other")
+    words = ("--answers", finished[0] / "regenerate" / "answers", "--out", tmp_path / "run")
+    with pytest.raises(DrafterMismatchError, match="hidden size: the drafter says 32, the target has 64"):
+        paceline(*TINY, *words, "--init", tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        (("--loss", "mse"), ConfigError, "loss must be one of ce, d-pace, kl, lk, lk-hybrid, not 'mse'"),
+        (("--optimiser", "sgd"), ConfigError, "optimiser must be one of adamw, muon, not 'sgd'"),
+        (("--attention", "fast"), ConfigError, "attention must be auto, split, sdpa, flex, not 'fast'"),
+        (("--features", "guessed"), ConfigError, "features must be auto, online or cached, not 'guessed'"),
+        (("--scale", "huge"), ConfigError, "scale must be one of default, tiny, not 'huge'"),
+        (("--block-size", "1"), ConfigError, "blocks of at least 2"),
+        (("--lr", "0"), ConfigError, "learning rate and clip must be above 0"),
+        (("--epochs", "0"), ConfigError, "must be above 0"),
+        (("--loss", "kl", "--loss-vocab", "100"), ConfigError, "leave the loss vocabulary out"),
+        (("--temperature", "warm"), ConfigError, "--temperature 'warm' is no list of numbers"),
+        (
+            ("--init", "/no/such/drafter"),
+            ConfigError,
+            "there is no drafter in /no/such/drafter: give a folder with config.json",
+        ),
+        (("--answers", "/no/such/answers"), PromptError, "there are no answers at /no/such/answers: make them with paceline"),
+        (("--prompts", "/no/such.jsonl"), PromptError, "there is no prompt file /no/such.jsonl: check --prompts"),
+        (("--ood", "/no/such.jsonl"), PromptError, "there is no prompt file /no/such.jsonl"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_loaded(
+    words: tuple[str, ...], error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(*args: Any, **options: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("paceline.console.train.load_target", loaded)
+    monkeypatch.setattr("paceline.console.regenerate._load", loaded)
+    with pytest.raises(error, match=message):
+        paceline("train", "--target", write_tiny_target(tmp_path / "target"), "--out", tmp_path / "run", *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no prompts: give at least one row"),
+        ("\n\n", "holds no prompts: give at least one row"),
+        ('{"prompt": "a"}\n{"prompt": "b"\n', "prompts.jsonl, line 2"),
+        ('{"prompt": "a"}\n\n{"answer": 3}\n', "prompts.jsonl, line 3"),
+        ('{"prompt": "a"}\n[1]\n', "prompts.jsonl, line 2"),
+    ],
+)
+def test_bad_prompts_are_named_by_line(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text(text)
+    with pytest.raises(PromptError, match=message):
+        paceline(*TINY, "--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "run")
+
+
+def written(folder: Path, token: int, text: str) -> Path:
+    answers = [Answer(f"p{n}@0", "here", 0, 0.0, [65, 66], [token] * 3 + [67 + n] * 3, "length", text) for n in range(9)]
+    AnswerShards(folder).write(answers)
+    return folder
+
+
+def test_an_empty_folder_of_answers_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(PromptError, match=f"there are no answers in {tmp_path}/empty: make them with paceline regenerate"):
+        paceline(*TINY, "--answers", tmp_path / "empty", "--out", tmp_path / "run")
+
+
+def test_answers_with_tokens_that_the_target_lacks_are_refused(tmp_path: Path) -> None:
+    answers = written(tmp_path / "answers", 30_000, "")
+    with pytest.raises(PromptError, match="holds token 30000, the target has 260 tokens: .*regenerate them with this target"):
+        paceline(*TINY, "--answers", answers, "--out", tmp_path / "run")
+
+
+def test_answers_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    target, words = write_tiny_target(tmp_path / "target"), ("train", "--device", "cpu", "--out", tmp_path / "run", "--target")
+    answers = written(tmp_path / "answers", 70, "what these tokens mean to another model")
+    with pytest.raises(PromptError, match="tokens of another tokenizer than the target's: regenerate them with this target"):
+        paceline(*words, target, "--answers", answers)
+
+
+def test_a_damaged_file_of_answers_is_named(tmp_path: Path) -> None:
+    (tmp_path / "answers-r0-00000.parquet").write_bytes(b"PAR1 cut short")
+    with pytest.raises(PromptError, match="answers-r0-00000.parquet is no file of answers"):
+        paceline(*TINY, "--answers", tmp_path, "--out", tmp_path / "run")
+
+
+def test_a_run_folder_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CacheError, match="cannot write"):
+        paceline(*TINY, "--out", tmp_path / "file" / "run")
