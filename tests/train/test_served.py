@@ -1,0 +1,93 @@
+"""Served figures, and the gate that shows the whole loop closed: one sample learned by heart is drafted almost whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from small_training import embedding, head_of
+
+from paceline.draft.dflash import DFlashDrafter
+from paceline.engine.llm import LLM
+from paceline.model.loading import load_config, random_tensors
+from paceline.train.dataset import Corpus, Document, loop_start
+from paceline.train.features import OnlineFeatures
+from paceline.train.loop import TrainConfig, Trainer
+from paceline.train.losses import LossConfig
+from paceline.train.optim import OptimConfig
+from paceline.train.served import Served, serve_heldout
+from paceline.train.start import DrafterShape, network_for, scale_first_logits
+from paceline.train.tiny import write_tiny_target
+from paceline.types import SamplingParams
+
+BLOCK = 8
+ANSWER = 1 + 8 * BLOCK
+"""The prefill gives the first token, then eight whole blocks."""
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """The tiny target, so loud that each token of its text is a surprise."""
+    folder = write_tiny_target(tmp_path_factory.mktemp("served") / "target")
+    tensors = random_tensors(load_config(folder), seed=1)
+    save_file({name: tensor if "norm" in name else 8 * tensor for name, tensor in tensors}, folder / "model.safetensors")
+    return LLM(str(folder), drafter="none", dtype="float32", device="cpu", max_batch=4, max_len=256)
+
+
+def sample(llm: LLM, prompt: str) -> Document:
+    prompt_ids = llm.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+    (answer,) = llm.generate_ids([prompt_ids], SamplingParams(max_tokens=ANSWER))
+    tokens = np.array(prompt_ids + list(answer.token_ids), dtype=np.int32)
+    return Document(f"{prompt}@0/0", tokens, len(prompt_ids))
+
+
+def learned(llm: LLM, document: Document, folder: Path, steps: int) -> DFlashDrafter:
+    target = llm.target
+    raw, network = network_for(target, "none", DrafterShape(num_layers=2, block_size=BLOCK, num_taps=2), None, 0)
+    config = TrainConfig(
+        max_steps=steps, blocks_per_step=64, anchors=64, autocast=False, loss=LossConfig("ce"), optim=OptimConfig(lr=3e-3)
+    )
+    features = OnlineFeatures(target, [document], network.config.target_layer_ids, needs_final=False)
+    head = head_of(target, network)
+    trainer = Trainer(network, raw, Corpus([document], []), features, embedding(target), head, config, folder=folder)
+    scale_first_logits(network, trainer.first_hidden(), head)
+    trainer.run()
+    return DFlashDrafter.from_folder(folder / f"step-{steps:06d}")
+
+
+def test_one_sample_of_200_steps_is_drafted_almost_whole(llm: LLM, tmp_path: Path) -> None:
+    """Through the checkpoint and the real engine: over 0.9 of the block in every round, and the text is the target's own."""
+    llm.use_drafter("none")
+    document = sample(llm, "Tell me a secret")
+    answer = document.tokens[document.answer_start :].tolist()
+    assert loop_start(answer) == len(answer) == ANSWER and len(set(answer)) > ANSWER // 3, "the text must not repeat itself"
+    drafter = learned(llm, document, tmp_path, steps=200)
+    served = serve_heldout(llm, drafter, [document], max_tokens=ANSWER)
+    assert served.tokens_per_round > 0.9 * BLOCK
+    llm.use_drafter(drafter)
+    (again,) = llm.generate_ids([document.tokens[: document.answer_start].tolist()], SamplingParams(max_tokens=ANSWER))
+    assert list(again.token_ids) == answer
+
+
+def test_an_untrained_drafter_gains_nothing_and_changes_nothing(llm: LLM) -> None:
+    documents = [sample(llm, prompt) for prompt in ("One", "Two", "Three", "Four", "Five")]
+    llm.use_drafter("none")
+    plain = [
+        llm.generate_ids([each.tokens[: each.answer_start].tolist()], SamplingParams(max_tokens=12))[0] for each in documents
+    ]
+    served = serve_heldout(
+        llm, DFlashDrafter.random(llm.target, head_dim=16, block_size=4), documents, max_tokens=12, num_texts=2
+    )
+    assert served.num_prompts == 5 and served.texts == tuple(answer.text for answer in plain[:2])
+    assert served.num_tokens == sum(len(answer.token_ids) for answer in plain)
+    assert sum(served.accepted_histogram) == served.num_rounds
+    assert 1.0 <= served.tokens_per_round < 1.5
+
+
+def test_tokens_per_round_from_a_histogram() -> None:
+    assert Served(1, 9, 4, (1, 0, 2, 1), ()).tokens_per_round == pytest.approx(1 + 7 / 4)
+    assert Served(0, 0, 0, (), ()).tokens_per_round == 1.0
+    assert torch.is_grad_enabled()
