@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def start(*words: object) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     return out
 
@@ -57,10 +58,11 @@ def figures(run: Path) -> dict[int, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], float]:
-    """(run folder, JSON line, seconds) of a whole run."""
-    run, began = tmp_path_factory.mktemp("train") / "run", time.monotonic()
+    """(run folder, JSON line, seconds on the CPU) of a whole run: other work on the machine must not count."""
+    run, before = tmp_path_factory.mktemp("train") / "run", resource.getrusage(resource.RUSAGE_CHILDREN)
     line = json.loads(finish(start(*TINY, *FORWARD, "--out", run, "--json")))
-    return run, line, time.monotonic() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return run, line, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_prompts_in_drafter_out(finished: tuple[Path, dict[str, Any], float]) -> None:
@@ -87,7 +89,7 @@ def test_prompts_in_drafter_out(finished: tuple[Path, dict[str, Any], float]) ->
 def test_killed_and_run_again_it_follows_the_same_losses(finished: tuple[Path, dict[str, Any], float], tmp_path: Path) -> None:
     answers = finished[0] / "regenerate" / "answers"
     words = (*TINY, *FORWARD, "--answers", answers, "--checkpoint-minutes", "0", "--out", tmp_path / "run", "--json")
-    process, metrics, deadline = start(*words), tmp_path / "run" / "metrics.jsonl", time.monotonic() + 60
+    process, metrics, deadline = start(*words), tmp_path / "run" / "metrics.jsonl", time.monotonic() + 600
     while process.poll() is None and time.monotonic() < deadline:
         if metrics.exists() and metrics.read_bytes().count(b"\n") >= 8:
             break
@@ -200,6 +202,14 @@ def written(folder: Path, token: int, text: str) -> Path:
     answers = [Answer(f"p{n}@0", "here", 0, 0.0, [65, 66], [token] * 3 + [67 + n] * 3, "length", text) for n in range(9)]
     AnswerShards(folder).write(answers)
     return folder
+
+
+def test_without_held_out_documents_the_newest_step_counts(tmp_path: Path, capsys: Any) -> None:
+    answers = written(tmp_path / "answers", 70, "")
+    paceline(*TINY, "--answers", answers, "--out", tmp_path / "run", "--max-steps", "4", "--json")
+    line, steps = json.loads(capsys.readouterr().out), figures(tmp_path / "run")
+    assert line["heldout"] == {} and len(steps) == 4 and steps[4]["loss"] != steps[1]["loss"]
+    assert (line["loss"], line["eal"]) == (steps[4]["loss"], steps[4]["eal"])
 
 
 def test_an_empty_folder_of_answers_is_named(tmp_path: Path) -> None:
