@@ -72,6 +72,7 @@ def train(
     causal: Annotated[bool | None, Option("--causal/--bidirectional", help="Whether slots see only slots before them.")] = None,
     sliding_window: Annotated[int | None, Option(help="Positions that draft layers see [default: all].")] = None,
     mask_token: Annotated[int | None, Option(help="Token id that stands for a slot to be drafted [default: the last].")] = None,
+    draft_vocab: Annotated[int | None, Option(help="Draft among the most frequent tokens only, this many.")] = None,
     epochs: Annotated[float, Option(help="Passes over the documents, each with new anchors.")] = 6.0,
     max_steps: Annotated[int | None, Option(help="Stop after this many steps instead.")] = None,
     max_minutes: Annotated[float | None, Option(help="Stop training after this time at the latest.")] = None,

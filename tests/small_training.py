@@ -12,12 +12,13 @@ from paceline.draft.dflash import DFlashNetwork
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
 from paceline.model.loading import random_tensors
+from paceline.model.target import head_weight
 from paceline.train.dataset import Corpus, Document
 from paceline.train.features import Features, FeatureSource, OnlineFeatures
 from paceline.train.loop import TrainConfig, Trainer
 from paceline.train.losses import Head, LossConfig
 from paceline.train.optim import OptimConfig
-from paceline.train.start import DrafterShape, head_weight, network_for
+from paceline.train.start import DrafterShape, network_for
 
 VOCAB, HIDDEN = 24, 32
 SHAPE = DecoderConfig(

@@ -24,7 +24,7 @@ from paceline.console.regenerate import RegenerateAsk
 from paceline.console.regenerate import regenerate as run_regenerate
 from paceline.console.terminal import print_json, progress, say
 from paceline.console.tracker import Tracker
-from paceline.draft.checkpoint import DFlashConfig, write_checkpoint
+from paceline.draft.checkpoint import DFlashConfig, read_draft_ids, write_checkpoint
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.registry import SHIPPED
 from paceline.engine.llm import LLM
@@ -32,7 +32,7 @@ from paceline.errors import CacheError, ConfigError
 from paceline.hardware import this_machine
 from paceline.hub import resolve as resolve_model
 from paceline.model.load import load_target
-from paceline.model.target import Target
+from paceline.model.target import Target, head_weight
 from paceline.model.tokenizer import Tokenizer
 from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
@@ -50,9 +50,9 @@ from paceline.train.loop import TrainConfig, Trainer
 from paceline.train.losses import Head
 from paceline.train.ranks import Ranks
 from paceline.train.regenerate import RegenerateConfig
-from paceline.train.scaling import ScaledFeatures, begin_without_mean, measure_scale, train_in_scaled_units
+from paceline.train.scaling import ScaledFeatures, begin_without_mean, stored_scale, train_in_scaled_units
 from paceline.train.served import serve_heldout
-from paceline.train.start import DrafterShape, head_weight, network_for, scale_first_logits
+from paceline.train.start import DrafterShape, network_for, scale_first_logits
 from paceline.train.tiny import write_tiny_target
 
 HELDOUT_SHARE, MAX_HELDOUT = 0.02, 128
@@ -91,6 +91,8 @@ class TrainAsk:
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
             raise ConfigError(f"scale must be one of {', '.join(SCALES)}, not {self.scale!r}")
+        if self.config.loss.vocab and self.shape.draft_vocab:
+            raise ConfigError("a draft vocabulary is a smaller loss vocabulary already: leave --loss-vocab out")
         if self.features not in ("auto", "online", "cached"):
             raise ConfigError(f"features must be auto, online or cached, not {self.features!r}")
         if self.config.attention not in ("auto", *WAYS):
@@ -233,11 +235,13 @@ def _train(
     raw, network = network_for(target, ask.target, ask.shape, _init_folder(ask), ask.config.seed)
     network.to(target.device)
     config, loss = network.config, ask.config.loss
-    head = Head(head_weight(target), config.output_multiplier, config.final_logit_softcapping)
+    draft_ids = _draft_ids(ask, corpus, target)
+    head = _head(target, config, draft_ids)
     embedding_VD = target.embed(torch.arange(target.vocab_size, device=target.device)).clone()
     features_of = partial(_features, ask, target, config, ranks=ranks, wait=wait)
     features = features_of(corpus.train, "features")
-    scale_F, mean_F = measure_scale(features, corpus.train)
+    scale_F, mean_F = stored_scale(ask.out / "feature-scale.safetensors", features, corpus.train, ranks.is_first)
+    wait()
     train_in_scaled_units(network, scale_F)
     if ask.init is None and ask.shape.start == "random":
         begin_without_mean(network, mean_F)
@@ -256,16 +260,41 @@ def _train(
         trainer.heldout["ood"] = (others, ScaledFeatures(features_of(others, "features-ood"), scale_F))
     if not trainer.resume() and ask.init is None:
         labels_T, valid_T = _first_labels(trainer)
-        scale_first_logits(network, trainer.first_hidden()[valid_T], head, labels_T[valid_T])
+        rows_T, reached_T = head.local(labels_T)
+        is_learned_T = valid_T & reached_T
+        scale_first_logits(network, trainer.first_hidden()[is_learned_T], head, rows_T[is_learned_T])
     if loss.vocab and trainer.vocabulary is None:
         say("note: the loss vocabulary has no effect: it is not smaller than the target's")
     with Tracker(run, trainer, ranks) as tracker:
         trainer.run(tracker.on_step, say)
     folder = ask.out / "drafter"
     if ranks.is_first:
-        write_checkpoint(folder, raw, {name: tensor.bfloat16() for name, tensor in network.state_dict().items()})
+        write_checkpoint(folder, raw, {name: tensor.bfloat16() for name, tensor in network.state_dict().items()}, draft_ids)
     last = tracker.last
     return folder, {"drafter": folder, "run": run.path, "steps": trainer.state.step, "blocks": trainer.state.num_blocks, **last}
+
+
+def _draft_ids(ask: TrainAsk, corpus: Corpus, target: Target) -> Tensor | None:
+    """The tokens that are drafted: those of the drafter that is continued, or the most frequent ones, or all."""
+    init = _init_folder(ask)
+    if init is not None:
+        return read_draft_ids(init)
+    number = ask.shape.draft_vocab
+    if number is None or number >= target.vocab_size:
+        return None
+    counts_V = torch.from_numpy(corpus.token_counts(target.vocab_size))
+    chosen = torch.argsort(counts_V, descending=True, stable=True)[:number].sort().values
+    share = float(counts_V[chosen].sum() / counts_V.sum())
+    say(f"drafting among {number} of {target.vocab_size} tokens, {share:.1%} of what the answers hold")
+    return chosen
+
+
+def _head(target: Target, config: DFlashConfig, draft_ids: Tensor | None) -> Head:
+    weight_VD = head_weight(target)
+    if draft_ids is not None:
+        draft_ids = draft_ids.to(weight_VD.device)
+        weight_VD = weight_VD[draft_ids]
+    return Head(weight_VD, config.output_multiplier, config.final_logit_softcapping, draft_ids)
 
 
 def _first_labels(trainer: Trainer) -> tuple[Tensor, Tensor]:

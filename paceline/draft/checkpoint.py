@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.errors import CacheError, DrafterMismatchError, ModelFileError, UnsupportedModelError
@@ -24,6 +25,7 @@ from paceline.model.loading import FAMILIES, decoder_config, load_tensors, read_
 from paceline.model.target import Target
 
 ARCHITECTURE = "DFlashDraftModel"
+DRAFT_IDS = "draft_ids.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +141,9 @@ def new_config(
     }
 
 
-def check_fit(config: DFlashConfig, target: Target) -> None:
+def check_fit(config: DFlashConfig, target: Target, draft_ids: Tensor | None = None) -> None:
     """Raises DrafterMismatchError naming both values where a drafter and a target differ."""
+    last_id = -1 if draft_ids is None else int(draft_ids.max())
     wrong_layers = [layer for layer in config.target_layer_ids if not 0 <= layer < target.num_layers]
     checks = (
         (config.shape.hidden_size != target.hidden_size, "hidden size", config.shape.hidden_size, target.hidden_size),
@@ -152,6 +155,7 @@ def check_fit(config: DFlashConfig, target: Target) -> None:
             target.num_layers,
         ),
         (config.mask_token_id >= target.vocab_size, "mask token", config.mask_token_id, f"{target.vocab_size} tokens"),
+        (last_id >= target.vocab_size, "draft vocabulary", f"token {last_id}", f"{target.vocab_size} tokens"),
         (bool(wrong_layers), "tapped layers", wrong_layers, f"{target.num_layers} layers"),
     )
     for is_wrong, what, drafter_value, target_value in checks:
@@ -178,7 +182,27 @@ def read_checkpoint(folder: Path | str) -> tuple[DFlashConfig, dict[str, Tensor]
     return config, dict(load_tensors(folder))
 
 
-def write_checkpoint(folder: Path | str, raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def read_draft_ids(folder: Path | str) -> Tensor | None:
+    """The reduced draft vocabulary beside a checkpoint: int64 ids, ascending, or None. Raises ModelFileError on a damaged file.
+
+    The format has no place for it, so it is a file of its own, which other readers of the format do not see: they draft with
+    the same weights over the whole head.
+    """
+    file = Path(folder).expanduser() / DRAFT_IDS
+    if not file.is_file():
+        return None
+    try:
+        ids = load_file(file)["ids"].long()
+    except (SafetensorError, KeyError, OSError) as error:
+        raise ModelFileError(f"{file} is damaged ({error}): delete it to draft over the whole vocabulary") from error
+    if ids.ndim != 1 or len(ids) < 2 or int(ids[0]) < 0 or not bool((ids[1:] > ids[:-1]).all()):
+        raise ModelFileError(f"{file}: token ids must ascend: delete it to draft over the whole vocabulary")
+    return ids
+
+
+def write_checkpoint(
+    folder: Path | str, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], draft_ids: Tensor | None = None
+) -> None:
     """Write config.json and model.safetensors; a reader never sees half a file, nor a new folder half filled.
 
     Into a folder that exists the files are moved one at a time, weights first. Raises CacheError when it cannot be written.
@@ -190,11 +214,13 @@ def write_checkpoint(folder: Path | str, raw: Mapping[str, Any], tensors: Mappin
         try:
             contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
             save_file(contiguous, scratch / "model.safetensors", metadata={"format": "pt"})
+            if draft_ids is not None:
+                save_file({"ids": draft_ids.cpu().contiguous()}, scratch / DRAFT_IDS)
             (scratch / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
             _publish(scratch, folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CacheError(f"the drafter cannot be written to {folder} ({error}): free space or choose another folder") from error
 
 
@@ -206,8 +232,11 @@ def _publish(scratch: Path, folder: Path) -> None:
         scratch.chmod(0o755)
         os.rename(scratch, folder)
         return
-    for name in ("model.safetensors", "config.json"):
-        os.replace(scratch / name, folder / name)
+    for name in ("model.safetensors", DRAFT_IDS, "config.json"):
+        if (scratch / name).exists():
+            os.replace(scratch / name, folder / name)
+        else:
+            (folder / name).unlink(missing_ok=True)
 
 
 def _draft_value(raw: Mapping[str, Any], name: str, default: Any) -> Any:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from paceline import rng
 from paceline.draft.base import Drafter, Observed
-from paceline.draft.checkpoint import DFlashConfig, check_fit, new_config, read_checkpoint, write_checkpoint
+from paceline.draft.checkpoint import DFlashConfig, check_fit, new_config, read_checkpoint, read_draft_ids, write_checkpoint
 from paceline.errors import ConfigError, ModelFileError
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of
 from paceline.model.config import DecoderConfig
@@ -31,7 +31,7 @@ from paceline.model.kv_cache import StaticKVCache
 from paceline.model.linear import PackedLinear, RMSNorm
 from paceline.model.logits import sample, target_probs
 from paceline.model.rope import rope_tables
-from paceline.model.target import Target
+from paceline.model.target import Target, head_weight
 from paceline.types import Batch, DraftBlock, Sequence
 
 
@@ -293,9 +293,11 @@ class DFlashDrafter(Drafter):
         *,
         num_drafted: int | None = None,
         draft_sampling: Literal["sample", "greedy"] = "sample",
+        draft_ids: Tensor | None = None,
     ) -> None:
         """`num_drafted` below block_size - 1 reads fewer slots of the same block. `draft_sampling="greedy"` drafts the most
-        likely tokens for sampled requests too. Raises ConfigError when the block has fewer slots."""
+        likely tokens for sampled requests too. `draft_ids`: the only tokens drafted, for a head of fewer rows.
+        Raises ConfigError when the block has fewer slots."""
         self.network, self.config = network, network.config
         self.block_size = self.config.block_size
         self.num_drafted = self.block_size - 1 if num_drafted is None else num_drafted
@@ -303,7 +305,7 @@ class DFlashDrafter(Drafter):
             raise ConfigError(f"this drafter's block of {self.block_size} drafts 0 to {self.block_size - 1}, not {num_drafted}")
         if draft_sampling not in ("sample", "greedy"):
             raise ConfigError(f"draft_sampling must be sample or greedy, not {draft_sampling!r}")
-        self.draft_sampling = draft_sampling
+        self.draft_sampling, self.draft_ids = draft_sampling, draft_ids
         self.tap_layers = self.config.target_layer_ids
 
     @classmethod
@@ -312,7 +314,8 @@ class DFlashDrafter(Drafter):
     ) -> DFlashDrafter:
         """Read a checkpoint in z-lab's format. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError."""
         config, tensors = read_checkpoint(folder)
-        return cls(DFlashNetwork.of(config, tensors, folder), num_drafted=num_drafted, draft_sampling=draft_sampling)
+        network, draft_ids = DFlashNetwork.of(config, tensors, folder), read_draft_ids(folder)
+        return cls(network, num_drafted=num_drafted, draft_sampling=draft_sampling, draft_ids=draft_ids)
 
     @classmethod
     def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> DFlashDrafter:
@@ -322,12 +325,15 @@ class DFlashDrafter(Drafter):
 
     def save(self, folder: Path | str) -> None:
         """Write the checkpoint; what was loaded is written back unchanged. Raises CacheError."""
-        write_checkpoint(folder, self.config.raw, self.network.state_dict())
+        write_checkpoint(folder, self.config.raw, self.network.state_dict(), self.draft_ids)
 
     @torch.inference_mode()
     def bind(self, target: Target) -> None:
-        check_fit(self.config, target)
-        self._target = target
+        check_fit(self.config, target, self.draft_ids)
+        self._target, self._head = target, target.head
+        if self.draft_ids is not None:
+            self.draft_ids = self.draft_ids.to(target.device)
+            self._head = PackedLinear(head_weight(target)[self.draft_ids])
         self._path = _DecodePath(self.network, target.dtype, target.device, target.cache.num_rows, target.cache.max_len)
 
     def cache_bytes(self, target: Target) -> int:
@@ -355,14 +361,21 @@ class DFlashDrafter(Drafter):
             return block
         sequences = [batch.sequences[index] for index in drafting]
         logits_BKV = self._draft_logits(sequences, max(limits))
-        best_BK = logits_BKV.max(-1).indices.tolist()  # as argmax, which is six times as slow in bfloat16 on CPU
+        best = logits_BKV.max(-1).indices  # as argmax, which is six times as slow in bfloat16 on CPU
+        best_BK = (best if self.draft_ids is None else self.draft_ids[best]).tolist()
         for seq, index, logits_KV, best_K in zip(sequences, drafting, logits_BKV, best_BK, strict=True):
             limit = limits[index]
             if seq.params.is_greedy or self.draft_sampling == "greedy":
                 block.tokens_B[index] = best_K[:limit]
             else:
-                block.tokens_B[index], block.probs_B[index] = _sampled(seq, logits_KV[:limit])
+                block.tokens_B[index], block.probs_B[index] = _sampled(seq, self._over_all_tokens(logits_KV[:limit]))
         return block
+
+    def _over_all_tokens(self, logits_KV: Tensor) -> Tensor:
+        if self.draft_ids is None:
+            return logits_KV
+        every_KV = logits_KV.new_full((len(logits_KV), self._target.vocab_size), float("-inf"))
+        return every_KV.index_copy_(1, self.draft_ids, logits_KV)
 
     def _draft_logits(self, sequences: list[Sequence], width: int) -> Tensor:
         """Logits [B, width, V] of the first `width` drafts; the block itself always has its full, trained size."""
@@ -375,7 +388,7 @@ class DFlashDrafter(Drafter):
             embedded_TD = embedded_TD * self.config.input_embedding_scale
         hidden_BJD = self._path.run_block(rows, embedded_TD).unflatten(0, (len(rows), self.block_size))
         slots_TD = self._path.final_norm(hidden_BJD[:, 1 : 1 + width].flatten(0, 1))
-        logits_TV = scale_logits(self._target.head(slots_TD), self.config)
+        logits_TV = scale_logits(self._head(slots_TD), self.config)
         return logits_TV.unflatten(0, (len(rows), width))
 
 

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from paceline.errors import UnsupportedModelError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -78,3 +80,24 @@ class Target(ABC):
     @abstractmethod
     def head(self, hidden_TD: Tensor) -> Tensor:
         """Logits [T, V] of final hidden states [T, D] that are already normed."""
+
+
+def head_weight(target: Target) -> Tensor:
+    """The target's head as a matrix [V, D]: what it makes of the unit vectors.
+
+    Raises UnsupportedModelError for a head that is no plain matrix.
+    """
+    import torch
+
+    with torch.no_grad():  # not inference mode: losses keep this matrix for their backward
+        eye = torch.eye(target.hidden_size, dtype=target.dtype, device=target.device)
+        weight_VD = target.head(eye).T.clone()
+        probe = torch.randn(2, target.hidden_size, generator=torch.Generator().manual_seed(0))
+        probe = probe.to(target.device, target.dtype)
+        expected = probe.float() @ weight_VD.float().T
+        if (target.head(probe).float() - expected).abs().max() > 0.05 * expected.abs().max():
+            raise UnsupportedModelError(
+                "this target's head is no plain matrix (bias or soft cap): training a drafter for it, and drafting over a part "
+                "of the vocabulary, are not implemented"
+            )
+    return weight_VD

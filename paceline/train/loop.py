@@ -268,7 +268,7 @@ class Trainer:
 
     def _loss_vocabulary(self) -> LossVocabulary | None:
         size = self.config.loss.vocab
-        if size is None or size >= len(self.head.weight_VD):
+        if size is None or size >= len(self.head.weight_VD) or self.head.columns is not None:
             return None
         counts_V = torch.from_numpy(self.corpus.token_counts(len(self.head.weight_VD)))
         return LossVocabulary(self.head.weight_VD, counts_V, size)

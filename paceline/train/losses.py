@@ -83,7 +83,7 @@ class Head:
     """The drafter's own output multiplier."""
     cap: float = 0.0
     columns: Tensor | None = None
-    """Token ids of the rows of `weight_VD` when it is a sample of the vocabulary, ascending."""
+    """Token ids of the rows of `weight_VD` when they are a part of the vocabulary, ascending."""
     offset_V: Tensor | None = None
     """Added to the logits: how many unsampled tokens each sampled one stands for, as a logarithm."""
 
@@ -99,9 +99,12 @@ class Head:
             logits_RV = torch.tanh(logits_RV / self.cap) * self.cap
         return logits_RV if self.offset_V is None else logits_RV + self.offset_V
 
-    def local(self, labels: Tensor) -> Tensor:
-        """Row numbers of these token ids."""
-        return labels if self.columns is None else torch.searchsorted(self.columns, labels)
+    def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Row numbers of these token ids, and whether the head has them at all."""
+        if self.columns is None:
+            return labels, torch.ones_like(labels, dtype=torch.bool)
+        rows = torch.searchsorted(self.columns, labels).clamp_(max=len(self.columns) - 1)
+        return rows, self.columns[rows] == labels
 
 
 @dataclass(slots=True)
@@ -200,11 +203,17 @@ def _chunk(
     hidden_RD: Tensor, slots: Slots, head: Head, config: LossConfig, needs_grad: bool, is_measured: bool
 ) -> tuple[Tensor, Tensor | None, SlotMetrics | None]:
     """Loss (a sum), gradient of the hidden states and metrics of a few blocks."""
+    local_AK, reached_AK = head.local(slots.labels_AK)
+    learned = Slots(local_AK, slots.valid_AK & reached_AK, slots.final_AKD)
     with torch.autocast(hidden_RD.device.type, enabled=False):
         if config.needs_target_probs or not head.is_plain:
-            return _by_autograd(hidden_RD.detach(), slots, head, config, needs_grad, is_measured)
-        with torch.no_grad():
-            return _cross_entropy(hidden_RD, slots, head, config, needs_grad, is_measured)
+            loss, grad, metrics = _by_autograd(hidden_RD.detach(), learned, head, config, needs_grad, is_measured)
+        else:
+            with torch.no_grad():
+                loss, grad, metrics = _cross_entropy(hidden_RD, learned, head, config, needs_grad, is_measured)
+    if metrics is not None:
+        metrics.counts_K = slots.valid_AK.sum(0).double().cpu()  # a token the head lacks is missed, not left out
+    return loss, grad, metrics
 
 
 def _cross_entropy(
@@ -212,7 +221,7 @@ def _cross_entropy(
 ) -> tuple[Tensor, Tensor | None, SlotMetrics | None]:
     """By hand: the softmax is written over the logits, and its gradient over the softmax."""
     logits_RV = head.logits(hidden_RD)
-    label_R = head.local(slots.labels_AK.flatten())[:, None]
+    label_R = slots.labels_AK.flatten()[:, None]
     metrics = _measure(logits_RV, label_R, slots.valid_AK) if is_measured else None
     probs_RV = torch.softmax(logits_RV, dim=-1)
     del logits_RV
@@ -236,7 +245,7 @@ def _by_autograd(
     hidden_RD.requires_grad_(needs_grad)
     with torch.set_grad_enabled(needs_grad):
         logits_RV = head.logits(hidden_RD)
-        label_R = head.local(slots.labels_AK.flatten())[:, None]
+        label_R = slots.labels_AK.flatten()[:, None]
         log_probs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
         ce_AK = -log_probs_RV.gather(1, label_R).view(slots.labels_AK.shape)
         if config.needs_target_probs:

@@ -11,12 +11,16 @@ units. Powers of two are exact in every format: the drafter that is saved comput
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.draft.dflash import DFlashNetwork
+from paceline.errors import CacheError
 from paceline.train.dataset import Document
 from paceline.train.features import Features, FeatureSource
 
@@ -48,6 +52,25 @@ def measure_scale(source: FeatureSource, documents: list[Document]) -> tuple[Ten
     size_F = quiet_SF.square().mean(0).sqrt().clamp(min=1e-6)
     scale_F = torch.exp2(-size_F.log2().round())
     return scale_F, quiet_SF.mean(0) * scale_F
+
+
+def stored_scale(file: Path, source: FeatureSource, documents: list[Document], is_first: bool) -> tuple[Tensor, Tensor]:
+    """As `measure_scale`, measured once a run: what a resumed run read back would mean otherwise is another unit.
+
+    Raises CacheError when the file is damaged or cannot be written (by the first process).
+    """
+    try:
+        if file.is_file():
+            stored = load_file(file)
+            return stored["scale"], stored["mean"]
+        scale_F, mean_F = measure_scale(source, documents)
+        if is_first:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save_file({"scale": scale_F, "mean": mean_F}, file.with_suffix(".part"))
+            file.with_suffix(".part").replace(file)
+    except (OSError, SafetensorError, KeyError) as error:
+        raise CacheError(f"{file} cannot be read or written ({error}): use another --out") from error
+    return scale_F, mean_F
 
 
 @torch.no_grad()

@@ -49,12 +49,16 @@ class DrafterShape:
     """All layers see this many positions; None sees everything."""
     mask_token_id: int | None = None
     """None takes the vocabulary's last id."""
+    draft_vocab: int | None = None
+    """Draft only among this many tokens, the most frequent in the answers; None drafts among all."""
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.block_size < 2:
             raise ConfigError("a drafter has at least 1 layer and blocks of at least 2")
         if self.start not in ("random", "target"):
             raise ConfigError(f"start must be random or target, not {self.start!r}")
+        if self.draft_vocab is not None and self.draft_vocab < 2:
+            raise ConfigError("the draft vocabulary must have at least 2 tokens")
 
 
 def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
@@ -183,17 +187,3 @@ def _largest_factor(hidden_TD: Tensor, head: Head, labels_T: Tensor, high: float
         middle = (low + high) / 2
         low, high = (middle, high) if is_near(middle) else (low, middle)
     return low or high
-
-
-@torch.no_grad()  # not inference mode: kl and lk keep this matrix for their backward
-def head_weight(target: Target) -> Tensor:
-    """The target's head as a matrix [V, D]: what it makes of the unit vectors. Raises ConfigError for a head that is none."""
-    eye = torch.eye(target.hidden_size, dtype=target.dtype, device=target.device)
-    weight_VD = target.head(eye).T.clone()
-    probe = torch.randn(2, target.hidden_size, generator=torch.Generator().manual_seed(0)).to(target.device, target.dtype)
-    expected = probe.float() @ weight_VD.float().T
-    if (target.head(probe).float() - expected).abs().max() > 0.05 * expected.abs().max():
-        raise ConfigError(
-            "this target's head is no plain matrix (bias or soft cap): training a drafter for it is not implemented"
-        )
-    return weight_VD

@@ -339,3 +339,47 @@ def test_cache_bytes_are_those_allocated() -> None:
     drafter.bind(target)
     assert drafter.cache_bytes(target) == drafter._path.cache.num_bytes
     decode_round(Batch([admit(target, drafter, PROMPT, SamplingParams(max_tokens=9))]), target, drafter, greedy_judge)
+
+
+class TestDraftVocabulary:
+    """Drafting among some tokens only: the same network, fewer rows of the head."""
+
+    IDS = torch.tensor([1, 4, 5, 9])
+
+    def rounds(self, **options: Any) -> tuple[Recording, list[Any]]:
+        _, target = targets()
+        drafter = Recording(network(raw_config()), **options)
+        ready(target, drafter)
+        rows = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8, seed=5)]
+        block = drafter.propose(Batch([admit(target, drafter, PROMPT, params) for params in rows]))
+        return drafter, [block.tokens_B, block.probs_B]
+
+    def test_drafts_are_the_best_of_these_tokens(self) -> None:
+        full, _ = self.rounds()
+        reduced, (tokens, probs) = self.rounds(draft_ids=self.IDS)
+        for all_logits, some_logits in zip(full.logits, reduced.logits, strict=True):
+            torch.testing.assert_close(all_logits[:, self.IDS], some_logits, atol=1e-5, rtol=1e-4)
+        assert tokens[0] == self.IDS[full.logits[0][:, self.IDS].argmax(-1)].tolist()
+        assert probs[1].shape == (7, VOCAB) and set(tokens[1]) <= set(self.IDS.tolist())
+        torch.testing.assert_close(probs[1][:, self.IDS].sum(-1), torch.ones(7))
+
+    def test_text_is_the_targets_all_the_same(self) -> None:
+        _, target = targets()
+        plain = generate(target, DFlashDrafter(network(raw_config())), [PROMPT], 30)[0]
+        assert generate(target, DFlashDrafter(network(raw_config()), draft_ids=self.IDS), [PROMPT], 30)[0] == plain
+
+    def test_it_is_kept_beside_the_checkpoint(self, tmp_path: Path) -> None:
+        folder = tmp_path / "drafter"
+        DFlashDrafter(network(raw_config()), draft_ids=self.IDS).save(folder)
+        again = DFlashDrafter.from_folder(folder)
+        assert again.draft_ids is not None and again.draft_ids.tolist() == self.IDS.tolist()
+        DFlashDrafter(network(raw_config())).save(folder)
+        assert DFlashDrafter.from_folder(folder).draft_ids is None, "another drafter's tokens must not stay"
+        (folder / "draft_ids.safetensors").write_bytes(b"no tensors")
+        with pytest.raises(ModelFileError, match="delete it"):
+            DFlashDrafter.from_folder(folder)
+
+    def test_tokens_the_target_lacks_are_refused(self) -> None:
+        _, target = targets()
+        with pytest.raises(DrafterMismatchError, match="draft vocabulary: the drafter says token 11"):
+            DFlashDrafter(network(raw_config()), draft_ids=torch.tensor([1, 11])).bind(target)

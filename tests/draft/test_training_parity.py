@@ -19,13 +19,12 @@ from torch.nn import functional as F
 from paceline.draft.base import Observed
 from paceline.draft.dflash import DFlashNetwork, scale_logits
 from paceline.model.decoder import Decoder
-from paceline.model.target import ForwardBatch
+from paceline.model.target import ForwardBatch, head_weight
 from paceline.train.attention import WAYS, make_attention
 from paceline.train.dataset import Document
 from paceline.train.features import OnlineFeatures
 from paceline.train.losses import Head, LossConfig, head_loss
 from paceline.train.packs import Packer
-from paceline.train.start import head_weight
 from paceline.types import Batch, SamplingParams, Sequence
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")

@@ -210,7 +210,7 @@ class TestLossVocabulary:
         assert set(labels.flatten().tolist()) <= set(head.columns.tolist())
         frequent = torch.argsort(self.counts_V, descending=True, stable=True)[:30].tolist()
         assert set(frequent) <= set(head.columns.tolist())
-        assert torch.equal(head.columns[head.local(labels)], labels)
+        assert torch.equal(head.columns[head.local(labels)[0]], labels)
         assert torch.equal(head.weight_VD, self.weight_VD[head.columns])
         assert len(head.columns) <= 40 + len(set(labels.flatten().tolist()))
 
@@ -259,3 +259,15 @@ class TestLossVocabulary:
 def test_impossible_losses_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LossConfig(**values)
+
+
+def test_a_token_the_head_lacks_is_missed_and_teaches_nothing() -> None:
+    weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([0, 2, 3, 7, 8, 9])
+    hidden = (4 * weight[[1, 3, 4]]).clone().requires_grad_()
+    slots = Slots(torch.tensor([[2, 5, 8]]), torch.ones(1, 3, dtype=torch.bool))
+    loss, metrics = head_loss(hidden, slots, Head(weight, columns=ids), LossConfig("ce"), 3.0)
+    loss.backward()
+    assert metrics.counts_K.tolist() == [1, 1, 1]
+    assert metrics.first_K[1] == 0 and metrics.standing_K.tolist()[1:] == [0, 0]
+    assert hidden.grad is not None and not hidden.grad[1].any() and hidden.grad[0].any()

@@ -15,12 +15,13 @@ from torch.nn import functional as F
 
 from paceline.draft.checkpoint import DFlashConfig
 from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
-from paceline.errors import ConfigError, DrafterMismatchError
+from paceline.errors import ConfigError, DrafterMismatchError, UnsupportedModelError
 from paceline.model.decoder import Decoder
 from paceline.model.load import load_target
 from paceline.model.loading import load_tensors
+from paceline.model.target import head_weight
 from paceline.train.losses import Head
-from paceline.train.start import DrafterShape, config_for, head_weight, network_for, scale_first_logits
+from paceline.train.start import DrafterShape, config_for, network_for, scale_first_logits
 
 
 def test_a_new_drafter_has_the_targets_measures() -> None:
@@ -108,7 +109,7 @@ def test_the_head_as_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(hidden @ weight_VD.T, target.head(hidden), atol=1e-5, rtol=1e-5)
     (weight_VD * torch.ones(1, requires_grad=True)).sum().backward()  # an inference tensor could not be kept
     monkeypatch.setattr(target, "__class__", Biased)
-    with pytest.raises(ConfigError, match="head is no plain matrix"):
+    with pytest.raises(UnsupportedModelError, match="head is no plain matrix"):
         head_weight(target)
 
 
