@@ -87,6 +87,7 @@ def train(
     attention: Annotated[str, Option(help="auto, split, sdpa or flex.")] = "auto",
     autocast: Annotated[bool, Option("--autocast/--full-precision", help="Multiply in bfloat16.")] = True,
     gradient_checkpointing: Annotated[bool, Option("--gradient-checkpointing", help="Less memory, more time.")] = False,
+    parallel: Annotated[str, Option(help="Several processes (torchrun): replicated, or sharded by FSDP2.")] = "auto",
     features: Annotated[str, Option(help="Hidden states: online, cached on disk, or auto.")] = "auto",
     heldout_every: Annotated[int, Option(help="Steps between looks at held-out documents.")] = 50,
     checkpoint_minutes: Annotated[float, Option(help="Minutes between checkpoints.")] = 5.0,

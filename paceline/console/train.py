@@ -10,7 +10,7 @@ report       runs/x/report.html           (see `paceline report`)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ from paceline.train.features import (
 )
 from paceline.train.loop import TrainConfig, Trainer
 from paceline.train.losses import Head
+from paceline.train.parallel import process_group
 from paceline.train.ranks import Ranks
 from paceline.train.regenerate import RegenerateConfig
 from paceline.train.scaling import ScaledFeatures, begin_without_mean, stored_scale, train_in_scaled_units
@@ -103,7 +104,7 @@ def train(ask: TrainAsk) -> dict[str, Any]:
     """Go through all stages; returns what --json prints. Raises the errors of its stages."""
     _check_inputs(ask)
     ranks = Ranks.here()
-    with _processes(ranks, ask.settings.get("device", "auto")) as wait:
+    with process_group(ranks, ask.settings.get("device", "auto")) as wait:
         ask = _at_scale(ask, ranks)
         wait()
         answers, ood = _answers(ask, wait)
@@ -132,28 +133,6 @@ def _check_inputs(ask: TrainAsk) -> None:
     if ask.answers:
         tokenizer = Tokenizer.from_path(resolve_model(ask.target)) if ask.scale == "default" else None
         check_answers(ask.answers, tokenizer and tokenizer.decode)
-
-
-@contextlib.contextmanager
-def _processes(ranks: Ranks, device: str) -> Iterator[Callable[[], None]]:
-    """torchrun's process group, if there is one; the value given waits until all processes are there."""
-    if ranks.world == 1:
-        yield lambda: None
-        return
-    import torch.distributed as dist
-
-    is_gpu = device != "cpu" and torch.cuda.is_available()
-    if is_gpu:
-        torch.cuda.set_device(ranks.local)
-    dist.init_process_group("nccl" if is_gpu else "gloo", rank=ranks.rank, world_size=ranks.world)
-
-    def wait() -> None:
-        dist.barrier()
-
-    try:
-        yield wait
-    finally:
-        dist.destroy_process_group()
 
 
 def _at_scale(ask: TrainAsk, ranks: Ranks) -> TrainAsk:
@@ -265,11 +244,13 @@ def _train(
         scale_first_logits(network, trainer.first_hidden()[is_learned_T], head, rows_T[is_learned_T])
     if loss.vocab and trainer.vocabulary is None:
         say("note: the loss vocabulary has no effect: it is not smaller than the target's")
+    if ask.config.parallel == "sharded" and ranks.world == 1:
+        say("note: --parallel sharded has no effect on one process: start several with torchrun")
     with Tracker(run, trainer, ranks) as tracker:
         trainer.run(tracker.on_step, say)
-    folder = ask.out / "drafter"
+    folder, weights = ask.out / "drafter", trainer.weights()
     if ranks.is_first:
-        write_checkpoint(folder, raw, {name: tensor.bfloat16() for name, tensor in network.state_dict().items()}, draft_ids)
+        write_checkpoint(folder, raw, {name: tensor.bfloat16() for name, tensor in weights.items()}, draft_ids)
     last = tracker.last
     return folder, {"drafter": folder, "run": run.path, "steps": trainer.state.step, "blocks": trainer.state.num_blocks, **last}
 

@@ -24,7 +24,7 @@ from paceline.runlog import plain, write_whole
 from paceline.train.optim import Optimisers
 
 LATEST = "latest"
-FREE_TO_CHANGE = ("checkpoint_minutes", "heldout_every")
+FREE_TO_CHANGE = ("checkpoint_minutes", "heldout_every", "gradient_checkpointing", "parallel")
 """Settings that do not decide what is learned: a resumed run may have others."""
 
 
@@ -84,9 +84,9 @@ def save_checkpoint(
 
 
 def optimiser_tensors(optimisers: Optimisers) -> dict[str, Tensor]:
-    """The state of all optimisers by name, copied, for `save_checkpoint`."""
+    """The state of all optimisers by name, the tensors themselves; `save_checkpoint` wants them whole."""
     return {
-        f"{name}.{key}": tensor.detach().cpu().clone()
+        f"{name}.{key}": tensor
         for name, state in optimisers.states()
         for key, tensor in state.items()
         if isinstance(tensor, Tensor)

@@ -26,7 +26,8 @@ from paceline.train.dataset import Corpus, Document, Place, StepPlanner
 from paceline.train.features import FeatureSource
 from paceline.train.losses import Head, LossConfig, LossVocabulary, SlotMetrics, head_loss
 from paceline.train.optim import OptimConfig, Optimisers, learning_rate_share
-from paceline.train.packs import Chosen, Pack, Packer, heldout_anchors, split_into_packs
+from paceline.train.packs import Chosen, Pack, Packer, heldout_anchors
+from paceline.train.parallel import WAYS, make_parallel, recompute_layers
 from paceline.train.ranks import Ranks
 
 HELDOUT_ANCHORS = 8
@@ -60,11 +61,15 @@ class TrainConfig:
     heldout_every: int = 50
     """Steps between looks at the held-out documents."""
     checkpoint_minutes: float = 5.0
+    parallel: str = "auto"
+    """replicated (auto), or sharded: how several processes hold the network."""
 
     def __post_init__(self) -> None:
         counts = (self.blocks_per_step, self.anchors, self.blocks_per_pack, self.heldout_every)
         if min(counts) < 1 or self.epochs <= 0:
             raise ConfigError("epochs, blocks_per_step, anchors, blocks_per_pack and heldout_every must be above 0")
+        if self.parallel not in WAYS:
+            raise ConfigError(f"parallel must be one of {', '.join(WAYS)}, not {self.parallel!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,10 @@ class Trainer:
             seed=config.seed,
         )
         self.packer = Packer(shape, corpus.train, features, self.device)
+        self.parallel = make_parallel(config.parallel, self.ranks, self.device)
+        if config.gradient_checkpointing:
+            recompute_layers(network)
+        self.parallel.prepare(network)
         self.optimisers = Optimisers(network, config.optim)
         self.vocabulary = self._loss_vocabulary()
         self.heldout: dict[str, tuple[list[Document], FeatureSource]] = {}
@@ -138,11 +147,9 @@ class Trainer:
             return False
         stored = checkpoint.trainer
         check_same_config(self._identity(), stored["identity"], self.folder)
-        with torch.no_grad():
-            self.network.load_state_dict(
-                {name: tensor.to(self.device) for name, tensor in checkpoint.network_tensors().items()}
-            )
+        self.parallel.load(self.network, checkpoint.network_tensors())
         checkpoint.restore(self.optimisers)
+        self.parallel.place_states(self.optimisers)
         state = stored["state"]
         self.state = _State(**{**state, "place": Place(**state["place"])})
         return True
@@ -158,15 +165,22 @@ class Trainer:
             if self.heldout and (self.state.step % self.config.heldout_every == 0 or is_last):
                 figures |= self._look(notice)
             on_step(Step(self.state.step, figures))
-            if is_last or time.monotonic() - last_saved > 60 * self.config.checkpoint_minutes:
+            if is_last or self.parallel.most(time.monotonic() - last_saved) > 60 * self.config.checkpoint_minutes:
                 self.save()
                 last_saved = time.monotonic()
 
     def save(self) -> None:
-        """Write a checkpoint (first process only). Raises CacheError when the disk refuses; the last good one stays."""
-        if self.ranks.is_first and self.state.step:
+        """Write a checkpoint (the first process does). Raises CacheError when the disk refuses; the last good one stays."""
+        if not self.state.step:
+            return
+        weights, optimisers = self.weights(), self.parallel.whole(optimiser_tensors(self.optimisers).items())
+        if self.ranks.is_first:
             trainer = {"step": self.state.step, "state": asdict(self.state), "identity": self._identity()}
-            save_checkpoint(self.folder, self.raw, self.network.state_dict(), optimiser_tensors(self.optimisers), trainer)
+            save_checkpoint(self.folder, self.raw, weights, optimisers, trainer)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The network's tensors, float32, on the first process; all must ask."""
+        return self.parallel.weights(self.network)
 
     def _identity(self) -> dict[str, Any]:
         return {**asdict(self.config), "drafter": self.raw, "num_documents": len(self.corpus.train)}
@@ -176,15 +190,15 @@ class Trainer:
         began, state, config = time.perf_counter(), self.state, self.config
         chosen, num_slots, after = self.planner.step(state.place)
         head = self._step_head(chosen)
-        loss, metrics = self.forward_backward(chosen[self.ranks.rank :: self.ranks.world], num_slots, head)
-        loss, metrics = self._sum_over_ranks(loss, metrics)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.network.parameters(), config.optim.clip))
+        loss, metrics = self._summed(*self.forward_backward(chosen, num_slots, head))
+        self.parallel.sum_gradients(self.network)
+        norm = self.parallel.clip(self.network, config.optim.clip)
         self._check_finite(loss, norm, chosen)
         share = min(1.0, self.progress)
         rate = self.optimisers.step(learning_rate_share(share))
         num_blocks = sum(len(anchors_A) for _, anchors_A in chosen)
         num_tokens = sum(len(self.corpus.train[number]) for number, _ in chosen)
-        seconds = self._slowest(time.perf_counter() - began)
+        seconds = self.parallel.most(time.perf_counter() - began)
         self.state = replace(
             state,
             step=state.step + 1,
@@ -210,12 +224,14 @@ class Trainer:
         }
 
     def forward_backward(self, chosen: list[Chosen], num_slots: int, head: Head) -> tuple[float, SlotMetrics]:
-        """Add the gradients of these blocks, pack by pack, as part of a step of `num_slots` slots; their share of its loss."""
+        """Add the gradients of this process's share of a step of `num_slots` slots, pack by pack; their share of its loss."""
         metrics, loss = SlotMetrics.zero(self.network.config.block_size - 1), 0.0
-        for number, group in enumerate(split_into_packs(chosen, self.config.blocks_per_pack)):
-            scalar, measured = self.pack_loss(self.packer.pack(group), head, num_slots, is_measured=number == 0)
-            scalar.backward()
-            loss += float(scalar.detach())
+        pieces = self.parallel.pieces(chosen, self.config.blocks_per_pack)
+        for number, piece in enumerate(pieces):
+            is_measured = number == 0 and piece.weight > 0
+            scalar, measured = self.pack_loss(self.packer.pack(piece.chosen), head, num_slots, is_measured)
+            self.parallel.backward(scalar * piece.weight, is_last=number == len(pieces) - 1)
+            loss += float(scalar.detach()) * piece.weight
             metrics.add(measured)
         return loss, metrics
 
@@ -247,12 +263,10 @@ class Trainer:
         """Figures over held-out documents, teacher-forced: every process looks at its share."""
         packer = Packer(self.network.config, documents, features, self.device)
         metrics = SlotMetrics.zero(self.network.config.block_size - 1)
-        chosen = heldout_anchors(documents, HELDOUT_ANCHORS)[self.ranks.rank :: self.ranks.world]
-        for group in split_into_packs(chosen, self.config.blocks_per_pack):
-            _, measured = self.pack_loss(packer.pack(group), self.head, 1.0)
+        for piece in self.parallel.pieces(heldout_anchors(documents, HELDOUT_ANCHORS), self.config.blocks_per_pack):
+            _, measured = self.pack_loss(packer.pack(piece.chosen), self.head, 1.0, is_measured=piece.weight > 0)
             metrics.add(measured)
-        _, metrics = self._sum_over_ranks(0.0, metrics, gradients=False)
-        return metrics.rates()
+        return self._summed(0.0, metrics)[1].rates()
 
     def _look(self, notice: Callable[[str], None]) -> dict[str, Any]:
         figures = {name: self.evaluate(documents, features) for name, (documents, features) in self.heldout.items()}
@@ -282,34 +296,10 @@ class Trainer:
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.state.step)
         return self.vocabulary.head(labels, generator, self.head.scale, self.head.cap)
 
-    def _sum_over_ranks(self, loss: float, metrics: SlotMetrics, *, gradients: bool = True) -> tuple[float, SlotMetrics]:
-        """Add up gradients, loss and metrics of all processes."""
-        if self.ranks.world == 1:
-            return loss, metrics
-        import torch.distributed as dist
-
-        if gradients:
-            parameters = list(self.network.parameters())
-            for parameter in parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            flat = torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None])
-            dist.all_reduce(flat)
-            for parameter, part in zip(parameters, flat.split([each.numel() for each in parameters]), strict=True):
-                parameter.grad = part.view_as(parameter)
-        sums = torch.cat([torch.tensor([loss], dtype=torch.float64), metrics.flat()]).to(self.device)
-        dist.all_reduce(sums)
-        return float(sums[0]), SlotMetrics.of_flat(sums[1:].cpu())
-
-    def _slowest(self, seconds: float) -> float:
-        """All processes count the same time, so that all stop at the same step."""
-        if self.ranks.world == 1:
-            return seconds
-        import torch.distributed as dist
-
-        value = torch.tensor([seconds], dtype=torch.float64, device=self.device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return float(value)
+    def _summed(self, loss: float, metrics: SlotMetrics) -> tuple[float, SlotMetrics]:
+        """Loss and metrics of all processes."""
+        sums = self.parallel.sum(torch.cat([torch.tensor([loss], dtype=torch.float64), metrics.flat()]))
+        return float(sums[0]), SlotMetrics.of_flat(sums[1:])
 
     def _check_finite(self, loss: float, norm: float, chosen: list[Chosen]) -> None:
         """The optimiser has not stepped yet: weights and checkpoint are those of the last good step."""

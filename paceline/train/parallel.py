@@ -1,0 +1,232 @@
+"""How several processes train one network: what is summed, what is shared out, and when all do the same.
+
+Every process plans the whole step and computes its own blocks; gradients and figures are summed, so that the step is the one
+that a process alone would take. `Alone` carries the contract. `Replicated` holds the network on every process and adds up
+gradients in one message. `Sharded` (FSDP2) holds a part of weights, gradients and optimiser state on each: for networks that
+do not fit otherwise. Checkpoints are the same from all three.
+
+    torchrun --nproc-per-node 2 -m paceline train ... --parallel sharded
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.draft.dflash import DFlashNetwork
+from paceline.train.optim import Optimisers
+from paceline.train.packs import Chosen, split_into_packs
+from paceline.train.ranks import Ranks
+
+WAYS = ("auto", "replicated", "sharded")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The blocks of one pack, and what their loss counts: 1, or 0 for one that only keeps this process beside the others."""
+
+    chosen: list[Chosen]
+    weight: float = 1.0
+
+
+class Alone:
+    """One process: nothing to sum. Its methods are the contract of the others; all processes call all of them, in one order."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self.ranks, self.device = ranks, device
+
+    def prepare(self, network: DFlashNetwork) -> None:
+        """Lay the network out, in place, before optimisers take its parameters."""
+
+    def pieces(self, chosen: list[Chosen], blocks_per_pack: int) -> list[Piece]:
+        """This process's packs of a step's blocks."""
+        own = chosen[self.ranks.rank :: self.ranks.world]
+        return [Piece(group) for group in split_into_packs(own, blocks_per_pack)]
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add the gradients of one piece to those of the step; `is_last` says that it was the step's last."""
+        loss.backward()
+
+    def sum_gradients(self, network: DFlashNetwork) -> None:
+        """After the last piece: make the gradients those of all processes."""
+
+    def clip(self, network: DFlashNetwork, longest: float) -> float:
+        """Scale the gradients down to this norm; returns the norm before."""
+        return float(nn.utils.clip_grad_norm_(network.parameters(), longest))
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Numbers added up over the processes, on CPU."""
+        return numbers
+
+    def most(self, number: float) -> float:
+        """The largest of the processes' numbers, so that all of them decide alike."""
+        return number
+
+    def whole(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Copies in main memory, gathered on the first process; nothing on the others."""
+        return {name: tensor.detach().cpu().clone() for name, tensor in tensors if self.ranks.is_first}
+
+    def weights(self, network: DFlashNetwork) -> dict[str, Tensor]:
+        """Its `state_dict`, as `whole` gives it."""
+        return self.whole(network.state_dict().items())
+
+    def load(self, network: DFlashNetwork, tensors: dict[str, Tensor]) -> None:
+        """Fill the network with whole tensors that every process has read."""
+        parameters = dict(network.named_parameters())
+        network.load_state_dict({name: self._like(parameters[name], tensor) for name, tensor in tensors.items()})
+
+    def place_states(self, optimisers: Optimisers) -> None:
+        """Lay restored states, whole tensors on CPU, out as their parameters are; step counts stay as they are."""
+        for optimiser in optimisers.every:
+            for parameter, state in optimiser.state.items():
+                state.update({key: self._like(parameter, tensor) for key, tensor in state.items() if tensor.ndim})
+
+    def _like(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.to(parameter.device)
+
+
+class Replicated(Alone):
+    """The whole network on every process."""
+
+    def sum_gradients(self, network: DFlashNetwork) -> None:
+        """As one flat message; a process without blocks adds zeros."""
+        import torch.distributed as dist
+
+        parameters = list(network.parameters())
+        flat = torch.cat([_gradient(parameter).flatten() for parameter in parameters])
+        dist.all_reduce(flat)
+        for parameter, part in zip(parameters, flat.split([each.numel() for each in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        import torch.distributed as dist
+
+        numbers = numbers.to(self.device)
+        dist.all_reduce(numbers)
+        return numbers.cpu()
+
+    def most(self, number: float) -> float:
+        import torch.distributed as dist
+
+        value = torch.tensor([number], dtype=torch.float64, device=self.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return float(value)
+
+
+class Sharded(Replicated):
+    """A part of every tensor on each process; a layer is gathered while it computes.
+
+    Every forward and backward is then a collective, so all processes take the same number of pieces.
+    """
+
+    _network: Any = None
+    """The network as FSDP2 made it: its class is a new one, its parameters are DTensors."""
+
+    def prepare(self, network: DFlashNetwork) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        mesh = init_device_mesh(self.device.type, (self.ranks.world,))
+        for module in (*network.layers, network):
+            # The root too is freed after its forward: what reads or writes weights between steps finds the shards.
+            sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
+            assert isinstance(sharded, FSDPModule)
+            sharded.set_gradient_divide_factor(1.0)  # a sum, where FSDP2 would take the mean
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        self._network = network
+
+    def pieces(self, chosen: list[Chosen], blocks_per_pack: int) -> list[Piece]:
+        """As many as the process with the most; a single block without weight fills up."""
+        world, own = self.ranks.world, super().pieces(chosen, blocks_per_pack)
+        most = max(sum(1 for _ in split_into_packs(chosen[rank::world], blocks_per_pack)) for rank in range(world))
+        filler = [Piece([(number, anchors_A[:1])], 0.0) for number, anchors_A in chosen[:1]]
+        return own + filler * (most - len(own))
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Gradients are summed into shards with the last piece, and stay whole until then."""
+        self._network.set_requires_gradient_sync(is_last)
+        loss.backward()
+
+    def sum_gradients(self, network: DFlashNetwork) -> None:
+        """Done by the last `backward`."""
+
+    def clip(self, network: DFlashNetwork, longest: float) -> float:
+        from torch.distributed.tensor import DTensor
+
+        parameters = list(network.parameters())
+        norm = nn.utils.get_total_norm([_gradient(parameter) for parameter in parameters])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        nn.utils.clip_grads_with_norm_(parameters, longest, norm)
+        return float(norm)
+
+    def whole(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """One after another, so that no device needs room for more than one."""
+        from torch.distributed.tensor import DTensor
+
+        copies: dict[str, Tensor] = {}
+        for name, tensor in tensors:
+            gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            copies |= super().whole([(name, gathered)])
+        return copies
+
+    def weights(self, network: DFlashNetwork) -> dict[str, Tensor]:
+        from torch.distributed.tensor.experimental import implicit_replication
+
+        with implicit_replication():  # for state_dict hooks that compute with plain tensors (scaling.py)
+            return super().weights(network)
+
+    def load(self, network: DFlashNetwork, tensors: dict[str, Tensor]) -> None:
+        from torch.distributed.tensor.experimental import implicit_replication
+
+        with implicit_replication():
+            super().load(network, tensors)
+
+    def _like(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(parameter, DTensor)
+        # Every process has the whole tensor: each cuts its part out, nothing is sent.
+        return distribute_tensor(tensor.to(self.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def make_parallel(way: str, ranks: Ranks, device: torch.device) -> Alone:
+    """`auto` replicates; a process without others is alone whatever was asked for."""
+    if ranks.world == 1:
+        return Alone(ranks, device)
+    return (Sharded if way == "sharded" else Replicated)(ranks, device)
+
+
+def recompute_layers(network: DFlashNetwork) -> None:
+    """Keep only the inputs of each draft layer for the backward pass, and compute the rest there again."""
+    for layer in network.layers:
+        # Nothing in a layer is random: no generator state to keep.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+@contextlib.contextmanager
+def process_group(ranks: Ranks, device: str) -> Iterator[Callable[[], None]]:
+    """torchrun's process group, if there is one; the value given waits until all processes are there."""
+    if ranks.world == 1:
+        yield lambda: None
+        return
+    import torch.distributed as dist
+
+    is_gpu = device != "cpu" and torch.cuda.is_available()
+    if is_gpu:
+        torch.cuda.set_device(ranks.local)
+    dist.init_process_group("nccl" if is_gpu else "gloo", rank=ranks.rank, world_size=ranks.world)
+    try:
+        yield lambda: dist.barrier() and None
+    finally:
+        dist.destroy_process_group()
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
