@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 
-COMMANDS = ((), ("generate",), ("chat",), ("models",), ("bench",), ("bench", "decode"))
+MAKING = (("train",), ("regenerate",), ("evaluate",), ("report",))
+COMMANDS = ((), ("generate",), ("chat",), ("models",), ("bench",), ("bench", "decode"), *MAKING)
 TARGET = Path(__file__).parent / "cli.md"
 
 

@@ -7,8 +7,8 @@
 # held-out tickets are not at least 2 times better, or the general prompts more than 10% worse. Killed, the same command goes on.
 #
 # Environment: OUT (run folder), TARGET, DRAFTER (what is fine-tuned: `default`, or a DFlash drafter's folder), MINUTES (of
-# training), TICKETS, HELDOUT, REPLAY (general prompts mixed in), GENERAL_TRAIN (their file; unset, the target writes them itself),
-# GENERAL (prompts that measure the general case; never those of GENERAL_TRAIN).
+# training), PROCESSES, TICKETS, HELDOUT, REPLAY (general prompts mixed in), GENERAL_TRAIN (their file; unset, the target writes
+# them itself), GENERAL (prompts that measure the general case; never those of GENERAL_TRAIN).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -20,6 +20,13 @@ tickets=${TICKETS:-1200}
 heldout=${HELDOUT:-40}
 replay=${REPLAY:-300}
 general=${GENERAL:-paceline/bench/prompts.jsonl}
+
+# Two processes of one thread each do more than one of two: no operation waits for the other core.
+processes=${PROCESSES:-$(nproc)}
+many=(paceline)
+if [ "$processes" -gt 1 ]; then
+    many=(env OMP_NUM_THREADS=1 torchrun --nproc-per-node "$processes" -m paceline)
+fi
 
 mkdir -p "$out"
 
@@ -42,7 +49,7 @@ measure=(--target "$target" --prompts "$out/tickets/heldout.jsonl" --prompts "$g
 stage evaluate-before paceline evaluate "$drafter" "${measure[@]}" --out "$out/before"
 
 # 3. The target answers the training tickets: what it says is all that a drafter has to learn.
-stage answer-tickets paceline regenerate --target "$target" --prompts "$out/tickets/train.jsonl" \
+stage answer-tickets "${many[@]}" regenerate --target "$target" --prompts "$out/tickets/train.jsonl" \
     --out "$out/ticket-answers" --max-tokens 128
 
 # 4. And some general prompts, so that the drafter does not forget the rest of the language.
@@ -51,14 +58,13 @@ if [ -n "${GENERAL_TRAIN:-}" ]; then
 else
     prompts=(--self-written "$replay")
 fi
-stage answer-general paceline regenerate --target "$target" "${prompts[@]}" --out "$out/general-answers" --max-tokens 128
+stage answer-general "${many[@]}" regenerate --target "$target" "${prompts[@]}" --out "$out/general-answers" --max-tokens 128
 
 # 5. Fine-tune on both.
-# ---- exact `paceline train` options: settle here -----------------------------------------------------------------------
-stage train paceline train --target "$target" --init "$drafter" \
+stage train "${many[@]}" train --target "$target" --init "$drafter" \
     --answers "$out/ticket-answers/answers" --answers "$out/general-answers/answers" \
-    --out "$out/drafter-run" --max-len 512 --max-minutes "$minutes"
-# ---- end of the options ------------------------------------------------------------------------------------------------
+    --out "$out/drafter-run" --max-len 512 --max-tokens 128 --max-minutes "$minutes" --epochs 20 \
+    --blocks-per-step 192 --anchors 48 --lr 1e-3 --loss-vocab 8192 --features cached --heldout-every 250
 
 # 6. The same measurement with the fine-tuned drafter.
 stage evaluate-after paceline evaluate "$out/drafter-run/drafter" "${measure[@]}" --out "$out/after"

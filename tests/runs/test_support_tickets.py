@@ -118,6 +118,7 @@ def test_the_script_ends_with_a_verdict(tmp_path: Path, after: dict[str, float],
     (programs / "python").symlink_to(sys.executable)
     environment = {
         **os.environ,
+        "PROCESSES": "1",
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "CALLS": str(calls),
         "BEFORE": json.dumps({"heldout": 2.0, "prompts": 2.0}),
