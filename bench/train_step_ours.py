@@ -1,4 +1,4 @@
-"""paceline's DFlash training step on a prepared batch, for bench/train_step_vs_peers.py: the Trainer's own step, nothing left out.
+"""paceline's DFlash training step on a prepared batch, for bench/train_step_vs_peers.py: the Trainer's own step, whole.
 
 The loss vocabulary stays off here, so that all sides compute the same logits.
 """
