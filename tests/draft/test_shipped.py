@@ -1,0 +1,82 @@
+"""The drafter that ships is the default, drafts as the authors' package does with the same weights, and is worth its size."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from dflash import model as dflash
+
+from paceline import LLM, SamplingParams
+from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.registry import SHIPPED
+from paceline.hub import resolve
+
+MODEL = "smollm2-135m"
+FOLDER = SHIPPED / MODEL
+QUESTION = "A farmer has 12 hens. Each lays 5 eggs a week. How many eggs does he collect in 4 weeks? Think step by step."
+MAX_TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(MODEL, drafter="default", dtype="float32", max_batch=1, max_len=256)
+
+
+def test_it_is_the_default_and_small(llm: LLM) -> None:
+    assert isinstance(llm.drafter, DFlashDrafter)
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 40e6
+    assert {tensor.dtype for tensor in llm.drafter.network.state_dict().values()} == {torch.bfloat16}
+    assert json.loads((FOLDER / "config.json").read_text())["architectures"] == ["DFlashDraftModel"]
+
+
+def test_the_text_is_plain_decodings_in_fewer_passes(llm: LLM) -> None:
+    prompt = llm.encode_chat([{"role": "user", "content": QUESTION}])
+    (fast,) = llm.generate_ids([prompt], SamplingParams(max_tokens=MAX_TOKENS))
+    llm.use_drafter("none")
+    (plain,) = llm.generate_ids([prompt], SamplingParams(max_tokens=MAX_TOKENS))
+    llm.use_drafter("default")
+    assert fast.token_ids == plain.token_ids
+    assert fast.stats.tokens_per_round > 1.5
+
+
+def test_drafts_are_those_of_the_authors_package(llm: LLM) -> None:
+    """The same weights in PyPI's dflash 0.1.0 over Transformers' Llama: the same rounds, hence the same drafts and text."""
+    assert isinstance(llm.drafter, DFlashDrafter)
+    prompt = llm.encode_chat([{"role": "user", "content": QUESTION}])
+    own: list[list[int]] = []
+    propose = llm.drafter.propose
+
+    def record(batch):  # type: ignore[no-untyped-def]
+        block = propose(batch)
+        own.append(block.tokens_B[0])
+        return block
+
+    llm.drafter.propose = record  # type: ignore[method-assign]
+    (answer,) = llm.generate_ids([prompt], SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
+    del llm.drafter.propose
+
+    raw = json.loads((FOLDER / "config.json").read_text())
+    reference = dflash.DFlashDraftModel(transformers.Qwen3Config(**raw)).eval()
+    reference.load_state_dict({name: tensor.float() for name, tensor in llm.drafter.network.state_dict().items()})
+    target = transformers.AutoModelForCausalLM.from_pretrained(resolve(MODEL), dtype=torch.float32).eval()
+    theirs: list[list[int]] = []
+    compute = reference.compute_logits
+
+    def keep(hidden, head):  # type: ignore[no-untyped-def]
+        logits = compute(hidden, head)
+        theirs.append(logits[0].argmax(-1).tolist())
+        return logits
+
+    reference.compute_logits = keep
+    with torch.inference_mode():
+        tokens = dflash.dflash_generate(reference, target, torch.tensor([prompt]), MAX_TOKENS, None)[0].tolist()
+    assert tokens[: len(prompt) + MAX_TOKENS] == prompt + answer.token_ids
+    num_compared = 0
+    for mine, other in zip([drafts for drafts in own if drafts], theirs, strict=False):
+        width = min(len(mine), len(other))  # both shorten their last blocks, each in its own way
+        assert mine[:width] == other[:width]
+        num_compared += width
+    assert num_compared > 7 * 8
