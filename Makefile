@@ -15,10 +15,9 @@ $(READY): requirements.lock pyproject.toml
 setup: $(READY)  ## the virtual environment with everything pinned
 
 demo: $(READY)  ## one real answer with and without speculation, side by side
-	$(BIN)/paceline generate --compare --dtype float32 --max-tokens 96 \
-	  "Repeat the following paragraph exactly, word for word, and add nothing: The old lighthouse stood at the edge of the \
-	cliff, where the wind never rested. Every evening at six, Mr. Alder climbed its one hundred and twelve steps, trimmed \
-	the wick, polished the great glass lens and lit the lamp."
+	$(BIN)/paceline generate --compare --dtype float32 --max-tokens 128 \
+	  "A baker sells 24 loaves in the morning and half as many in the afternoon. Each loaf costs 3 dollars. How much does she \
+	earn in a day? Please reason step by step."
 
 test: $(READY)  ## the test suite
 	$(BIN)/python -m pytest

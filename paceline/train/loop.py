@@ -8,6 +8,7 @@ Same data, same steps: a run resumed from a checkpoint, and a run on two process
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -183,7 +184,13 @@ class Trainer:
         return self.parallel.weights(self.network)
 
     def _identity(self) -> dict[str, Any]:
-        return {**asdict(self.config), "drafter": self.raw, "num_documents": len(self.corpus.train)}
+        documents = zlib.crc32("\n".join(document.key for document in self.corpus.train).encode())
+        return {
+            **asdict(self.config),
+            "drafter": self.raw,
+            "num_documents": len(self.corpus.train),
+            "documents": f"{documents:08x}",
+        }
 
     def _step(self) -> dict[str, Any]:
         """One optimiser step; returns its figures."""
