@@ -244,7 +244,7 @@ def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_long_name_is_shortened_in_the_plots_only(tmp_path: Path) -> None:
-    name = "/work/shared/a/very/long/way/to/the/data/" * 3 + "gsm8k_test.jsonl"
+    name = "a/very/long/way/to/the/prompts/of/a/data/" * 3 + "gsm8k_test.jsonl"
     text = page(read_run(folder(tmp_path / "run", None, evaluation(name))))
     assert "…ta/gsm8k_test.jsonl, b8, T=1<" in text
     assert f"<td>{name}</td>" in text
