@@ -68,7 +68,7 @@ def test_online_features_can_be_learned_from() -> None:
     assert weight.grad is not None
 
 
-def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     docs, calls = documents(), []
     cache_features(tmp_path, tiny_decoder(), docs, TAPS)
     wanted = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -77,7 +77,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     (tmp_path / "shard-00001.part").write_bytes(b"cut short")
     target = tiny_decoder()
     forward = target.forward
-    target.forward = lambda batch: (calls.append(batch), forward(batch))[1]  # type: ignore[method-assign]
+    monkeypatch.setattr(target, "forward", lambda batch: (calls.append(batch), forward(batch))[1])
     heard: list[int] = []
     cache_features(tmp_path, target, docs, TAPS, on_document=lambda: heard.append(1))
     assert len(calls) == 4 and len(heard) == 10
@@ -117,7 +117,11 @@ def test_a_small_disk_is_refused_before_anything_is_computed(tmp_path: Path, mon
 def test_what_is_there_needs_no_more_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache_features(tmp_path, tiny_decoder(), documents(), TAPS)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10_000_000, 9_500_000, 500_000))
-    cache_features(tmp_path, tiny_decoder(), documents(), TAPS)
+    again = cache_features(tmp_path, tiny_decoder(), documents(), TAPS)
+    assert len(again.of(0).taps_SF) == len(documents()[0])
+    (tmp_path / "shard-00001.safetensors").unlink()
+    with pytest.raises(CacheError, match="features need"):
+        cache_features(tmp_path, tiny_decoder(), documents(), TAPS)
 
 
 def test_a_disk_that_fills_up_leaves_whole_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
