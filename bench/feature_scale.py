@@ -14,7 +14,7 @@ import json
 import tempfile
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,11 +29,13 @@ from paceline.train.scaling import ScaledFeatures, begin_without_mean, measure_s
 from paceline.train.start import DrafterShape, network_for, scale_first_logits
 
 MODEL = "smollm2-135m"
+Start = Literal["random", "target"]
+STARTS: tuple[Start, ...] = ("random", "target")
 
 
-def run(target: Target, corpus: Corpus, folder: Path, given: argparse.Namespace, start: str, is_scaled: bool) -> list[Any]:
+def run(target: Target, corpus: Corpus, folder: Path, given: argparse.Namespace, start: Start, is_scaled: bool) -> list[Any]:
     """(step, held-out eal, held-out loss) of one combination."""
-    raw, network = network_for(target, MODEL, DrafterShape(start=start), None, 0)  # type: ignore[arg-type]
+    raw, network = network_for(target, MODEL, DrafterShape(start=start), None, 0)
     taps = network.config.target_layer_ids
     train, heldout = (
         cache_features(folder / name, target, documents, taps)
@@ -87,7 +89,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         curves = {
             f"{start}, {'scaled' if is_scaled else 'as they are'}": run(target, corpus, Path(folder), given, start, is_scaled)
-            for start, is_scaled in product(("random", "target"), (True, False))
+            for start, is_scaled in product(STARTS, (True, False))
         }
     print(json.dumps({"documents": len(corpus.train), "lr": given.lr, "curves": curves}))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from paceline import LLM, SamplingParams
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.registry import SHIPPED
 from paceline.hub import resolve
+from paceline.types import Batch, DraftBlock
 
 MODEL = "smollm2-135m"
 FOLDER = SHIPPED / MODEL
@@ -42,21 +44,21 @@ def test_the_text_is_plain_decodings_in_fewer_passes(llm: LLM) -> None:
     assert fast.stats.tokens_per_round > 1.5
 
 
-def test_drafts_are_those_of_the_authors_package(llm: LLM) -> None:
+def test_drafts_are_those_of_the_authors_package(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same weights in PyPI's dflash 0.1.0 over Transformers' Llama: the same rounds, hence the same drafts and text."""
     assert isinstance(llm.drafter, DFlashDrafter)
     prompt = llm.encode_chat([{"role": "user", "content": QUESTION}])
     own: list[list[int]] = []
     propose = llm.drafter.propose
 
-    def record(batch):  # type: ignore[no-untyped-def]
+    def record(batch: Batch) -> DraftBlock:
         block = propose(batch)
         own.append(block.tokens_B[0])
         return block
 
-    llm.drafter.propose = record  # type: ignore[method-assign]
-    (answer,) = llm.generate_ids([prompt], SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
-    del llm.drafter.propose
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.drafter, "propose", record)
+        (answer,) = llm.generate_ids([prompt], SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
 
     raw = json.loads((FOLDER / "config.json").read_text())
     reference = dflash.DFlashDraftModel(transformers.Qwen3Config(**raw)).eval()
@@ -65,7 +67,7 @@ def test_drafts_are_those_of_the_authors_package(llm: LLM) -> None:
     theirs: list[list[int]] = []
     compute = reference.compute_logits
 
-    def keep(hidden, head):  # type: ignore[no-untyped-def]
+    def keep(hidden: torch.Tensor, head: Any) -> torch.Tensor:
         logits = compute(hidden, head)
         theirs.append(logits[0].argmax(-1).tolist())
         return logits
