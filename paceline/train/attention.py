@@ -10,6 +10,7 @@ Positions are absolute. A sliding window counts per query, as when serving; caus
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,7 @@ class _Rotary:
         return cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
 
 
-class _PackedAttention:
+class _PackedAttention(ABC):
     """What the three have in common: rotation before, one method per way of attending."""
 
     def __init__(self, config: DFlashConfig, layout: Layout, dtype: torch.dtype) -> None:
@@ -83,11 +84,13 @@ class _PackedAttention:
         context = (rotate(context[0], *self._rotary.context), context[1])
         return self._attend(self._plans[layer], query_THD, own, context)
 
+    @abstractmethod
     def _plan(self, window: int | None, is_causal: bool) -> Any:
-        raise NotImplementedError
+        """What layers of this kind need to know, made once a pack."""
 
+    @abstractmethod
     def _attend(self, plan: Any, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor:
-        raise NotImplementedError
+        """Attention output [T, heads * head_dim] from rotated queries and keys."""
 
     def _masks(self, window: int | None, is_causal: bool) -> list[tuple[Tensor, Tensor]]:
         """Per document: whether slots see the context, bool [A, B, N], and their own block, bool [A, B, B]."""
