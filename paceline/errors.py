@@ -15,7 +15,8 @@ The command line prints that line and exits with code 2; anything else is a bug 
     ├── SamplingError         (ValueError)         impossible sampling values
     ├── PromptError           (ValueError)         a prompt or prompt file that cannot be read
     ├── ConfigError           (ValueError)         an unknown or contradictory setting
-    └── TrainingError         (ArithmeticError)    a loss or gradient that is no number
+    ├── TrainingError         (ArithmeticError)    a loss or gradient that is no number
+    └── NativeError           (RuntimeError)       the native library is missing or refused a call
 """
 
 
@@ -69,3 +70,7 @@ class ConfigError(PacelineError, ValueError):
 
 class TrainingError(PacelineError, ArithmeticError):
     """A loss or gradient that is no number; the last good checkpoint stands."""
+
+
+class NativeError(PacelineError, RuntimeError):
+    """The native CPU library is missing, or refused what it was given."""

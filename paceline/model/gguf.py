@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from gguf import GGMLQuantizationType as Quant
 from torch import Tensor
 
 from paceline.errors import ModelFileError, UnsupportedModelError
+from paceline.model.blocks import Blocks
 from paceline.model.config import DecoderConfig
 from paceline.model.rope import check_rope
 
@@ -119,8 +121,8 @@ def load_config(path: Path) -> DecoderConfig:
     )
 
 
-def load_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, float32 tensor), one at a time, in the file's order."""
+def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, Tensor | Blocks]]:
+    """(Hugging Face name, float32 tensor), one at a time, in the file's order; with `keep_blocks`, Q8_0 and Q4_1 stay as they are."""
     reader = open_gguf(path)
     arch = read_metadata(reader, "general.architecture")
     num_heads = read_metadata(reader, f"{arch}.attention.head_count")
@@ -128,7 +130,7 @@ def load_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     for stored in reader.tensors:
         if stored.name == ROPE_FACTORS:
             continue
-        tensor = _dequantise(stored, path)
+        tensor = _blocks(stored) if keep_blocks and stored.tensor_type.name in ("Q8_0", "Q4_1") else _dequantise(stored, path)
         name = _hf_name(stored.name, path)
         if arch == "llama" and ".self_attn.q_proj." in name:
             tensor = half_split_rows(tensor, num_heads)
@@ -137,8 +139,14 @@ def load_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor
 
 
-def half_split_rows(tensor: Tensor, num_heads: int) -> Tensor:
+def half_split_rows(tensor: Tensor | Blocks, num_heads: int) -> Tensor | Blocks:
     """Undo convert_hf_to_gguf's `permute`: in a head, ggml's rope pairs neighbouring rows, Hugging Face's the two halves."""
+    if isinstance(tensor, Blocks):
+        return replace(tensor, data=_half_split(tensor.data, num_heads))
+    return _half_split(tensor, num_heads)
+
+
+def _half_split(tensor: Tensor, num_heads: int) -> Tensor:
     pairs = tensor.reshape(num_heads, tensor.shape[0] // num_heads // 2, 2, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape).contiguous()
 
@@ -290,6 +298,12 @@ def _dequantise(stored: gguf.ReaderTensor, path: Path) -> Tensor:
     shape = tuple(int(size) for size in reversed(stored.shape))
     values = gguf.dequantize(stored.data, stored.tensor_type).reshape(shape)
     return torch.from_numpy(np.array(values, dtype=np.float32))  # a copy: the file is mapped read-only
+
+
+def _blocks(stored: gguf.ReaderTensor) -> Blocks:
+    shape = tuple(int(size) for size in reversed(stored.shape))
+    data = torch.from_numpy(np.array(stored.data, dtype=np.uint8)).reshape(shape[0], -1)
+    return Blocks(data, shape, "Q8_0" if stored.tensor_type == Quant.Q8_0 else "Q4_1")
 
 
 def _rope_scaling(reader: gguf.GGUFReader, arch: str, max_position: int) -> dict[str, Any] | None:

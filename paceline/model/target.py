@@ -30,6 +30,8 @@ class ForwardBatch:
     tokens: list[int]
     logits: Literal["all", "last", "none"] = "all"
     """Logits of every token, only of each row's last one, or of none (a prefill chunk that is not the last)."""
+    only_argmax: bool = False
+    """Nobody will read more of the logits than where each row is largest: an implementation may leave them out."""
 
     @property
     def num_tokens(self) -> int:
@@ -41,9 +43,19 @@ class ForwardOutput:
     """Tensors are views of buffers that the next forward may overwrite."""
 
     logits_TV: Tensor | None
-    """[T, V] for "all", [B, V] for "last"; float32 or the model's dtype."""
+    """[T, V] for "all", [B, V] for "last"; float32 or the model's dtype. None for "none", and where `only_argmax` was used."""
     taps_TF: Tensor | None
     """[T, len(tap_layers) * hidden_size], outputs of the tapped layers side by side; None when nothing is tapped."""
+    argmax_T: list[int] | None = None
+    """Of each row of logits the first token with the largest, where the pass has found it on its way."""
+
+    def best_T(self) -> list[int]:
+        """Of each row of logits the first token with the largest."""
+        if self.argmax_T is not None:
+            return self.argmax_T
+        assert self.logits_TV is not None
+        # float32 first: PyTorch's argmax over bfloat16 is five times as slow on CPU, and widening changes no comparison
+        return self.logits_TV.float().argmax(-1).tolist()
 
 
 class Target(ABC):

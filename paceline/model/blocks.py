@@ -1,0 +1,27 @@
+"""Quantised weights as a GGUF file holds them: rows of blocks of 32 numbers that share a scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import gguf
+import torch
+from torch import Tensor
+
+BlockKind = Literal["Q8_0", "Q4_1"]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A matrix [rows, cols] in ggml's blocks, one row after another."""
+
+    data: Tensor
+    """uint8 [rows, bytes of a row]."""
+    shape: tuple[int, ...]
+    kind: BlockKind
+
+    def dense(self) -> Tensor:
+        """The same numbers as float32 [rows, cols]."""
+        values = gguf.dequantize(self.data.numpy(), gguf.GGMLQuantizationType[self.kind])
+        return torch.from_numpy(values).reshape(self.shape)

@@ -1,0 +1,118 @@
+// The plain C interface of the native CPU pass. paceline/model/native_lib.py declares the same structs for ctypes;
+// pn_abi_version guards against the two drifting apart. Nothing here throws: functions return 0, or -1 with pn_last_error set.
+//
+// A matrix is packed once and belongs to whoever made it; a model borrows matrices and vectors, which must outlive it.
+// One pass runs at a time per pool: the pool's lock makes a second caller wait.
+#pragma once
+#include <stdint.h>
+
+#define PN_API extern "C" __attribute__((visibility("default")))
+#define PN_ABI_VERSION 1
+
+enum PnFormat { PN_F32 = 0, PN_BF16 = 1, PN_Q8_0 = 2, PN_Q4_1 = 3 };
+
+struct PnMatrix;
+struct PnModel;
+
+// One decoder layer. Matrices [out, in]; q, k, v stacked, gate and up stacked, each padded to whole groups of four rows.
+struct PnLayer {
+    const float* input_norm;   // [hidden]
+    const float* mlp_norm;     // [hidden]
+    const float* q_norm;       // [head_dim] or null
+    const float* k_norm;       // [head_dim] or null
+    const PnMatrix* qkv;
+    const PnMatrix* output;
+    const PnMatrix* gate_up;
+    const PnMatrix* down;
+    const float* qkv_bias;     // in the rows of qkv, or null
+    const float* output_bias;  // [hidden] or null
+    const float* gate_up_bias; // in the rows of gate_up, or null
+    const float* down_bias;    // [hidden] or null
+    int32_t window;            // 0: sees everything
+    int32_t is_causal;         // 0: new tokens of a row see each other both ways
+};
+
+struct PnConfig {
+    int32_t num_layers, hidden_size, inner_size, num_heads, num_kv_heads, head_dim;
+    int32_t dtype;             // PN_F32 or PN_BF16: activations, cache and taps
+    float eps;
+    const PnLayer* layers;     // copied
+    const PnMatrix* embedding; // may be null when only hidden states are given
+    float embedding_scale;
+    const PnMatrix* head;      // may be null
+    const float* final_norm;   // [hidden]
+    const float* cos;          // [max_len, head_dim], half-split
+    const float* sin;
+    // DFlash drafters: features of the target -> keys and values of all layers. Null otherwise.
+    const PnMatrix* fc;          // [hidden, features]
+    const float* hidden_norm;    // [hidden]
+    const PnMatrix* context_kv;  // keys of all layers, then values of all layers, each layer padded to whole groups
+    const float* context_bias;   // in the rows of context_kv, or null
+};
+
+// Keys and values; an element is a float or a bfloat16 as the model's dtype says. Strides in elements.
+struct PnCache {
+    void* keys;
+    void* values;
+    int64_t layer_stride, row_stride, head_stride;  // position p of a head starts at p * padded_head_dim
+    int32_t max_len;                                // positions of a row, slack included
+};
+
+// Tokens of several rows, packed one row after another.
+struct PnPass {
+    int32_t num_rows;
+    const int32_t* rows;
+    const int32_t* starts;
+    const int32_t* counts;
+    const int32_t* tokens;       // [T] or null
+    const float* hidden;         // [T, hidden] instead of tokens
+    int32_t num_taps;
+    const int32_t* tap_layers;   // ascending slots need not be: slot s holds layer tap_layers[s]
+    void* taps;                  // [T, num_taps * hidden] in the model's dtype
+    int32_t num_logit_rows;
+    const int32_t* logit_rows;   // indices into [0, T)
+    float* logits;               // [num_logit_rows, logits_stride], or null when only the argmax is wanted
+    int64_t logits_stride;
+    int32_t* argmax;             // [num_logit_rows] or null; of equal logits the lowest index
+    float* stage_s;              // PN_NUM_STAGES seconds to add to, or null
+};
+
+enum PnStage { PN_STAGE_EMBED, PN_STAGE_NORM, PN_STAGE_QKV, PN_STAGE_ROPE, PN_STAGE_ATTEND, PN_STAGE_OUTPUT, PN_STAGE_GATE_UP,
+               PN_STAGE_DOWN, PN_STAGE_HEAD, PN_NUM_STAGES };
+
+PN_API int32_t pn_abi_version(void);
+PN_API const char* pn_last_error(void);
+// Comma-separated instruction sets this build and this processor both have, best first: avx512, avx2, portable.
+PN_API const char* pn_available(void);
+// Choose one of pn_available for all that follows. Packing does not depend on it.
+PN_API int32_t pn_use(const char* isa);
+PN_API const char* pn_in_use(void);
+// Threads of the pool, the caller's included. Waits for a running pass.
+PN_API int32_t pn_set_threads(int32_t num_threads);
+PN_API int32_t pn_num_threads(void);
+
+// Head dimension as it is stored in the cache: a multiple of 32, zeros behind head_dim.
+PN_API int32_t pn_padded_head_dim(int32_t head_dim);
+
+// A matrix of `rows` x `cols` kept as `format`; every row zero. Rows come in groups of four, columns in blocks of 32.
+PN_API PnMatrix* pn_matrix_new(int32_t rows, int32_t cols, int32_t format);
+PN_API void pn_matrix_free(PnMatrix* matrix);
+PN_API int64_t pn_matrix_bytes(const PnMatrix* matrix);
+// Put `num_rows` rows into groups first_group, first_group + 1, ... `source` is PN_F32 (rows of cols floats) for dense
+// matrices, PN_BF16 for PN_BF16, and ggml's blocks for PN_Q8_0 and PN_Q4_1, whose cols must be a multiple of 32.
+PN_API int32_t pn_matrix_fill(PnMatrix* matrix, int32_t first_group, int32_t num_rows, int32_t source,
+                              const void* data);
+// Rows `ids` as floats [num_ids, cols]: an embedding.
+PN_API int32_t pn_matrix_rows(const PnMatrix* matrix, const int32_t* ids, int32_t num_ids, int32_t dtype, float* out);
+// A matrix of the rows `ids` of another, same format: the head over a part of the vocabulary.
+PN_API PnMatrix* pn_matrix_select(const PnMatrix* matrix, const int32_t* ids, int32_t num_ids);
+// out [num_tokens, rows] = x [num_tokens, cols] W^T, x rounded to dtype first.
+PN_API int32_t pn_matrix_multiply(const PnMatrix* matrix, int32_t dtype, const float* x, int32_t num_tokens, float* out);
+
+PN_API PnModel* pn_model_new(const PnConfig* config);
+PN_API void pn_model_free(PnModel* model);
+// The whole pass: embedding, layers, keys and values appended behind `starts`, taps, final norm, head.
+PN_API int32_t pn_forward(PnModel* model, const PnCache* cache, const PnPass* pass);
+// DFlash: keys and values that every layer makes of features [T, cols of fc] in the model's dtype, written behind `starts`.
+PN_API int32_t pn_inject(PnModel* model, const PnCache* cache, int32_t num_rows, const int32_t* rows, const int32_t* starts,
+                         const int32_t* counts, const void* features);

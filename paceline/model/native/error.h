@@ -1,0 +1,18 @@
+// What went wrong, for pn_last_error: the message of the calling thread.
+#pragma once
+#include <cstdint>
+
+namespace pn {
+
+int32_t fail(const char* message);  // -1
+template <class T = void>
+struct Null {
+    template <class U>
+    operator U*() const { return nullptr; }
+};
+inline Null<> fail_null(const char* message) {
+    fail(message);
+    return {};
+}
+
+}  // namespace pn

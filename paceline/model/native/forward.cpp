@@ -1,0 +1,332 @@
+// One pass through a decoder: every thread runs the same stages and shares out the work of each; barriers stand between them.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <new>
+
+#include "error.h"
+#include "model.h"
+
+namespace pn {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kStagesPerLayer = 8;
+constexpr int kColumns = 16;        // of the gated product that a thread makes at a time
+constexpr int kHeadGroups = 64;     // of the head that a thread makes at a time
+
+class Forward {
+public:
+    Forward(PnModel& model, const PnCache& cache, const PnPass& pass, Pool& pool)
+        : model_(model), config_(model.config), cache_(cache), pass_(pass), pool_(pool), kernels_(*kernels_for(config_.dtype)) {}
+
+    int32_t prepare();
+    void run(int thread);
+    void finish();
+
+private:
+    int32_t reserve();
+    void layer(int thread, int index);
+    void embed(int token);
+    void normed_input(int token, const float* weight, int tapped_layer);
+    void rotate(int index, int item);
+    void attend(int thread, int index, const Task& task);
+    void gate_up(int thread, const PnLayer& layer, int begin, int end);
+    void head(int thread, int begin, int end);
+    void tap(int token, int layer_index, bool is_normed);
+    void product(int thread, const PnMatrix& matrix, int begin, int end, const Buffer& x, int cols, float* y, int64_t ldy, int columns,
+                 bool accumulate, const float* bias);
+
+    template <class Work>
+    void share(int thread, PnStage stage, int count, int least, Work work);
+
+    uint8_t* element(const Buffer& buffer, int64_t index) const { return buffer.as<uint8_t>() + index * model_.element_bytes(); }
+    uint8_t* cached(void* base, int layer_index, int row, int head, int position) const {
+        const int64_t at = layer_index * cache_.layer_stride + row * cache_.row_stride + head * cache_.head_stride +
+                           int64_t(position) * model_.padded_head_dim();
+        return static_cast<uint8_t*>(base) + at * model_.element_bytes();
+    }
+    float* hidden(int token) const { return model_.hidden.as<float>() + int64_t(token) * config_.hidden_size; }
+
+    PnModel& model_;
+    const PnConfig& config_;
+    const PnCache& cache_;
+    const PnPass& pass_;
+    Pool& pool_;
+    const Kernels& kernels_;
+    int num_tokens_ = 0, max_end_ = 0;
+    Clock::time_point stage_began_;
+    size_t next_share_[kMaxThreads] = {};  // every thread walks through the shares in the same order
+};
+
+int32_t Forward::prepare() {
+    model_.token_row.clear(), model_.token_position.clear(), model_.tasks.clear();
+    for (int index = 0; index < pass_.num_rows; ++index) {
+        const int start = pass_.starts[index], count = pass_.counts[index];
+        if (pass_.rows[index] < 0 || start < 0 || count < 1 || start > cache_.max_len - count) return fail("a row's tokens do not fit the cache");
+        max_end_ = std::max(max_end_, start + count);
+        for (int head = 0; head < config_.num_heads; ++head)
+            for (int query = 0; query < count; query += kMaxQueries)
+                model_.tasks.push_back({index, head, int(model_.token_row.size()) + query, std::min(kMaxQueries, count - query)});
+        for (int offset = 0; offset < count; ++offset) model_.token_row.push_back(index), model_.token_position.push_back(start + offset);
+    }
+    num_tokens_ = int(model_.token_row.size());
+    if (num_tokens_ == 0) return fail("a pass needs at least one token");
+    if ((pass_.tokens == nullptr) == (pass_.hidden == nullptr)) return fail("a pass needs tokens or hidden states");
+    if (pass_.tokens) {
+        if (!config_.embedding) return fail("the model has no embedding");
+        for (int token = 0; token < num_tokens_; ++token)
+            if (pass_.tokens[token] < 0 || pass_.tokens[token] >= config_.embedding->rows) return fail("a token is outside the vocabulary");
+    }
+    if (pass_.num_logit_rows && !config_.head) return fail("the model has no head");
+    for (int index = 0; index < pass_.num_logit_rows; ++index)
+        if (pass_.logit_rows[index] < 0 || pass_.logit_rows[index] >= num_tokens_) return fail("a logit row is outside the pass");
+    return reserve();
+}
+
+int32_t Forward::reserve() {
+    const size_t tokens = size_t(num_tokens_), element = size_t(model_.element_bytes());
+    const int queries = config_.num_heads * config_.head_dim;
+    bool ok = model_.hidden.at_least(tokens * size_t(config_.hidden_size) * 4) != nullptr;
+    ok &= model_.input.at_least(tokens * size_t(padded_cols(config_.hidden_size)) * element) != nullptr;
+    ok &= model_.qkv.at_least(tokens * size_t(model_.query_rows() + 2 * model_.kv_rows()) * 4) != nullptr;
+    ok &= model_.query.at_least(tokens * size_t(config_.num_heads * model_.padded_head_dim()) * element) != nullptr;
+    ok &= model_.attended.at_least(tokens * size_t(padded_cols(queries)) * element) != nullptr;
+    ok &= model_.gated.at_least(tokens * size_t(padded_cols(config_.inner_size)) * element) != nullptr;
+    ok &= model_.logit_input.at_least(size_t(pass_.num_logit_rows) * size_t(padded_cols(config_.hidden_size)) * element) != nullptr || !pass_.num_logit_rows;
+    int widest = std::max({padded_cols(config_.hidden_size), padded_cols(queries), padded_cols(config_.inner_size)});
+    while (int(model_.threads.size()) < pool_.size()) model_.threads.push_back(std::make_unique<ThreadBuffers>());
+    const size_t columns = std::max(tokens * 2 * kColumns, size_t(pass_.num_logit_rows) * kHeadGroups * kGroup);
+    for (int thread = 0; thread < pool_.size(); ++thread) {
+        ThreadBuffers& own = *model_.threads[size_t(thread)];
+        ok &= own.expanded.at_least(size_t(widest) * kGroup * 4) != nullptr;
+        ok &= own.scores.at_least(round_up(size_t(max_end_), 64) * kMaxQueries * 4) != nullptr;
+        ok &= own.columns.at_least(columns * 4) != nullptr;
+    }
+    if (!ok) return fail("out of memory");
+    if (model_.shares.size() < model_.layers.size() * kStagesPerLayer + 4)
+        model_.shares = std::vector<Share>(model_.layers.size() * kStagesPerLayer + 4);
+    for (Share& share : model_.shares) share.reset();
+    model_.best.assign(size_t(pool_.size() * pass_.num_logit_rows), {-INFINITY, 0});
+    stage_began_ = Clock::now();
+    return 0;
+}
+
+template <class Work>
+void Forward::share(int thread, PnStage stage, int count, int least, Work work) {
+    Share& pieces = model_.shares[next_share_[thread]++];
+    for (int begin, end; pieces.take(count, pool_.size(), least, &begin, &end);) work(begin, end);
+    pool_.barrier();
+    if (thread == 0 && pass_.stage_s) {
+        const Clock::time_point now = Clock::now();
+        pass_.stage_s[stage] += std::chrono::duration<float>(now - stage_began_).count();
+        stage_began_ = now;
+    }
+}
+
+void Forward::run(int thread) {
+    share(thread, PN_STAGE_EMBED, num_tokens_, 1, [&](int begin, int end) {
+        for (int token = begin; token < end; ++token) embed(token);
+    });
+    for (int index = 0; index < int(model_.layers.size()); ++index) layer(thread, index);
+    const int last = int(model_.layers.size()) - 1;
+    share(thread, PN_STAGE_NORM, num_tokens_ + pass_.num_logit_rows, 1, [&](int begin, int end) {
+        for (int item = begin; item < end; ++item) {
+            if (item < num_tokens_) {
+                tap(item, last, true);
+                continue;
+            }
+            const int row = item - num_tokens_, padded = padded_cols(config_.hidden_size);
+            kernels_.norm(hidden(pass_.logit_rows[row]), config_.final_norm, config_.hidden_size, padded, config_.eps,
+                          element(model_.logit_input, int64_t(row) * padded));
+        }
+    });
+    if (pass_.num_logit_rows)
+        share(thread, PN_STAGE_HEAD, config_.head->num_groups, 16, [&](int begin, int end) {
+            for (int first = begin; first < end; first += kHeadGroups) head(thread, first, std::min(first + kHeadGroups, end));
+        });
+}
+
+void Forward::layer(int thread, int index) {
+    const PnLayer& layer = model_.layers[size_t(index)];
+    const int hidden_size = config_.hidden_size, columns = model_.query_rows() + 2 * model_.kv_rows();
+    const auto normed = [&](const float* weight, int tapped) {
+        share(thread, PN_STAGE_NORM, num_tokens_, 1, [&](int begin, int end) {
+            for (int token = begin; token < end; ++token) normed_input(token, weight, tapped);
+        });
+    };
+    normed(layer.input_norm, index - 1);
+    share(thread, PN_STAGE_QKV, layer.qkv->num_groups, 4, [&](int begin, int end) {
+        product(thread, *layer.qkv, begin, end, model_.input, hidden_size, model_.qkv.as<float>(), columns, columns, false, layer.qkv_bias);
+    });
+    share(thread, PN_STAGE_ROPE, num_tokens_ * (config_.num_heads + 2 * config_.num_kv_heads), 4, [&](int begin, int end) {
+        for (int item = begin; item < end; ++item) rotate(index, item);
+    });
+    share(thread, PN_STAGE_ATTEND, int(model_.tasks.size()), 1, [&](int begin, int end) {
+        for (int task = begin; task < end; ++task) attend(thread, index, model_.tasks[size_t(task)]);
+    });
+    share(thread, PN_STAGE_OUTPUT, layer.output->num_groups, 4, [&](int begin, int end) {
+        product(thread, *layer.output, begin, end, model_.attended, config_.num_heads * config_.head_dim, model_.hidden.as<float>(),
+                hidden_size, hidden_size, true, layer.output_bias);
+    });
+    normed(layer.mlp_norm, -1);
+    share(thread, PN_STAGE_GATE_UP, layer.gate_up->num_groups / 2, 4, [&](int begin, int end) {
+        for (int first = begin; first < end; first += kColumns / kGroup)
+            gate_up(thread, layer, first, std::min(first + kColumns / kGroup, end));
+    });
+    share(thread, PN_STAGE_DOWN, layer.down->num_groups, 4, [&](int begin, int end) {
+        product(thread, *layer.down, begin, end, model_.gated, config_.inner_size, model_.hidden.as<float>(), hidden_size, hidden_size,
+                true, layer.down_bias);
+    });
+}
+
+void Forward::product(int thread, const PnMatrix& matrix, int begin, int end, const Buffer& x, int cols, float* y, int64_t ldy,
+                      int columns, bool accumulate, const float* bias) {
+    const Product product = {&matrix, begin, end, x.as<void>(), padded_cols(cols), num_tokens_, y, ldy, 0, columns, accumulate, bias};
+    kernels_.multiply(product, model_.threads[size_t(thread)]->expanded.as<void>());
+}
+
+void Forward::embed(int token) {
+    float* to = hidden(token);
+    if (pass_.hidden) {
+        memcpy(to, pass_.hidden + int64_t(token) * config_.hidden_size, size_t(config_.hidden_size) * 4);
+        return;
+    }
+    kernels_.row(*config_.embedding, pass_.tokens[token], to);
+    if (config_.embedding_scale != 1.0f)
+        for (int at = 0; at < config_.hidden_size; ++at) to[at] *= config_.embedding_scale;
+}
+
+// The input of a product; on the way the layer before is tapped.
+void Forward::normed_input(int token, const float* weight, int tapped_layer) {
+    tap(token, tapped_layer, false);
+    const int padded = padded_cols(config_.hidden_size);
+    kernels_.norm(hidden(token), weight, config_.hidden_size, padded, config_.eps, element(model_.input, int64_t(token) * padded));
+}
+
+// The last layer is tapped behind the final norm, as Transformers' hidden_states[-1].
+void Forward::tap(int token, int layer_index, bool is_normed) {
+    const int size = config_.hidden_size;
+    for (int slot = 0; slot < pass_.num_taps; ++slot) {
+        if (pass_.tap_layers[slot] != layer_index) continue;
+        uint8_t* to = static_cast<uint8_t*>(pass_.taps) + (int64_t(token) * pass_.num_taps + slot) * size * model_.element_bytes();
+        if (is_normed) kernels_.norm(hidden(token), config_.final_norm, size, size, config_.eps, to);
+        else kernels_.convert(hidden(token), size, size, to);
+    }
+}
+
+// One head of one token: queries to their buffer, keys and values to the cache.
+void Forward::rotate(int index, int item) {
+    const PnLayer& layer = model_.layers[size_t(index)];
+    const int heads = config_.num_heads, kv_heads = config_.num_kv_heads, head_dim = config_.head_dim, padded = model_.padded_head_dim();
+    const int token = item / (heads + 2 * kv_heads), head = item % (heads + 2 * kv_heads);
+    const int position = model_.token_position[size_t(token)], row = pass_.rows[model_.token_row[size_t(token)]];
+    const float* from = model_.qkv.as<float>() + int64_t(token) * (model_.query_rows() + 2 * model_.kv_rows());
+    const float* cos = config_.cos + int64_t(position) * head_dim;
+    const float* sin = config_.sin + int64_t(position) * head_dim;
+    if (head < heads) {
+        void* to = element(model_.query, (int64_t(token) * heads + head) * padded);
+        kernels_.head(from + head * head_dim, layer.q_norm, config_.eps, cos, sin, head_dim, padded, to);
+    } else if (head < heads + kv_heads) {
+        const int key = head - heads;
+        kernels_.head(from + model_.query_rows() + key * head_dim, layer.k_norm, config_.eps, cos, sin, head_dim, padded,
+                      cached(cache_.keys, index, row, key, position));
+    } else {
+        const int value = head - heads - kv_heads;
+        kernels_.convert(from + model_.query_rows() + model_.kv_rows() + value * head_dim, head_dim, padded,
+                         cached(cache_.values, index, row, value, position));
+    }
+}
+
+void Forward::attend(int thread, int index, const Task& task) {
+    const PnLayer& layer = model_.layers[size_t(index)];
+    const int row = pass_.rows[task.row_index], head_dim = config_.head_dim, padded = model_.padded_head_dim();
+    const int kv_head = task.head / (config_.num_heads / config_.num_kv_heads), position = model_.token_position[size_t(task.first_query)];
+    const int written = pass_.starts[task.row_index] + pass_.counts[task.row_index];
+    Attention attention;
+    attention.query = element(model_.query, (int64_t(task.first_query) * config_.num_heads + task.head) * padded);
+    attention.query_stride = int64_t(config_.num_heads) * padded;
+    attention.num_queries = task.num_queries;
+    attention.keys = cached(cache_.keys, index, row, kv_head, 0);
+    attention.values = cached(cache_.values, index, row, kv_head, 0);
+    attention.head_dim = head_dim, attention.padded_head_dim = padded;
+    attention.position = position;
+    attention.end = layer.is_causal ? position + task.num_queries : written;
+    attention.window = layer.window;
+    attention.is_causal = layer.is_causal != 0;
+    attention.scale = 1.0f / std::sqrt(float(head_dim));
+    attention.scores = model_.threads[size_t(thread)]->scores.as<float>();
+    attention.out_stride = padded_cols(config_.num_heads * head_dim);
+    attention.out = element(model_.attended, task.first_query * attention.out_stride + task.head * head_dim);
+    kernels_.attend(attention);
+}
+
+void Forward::gate_up(int thread, const PnLayer& layer, int begin, int end) {
+    ThreadBuffers& own = *model_.threads[size_t(thread)];
+    float* gates = own.columns.as<float>();
+    float* ups = gates + int64_t(num_tokens_) * kColumns;
+    const int half = layer.gate_up->num_groups / 2, column = begin * kGroup, count = (end - begin) * kGroup;
+    const int ldx = padded_cols(config_.hidden_size);
+    const float* bias = layer.gate_up_bias;
+    Product product = {layer.gate_up, begin, end, model_.input.as<void>(), ldx, num_tokens_, gates, kColumns, begin, count, false,
+                       bias ? bias + column : nullptr};
+    kernels_.multiply(product, own.expanded.as<void>());
+    product.first_group = product.base_group = half + begin, product.last_group = half + end;
+    product.y = ups, product.bias = bias ? bias + half * kGroup + column : nullptr;
+    kernels_.multiply(product, own.expanded.as<void>());
+    const int size = std::min(count, config_.inner_size - column), stride = padded_cols(config_.inner_size);
+    for (int token = 0; token < num_tokens_; ++token)
+        kernels_.gate(gates + token * kColumns, ups + token * kColumns, size, element(model_.gated, int64_t(token) * stride + column));
+}
+
+void Forward::head(int thread, int begin, int end) {
+    ThreadBuffers& own = *model_.threads[size_t(thread)];
+    const PnMatrix& matrix = *config_.head;
+    const int rows = pass_.num_logit_rows, first = begin * kGroup, count = std::min(end * kGroup, matrix.rows) - first;
+    float* y = pass_.logits ? pass_.logits + first : own.columns.as<float>();
+    const int64_t ldy = pass_.logits ? pass_.logits_stride : kHeadGroups * kGroup;
+    const Product product = {&matrix, begin, end, model_.logit_input.as<void>(), padded_cols(config_.hidden_size), rows, y, ldy, begin,
+                             count, false, nullptr};
+    kernels_.multiply(product, own.expanded.as<void>());
+    if (!pass_.argmax) return;
+    for (int row = 0; row < rows; ++row) {
+        float value;
+        const int index = first + kernels_.argmax(y + row * ldy, count, &value);
+        Best& best = model_.best[size_t(thread * rows + row)];
+        if (value > best.value || (value == best.value && index < best.index)) best = {value, index};
+    }
+}
+
+void Forward::finish() {
+    if (!pass_.argmax) return;
+    for (int row = 0; row < pass_.num_logit_rows; ++row) {
+        Best best = model_.best[size_t(row)];
+        for (int thread = 1; thread < pool_.size(); ++thread) {
+            const Best& other = model_.best[size_t(thread * pass_.num_logit_rows + row)];
+            if (other.value > best.value || (other.value == best.value && other.index < best.index)) best = other;
+        }
+        pass_.argmax[row] = best.index;
+    }
+}
+
+}  // namespace
+
+}  // namespace pn
+
+using namespace pn;
+
+int32_t pn_forward(PnModel* model, const PnCache* cache, const PnPass* pass) {
+    Turn turn;
+    try {
+        Forward forward(*model, *cache, *pass, turn.pool);
+        if (forward.prepare() != 0) return -1;
+        turn.pool.run([](void* self, int thread) { static_cast<Forward*>(self)->run(thread); }, &forward);
+        forward.finish();
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return fail("out of memory");
+    }
+}

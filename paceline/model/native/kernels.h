@@ -1,0 +1,73 @@
+// What every instruction set provides; one table per translation unit (kernels_*.cpp), chosen at run time.
+//
+// A row's result never depends on how many rows are beside it: every output is one accumulator that runs through the columns
+// in order, and sums across lanes have one fixed tree. Speculation is token-identical in bfloat16 because of this.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "matrix.h"
+
+namespace pn {
+
+// Where a matrix product goes: y[row][column] for the columns of groups [first_group, last_group).
+struct Product {
+    const PnMatrix* matrix;
+    int first_group, last_group;
+    const void* x;        // [num_rows, ldx] in the model's dtype, zero from cols to padded_cols
+    int64_t ldx;
+    int num_rows;
+    float* y;             // [num_rows, ldy]: the column of group g is 4 (g - base_group)
+    int64_t ldy;
+    int base_group;       // 0, or first_group for a buffer of this piece only
+    int num_columns;      // nothing is written at or behind this column of y
+    bool accumulate;      // add to y, a residual
+    const float* bias;    // by column of y, or null
+};
+
+// Queries of one head and one row of the cache: query i stands at position `position + i` and sees [first_i, end_i).
+struct Attention {
+    const void* query;    // [num_queries, query_stride], head_dim padded
+    int64_t query_stride;
+    int num_queries;
+    const void* keys;     // [positions, padded head_dim] of this row and head
+    const void* values;
+    int head_dim, padded_head_dim;
+    int position;
+    int end;              // positions [0, end) are written; a causal query sees up to itself
+    int window;           // 0: everything
+    bool is_causal;
+    float scale;
+    float* scores;        // scratch: num_queries x round_up(end, 64)
+    void* out;            // [num_queries, out_stride] in the model's dtype
+    int64_t out_stride;
+};
+
+constexpr int kMaxQueries = 16;  // of one Attention
+
+// All pointers to activations are of the dtype the table was asked for.
+struct Kernels {
+    const char* name;
+    // scratch: 4 * padded_cols floats
+    void (*multiply)(const Product& product, void* scratch);
+    void (*attend)(const Attention& attention);
+    // out = x / sqrt(mean(x^2) + eps) * weight, zeros from size to padded
+    void (*norm)(const float* x, const float* weight, int size, int padded, float eps, void* out);
+    void (*convert)(const float* x, int size, int padded, void* out);
+    // out[i] = silu(gate[i]) * up[i]
+    void (*gate)(const float* gate, const float* up, int size, void* out);
+    // x [head_dim] of one head: normed when weight is given, rotated when cos is given, zeros up to padded
+    void (*head)(const float* x, const float* weight, float eps, const float* cos, const float* sin, int head_dim, int padded,
+                 void* out);
+    // The first index of the largest of x[0..size), and that value
+    int (*argmax)(const float* x, int size, float* best);
+    // One row of a matrix as floats [cols], rounded as the weights of a product are
+    void (*row)(const PnMatrix& matrix, int row, float* out);
+};
+
+// Null when the build or the processor lacks the instruction set. dtype: PN_F32 or PN_BF16.
+const Kernels* avx512_kernels(int dtype);
+const Kernels* avx2_kernels(int dtype);
+const Kernels* portable_kernels(int dtype);
+
+}  // namespace pn

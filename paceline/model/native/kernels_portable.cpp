@@ -1,0 +1,23 @@
+// Any processor: the compiler splits vectors of eight lanes into what it has.
+#include "simd.h"
+
+namespace pn {
+namespace {
+
+constexpr int kWidth = 8;
+typedef uint16_t bfloat;
+typedef Lanes<8>::Floats vf;
+typedef Lanes<8>::Ints vi;
+
+inline vf fma(vf a, vf b, vf c) { return a * b + c; }
+
+}  // namespace
+}  // namespace pn
+
+#include "lanes8.inl"
+
+namespace pn {
+
+const Kernels* portable_kernels(int dtype) { return dtype == PN_F32 ? table<float>("portable") : table<bfloat>("portable"); }
+
+}  // namespace pn

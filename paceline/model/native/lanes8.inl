@@ -1,0 +1,97 @@
+// Products over vectors of eight lanes, by the compiler's vector extension; the including unit defines `vf fma(vf, vf, vf)`.
+
+namespace pn {
+namespace {
+
+constexpr int kMaxTile = 2;  // 8 sums, 4 weights, 1 activation: of 16 registers
+
+inline vf widen(const bfloat* from) {
+    Lanes<8>::Halves halves;
+    __builtin_memcpy(&halves, from, sizeof halves);
+    const Lanes<8>::Words words = __builtin_convertvector(halves, Lanes<8>::Words) << 16;
+    vf value;
+    __builtin_memcpy(&value, &words, sizeof value);
+    return value;
+}
+
+inline void narrow(bfloat* to, vf value) {  // to the nearest, ties to even; a NaN stays one
+    Lanes<8>::Words words;
+    __builtin_memcpy(&words, &value, sizeof words);
+    const Lanes<8>::Words rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16, quiet = words >> 16 | 0x40;
+    const Lanes<8>::Halves halves = __builtin_convertvector((words & 0x7fffffff) > 0x7f800000 ? quiet : rounded, Lanes<8>::Halves);
+    __builtin_memcpy(to, &halves, sizeof halves);
+}
+
+inline vf fetch(const float* from) {
+    vf value;
+    __builtin_memcpy(&value, from, sizeof value);
+    return value;
+}
+inline vf fetch(const bfloat* from) { return widen(from); }
+
+inline float total(vf value) {
+    float lanes[8];
+    __builtin_memcpy(lanes, &value, sizeof value);
+    return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+}
+
+template <int Rows, class T>
+inline void tile(const T* weights, int64_t row_stride, int64_t block_stride, int num_blocks, const T* x, int64_t ldx,
+                 float (*sums)[kGroup]) {
+    vf acc[Rows][kGroup] = {};
+    for (int block = 0; block < num_blocks; ++block, weights += block_stride, x += kBlock)
+        for (int part = 0; part < kBlock; part += kWidth) {
+            vf weight[kGroup];
+            for (int lane = 0; lane < kGroup; ++lane) weight[lane] = fetch(weights + lane * row_stride + part);
+            for (int row = 0; row < Rows; ++row) {
+                const vf value = fetch(x + row * ldx + part);
+                for (int lane = 0; lane < kGroup; ++lane) acc[row][lane] = fma(value, weight[lane], acc[row][lane]);
+            }
+        }
+    for (int row = 0; row < Rows; ++row)
+        for (int lane = 0; lane < kGroup; ++lane) sums[row][lane] = total(acc[row][lane]);
+}
+
+inline void keep(float* out, vf value) { __builtin_memcpy(out, &value, sizeof value); }
+inline void keep(bfloat* out, vf value) { narrow(out, value); }
+
+inline float scale_at(const uint8_t* scales, int index) {
+    uint16_t half;
+    __builtin_memcpy(&half, scales + index * 2, 2);
+    return half_to_float(half);
+}
+
+template <class T>
+inline void expand_q4(const PnMatrix& matrix, const uint8_t* group, T* out) {
+    const uint8_t* scales = group + matrix.codes_bytes;
+    for (int block = 0; block < matrix.num_blocks; ++block, scales += 2 * kGroup * 2)
+        for (int lane = 0; lane < kGroup; ++lane) {
+            const vf scale = vf{} + scale_at(scales, lane), minimum = vf{} + scale_at(scales, kGroup + lane);
+            for (int part = 0; part < kBlock; part += kWidth, out += kWidth) {
+                Lanes<8>::Halves words;
+                __builtin_memcpy(&words, group + (size_t(block) * kBlock + size_t(part)) * 2, sizeof words);
+                const vf codes = __builtin_convertvector(__builtin_convertvector(words >> 4 * lane & 15, vi), vf);
+                keep(out, codes * scale + minimum);  // the product is exact: rounding once or twice is the same
+            }
+        }
+}
+
+template <class T>
+inline void expand_q8(const PnMatrix& matrix, const uint8_t* group, T* out) {
+    const uint8_t* scales = group + matrix.codes_bytes;
+    for (int row = 0; row < matrix.num_blocks * kGroup; ++row) {
+        const vf scale = vf{} + scale_at(scales, row);
+        for (int part = 0; part < kBlock; part += kWidth, out += kWidth) {
+            int8_t codes[kWidth];
+            __builtin_memcpy(codes, group + size_t(row) * kBlock + size_t(part), sizeof codes);
+            vf values;
+            for (int lane = 0; lane < kWidth; ++lane) values[lane] = float(codes[lane]);
+            keep(out, values * scale);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace pn
+
+#include "kernels.inl"

@@ -1,0 +1,222 @@
+// Models and what is asked of single matrices; DFlash's features.
+#include "model.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#include "error.h"
+
+namespace pn {
+
+namespace {
+
+constexpr int kMaxHeadDim = 1024;  // kernels keep one head on the stack
+
+const char* fault_of(const PnMatrix* matrix, int rows, int cols) {
+    if (!matrix) return "a matrix is missing";
+    return matrix->num_groups * kGroup == padded_rows(rows) && matrix->cols == cols ? nullptr : "a matrix does not have the config's shape";
+}
+
+const char* fault_of(const PnModel& model) {
+    const PnConfig& config = model.config;
+    if (config.num_layers < 1 || config.hidden_size < 1 || config.inner_size < 1 || config.num_heads < 1 || config.num_kv_heads < 1)
+        return "sizes must be positive";
+    if (config.head_dim < 2 || config.head_dim % 2 || config.head_dim > kMaxHeadDim) return "the head dimension must be even and at most 1024";
+    if (config.num_heads % config.num_kv_heads) return "heads must be a multiple of key heads";
+    if (config.dtype != PN_F32 && config.dtype != PN_BF16) return "the dtype must be float32 or bfloat16";
+    const int queries = config.num_heads * config.head_dim;
+    for (const PnLayer& layer : model.layers) {
+        if (!layer.input_norm || !layer.mlp_norm || layer.window < 0) return "a layer is incomplete";
+        for (const char* fault : {fault_of(layer.qkv, model.query_rows() + 2 * model.kv_rows(), config.hidden_size),
+                                  fault_of(layer.output, config.hidden_size, queries),
+                                  fault_of(layer.gate_up, 2 * padded_rows(config.inner_size), config.hidden_size),
+                                  fault_of(layer.down, config.hidden_size, config.inner_size)})
+            if (fault) return fault;
+    }
+    if (!config.final_norm || !config.cos || !config.sin) return "norm or rotary tables are missing";
+    if (config.embedding && config.embedding->cols != config.hidden_size) return "the embedding does not have the config's shape";
+    if (config.head && config.head->cols != config.hidden_size) return "the head does not have the config's shape";
+    if (!config.fc) return nullptr;
+    if (!config.hidden_norm) return "the norm of the features is missing";
+    if (const char* fault = fault_of(config.fc, config.hidden_size, config.fc->cols)) return fault;
+    return fault_of(config.context_kv, 2 * config.num_layers * model.kv_rows(), config.hidden_size);
+}
+
+// DFlash: features through fc and norm to the keys and values of all layers.
+class Inject {
+public:
+    Inject(PnModel& model, const PnCache& cache, const int32_t* rows, const void* features, Pool& pool)
+        : model_(model), config_(model.config), cache_(cache), rows_(rows), features_(static_cast<const uint8_t*>(features)), pool_(pool),
+          kernels_(*kernels_for(config_.dtype)), num_tokens_(int(model.token_row.size())) {}
+
+    int32_t prepare() {
+        const size_t tokens = size_t(num_tokens_), element = size_t(model_.element_bytes());
+        const int features = padded_cols(config_.fc->cols), hidden = padded_cols(config_.hidden_size);
+        bool ok = model_.features.at_least(tokens * size_t(features) * element) && model_.hidden.at_least(tokens * size_t(config_.hidden_size) * 4) &&
+                  model_.input.at_least(tokens * size_t(hidden) * element) && model_.qkv.at_least(tokens * size_t(columns()) * 4);
+        while (int(model_.threads.size()) < pool_.size()) model_.threads.push_back(std::make_unique<ThreadBuffers>());
+        for (int thread = 0; thread < pool_.size(); ++thread)
+            ok &= model_.threads[size_t(thread)]->expanded.at_least(size_t(std::max(features, hidden)) * kGroup * 4) != nullptr;
+        if (model_.shares.size() < 5) model_.shares = std::vector<Share>(5);
+        for (Share& share : model_.shares) share.reset();
+        return ok ? 0 : fail("out of memory");
+    }
+
+    void run(int thread) {
+        const int hidden_size = config_.hidden_size, padded = padded_cols(hidden_size), features = config_.fc->cols;
+        const int64_t ldx = padded_cols(features), element = model_.element_bytes();
+        share(0, num_tokens_, 1, [&](int token) {
+            uint8_t* to = model_.features.as<uint8_t>() + token * ldx * element;
+            memcpy(to, features_ + int64_t(token) * features * element, size_t(features * element));
+            memset(to + features * element, 0, size_t((ldx - features) * element));
+        });
+        product(thread, 1, *config_.fc, model_.features, model_.hidden, hidden_size, nullptr);
+        share(2, num_tokens_, 1, [&](int token) {
+            kernels_.norm(model_.hidden.as<float>() + int64_t(token) * hidden_size, config_.hidden_norm, hidden_size, padded, config_.eps,
+                          model_.input.as<uint8_t>() + int64_t(token) * padded * element);
+        });
+        product(thread, 3, *config_.context_kv, model_.input, model_.qkv, columns(), config_.context_bias);
+        share(4, num_tokens_ * 2 * config_.num_layers * config_.num_kv_heads, 4, [&](int item) { put(item); });
+    }
+
+private:
+    int columns() const { return 2 * config_.num_layers * model_.kv_rows(); }
+
+    template <class Work>
+    void share(int stage, int count, int least, Work work) {
+        for (int begin, end; model_.shares[size_t(stage)].take(count, pool_.size(), least, &begin, &end);)
+            for (int item = begin; item < end; ++item) work(item);
+        pool_.barrier();
+    }
+
+    void product(int thread, int stage, const PnMatrix& matrix, const Buffer& x, const Buffer& y, int columns, const float* bias) {
+        for (int begin, end; model_.shares[size_t(stage)].take(matrix.num_groups, pool_.size(), 4, &begin, &end);) {
+            const Product product = {&matrix, begin, end, x.as<void>(), matrix.padded_cols(), num_tokens_, y.as<float>(), columns, 0, columns, false, bias};
+            kernels_.multiply(product, model_.threads[size_t(thread)]->expanded.as<void>());
+        }
+        pool_.barrier();
+    }
+
+    void put(int item) {
+        const int kv_heads = config_.num_kv_heads, head_dim = config_.head_dim, padded = model_.padded_head_dim();
+        const int head = item % kv_heads, layer = item / kv_heads % config_.num_layers;
+        const bool is_value = item / kv_heads / config_.num_layers % 2;
+        const int token = item / kv_heads / config_.num_layers / 2, position = model_.token_position[size_t(token)];
+        const int row = rows_[model_.token_row[size_t(token)]];
+        const float* from = model_.qkv.as<float>() + int64_t(token) * columns() + (is_value * config_.num_layers + layer) * model_.kv_rows() + head * head_dim;
+        const int64_t at = layer * cache_.layer_stride + row * cache_.row_stride + head * cache_.head_stride + int64_t(position) * padded;
+        void* to = static_cast<uint8_t*>(is_value ? cache_.values : cache_.keys) + at * model_.element_bytes();
+        if (is_value) {
+            kernels_.convert(from, head_dim, padded, to);
+            return;
+        }
+        const int64_t table = int64_t(position) * head_dim;
+        kernels_.head(from, model_.layers[size_t(layer)].k_norm, config_.eps, config_.cos + table, config_.sin + table, head_dim, padded, to);
+    }
+
+    PnModel& model_;
+    const PnConfig& config_;
+    const PnCache& cache_;
+    const int32_t* rows_;
+    const uint8_t* features_;
+    Pool& pool_;
+    const Kernels& kernels_;
+    const int num_tokens_;
+};
+
+// A matrix product on its own.
+struct Multiply {
+    const PnMatrix& matrix;
+    const Kernels& kernels;
+    Pool& pool;
+    Buffer x;
+    std::vector<std::unique_ptr<Buffer>> scratch;
+    Share pieces;
+    int num_tokens;
+    float* out;
+
+    void run(int thread) {
+        for (int begin, end; pieces.take(matrix.num_groups, pool.size(), 4, &begin, &end);) {
+            const Product product = {&matrix, begin, end, x.as<void>(), matrix.padded_cols(), num_tokens, out, matrix.rows, 0, matrix.rows, false, nullptr};
+            kernels.multiply(product, scratch[size_t(thread)]->as<void>());
+        }
+    }
+};
+
+int32_t multiply(const PnMatrix& matrix, int dtype, const float* x, int num_tokens, float* out, Pool& pool) {
+    Multiply work = {matrix, *kernels_for(dtype), pool, {}, {}, {}, num_tokens, out};
+    const int padded = matrix.padded_cols(), element = dtype == PN_F32 ? 4 : 2;
+    bool ok = work.x.at_least(size_t(num_tokens) * size_t(padded) * size_t(element)) != nullptr;
+    for (int thread = 0; thread < pool.size(); ++thread) {
+        work.scratch.push_back(std::make_unique<Buffer>());
+        ok &= work.scratch.back()->at_least(size_t(padded) * kGroup * 4) != nullptr;
+    }
+    if (!ok) return fail("out of memory");
+    for (int token = 0; token < num_tokens; ++token)
+        work.kernels.convert(x + int64_t(token) * matrix.cols, matrix.cols, padded, work.x.as<uint8_t>() + int64_t(token) * padded * element);
+    pool.run([](void* self, int thread) { static_cast<Multiply*>(self)->run(thread); }, &work);
+    return 0;
+}
+
+}  // namespace
+
+}  // namespace pn
+
+using namespace pn;
+
+PnModel* pn_model_new(const PnConfig* config) {
+    try {
+        std::unique_ptr<PnModel> model = std::make_unique<PnModel>();
+        model->config = *config;
+        if (config->num_layers > 0) model->layers.assign(config->layers, config->layers + config->num_layers);
+        model->config.layers = nullptr;
+        if (const char* fault = fault_of(*model)) return fail_null(fault);
+        return model.release();
+    } catch (const std::bad_alloc&) {
+        return fail_null("out of memory");
+    }
+}
+
+void pn_model_free(PnModel* model) { delete model; }
+
+int32_t pn_inject(PnModel* model, const PnCache* cache, int32_t num_rows, const int32_t* rows, const int32_t* starts, const int32_t* counts,
+                  const void* features) {
+    if (!model->config.fc) return fail("this model takes no features");
+    Turn turn;
+    try {
+        model->token_row.clear(), model->token_position.clear();
+        for (int index = 0; index < num_rows; ++index) {
+            if (rows[index] < 0 || starts[index] < 0 || counts[index] < 0 || starts[index] > cache->max_len - counts[index])
+                return fail("a row's tokens do not fit the cache");
+            for (int offset = 0; offset < counts[index]; ++offset)
+                model->token_row.push_back(index), model->token_position.push_back(starts[index] + offset);
+        }
+        if (model->token_row.empty()) return 0;
+        Inject inject(*model, *cache, rows, features, turn.pool);
+        if (inject.prepare() != 0) return -1;
+        turn.pool.run([](void* self, int thread) { static_cast<Inject*>(self)->run(thread); }, &inject);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return fail("out of memory");
+    }
+}
+
+int32_t pn_matrix_rows(const PnMatrix* matrix, const int32_t* ids, int32_t num_ids, int32_t dtype, float* out) {
+    const Kernels& kernels = *kernels_for(dtype);
+    for (int index = 0; index < num_ids; ++index) {
+        if (ids[index] < 0 || ids[index] >= matrix->rows) return fail("a row is outside the matrix");
+        kernels.row(*matrix, ids[index], out + int64_t(index) * matrix->cols);
+    }
+    return 0;
+}
+
+int32_t pn_matrix_multiply(const PnMatrix* matrix, int32_t dtype, const float* x, int32_t num_tokens, float* out) {
+    if (num_tokens < 1) return 0;
+    Turn turn;
+    try {
+        return multiply(*matrix, dtype, x, num_tokens, out, turn.pool);
+    } catch (const std::bad_alloc&) {
+        return fail("out of memory");
+    }
+}

@@ -1,0 +1,75 @@
+// A model's layers and the buffers of one pass.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+
+namespace pn {
+
+// Memory that grows and is zero when new; rows keep their place while their length stays the same.
+class Buffer {
+public:
+    Buffer() = default;
+    ~Buffer() { release(data_, bytes_); }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    // Null when there is no memory.
+    void* at_least(size_t bytes);
+    template <class T>
+    T* as() const { return static_cast<T*>(data_); }
+
+private:
+    void* data_ = nullptr;
+    size_t bytes_ = 0;
+};
+
+struct Task {  // one head's queries of one row
+    int row_index, head, first_query, num_queries;
+};
+
+struct ThreadBuffers {
+    Buffer expanded, scores, columns;
+};
+
+struct Best {
+    float value;
+    int index;
+};
+
+// Rows padded to whole groups, so that stacked matrices keep their groups apart.
+inline int padded_rows(int rows) { return (rows + kGroup - 1) / kGroup * kGroup; }
+inline int padded_cols(int cols) { return (cols + kBlock - 1) / kBlock * kBlock; }
+
+// The pool and the instruction set that all models share; `Turn` is one caller's use of them.
+class Turn {
+public:
+    Turn();
+    ~Turn();
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+    Pool& pool;
+};
+const Kernels* kernels_for(int dtype);
+
+}  // namespace pn
+
+struct PnModel {
+    PnConfig config;
+    std::vector<PnLayer> layers;
+    pn::Buffer hidden, input, qkv, query, attended, gated, logit_input, features;
+    std::vector<std::unique_ptr<pn::ThreadBuffers>> threads;
+    std::vector<pn::Share> shares;
+    std::vector<pn::Task> tasks;
+    std::vector<int> token_row, token_position;  // of every token of the pass
+    std::vector<pn::Best> best;                  // [threads, logit rows]
+
+    int element_bytes() const { return config.dtype == PN_F32 ? 4 : 2; }
+    int query_rows() const { return padded_rows_of(config.num_heads); }
+    int kv_rows() const { return padded_rows_of(config.num_kv_heads); }
+    int padded_head_dim() const { return pn::padded_cols(config.head_dim); }
+
+private:
+    int padded_rows_of(int heads) const { return pn::padded_rows(heads * config.head_dim); }
+};

@@ -1,0 +1,103 @@
+#include "pool.h"
+
+#include <chrono>
+
+#if defined(__x86_64__) || defined(__i386__)
+#define PN_PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define PN_PAUSE() asm volatile("yield")
+#else
+#define PN_PAUSE() ((void)0)
+#endif
+
+namespace pn {
+
+namespace {
+
+// Between passes the host works for some tens of microseconds: a worker that slept would cost as much to wake.
+constexpr auto kSpin = std::chrono::microseconds(300);
+// A barrier is a matter of less than a microsecond unless a core was taken away; then it is better to let others run.
+constexpr int kSpinsBeforeYield = 20000;
+
+}  // namespace
+
+bool Share::take(int count, int num_threads, int least, int* begin, int* end) {
+    int first = next_.load(std::memory_order_relaxed);
+    while (first < count) {
+        int size = (count - first) / (2 * num_threads);
+        size = size < least ? least : size / least * least;
+        const int last = first + size < count ? first + size : count;
+        if (next_.compare_exchange_weak(first, last, std::memory_order_relaxed)) {
+            *begin = first, *end = last;
+            return true;
+        }
+    }
+    return false;
+}
+
+Pool::Pool(int num_threads) : num_threads_(num_threads) {
+    for (int thread = 1; thread < num_threads; ++thread) threads_.emplace_back([this, thread] { work(thread); });
+}
+
+Pool::~Pool() {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        is_closing_.store(true);
+        generation_.fetch_add(1);
+    }
+    wake_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+}
+
+void Pool::run(Job job, void* context) {
+    job_ = job, context_ = context;
+    running_.store(num_threads_ - 1, std::memory_order_relaxed);
+    generation_.fetch_add(1);  // sequentially consistent with `sleeping_`: a worker sees the job or we see the sleeper
+    if (sleeping_.load() > 0) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        wake_.notify_all();
+    }
+    job(context, 0);
+    for (int spins = 0; running_.load(std::memory_order_acquire) > 0; ++spins) {
+        if (spins < kSpinsBeforeYield) PN_PAUSE();
+        else std::this_thread::yield();
+    }
+}
+
+void Pool::barrier() {
+    if (num_threads_ == 1) return;
+    const unsigned phase = phase_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == num_threads_ - 1) {
+        arrived_.store(0, std::memory_order_relaxed);
+        phase_.store(phase + 1, std::memory_order_release);
+        return;
+    }
+    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
+        if (spins < kSpinsBeforeYield) PN_PAUSE();
+        else std::this_thread::yield();
+    }
+}
+
+void Pool::wait_for_job(unsigned seen) {
+    const auto until = std::chrono::steady_clock::now() + kSpin;
+    for (int spins = 1; generation_.load(std::memory_order_acquire) == seen; ++spins) {
+        PN_PAUSE();
+        if (spins % 64 == 0 && std::chrono::steady_clock::now() > until) {
+            std::unique_lock<std::mutex> lock(mutex_);
+            sleeping_.fetch_add(1);
+            wake_.wait(lock, [&] { return generation_.load() != seen; });
+            sleeping_.fetch_sub(1);
+        }
+    }
+}
+
+void Pool::work(int thread) {
+    for (unsigned seen = 0;; ++seen) {
+        wait_for_job(seen);
+        if (is_closing_.load()) return;
+        job_(context_, thread);
+        running_.fetch_sub(1, std::memory_order_release);
+    }
+}
+
+}  // namespace pn

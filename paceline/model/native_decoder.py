@@ -1,0 +1,294 @@
+"""The decoder as one native call per pass: same contract and same mathematics as `decoder.py`, its reference.
+
+Weights are packed once, in the form the file has them in: four- and eight-bit blocks of a GGUF file stay blocks and are
+expanded in registers into exactly the numbers that a dense copy would hold, at a third of the bytes. A row's result does not
+depend on the rows beside it, so speculation changes nothing, in bfloat16 either.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ContextLengthError
+from paceline.model import native_lib as native
+from paceline.model.blocks import Blocks
+from paceline.model.config import DecoderConfig
+from paceline.model.kv_cache import StaticKVCache
+from paceline.model.native_lib import CCache, CConfig, CLayer, CPass, Matrix, Model, groups_of, int32s, pointer
+from paceline.model.rope import rope_tables
+from paceline.model.target import ForwardBatch, ForwardOutput, Target
+
+Weight = Tensor | Blocks
+
+
+class NativeDecoder(Target):
+    """Llama-family target on CPU, computed by the native library."""
+
+    kv: StaticKVCache
+    """`cache`, by its own type; heads are padded to `native` head size."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        tensors: Iterable[tuple[str, Weight]],
+        *,
+        num_rows: int = 1,
+        max_len: int = 2048,
+        dtype: torch.dtype = torch.float32,
+        num_threads: int | None = None,
+    ) -> None:
+        """`num_threads` defaults to PyTorch's. Raises NativeError without the library."""
+        native.set_threads(num_threads or torch.get_num_threads())
+        self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.num_layers, self.max_position = config.num_layers, config.max_position
+        self._weights = _Loader(config, tensors, dtype).build()
+        self.weight_bytes = self._weights.num_bytes
+        self.weight_format = "+".join(sorted({native.FORMAT_NAMES[matrix.format] for matrix in self._weights.matrices}))
+        self._logits = torch.empty(0, self.vocab_size)
+        self.allocate_cache(num_rows, max_len)
+
+    def allocate_cache(self, num_rows: int, max_len: int) -> None:
+        config = self.config
+        if max_len > config.max_position:
+            raise ContextLengthError(f"max_len {max_len} is beyond the model's {config.max_position} tokens: lower max_len")
+        tables = [table.float().contiguous() for table in rope_tables(config, max_len)]
+        self._model = self._weights.model(config, self.dtype, *tables)
+        self.kv = self.cache = native_cache(config, num_rows, max_len, self.dtype)
+        self._native_cache = cache_view(self.kv)
+
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        return self._weights.embedding.rows_of(tokens_T.tolist(), self.dtype)
+
+    def head(self, hidden_TD: Tensor) -> Tensor:
+        return self._weights.head.multiply(hidden_TD, self.dtype)
+
+    @property
+    def embedding_matrix(self) -> Matrix:
+        """The packed embedding, for drafters that share it."""
+        return self._weights.embedding
+
+    @property
+    def head_matrix(self) -> Matrix:
+        """The packed head, for drafters that share it."""
+        return self._weights.head
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        wanted = _logit_rows(batch)
+        taps_TF = None
+        if self.tap_layers:
+            taps_TF = torch.empty(batch.num_tokens, len(self.tap_layers) * self.hidden_size, dtype=self.dtype)
+        logits_TV = None if batch.only_argmax or not wanted else self._logits_of(len(wanted))
+        argmax = int32s([0] * len(wanted))
+        work = CPass(
+            num_rows=len(batch.rows),
+            num_taps=len(self.tap_layers),
+            taps=pointer(taps_TF),
+            num_logit_rows=len(wanted),
+            logits=pointer(logits_TV),
+            logits_stride=self.vocab_size,
+        )
+        arrays = {"rows": batch.rows, "starts": batch.starts, "counts": batch.counts, "tokens": batch.tokens}
+        arrays |= {"tap_layers": list(self.tap_layers), "logit_rows": wanted}
+        keep = set_arrays(work, arrays, argmax=argmax)
+        self._model.forward(self._native_cache, work)
+        del keep
+        self.cache.append(batch.rows, batch.counts)
+        return ForwardOutput(logits_TV, taps_TF, list(argmax) if wanted else None)
+
+    def _logits_of(self, num_rows: int) -> Tensor:
+        if len(self._logits) < num_rows:
+            self._logits = torch.empty(num_rows, self.vocab_size)
+        return self._logits[:num_rows]
+
+
+def set_arrays(work: CPass, arrays: dict[str, list[int]], **made: Any) -> list[object]:
+    """Point `work` at C arrays of these numbers; keep what is returned until the pass is over."""
+    import ctypes
+
+    made |= {name: int32s(values) for name, values in arrays.items()}
+    for name, array in made.items():
+        setattr(work, name, ctypes.addressof(array))
+    return list(made.values())
+
+
+def native_cache(config: DecoderConfig, num_rows: int, max_len: int, dtype: torch.dtype, slack: int = 0) -> StaticKVCache:
+    """Keys and values of all layers, heads padded as the library wants them."""
+    head_dim = native.require().pn_padded_head_dim(config.head_dim)
+    return StaticKVCache(config.num_layers, num_rows, config.num_kv_heads, max_len, head_dim, dtype, slack=slack)
+
+
+def cache_view(cache: StaticKVCache) -> CCache:
+    """The cache as the library sees it; the tensors must outlive it."""
+    layer, row, head, _, _ = cache.keys.stride()
+    return CCache(cache.keys.data_ptr(), cache.values.data_ptr(), layer, row, head, cache.keys.shape[3])
+
+
+def _logit_rows(batch: ForwardBatch) -> list[int]:
+    if batch.logits == "all":
+        return list(range(batch.num_tokens))
+    if batch.logits == "none":
+        return []
+    ends, end = [], 0
+    for count in batch.counts:
+        end += count
+        ends.append(end - 1)
+    return ends
+
+
+class NativeWeights:
+    """Packed matrices and float32 vectors of a decoder, and the C structs that name them."""
+
+    def __init__(self) -> None:
+        self.layers: list[dict[str, Any]] = []
+        self.embedding: Matrix
+        self.head: Matrix
+        self.final_norm: Tensor
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """Everything a pass reads whole: all layers and the head."""
+        own = [part for layer in self.layers for part in layer.values() if isinstance(part, Matrix)]
+        return [*own, self.head]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(matrix.num_bytes for matrix in self.matrices)
+
+    def model(self, config: DecoderConfig, dtype: torch.dtype, cos: Tensor, sin: Tensor) -> Model:
+        layers = (CLayer * config.num_layers)(*(layer_struct(layer) for layer in self.layers))
+        struct = CConfig(
+            **config_sizes(config, dtype),
+            layers=layers,
+            embedding=self.embedding.handle,
+            embedding_scale=1.0,
+            head=self.head.handle,
+            final_norm=pointer(self.final_norm),
+            cos=pointer(cos),
+            sin=pointer(sin),
+        )
+        return Model(struct, [self, layers, cos, sin])
+
+
+def config_sizes(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The numbers of a CConfig."""
+    return {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "inner_size": config.intermediate_size,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "dtype": native.FORMATS[dtype],
+        "eps": config.rms_norm_eps,
+    }
+
+
+def layer_struct(parts: dict[str, Any]) -> CLayer:
+    """A CLayer of matrices, float32 vectors and numbers under the names of its fields."""
+    layer = CLayer(is_causal=1)
+    for name, part in parts.items():
+        setattr(layer, name, part.handle if isinstance(part, Matrix) else pointer(part) if isinstance(part, Tensor) else part)
+    return layer
+
+
+def pack(weights: list[Weight], dtype: torch.dtype) -> Matrix:
+    """Stack matrices [n_i, cols], each padded to whole groups, in the form they come in where they all share one."""
+    kinds = {weight.kind if isinstance(weight, Blocks) else weight.dtype for weight in weights}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if isinstance(kind, str):
+        format = {"Q8_0": native.Q8_0, "Q4_1": native.Q4_1}[kind]
+    elif kind == torch.bfloat16 or dtype == torch.bfloat16:
+        format = native.BF16
+    else:
+        format = native.F32
+    groups = [groups_of(weight.shape[0]) for weight in weights]
+    matrix = Matrix(native.GROUP * sum(groups) if len(weights) > 1 else weights[0].shape[0], weights[0].shape[1], format)
+    first = 0
+    for weight, count in zip(weights, groups, strict=True):
+        matrix.fill(first, _source(weight, format))
+        first += count
+    return matrix
+
+
+def _source(weight: Weight, format: int) -> Tensor:
+    if isinstance(weight, Blocks):
+        return weight.data if native.FORMAT_NAMES[format] == weight.kind else weight.dense()
+    return weight if weight.dtype in native.FORMATS else weight.float()
+
+
+def pack_vectors(vectors: list[Tensor | None]) -> Tensor | None:
+    """Biases behind one another as the rows of `pack`, or None when there are none."""
+    if all(vector is None for vector in vectors):
+        return None
+    padded = []
+    for vector in vectors:
+        assert vector is not None, "all projections of a stack have a bias, or none"
+        rest = native.GROUP * groups_of(len(vector)) - len(vector)
+        padded.append(torch.nn.functional.pad(vector.float(), (0, rest)))
+    return torch.cat(padded).contiguous()
+
+
+class _Loader:
+    """Packs a stream of named tensors, each layer as soon as it is complete, so that nothing is held twice."""
+
+    def __init__(self, config: DecoderConfig, tensors: Iterable[tuple[str, Weight]], dtype: torch.dtype) -> None:
+        self._config, self._tensors, self._dtype = config, tensors, dtype
+        self._pending: dict[str, Weight] = {}
+        self._sizes = Counter[int]()
+        self._layer_size = 9 + 3 * config.qkv_bias + config.output_bias + 3 * config.mlp_bias + 2 * config.qk_norm
+
+    def build(self) -> NativeWeights:
+        weights, layers = NativeWeights(), dict[int, dict[str, Any]]()
+        for name, tensor in self._tensors:
+            self._pending[name] = tensor
+            if name.startswith("model.layers."):
+                index = int(name.split(".")[2])
+                self._sizes[index] += 1
+                if self._sizes[index] == self._layer_size:
+                    layers[index] = self._layer(index)
+            elif name.endswith("embed_tokens.weight"):
+                weights.embedding = pack([self._pending.pop(name)], self._dtype)
+            elif name == "lm_head.weight":
+                weights.head = pack([self._pending.pop(name)], self._dtype)
+        if self._config.tie_embeddings:
+            weights.head = weights.embedding
+        weights.layers = [layers[index] for index in range(self._config.num_layers)]
+        weights.final_norm = self._vector("model.norm.weight")
+        return weights
+
+    def _vector(self, name: str) -> Tensor:
+        vector = self._pending.pop(name)
+        assert isinstance(vector, Tensor)
+        return vector.to(self._dtype).float().contiguous()
+
+    def _linear(self, *names: str) -> Matrix:
+        return pack([self._pending.pop(f"{name}.weight") for name in names], self._dtype)
+
+    def _bias(self, *names: str) -> Tensor | None:
+        return pack_vectors([self._vector(f"{name}.bias") if f"{name}.bias" in self._pending else None for name in names])
+
+    def _layer(self, index: int) -> dict[str, Any]:
+        prefix = f"model.layers.{index}"
+        qkv = [f"{prefix}.self_attn.{which}_proj" for which in "qkv"]
+        gate_up = [f"{prefix}.mlp.{which}_proj" for which in ("gate", "up")]
+        parts: dict[str, Any] = {
+            "input_norm": self._vector(f"{prefix}.input_layernorm.weight"),
+            "mlp_norm": self._vector(f"{prefix}.post_attention_layernorm.weight"),
+            "window": self._config.window(index) or 0,
+        }
+        for name, projections in (
+            ("qkv", qkv),
+            ("output", [f"{prefix}.self_attn.o_proj"]),
+            ("gate_up", gate_up),
+            ("down", [f"{prefix}.mlp.down_proj"]),
+        ):
+            parts[f"{name}_bias"], parts[name] = self._bias(*projections), self._linear(*projections)
+        if self._config.qk_norm:
+            parts |= {f"{which}_norm": self._vector(f"{prefix}.self_attn.{which}_norm.weight") for which in "qk"}
+        return parts

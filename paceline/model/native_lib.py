@@ -1,0 +1,222 @@
+"""The native CPU library through ctypes: matrices, models and passes of `native/api.h`, with Python's errors.
+
+Everything heavy happens behind one call that holds no Python lock. Found beside this file, where the installation puts it, or
+under PACELINE_NATIVE_LIBRARY; PACELINE_NATIVE=0 leaves it out. `load()` is None without it: PyTorch then does the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+import warnings
+import weakref
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import NativeError
+
+ABI_VERSION = 1
+F32, BF16, Q8_0, Q4_1 = range(4)
+FORMATS = {torch.float32: F32, torch.bfloat16: BF16}
+FORMAT_NAMES = {F32: "float32", BF16: "bfloat16", Q8_0: "Q8_0", Q4_1: "Q4_1"}
+STAGES = ("embed", "norm", "qkv", "rope", "attend", "output", "gate_up", "down", "head")
+GROUP = 4
+"""Rows of a matrix stand in groups of four."""
+
+
+class CLayer(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm", "qkv", "output", "gate_up", "down")),
+        *((name, c_void_p) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
+        *((name, c_int32) for name in ("window", "is_causal")),
+    ]
+
+
+class CConfig(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("num_layers", "hidden_size", "inner_size", "num_heads", "num_kv_heads", "head_dim")),
+        ("dtype", c_int32),
+        ("eps", c_float),
+        ("layers", POINTER(CLayer)),
+        ("embedding", c_void_p),
+        ("embedding_scale", c_float),
+        *((name, c_void_p) for name in ("head", "final_norm", "cos", "sin", "fc", "hidden_norm", "context_kv", "context_bias")),
+    ]
+
+
+class CCache(Structure):
+    _fields_ = [
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        *((name, c_int64) for name in ("layer_stride", "row_stride", "head_stride")),
+        ("max_len", c_int32),
+    ]
+
+
+class CPass(Structure):
+    _fields_ = [
+        ("num_rows", c_int32),
+        *((name, c_void_p) for name in ("rows", "starts", "counts", "tokens", "hidden")),
+        ("num_taps", c_int32),
+        *((name, c_void_p) for name in ("tap_layers", "taps")),
+        ("num_logit_rows", c_int32),
+        *((name, c_void_p) for name in ("logit_rows", "logits")),
+        ("logits_stride", c_int64),
+        *((name, c_void_p) for name in ("argmax", "stage_s")),
+    ]
+
+
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "pn_last_error": (c_char_p, ()),
+    "pn_available": (c_char_p, ()),
+    "pn_use": (c_int32, (c_char_p,)),
+    "pn_in_use": (c_char_p, ()),
+    "pn_set_threads": (c_int32, (c_int32,)),
+    "pn_num_threads": (c_int32, ()),
+    "pn_padded_head_dim": (c_int32, (c_int32,)),
+    "pn_matrix_new": (c_void_p, (c_int32, c_int32, c_int32)),
+    "pn_matrix_free": (None, (c_void_p,)),
+    "pn_matrix_bytes": (c_int64, (c_void_p,)),
+    "pn_matrix_fill": (c_int32, (c_void_p, c_int32, c_int32, c_int32, c_void_p)),
+    "pn_matrix_rows": (c_int32, (c_void_p, c_void_p, c_int32, c_int32, c_void_p)),
+    "pn_matrix_select": (c_void_p, (c_void_p, c_void_p, c_int32)),
+    "pn_matrix_multiply": (c_int32, (c_void_p, c_int32, c_void_p, c_int32, c_void_p)),
+    "pn_model_new": (c_void_p, (POINTER(CConfig),)),
+    "pn_model_free": (None, (c_void_p,)),
+    "pn_forward": (c_int32, (c_void_p, POINTER(CCache), POINTER(CPass))),
+    "pn_inject": (c_int32, (c_void_p, POINTER(CCache), c_int32, c_void_p, c_void_p, c_void_p, c_void_p)),
+}
+
+
+def library_path() -> Path:
+    """Where the library is expected."""
+    given = os.environ.get("PACELINE_NATIVE_LIBRARY")
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    return Path(given) if given else Path(__file__).parent / "native" / f"libpaceline_native{suffix}"
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The library, or None when it is not there or switched off. Warns when it is there and cannot be used."""
+    path = library_path()
+    if os.environ.get("PACELINE_NATIVE") == "0" or not path.is_file():
+        return None
+    try:
+        library = ctypes.CDLL(str(path))
+        version = library.pn_abi_version()
+        if version != ABI_VERSION:
+            raise OSError(f"it is version {version}, this paceline needs {ABI_VERSION}")
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        warnings.warn(f"{path} cannot be used ({error}): running on PyTorch, slower; reinstall paceline", stacklevel=2)
+        return None
+    return library
+
+
+def require() -> ctypes.CDLL:
+    """The library. Raises NativeError without it."""
+    library = load()
+    if library is None:
+        raise NativeError("the native library is not there: install a C++ compiler and reinstall paceline, or use PyTorch")
+    return library
+
+
+def check(status: int) -> None:
+    """Raise NativeError with the library's own words when a call failed."""
+    if status != 0:
+        raise NativeError(f"native pass: {require().pn_last_error().decode()}")
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """The address of a contiguous CPU tensor; None stays null."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    return tensor.data_ptr()
+
+
+def int32s(values: list[int]) -> Any:
+    """A C array of these numbers."""
+    return (c_int32 * len(values))(*values)
+
+
+def groups_of(num_rows: int) -> int:
+    """Groups that so many rows take."""
+    return -(-num_rows // GROUP)
+
+
+class Matrix:
+    """A packed weight matrix [rows, cols]; `format` is what it is kept as."""
+
+    def __init__(self, rows: int, cols: int, format: int) -> None:
+        self._adopt(require().pn_matrix_new(rows, cols, format), rows, cols, format)
+
+    def _adopt(self, handle: int | None, rows: int, cols: int, format: int) -> None:
+        library = require()
+        if not handle:
+            raise NativeError(f"matrix of {rows} x {cols}: {library.pn_last_error().decode()}")
+        self.handle, self.rows, self.cols, self.format = handle, rows, cols, format
+        self.num_bytes: int = library.pn_matrix_bytes(handle)
+        weakref.finalize(self, library.pn_matrix_free, handle)
+
+    def fill(self, first_group: int, source: Tensor) -> None:
+        """Put rows into the groups from `first_group` on: [n, cols] of float32 or bfloat16, or uint8 blocks [n, bytes]."""
+        source = source.contiguous()
+        given = self.format if source.dtype == torch.uint8 else FORMATS[source.dtype]
+        check(require().pn_matrix_fill(self.handle, first_group, source.shape[0], given, source.data_ptr()))
+
+    def rows_of(self, ids: list[int], dtype: torch.dtype) -> Tensor:
+        """Rows [n, cols] in `dtype`: an embedding."""
+        out = torch.empty(len(ids), self.cols)
+        check(require().pn_matrix_rows(self.handle, int32s(ids), len(ids), FORMATS[dtype], out.data_ptr()))
+        return out.to(dtype)
+
+    def select(self, ids: list[int]) -> Matrix:
+        """A matrix of these rows, in the same format."""
+        part = Matrix.__new__(Matrix)
+        part._adopt(
+            require().pn_matrix_select(self.handle, int32s(ids), len(ids)), len(ids), self.cols, self.format
+        )
+        return part
+
+    def multiply(self, x_TD: Tensor, dtype: torch.dtype) -> Tensor:
+        """x W^T as float32 [T, rows], x rounded to `dtype` first."""
+        x_TD = x_TD.float().contiguous()
+        out = torch.empty(x_TD.shape[0], self.rows)
+        arguments = (self.handle, FORMATS[dtype], x_TD.data_ptr(), x_TD.shape[0], out.data_ptr())
+        check(require().pn_matrix_multiply(*arguments))
+        return out
+
+
+class Model:
+    """A model of the library and everything it borrows. `config.layers` and its arrays must be set; see `native/api.h`."""
+
+    def __init__(self, config: CConfig, keep: list[object]) -> None:
+        library = require()
+        handle = library.pn_model_new(byref(config))
+        if not handle:
+            raise NativeError(f"native model: {library.pn_last_error().decode()}")
+        self.handle, self._keep = handle, keep
+        self._forward = library.pn_forward
+        weakref.finalize(self, library.pn_model_free, handle)
+
+    def forward(self, cache: CCache, work: CPass) -> None:
+        check(self._forward(self.handle, byref(cache), byref(work)))
+
+    def inject(self, cache: CCache, rows: list[int], starts: list[int], counts: list[int], features: Tensor) -> None:
+        """Keys and values of all layers from features [T, F] in the model's dtype, behind `starts`."""
+        arrays = (int32s(rows), int32s(starts), int32s(counts))
+        check(require().pn_inject(self.handle, byref(cache), len(rows), *arrays, pointer(features)))
+
+
+def set_threads(num_threads: int) -> None:
+    """Threads of the library's pool, the caller's included."""
+    check(require().pn_set_threads(num_threads))
