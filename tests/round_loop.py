@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from paceline.draft.base import Drafter, Observed
 from paceline.engine.round import decode_round
-from paceline.model.target import ForwardBatch, Target
+from paceline.model.target import ForwardBatch, ForwardOutput, Target
 from paceline.types import Batch, DraftBlock, RoundStats, SamplingParams, Sequence, Verdict
 
 
-def greedy_judge(batch: Batch, draft: DraftBlock, logits_TV: Tensor) -> Verdict:
-    best, accepted, bonus, begin = logits_TV.argmax(-1).tolist(), [], [], 0
-    for tokens in draft.tokens_B:
-        own = best[begin : begin + len(tokens) + 1]
-        count = next((index for index, token in enumerate(tokens) if token != own[index]), len(tokens))
-        accepted.append(count)
-        bonus.append(own[count])
-        begin += len(tokens) + 1
-    return Verdict(accepted, bonus)
+class GreedyJudge:
+    """The longest match with the largest logits, which it always asks for."""
+
+    def only_argmax(self, batch: Batch) -> bool:
+        return False
+
+    def __call__(self, batch: Batch, draft: DraftBlock, out: ForwardOutput) -> Verdict:
+        assert out.logits_TV is not None
+        best, accepted, bonus, begin = out.logits_TV.argmax(-1).tolist(), [], [], 0
+        for tokens in draft.tokens_B:
+            own = best[begin : begin + len(tokens) + 1]
+            count = next((index for index, token in enumerate(tokens) if token != own[index]), len(tokens))
+            accepted.append(count)
+            bonus.append(own[count])
+            begin += len(tokens) + 1
+        return Verdict(accepted, bonus)
 
 
 def admit(target: Target, drafter: Drafter, prompt: list[int], params: SamplingParams, chunk: int = 1 << 20) -> Sequence:
@@ -53,7 +58,7 @@ def generate(
     sequences = [admit(target, drafter, prompt, params, chunk) for prompt in prompts]
     rounds = []
     while running := [seq for seq in sequences if seq.finish_reason is None]:
-        rounds.append(decode_round(Batch(running), target, drafter, greedy_judge))
+        rounds.append(decode_round(Batch(running), target, drafter, GreedyJudge()))
     for seq in sequences:
         drafter.drop(seq)
         target.cache.free(seq.row)

@@ -129,15 +129,14 @@ class Engine:
         seq = self.scheduler.prefilling[0]
         started = time.perf_counter()
         begin, end = seq.cached_len, min(seq.cached_len + self.prefill_chunk, seq.prompt_len)
-        is_last = end == seq.prompt_len
+        is_last, batch = end == seq.prompt_len, Batch([seq])
+        tokens, logits = seq.tokens[begin:end], "last" if is_last else "none"
         out = self.target.forward(
-            ForwardBatch([seq.row], [begin], [end - begin], seq.tokens[begin:end], "last" if is_last else "none")
+            ForwardBatch([seq.row], [begin], [end - begin], tokens, logits, only_argmax=self.judge.only_argmax(batch))
         )
         seq.cached_len = end
         if is_last:
-            batch, nothing = Batch([seq]), DraftBlock.certain([[]])
-            assert out.logits_TV is not None
-            verdict = self.judge(batch, nothing, out.logits_TV)
+            verdict = self.judge(batch, DraftBlock.certain([[]]), out)
             self.scheduler.start_decoding(seq)
             seq.accept(verdict.next_token_B)
         self.drafter.observe([Observed(seq, begin, end - begin, out.taps_TF)])

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from paceline.draft.base import Drafter, Observed
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 from paceline.types import Batch, DraftBlock, RoundStats, Sequence, Verdict
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-Judge = Callable[[Batch, DraftBlock, "Tensor"], Verdict]
-"""Batch, its drafts and the packed logits [T, V] of the verify pass -> which drafts stand. See `engine/sampling.py`."""
+class Judge(Protocol):
+    """Decides which drafts stand. See `engine/sampling.py`."""
+
+    def only_argmax(self, batch: Batch) -> bool:
+        """Whether the largest logit of each position is all it will look at."""
+        ...
+
+    def __call__(self, batch: Batch, draft: DraftBlock, out: ForwardOutput) -> Verdict:
+        """`out` is the verify pass's, positions packed row after row."""
+        ...
 
 
 def decode_round(batch: Batch, target: Target, drafter: Drafter, judge: Judge) -> RoundStats:
@@ -22,9 +27,8 @@ def decode_round(batch: Batch, target: Target, drafter: Drafter, judge: Judge) -
     started = time.perf_counter()
     draft = drafter.propose(batch)
     drafted = time.perf_counter()
-    out = target.forward(verify_input(batch, draft))
-    assert out.logits_TV is not None
-    verdict = judge(batch, draft, out.logits_TV)
+    out = target.forward(verify_input(batch, draft, judge.only_argmax(batch)))
+    verdict = judge(batch, draft, out)
     verified = time.perf_counter()
     firsts = [seq.cached_len for seq in batch.sequences]
     num_committed_B = commit(batch, draft, verdict)
@@ -40,14 +44,14 @@ def decode_round(batch: Batch, target: Target, drafter: Drafter, judge: Judge) -
     )
 
 
-def verify_input(batch: Batch, draft: DraftBlock) -> ForwardBatch:
+def verify_input(batch: Batch, draft: DraftBlock, only_argmax: bool = False) -> ForwardBatch:
     """Each row's anchor and its drafts, packed row after row."""
     counts = [1 + len(tokens) for tokens in draft.tokens_B]
     packed: list[int] = []
     for seq, tokens in zip(batch.sequences, draft.tokens_B, strict=True):
         packed.append(seq.tokens[-1])
         packed.extend(tokens)
-    return ForwardBatch(batch.rows, batch.cached_len_B, counts, packed)
+    return ForwardBatch(batch.rows, batch.cached_len_B, counts, packed, only_argmax=only_argmax)
 
 
 def commit(batch: Batch, draft: DraftBlock, verdict: Verdict) -> list[int]:

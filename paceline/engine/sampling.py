@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.model.logits import logprobs_of, penalise, target_probs
+from paceline.model.target import ForwardOutput
 from paceline.types import Batch, DraftBlock, Sequence, Verdict
 from paceline.verify.greedy import verify_argmax
 from paceline.verify.mocked import MockedAcceptance
@@ -23,28 +24,33 @@ class LosslessJudge:
     def __init__(self, rule: str = "auto") -> None:
         self.rule: Rule = rule_named(rule)
 
+    def only_argmax(self, batch: Batch) -> bool:
+        return all(_is_plain(seq) and seq.params.logprobs is None for seq in batch.sequences)
+
     @torch.inference_mode()
-    def __call__(self, batch: Batch, draft: DraftBlock, logits_TV: Tensor) -> Verdict:
-        plain = [seq.params.is_greedy and not _is_shaped(seq) for seq in batch.sequences]
-        argmax_T = _argmax(logits_TV) if any(plain) else []
+    def __call__(self, batch: Batch, draft: DraftBlock, out: ForwardOutput) -> Verdict:
+        plain = [_is_plain(seq) for seq in batch.sequences]
+        argmax_T = out.best_T() if any(plain) else []
         accepted, bonus, begin = [], [], 0
         for index, (seq, tokens) in enumerate(zip(batch.sequences, draft.tokens_B, strict=True)):
             end = begin + len(tokens) + 1
             if plain[index]:
                 verdict = verify_argmax(tokens, argmax_T[begin:end])
             else:
-                verdict = self._judge_row(seq, tokens, draft.probs_B[index], logits_TV[begin:end])
+                assert out.logits_TV is not None
+                verdict = self._judge_row(seq, tokens, draft.probs_B[index], out.logits_TV[begin:end])
             accepted.append(verdict.num_accepted)
             bonus.append(verdict.next_token)
             begin = end
         verdict = Verdict(accepted, bonus)
-        report_logprobs(batch, draft, verdict, logits_TV)
+        if out.logits_TV is not None:
+            report_logprobs(batch, draft, verdict, out.logits_TV)
         return verdict
 
     def _judge_row(self, seq: Sequence, tokens: list[int], draft_probs: Tensor | None, logits_JV: Tensor) -> RowVerdict:
         logits_JV = penalise(logits_JV, seq.params, seq.tokens, seq.counts, tokens)
         if seq.params.is_greedy:
-            return verify_argmax(tokens, _argmax(logits_JV))
+            return verify_argmax(tokens, ForwardOutput(logits_JV, None).best_T())
         probs_JV = target_probs(logits_JV, seq.params)
         return self.rule(tokens, draft_probs, probs_JV, Uniforms.of(seq))
 
@@ -55,9 +61,12 @@ class MockedJudge:
     def __init__(self, acceptance: MockedAcceptance) -> None:
         self._acceptance = acceptance
 
+    def only_argmax(self, batch: Batch) -> bool:
+        return True
+
     @torch.inference_mode()
-    def __call__(self, batch: Batch, draft: DraftBlock, logits_TV: Tensor) -> Verdict:
-        argmax_T = _argmax(logits_TV)
+    def __call__(self, batch: Batch, draft: DraftBlock, out: ForwardOutput) -> Verdict:
+        argmax_T = out.best_T()
         accepted, bonus, begin = [], [], 0
         for seq, tokens in zip(batch.sequences, draft.tokens_B, strict=True):
             count = self._acceptance.num_accepted(len(tokens), Uniforms.of(seq))
@@ -67,13 +76,9 @@ class MockedJudge:
         return Verdict(accepted, bonus, lossless=False)
 
 
-def _argmax(logits_TV: Tensor) -> list[int]:
-    # float32 first: PyTorch's argmax over bfloat16 is five times as slow on CPU, and widening changes no comparison
-    return logits_TV.float().argmax(-1).tolist()
-
-
-def _is_shaped(seq: Sequence) -> bool:
-    return bool(seq.params.logit_bias) or seq.params.has_penalties
+def _is_plain(seq: Sequence) -> bool:
+    """Greedy, and nothing changes its logits."""
+    return seq.params.is_greedy and not seq.params.logit_bias and not seq.params.has_penalties
 
 
 def report_logprobs(batch: Batch, draft: DraftBlock, verdict: Verdict, logits_TV: Tensor) -> None:

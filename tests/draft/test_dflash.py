@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from round_loop import admit, generate, greedy_judge, ready
+from round_loop import GreedyJudge, admit, generate, ready
 
 from paceline.draft.checkpoint import DFlashConfig, default_layer_ids, new_config
 from paceline.draft.dflash import DFlashDrafter, DFlashNetwork, scale_logits
@@ -338,7 +338,7 @@ def test_cache_bytes_are_those_allocated() -> None:
     target.set_taps(drafter.tap_layers)
     drafter.bind(target)
     assert drafter.cache_bytes(target) == drafter._path.cache.num_bytes
-    decode_round(Batch([admit(target, drafter, PROMPT, SamplingParams(max_tokens=9))]), target, drafter, greedy_judge)
+    decode_round(Batch([admit(target, drafter, PROMPT, SamplingParams(max_tokens=9))]), target, drafter, GreedyJudge())
 
 
 class TestDraftVocabulary:
