@@ -2,14 +2,24 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
+NATIVE := paceline/model/native
+NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/*.cpp $(NATIVE)/*.h $(NATIVE)/*.inl)
+SANITIZED := $(CURDIR)/build/native/libpaceline_native_sanitize.so
 
-.PHONY: setup demo test check format bench docs clean
+.PHONY: setup demo test check format bench docs native sanitize wheel clean
 
-$(READY): requirements.lock pyproject.toml
+$(INSTALLED): requirements.lock pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	PACELINE_NATIVE_BUILD=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	  --editable .
+	touch $(INSTALLED)
+
+# The library apart from pip, which would hide the one line that says there is no compiler.
+$(READY): $(INSTALLED) $(NATIVE_SOURCES)
+	$(BIN)/python $(NATIVE)/build.py --optional
 	touch $(READY)
 
 setup: $(READY)  ## the virtual environment with everything pinned
@@ -23,14 +33,14 @@ test: $(READY)  ## the test suite
 	$(BIN)/python -m pytest
 
 check: $(READY)  ## what CI runs: format, lint, types, tests
-	$(BIN)/ruff format --check paceline tests bench docs
-	$(BIN)/ruff check paceline tests bench docs
+	$(BIN)/ruff format --check paceline tests bench docs setup.py
+	$(BIN)/ruff check paceline tests bench docs setup.py
 	$(BIN)/pyright
 	$(BIN)/python -m pytest
 
 format: $(READY)
-	$(BIN)/ruff format paceline tests bench docs
-	$(BIN)/ruff check --fix paceline tests bench docs
+	$(BIN)/ruff format paceline tests bench docs setup.py
+	$(BIN)/ruff check --fix paceline tests bench docs setup.py
 
 bench: $(READY)  ## plain and speculative speed beside Transformers, one stream
 	bash bench/decode_vs_transformers.sh
@@ -38,5 +48,20 @@ bench: $(READY)  ## plain and speculative speed beside Transformers, one stream
 docs: $(READY)  ## docs/cli.md from --help
 	$(BIN)/python docs/make_cli.py
 
+native:  ## only the native library, from its C++ sources
+	$(PYTHON) $(NATIVE)/build.py
+
+# PyTorch throws C++ exceptions, which the address sanitizer can only follow when the C++ runtime is there before it.
+sanitize: $(READY)  ## the tests of the native library, with address and undefined-behaviour checks
+	CXX="$(CXX)" $(PYTHON) $(NATIVE)/build.py --sanitize --out $(SANITIZED)
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PACELINE_NATIVE_LIBRARY=$(SANITIZED) \
+	  $(BIN)/python -m pytest tests/model/test_native_*.py
+
+wheel: $(INSTALLED)  ## dist/paceline-*.whl for this platform, with the native library
+	rm -rf build/lib build/lib.* build/bdist.*
+	PACELINE_NATIVE_BUILD=$${PACELINE_NATIVE_BUILD:-require} \
+	  $(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info $(NATIVE)/libpaceline_native.*

@@ -1,0 +1,220 @@
+"""Compiles the native CPU library: the C++ sources of a folder in, one shared library with a plain C interface out.
+
+    python paceline/model/native/build.py                # into this folder, where paceline looks for it
+    python paceline/model/native/build.py --sanitize     # with address and undefined-behaviour checks, into build/native
+
+Every source is compiled for the oldest processor of its kind, except kernels_avx2.cpp and kernels_avx512.cpp, which are left
+out where compiler or machine cannot make them. setup.py loads this file by path, before paceline and torch are there: it needs
+the standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+COMPILERS = ("g++", "clang++", "c++")
+
+# Contraction would give every instruction set its own rounding; the other two only let loops become vectors.
+ARITHMETIC_FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+# GCC notes that passing wide vectors depends on the instruction set; ours never leave their file.
+WARNING_FLAGS = ("-Wall", "-Wextra", "-Wno-psabi")
+COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", *ARITHMETIC_FLAGS, *WARNING_FLAGS)
+SANITIZE_FLAGS = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g", "-O1")
+
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni")
+INSTRUCTION_SETS = {
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    # GCC 12 calls the undefined registers of its own intrinsics uninitialized (gcc.gnu.org/PR105593).
+    "avx512": (*AVX512, "-mfma", "-mf16c", "-Wno-uninitialized"),
+}
+"""Flags of kernels_<name>.cpp, oldest first. PN_HAS_<NAME> tells the other files that it was compiled."""
+
+# A flag the compiler takes may still be unknown to its assembler, so a probe uses an instruction of each kind.
+PROBES = {
+    "avx2": """#include <immintrin.h>
+__m256 probe(__m256 a, __m128i half) { return _mm256_fmadd_ps(a, a, _mm256_cvtph_ps(half)); }
+""",
+    "avx512": """#include <immintrin.h>
+__m512 dot(__m512 sum, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(sum, a, b); }
+__m512i dot(__m512i sum, __m512i a, __m512i b) { return _mm512_dpbusd_epi32(sum, a, _mm512_add_epi8(a, b)); }
+__m256 low(__m512 a, __m256 b) { return _mm256_mask_add_ps(_mm512_extractf32x8_ps(a, 1), 7, b, b); }
+""",
+    "link": "#include <string>\nstd::string probe(const char* text) { return text; }\n",
+}
+
+# A library that needs nothing of the machine that made it, and whose C++ runtime stays out of PyTorch's.
+LINK_FLAGS_IF_ACCEPTED = (("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL"), ("-Wl,-z,defs",))
+
+
+class NativeBuildError(RuntimeError):
+    """The library cannot be compiled. The first line of the message says why, the others what the compiler said."""
+
+
+def library_name() -> str:
+    return "libpaceline_native" + (".dylib" if sys.platform == "darwin" else ".so")
+
+
+def find_compiler() -> list[str]:
+    """`$CXX`, else the first of g++, clang++ and c++ on the path. Raises NativeBuildError."""
+    wanted = shlex.split(os.environ.get("CXX", ""))
+    for command in [wanted] if wanted else [[name] for name in COMPILERS]:
+        if shutil.which(command[0]):
+            return command
+    if wanted:
+        raise NativeBuildError(f"no C++ compiler (CXX={wanted[0]} is not on the path)\nunset CXX, or name one that is")
+    raise NativeBuildError(f"no C++ compiler (none of {', '.join(COMPILERS)} is on the path)\ninstall g++, or set CXX")
+
+
+class _Compiler:
+    """Runs one compiler in one scratch folder."""
+
+    def __init__(self, command: list[str], scratch: Path, *, verbose: bool) -> None:
+        self.command = command
+        self.scratch = scratch
+        self.verbose = verbose
+        self.environment = os.environ | {"LC_ALL": "C"}  # errors are looked for by the word "error"
+
+    def _start(self, arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+        command = [*self.command, *arguments]
+        if self.verbose:
+            print(shlex.join(command), file=sys.stderr)
+        try:
+            return subprocess.run(command, capture_output=True, text=True, errors="replace", env=self.environment, check=False)
+        except OSError as error:
+            raise NativeBuildError(f"the C++ compiler does not start: {error}") from error
+
+    def run(self, *arguments: str) -> None:
+        done = self._start(arguments)
+        if done.returncode != 0:
+            raise NativeBuildError(f"{self.command[0]}: {_first_errors(done.stderr) or f'exit status {done.returncode}'}")
+        if done.stderr:
+            print(done.stderr, end="", file=sys.stderr)
+
+    def accepts(self, probe: str, *flags: str) -> bool:
+        source = self.scratch / f"probe_{probe}.cpp"
+        source.write_text(PROBES[probe])
+        done = self._start((*COMMON_FLAGS, *flags, str(source), "-o", str(source.with_suffix(".out"))))
+        return done.returncode == 0
+
+
+def _first_errors(output: str, limit: int = 12) -> str:
+    """The compiler's lines from the first error on."""
+    lines = output.strip().splitlines()
+    first = next((number for number, line in enumerate(lines) if "error:" in line or "undefined reference" in line), 0)
+    return "\n".join(lines[first : first + limit])
+
+
+def compile_library(
+    source_folder: Path, out_path: Path, *, compiler: str | None = None, sanitize: bool = False, verbose: bool = False
+) -> list[str]:
+    """Compile the .cpp files of `source_folder` into the library `out_path`, which is replaced in one step or not at all.
+
+    compiler: the command; without it `find_compiler` chooses. sanitize: with address and undefined-behaviour checks.
+    verbose: show the commands; the compiler's warnings are always shown.
+    Returns the instruction sets beyond the portable one that went in. Raises NativeBuildError.
+    """
+    sources = sorted(source_folder.glob("*.cpp"))
+    if not sources:
+        raise NativeBuildError(f"no C++ sources in {source_folder}: build from a checkout or a source distribution of paceline")
+    command = shlex.split(compiler) if compiler else find_compiler()
+    out_path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".native-", dir=out_path.parent) as scratch:
+        tool = _Compiler(command, Path(scratch), verbose=verbose)
+        sets = [name for name in INSTRUCTION_SETS if _can_make(tool, source_folder, name)]
+        finished = _link(tool, _compile_all(tool, sources, sets, sanitize), sanitize)
+        os.replace(finished, out_path)
+    return sets
+
+
+def _can_make(tool: _Compiler, source_folder: Path, name: str) -> bool:
+    return (source_folder / f"kernels_{name}.cpp").exists() and tool.accepts(name, *INSTRUCTION_SETS[name], "-c")
+
+
+def _compile_all(tool: _Compiler, sources: list[Path], sets: list[str], sanitize: bool) -> list[Path]:
+    """Objects in the order they must be linked.
+
+    Of an inline function or template that several files instantiate the linker keeps the first. The portable files come first,
+    so that code every processor runs never holds a newer instruction.
+    """
+    special = {f"kernels_{name}": name for name in INSTRUCTION_SETS}
+    portable = [source for source in sources if source.stem not in special]
+    newer = [source for name in sets for source in sources if special.get(source.stem) == name]
+    flags = [*COMMON_FLAGS, *(SANITIZE_FLAGS if sanitize else ()), *(f"-DPN_HAS_{name.upper()}" for name in sets)]
+
+    def compile_one(source: Path) -> Path:
+        target = tool.scratch / f"{source.stem}.o"
+        tool.run(*flags, *INSTRUCTION_SETS.get(special.get(source.stem, ""), ()), "-c", str(source), "-o", str(target))
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as workers:
+        return list(workers.map(compile_one, portable + newer))
+
+
+def _link(tool: _Compiler, objects: list[Path], sanitize: bool) -> Path:
+    linked = tool.scratch / "linked"
+    wanted = (SANITIZE_FLAGS,) if sanitize else LINK_FLAGS_IF_ACCEPTED
+    flags = [flag for group in wanted if sanitize or tool.accepts("link", "-shared", *group) for flag in group]
+    tool.run("-shared", "-pthread", *flags, *map(str, objects), "-o", str(linked))
+    return linked
+
+
+def build_for_install(source_folder: Path, out_path: Path) -> bool:
+    """What an installation does: True when the library is there. It goes on without, after one line that says what is lost.
+
+    PACELINE_NATIVE_BUILD=0 compiles nothing; PACELINE_NATIVE_BUILD=require turns that line into NativeBuildError.
+    """
+    wish = os.environ.get("PACELINE_NATIVE_BUILD") or "1"
+    if wish not in ("0", "1", "require"):
+        raise NativeBuildError(f"PACELINE_NATIVE_BUILD={wish}: say 0, 1 or require")
+    if wish == "0":
+        return False
+    try:
+        compile_library(source_folder, out_path)
+    except NativeBuildError as error:
+        out_path.unlink(missing_ok=True)  # an older library would not be made of these sources
+        if wish == "require":
+            raise
+        reason = str(error).splitlines()[0]
+        print(
+            f"warning: {reason}: paceline will run on PyTorch alone, slower on CPU; install g++ and reinstall "
+            "(PACELINE_NATIVE_BUILD=require shows the whole error)",
+            file=sys.stderr,
+        )
+        return False
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compile paceline's native CPU library.")
+    parser.add_argument("--out", type=Path, help="the library to write; default: beside this file, sanitized in build/native")
+    parser.add_argument("--sanitize", action="store_true", help="with address and undefined-behaviour checks (make sanitize)")
+    parser.add_argument("--optional", action="store_true", help="as installing does: a failure is one line and exit status 0")
+    parser.add_argument("--verbose", action="store_true", help="show the compiler's commands")
+    args = parser.parse_args()
+    sanitized = Path("build", "native", "libpaceline_native_sanitize.so")
+    out = args.out or (sanitized if args.sanitize else HERE / library_name())
+    try:
+        if args.optional:
+            build_for_install(HERE, out)
+            return 0
+        start = time.perf_counter()
+        sets = compile_library(HERE, out, sanitize=args.sanitize, verbose=args.verbose)
+    except NativeBuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{out}: {', '.join([*reversed(sets), 'portable'])}, compiled in {time.perf_counter() - start:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
