@@ -126,7 +126,7 @@ def native_cache(config: DecoderConfig, num_rows: int, max_len: int, dtype: torc
 def cache_view(cache: StaticKVCache) -> CCache:
     """The cache as the library sees it; the tensors must outlive it."""
     layer, row, head, _, _ = cache.keys.stride()
-    return CCache(cache.keys.data_ptr(), cache.values.data_ptr(), layer, row, head, cache.keys.shape[3])
+    return CCache(cache.keys.data_ptr(), cache.values.data_ptr(), layer, row, head, cache.keys.shape[3], cache.num_rows)
 
 
 def _logit_rows(batch: ForwardBatch) -> list[int]:

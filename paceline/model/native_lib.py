@@ -56,6 +56,7 @@ class CCache(Structure):
         ("values", c_void_p),
         *((name, c_int64) for name in ("layer_stride", "row_stride", "head_stride")),
         ("max_len", c_int32),
+        ("num_rows", c_int32),
     ]
 
 

@@ -56,6 +56,7 @@ struct PnCache {
     void* values;
     int64_t layer_stride, row_stride, head_stride;  // position p of a head starts at p * padded_head_dim
     int32_t max_len;                                // positions of a row, slack included
+    int32_t num_rows;
 };
 
 // Tokens of several rows, packed one row after another.

@@ -66,7 +66,8 @@ int32_t Forward::prepare() {
     model_.token_row.clear(), model_.token_position.clear(), model_.tasks.clear();
     for (int index = 0; index < pass_.num_rows; ++index) {
         const int start = pass_.starts[index], count = pass_.counts[index];
-        if (pass_.rows[index] < 0 || start < 0 || count < 1 || start > cache_.max_len - count) return fail("a row's tokens do not fit the cache");
+        if (pass_.rows[index] < 0 || pass_.rows[index] >= cache_.num_rows || start < 0 || count < 1 || start > cache_.max_len - count)
+            return fail("a row's tokens do not fit the cache");
         max_end_ = std::max(max_end_, start + count);
         for (int head = 0; head < config_.num_heads; ++head)
             for (int query = 0; query < count; query += kMaxQueries)

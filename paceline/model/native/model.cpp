@@ -13,8 +13,14 @@ namespace {
 
 constexpr int kMaxHeadDim = 1024;  // kernels keep one head on the stack
 
-const char* fault_of(const PnMatrix* matrix, int rows, int cols) {
+// float32 weights are rounded for bfloat16 when they are packed, not when they are multiplied.
+const char* fault_of(const PnMatrix& matrix, int dtype) {
+    return dtype == PN_BF16 && matrix.format == PN_F32 ? "a float32 matrix cannot be multiplied in bfloat16" : nullptr;
+}
+
+const char* fault_of(const PnMatrix* matrix, int rows, int cols, int dtype) {
     if (!matrix) return "a matrix is missing";
+    if (const char* fault = fault_of(*matrix, dtype)) return fault;
     return matrix->num_groups * kGroup == padded_rows(rows) && matrix->cols == cols ? nullptr : "a matrix does not have the config's shape";
 }
 
@@ -28,19 +34,20 @@ const char* fault_of(const PnModel& model) {
     const int queries = config.num_heads * config.head_dim;
     for (const PnLayer& layer : model.layers) {
         if (!layer.input_norm || !layer.mlp_norm || layer.window < 0) return "a layer is incomplete";
-        for (const char* fault : {fault_of(layer.qkv, model.query_rows() + 2 * model.kv_rows(), config.hidden_size),
-                                  fault_of(layer.output, config.hidden_size, queries),
-                                  fault_of(layer.gate_up, 2 * padded_rows(config.inner_size), config.hidden_size),
-                                  fault_of(layer.down, config.hidden_size, config.inner_size)})
+        for (const char* fault : {fault_of(layer.qkv, model.query_rows() + 2 * model.kv_rows(), config.hidden_size, config.dtype),
+                                  fault_of(layer.output, config.hidden_size, queries, config.dtype),
+                                  fault_of(layer.gate_up, 2 * padded_rows(config.inner_size), config.hidden_size, config.dtype),
+                                  fault_of(layer.down, config.hidden_size, config.inner_size, config.dtype)})
             if (fault) return fault;
     }
     if (!config.final_norm || !config.cos || !config.sin) return "norm or rotary tables are missing";
     if (config.embedding && config.embedding->cols != config.hidden_size) return "the embedding does not have the config's shape";
     if (config.head && config.head->cols != config.hidden_size) return "the head does not have the config's shape";
+    if (const char* fault = config.head ? fault_of(*config.head, config.dtype) : nullptr) return fault;
     if (!config.fc) return nullptr;
     if (!config.hidden_norm) return "the norm of the features is missing";
-    if (const char* fault = fault_of(config.fc, config.hidden_size, config.fc->cols)) return fault;
-    return fault_of(config.context_kv, 2 * config.num_layers * model.kv_rows(), config.hidden_size);
+    if (const char* fault = fault_of(config.fc, config.hidden_size, config.fc->cols, config.dtype)) return fault;
+    return fault_of(config.context_kv, 2 * config.num_layers * model.kv_rows(), config.hidden_size, config.dtype);
 }
 
 // DFlash: features through fc and norm to the keys and values of all layers.
@@ -187,7 +194,7 @@ int32_t pn_inject(PnModel* model, const PnCache* cache, int32_t num_rows, const 
     try {
         model->token_row.clear(), model->token_position.clear();
         for (int index = 0; index < num_rows; ++index) {
-            if (rows[index] < 0 || starts[index] < 0 || counts[index] < 0 || starts[index] > cache->max_len - counts[index])
+            if (rows[index] < 0 || rows[index] >= cache->num_rows || starts[index] < 0 || counts[index] < 0 || starts[index] > cache->max_len - counts[index])
                 return fail("a row's tokens do not fit the cache");
             for (int offset = 0; offset < counts[index]; ++offset)
                 model->token_row.push_back(index), model->token_position.push_back(starts[index] + offset);
@@ -213,6 +220,7 @@ int32_t pn_matrix_rows(const PnMatrix* matrix, const int32_t* ids, int32_t num_i
 
 int32_t pn_matrix_multiply(const PnMatrix* matrix, int32_t dtype, const float* x, int32_t num_tokens, float* out) {
     if (num_tokens < 1) return 0;
+    if (const char* fault = fault_of(*matrix, dtype)) return fail(fault);
     Turn turn;
     try {
         return multiply(*matrix, dtype, x, num_tokens, out, turn.pool);
