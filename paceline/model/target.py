@@ -103,7 +103,7 @@ def head_weight(target: Target) -> Tensor:
 
     with torch.no_grad():  # not inference mode: losses keep this matrix for their backward
         eye = torch.eye(target.hidden_size, dtype=target.dtype, device=target.device)
-        weight_VD = target.head(eye).T.clone()
+        weight_VD = target.head(eye).T.to(target.dtype, copy=True)  # exact: each logit is one weight
         probe = torch.randn(2, target.hidden_size, generator=torch.Generator().manual_seed(0))
         probe = probe.to(target.device, target.dtype)
         expected = probe.float() @ weight_VD.float().T
