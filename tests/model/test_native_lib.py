@@ -1,0 +1,213 @@
+"""The native library: matrices against numpy, what it refuses, and how it is found, left out, or not usable."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from native_models import BASE, ISAS, native_decoder, needs_library, quantised, random_weights, restored, same_bits, use
+from torch import Tensor
+
+from paceline.errors import NativeError
+from paceline.model import native_lib
+from paceline.model.blocks import BlockKind, Blocks
+from paceline.model.native_lib import Matrix
+
+pytestmark = needs_library
+DTYPES = [torch.float32, torch.bfloat16]
+KINDS: list[BlockKind] = ["Q8_0", "Q4_1"]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    with restored():
+        yield
+
+
+def packed(weight: Tensor | Blocks) -> Matrix:
+    rows, cols = weight.shape
+    if isinstance(weight, Blocks):
+        matrix = Matrix(rows, cols, {"Q8_0": native_lib.Q8_0, "Q4_1": native_lib.Q4_1}[weight.kind])
+        matrix.fill(0, weight.data)
+    else:
+        matrix = Matrix(rows, cols, native_lib.FORMATS[weight.dtype])
+        matrix.fill(0, weight)
+    return matrix
+
+
+def weights_of(rows: int, cols: int) -> list[tuple[Tensor | Blocks, Tensor]]:
+    """A random matrix in every format that its columns allow, and what it holds as float32."""
+    values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows * 1000 + cols))
+    made: list[tuple[Tensor | Blocks, Tensor]] = [(values, values), (values.bfloat16(), values.bfloat16().float())]
+    for blocks in [quantised(values, kind) for kind in KINDS if cols % 32 == 0]:
+        made.append((blocks, blocks.dense()))
+    return made
+
+
+SIZES = [(1, 1), (3, 7), (4, 32), (5, 33), (13, 64), (66, 96), (130, 160)]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("rows", "cols"), SIZES)
+def test_matrices_are_numpy_s(rows: int, cols: int, isa: str) -> None:
+    rng = random.Random(rows)
+    for num_threads, (weight, dense) in enumerate(weights_of(rows, cols), start=1):
+        use(isa, num_threads % 3 + 1)
+        matrix, ids = packed(weight), [rng.randrange(rows) for _ in range(min(2 * rows, 19))]
+        part = matrix.select(ids)
+        for dtype in DTYPES:
+            held = dense.to(dtype).float()
+            assert torch.equal(matrix.rows_of(ids, dtype), held[ids].to(dtype))
+            assert torch.equal(part.rows_of(list(range(len(ids))), dtype), held[ids].to(dtype))
+            if (matrix.format, dtype) == (native_lib.F32, torch.bfloat16):
+                continue  # refused, see below
+            for num_tokens in (1, 2, 5, 7, 12, 13, 64):
+                x_TD = torch.randn(num_tokens, cols)
+                out = matrix.multiply(x_TD, dtype)
+                exact = x_TD.to(dtype).double().numpy() @ held.double().numpy().T
+                scale = np.linalg.norm(x_TD.numpy(), axis=1)[:, None] * np.linalg.norm(held.numpy(), axis=1) + 1e-30
+                assert np.abs(out.numpy() - exact).max() < 1e-4 and (np.abs(out.numpy() - exact) / scale).max() < 1e-6
+                assert same_bits(part.multiply(x_TD, dtype), out[:, ids])
+
+
+def test_a_matrix_takes_the_other_dense_type() -> None:
+    values = torch.randn(5, 40)
+    rounding, widening = Matrix(5, 40, native_lib.BF16), Matrix(5, 40, native_lib.F32)
+    rounding.fill(0, values)
+    widening.fill(0, values.bfloat16())
+    for matrix in (rounding, widening):
+        assert torch.equal(matrix.rows_of([4, 0, 3], torch.float32), values.bfloat16().float()[[4, 0, 3]])
+
+
+def test_nothing_in_is_nothing_out() -> None:
+    matrix = packed(torch.randn(5, 7))
+    assert matrix.multiply(torch.empty(0, 7), torch.float32).shape == (0, 5)
+    assert matrix.rows_of([], torch.float32).shape == (0, 7)
+
+
+def test_matrices_refuse() -> None:
+    for rows, cols, format, said in (
+        (0, 4, native_lib.F32, "at least one row"),
+        (4, 0, native_lib.F32, "at least one row"),
+        (-1, 4, native_lib.F32, "at least one row"),
+        (4, 33, native_lib.Q8_0, "whole blocks of 32"),
+        (4, 32, 9, "unknown matrix format"),
+    ):
+        with pytest.raises(NativeError, match=f"{rows} x {cols}.*{said}"):
+            Matrix(rows, cols, format)
+    matrix = Matrix(6, 32, native_lib.F32)
+    for first, rows in ((0, 9), (1, 5), (2, 1), (-1, 2)):
+        with pytest.raises(NativeError, match="beyond the matrix"):
+            matrix.fill(first, torch.randn(rows, 32))
+    with pytest.raises(NativeError, match="does not fit the matrix's format"):
+        Matrix(4, 32, native_lib.Q8_0).fill(0, torch.randn(4, 32))
+    with pytest.raises(NativeError, match="float32 matrix cannot be multiplied in bfloat16"):
+        matrix.multiply(torch.randn(1, 32), torch.bfloat16)
+    for ids in ([0, 6], [-1]):
+        with pytest.raises(NativeError, match="outside the matrix"):
+            matrix.rows_of(ids, torch.float32)
+        with pytest.raises(NativeError, match="outside the matrix"):
+            matrix.select(ids)
+    with pytest.raises(NativeError, match="at least one row"):
+        matrix.select([])
+
+
+def test_a_model_of_the_wrong_shape_is_refused() -> None:
+    config = replace(BASE, num_layers=1)
+    weights = random_weights(config)
+    weights["model.layers.0.self_attn.o_proj.weight"] = torch.randn(48, 44)
+    with pytest.raises(NativeError, match="config's shape"):
+        native_decoder(config, weights, torch.float32)
+    for changes in ({"head_dim": 7}, {"head_dim": 1026}):
+        odd = replace(config, **changes)
+        with pytest.raises(NativeError, match="head dimension must be even and at most 1024"):
+            native_decoder(odd, random_weights(odd), torch.float32)
+
+
+def test_settings_are_refused() -> None:
+    library = native_lib.require()
+    for isa in (b"sse9", b"", b"AVX2"):
+        with pytest.raises(NativeError, match="not available here"):
+            native_lib.check(library.pn_use(isa))
+    for number in (0, -1, 257):
+        with pytest.raises(NativeError, match="between 1 and 256"):
+            native_lib.set_threads(number)
+    assert library.pn_in_use().decode() in ISAS and library.pn_num_threads() >= 1
+
+
+def in_a_process(code: str, **environment: str) -> str:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_NATIVE")} | environment
+    command = [sys.executable, "-W", "always", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=60, check=True)
+    return done.stdout + done.stderr
+
+
+ASK = "from paceline.model import native_lib; print('library:', native_lib.load() is not None)"
+
+
+def test_the_library_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(native_lib.library_path())
+    monkeypatch.setattr(native_lib, "load", native_lib.load.__wrapped__)
+    monkeypatch.setenv("PACELINE_NATIVE_LIBRARY", path)
+    assert native_lib.load() is not None
+    monkeypatch.setenv("PACELINE_NATIVE", "0")
+    assert native_lib.load() is None
+    with pytest.raises(NativeError, match="install a C\\+\\+ compiler"):
+        native_lib.require()
+    monkeypatch.delenv("PACELINE_NATIVE")
+    monkeypatch.setenv("PACELINE_NATIVE_LIBRARY", "nowhere/at/all.so")
+    assert native_lib.load() is None
+
+
+def test_an_unusable_library_warns_and_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken.so").write_bytes(b"not a library")
+    monkeypatch.setattr(native_lib, "load", native_lib.load.__wrapped__)
+    monkeypatch.setenv("PACELINE_NATIVE_LIBRARY", str(tmp_path / "broken.so"))
+    with pytest.warns(UserWarning, match=r"broken\.so cannot be used .*running on PyTorch, slower; reinstall paceline"):
+        assert native_lib.load() is None
+
+
+def test_a_library_of_another_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_NATIVE_LIBRARY", str(native_lib.library_path()))
+    monkeypatch.setattr(native_lib, "load", native_lib.load.__wrapped__)
+    monkeypatch.setattr(native_lib, "ABI_VERSION", native_lib.ABI_VERSION + 1)
+    with pytest.warns(UserWarning, match="it is version"):
+        assert native_lib.load() is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert native_lib.load() is None
+
+
+FORK = """
+import os, torch
+from native_models import BASE, native_decoder, random_weights
+from paceline.model import native_lib
+from paceline.model.target import ForwardBatch
+native = native_decoder(BASE, random_weights(BASE), torch.float32)
+native_lib.set_threads(3)
+native.cache.allocate()
+def best():
+    native.cache.rollback([0], [0])
+    return native.forward(ForwardBatch([0], [0], [9], list(range(9)))).argmax_T
+expected = best()
+child = os.fork()
+if child == 0:
+    os._exit(0 if best() == expected else 1)
+print("child:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), best() == expected)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    said = in_a_process(FORK, PACELINE_NATIVE_LIBRARY=str(native_lib.library_path()), PYTHONPATH=str(ROOT / "tests"))
+    assert "child: 0 True" in said

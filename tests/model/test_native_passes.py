@@ -1,0 +1,203 @@
+"""Passes of the native library: they refuse what does not fit, and write where they should and nowhere else."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from native_models import BASE, ISAS, native_decoder, needs_library, random_weights, restored, same_bits, use
+from torch import Tensor
+
+from paceline.errors import NativeError
+from paceline.model import native_lib
+from paceline.model.config import DecoderConfig
+from paceline.model.decoder import Decoder
+from paceline.model.native_decoder import NativeDecoder, cache_view, set_arrays
+from paceline.model.native_lib import CPass, pointer
+from paceline.model.target import ForwardBatch
+
+pytestmark = needs_library
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    with restored():
+        yield
+
+
+def tiny(**changes: Any) -> tuple[DecoderConfig, NativeDecoder]:
+    config = replace(BASE, num_layers=1, **changes)
+    native = native_decoder(config, random_weights(config), torch.float32, num_rows=2)
+    native.cache.allocate()
+    native.cache.allocate()
+    return config, native
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (ForwardBatch([0], [0], [1], [97]), "outside the vocabulary"),
+        (ForwardBatch([0], [0], [2], [3, -1]), "outside the vocabulary"),
+        (ForwardBatch([0], [127], [2], [1, 1]), "do not fit the cache"),
+        (ForwardBatch([0], [-1], [1], [1]), "do not fit the cache"),
+        (ForwardBatch([-1], [0], [1], [1]), "do not fit the cache"),
+        (ForwardBatch([2], [0], [1], [1]), "do not fit the cache"),
+        (ForwardBatch([0, 1], [0, 0], [1, 0], [1]), "do not fit the cache"),
+        (ForwardBatch([], [], [], []), "at least one token"),
+    ],
+)
+def test_passes_refuse(batch: ForwardBatch, said: str) -> None:
+    """In words, before anything is written; and the next pass runs."""
+    _, native = tiny()
+    with pytest.raises(NativeError, match=said):
+        native.forward(batch)
+    assert native.cache.lengths == [0, 0] and not native.kv.keys.any() and not native.kv.values.any()
+    assert native.forward(ForwardBatch([1], [0], [1], [5])).argmax_T is not None
+
+
+def test_structs_are_as_long_as_the_library_s() -> None:
+    """A field that one side lacks would shift all behind it: a pass whose every pointer is set works only when none is."""
+    config, native = tiny()
+    native.set_taps((0,))
+    stages = torch.zeros(len(native_lib.STAGES))
+    work = CPass(num_rows=1, num_taps=1, num_logit_rows=1, logits_stride=97, stage_s=pointer(stages))
+    taps, logits = torch.empty(1, 48), torch.empty(1, 97)
+    work.taps, work.logits = pointer(taps), pointer(logits)
+    argmax = native_lib.int32s([0])
+    arrays = {"rows": [0], "starts": [0], "counts": [1], "tokens": [5], "tap_layers": [0], "logit_rows": [0]}
+    keep = set_arrays(work, arrays, argmax=argmax)
+    native._model.forward(native._native_cache, work)
+    del keep
+    assert argmax[0] == logits.argmax() and (stages > 0).sum() >= 6
+    expected = Decoder(config, random_weights(config).items(), max_len=128)
+    expected.cache.allocate()
+    torch.testing.assert_close(logits, expected.forward(ForwardBatch([0], [0], [1], [5])).logits_TV, atol=1e-4, rtol=1e-4)
+
+
+SENTINEL = 0x7FB1
+"""Bits of a NaN that nothing computes: what is read where nothing was written spoils the result, what is written shows."""
+
+
+def guarded(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    bits = torch.full(shape, SENTINEL if dtype == torch.bfloat16 else SENTINEL << 16, dtype=_bits(dtype))
+    return bits.view(dtype)
+
+
+def _bits(dtype: torch.dtype) -> torch.dtype:
+    return torch.int16 if dtype == torch.bfloat16 else torch.int32
+
+
+def is_untouched(tensor: Tensor) -> bool:
+    value = SENTINEL if tensor.dtype == torch.bfloat16 else SENTINEL << 16
+    return bool((tensor.contiguous().view(_bits(tensor.dtype)) == value).all())
+
+
+def random_shape(rng: random.Random) -> DecoderConfig:
+    num_kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 5])
+    num_layers = rng.choice([1, 2])
+    window = rng.choice([None, None, 1, 3, 20])
+    return DecoderConfig(
+        family="llama",
+        vocab_size=rng.choice([1, 2, 5, 31, 257, 300]),
+        hidden_size=rng.choice([1, 3, 15, 16, 17, 31, 32, 33, 64, 100]),
+        intermediate_size=rng.choice([1, 2, 5, 16, 33, 70]),
+        num_layers=num_layers,
+        num_heads=num_kv_heads * group,
+        num_kv_heads=num_kv_heads,
+        head_dim=2 * rng.randint(1, 70),
+        max_position=96,
+        rms_norm_eps=1e-5,
+        tie_embeddings=rng.random() < 0.5,
+        qkv_bias=rng.random() < 0.5,
+        output_bias=rng.random() < 0.5,
+        mlp_bias=rng.random() < 0.5,
+        qk_norm=rng.random() < 0.5,
+        windows=(window,) * num_layers if window else (),
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_passes_write_their_own_places_only(seed: int) -> None:
+    """Random shapes and batches: numbers as PyTorch's, guards around outputs untouched, NaNs wherever nothing is written."""
+    rng = random.Random(seed)
+    config, dtype, num_rows = random_shape(rng), rng.choice(DTYPES), rng.randint(1, 5)
+    weights = random_weights(config, seed)
+    reference = Decoder(config, weights.items(), num_rows=num_rows, max_len=96, dtype=torch.float32)
+    native = NativeDecoder(config, weights.items(), num_rows=num_rows, max_len=96, dtype=dtype)
+    use(rng.choice(ISAS), rng.choice([1, 1, 2, 3]))
+    taps = tuple(rng.sample(range(config.num_layers), rng.randint(0, config.num_layers)))
+    reference.set_taps(taps)
+    for _ in range(num_rows):
+        reference.cache.allocate()
+    keys, values = (guarded(tuple(native.kv.keys.shape), dtype) for _ in range(2))
+    native.kv.keys, native.kv.values = keys, values
+    lengths = [0] * num_rows
+    for _ in range(3):
+        rows = rng.sample(range(num_rows), rng.randint(1, num_rows))
+        counts = [min(rng.choice([1, 1, 2, 4, 7, 16, 17]), 96 - lengths[row]) for row in rows]
+        starts = [lengths[row] for row in rows]
+        tokens = rng.choices(range(config.vocab_size), k=sum(counts))
+        batch = ForwardBatch(rows, starts, counts, tokens)
+        expected = reference.forward(batch)
+        before = keys.clone(), values.clone()
+        given = tokens, rng.sample(range(len(tokens)), rng.randint(0, min(len(tokens), 64)))
+        logits, argmax, tapped = guarded_pass(native, batch, taps, given[1])
+        check_close(logits, expected.logits_TV, given[1], dtype)
+        check_close(tapped, expected.taps_TF, range(len(tokens)) if taps else [], dtype)
+        assert argmax == [int(each.argmax()) for each in logits]
+        check_cache(native, before, batch)
+        for row, count in zip(rows, counts, strict=True):
+            lengths[row] += count - rng.randint(0, count - 1)
+        reference.cache.rollback(rows, [lengths[row] for row in rows])
+
+
+def guarded_pass(
+    native: NativeDecoder, batch: ForwardBatch, taps: tuple[int, ...], wanted: list[int]
+) -> tuple[Tensor, list[int], Tensor]:
+    """Logits of the wanted tokens, their largest, and taps: all stand between guards, logits have some in each row."""
+    vocab, width = native.vocab_size, len(taps) * native.hidden_size
+    logits, tapped = guarded((len(wanted) + 2, vocab + 3), torch.float32), guarded((batch.num_tokens + 2, width), native.dtype)
+    argmax = native_lib.int32s([-7] * (len(wanted) + 2))
+    work = CPass(
+        num_rows=len(batch.rows),
+        num_taps=len(taps),
+        taps=pointer(tapped[1:]) if taps else None,
+        num_logit_rows=len(wanted),
+        logits=pointer(logits[1:]),
+        logits_stride=vocab + 3,
+    )
+    arrays = {"rows": batch.rows, "starts": batch.starts, "counts": batch.counts, "tokens": batch.tokens}
+    keep = set_arrays(work, arrays | {"tap_layers": list(taps), "logit_rows": wanted})
+    work.argmax = ctypes.addressof(argmax) + 4
+    native._model.forward(cache_view(native.kv), work)
+    del keep
+    assert is_untouched(logits[0]) and is_untouched(logits[-1]) and is_untouched(logits[:, vocab:])
+    assert is_untouched(tapped[0]) and is_untouched(tapped[-1]) and argmax[0] == argmax[len(wanted) + 1] == -7
+    return logits[1:-1, :vocab], list(argmax)[1:-1], tapped[1:-1]
+
+
+def check_close(ours: Tensor, theirs: Tensor | None, wanted: Any, dtype: torch.dtype) -> None:
+    if len(wanted) == 0:
+        return
+    assert theirs is not None
+    theirs = theirs[list(wanted)]
+    error = float((ours.float() - theirs).abs().max())
+    assert error < (1e-4 if dtype == torch.float32 else 0.1) * float(theirs.abs().max() + 0.1)
+
+
+def check_cache(native: NativeDecoder, before: tuple[Tensor, Tensor], batch: ForwardBatch) -> None:
+    """New positions hold numbers, zeros behind the head; everything else is as it was."""
+    head_dim = native.config.head_dim
+    for now, then in zip((native.kv.keys, native.kv.values), before, strict=True):
+        expected = then.clone()
+        for row, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
+            written = now[:, row, :, start : start + count]
+            assert written.isfinite().all() and not written[..., head_dim:].any()
+            expected[:, row, :, start : start + count] = written
+        assert same_bits(expected, now)

@@ -1,0 +1,183 @@
+"""Small decoders of awkward shapes for tests of the native pass, in PyTorch and natively, from the same random weights."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.model import native_lib
+from paceline.model.blocks import BlockKind, Blocks
+from paceline.model.config import DecoderConfig
+from paceline.model.decoder import Decoder
+from paceline.model.loading import expected_shapes
+from paceline.model.native_decoder import NativeDecoder
+from paceline.model.target import ForwardBatch, ForwardOutput
+
+needs_library = pytest.mark.skipif(
+    native_lib.load() is None, reason="the native library is not built: run make native, or unset PACELINE_NATIVE=0"
+)
+ISAS = [] if native_lib.load() is None else native_lib.require().pn_available().decode().split(",")
+
+BASE = DecoderConfig(
+    "llama",
+    vocab_size=97,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position=256,
+    rms_norm_eps=1e-5,
+)
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SHAPES = {
+    "llama": replace(BASE, hidden_size=50, intermediate_size=70, num_heads=4, head_dim=16),
+    "llama-all-biases": replace(
+        BASE,
+        hidden_size=36,
+        intermediate_size=45,
+        num_kv_heads=3,
+        head_dim=6,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        tie_embeddings=True,
+    ),
+    "llama3-rope-tied": replace(
+        BASE, vocab_size=130, hidden_size=33, num_heads=3, num_kv_heads=1, rope_scaling=LLAMA3_ROPE, tie_embeddings=True
+    ),
+    "mistral-window": replace(
+        BASE, family="mistral", hidden_size=64, num_heads=2, num_kv_heads=1, head_dim=40, windows=(7,) * 3
+    ),
+    "qwen2-biases": replace(
+        BASE, family="qwen2", hidden_size=72, num_heads=4, num_kv_heads=1, head_dim=64, qkv_bias=True, tie_embeddings=True
+    ),
+    "qwen2-some-windows": replace(BASE, family="qwen2", num_heads=2, head_dim=32, qkv_bias=True, windows=(None, 5, None)),
+    "qwen3-norms": replace(BASE, family="qwen3", hidden_size=40, num_heads=2, head_dim=80, qk_norm=True),
+}
+
+
+def use(isa: str, num_threads: int = 1) -> None:
+    """Choose what the library runs on from here on."""
+    native_lib.check(native_lib.require().pn_use(isa.encode()))
+    native_lib.set_threads(num_threads)
+
+
+@contextlib.contextmanager
+def restored() -> Iterator[None]:
+    """Afterwards the library runs on what it ran on before."""
+    library = native_lib.require()
+    isa, num_threads = library.pn_in_use().decode(), library.pn_num_threads()
+    yield
+    use(isa, num_threads)
+
+
+def random_weights(config: DecoderConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Matrices that keep their inputs' size, norms and biases away from 1 and 0, so that a lost one shows."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in expected_shapes(config).items():
+        values = torch.randn(shape, generator=generator)
+        if name.endswith("norm.weight"):
+            weights[name] = 1.0 + 0.3 * values
+        elif name.endswith("bias"):
+            weights[name] = 0.3 * values
+        else:
+            weights[name] = values if "embed" in name else values * shape[-1] ** -0.5
+    return weights
+
+
+def blocks_of(weights: dict[str, Tensor], kinds: tuple[BlockKind | None, ...]) -> dict[str, Tensor | Blocks]:
+    """The matrices in these formats by turns; None stays dense."""
+    made: dict[str, Tensor | Blocks] = {}
+    for index, (name, tensor) in enumerate(weights.items()):
+        kind = kinds[index % len(kinds)] if tensor.ndim == 2 else None
+        made[name] = tensor if kind is None else quantised(tensor, kind)
+    return made
+
+
+def quantised(tensor: Tensor, kind: BlockKind) -> Blocks:
+    rows = gguf.quantize(tensor.numpy(), gguf.GGMLQuantizationType[kind])
+    return Blocks(torch.from_numpy(np.ascontiguousarray(rows)), tuple(tensor.shape), kind)
+
+
+def native_decoder(config: DecoderConfig, weights: dict[str, Any], dtype: torch.dtype, num_rows: int = 4) -> NativeDecoder:
+    return NativeDecoder(config, weights.items(), num_rows=num_rows, max_len=128, dtype=dtype, num_threads=1)
+
+
+def twins(config: DecoderConfig, dtype: torch.dtype, num_rows: int = 4) -> tuple[Decoder, NativeDecoder]:
+    """The PyTorch decoder and the native one."""
+    weights = random_weights(config)
+    reference = Decoder(config, weights.items(), num_rows=num_rows, max_len=128, dtype=dtype)
+    return reference, native_decoder(config, weights, dtype, num_rows)
+
+
+def tokens_of(config: DecoderConfig, length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(config.vocab_size), k=length)
+
+
+def story(config: DecoderConfig, seed: int = 0) -> Iterator[ForwardBatch | tuple[int, int]]:
+    """Passes, and rollbacks (row, length), over the four rows of a cache: chunks, rows out of order, refused drafts."""
+    rng, length = random.Random(seed), [0] * 4
+
+    def batch(rows: list[int], counts: list[int], logits: Literal["all", "last", "none"] = "all") -> ForwardBatch:
+        starts = [length[row] for row in rows]
+        for row, count in zip(rows, counts, strict=True):
+            length[row] += count
+        return ForwardBatch(rows, starts, counts, rng.choices(range(config.vocab_size), k=sum(counts)), logits)
+
+    yield batch([2], [40], "none")
+    yield batch([0], [11], "last")
+    yield batch([3, 0, 2], [1, 4, 9])
+    for row, refused in ((0, 3), (2, 8)):
+        length[row] -= refused
+        yield row, length[row]
+    yield batch([2, 1, 3], [1, 17, 3], "last")
+    yield batch([0, 3, 1, 2], [5, 1, 2, 8])
+    length[3] = 2
+    yield 3, 2
+    yield batch([3, 2], [19, 1])
+    yield batch([1], [1])
+
+
+def tell(target: Decoder | NativeDecoder, seed: int = 0, only_argmax: bool = False) -> list[ForwardOutput]:
+    """Run a story on an empty cache; outputs are copies."""
+    while target.cache.allocate() is not None:
+        pass
+    target.cache.rollback(list(range(4)), [0] * 4)
+    outputs = []
+    for step in story(target.config, seed):
+        if isinstance(step, tuple):
+            target.cache.rollback([step[0]], [step[1]])
+        else:
+            out = target.forward(replace(step, only_argmax=only_argmax))
+            outputs.append(ForwardOutput(_copy(out.logits_TV), _copy(out.taps_TF), out.argmax_T))
+    return outputs
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+def same_bits(left: Tensor | None, right: Tensor | None) -> bool:
+    """Equal as numbers are too little: -0 is not 0, and a NaN is itself."""
+    if left is None or right is None:
+        return left is right
+    kind = torch.int16 if left.dtype == torch.bfloat16 else torch.int32
+    return left.dtype == right.dtype and left.shape == right.shape and bool((left.view(kind) == right.view(kind)).all())
