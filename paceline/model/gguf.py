@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import gguf
 import numpy as np
@@ -19,7 +19,7 @@ from gguf import GGMLQuantizationType as Quant
 from torch import Tensor
 
 from paceline.errors import ModelFileError, UnsupportedModelError
-from paceline.model.blocks import Blocks
+from paceline.model.blocks import BlockKind, Blocks, Weight
 from paceline.model.config import DecoderConfig
 from paceline.model.rope import check_rope
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
+BLOCK_KINDS: dict[Quant, BlockKind] = {Quant.Q8_0: "Q8_0", Quant.Q4_1: "Q4_1"}
 QUANTS = (Quant.F32, Quant.F16, Quant.BF16, Quant.Q8_0, Quant.Q4_0, Quant.Q4_1, Quant.Q5_0, Quant.Q5_1, Quant.Q4_K, Quant.Q6_K)
 
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -121,8 +122,15 @@ def load_config(path: Path) -> DecoderConfig:
     )
 
 
-def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, Tensor | Blocks]]:
-    """(Hugging Face name, float32 tensor), one at a time, in the file's order; with `keep_blocks`, Q8_0 and Q4_1 stay as they are."""
+@overload
+def load_tensors(path: Path) -> Iterator[tuple[str, Tensor]]: ...
+@overload
+def load_tensors(path: Path, keep_blocks: bool) -> Iterator[tuple[str, Weight]]: ...
+def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, Weight]]:
+    """(Hugging Face name, float32 tensor), one at a time, in the file's order.
+
+    With `keep_blocks` matrices in Q8_0 and Q4_1 stay as they are; other quantisations are expanded all the same.
+    """
     reader = open_gguf(path)
     arch = read_metadata(reader, "general.architecture")
     num_heads = read_metadata(reader, f"{arch}.attention.head_count")
@@ -130,7 +138,8 @@ def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, T
     for stored in reader.tensors:
         if stored.name == ROPE_FACTORS:
             continue
-        tensor = _blocks(stored) if keep_blocks and stored.tensor_type.name in ("Q8_0", "Q4_1") else _dequantise(stored, path)
+        is_kept = keep_blocks and len(stored.shape) == 2 and stored.tensor_type in BLOCK_KINDS
+        tensor = _blocks(stored) if is_kept else _dequantise(stored, path)
         name = _hf_name(stored.name, path)
         if arch == "llama" and ".self_attn.q_proj." in name:
             tensor = half_split_rows(tensor, num_heads)
@@ -139,7 +148,7 @@ def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, T
         yield name, tensor
 
 
-def half_split_rows(tensor: Tensor | Blocks, num_heads: int) -> Tensor | Blocks:
+def half_split_rows(tensor: Weight, num_heads: int) -> Weight:
     """Undo convert_hf_to_gguf's `permute`: in a head, ggml's rope pairs neighbouring rows, Hugging Face's the two halves."""
     if isinstance(tensor, Blocks):
         return replace(tensor, data=_half_split(tensor.data, num_heads))
@@ -303,7 +312,7 @@ def _dequantise(stored: gguf.ReaderTensor, path: Path) -> Tensor:
 def _blocks(stored: gguf.ReaderTensor) -> Blocks:
     shape = tuple(int(size) for size in reversed(stored.shape))
     data = torch.from_numpy(np.array(stored.data, dtype=np.uint8)).reshape(shape[0], -1)
-    return Blocks(data, shape, "Q8_0" if stored.tensor_type == Quant.Q8_0 else "Q4_1")
+    return Blocks(data, shape, BLOCK_KINDS[stored.tensor_type])
 
 
 def _rope_scaling(reader: gguf.GGUFReader, arch: str, max_position: int) -> dict[str, Any] | None:

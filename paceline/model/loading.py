@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
+from paceline.hub import blocks_of
 from paceline.model import gguf
+from paceline.model.blocks import Weight
 from paceline.model.config import DecoderConfig
 from paceline.model.rope import check_rope
 
@@ -59,14 +61,21 @@ def load_config(path: Path | str) -> DecoderConfig:
     return decoder_config(FAMILIES[architecture] | raw, raw.get("tie_word_embeddings") is True, path)
 
 
-def load_tensors(path: Path | str) -> Iterator[tuple[str, Tensor]]:
+@overload
+def load_tensors(path: Path | str) -> Iterator[tuple[str, Tensor]]: ...
+@overload
+def load_tensors(path: Path | str, keep_blocks: bool) -> Iterator[tuple[str, Weight]]: ...
+def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[str, Weight]]:
     """(Hugging Face name, tensor) for every weight: as stored from safetensors, float32 from GGUF.
 
+    With `keep_blocks` the Q8_0 and Q4_1 matrices of a GGUF file come as Blocks: of `path` itself, or of the file that a
+    built-in model's folder was converted from, and which holds the same numbers.
     Raises ModelFileError when a file is missing, truncated, or in a pickle format.
     """
     path = _existing(path)
-    if gguf.is_gguf(path):
-        yield from gguf.load_tensors(path)
+    file = path if gguf.is_gguf(path) else blocks_of(path) if keep_blocks else None
+    if file is not None:
+        yield from gguf.load_tensors(file, keep_blocks)
         return
     for file, names in _shards(path).items():
         yield from _read_shard(file, names)
@@ -93,9 +102,12 @@ def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+AnyWeight = TypeVar("AnyWeight", Tensor, Weight)
+
+
 def check_tensors(
-    config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]], source: Path | str
-) -> Iterator[tuple[str, Tensor]]:
+    config: DecoderConfig, tensors: Iterable[tuple[str, AnyWeight]], source: Path | str
+) -> Iterator[tuple[str, AnyWeight]]:
     """Pass `tensors` on while checking names and shapes; what a tied or old checkpoint stores twice is dropped.
 
     Raises ModelFileError naming the tensor that is unknown, of a wrong shape or, at the end, missing.

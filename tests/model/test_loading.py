@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from paceline.errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
 from paceline.model import gguf as our_gguf
+from paceline.model.blocks import Blocks
 from paceline.model.loading import FAMILIES, check_tensors, expected_shapes, load_config, load_tensors, random_tensors
 
 SHAPE: dict[str, Any] = {
@@ -277,8 +278,8 @@ def permute(weights: np.ndarray, num_heads: int) -> np.ndarray:
     )
 
 
-def write_gguf(path: Path, model: Any, arch: str, quant: Quant = Quant.F32, **metadata: Any) -> None:
-    """What convert_hf_to_gguf writes for a Transformers model, without its vocabulary."""
+def write_gguf(path: Path, model: Any, arch: str, quant: Quant | dict[str, Quant] = Quant.F32, **metadata: Any) -> None:
+    """What convert_hf_to_gguf writes for a Transformers model, without its vocabulary; matrices by what their names hold."""
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
@@ -299,7 +300,8 @@ def write_gguf(path: Path, model: Any, arch: str, quant: Quant = Quant.F32, **me
         values = tensor.float().numpy()
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
             values = permute(values, config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads)
-        kind = Quant.F32 if values.ndim == 1 else quant
+        wanted = [kind for part, kind in quant.items() if part in name] or [Quant.F32] if isinstance(quant, dict) else [quant]
+        kind = Quant.F32 if values.ndim == 1 else wanted[0]
         writer.add_tensor(gguf_name(name), gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -345,6 +347,26 @@ def test_quantised_round_trip(quant: Quant, tmp_path: Path) -> None:
     assert loaded.equal(torch.from_numpy(np.array(gguf.dequantize(blocks, quant), dtype=np.float32)))
     bits = {Quant.F16: 11, Quant.BF16: 8, Quant.Q8_0: 7, Quant.Q5_0: 4, Quant.Q5_1: 4}.get(quant, 3)
     assert (loaded - original).abs().max() <= original.abs().max() * 2.0**-bits
+
+
+def test_blocks_are_kept_where_the_native_pass_reads_them(tmp_path: Path) -> None:
+    """Mixed quantisations, as in most files: Q8_0 and Q4_1 matrices stay, the rest is expanded; Llama's rows in our order."""
+    model = transformers_model("LlamaForCausalLM", attention_bias=True)
+    kinds = {"self_attn.q_proj": Quant.Q4_1, "mlp.up_proj": Quant.Q8_0, "self_attn.v_proj": Quant.Q5_0, "lm_head": Quant.BF16}
+    write_gguf(tmp_path / "model.gguf", model, "llama", kinds)
+    dense, kept = dict(load_tensors(tmp_path / "model.gguf")), dict(load_tensors(tmp_path / "model.gguf", keep_blocks=True))
+    config = load_config(tmp_path / "model.gguf")
+    assert list(dict(check_tensors(config, kept.items(), "model.gguf"))) == list(dense)
+    blocks = {name: tensor for name, tensor in kept.items() if isinstance(tensor, Blocks)}
+    assert {name.split(".", 3)[-1]: tensor.kind for name, tensor in blocks.items()} == {
+        "self_attn.q_proj.weight": "Q4_1",
+        "mlp.up_proj.weight": "Q8_0",
+    }
+    for name, tensor in kept.items():
+        assert dense[name].equal(tensor.dense() if isinstance(tensor, Blocks) else tensor), name
+    short = {"lm_head.weight": Blocks(torch.zeros(1, 34, dtype=torch.uint8), (1, 32), "Q8_0")}
+    with pytest.raises(ModelFileError, match=r"lm_head\.weight.*the config asks for"):
+        list(check_tensors(config, (kept | short).items(), "x"))
 
 
 def one_tensor_gguf(path: Path, blocks: np.ndarray, quant: Quant, name: str = "output.weight") -> Path:

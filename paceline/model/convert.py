@@ -1,0 +1,59 @@
+"""A GGUF file as a Hugging Face folder: its config, its tokenizer, and float32 weights equal to the dequantised ones.
+
+`hub.py` keeps built-in models this way: training, Transformers and other tools read a folder, not a GGUF file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from paceline.model import loading
+from paceline.model.config import DecoderConfig
+from paceline.model.tokenizer import Tokenizer
+
+
+def write_folder(gguf_file: Path, folder: Path, advance: Callable[[float], None]) -> None:
+    """Write into an empty folder; `advance` hears how much of 1 is done. Raises ModelFileError or OSError."""
+    config = loading.load_config(gguf_file)
+    tokenizer = Tokenizer.from_path(gguf_file)
+    num_tensors, weights = len(loading.expected_shapes(config)), {}
+    for name, tensor in loading.check_tensors(config, loading.load_tensors(gguf_file), gguf_file):
+        weights[name] = tensor
+        advance(len(weights) / num_tensors)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save(folder)
+    special = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_ids[0], "pad_token_id": _pad_id(tokenizer)}
+    for name, values in (("config.json", _hf_config(config) | special), ("generation_config.json", special)):
+        (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _hf_config(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": config.qkv_bias,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_position,
+        "mlp_bias": config.mlp_bias,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "num_key_value_heads": config.num_kv_heads,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_scaling": config.rope_scaling,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tie_embeddings,
+        "torch_dtype": "float32",
+        "vocab_size": config.vocab_size,
+    }
+
+
+def _pad_id(tokenizer: Tokenizer) -> int | None:
+    return tokenizer.backend.token_to_id(tokenizer.special_tokens.get("pad_token", ""))
