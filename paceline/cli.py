@@ -10,6 +10,7 @@ import typer
 
 import paceline
 from paceline.cli_options import (
+    Backend,
     Device,
     Drafter,
     Dtype,
@@ -35,6 +36,7 @@ from paceline.cli_options import (
     Threads,
     TopK,
     TopP,
+    WeightFormat,
     Weights,
     numbers,
     settings_of,
@@ -74,6 +76,8 @@ def generate(
     prompt_file: Annotated[Path | None, Option(help="Read the prompt from a file.")] = None,
     drafter: Drafter = "default",
     dtype: Dtype = "auto",
+    backend: Backend = "auto",
+    weight_format: WeightFormat = "auto",
     temperature: Temperature = 0.0,
     max_tokens: MaxTokens = 128,
     seed: Seed = None,
@@ -123,6 +127,8 @@ def chat(
     model: Model = None,
     drafter: Drafter = "default",
     dtype: Dtype = "auto",
+    backend: Backend = "auto",
+    weight_format: WeightFormat = "auto",
     temperature: Temperature = 0.0,
     max_tokens: MaxTokens = 512,
     seed: Seed = None,
@@ -183,6 +189,8 @@ def bench_decode(
     batch: Annotated[str, Option(help="Comma-separated numbers of requests in flight.")] = "1",
     temperature: Annotated[str, Option(help="Comma-separated; 0 is greedy.")] = "0",
     dtype: Dtype = "auto",
+    backend: Backend = "auto",
+    weight_format: WeightFormat = "auto",
     max_tokens: MaxTokens = 128,
     repeat: Annotated[int, Option(help="Repetitions; settings take turns, figures are medians.")] = 1,
     against: Annotated[str | None, Option(help="transformers: run its generate too, plain and with prompt lookup.")] = None,

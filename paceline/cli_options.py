@@ -12,6 +12,12 @@ Option = typer.Option
 Model = Annotated[str | None, Option("--model", help="Built-in name, folder, GGUF file or hub id [default: smollm2-135m].")]
 Drafter = Annotated[str, Option(help="default (what ships for the model, else ngram), none, ngram, a folder, or a hub id.")]
 Dtype = Annotated[str, Option(help="auto, float32, bfloat16 or float16.")]
+Backend = Annotated[
+    str, Option(help="native: the whole pass in one call, CPU only; torch; auto: native where it can be. Precision is --dtype.")
+]
+WeightFormat = Annotated[
+    str, Option(help="auto: four- and eight-bit weights are read as stored; dense: expanded, the same numbers in more bytes.")
+]
 Device = Annotated[str, Option(help="auto, cpu or cuda.")]
 Temperature = Annotated[float, Option(help="0 is greedy.")]
 MaxTokens = Annotated[int, Option(help="Longest answer, in tokens.")]

@@ -7,7 +7,20 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli_options import Device, Dtype, IgnoreEos, Json, MaxLen, NumDrafted, Option, Threads, numbers, settings_of
+from paceline.cli_options import (
+    Backend,
+    Device,
+    Dtype,
+    IgnoreEos,
+    Json,
+    MaxLen,
+    NumDrafted,
+    Option,
+    Threads,
+    WeightFormat,
+    numbers,
+    settings_of,
+)
 
 Target = Annotated[str, Option(help="The model to be sped up: built-in name, folder, GGUF file or hub id.")]
 Prompts = Annotated[list[str] | None, Option(help="JSON lines, Parquet or data set id; may be repeated.")]
@@ -32,6 +45,8 @@ def regenerate(
     seed: Annotated[int, Option(help="Another seed, other sampled answers.")] = 0,
     max_batch: Annotated[int, Option(help="Answers written at once.")] = 32,
     dtype: Dtype = "auto",
+    backend: Backend = "auto",
+    weight_format: WeightFormat = "auto",
     device: Device = "auto",
     threads: Threads = None,
     as_json: Json = False,
@@ -93,6 +108,8 @@ def train(
     checkpoint_minutes: Annotated[float, Option(help="Minutes between checkpoints.")] = 5.0,
     seed: Annotated[int, Option(help="Data order, anchors, first weights.")] = 0,
     dtype: Dtype = "auto",
+    backend: Backend = "auto",
+    weight_format: WeightFormat = "auto",
     device: Device = "auto",
     threads: Threads = None,
     as_json: Json = False,
@@ -160,6 +177,8 @@ def evaluate(
     seed: Annotated[int, Option(help="Base of the requests' seeds.")] = 0,
     max_len: MaxLen = None,
     dtype: Dtype = "auto",
+    backend: Backend = "auto",
+    weight_format: WeightFormat = "auto",
     device: Device = "auto",
     threads: Threads = None,
     as_json: Json = False,

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from paceline.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+BACKENDS = ("auto", "native", "torch")
+WEIGHT_FORMATS = ("auto", "dense")
 RULES = ("auto", "match", "rejection", "block")
 
 
@@ -24,6 +26,11 @@ class EngineConfig:
     """auto takes bfloat16 where the device multiplies it natively, else float32."""
     device: str = "auto"
     """auto takes the GPU when there is one."""
+    backend: str = "auto"
+    """native (the whole pass as one call, CPU only), torch, or auto: native where it is built and knows the model."""
+    weight_format: str = "auto"
+    """auto leaves a GGUF file's four- and eight-bit blocks as they are, where the native pass runs; dense expands them to
+    `dtype`: the same numbers in more bytes."""
     weights: Literal["checkpoint", "random"] = "checkpoint"
     """random builds the architecture without its weights: right speed, meaningless text, for mocking."""
     max_batch: int = 8
@@ -46,6 +53,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         checks = (
             (self.dtype not in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}"),
+            (self.backend not in BACKENDS, f"backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}"),
+            (
+                self.weight_format not in WEIGHT_FORMATS,
+                f"weight_format must be one of {', '.join(WEIGHT_FORMATS)}, not {self.weight_format!r}",
+            ),
             (self.rule not in RULES, f"rule must be one of {', '.join(RULES)}, not {self.rule!r}"),
             (self.weights not in ("checkpoint", "random"), f"weights must be checkpoint or random, not {self.weights!r}"),
             (self.max_batch < 1, "max_batch must be at least 1"),
@@ -73,7 +85,10 @@ class EngineConfig:
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
-    """Settle "auto" for device and dtype on this machine. Raises ConfigError when a named device is not there."""
+    """Settle "auto" for device and dtype on this machine; backend and weight_format are settled when the model is loaded.
+
+    Raises ConfigError when a named device is not there or not for the named backend.
+    """
     import torch
 
     device = config.device
@@ -84,6 +99,8 @@ def resolve(config: EngineConfig) -> EngineConfig:
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if _multiplies_bfloat16(device) else "float32"
+    if config.backend == "native" and device != "cpu":
+        raise ConfigError(f"the native pass runs on the CPU only, not on {device}: use --device cpu, or leave --backend out")
     return replace(config, device=device, dtype=dtype)
 
 

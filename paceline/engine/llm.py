@@ -21,6 +21,7 @@ from paceline.engine.round import Judge
 from paceline.engine.sampling import LosslessJudge, MockedJudge
 from paceline.errors import MemoryBudgetError, PromptError
 from paceline.hub import resolve as resolve_model
+from paceline.model import native_lib
 from paceline.model.load import DEFAULT_MAX_LEN, load_target
 from paceline.model.target import Target
 from paceline.model.tokenizer import Tokenizer
@@ -110,6 +111,8 @@ class LLM:
         self.config = resolve(EngineConfig.of(model=model, drafter=name, **settings))
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
+            if native_lib.load() is not None:
+                native_lib.follow_torch()
         self.tokenizer = Tokenizer.from_path(resolve_model(model))
         self.target = _load(self.config)
         self.drafter = make_drafter(drafter, self.target, target_name=model, num_drafted=self.config.num_drafted)
@@ -241,6 +244,8 @@ def _load(config: EngineConfig) -> Target:
         num_rows=1 if config.kv_memory else config.max_batch,
         max_len=config.max_len,
         weights=config.weights,
+        backend=config.backend,
+        weight_format=config.weight_format,
     )
 
 

@@ -43,7 +43,7 @@ class NativeDecoder(Target):
         num_threads: int | None = None,
     ) -> None:
         """`num_threads` defaults to PyTorch's. Raises NativeError without the library."""
-        native.set_threads(num_threads or torch.get_num_threads())
+        native.set_threads(num_threads) if num_threads else native.follow_torch()
         self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_position = config.num_layers, config.max_position

@@ -28,6 +28,7 @@ FORMAT_NAMES = {F32: "float32", BF16: "bfloat16", Q8_0: "Q8_0", Q4_1: "Q4_1"}
 STAGES = ("embed", "norm", "qkv", "rope", "attend", "output", "gate_up", "down", "head")
 GROUP = 4
 """Rows of a matrix stand in groups of four."""
+MAX_HEAD_DIM, MAX_THREADS = 1024, 256
 
 
 class CLayer(Structure):
@@ -221,3 +222,8 @@ class Model:
 def set_threads(num_threads: int) -> None:
     """Threads of the library's pool, the caller's included."""
     check(require().pn_set_threads(num_threads))
+
+
+def follow_torch() -> None:
+    """As many threads as PyTorch has."""
+    set_threads(min(torch.get_num_threads(), MAX_THREADS))
