@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from paceline.bench.summary import bytes_per_s, median_of, speedup_over, stages,
 from paceline.draft.base import Drafter
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
+from paceline.model.load import form_of
 from paceline.prompts import Prompt
 from paceline.types import SamplingParams
 
@@ -253,6 +254,7 @@ def as_line(bench: Bench, machine: Machine) -> dict[str, Any]:
         "machine": machine,
         "model": llm.config.model,
         "dtype": llm.config.dtype,
+        **asdict(form_of(llm.target)),
         "weight_bytes": llm.target.weight_bytes,
         "ceiling_tokens_per_s": ceiling_tokens_per_s(llm, machine),
         "num_requests": len(bench.requests),

@@ -9,7 +9,7 @@ itself is easy to draft and fakes acceptance: each set tells how many answers en
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.decode import BASELINE, Bench, BenchConfig, Result, Setting, ceiling_tokens_per_s
@@ -18,6 +18,7 @@ from paceline.bench.passes import Answer, Pass
 from paceline.bench.summary import speedup_over_prompts, tokens_per_round
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
+from paceline.model.load import form_of
 from paceline.runlog import plain
 
 if TYPE_CHECKING:
@@ -89,6 +90,10 @@ class Evaluation:
     """Plain decoding at batch 1 cannot be faster."""
     max_tokens: int
     repeat: int
+    backend: str = "torch"
+    """As of `model.load.Form`; evaluations of before had no other."""
+    isa: str | None = None
+    weight_format: str = ""
     sets: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name -> `SetFigures.as_json()` and whatever the caller noted beside it."""
 
@@ -104,6 +109,7 @@ class Evaluation:
             ceiling_tokens_per_s=ceiling_tokens_per_s(llm, machine),
             max_tokens=config.max_tokens,
             repeat=config.repeat,
+            **asdict(form_of(llm.target)),
         )
 
     def as_line(self) -> dict[str, Any]:

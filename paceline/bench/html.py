@@ -17,6 +17,7 @@ from paceline.bench.decode import BASELINE, Result
 from paceline.bench.plots import Series, bars, curves, speedup_bars
 from paceline.bench.report import COLUMNS, row
 from paceline.bench.rundata import KINDS, Line, RunData, numbers, printable, thinned
+from paceline.model.load import Form
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -116,7 +117,8 @@ def _glance(run: RunData) -> list[tuple[str, str]]:
     if run.evaluation:
         at = run.evaluation
         machine = (at.get("machine") or {}).get("name", at["device"])
-        found.append(("evaluated on", f"{machine} ({at['device']}), {at['dtype']}"))
+        how = Form(at["backend"], at["isa"], at["weight_format"]) if at.get("weight_format") else None
+        found.append(("evaluated on", f"{machine} ({at['device']}), {at['dtype']}" + (f" ({how})" if how else "")))
         found.append(("ceiling of plain decoding", f"{_number(at['ceiling_tokens_per_s'], 1)} tokens/s at batch 1"))
         for name, value in at.get("heldout", {}).items():
             found.append((f"tokens per round, {name}", f"{_number(value)} (batch 1, greedy)"))

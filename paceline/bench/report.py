@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.bench.decode import Bench, Result, ceiling_tokens_per_s, name_of
 from paceline.bench.plots import draw
 from paceline.hardware import Machine
+from paceline.model.load import form_of
 from paceline.runlog import RunFolder
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def ceiling_line(llm: LLM, machine: Machine) -> str:
     """The most plain decoding could do, stated before anything runs."""
     return (
         f"ceiling: {machine.name} reads {machine.bytes_per_s / 1e9:.1f} GB/s, a pass reads {llm.target.weight_bytes / 1e6:.0f} "
-        f"MB of {llm.config.dtype} weights: plain decoding of one request cannot exceed "
+        f"MB of {form_of(llm.target).weight_format} weights: plain decoding of one request cannot exceed "
         f"{ceiling_tokens_per_s(llm, machine):.1f} tokens/s"
     )
 
@@ -68,7 +69,7 @@ def markdown(bench: Bench, machine: Machine, results: list[Result]) -> str:
     """report.md: ceiling, table, survival, stages, near-ties, and a few answers to judge the text by."""
     llm = bench.llm
     parts = [
-        f"# Decoding speed: {llm.config.model}, {llm.config.dtype}, {machine.name}",
+        f"# Decoding speed: {llm.config.model}, {llm.config.dtype} ({form_of(llm.target)}), {machine.name}",
         ceiling_line(llm, machine) + ".",
         f"{len(bench.requests)} requests, up to {bench.config.max_tokens} tokens each, medians of {bench.config.repeat} "
         f"repetitions; {bench.num_skipped} turns left out for length. Speed-up is over `none` in the same batch and process. "

@@ -23,7 +23,7 @@ from paceline.runlog import RunFolder, plain
 
 EVALUATION = "evaluation.json"
 BUILTIN = "built-in"
-IDENTITY = ("model", "dtype", "device", "machine name")
+IDENTITY = ("model", "dtype", "backend", "isa", "weight_bytes", "device", "machine name")
 """What must be the same for two sets to stand in one table."""
 
 
@@ -106,15 +106,14 @@ def _evaluation(ask: EvaluateAsk, llm: LLM, config: BenchConfig, saved: dict[str
     fresh = Evaluation.begin(llm, machine, ask.drafter, config)
     if not saved:
         return fresh
-    before = Evaluation(**{field.name: saved[field.name] for field in fields(Evaluation)})
+    before = Evaluation(**{field.name: saved[field.name] for field in fields(Evaluation) if field.name in saved})
     _refuse_change(_identity(before), _identity(fresh), file)
     return before
 
 
 def _identity(evaluation: Evaluation) -> dict[str, Any]:
-    return dict(
-        zip(IDENTITY, (evaluation.model, evaluation.dtype, evaluation.device, evaluation.machine.get("name")), strict=True)
-    )
+    known = {**plain(evaluation), "machine name": evaluation.machine.get("name")}
+    return {name: known[name] for name in IDENTITY}
 
 
 def _described(ask: EvaluateAsk, config: BenchConfig) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.bench.figures import first_difference
@@ -11,6 +11,7 @@ from paceline.bench.identity import logits_after
 from paceline.console.terminal import introduce, print_json, say, stats_lines, weights_read_per_s
 from paceline.engine.llm import LLM, Completion, GenerationStats
 from paceline.hardware import Machine, this_machine
+from paceline.model.load import form_of
 from paceline.types import SamplingParams
 
 WARM_UP_TOKENS = 8
@@ -147,6 +148,7 @@ def as_line(
         "drafter": llm.drafter.name,
         "dtype": llm.config.dtype,
         "device": llm.config.device,
+        **asdict(form_of(llm.target)),
         "kv_cache_bytes": llm.cache_bytes,
         "weight_bytes": llm.target.weight_bytes,
         "bytes_per_s": weights_read_per_s(stats, llm.target.weight_bytes),

@@ -45,10 +45,13 @@ def size(num_bytes: float) -> str:
 
 def introduce(llm: LLM) -> str:
     """What "auto" and "default" came to, and the memory taken."""
+    from paceline.model.load import form_of
+
     cache = llm.target.cache
     rows = "1 row" if cache.num_rows == 1 else f"{cache.num_rows} rows"
     return (
-        f"{llm.config.model} on {llm.config.device}, {llm.config.dtype}, drafter {llm.drafter.name or 'custom'}; "
+        f"{llm.config.model} on {llm.config.device}, {llm.config.dtype} ({form_of(llm.target)}), "
+        f"drafter {llm.drafter.name or 'custom'}; "
         f"weights {size(llm.target.weight_bytes)}, KV cache {size(llm.cache_bytes)} ({rows} of {cache.max_len} tokens)"
     )
 

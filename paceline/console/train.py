@@ -60,6 +60,8 @@ HELDOUT_SHARE, MAX_HELDOUT = 0.02, 128
 SERVED_PROMPTS = 16
 SERVED_BATCH = 8
 SCALES = ("default", "tiny")
+ENGINE_SETTINGS = ("device", "dtype", "threads", "backend", "weight_format")
+"""What `settings` may say of how the target runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class TrainAsk:
     features: str = "auto"
     """online, cached, or auto: cached when documents are seen more than once and the disk has room."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """device, dtype of the target, threads."""
+    """Of ENGINE_SETTINGS."""
     as_json: bool = False
 
     def __post_init__(self) -> None:
@@ -199,12 +201,19 @@ def _open_run(ask: TrainAsk, ranks: Ranks) -> RunFolder:
 
 
 def _load_target(ask: TrainAsk, ranks: Ranks) -> Target:
-    known = {name: value for name, value in ask.settings.items() if name in ("device", "dtype", "threads")}
+    known = {name: value for name, value in ask.settings.items() if name in ENGINE_SETTINGS}
     settings = resolve(EngineConfig.of(model=ask.target, **known))
     if settings.threads or ranks.world > 1:
         torch.set_num_threads(settings.threads or 1)
     device = f"cuda:{ranks.local}" if settings.device == "cuda" and ranks.world > 1 else settings.device
-    return load_target(ask.target, dtype=getattr(torch, settings.dtype), device=device, max_len=ask.max_len)
+    return load_target(
+        ask.target,
+        dtype=getattr(torch, settings.dtype),
+        device=device,
+        max_len=ask.max_len,
+        backend=settings.backend,
+        weight_format=settings.weight_format,
+    )
 
 
 def _train(
@@ -341,7 +350,7 @@ def _serve(ask: TrainAsk, folder: Path, corpus: Corpus, run: RunFolder) -> dict[
     say(f"serving {len(documents)} held-out prompts")
     max_tokens = ask.regenerate.max_tokens
     longest = max(document.answer_start for document in documents) + max_tokens
-    known = {name: value for name, value in ask.settings.items() if name in ("device", "dtype", "threads")}
+    known = {name: value for name, value in ask.settings.items() if name in ENGINE_SETTINGS}
     llm = LLM(ask.target, drafter="none", max_batch=SERVED_BATCH, max_len=longest, **known)
     served = serve_heldout(llm, DFlashDrafter.from_folder(folder), documents, max_tokens)
     run.write_json("heldout.json", {"tokens_per_round": served.tokens_per_round, **_plain(served)})
