@@ -5,33 +5,32 @@ matrix product (`observe`). A round embeds [anchor, MASK, MASK, ...] with the ta
 context before the anchor and its block, and reads all drafts off the target's head at once (`propose`). Slot k predicts the
 token at its own position, anchor + k; slot 0 is discarded.
 
-`DFlashNetwork` holds the weights and is what training trains; `_DecodePath` is the same mathematics fused and packed for
-decoding, with its cache; `tests/draft/test_dflash.py` compares both with the authors' `dflash` package.
+`DFlashNetwork` holds the weights and is what training trains. A `DraftPath` is the same mathematics made for decoding, with its
+cache: `dflash_torch.py` on any device, `dflash_native.py` as one native call. `tests/draft/test_dflash.py` compares them with
+the authors' `dflash` package.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from paceline import rng
 from paceline.draft.base import Drafter, Observed
 from paceline.draft.checkpoint import DFlashConfig, check_fit, new_config, read_checkpoint, read_draft_ids, write_checkpoint
+from paceline.draft.dflash_native import NativePath
+from paceline.draft.dflash_torch import TorchPath
 from paceline.errors import ConfigError, ModelFileError
-from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of
 from paceline.model.config import DecoderConfig
 from paceline.model.fused import rms_norm, swiglu
-from paceline.model.kv_cache import StaticKVCache
-from paceline.model.linear import PackedLinear, RMSNorm
+from paceline.model.kv_cache import KVCache
 from paceline.model.logits import sample, target_probs
-from paceline.model.rope import rope_tables
-from paceline.model.target import Target, head_weight
+from paceline.model.native_decoder import NativeDecoder, cache_bytes
+from paceline.model.target import Target
 from paceline.types import Batch, DraftBlock, Sequence
 
 
@@ -172,114 +171,32 @@ def scale_logits(logits: Tensor, config: DFlashConfig) -> Tensor:
     return logits
 
 
-@dataclass(slots=True)
-class _PackedLayer:
-    input_norm: RMSNorm
-    qkv: PackedLinear
-    qk_norm: RMSNorm
-    output: PackedLinear
-    mlp_norm: RMSNorm
-    gate_up: PackedLinear
-    down: PackedLinear
-    kind: tuple[int | None, bool]
-    """Window and causality."""
-    keys: Tensor
-    values: Tensor
+Drafts = tuple[list[list[int]], Tensor | None]
 
 
-class _DecodePath:
-    """The network fused and packed for one device, with the keys and values of `num_rows` sequences.
+class DraftPath(Protocol):
+    """The network made for decoding with one target, and the keys and values of the target's rows."""
 
-    The cache is a StaticKVCache of one layer whose heads are those of all draft layers side by side, so that features are
-    written to all layers at once; behind each row's length is room for the block, which is dead after the round.
-    """
-
-    def __init__(self, network: DFlashNetwork, dtype: torch.dtype, device: torch.device, num_rows: int, max_len: int) -> None:
-        self.config, shape = network.config, network.config.shape
-        self._dtype, self._device, self._shape = dtype, device, shape
-        self._residual_dtype = torch.float32 if device.type == "cpu" else dtype
-        weights = {name: tensor.detach().to(device, dtype) for name, tensor in network.state_dict().items()}
-        self._fc = PackedLinear(weights["fc.weight"])
-        self._hidden_norm = RMSNorm(weights["hidden_norm.weight"], shape.rms_norm_eps)
-        self.final_norm = RMSNorm(weights["norm.weight"], shape.rms_norm_eps)
-        every = [f"layers.{index}.self_attn" for index in range(shape.num_layers)]
-        self._context_kv = _fuse(weights, [f"{name}.{which}_proj" for which in "kv" for name in every])
-        key_norms = [weights[f"{name}.k_norm.weight"].expand(shape.num_kv_heads, -1) for name in every]
-        self._context_norm = RMSNorm(torch.cat(key_norms), shape.rms_norm_eps)
-        slack = self.config.block_size
-        self._rope = Rope(*(table.to(device, dtype) for table in rope_tables(shape, max_len + slack)))
-        heads = shape.num_layers * shape.num_kv_heads
-        self.cache = StaticKVCache(1, num_rows, heads, max_len, shape.head_dim, dtype, device, slack=slack)
-        self._layers = [self._pack(weights, index) for index in range(shape.num_layers)]
-
-    def _pack(self, weights: Mapping[str, Tensor], index: int) -> _PackedLayer:
-        prefix, shape = f"layers.{index}", self._shape
-        query, key = (weights[f"{prefix}.self_attn.{which}_norm.weight"] for which in "qk")
-        norm_rows = [query.expand(shape.num_heads, -1), key.expand(shape.num_kv_heads, -1)]
-        own_heads = slice(index * shape.num_kv_heads, (index + 1) * shape.num_kv_heads)
-        return _PackedLayer(
-            input_norm=RMSNorm(weights[f"{prefix}.input_layernorm.weight"], shape.rms_norm_eps),
-            qkv=_fuse(weights, [f"{prefix}.self_attn.{which}_proj" for which in "qkv"]),
-            qk_norm=RMSNorm(torch.cat(norm_rows), shape.rms_norm_eps),
-            output=_fuse(weights, [f"{prefix}.self_attn.o_proj"]),
-            mlp_norm=RMSNorm(weights[f"{prefix}.post_attention_layernorm.weight"], shape.rms_norm_eps),
-            gate_up=_fuse(weights, [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"]),
-            down=_fuse(weights, [f"{prefix}.mlp.down_proj"]),
-            kind=(shape.window(index), self.config.is_causal[index]),
-            keys=self.cache.keys[0, :, own_heads],
-            values=self.cache.values[0, :, own_heads],
-        )
+    @property
+    def cache(self) -> KVCache:
+        """What was injected, by the target's rows."""
+        ...
 
     def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
         """Append the keys and values that every layer makes of newly verified positions."""
-        shape = self._shape
-        heads = self._context_kv(self._hidden_norm(self._fc(taps_TF)))
-        heads_THD = heads.view(-1, 2 * shape.num_layers * shape.num_kv_heads, shape.head_dim)
-        keys_THD, values_THD = heads_THD.chunk(2, dim=1)
-        keys_THD = self._rope.rotate(self._context_norm(keys_THD), self._rope.tables(positions_of(starts, counts)))
-        writer = CacheWriter(rows, starts, counts, self._device)
-        writer.write(self.cache.keys[0], keys_THD)
-        writer.write(self.cache.values[0], values_THD)
-        self.cache.append(rows, counts)
+        ...
 
-    def run_block(self, rows: list[int], hidden_TD: Tensor) -> Tensor:
-        """Hidden states [B * block_size, D] before the final norm, each block right behind its row's context."""
-        block_size = self.config.block_size
-        starts, counts = [self.cache.lengths[row] for row in rows], [block_size] * len(rows)
-        plans = {kind: self._plan(rows, starts, counts, kind) for kind in {layer.kind for layer in self._layers}}
-        writer = CacheWriter(rows, starts, counts, self._device)
-        tables = self._rope.tables(positions_of(starts, counts))
-        hidden_TD = hidden_TD.to(self._residual_dtype)
-        for layer in self._layers:
-            self._attend(layer, hidden_TD, plans[layer.kind], writer, tables)
-            gate, up = layer.gate_up(layer.mlp_norm(hidden_TD)).chunk(2, dim=-1)
-            hidden_TD.add_(layer.down(F.silu(gate).mul_(up)))
-        return hidden_TD
-
-    def _plan(self, rows: list[int], starts: list[int], counts: list[int], kind: tuple[int | None, bool]) -> AttentionPlan:
-        window, is_causal = kind
-        group = self._shape.num_heads // self._shape.num_kv_heads
-        return AttentionPlan(
-            rows, starts, counts, group=group, dtype=self._dtype, device=self._device, window=window, is_causal=is_causal
-        )
-
-    def _attend(
-        self, layer: _PackedLayer, hidden_TD: Tensor, plan: AttentionPlan, writer: CacheWriter, tables: tuple[Tensor, Tensor]
-    ) -> None:
-        shape = self._shape
-        num_qk = shape.num_heads + shape.num_kv_heads
-        heads = layer.qkv(layer.input_norm(hidden_TD)).view(-1, num_qk + shape.num_kv_heads, shape.head_dim)
-        qk_heads = self._rope.rotate(layer.qk_norm(heads[:, :num_qk]), tables)
-        writer.write(layer.keys, qk_heads[:, shape.num_heads :])
-        writer.write(layer.values, heads[:, num_qk:])
-        hidden_TD.add_(layer.output(plan.attend(qk_heads[:, : shape.num_heads], layer.keys, layer.values)))
+    def draft(self, rows: list[int], anchors: list[int], width: int, with_logits: bool) -> Drafts:
+        """The most likely token of the first `width` drafts of each row, counted in the draft vocabulary, and their logits
+        [B, width, V] as the head gives them; each block stands right behind its row's context and is dead afterwards."""
+        ...
 
 
-def _fuse(weights: Mapping[str, Tensor], names: list[str]) -> PackedLinear:
-    """One matrix product for several projections of the same input, stacked in this order."""
-    matrices, biases = [weights[f"{name}.weight"] for name in names], [weights.get(f"{name}.bias") for name in names]
-    present = [bias for bias in biases if bias is not None]
-    return PackedLinear(torch.cat(matrices), torch.cat(present) if present else None)
+def make_path(network: DFlashNetwork, target: Target, draft_ids: Tensor | None) -> DraftPath:
+    """The fastest path for this target."""
+    if isinstance(target, NativeDecoder):
+        return NativePath(network, target, draft_ids)
+    return TorchPath(network, target, draft_ids)
 
 
 class DFlashDrafter(Drafter):
@@ -330,14 +247,14 @@ class DFlashDrafter(Drafter):
     @torch.inference_mode()
     def bind(self, target: Target) -> None:
         check_fit(self.config, target, self.draft_ids)
-        self._target, self._head = target, target.head
-        if self.draft_ids is not None:
-            self.draft_ids = self.draft_ids.to(target.device)
-            self._head = PackedLinear(head_weight(target)[self.draft_ids])
-        self._path = _DecodePath(self.network, target.dtype, target.device, target.cache.num_rows, target.cache.max_len)
+        self._target = target
+        self._ids = None if self.draft_ids is None else self.draft_ids.tolist()
+        self._path = make_path(self.network, target, self.draft_ids)
 
     def cache_bytes(self, target: Target) -> int:
         shape, num_rows = self.config.shape, target.cache.num_rows
+        if isinstance(target, NativeDecoder):
+            return cache_bytes(shape, num_rows, target.cache.max_len, target.dtype, slack=self.block_size)
         positions = num_rows * (target.cache.max_len + self.block_size)
         return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * positions * target.dtype.itemsize
 
@@ -360,36 +277,26 @@ class DFlashDrafter(Drafter):
         if not drafting:
             return block
         sequences = [batch.sequences[index] for index in drafting]
-        logits_BKV = self._draft_logits(sequences, max(limits))
-        best = logits_BKV.max(-1).indices  # as argmax, which is six times as slow in bfloat16 on CPU
-        best_BK = (best if self.draft_ids is None else self.draft_ids[best]).tolist()
-        for seq, index, logits_KV, best_K in zip(sequences, drafting, logits_BKV, best_BK, strict=True):
+        rows, anchors = [seq.row for seq in sequences], [seq.tokens[-1] for seq in sequences]
+        assert [self._path.cache.lengths[row] for row in rows] == [seq.cached_len for seq in sequences]
+        sampled = [self.draft_sampling == "sample" and not seq.params.is_greedy for seq in sequences]
+        best_BK, logits_BKV = self._path.draft(rows, anchors, max(limits), any(sampled))
+        for slot, (seq, index) in enumerate(zip(sequences, drafting, strict=True)):
             limit = limits[index]
-            if seq.params.is_greedy or self.draft_sampling == "greedy":
-                block.tokens_B[index] = best_K[:limit]
+            if sampled[slot]:
+                assert logits_BKV is not None
+                logits_KV = self._over_all_tokens(scale_logits(logits_BKV[slot, :limit], self.config))
+                block.tokens_B[index], block.probs_B[index] = _sampled(seq, logits_KV)
             else:
-                block.tokens_B[index], block.probs_B[index] = _sampled(seq, self._over_all_tokens(logits_KV[:limit]))
+                best_K = best_BK[slot][:limit]
+                block.tokens_B[index] = best_K if self._ids is None else [self._ids[best] for best in best_K]
         return block
 
     def _over_all_tokens(self, logits_KV: Tensor) -> Tensor:
         if self.draft_ids is None:
             return logits_KV
         every_KV = logits_KV.new_full((len(logits_KV), self._target.vocab_size), float("-inf"))
-        return every_KV.index_copy_(1, self.draft_ids, logits_KV)
-
-    def _draft_logits(self, sequences: list[Sequence], width: int) -> Tensor:
-        """Logits [B, width, V] of the first `width` drafts; the block itself always has its full, trained size."""
-        masks = [self.config.mask_token_id] * (self.block_size - 1)
-        tokens = [token for seq in sequences for token in (seq.tokens[-1], *masks)]
-        rows = [seq.row for seq in sequences]
-        assert [self._path.cache.lengths[row] for row in rows] == [seq.cached_len for seq in sequences]
-        embedded_TD = self._target.embed(torch.tensor(tokens, device=self._target.device))
-        if self.config.input_embedding_scale != 1.0:
-            embedded_TD = embedded_TD * self.config.input_embedding_scale
-        hidden_BJD = self._path.run_block(rows, embedded_TD).unflatten(0, (len(rows), self.block_size))
-        slots_TD = self._path.final_norm(hidden_BJD[:, 1 : 1 + width].flatten(0, 1))
-        logits_TV = scale_logits(self._head(slots_TD), self.config)
-        return logits_TV.unflatten(0, (len(rows), width))
+        return every_KV.index_copy_(1, self.draft_ids.to(logits_KV.device), logits_KV)
 
 
 def _sampled(seq: Sequence, logits_KV: Tensor) -> tuple[list[int], Tensor]:

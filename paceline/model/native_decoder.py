@@ -118,9 +118,19 @@ def set_arrays(work: CPass, arrays: dict[str, list[int]], **made: Any) -> list[o
 
 
 def native_cache(config: DecoderConfig, num_rows: int, max_len: int, dtype: torch.dtype, slack: int = 0) -> StaticKVCache:
-    """Keys and values of all layers, heads padded as the library wants them."""
-    head_dim = native.require().pn_padded_head_dim(config.head_dim)
+    """Keys and values of all layers, heads and rows padded as the library wants them."""
+    head_dim, slack = _padded(config, max_len, slack)
     return StaticKVCache(config.num_layers, num_rows, config.num_kv_heads, max_len, head_dim, dtype, slack=slack)
+
+
+def cache_bytes(config: DecoderConfig, num_rows: int, max_len: int, dtype: torch.dtype, slack: int = 0) -> int:
+    """Bytes that `native_cache` takes."""
+    head_dim, slack = _padded(config, max_len, slack)
+    return 2 * config.num_layers * num_rows * config.num_kv_heads * (max_len + slack) * head_dim * dtype.itemsize
+
+
+def _padded(config: DecoderConfig, max_len: int, slack: int) -> tuple[int, int]:
+    return native.require().pn_padded_head_dim(config.head_dim), slack + -(max_len + slack) % native.KEYS
 
 
 def cache_view(cache: StaticKVCache) -> CCache:

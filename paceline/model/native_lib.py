@@ -28,6 +28,8 @@ FORMAT_NAMES = {F32: "float32", BF16: "bfloat16", Q8_0: "Q8_0", Q4_1: "Q4_1"}
 STAGES = ("embed", "norm", "qkv", "rope", "attend", "output", "gate_up", "down", "head")
 GROUP = 4
 """Rows of a matrix stand in groups of four."""
+KEYS = 16
+"""A row of the cache holds a multiple of so many positions."""
 MAX_HEAD_DIM, MAX_THREADS = 1024, 256
 
 
@@ -184,9 +186,7 @@ class Matrix:
     def select(self, ids: list[int]) -> Matrix:
         """A matrix of these rows, in the same format."""
         part = Matrix.__new__(Matrix)
-        part._adopt(
-            require().pn_matrix_select(self.handle, int32s(ids), len(ids)), len(ids), self.cols, self.format
-        )
+        part._adopt(require().pn_matrix_select(self.handle, int32s(ids), len(ids)), len(ids), self.cols, self.format)
         return part
 
     def multiply(self, x_TD: Tensor, dtype: torch.dtype) -> Tensor:

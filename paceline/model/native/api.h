@@ -50,12 +50,13 @@ struct PnConfig {
     const float* context_bias;   // in the rows of context_kv, or null
 };
 
-// Keys and values; an element is a float or a bfloat16 as the model's dtype says. Strides in elements.
+// Keys and values; an element is a float or a bfloat16 as the model's dtype says, zero at first. Strides in elements. A head of a
+// row has max_len * padded_head_dim elements, max_len a multiple of 16; how they are ordered is the library's affair (kernels.h).
 struct PnCache {
     void* keys;
     void* values;
-    int64_t layer_stride, row_stride, head_stride;  // position p of a head starts at p * padded_head_dim
-    int32_t max_len;                                // positions of a row, slack included
+    int64_t layer_stride, row_stride, head_stride;
+    int32_t max_len;  // positions of a row, slack included
     int32_t num_rows;
 };
 

@@ -44,9 +44,8 @@ private:
     void share(int thread, PnStage stage, int count, int least, Work work);
 
     uint8_t* element(const Buffer& buffer, int64_t index) const { return buffer.as<uint8_t>() + index * model_.element_bytes(); }
-    uint8_t* cached(void* base, int layer_index, int row, int head, int position) const {
-        const int64_t at = layer_index * cache_.layer_stride + row * cache_.row_stride + head * cache_.head_stride +
-                           int64_t(position) * model_.padded_head_dim();
+    uint8_t* cached(void* base, int layer_index, int row, int head) const {
+        const int64_t at = layer_index * cache_.layer_stride + row * cache_.row_stride + head * cache_.head_stride;
         return static_cast<uint8_t*>(base) + at * model_.element_bytes();
     }
     float* hidden(int token) const { return model_.hidden.as<float>() + int64_t(token) * config_.hidden_size; }
@@ -103,7 +102,7 @@ int32_t Forward::reserve() {
     const size_t columns = std::max(tokens * 2 * kColumns, size_t(pass_.num_logit_rows) * kHeadGroups * kGroup);
     for (int thread = 0; thread < pool_.size(); ++thread) {
         ThreadBuffers& own = *model_.threads[size_t(thread)];
-        ok &= own.expanded.at_least(size_t(widest) * kGroup * 4) != nullptr;
+        ok &= own.expanded.at_least(scratch_bytes(widest)) != nullptr;
         ok &= own.scores.at_least(round_up(size_t(max_end_), 64) * kMaxQueries * 4) != nullptr;
         ok &= own.columns.at_least(columns * 4) != nullptr;
     }
@@ -224,21 +223,20 @@ void Forward::rotate(int index, int item) {
     const PnLayer& layer = model_.layers[size_t(index)];
     const int heads = config_.num_heads, kv_heads = config_.num_kv_heads, head_dim = config_.head_dim, padded = model_.padded_head_dim();
     const int token = item / (heads + 2 * kv_heads), head = item % (heads + 2 * kv_heads);
-    const int position = model_.token_position[size_t(token)], row = pass_.rows[model_.token_row[size_t(token)]];
+    const int row_index = model_.token_row[size_t(token)], position = model_.token_position[size_t(token)], row = pass_.rows[row_index];
     const float* from = model_.qkv.as<float>() + int64_t(token) * (model_.query_rows() + 2 * model_.kv_rows());
-    const float* cos = config_.cos + int64_t(position) * head_dim;
-    const float* sin = config_.sin + int64_t(position) * head_dim;
+    const int64_t table = int64_t(position) * head_dim;
+    HeadInput in = {from + head * head_dim, layer.q_norm, config_.eps, config_.cos + table, config_.sin + table, head_dim};
     if (head < heads) {
-        void* to = element(model_.query, (int64_t(token) * heads + head) * padded);
-        kernels_.head(from + head * head_dim, layer.q_norm, config_.eps, cos, sin, head_dim, padded, to);
+        kernels_.query(in, padded, element(model_.query, (int64_t(token) * heads + head) * padded));
     } else if (head < heads + kv_heads) {
-        const int key = head - heads;
-        kernels_.head(from + model_.query_rows() + key * head_dim, layer.k_norm, config_.eps, cos, sin, head_dim, padded,
-                      cached(cache_.keys, index, row, key, position));
+        in.x = from + model_.query_rows() + (head - heads) * head_dim, in.weight = layer.k_norm;
+        kernels_.key(in, padded, cached(cache_.keys, index, row, head - heads), position);
     } else {
         const int value = head - heads - kv_heads;
-        kernels_.convert(from + model_.query_rows() + model_.kv_rows() + value * head_dim, head_dim, padded,
-                         cached(cache_.values, index, row, value, position));
+        const bool is_last = position + 1 == pass_.starts[row_index] + pass_.counts[row_index];
+        kernels_.value(from + model_.query_rows() + model_.kv_rows() + value * head_dim, head_dim, padded,
+                       cached(cache_.values, index, row, value), position, is_last);
     }
 }
 
@@ -251,8 +249,8 @@ void Forward::attend(int thread, int index, const Task& task) {
     attention.query = element(model_.query, (int64_t(task.first_query) * config_.num_heads + task.head) * padded);
     attention.query_stride = int64_t(config_.num_heads) * padded;
     attention.num_queries = task.num_queries;
-    attention.keys = cached(cache_.keys, index, row, kv_head, 0);
-    attention.values = cached(cache_.values, index, row, kv_head, 0);
+    attention.keys = cached(cache_.keys, index, row, kv_head);
+    attention.values = cached(cache_.values, index, row, kv_head);
     attention.head_dim = head_dim, attention.padded_head_dim = padded;
     attention.position = position;
     attention.end = layer.is_causal ? position + task.num_queries : written;

@@ -30,8 +30,8 @@ struct Attention {
     const void* query;    // [num_queries, query_stride], head_dim padded
     int64_t query_stride;
     int num_queries;
-    const void* keys;     // [positions, padded head_dim] of this row and head
-    const void* values;
+    const void* keys;     // of this row and head: [positions / 16][padded / together][16][together], together 2 for bfloat16
+    const void* values;   // [positions / together][padded][together]
     int head_dim, padded_head_dim;
     int position;
     int end;              // positions [0, end) are written; a causal query sees up to itself
@@ -43,12 +43,27 @@ struct Attention {
     int64_t out_stride;
 };
 
-constexpr int kMaxQueries = 16;  // of one Attention
+// A group's elements as floats, its scales, and room to write whole vectors.
+inline size_t scratch_bytes(int padded_cols) { return size_t(padded_cols) * (kGroup * 4 + 1) + 64; }
+
+constexpr int kMaxQueries = 16;    // of one Attention
+constexpr int kKeys = 16;          // positions of the cache that are scored together
+constexpr int kMaxHeadDim = 1024;  // one head is kept on the stack
+
+// One head of one token: normed when there is a weight, rotated when there are tables.
+struct HeadInput {
+    const float* x;
+    const float* weight;
+    float eps;
+    const float* cos;
+    const float* sin;
+    int head_dim;
+};
 
 // All pointers to activations are of the dtype the table was asked for.
 struct Kernels {
     const char* name;
-    // scratch: 4 * padded_cols floats
+    // scratch: scratch_bytes(padded_cols)
     void (*multiply)(const Product& product, void* scratch);
     void (*attend)(const Attention& attention);
     // out = x / sqrt(mean(x^2) + eps) * weight, zeros from size to padded
@@ -56,9 +71,11 @@ struct Kernels {
     void (*convert)(const float* x, int size, int padded, void* out);
     // out[i] = silu(gate[i]) * up[i]
     void (*gate)(const float* gate, const float* up, int size, void* out);
-    // x [head_dim] of one head: normed when weight is given, rotated when cos is given, zeros up to padded
-    void (*head)(const float* x, const float* weight, float eps, const float* cos, const float* sin, int head_dim, int padded,
-                 void* out);
+    // A query: zeros behind head_dim
+    void (*query)(const HeadInput& in, int padded, void* out);
+    // Into the cache of one row and head. clear_next: nothing of this pass stands at the next position, which shares a pair
+    void (*key)(const HeadInput& in, int padded, void* keys, int position);
+    void (*value)(const float* x, int head_dim, int padded, void* values, int position, bool clear_next);
     // The first index of the largest of x[0..size), and that value
     int (*argmax)(const float* x, int size, float* best);
     // One row of a matrix as floats [cols], rounded as the weights of a product are

@@ -1,8 +1,12 @@
 // The kernels, written once over the vector type of the including translation unit, which defines before this, in pn's anonymous
 // namespace: kWidth, vf and vi (vectors of kWidth floats and int32), bfloat, fma, widen, narrow, and for both element types
-//   template <int Rows> void tile(weights, row_stride, block_stride, num_blocks, x, ldx, float (*sums)[kGroup]);
-//       sums[row][lane] = x[row] . weights[lane]; kMaxTile is the most rows that the registers hold
-//   void expand_q4(matrix, group, out), expand_q8(matrix, group, out);     a group's codes as elements [block][4][32]
+//   template <int Rows, bool Ahead> void tile(weights, row_stride, block_stride, num_blocks, x, ldx, float (*sums)[kGroup]);
+//       sums[row][lane] = x[row] . weights[lane]; kMaxTile is the most rows that the registers hold; Ahead: fetch what follows
+//   void expand_q4(matrix, group, out, room), expand_q8(...);     a group's codes as elements [block][4][32]
+//   template <int Rows> void score_keys(keys, query, stride, padded, scale, out, ldout);     kKeys scores for each row
+//   template <int Rows> void weigh_values(values, padded, column, weights, ldweights, begin, end, vf (*sums)[...]);     kBlock columns
+//   template <int Rows> bool tile_of_codes(matrix, group, room, x, ldx, sums);     both at once, for up to kMaxFused rows
+// `room` holds a float for each scale of a group.
 // Everything is in an anonymous namespace: code compiled for one instruction set must never be linked into another.
 
 namespace pn {
@@ -54,8 +58,8 @@ inline vf exp_of(vf x) {
 
 inline void put(float* out, int index, float value) { out[index] = value; }
 inline void put(bfloat* out, int index, float value) { out[index] = float_to_bfloat(value); }
-inline float get(const float* from, int index) { return from[index]; }
-inline float get(const bfloat* from, int index) { return bfloat_to_float(from[index]); }
+inline float get(const float* from) { return *from; }
+inline float get(const bfloat* from) { return bfloat_to_float(*from); }
 inline void put_vector(float* out, vf value) { store(out, value); }
 inline vf get_vector(const float* from) { return load(from); }
 inline vf get_vector(const bfloat* from) { return widen(from); }
@@ -95,7 +99,17 @@ template <class T>
 void expand_dense(const PnMatrix& matrix, const uint8_t* group, T* out) {
     const bfloat* from = reinterpret_cast<const bfloat*>(group);
     const int count = matrix.num_blocks * kGroup * kBlock;
-    for (int at = 0; at < count; at += kWidth) put_vector(out + at, get_vector(from + at));
+    for (int at = 0; at < count; at += kWidth) {
+        __builtin_prefetch(group + size_t(at) * 2 + kAhead);
+        put_vector(out + at, get_vector(from + at));
+    }
+}
+inline bool is_dense(const PnMatrix& matrix) { return matrix.format == PN_F32 || matrix.format == PN_BF16; }
+
+// The part of the scratch behind a group's elements.
+template <class T>
+float* room_of(const PnMatrix& matrix, T* scratch) {
+    return reinterpret_cast<float*>(scratch + matrix.num_blocks * kGroup * kBlock);
 }
 
 // Codes of one group as elements [block][4][32] of the type that is multiplied; dense groups of that type are used where they are.
@@ -103,8 +117,8 @@ template <class T>
 const T* elements(const PnMatrix& matrix, int index, T* scratch) {
     const uint8_t* group = matrix.group(index);
     if (matrix.format == element_format(scratch)) return reinterpret_cast<const T*>(group);
-    if (matrix.format == PN_Q4_1) expand_q4(matrix, group, scratch);
-    else if (matrix.format == PN_Q8_0) expand_q8(matrix, group, scratch);
+    if (matrix.format == PN_Q4_1) expand_q4(matrix, group, scratch, room_of(matrix, scratch));
+    else if (matrix.format == PN_Q8_0) expand_q8(matrix, group, scratch, room_of(matrix, scratch));
     else expand_dense(matrix, group, scratch);
     return scratch;
 }
@@ -127,10 +141,22 @@ struct Output {
 };
 
 template <class T, int Rows>
+inline bool few_rows(const Product& product, int group, T* scratch, const Output& output) {
+    float sums[Rows][kGroup];
+    const PnMatrix& matrix = *product.matrix;
+    if (!tile_of_codes<Rows>(matrix, matrix.group(group), room_of(matrix, scratch), static_cast<const T*>(product.x), product.ldx, sums))
+        return false;
+    for (int row = 0; row < Rows; ++row) output.write(row, sums[row]);
+    return true;
+}
+
+template <class T, int Rows>
 inline void rows_of(const T* weights, const Product& product, int row, const Output& output) {
     float sums[Rows][kGroup];
     const T* x = static_cast<const T*>(product.x) + row * product.ldx;
-    tile<Rows>(weights, kBlock, kGroup * kBlock, product.matrix->num_blocks, x, product.ldx, sums);
+    // The first tile of a dense group fetches what comes behind it; codes were fetched when they were expanded.
+    if (row == 0 && is_dense(*product.matrix)) tile<Rows, true>(weights, kBlock, kGroup * kBlock, product.matrix->num_blocks, x, product.ldx, sums);
+    else tile<Rows, false>(weights, kBlock, kGroup * kBlock, product.matrix->num_blocks, x, product.ldx, sums);
     for (int index = 0; index < Rows; ++index) output.write(row + index, sums[index]);
 }
 
@@ -138,8 +164,14 @@ template <class T>
 void multiply(const Product& product, void* scratch) {
     for (int group = product.first_group; group < product.last_group; ++group) {
         const int column = (group - product.base_group) * kGroup;
-        const T* weights = elements(*product.matrix, group, static_cast<T*>(scratch));
         const Output output = {product.y + column, product.ldy, column, product.num_columns, product.accumulate, product.bias};
+        if constexpr (kMaxFused == 3) {
+            T* room = static_cast<T*>(scratch);
+            if (product.num_rows == 1 && few_rows<T, 1>(product, group, room, output)) continue;
+            if (product.num_rows == 2 && few_rows<T, 2>(product, group, room, output)) continue;
+            if (product.num_rows == 3 && few_rows<T, 3>(product, group, room, output)) continue;
+        }
+        const T* weights = elements(*product.matrix, group, static_cast<T*>(scratch));
         int row = 0;
         for (int left; (left = product.num_rows - row) > 0;) {
             // Even tiles: seven rows are four and three rather than six and one.
@@ -159,90 +191,7 @@ void multiply(const Product& product, void* scratch) {
 
 // ---- attention ----
 
-template <class T, int Rows>
-inline void score_rows(const Attention& a, const T* query, int begin, int end, int64_t ldscores, float* scores) {
-    const T* keys = static_cast<const T*>(a.keys);
-    const int blocks = a.padded_head_dim / kBlock;
-    float sums[Rows][kGroup];
-    for (int key = begin; key < end; key += kGroup) {
-        // The last keys are taken together with the ones before: a key's products do not depend on its neighbours.
-        const int from = key + kGroup <= end ? key : end - kGroup;
-        tile<Rows>(keys + int64_t(from) * a.padded_head_dim, a.padded_head_dim, kBlock, blocks, query, a.query_stride, sums);
-        for (int row = 0; row < Rows; ++row)
-            for (int lane = 0; lane < kGroup; ++lane) scores[row * ldscores + from + lane] = sums[row][lane] * a.scale;
-    }
-}
-
-template <class T>
-void score(const Attention& a, int begin, int64_t ldscores) {
-    const T* query = static_cast<const T*>(a.query);
-    int end = a.end;
-    if (end - begin < kGroup) begin = end > kGroup ? end - kGroup : 0;
-    if (end < kGroup) {  // too short for a tile: one by one, through a padded copy of the keys
-        alignas(64) T keys[kGroup * 1024] = {};
-        Attention short_one = a;
-        __builtin_memcpy(keys, a.keys, size_t(end) * size_t(a.padded_head_dim) * sizeof(T));
-        short_one.keys = keys, short_one.end = kGroup;
-        score<T>(short_one, 0, ldscores);
-        return;
-    }
-    int row = 0;
-    for (int left; (left = a.num_queries - row) > 0;) {
-        const int tiles = (left + kMaxTile - 1) / kMaxTile, size = (left + tiles - 1) / tiles;
-        const T* from = query + row * a.query_stride;
-        float* to = a.scores + row * ldscores;
-        if (size == 1) score_rows<T, 1>(a, from, begin, end, ldscores, to);
-        if (size == 2) score_rows<T, 2>(a, from, begin, end, ldscores, to);
-        if constexpr (kMaxTile > 2) {
-            if (size == 3) score_rows<T, 3>(a, from, begin, end, ldscores, to);
-            if (size == 4) score_rows<T, 4>(a, from, begin, end, ldscores, to);
-            if (size == 5) score_rows<T, 5>(a, from, begin, end, ldscores, to);
-            if (size == 6) score_rows<T, 6>(a, from, begin, end, ldscores, to);
-        }
-        row += size;
-    }
-}
-
-// Scores of one query to weights that sum to one; keys outside [first, end) weigh nothing. Positions keep their lanes, whatever
-// `first` is, so that the sum is the same in any company.
-inline void softmax(float* scores, int first, int end, int padded_end) {
-    const int begin = first / kWidth * kWidth;
-    const float none = -__builtin_inff();
-    for (int key = begin; key < first; ++key) scores[key] = none;
-    for (int key = end; key < padded_end; ++key) scores[key] = none;
-    const int last = (end + kWidth - 1) / kWidth * kWidth;
-    vf top = splat(none);
-    for (int key = begin; key < last; key += kWidth) top = larger(top, load(scores + key));
-    const vf shift = splat(max_of(top));
-    vf sum = splat(0.0f);
-    for (int key = begin; key < last; key += kWidth) {
-        const vf weight = exp_of(load(scores + key) - shift);
-        store(scores + key, weight);
-        sum += weight;
-    }
-    const vf share = splat(1.0f / sum_of(sum));
-    for (int key = begin; key < last; key += kWidth) store(scores + key, load(scores + key) * share);
-}
-
-// out[row] += sum over keys [begin, end) of weight * value, keys in order; `Parts` vectors of a head at a time.
-template <class T, int Rows, int Parts>
-inline void weigh(const T* values, int64_t stride, const float* weights, int64_t ldw, int begin, int end, vf (*sums)[Parts]) {
-    vf acc[Rows][Parts];
-    for (int row = 0; row < Rows; ++row)
-        for (int part = 0; part < Parts; ++part) acc[row][part] = sums[row][part];
-    for (int key = begin; key < end; ++key) {
-        vf value[Parts];
-        for (int part = 0; part < Parts; ++part) value[part] = get_vector(values + key * stride + part * kWidth);
-        for (int row = 0; row < Rows; ++row) {
-            const vf weight = splat(weights[row * ldw + key]);
-            for (int part = 0; part < Parts; ++part) acc[row][part] = fma(weight, value[part], acc[row][part]);
-        }
-    }
-    for (int row = 0; row < Rows; ++row)
-        for (int part = 0; part < Parts; ++part) sums[row][part] = acc[row][part];
-}
-
-// First and last key that query i sees.
+// First key that query i sees, and the one behind the last.
 inline int first_key(const Attention& a, int query) {
     const int first = a.position + query - a.window + 1;
     return a.window && first > 0 ? first : 0;
@@ -253,30 +202,52 @@ inline int end_key(const Attention& a, int query) {
     return end;
 }
 
-template <class T, int Rows>
-inline void weigh_rows(const Attention& a, int row, int64_t ldscores) {
-    constexpr int kParts = 2;
-    const T* values = static_cast<const T*>(a.values);
-    const float* weights = a.scores + row * ldscores;
-    // Keys that all rows see go together, the others row by row, each row's in order.
-    int low = 0, high = a.end;
-    for (int index = row; index < row + Rows; ++index) {
-        low = first_key(a, index) > low ? first_key(a, index) : low;
-        high = end_key(a, index) < high ? end_key(a, index) : high;
+// Scores of one query become weights that sum to one, as T, in place; keys outside [first, end) weigh nothing. A position keeps its
+// lane whatever `begin` is, so that the sum is the same in any company.
+template <class T>
+inline void softmax(float* scores, int begin, int first, int end, int padded_end) {
+    const float none = -__builtin_inff();
+    for (int key = begin; key < first; ++key) scores[key] = none;
+    for (int key = end; key < padded_end; ++key) scores[key] = none;
+    vf top = splat(none);
+    for (int key = begin; key < padded_end; key += kWidth) top = larger(top, load(scores + key));
+    const vf shift = splat(max_of(top));
+    vf sum = splat(0.0f);
+    for (int key = begin; key < padded_end; key += kWidth) {
+        const vf weight = exp_of(load(scores + key) - shift);
+        store(scores + key, weight);
+        sum += weight;
     }
-    if (high < low) high = low;
-    for (int column = 0; column < a.padded_head_dim; column += kParts * kWidth) {
-        vf sums[Rows][kParts] = {};
+    const vf share = splat(1.0f / sum_of(sum));
+    T* weights = reinterpret_cast<T*>(scores);  // never ahead of what is still to be read
+    for (int key = begin; key < padded_end; key += kWidth) put_vector(weights + key, load(scores + key) * share);
+}
+
+template <class T, int Rows>
+inline void attend_rows(const Attention& a, int row) {
+    const int64_t ldscores = int64_t(round_up(size_t(a.end), 64));
+    const int padded_end = (a.end + kKeys - 1) / kKeys * kKeys;
+    const int begin = first_key(a, row) / kKeys * kKeys;
+    const T* query = static_cast<const T*>(a.query) + row * a.query_stride;
+    float* scores = a.scores + row * ldscores;
+    for (int key = begin; key < padded_end; key += kKeys) {
+        const T* block = static_cast<const T*>(a.values) + int64_t(key) * a.padded_head_dim;
+        const int bytes = kKeys * a.padded_head_dim * int(sizeof(T));  // needed next: asked for now
+        for (int at = 0; at < bytes; at += 64) __builtin_prefetch(reinterpret_cast<const uint8_t*>(block) + at);
+        score_keys<Rows>(static_cast<const T*>(a.keys) + int64_t(key) * a.padded_head_dim, query, a.query_stride, a.padded_head_dim, a.scale,
+                         scores + key, ldscores);
+    }
+    for (int index = 0; index < Rows; ++index)
+        softmax<T>(scores + index * ldscores, begin, first_key(a, row + index), end_key(a, row + index), padded_end);
+    const T* weights = reinterpret_cast<const T*>(scores);
+    const int64_t ldweights = ldscores * int64_t(sizeof(float) / sizeof(T));
+    const int end = (a.end + kTogether<T> - 1) / kTogether<T> * kTogether<T>;
+    for (int column = 0; column < a.padded_head_dim; column += kBlock) {
+        vf sums[Rows][kBlock / kWidth] = {};
+        weigh_values<Rows>(static_cast<const T*>(a.values), a.padded_head_dim, column, weights, ldweights, begin, end, sums);
         for (int index = 0; index < Rows; ++index) {
-            const int until = end_key(a, row + index) < low ? end_key(a, row + index) : low;
-            weigh<T, 1, kParts>(values + column, a.padded_head_dim, weights + index * ldscores, 0, first_key(a, row + index), until, sums + index);
-        }
-        weigh<T, Rows, kParts>(values + column, a.padded_head_dim, weights, ldscores, low, high, sums);
-        for (int index = 0; index < Rows; ++index) {
-            const int from = first_key(a, row + index) > high ? first_key(a, row + index) : high;
-            weigh<T, 1, kParts>(values + column, a.padded_head_dim, weights + index * ldscores, 0, from, end_key(a, row + index), sums + index);
             T* out = static_cast<T*>(a.out) + (row + index) * a.out_stride;
-            for (int part = 0; part < kParts; ++part) {
+            for (int part = 0; part < kBlock / kWidth; ++part) {
                 const int at = column + part * kWidth;
                 if (at < a.head_dim) put_upto(out + at, sums[index][part], a.head_dim - at);
             }
@@ -286,14 +257,25 @@ inline void weigh_rows(const Attention& a, int row, int64_t ldscores) {
 
 template <class T>
 void attend(const Attention& a) {
-    const int64_t ldscores = int64_t(round_up(size_t(a.end), 64));
-    int begin = first_key(a, 0);
-    score<T>(a, begin, ldscores);
-    for (int query = 0; query < a.num_queries; ++query)
-        softmax(a.scores + query * ldscores, first_key(a, query), end_key(a, query), int(ldscores));
     int row = 0;
-    for (; row + 4 <= a.num_queries; row += 4) weigh_rows<T, 4>(a, row, ldscores);
-    for (; row < a.num_queries; ++row) weigh_rows<T, 1>(a, row, ldscores);
+    if constexpr (kMaxTile > 2) {
+        for (; row + 8 <= a.num_queries; row += 8) attend_rows<T, 8>(a, row);
+        for (; row + 4 <= a.num_queries; row += 4) attend_rows<T, 4>(a, row);
+    }
+    for (; row + 2 <= a.num_queries; row += 2) attend_rows<T, 2>(a, row);
+    for (; row < a.num_queries; ++row) attend_rows<T, 1>(a, row);
+}
+
+// Where element `at` of the key or value of a position stands.
+template <class T>
+inline int64_t key_index(int position, int at, int padded) {
+    constexpr int pair = kTogether<T>;
+    return int64_t(position / kKeys) * kKeys * padded + at / pair * kKeys * pair + position % kKeys * pair + at % pair;
+}
+template <class T>
+inline int64_t value_index(int position, int at, int padded) {
+    constexpr int pair = kTogether<T>;
+    return int64_t(position / pair) * pair * padded + at * pair + position % pair;
 }
 
 // ---- the small operations ----
@@ -329,19 +311,40 @@ void gate(const float* gate, const float* up, int size, void* out) {
     }
 }
 
-template <class T>
-void head(const float* x, const float* weight, float eps, const float* cos, const float* sin, int head_dim, int padded, void* out) {
-    T* to = static_cast<T*>(out);
-    float values[1024];
-    if (weight) norm<float>(x, weight, head_dim, head_dim, eps, values);
-    else __builtin_memcpy(values, x, size_t(head_dim) * sizeof(float));
-    const int half = head_dim / 2;
+// Normed when there is a weight, rotated when there are tables; `values` has room for head_dim floats.
+inline void rotated(const HeadInput& in, float* values) {
+    if (in.weight) norm<float>(in.x, in.weight, in.head_dim, in.head_dim, in.eps, values);
+    else __builtin_memcpy(values, in.x, size_t(in.head_dim) * sizeof(float));
+    if (!in.cos) return;
+    const int half = in.head_dim / 2;
     for (int at = 0; at < half; ++at) {
         const float low = values[at], high = values[at + half];
-        put(to, at, cos ? low * cos[at] - high * sin[at] : low);
-        put(to, at + half, cos ? high * cos[at + half] + low * sin[at + half] : high);
+        values[at] = low * in.cos[at] - high * in.sin[at];
+        values[at + half] = high * in.cos[at + half] + low * in.sin[at + half];
     }
-    for (int at = head_dim; at < padded; ++at) put(to, at, 0.0f);
+}
+
+template <class T>
+void put_query(const HeadInput& in, int padded, void* out) {
+    float values[kMaxHeadDim];
+    rotated(in, values);
+    convert<T>(values, in.head_dim, padded, out);
+}
+
+template <class T>
+void put_key(const HeadInput& in, int padded, void* keys, int position) {
+    float values[kMaxHeadDim];
+    rotated(in, values);
+    for (int at = 0; at < in.head_dim; ++at) put(static_cast<T*>(keys) + key_index<T>(position, at, padded), 0, values[at]);
+}
+
+template <class T>
+void put_value(const float* x, int head_dim, int padded, void* values, int position, bool clear_next) {
+    for (int at = 0; at < head_dim; ++at) {
+        T* to = static_cast<T*>(values) + value_index<T>(position, at, padded);
+        put(to, 0, x[at]);
+        if (clear_next && kTogether<T> == 2 && position % 2 == 0) put(to, 1, 0.0f);
+    }
 }
 
 inline int argmax(const float* x, int size, float* best) {
@@ -380,13 +383,13 @@ void row(const PnMatrix& matrix, int row, float* out) {
         }
         T rounded;
         put(&rounded, 0, value);
-        out[col] = get(&rounded, 0);
+        out[col] = get(&rounded);
     }
 }
 
 template <class T>
 const Kernels* table(const char* name) {
-    static const Kernels kernels = {name, multiply<T>, attend<T>, norm<T>, convert<T>, gate<T>, head<T>, argmax, row<T>};
+    static const Kernels kernels = {name, multiply<T>, attend<T>, norm<T>, convert<T>, gate<T>, put_query<T>, put_key<T>, put_value<T>, argmax, row<T>};
     return &kernels;
 }
 

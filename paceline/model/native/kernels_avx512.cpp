@@ -9,7 +9,8 @@ namespace pn {
 namespace {
 
 constexpr int kWidth = 16;
-constexpr int kMaxTile = 6;  // 24 sums, 4 weights, 1 activation: of 32 registers
+constexpr int kMaxTile = 6;   // 24 sums, 4 weights, 1 activation: of 32 registers
+constexpr int kMaxFused = 3;  // rows up to which codes are not worth storing as weights first
 typedef uint16_t bfloat;
 typedef Lanes<16>::Floats vf;
 typedef Lanes<16>::Ints vi;
@@ -29,96 +30,220 @@ inline __m128 sums_of(__m512 a, __m512 b, __m512 c, __m512 d) {
     return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
-template <int Rows>
-inline void tile(const bfloat* weights, int64_t row_stride, int64_t block_stride, int num_blocks, const bfloat* x, int64_t ldx,
-                 float (*sums)[kGroup]) {
-    __m512 acc[Rows][kGroup];
-    for (int row = 0; row < Rows; ++row)
-        for (int lane = 0; lane < kGroup; ++lane) acc[row][lane] = _mm512_setzero_ps();
-    for (int block = 0; block < num_blocks; ++block, weights += block_stride, x += kBlock) {
-        __m512bh weight[kGroup];
-        for (int lane = 0; lane < kGroup; ++lane) weight[lane] = (__m512bh)_mm512_loadu_si512(weights + lane * row_stride);
-        for (int row = 0; row < Rows; ++row) {
-            const __m512bh value = (__m512bh)_mm512_loadu_si512(x + row * ldx);
-            for (int lane = 0; lane < kGroup; ++lane) acc[row][lane] = _mm512_dpbf16_ps(acc[row][lane], value, weight[lane]);
+// What is multiplied at once: 32 bfloat16, a whole block, or 16 floats, half of one.
+template <class T>
+struct Step;
+
+template <>
+struct Step<bfloat> {
+    typedef __m512bh Vector;
+    static constexpr int kPerBlock = 1;
+    static Vector load(const bfloat* from) { return (__m512bh)_mm512_loadu_si512(from); }
+    static void store(bfloat* to, Vector value) { _mm512_storeu_si512(to, (__m512i)value); }
+    static __m512 multiply(__m512 sum, Vector a, Vector b) { return _mm512_dpbf16_ps(sum, a, b); }
+};
+
+template <>
+struct Step<float> {
+    typedef __m512 Vector;
+    static constexpr int kPerBlock = 2;
+    static Vector load(const float* from) { return _mm512_loadu_ps(from); }
+    static void store(float* to, Vector value) { _mm512_storeu_ps(to, value); }
+    static __m512 multiply(__m512 sum, Vector a, Vector b) { return _mm512_fmadd_ps(a, b, sum); }
+};
+
+// Four rows of weights, step by step; `row_stride` apart, blocks `block_stride` apart.
+template <class T, bool Ahead>
+struct Dense {
+    const T* weights;
+    int64_t row_stride, block_stride;
+    void get(int block, int part, typename Step<T>::Vector (&out)[kGroup]) const {
+        const T* at = weights + block * block_stride + part * kWidth;
+        for (int lane = 0; lane < kGroup; ++lane) {
+            out[lane] = Step<T>::load(at + lane * row_stride);
+            if (Ahead) __builtin_prefetch(reinterpret_cast<const uint8_t*>(at + lane * row_stride) + kAhead);
         }
     }
-    for (int row = 0; row < Rows; ++row) _mm_storeu_ps(sums[row], sums_of(acc[row][0], acc[row][1], acc[row][2], acc[row][3]));
+};
+
+// Scales of a whole group are widened ahead of their use: a vector that is stored and read back at once, number by number,
+// costs more than all the rest.
+inline const float* widened(const uint8_t* halves, int count, float* out) {
+    for (int at = 0; at < count; at += kWidth)  // a group's memory ends on a multiple of 64 bytes, `out` too
+        _mm512_storeu_ps(out + at, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(halves + at * 2))));
+    return out;
 }
 
-template <int Rows>
-inline void tile(const float* weights, int64_t row_stride, int64_t block_stride, int num_blocks, const float* x, int64_t ldx,
-                 float (*sums)[kGroup]) {
+// The sixteen values that a block of four-bit codes can have: scale * code + minimum, rounded as a float once.
+inline __m512 q4_values(const float* scales, int lane) {
+    const __m512 codes = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    return _mm512_fmadd_ps(codes, _mm512_set1_ps(scales[lane]), _mm512_set1_ps(scales[kGroup + lane]));
+}
+
+template <class T>
+struct Q4 {
+    const uint8_t* codes;
+    const uint8_t* behind;  // the codes: scales and minima
+    const float* scales;
+    Q4(const PnMatrix& matrix, const uint8_t* group, float* room)
+        : codes(group), behind(group + matrix.codes_bytes), scales(widened(group + matrix.codes_bytes, matrix.num_blocks * 2 * kGroup, room)) {}
+
+    void ahead(int block) const {
+        __builtin_prefetch(codes + size_t(block) * kBlock * 2 + kAhead);
+        if (block % 4 == 0) __builtin_prefetch(behind + block * 2 * kGroup * 2 + kAhead);
+    }
+    // Two rows share a table of 32: bit 4 of an index chooses the row.
+    void get(int block, int, __m512bh (&out)[kGroup]) const {
+        const __m512i words = _mm512_loadu_si512(codes + size_t(block) * kBlock * 2);
+        const __m512i code = _mm512_set1_epi16(15), second = _mm512_set1_epi16(16);
+        const float* own = scales + block * 2 * kGroup;
+        ahead(block);
+        for (int lane = 0; lane < kGroup; lane += 2) {
+            const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(q4_values(own, lane + 1), q4_values(own, lane));
+            const __m512i low = _mm512_srli_epi16(words, unsigned(4 * lane)), high = _mm512_srli_epi16(words, unsigned(4 * lane + 4));
+            out[lane] = (__m512bh)_mm512_permutexvar_epi16(_mm512_and_si512(low, code), table);
+            out[lane + 1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(high, code, second, 0xea), table);  // and, or
+        }
+    }
+    void get(int block, int part, __m512 (&out)[kGroup]) const {
+        const uint8_t* at = codes + (size_t(block) * kBlock + size_t(part) * kWidth) * 2;
+        const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at));
+        if (part == 0) ahead(block);
+        for (int lane = 0; lane < kGroup; ++lane)  // the shuffle reads the lowest four bits of each index
+            out[lane] = _mm512_permutexvar_ps(_mm512_srli_epi32(words, unsigned(4 * lane)), q4_values(scales + block * 2 * kGroup, lane));
+    }
+};
+
+template <class T>
+struct Q8 {
+    const int8_t* codes;
+    const uint8_t* behind;
+    const float* scales;
+    Q8(const PnMatrix& matrix, const uint8_t* group, float* room)
+        : codes(reinterpret_cast<const int8_t*>(group)), behind(group + matrix.codes_bytes), scales(widened(group + matrix.codes_bytes, matrix.num_blocks * kGroup, room)) {}
+
+    __m512 values(int block, int lane, int part) const {
+        const int8_t* at = codes + (block * kGroup + lane) * kBlock + part * kWidth;
+        const __m512 whole = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
+        return _mm512_mul_ps(whole, _mm512_set1_ps(scales[block * kGroup + lane]));
+    }
+    void ahead(int block) const {
+        for (int line = 0; line < kGroup * kBlock; line += 64) __builtin_prefetch(codes + block * kGroup * kBlock + line + kAhead);
+        if (block % 8 == 0) __builtin_prefetch(behind + block * kGroup * 2 + kAhead);
+    }
+    void get(int block, int, __m512bh (&out)[kGroup]) const {
+        ahead(block);
+        for (int lane = 0; lane < kGroup; ++lane) out[lane] = _mm512_cvtne2ps_pbh(values(block, lane, 1), values(block, lane, 0));
+    }
+    void get(int block, int part, __m512 (&out)[kGroup]) const {
+        if (part == 0) ahead(block);
+        for (int lane = 0; lane < kGroup; ++lane) out[lane] = values(block, lane, part);
+    }
+};
+
+template <int Rows, class T, class Source>
+inline void run_tile(const Source& source, int num_blocks, const T* x, int64_t ldx, float (*sums)[kGroup]) {
     __m512 acc[Rows][kGroup];
     for (int row = 0; row < Rows; ++row)
         for (int lane = 0; lane < kGroup; ++lane) acc[row][lane] = _mm512_setzero_ps();
-    for (int block = 0; block < num_blocks; ++block, weights += block_stride, x += kBlock)
-        for (int half = 0; half < kBlock; half += kWidth) {
-            __m512 weight[kGroup];
-            for (int lane = 0; lane < kGroup; ++lane) weight[lane] = _mm512_loadu_ps(weights + lane * row_stride + half);
+    for (int block = 0; block < num_blocks; ++block)
+        for (int part = 0; part < Step<T>::kPerBlock; ++part) {
+            typename Step<T>::Vector weights[kGroup];
+            source.get(block, part, weights);
             for (int row = 0; row < Rows; ++row) {
-                const __m512 value = _mm512_loadu_ps(x + row * ldx + half);
-                for (int lane = 0; lane < kGroup; ++lane) acc[row][lane] = _mm512_fmadd_ps(value, weight[lane], acc[row][lane]);
+                const auto value = Step<T>::load(x + row * ldx + block * kBlock + part * kWidth);
+                for (int lane = 0; lane < kGroup; ++lane) acc[row][lane] = Step<T>::multiply(acc[row][lane], value, weights[lane]);
             }
         }
     for (int row = 0; row < Rows; ++row) _mm_storeu_ps(sums[row], sums_of(acc[row][0], acc[row][1], acc[row][2], acc[row][3]));
 }
 
-// The sixteen values a block of four-bit codes can have: scale * code + minimum, the product exact, rounded as a float once.
-inline __m512 q4_values(float scale, float minimum) {
-    const __m512 codes = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    return _mm512_fmadd_ps(codes, _mm512_set1_ps(scale), _mm512_set1_ps(minimum));
+template <int Rows, bool Ahead, class T>
+inline void tile(const T* weights, int64_t row_stride, int64_t block_stride, int num_blocks, const T* x, int64_t ldx,
+                 float (*sums)[kGroup]) {
+    run_tile<Rows>(Dense<T, Ahead>{weights, row_stride, block_stride}, num_blocks, x, ldx, sums);
 }
 
-// A shuffle looks the codes up; it reads five bits of each, so the table stands there twice.
-inline void expand_q4(const PnMatrix& matrix, const uint8_t* group, bfloat* out) {
-    const uint8_t* scales = group + matrix.codes_bytes;
-    for (int block = 0; block < matrix.num_blocks; ++block, out += kGroup * kBlock) {
-        alignas(32) float scale[2 * kGroup];
-        _mm256_store_ps(scale, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)scales + block)));
-        const __m512i codes = _mm512_loadu_si512(group + size_t(block) * kBlock * 2);
-        for (int lane = 0; lane < kGroup; ++lane) {
-            const __m512i table = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(q4_values(scale[lane], scale[kGroup + lane])));
-            _mm512_storeu_si512(out + lane * kBlock, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, unsigned(4 * lane)), table));
+inline __m512i pair_at(const bfloat* from) {
+    int32_t both;
+    __builtin_memcpy(&both, from, sizeof both);
+    return _mm512_set1_epi32(both);
+}
+
+template <int Rows>
+inline void score_keys(const bfloat* keys, const bfloat* query, int64_t stride, int padded, float scale, float* out, int64_t ldout) {
+    __m512 acc[Rows];
+    for (int row = 0; row < Rows; ++row) acc[row] = _mm512_setzero_ps();
+    for (int at = 0; at < padded; at += 2) {
+        const __m512bh key = Step<bfloat>::load(keys + at * kKeys);
+        for (int row = 0; row < Rows; ++row) acc[row] = _mm512_dpbf16_ps(acc[row], key, (__m512bh)pair_at(query + row * stride + at));
+    }
+    for (int row = 0; row < Rows; ++row) _mm512_storeu_ps(out + row * ldout, _mm512_mul_ps(acc[row], _mm512_set1_ps(scale)));
+}
+template <int Rows>
+inline void score_keys(const float* keys, const float* query, int64_t stride, int padded, float scale, float* out, int64_t ldout) {
+    __m512 acc[Rows];
+    for (int row = 0; row < Rows; ++row) acc[row] = _mm512_setzero_ps();
+    for (int at = 0; at < padded; ++at) {
+        const __m512 key = _mm512_loadu_ps(keys + at * kKeys);
+        for (int row = 0; row < Rows; ++row) acc[row] = _mm512_fmadd_ps(key, _mm512_set1_ps(query[row * stride + at]), acc[row]);
+    }
+    for (int row = 0; row < Rows; ++row) _mm512_storeu_ps(out + row * ldout, _mm512_mul_ps(acc[row], _mm512_set1_ps(scale)));
+}
+
+template <int Rows>
+inline void weigh_values(const bfloat* values, int padded, int column, const bfloat* weights, int64_t ldweights, int begin, int end,
+                         vf (*sums)[kBlock / kWidth]) {
+    for (int key = begin; key < end; key += 2) {
+        const bfloat* from = values + int64_t(key) * padded + column * 2;
+        const __m512bh low = Step<bfloat>::load(from), high = Step<bfloat>::load(from + kBlock);
+        for (int row = 0; row < Rows; ++row) {
+            const __m512bh weight = (__m512bh)pair_at(weights + row * ldweights + key);
+            sums[row][0] = _mm512_dpbf16_ps(sums[row][0], low, weight);
+            sums[row][1] = _mm512_dpbf16_ps(sums[row][1], high, weight);
+        }
+    }
+}
+template <int Rows>
+inline void weigh_values(const float* values, int padded, int column, const float* weights, int64_t ldweights, int begin, int end,
+                         vf (*sums)[kBlock / kWidth]) {
+    for (int key = begin; key < end; ++key) {
+        const float* from = values + int64_t(key) * padded + column;
+        const __m512 low = _mm512_loadu_ps(from), high = _mm512_loadu_ps(from + kWidth);
+        for (int row = 0; row < Rows; ++row) {
+            const __m512 weight = _mm512_set1_ps(weights[row * ldweights + key]);
+            sums[row][0] = _mm512_fmadd_ps(low, weight, sums[row][0]);
+            sums[row][1] = _mm512_fmadd_ps(high, weight, sums[row][1]);
         }
     }
 }
 
-inline void expand_q4(const PnMatrix& matrix, const uint8_t* group, float* out) {
-    const uint8_t* scales = group + matrix.codes_bytes;
-    for (int block = 0; block < matrix.num_blocks; ++block, out += kGroup * kBlock) {
-        alignas(32) float scale[2 * kGroup];
-        _mm256_store_ps(scale, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)scales + block)));
-        const __m256i* codes = (const __m256i*)(group + size_t(block) * kBlock * 2);
-        const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(codes)), high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(codes + 1));
-        for (int lane = 0; lane < kGroup; ++lane) {
-            const __m512 table = q4_values(scale[lane], scale[kGroup + lane]);
-            const unsigned shift = unsigned(4 * lane);
-            _mm512_storeu_ps(out + lane * kBlock, _mm512_permutexvar_ps(_mm512_srli_epi32(low, shift), table));
-            _mm512_storeu_ps(out + lane * kBlock + kWidth, _mm512_permutexvar_ps(_mm512_srli_epi32(high, shift), table));
+// Few rows: codes become weights in registers and are used at once. Returns false where expanding first is better.
+template <int Rows, class T>
+inline bool tile_of_codes(const PnMatrix& matrix, const uint8_t* group, float* room, const T* x, int64_t ldx, float (*sums)[kGroup]) {
+    if (matrix.format == PN_Q4_1) run_tile<Rows>(Q4<T>(matrix, group, room), matrix.num_blocks, x, ldx, sums);
+    else if (matrix.format == PN_Q8_0) run_tile<Rows>(Q8<T>(matrix, group, room), matrix.num_blocks, x, ldx, sums);
+    else return false;
+    return true;
+}
+
+template <class T, class Source>
+inline void expand(const PnMatrix& matrix, const Source& source, T* out) {
+    for (int block = 0; block < matrix.num_blocks; ++block)
+        for (int part = 0; part < Step<T>::kPerBlock; ++part) {
+            typename Step<T>::Vector weights[kGroup];
+            source.get(block, part, weights);
+            for (int lane = 0; lane < kGroup; ++lane)
+                Step<T>::store(out + (block * kGroup + lane) * kBlock + part * kWidth, weights[lane]);
         }
-    }
 }
-
-inline __m512 q8_values(const int8_t* codes, float scale) {
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)codes))), _mm512_set1_ps(scale));
-}
-inline void put_q8(const int8_t* codes, float scale, float* out) {
-    _mm512_storeu_ps(out, q8_values(codes, scale)), _mm512_storeu_ps(out + kWidth, q8_values(codes + kWidth, scale));
-}
-inline void put_q8(const int8_t* codes, float scale, bfloat* out) {
-    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(q8_values(codes + kWidth, scale), q8_values(codes, scale)));
-}
-
 template <class T>
-inline void expand_q8(const PnMatrix& matrix, const uint8_t* group, T* out) {
-    const int8_t* codes = reinterpret_cast<const int8_t*>(group);
-    const uint8_t* scales = group + matrix.codes_bytes;
-    for (int block = 0; block < matrix.num_blocks; ++block) {
-        alignas(16) float scale[kGroup];
-        _mm_store_ps(scale, _mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)(scales + block * kGroup * 2))));
-        for (int lane = 0; lane < kGroup; ++lane, codes += kBlock, out += kBlock) put_q8(codes, scale[lane], out);
-    }
+inline void expand_q4(const PnMatrix& matrix, const uint8_t* group, T* out, float* room) {
+    expand(matrix, Q4<T>(matrix, group, room), out);
+}
+template <class T>
+inline void expand_q8(const PnMatrix& matrix, const uint8_t* group, T* out, float* room) {
+    expand(matrix, Q8<T>(matrix, group, room), out);
 }
 
 }  // namespace

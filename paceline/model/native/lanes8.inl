@@ -3,7 +3,8 @@
 namespace pn {
 namespace {
 
-constexpr int kMaxTile = 2;  // 8 sums, 4 weights, 1 activation: of 16 registers
+constexpr int kMaxTile = 2;   // 8 sums, 4 weights, 1 activation: of 16 registers
+constexpr int kMaxFused = 0;  // codes are always expanded first
 
 inline vf widen(const bfloat* from) {
     Lanes<8>::Halves halves;
@@ -35,14 +36,17 @@ inline float total(vf value) {
     return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
 }
 
-template <int Rows, class T>
+template <int Rows, bool Ahead, class T>
 inline void tile(const T* weights, int64_t row_stride, int64_t block_stride, int num_blocks, const T* x, int64_t ldx,
                  float (*sums)[kGroup]) {
     vf acc[Rows][kGroup] = {};
     for (int block = 0; block < num_blocks; ++block, weights += block_stride, x += kBlock)
         for (int part = 0; part < kBlock; part += kWidth) {
             vf weight[kGroup];
-            for (int lane = 0; lane < kGroup; ++lane) weight[lane] = fetch(weights + lane * row_stride + part);
+            for (int lane = 0; lane < kGroup; ++lane) {
+                weight[lane] = fetch(weights + lane * row_stride + part);
+                if (Ahead) __builtin_prefetch(reinterpret_cast<const uint8_t*>(weights + lane * row_stride + part) + kAhead);
+            }
             for (int row = 0; row < Rows; ++row) {
                 const vf value = fetch(x + row * ldx + part);
                 for (int lane = 0; lane < kGroup; ++lane) acc[row][lane] = fma(value, weight[lane], acc[row][lane]);
@@ -50,6 +54,60 @@ inline void tile(const T* weights, int64_t row_stride, int64_t block_stride, int
         }
     for (int row = 0; row < Rows; ++row)
         for (int lane = 0; lane < kGroup; ++lane) sums[row][lane] = total(acc[row][lane]);
+}
+
+// Both elements of eight neighbouring pairs of bfloat16.
+inline vf first_of(const bfloat* pairs) {
+    Lanes<8>::Words words;
+    __builtin_memcpy(&words, pairs, sizeof words);
+    words <<= 16;
+    vf value;
+    __builtin_memcpy(&value, &words, sizeof value);
+    return value;
+}
+inline vf second_of(const bfloat* pairs) {
+    Lanes<8>::Words words;
+    __builtin_memcpy(&words, pairs, sizeof words);
+    words &= 0xffff0000u;
+    vf value;
+    __builtin_memcpy(&value, &words, sizeof value);
+    return value;
+}
+
+inline vf add_pairs(vf sum, const bfloat* pairs, const bfloat* factors) {
+    return fma(second_of(pairs), vf{} + bfloat_to_float(factors[1]), fma(first_of(pairs), vf{} + bfloat_to_float(factors[0]), sum));
+}
+inline vf add_pairs(vf sum, const float* values, const float* factor) { return fma(fetch(values), vf{} + *factor, sum); }
+
+template <int Rows, class T>
+inline void score_keys(const T* keys, const T* query, int64_t stride, int padded, float scale, float* out, int64_t ldout) {
+    constexpr int together = kTogether<T>;
+    for (int part = 0; part < kKeys; part += kWidth) {
+        vf sums[Rows] = {};
+        for (int at = 0; at < padded; at += together)
+            for (int row = 0; row < Rows; ++row)
+                sums[row] = add_pairs(sums[row], keys + at * kKeys + part * together, query + row * stride + at);
+        for (int row = 0; row < Rows; ++row) {
+            const vf scaled = sums[row] * scale;
+            __builtin_memcpy(out + row * ldout + part, &scaled, sizeof scaled);
+        }
+    }
+}
+
+template <int Rows, class T>
+inline void weigh_values(const T* values, int padded, int column, const T* weights, int64_t ldweights, int begin, int end,
+                         vf (*sums)[kBlock / kWidth]) {
+    constexpr int together = kTogether<T>;
+    for (int key = begin; key < end; key += together)
+        for (int part = 0; part < kBlock / kWidth; ++part) {
+            const T* from = values + int64_t(key) * padded + (column + part * kWidth) * together;
+            for (int row = 0; row < Rows; ++row) sums[row][part] = add_pairs(sums[row][part], from, weights + row * ldweights + key);
+        }
+}
+
+template <int Rows, class T>
+inline bool tile_of_codes(const PnMatrix&, const uint8_t*, float*, const T*, int64_t, float (*)[kGroup]) {
+    return false;
 }
 
 inline void keep(float* out, vf value) { __builtin_memcpy(out, &value, sizeof value); }
@@ -62,7 +120,7 @@ inline float scale_at(const uint8_t* scales, int index) {
 }
 
 template <class T>
-inline void expand_q4(const PnMatrix& matrix, const uint8_t* group, T* out) {
+inline void expand_q4(const PnMatrix& matrix, const uint8_t* group, T* out, float*) {
     const uint8_t* scales = group + matrix.codes_bytes;
     for (int block = 0; block < matrix.num_blocks; ++block, scales += 2 * kGroup * 2)
         for (int lane = 0; lane < kGroup; ++lane) {
@@ -70,6 +128,7 @@ inline void expand_q4(const PnMatrix& matrix, const uint8_t* group, T* out) {
             for (int part = 0; part < kBlock; part += kWidth, out += kWidth) {
                 Lanes<8>::Halves words;
                 __builtin_memcpy(&words, group + (size_t(block) * kBlock + size_t(part)) * 2, sizeof words);
+                __builtin_prefetch(group + size_t(block) * kBlock * 2 + kAhead);
                 const vf codes = __builtin_convertvector(__builtin_convertvector(words >> 4 * lane & 15, vi), vf);
                 keep(out, codes * scale + minimum);  // the product is exact: rounding once or twice is the same
             }
@@ -77,10 +136,11 @@ inline void expand_q4(const PnMatrix& matrix, const uint8_t* group, T* out) {
 }
 
 template <class T>
-inline void expand_q8(const PnMatrix& matrix, const uint8_t* group, T* out) {
+inline void expand_q8(const PnMatrix& matrix, const uint8_t* group, T* out, float*) {
     const uint8_t* scales = group + matrix.codes_bytes;
     for (int row = 0; row < matrix.num_blocks * kGroup; ++row) {
         const vf scale = vf{} + scale_at(scales, row);
+        __builtin_prefetch(group + size_t(row) * kBlock + kAhead);
         for (int part = 0; part < kBlock; part += kWidth, out += kWidth) {
             int8_t codes[kWidth];
             __builtin_memcpy(codes, group + size_t(row) * kBlock + size_t(part), sizeof codes);

@@ -1,20 +1,14 @@
 #include "matrix.h"
 
-#include <cstdlib>
 #include <cstring>
 #include <new>
 
 #include "error.h"
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 namespace pn {
 
 namespace {
 
-constexpr size_t kHugePage = size_t(2) << 20;
 constexpr size_t kQ8Bytes = 2 + kBlock;          // ggml's block_q8_0: scale, 32 int8
 constexpr size_t kQ4Bytes = 2 + 2 + kBlock / 2;  // ggml's block_q4_1: scale, minimum, columns 0-15 in low and 16-31 in high nibbles
 
@@ -91,19 +85,6 @@ void copy_row(const PnMatrix& from, int from_row, PnMatrix& to, int to_row) {
 
 }  // namespace
 
-void* allocate(size_t bytes) {
-    const size_t alignment = bytes >= kHugePage ? kHugePage : 64;
-    void* data = nullptr;
-    if (posix_memalign(&data, alignment, bytes ? bytes : 1) != 0) return nullptr;
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    if (bytes >= kHugePage) (void)madvise(data, bytes, MADV_HUGEPAGE);  // only advice: any answer will do
-#endif
-    memset(data, 0, bytes);
-    return data;
-}
-
-void release(void* data, size_t) { free(data); }
-
 float half_to_float(uint16_t half) {
     const uint32_t sign = uint32_t(half & 0x8000u) << 16, exponent = half >> 10 & 31u, mantissa = half & 1023u;
     if (exponent == 0) {
@@ -132,7 +113,7 @@ PnMatrix* pn_matrix_new(int32_t rows, int32_t cols, int32_t format) {
     const size_t codes = format == PN_Q4_1 ? kBlock * 2 : format == PN_Q8_0 ? kGroup * kBlock : kGroup * kBlock * element_bytes(format);
     matrix->codes_bytes = blocks * codes;
     matrix->group_bytes = round_up(blocks * (codes + scales), 64);
-    matrix->data = static_cast<uint8_t*>(allocate(size_t(matrix->num_groups) * matrix->group_bytes));
+    matrix->data = static_cast<uint8_t*>(allocate_weights(size_t(matrix->num_groups) * matrix->group_bytes));
     if (!matrix->data) {
         delete matrix;
         return fail_null("out of memory");
@@ -142,7 +123,7 @@ PnMatrix* pn_matrix_new(int32_t rows, int32_t cols, int32_t format) {
 
 void pn_matrix_free(PnMatrix* matrix) {
     if (!matrix) return;
-    release(matrix->data, size_t(matrix->num_groups) * matrix->group_bytes);
+    release_weights(matrix->data);
     delete matrix;
 }
 

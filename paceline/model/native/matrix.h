@@ -28,9 +28,11 @@ struct PnMatrix {
 
 namespace pn {
 
-// Memory in huge pages where the system gives them; null when there is none.
+// Zeros; null when there is no memory. Weights share large pieces in huge pages.
 void* allocate(size_t bytes);
-void release(void* data, size_t bytes);
+void release(void* data);
+void* allocate_weights(size_t bytes);
+void release_weights(void* data);
 
 inline size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 

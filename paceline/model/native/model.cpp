@@ -11,8 +11,6 @@ namespace pn {
 
 namespace {
 
-constexpr int kMaxHeadDim = 1024;  // kernels keep one head on the stack
-
 // float32 weights are rounded for bfloat16 when they are packed, not when they are multiplied.
 const char* fault_of(const PnMatrix& matrix, int dtype) {
     return dtype == PN_BF16 && matrix.format == PN_F32 ? "a float32 matrix cannot be multiplied in bfloat16" : nullptr;
@@ -64,7 +62,7 @@ public:
                   model_.input.at_least(tokens * size_t(hidden) * element) && model_.qkv.at_least(tokens * size_t(columns()) * 4);
         while (int(model_.threads.size()) < pool_.size()) model_.threads.push_back(std::make_unique<ThreadBuffers>());
         for (int thread = 0; thread < pool_.size(); ++thread)
-            ok &= model_.threads[size_t(thread)]->expanded.at_least(size_t(std::max(features, hidden)) * kGroup * 4) != nullptr;
+            ok &= model_.threads[size_t(thread)]->expanded.at_least(scratch_bytes(std::max(features, hidden))) != nullptr;
         if (model_.shares.size() < 5) model_.shares = std::vector<Share>(5);
         for (Share& share : model_.shares) share.reset();
         return ok ? 0 : fail("out of memory");
@@ -112,14 +110,15 @@ private:
         const int token = item / kv_heads / config_.num_layers / 2, position = model_.token_position[size_t(token)];
         const int row = rows_[model_.token_row[size_t(token)]];
         const float* from = model_.qkv.as<float>() + int64_t(token) * columns() + (is_value * config_.num_layers + layer) * model_.kv_rows() + head * head_dim;
-        const int64_t at = layer * cache_.layer_stride + row * cache_.row_stride + head * cache_.head_stride + int64_t(position) * padded;
+        const int64_t at = layer * cache_.layer_stride + row * cache_.row_stride + head * cache_.head_stride;
         void* to = static_cast<uint8_t*>(is_value ? cache_.values : cache_.keys) + at * model_.element_bytes();
         if (is_value) {
-            kernels_.convert(from, head_dim, padded, to);
+            const bool is_last = token + 1 == num_tokens_ || model_.token_row[size_t(token)] != model_.token_row[size_t(token + 1)];
+            kernels_.value(from, head_dim, padded, to, position, is_last);
             return;
         }
         const int64_t table = int64_t(position) * head_dim;
-        kernels_.head(from, model_.layers[size_t(layer)].k_norm, config_.eps, config_.cos + table, config_.sin + table, head_dim, padded, to);
+        kernels_.key({from, model_.layers[size_t(layer)].k_norm, config_.eps, config_.cos + table, config_.sin + table, head_dim}, padded, to, position);
     }
 
     PnModel& model_;
@@ -157,7 +156,7 @@ int32_t multiply(const PnMatrix& matrix, int dtype, const float* x, int num_toke
     bool ok = work.x.at_least(size_t(num_tokens) * size_t(padded) * size_t(element)) != nullptr;
     for (int thread = 0; thread < pool.size(); ++thread) {
         work.scratch.push_back(std::make_unique<Buffer>());
-        ok &= work.scratch.back()->at_least(size_t(padded) * kGroup * 4) != nullptr;
+        ok &= work.scratch.back()->at_least(scratch_bytes(padded)) != nullptr;
     }
     if (!ok) return fail("out of memory");
     for (int token = 0; token < num_tokens; ++token)

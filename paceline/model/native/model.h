@@ -12,7 +12,7 @@ namespace pn {
 class Buffer {
 public:
     Buffer() = default;
-    ~Buffer() { release(data_, bytes_); }
+    ~Buffer() { release(data_); }
     Buffer(const Buffer&) = delete;
     Buffer& operator=(const Buffer&) = delete;
     // Null when there is no memory.

@@ -74,7 +74,7 @@ const Kernels* kernels_for(int dtype) {
 
 void* Buffer::at_least(size_t bytes) {
     if (bytes <= bytes_) return data_;
-    release(data_, bytes_);
+    release(data_);
     data_ = allocate(bytes);
     bytes_ = data_ ? bytes : 0;
     return data_;

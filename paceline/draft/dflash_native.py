@@ -1,0 +1,111 @@
+"""DFlash's decode path as native calls: features to keys and values of all layers in one, the whole block pass in another.
+
+Embedding and head are the target's own packed matrices; a draft vocabulary takes rows of the head as they are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paceline.model import native_lib as native
+from paceline.model.native_decoder import (
+    NativeDecoder,
+    cache_view,
+    config_sizes,
+    layer_struct,
+    native_cache,
+    pack,
+    pack_vectors,
+    set_arrays,
+)
+from paceline.model.native_lib import CConfig, CLayer, CPass, Model, int32s, pointer
+from paceline.model.rope import rope_tables
+
+if TYPE_CHECKING:
+    from paceline.draft.dflash import DFlashNetwork, Drafts
+
+
+class NativePath:
+    """A DraftPath for a native target."""
+
+    def __init__(self, network: DFlashNetwork, target: NativeDecoder, draft_ids: Tensor | None = None) -> None:
+        self.config, shape = network.config, network.config.shape
+        self._dtype = target.dtype
+        self._weights = {name: tensor.detach().to("cpu", target.dtype) for name, tensor in network.state_dict().items()}
+        layers = [self._layer(index) for index in range(shape.num_layers)]
+        self._head = target.head_matrix if draft_ids is None else target.head_matrix.select(draft_ids.tolist())
+        slack = self.config.block_size
+        max_len = target.cache.max_len
+        cos, sin = (table.float().contiguous() for table in rope_tables(shape, max_len + slack))
+        every = [f"layers.{index}.self_attn" for index in range(shape.num_layers)]
+        context = [f"{name}.{which}_proj" for which in "kv" for name in every]
+        parts: dict[str, Any] = {
+            "fc": pack([self._weights["fc.weight"]], target.dtype),
+            "hidden_norm": self._vector("hidden_norm.weight"),
+            "context_kv": pack([self._weights[f"{name}.weight"] for name in context], target.dtype),
+            "context_bias": pack_vectors([self._weights.get(f"{name}.bias") for name in context]),
+            "final_norm": self._vector("norm.weight"),
+            "cos": cos,
+            "sin": sin,
+            "head": self._head,
+            "embedding": target.embedding_matrix,
+        }
+        structs = (CLayer * shape.num_layers)(*(layer_struct(layer) for layer in layers))
+        sizes = config_sizes(shape, target.dtype)
+        config = CConfig(**sizes, layers=structs, embedding_scale=self.config.input_embedding_scale, **_handles(parts))
+        self._model = Model(config, [layers, parts, structs])
+        self.cache = native_cache(shape, target.cache.num_rows, max_len, target.dtype, slack=slack)
+        self._view = cache_view(self.cache)
+        del self._weights
+
+    def _vector(self, name: str) -> Tensor:
+        return self._weights[name].float().contiguous()
+
+    def _layer(self, index: int) -> dict[str, Any]:
+        prefix, shape = f"layers.{index}", self.config.shape
+        parts: dict[str, Any] = {
+            "input_norm": self._vector(f"{prefix}.input_layernorm.weight"),
+            "mlp_norm": self._vector(f"{prefix}.post_attention_layernorm.weight"),
+            "q_norm": self._vector(f"{prefix}.self_attn.q_norm.weight"),
+            "k_norm": self._vector(f"{prefix}.self_attn.k_norm.weight"),
+            "window": shape.window(index) or 0,
+            "is_causal": int(self.config.is_causal[index]),
+        }
+        for name, projections in (
+            ("qkv", [f"{prefix}.self_attn.{which}_proj" for which in "qkv"]),
+            ("output", [f"{prefix}.self_attn.o_proj"]),
+            ("gate_up", [f"{prefix}.mlp.{which}_proj" for which in ("gate", "up")]),
+            ("down", [f"{prefix}.mlp.down_proj"]),
+        ):
+            parts[name] = pack([self._weights[f"{projection}.weight"] for projection in projections], self._dtype)
+            parts[f"{name}_bias"] = pack_vectors([self._weights.get(f"{projection}.bias") for projection in projections])
+        return parts
+
+    def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
+        """As DraftPath.inject."""
+        self._model.inject(self._view, rows, starts, counts, taps_TF.contiguous())
+        self.cache.append(rows, counts)
+
+    def draft(self, rows: list[int], anchors: list[int], width: int, with_logits: bool) -> Drafts:
+        """As DraftPath.draft; logits are float32."""
+        size, num_rows = self.config.block_size, len(rows)
+        masks = [self.config.mask_token_id] * (size - 1)
+        wanted = [row * size + slot for row in range(num_rows) for slot in range(1, 1 + width)]
+        argmax = int32s([0] * len(wanted))
+        logits_TV = torch.empty(len(wanted), self._head.rows) if with_logits else None
+        work = CPass(num_rows=num_rows, num_logit_rows=len(wanted), logits=pointer(logits_TV), logits_stride=self._head.rows)
+        arrays = {"rows": rows, "starts": [self.cache.lengths[row] for row in rows], "counts": [size] * num_rows}
+        arrays |= {"tokens": [token for anchor in anchors for token in (anchor, *masks)], "logit_rows": wanted}
+        keep = set_arrays(work, arrays, argmax=argmax)
+        self._model.forward(self._view, work)
+        del keep
+        best = list(argmax)
+        best_BK = [best[row * width : (row + 1) * width] for row in range(num_rows)]
+        return best_BK, None if logits_TV is None else logits_TV.view(num_rows, width, -1)
+
+
+def _handles(parts: dict[str, Any]) -> dict[str, Any]:
+    return {name: part.handle if isinstance(part, native.Matrix) else pointer(part) for name, part in parts.items()}
