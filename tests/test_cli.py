@@ -53,6 +53,8 @@ def test_without_a_command_help_is_shown() -> None:
         (("generate", "hi", "--max-tokens", "0"), "max_tokens must be at least 1"),
         (("generate", "hi", "--max-tokens", "many"), "--max-tokens"),
         (("generate", "hi", "--dtype", "int3"), "dtype"),
+        (("generate", "hi", "--backend", "gpu"), "backend must be one of auto, native, torch"),
+        (("bench", "decode", "--weight-format", "int3"), "weight_format must be one of auto, dense"),
         (("generate", "hi", "--kv-memory", "lots"), "write it as 512M"),
         (("generate", "hi", "--mock", "0.5"), "mocked_tokens_per_round"),
         (("generate", "hi", "--raw", "--system", "x"), "--system needs the chat template"),

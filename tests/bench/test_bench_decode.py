@@ -166,6 +166,7 @@ def test_report_and_json_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     made = bench(BenchConfig(("none", "good"), max_tokens=16, ignore_eos=True))
     made.run()
     line = as_line(made, MACHINE)
+    assert (line["backend"], line["isa"], line["weight_format"]) == ("torch", None, "float32")
     assert line["ceiling_tokens_per_s"] == ceiling_tokens_per_s(made.llm, MACHINE) == 1e9 / made.llm.target.weight_bytes
     monkeypatch.setattr(report, "draw", lambda folder, results: None)
     run = RunFolder.create("bench-decode", {}, tmp_path / "run")
