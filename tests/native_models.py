@@ -18,6 +18,7 @@ from paceline.model import native_lib
 from paceline.model.blocks import BlockKind, Blocks
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
+from paceline.model.kv_cache import StaticKVCache
 from paceline.model.loading import expected_shapes
 from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import ForwardBatch, ForwardOutput
@@ -173,6 +174,18 @@ def tell(target: Decoder | NativeDecoder, seed: int = 0, only_argmax: bool = Fal
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.clone()
+
+
+def in_order(cache: StaticKVCache) -> tuple[Tensor, Tensor]:
+    """Views of the native cache's keys and values whose elements stand as [layers, rows, kv_heads, positions, head_dim].
+
+    The order of paceline/model/native/kernels.h: sixteen positions' keys side by side, element by element; bfloat16 in pairs,
+    of a key's elements and of a value's positions.
+    """
+    *outer, positions, head_dim = cache.keys.shape
+    pair = 2 if cache.keys.dtype == torch.bfloat16 else 1
+    keys = cache.keys.view(*outer, positions // 16, head_dim // pair, 16, pair).movedim(-2, -3)
+    return keys, cache.values.view(*outer, positions // pair, head_dim, pair).movedim(-1, -2)
 
 
 def same_bits(left: Tensor | None, right: Tensor | None) -> bool:

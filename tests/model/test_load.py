@@ -49,7 +49,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import transformers
 
     torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape: Any = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(vocab_size=96, num_hidden_layers=2, tie_word_embeddings=True, **shape)
     path = tmp_path_factory.mktemp("models") / "model.gguf"
     quants = {"embed": Quant.Q8_0, "layers.1.mlp.down": Quant.Q5_0, "proj": Quant.Q4_1}

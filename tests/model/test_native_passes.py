@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from native_models import BASE, ISAS, native_decoder, needs_library, random_weights, restored, same_bits, use
+from native_models import BASE, ISAS, in_order, native_decoder, needs_library, random_weights, restored, same_bits, use
 from torch import Tensor
 
 from paceline.errors import NativeError
@@ -126,29 +126,31 @@ def random_shape(rng: random.Random) -> DecoderConfig:
 def test_passes_write_their_own_places_only(seed: int) -> None:
     """Random shapes and batches: numbers as PyTorch's, guards around outputs untouched, NaNs wherever nothing is written."""
     rng = random.Random(seed)
-    config, dtype, num_rows = random_shape(rng), rng.choice(DTYPES), rng.randint(1, 5)
+    config, dtype, num_rows, max_len = random_shape(rng), rng.choice(DTYPES), rng.randint(1, 5), rng.randint(81, 96)
     weights = random_weights(config, seed)
-    reference = Decoder(config, weights.items(), num_rows=num_rows, max_len=96, dtype=torch.float32)
-    native = NativeDecoder(config, weights.items(), num_rows=num_rows, max_len=96, dtype=dtype)
+    reference = Decoder(config, weights.items(), num_rows=num_rows, max_len=max_len, dtype=torch.float32)
+    native = NativeDecoder(config, weights.items(), num_rows=num_rows, max_len=max_len, dtype=dtype)
     use(rng.choice(ISAS), rng.choice([1, 1, 2, 3]))
     taps = tuple(rng.sample(range(config.num_layers), rng.randint(0, config.num_layers)))
     reference.set_taps(taps)
     for _ in range(num_rows):
         reference.cache.allocate()
-    keys, values = (guarded(tuple(native.kv.keys.shape), dtype) for _ in range(2))
-    native.kv.keys, native.kv.values = keys, values
+    for part in in_order(native.kv):
+        poison = guarded(tuple(native.kv.keys.shape), dtype)
+        poison[..., config.head_dim :] = 0  # what stands behind a head is zero at first, and stays so
+        part.copy_(poison.view(part.shape))
     lengths = [0] * num_rows
     for _ in range(3):
         rows = rng.sample(range(num_rows), rng.randint(1, num_rows))
-        counts = [min(rng.choice([1, 1, 2, 4, 7, 16, 17]), 96 - lengths[row]) for row in rows]
+        counts = [min(rng.choice([1, 1, 2, 4, 7, 16, 17]), max_len - lengths[row]) for row in rows]
         starts = [lengths[row] for row in rows]
         tokens = rng.choices(range(config.vocab_size), k=sum(counts))
         batch = ForwardBatch(rows, starts, counts, tokens)
         expected = reference.forward(batch)
-        before = keys.clone(), values.clone()
-        given = tokens, rng.sample(range(len(tokens)), rng.randint(0, min(len(tokens), 64)))
-        logits, argmax, tapped = guarded_pass(native, batch, taps, given[1])
-        check_close(logits, expected.logits_TV, given[1], dtype)
+        before = in_a_row(native)
+        wanted = rng.sample(range(len(tokens)), rng.randint(0, min(len(tokens), 64)))
+        logits, argmax, tapped = guarded_pass(native, batch, taps, wanted)
+        check_close(logits, expected.logits_TV, wanted, dtype)
         check_close(tapped, expected.taps_TF, range(len(tokens)) if taps else [], dtype)
         assert argmax == [int(each.argmax()) for each in logits]
         check_cache(native, before, batch)
@@ -191,13 +193,21 @@ def check_close(ours: Tensor, theirs: Tensor | None, wanted: Any, dtype: torch.d
     assert error < (1e-4 if dtype == torch.float32 else 0.1) * float(theirs.abs().max() + 0.1)
 
 
-def check_cache(native: NativeDecoder, before: tuple[Tensor, Tensor], batch: ForwardBatch) -> None:
-    """New positions hold numbers, zeros behind the head; everything else is as it was."""
-    head_dim = native.config.head_dim
-    for now, then in zip((native.kv.keys, native.kv.values), before, strict=True):
+def in_a_row(native: NativeDecoder) -> list[Tensor]:
+    """Copies of all keys and values, position after position."""
+    return [part.reshape(native.kv.keys.shape).clone() for part in in_order(native.kv)]
+
+
+def check_cache(native: NativeDecoder, before: list[Tensor], batch: ForwardBatch) -> None:
+    """New positions hold numbers; everything else is as it was, but for the value that shares a pair with the last new one."""
+    head_dim, is_paired = native.config.head_dim, native.dtype == torch.bfloat16
+    for now, then, is_value in zip(in_a_row(native), before, (False, True), strict=True):
         expected = then.clone()
         for row, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
-            written = now[:, row, :, start : start + count]
-            assert written.isfinite().all() and not written[..., head_dim:].any()
-            expected[:, row, :, start : start + count] = written
+            end = start + count
+            written = now[:, row, :, start:end, :head_dim]
+            assert written.isfinite().all()
+            expected[:, row, :, start:end, :head_dim] = written
+            if is_value and is_paired and end % 2:
+                expected[:, row, :, end, :head_dim] = 0
         assert same_bits(expected, now)
