@@ -150,6 +150,14 @@ inline bool few_rows(const Product& product, int group, T* scratch, const Output
     return true;
 }
 
+// As few_rows for product.num_rows rows, at most `Most`.
+template <class T, int Most>
+inline bool any_rows(const Product& product, int group, T* scratch, const Output& output) {
+    if constexpr (Most == 0) return false;
+    else return product.num_rows == Most ? few_rows<T, Most>(product, group, scratch, output)
+                                         : any_rows<T, Most - 1>(product, group, scratch, output);
+}
+
 template <class T, int Rows>
 inline void rows_of(const T* weights, const Product& product, int row, const Output& output) {
     float sums[Rows][kGroup];
@@ -165,12 +173,7 @@ void multiply(const Product& product, void* scratch) {
     for (int group = product.first_group; group < product.last_group; ++group) {
         const int column = (group - product.base_group) * kGroup;
         const Output output = {product.y + column, product.ldy, column, product.num_columns, product.accumulate, product.bias};
-        if constexpr (kMaxFused == 3) {
-            T* room = static_cast<T*>(scratch);
-            if (product.num_rows == 1 && few_rows<T, 1>(product, group, room, output)) continue;
-            if (product.num_rows == 2 && few_rows<T, 2>(product, group, room, output)) continue;
-            if (product.num_rows == 3 && few_rows<T, 3>(product, group, room, output)) continue;
-        }
+        if (product.num_rows <= kMaxFused && any_rows<T, kMaxFused>(product, group, static_cast<T*>(scratch), output)) continue;
         const T* weights = elements(*product.matrix, group, static_cast<T*>(scratch));
         int row = 0;
         for (int left; (left = product.num_rows - row) > 0;) {
@@ -243,7 +246,7 @@ inline void attend_rows(const Attention& a, int row) {
     const int64_t ldweights = ldscores * int64_t(sizeof(float) / sizeof(T));
     const int end = (a.end + kTogether<T> - 1) / kTogether<T> * kTogether<T>;
     for (int column = 0; column < a.padded_head_dim; column += kBlock) {
-        vf sums[Rows][kBlock / kWidth] = {};
+        vf sums[Rows][kBlock / kWidth];
         weigh_values<Rows>(static_cast<const T*>(a.values), a.padded_head_dim, column, weights, ldweights, begin, end, sums);
         for (int index = 0; index < Rows; ++index) {
             T* out = static_cast<T*>(a.out) + (row + index) * a.out_stride;

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kWidth = 16;
 constexpr int kMaxTile = 6;   // 24 sums, 4 weights, 1 activation: of 32 registers
-constexpr int kMaxFused = 3;  // rows up to which codes are not worth storing as weights first
+constexpr int kMaxFused = 4;  // rows up to which codes are not worth storing as weights first
 typedef uint16_t bfloat;
 typedef Lanes<16>::Floats vf;
 typedef Lanes<16>::Ints vi;
@@ -20,6 +20,9 @@ inline vf widen(const bfloat* from) {
     return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
 }
 inline void narrow(bfloat* to, vf value) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(value)); }
+
+// As an instruction of its own: the compiler takes a function that only prefetches for one that does nothing.
+inline void ask_for(const void* at) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(at))); }
 
 // The sums of four vectors, by one fixed tree.
 inline __m128 sums_of(__m512 a, __m512 b, __m512 c, __m512 d) {
@@ -59,10 +62,10 @@ struct Dense {
     int64_t row_stride, block_stride;
     void get(int block, int part, typename Step<T>::Vector (&out)[kGroup]) const {
         const T* at = weights + block * block_stride + part * kWidth;
-        for (int lane = 0; lane < kGroup; ++lane) {
+        each<kGroup>([&](auto lane) {
             out[lane] = Step<T>::load(at + lane * row_stride);
-            if (Ahead) __builtin_prefetch(reinterpret_cast<const uint8_t*>(at + lane * row_stride) + kAhead);
-        }
+            if (Ahead) ask_for(reinterpret_cast<const uint8_t*>(at + lane * row_stride) + kAhead);
+        });
     }
 };
 
@@ -89,8 +92,8 @@ struct Q4 {
         : codes(group), behind(group + matrix.codes_bytes), scales(widened(group + matrix.codes_bytes, matrix.num_blocks * 2 * kGroup, room)) {}
 
     void ahead(int block) const {
-        __builtin_prefetch(codes + size_t(block) * kBlock * 2 + kAhead);
-        if (block % 4 == 0) __builtin_prefetch(behind + block * 2 * kGroup * 2 + kAhead);
+        ask_for(codes + size_t(block) * kBlock * 2 + kAhead);
+        if (block % 4 == 0) ask_for(behind + block * 2 * kGroup * 2 + kAhead);
     }
     // Two rows share a table of 32: bit 4 of an index chooses the row.
     void get(int block, int, __m512bh (&out)[kGroup]) const {
@@ -98,19 +101,22 @@ struct Q4 {
         const __m512i code = _mm512_set1_epi16(15), second = _mm512_set1_epi16(16);
         const float* own = scales + block * 2 * kGroup;
         ahead(block);
-        for (int lane = 0; lane < kGroup; lane += 2) {
+        each<kGroup / 2>([&](auto pair) {
+            const int lane = 2 * pair;
             const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(q4_values(own, lane + 1), q4_values(own, lane));
             const __m512i low = _mm512_srli_epi16(words, unsigned(4 * lane)), high = _mm512_srli_epi16(words, unsigned(4 * lane + 4));
             out[lane] = (__m512bh)_mm512_permutexvar_epi16(_mm512_and_si512(low, code), table);
             out[lane + 1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(high, code, second, 0xea), table);  // and, or
-        }
+        });
     }
     void get(int block, int part, __m512 (&out)[kGroup]) const {
         const uint8_t* at = codes + (size_t(block) * kBlock + size_t(part) * kWidth) * 2;
         const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at));
         if (part == 0) ahead(block);
-        for (int lane = 0; lane < kGroup; ++lane)  // the shuffle reads the lowest four bits of each index
-            out[lane] = _mm512_permutexvar_ps(_mm512_srli_epi32(words, unsigned(4 * lane)), q4_values(scales + block * 2 * kGroup, lane));
+        each<kGroup>([&](auto lane) {  // the shuffle reads the lowest four bits of each index
+            const __m512i index = _mm512_srli_epi32(words, unsigned(4 * lane));
+            out[lane] = _mm512_permutexvar_ps(index, q4_values(scales + block * 2 * kGroup, lane));
+        });
     }
 };
 
@@ -128,34 +134,34 @@ struct Q8 {
         return _mm512_mul_ps(whole, _mm512_set1_ps(scales[block * kGroup + lane]));
     }
     void ahead(int block) const {
-        for (int line = 0; line < kGroup * kBlock; line += 64) __builtin_prefetch(codes + block * kGroup * kBlock + line + kAhead);
-        if (block % 8 == 0) __builtin_prefetch(behind + block * kGroup * 2 + kAhead);
+        for (int line = 0; line < kGroup * kBlock; line += 64) ask_for(codes + block * kGroup * kBlock + line + kAhead);
+        if (block % 8 == 0) ask_for(behind + block * kGroup * 2 + kAhead);
     }
     void get(int block, int, __m512bh (&out)[kGroup]) const {
         ahead(block);
-        for (int lane = 0; lane < kGroup; ++lane) out[lane] = _mm512_cvtne2ps_pbh(values(block, lane, 1), values(block, lane, 0));
+        each<kGroup>([&](auto lane) { out[lane] = _mm512_cvtne2ps_pbh(values(block, lane, 1), values(block, lane, 0)); });
     }
     void get(int block, int part, __m512 (&out)[kGroup]) const {
         if (part == 0) ahead(block);
-        for (int lane = 0; lane < kGroup; ++lane) out[lane] = values(block, lane, part);
+        each<kGroup>([&](auto lane) { out[lane] = values(block, lane, part); });
     }
 };
 
+// Products of `Rows` rows of x with a group.
 template <int Rows, class T, class Source>
 inline void run_tile(const Source& source, int num_blocks, const T* x, int64_t ldx, float (*sums)[kGroup]) {
     __m512 acc[Rows][kGroup];
-    for (int row = 0; row < Rows; ++row)
-        for (int lane = 0; lane < kGroup; ++lane) acc[row][lane] = _mm512_setzero_ps();
+    each<Rows>([&](auto row) { each<kGroup>([&](auto lane) { acc[row][lane] = _mm512_setzero_ps(); }); });
     for (int block = 0; block < num_blocks; ++block)
         for (int part = 0; part < Step<T>::kPerBlock; ++part) {
             typename Step<T>::Vector weights[kGroup];
             source.get(block, part, weights);
-            for (int row = 0; row < Rows; ++row) {
+            each<Rows>([&](auto row) {
                 const auto value = Step<T>::load(x + row * ldx + block * kBlock + part * kWidth);
-                for (int lane = 0; lane < kGroup; ++lane) acc[row][lane] = Step<T>::multiply(acc[row][lane], value, weights[lane]);
-            }
+                each<kGroup>([&](auto lane) { acc[row][lane] = Step<T>::multiply(acc[row][lane], value, weights[lane]); });
+            });
         }
-    for (int row = 0; row < Rows; ++row) _mm_storeu_ps(sums[row], sums_of(acc[row][0], acc[row][1], acc[row][2], acc[row][3]));
+    each<Rows>([&](auto row) { _mm_storeu_ps(sums[row], sums_of(acc[row][0], acc[row][1], acc[row][2], acc[row][3])); });
 }
 
 template <int Rows, bool Ahead, class T>
@@ -170,55 +176,39 @@ inline __m512i pair_at(const bfloat* from) {
     return _mm512_set1_epi32(both);
 }
 
-template <int Rows>
-inline void score_keys(const bfloat* keys, const bfloat* query, int64_t stride, int padded, float scale, float* out, int64_t ldout) {
-    __m512 acc[Rows];
-    for (int row = 0; row < Rows; ++row) acc[row] = _mm512_setzero_ps();
-    for (int at = 0; at < padded; at += 2) {
-        const __m512bh key = Step<bfloat>::load(keys + at * kKeys);
-        for (int row = 0; row < Rows; ++row) acc[row] = _mm512_dpbf16_ps(acc[row], key, (__m512bh)pair_at(query + row * stride + at));
-    }
-    for (int row = 0; row < Rows; ++row) _mm512_storeu_ps(out + row * ldout, _mm512_mul_ps(acc[row], _mm512_set1_ps(scale)));
+inline __m512 add_product(__m512 sum, const bfloat* pairs, const bfloat* factors) {
+    return _mm512_dpbf16_ps(sum, Step<bfloat>::load(pairs), (__m512bh)pair_at(factors));
 }
-template <int Rows>
-inline void score_keys(const float* keys, const float* query, int64_t stride, int padded, float scale, float* out, int64_t ldout) {
-    __m512 acc[Rows];
-    for (int row = 0; row < Rows; ++row) acc[row] = _mm512_setzero_ps();
-    for (int at = 0; at < padded; ++at) {
-        const __m512 key = _mm512_loadu_ps(keys + at * kKeys);
-        for (int row = 0; row < Rows; ++row) acc[row] = _mm512_fmadd_ps(key, _mm512_set1_ps(query[row * stride + at]), acc[row]);
-    }
-    for (int row = 0; row < Rows; ++row) _mm512_storeu_ps(out + row * ldout, _mm512_mul_ps(acc[row], _mm512_set1_ps(scale)));
+inline __m512 add_product(__m512 sum, const float* values, const float* factor) {
+    return _mm512_fmadd_ps(_mm512_loadu_ps(values), _mm512_set1_ps(*factor), sum);
 }
 
-template <int Rows>
-inline void weigh_values(const bfloat* values, int padded, int column, const bfloat* weights, int64_t ldweights, int begin, int end,
-                         vf (*sums)[kBlock / kWidth]) {
-    for (int key = begin; key < end; key += 2) {
-        const bfloat* from = values + int64_t(key) * padded + column * 2;
-        const __m512bh low = Step<bfloat>::load(from), high = Step<bfloat>::load(from + kBlock);
-        for (int row = 0; row < Rows; ++row) {
-            const __m512bh weight = (__m512bh)pair_at(weights + row * ldweights + key);
-            sums[row][0] = _mm512_dpbf16_ps(sums[row][0], low, weight);
-            sums[row][1] = _mm512_dpbf16_ps(sums[row][1], high, weight);
-        }
-    }
-}
-template <int Rows>
-inline void weigh_values(const float* values, int padded, int column, const float* weights, int64_t ldweights, int begin, int end,
-                         vf (*sums)[kBlock / kWidth]) {
-    for (int key = begin; key < end; ++key) {
-        const float* from = values + int64_t(key) * padded + column;
-        const __m512 low = _mm512_loadu_ps(from), high = _mm512_loadu_ps(from + kWidth);
-        for (int row = 0; row < Rows; ++row) {
-            const __m512 weight = _mm512_set1_ps(weights[row * ldweights + key]);
-            sums[row][0] = _mm512_fmadd_ps(low, weight, sums[row][0]);
-            sums[row][1] = _mm512_fmadd_ps(high, weight, sums[row][1]);
-        }
-    }
+template <int Rows, class T>
+inline void score_keys(const T* keys, const T* query, int64_t stride, int padded, float scale, float* out, int64_t ldout) {
+    __m512 acc[Rows];
+    each<Rows>([&](auto row) { acc[row] = _mm512_setzero_ps(); });
+    for (int at = 0; at < padded; at += kTogether<T>)
+        each<Rows>([&](auto row) { acc[row] = add_product(acc[row], keys + at * kKeys, query + row * stride + at); });
+    each<Rows>([&](auto row) { _mm512_storeu_ps(out + row * ldout, _mm512_mul_ps(acc[row], _mm512_set1_ps(scale))); });
 }
 
-// Few rows: codes become weights in registers and are used at once. Returns false where expanding first is better.
+template <int Rows, class T>
+inline void weigh_values(const T* values, int padded, int column, const T* weights, int64_t ldweights, int begin, int end,
+                         vf (*sums)[kBlock / kWidth]) {
+    __m512 low[Rows], high[Rows];
+    each<Rows>([&](auto row) { low[row] = high[row] = _mm512_setzero_ps(); });
+    for (int key = begin; key < end; key += kTogether<T>) {
+        const T* from = values + int64_t(key) * padded + column * kTogether<T>;
+        each<Rows>([&](auto row) {
+            const T* factor = weights + row * ldweights + key;
+            low[row] = add_product(low[row], from, factor);
+            high[row] = add_product(high[row], from + kWidth * kTogether<T>, factor);
+        });
+    }
+    each<Rows>([&](auto row) { sums[row][0] = low[row], sums[row][1] = high[row]; });
+}
+
+// Few rows: codes become weights in registers and are used at once. Returns false for a dense matrix.
 template <int Rows, class T>
 inline bool tile_of_codes(const PnMatrix& matrix, const uint8_t* group, float* room, const T* x, int64_t ldx, float (*sums)[kGroup]) {
     if (matrix.format == PN_Q4_1) run_tile<Rows>(Q4<T>(matrix, group, room), matrix.num_blocks, x, ldx, sums);

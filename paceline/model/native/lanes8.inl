@@ -39,21 +39,21 @@ inline float total(vf value) {
 template <int Rows, bool Ahead, class T>
 inline void tile(const T* weights, int64_t row_stride, int64_t block_stride, int num_blocks, const T* x, int64_t ldx,
                  float (*sums)[kGroup]) {
-    vf acc[Rows][kGroup] = {};
+    vf acc[Rows][kGroup];
+    each<Rows>([&](auto row) { each<kGroup>([&](auto lane) { acc[row][lane] = vf{}; }); });
     for (int block = 0; block < num_blocks; ++block, weights += block_stride, x += kBlock)
         for (int part = 0; part < kBlock; part += kWidth) {
             vf weight[kGroup];
-            for (int lane = 0; lane < kGroup; ++lane) {
+            each<kGroup>([&](auto lane) {
                 weight[lane] = fetch(weights + lane * row_stride + part);
                 if (Ahead) __builtin_prefetch(reinterpret_cast<const uint8_t*>(weights + lane * row_stride + part) + kAhead);
-            }
-            for (int row = 0; row < Rows; ++row) {
+            });
+            each<Rows>([&](auto row) {
                 const vf value = fetch(x + row * ldx + part);
-                for (int lane = 0; lane < kGroup; ++lane) acc[row][lane] = fma(value, weight[lane], acc[row][lane]);
-            }
+                each<kGroup>([&](auto lane) { acc[row][lane] = fma(value, weight[lane], acc[row][lane]); });
+            });
         }
-    for (int row = 0; row < Rows; ++row)
-        for (int lane = 0; lane < kGroup; ++lane) sums[row][lane] = total(acc[row][lane]);
+    each<Rows>([&](auto row) { each<kGroup>([&](auto lane) { sums[row][lane] = total(acc[row][lane]); }); });
 }
 
 // Both elements of eight neighbouring pairs of bfloat16.
@@ -83,14 +83,16 @@ template <int Rows, class T>
 inline void score_keys(const T* keys, const T* query, int64_t stride, int padded, float scale, float* out, int64_t ldout) {
     constexpr int together = kTogether<T>;
     for (int part = 0; part < kKeys; part += kWidth) {
-        vf sums[Rows] = {};
+        vf sums[Rows];
+        each<Rows>([&](auto row) { sums[row] = vf{}; });
         for (int at = 0; at < padded; at += together)
-            for (int row = 0; row < Rows; ++row)
+            each<Rows>([&](auto row) {
                 sums[row] = add_pairs(sums[row], keys + at * kKeys + part * together, query + row * stride + at);
-        for (int row = 0; row < Rows; ++row) {
+            });
+        each<Rows>([&](auto row) {
             const vf scaled = sums[row] * scale;
             __builtin_memcpy(out + row * ldout + part, &scaled, sizeof scaled);
-        }
+        });
     }
 }
 
@@ -98,11 +100,14 @@ template <int Rows, class T>
 inline void weigh_values(const T* values, int padded, int column, const T* weights, int64_t ldweights, int begin, int end,
                          vf (*sums)[kBlock / kWidth]) {
     constexpr int together = kTogether<T>;
+    vf acc[Rows][kBlock / kWidth];
+    each<Rows>([&](auto row) { each<kBlock / kWidth>([&](auto part) { acc[row][part] = vf{}; }); });
     for (int key = begin; key < end; key += together)
-        for (int part = 0; part < kBlock / kWidth; ++part) {
+        each<kBlock / kWidth>([&](auto part) {
             const T* from = values + int64_t(key) * padded + (column + part * kWidth) * together;
-            for (int row = 0; row < Rows; ++row) sums[row][part] = add_pairs(sums[row][part], from, weights + row * ldweights + key);
-        }
+            each<Rows>([&](auto row) { acc[row][part] = add_pairs(acc[row][part], from, weights + row * ldweights + key); });
+        });
+    each<Rows>([&](auto row) { each<kBlock / kWidth>([&](auto part) { sums[row][part] = acc[row][part]; }); });
 }
 
 template <int Rows, class T>

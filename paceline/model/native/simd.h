@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "kernels.h"
 
@@ -15,6 +16,17 @@ constexpr int kAhead = 8192;
 // Elements of neighbouring positions, or of one head, that are multiplied together: two bfloat16.
 template <class T>
 constexpr int kTogether = sizeof(T) == 2 ? 2 : 1;
+
+// f(0), f(1), ... with indices that are constants: sums in arrays indexed by a loop variable are written to memory each time
+// round, however short the loop.
+template <class Function, int... Index>
+__attribute__((always_inline)) inline void each_of(Function f, std::integer_sequence<int, Index...>) {
+    (f(std::integral_constant<int, Index>{}), ...);
+}
+template <int Count, class Function>
+__attribute__((always_inline)) inline void each(Function f) {
+    each_of(f, std::make_integer_sequence<int, Count>{});
+}
 
 template <int Width>
 struct Lanes {
