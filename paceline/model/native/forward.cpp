@@ -15,6 +15,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kStagesPerLayer = 8;
+constexpr int kAskedFor = 8192;     // bytes of the next weights
+constexpr int kLeastGroups = 4;     // of a matrix that a thread takes at a time
+constexpr int kLeastHeadGroups = 16;
 constexpr int kColumns = 16;        // of the gated product that a thread makes at a time
 constexpr int kHeadGroups = 64;     // of the head that a thread makes at a time
 
@@ -40,8 +43,15 @@ private:
     void product(int thread, const PnMatrix& matrix, int begin, int end, const Buffer& x, int cols, float* y, int64_t ldy, int columns,
                  bool accumulate, const float* bias);
 
+    // A matrix that a later stage begins with; gate and up are two parts that are walked through side by side.
+    struct Next {
+        const PnMatrix* matrix;
+        int least, parts;
+    };
     template <class Work>
-    void share(int thread, PnStage stage, int count, int least, Work work);
+    void share(int thread, PnStage stage, int count, int least, Work work, Next next = {nullptr, 0, 0});
+    void ask_for(const Next& next, int thread) const;
+    Next after(int layer) const;
 
     uint8_t* element(const Buffer& buffer, int64_t index) const { return buffer.as<uint8_t>() + index * model_.element_bytes(); }
     uint8_t* cached(void* base, int layer_index, int row, int head) const {
@@ -115,10 +125,12 @@ int32_t Forward::reserve() {
     return 0;
 }
 
+// A stage. Whoever is done asks for the weights it will begin with at `next`, before it waits.
 template <class Work>
-void Forward::share(int thread, PnStage stage, int count, int least, Work work) {
+void Forward::share(int thread, PnStage stage, int count, int least, Work work, Next next) {
     Share& pieces = model_.shares[next_share_[thread]++];
-    for (int begin, end; pieces.take(count, pool_.size(), least, &begin, &end);) work(begin, end);
+    pieces.each(count, pool_.size(), least, thread, work);
+    if (next.matrix) ask_for(next, thread);
     pool_.barrier();
     if (thread == 0 && pass_.stage_s) {
         const Clock::time_point now = Clock::now();
@@ -127,10 +139,17 @@ void Forward::share(int thread, PnStage stage, int count, int least, Work work) 
     }
 }
 
+void Forward::ask_for(const Next& next, int thread) const {
+    const int groups = next.matrix->num_groups / next.parts;
+    const int first = thread * Share::first_size(groups, pool_.size(), next.least);
+    for (int part = 0; part < next.parts; ++part)
+        for (int at = 0; at < kAskedFor / next.parts; at += 64) __builtin_prefetch(next.matrix->group(part * groups + first) + at);
+}
+
 void Forward::run(int thread) {
     share(thread, PN_STAGE_EMBED, num_tokens_, 1, [&](int begin, int end) {
         for (int token = begin; token < end; ++token) embed(token);
-    });
+    }, {model_.layers[0].qkv, kLeastGroups, 1});
     for (int index = 0; index < int(model_.layers.size()); ++index) layer(thread, index);
     const int last = int(model_.layers.size()) - 1;
     share(thread, PN_STAGE_NORM, num_tokens_ + pass_.num_logit_rows, 1, [&](int begin, int end) {
@@ -145,9 +164,14 @@ void Forward::run(int thread) {
         }
     });
     if (pass_.num_logit_rows)
-        share(thread, PN_STAGE_HEAD, config_.head->num_groups, 16, [&](int begin, int end) {
+        share(thread, PN_STAGE_HEAD, config_.head->num_groups, kLeastHeadGroups, [&](int begin, int end) {
             for (int first = begin; first < end; first += kHeadGroups) head(thread, first, std::min(first + kHeadGroups, end));
         });
+}
+
+Forward::Next Forward::after(int index) const {
+    if (index + 1 < int(model_.layers.size())) return {model_.layers[size_t(index + 1)].qkv, kLeastGroups, 1};
+    return {pass_.num_logit_rows ? config_.head : nullptr, kLeastHeadGroups, 1};
 }
 
 void Forward::layer(int thread, int index) {
@@ -159,7 +183,7 @@ void Forward::layer(int thread, int index) {
         });
     };
     normed(layer.input_norm, index - 1);
-    share(thread, PN_STAGE_QKV, layer.qkv->num_groups, 4, [&](int begin, int end) {
+    share(thread, PN_STAGE_QKV, layer.qkv->num_groups, kLeastGroups, [&](int begin, int end) {
         product(thread, *layer.qkv, begin, end, model_.input, hidden_size, model_.qkv.as<float>(), columns, columns, false, layer.qkv_bias);
     });
     share(thread, PN_STAGE_ROPE, num_tokens_ * (config_.num_heads + 2 * config_.num_kv_heads), 4, [&](int begin, int end) {
@@ -167,20 +191,20 @@ void Forward::layer(int thread, int index) {
     });
     share(thread, PN_STAGE_ATTEND, int(model_.tasks.size()), 1, [&](int begin, int end) {
         for (int task = begin; task < end; ++task) attend(thread, index, model_.tasks[size_t(task)]);
-    });
-    share(thread, PN_STAGE_OUTPUT, layer.output->num_groups, 4, [&](int begin, int end) {
+    }, {layer.output, kLeastGroups, 1});
+    share(thread, PN_STAGE_OUTPUT, layer.output->num_groups, kLeastGroups, [&](int begin, int end) {
         product(thread, *layer.output, begin, end, model_.attended, config_.num_heads * config_.head_dim, model_.hidden.as<float>(),
                 hidden_size, hidden_size, true, layer.output_bias);
-    });
+    }, {layer.gate_up, kLeastGroups, 2});
     normed(layer.mlp_norm, -1);
-    share(thread, PN_STAGE_GATE_UP, layer.gate_up->num_groups / 2, 4, [&](int begin, int end) {
+    share(thread, PN_STAGE_GATE_UP, layer.gate_up->num_groups / 2, kLeastGroups, [&](int begin, int end) {
         for (int first = begin; first < end; first += kColumns / kGroup)
             gate_up(thread, layer, first, std::min(first + kColumns / kGroup, end));
-    });
-    share(thread, PN_STAGE_DOWN, layer.down->num_groups, 4, [&](int begin, int end) {
+    }, {layer.down, kLeastGroups, 1});
+    share(thread, PN_STAGE_DOWN, layer.down->num_groups, kLeastGroups, [&](int begin, int end) {
         product(thread, *layer.down, begin, end, model_.gated, config_.inner_size, model_.hidden.as<float>(), hidden_size, hidden_size,
                 true, layer.down_bias);
-    });
+    }, after(index));
 }
 
 void Forward::product(int thread, const PnMatrix& matrix, int begin, int end, const Buffer& x, int cols, float* y, int64_t ldy,

@@ -71,35 +71,41 @@ public:
     void run(int thread) {
         const int hidden_size = config_.hidden_size, padded = padded_cols(hidden_size), features = config_.fc->cols;
         const int64_t ldx = padded_cols(features), element = model_.element_bytes();
-        share(0, num_tokens_, 1, [&](int token) {
+        share(thread, 0, num_tokens_, 1, [&](int token) {
             uint8_t* to = model_.features.as<uint8_t>() + token * ldx * element;
             memcpy(to, features_ + int64_t(token) * features * element, size_t(features * element));
             memset(to + features * element, 0, size_t((ldx - features) * element));
         });
         product(thread, 1, *config_.fc, model_.features, model_.hidden, hidden_size, nullptr);
-        share(2, num_tokens_, 1, [&](int token) {
+        share(thread, 2, num_tokens_, 1, [&](int token) {
             kernels_.norm(model_.hidden.as<float>() + int64_t(token) * hidden_size, config_.hidden_norm, hidden_size, padded, config_.eps,
                           model_.input.as<uint8_t>() + int64_t(token) * padded * element);
         });
         product(thread, 3, *config_.context_kv, model_.input, model_.qkv, columns(), config_.context_bias);
-        share(4, num_tokens_ * 2 * config_.num_layers * config_.num_kv_heads, 4, [&](int item) { put(item); });
+        share(thread, 4, num_tokens_ * 2 * config_.num_layers * config_.num_kv_heads, 4, [&](int item) { put(item); });
     }
 
 private:
     int columns() const { return 2 * config_.num_layers * model_.kv_rows(); }
 
     template <class Work>
-    void share(int stage, int count, int least, Work work) {
-        for (int begin, end; model_.shares[size_t(stage)].take(count, pool_.size(), least, &begin, &end);)
+    void pieces(int stage, int count, int least, int thread, Work work) {
+        model_.shares[size_t(stage)].each(count, pool_.size(), least, thread, work);
+    }
+
+    template <class Work>
+    void share(int thread, int stage, int count, int least, Work work) {
+        pieces(stage, count, least, thread, [&](int begin, int end) {
             for (int item = begin; item < end; ++item) work(item);
+        });
         pool_.barrier();
     }
 
     void product(int thread, int stage, const PnMatrix& matrix, const Buffer& x, const Buffer& y, int columns, const float* bias) {
-        for (int begin, end; model_.shares[size_t(stage)].take(matrix.num_groups, pool_.size(), 4, &begin, &end);) {
+        pieces(stage, matrix.num_groups, 4, thread, [&](int begin, int end) {
             const Product product = {&matrix, begin, end, x.as<void>(), matrix.padded_cols(), num_tokens_, y.as<float>(), columns, 0, columns, false, bias};
             kernels_.multiply(product, model_.threads[size_t(thread)]->expanded.as<void>());
-        }
+        });
         pool_.barrier();
     }
 
@@ -143,10 +149,10 @@ struct Multiply {
     float* out;
 
     void run(int thread) {
-        for (int begin, end; pieces.take(matrix.num_groups, pool.size(), 4, &begin, &end);) {
+        pieces.each(matrix.num_groups, pool.size(), 4, thread, [&](int begin, int end) {
             const Product product = {&matrix, begin, end, x.as<void>(), matrix.padded_cols(), num_tokens, out, matrix.rows, 0, matrix.rows, false, nullptr};
             kernels.multiply(product, scratch[size_t(thread)]->as<void>());
-        }
+        });
     }
 };
 

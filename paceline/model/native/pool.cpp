@@ -22,13 +22,14 @@ constexpr int kSpinsBeforeYield = 20000;
 }  // namespace
 
 bool Share::take(int count, int num_threads, int least, int* begin, int* end) {
+    const int base = first_size(count, num_threads, least) * num_threads;
     int first = next_.load(std::memory_order_relaxed);
-    while (first < count) {
-        int size = (count - first) / (2 * num_threads);
+    while (base + first < count) {
+        int size = (count - base - first) / (2 * num_threads);
         size = size < least ? least : size / least * least;
-        const int last = first + size < count ? first + size : count;
+        const int last = base + first + size < count ? first + size : count - base;
         if (next_.compare_exchange_weak(first, last, std::memory_order_relaxed)) {
-            *begin = first, *end = last;
+            *begin = base + first, *end = base + last;
             return true;
         }
     }

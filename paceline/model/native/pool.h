@@ -10,15 +10,28 @@ namespace pn {
 
 constexpr int kMaxThreads = 256;
 
-// Hands out [0, count) in shrinking pieces: large ones first, so that few are handed out, small ones last, so that a thread
-// that was held up delays the others little.
+// Hands out [0, count): first a piece of its own to every thread, half of the work together, so that a thread knows beforehand
+// where it will begin; then what is left in shrinking pieces, so that a thread that was held up delays the others little.
 class Share {
 public:
     void reset() { next_.store(0, std::memory_order_relaxed); }
-    // Takes [begin, end) of [0, count); false when nothing is left.
-    bool take(int count, int num_threads, int least, int* begin, int* end);
+    // Size of everyone's first piece; that of thread t begins at t times this.
+    static int first_size(int count, int num_threads, int least) {
+        const int size = num_threads == 1 ? count : count / (2 * num_threads);
+        return size / least * least;
+    }
+    // work(begin, end) for everything this thread gets of [0, count), in pieces of `least` or more.
+    template <class Work>
+    void each(int count, int num_threads, int least, int thread, Work work) {
+        const int size = first_size(count, num_threads, least);
+        if (size) work(thread * size, (thread + 1) * size);
+        for (int begin, end; take(count, num_threads, least, &begin, &end);) work(begin, end);
+    }
 
 private:
+    // [begin, end) of what is left; false when nothing is.
+    bool take(int count, int num_threads, int least, int* begin, int* end);
+
     alignas(64) std::atomic<int> next_{0};
 };
 
