@@ -141,6 +141,8 @@ class Sequence:
     accepted_histogram: list[int] = field(default_factory=list)
     """accepted_histogram[n]: rounds in which exactly n drafts stood."""
     lossless: bool = True
+    max_drafted: int | None = None
+    """Most drafts of the next round, as the engine chose; None leaves it to the drafter."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
     eos_token_ids: tuple[int, ...] = ()
@@ -199,8 +201,11 @@ class Batch:
         return [seq.tokens[-1] for seq in self.sequences]
 
     def draft_limits_B(self, num_drafted: int) -> list[int]:
-        """No more drafts than the request may still produce besides the bonus token."""
-        return [min(num_drafted, seq.num_remaining - 1) for seq in self.sequences]
+        """No more drafts than were chosen, nor than the request may still produce besides the bonus token."""
+        return [
+            min(num_drafted, seq.num_remaining - 1, num_drafted if seq.max_drafted is None else seq.max_drafted)
+            for seq in self.sequences
+        ]
 
     def __len__(self) -> int:
         return len(self.sequences)

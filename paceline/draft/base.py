@@ -37,6 +37,8 @@ class Drafter(ABC):
     name: str = ""
     num_drafted: int = 0
     """The most tokens drafted per round (block_size - 1)."""
+    chooses_length: bool = False
+    """Whether it knows best itself how much to draft: the engine then leaves the choice to it."""
     tap_layers: tuple[int, ...] = ()
     """Target layers whose outputs `observe` needs; layer l is Transformers' hidden_states[l + 1]."""
 

@@ -250,6 +250,7 @@ class DFlashDrafter(Drafter):
         self._target = target
         self._ids = None if self.draft_ids is None else self.draft_ids.tolist()
         self._path = make_path(self.network, target, self.draft_ids)
+        self._pending: dict[int, list[Tensor]] = {}
 
     def cache_bytes(self, target: Target) -> int:
         shape, num_rows = self.config.shape, target.cache.num_rows
@@ -260,14 +261,27 @@ class DFlashDrafter(Drafter):
 
     def start(self, seq: Sequence) -> None:
         self._path.cache.rollback([seq.row], [0])
+        self._pending.pop(seq.row, None)
 
-    @torch.inference_mode()
     def observe(self, observed: list[Observed]) -> None:
-        rows, starts = [one.sequence.row for one in observed], [one.start for one in observed]
-        assert starts == [self._path.cache.lengths[row] for row in rows], "positions must be observed once, in order"
-        taps = [one.taps_NF for one in observed if one.taps_NF is not None]
-        assert len(taps) == len(observed), "the target was not asked for taps"
-        self._path.inject(rows, starts, [one.count for one in observed], taps[0] if len(taps) == 1 else torch.cat(taps))
+        """Keeps the features; they become keys and values when their row drafts: a row that does not pays nothing."""
+        for one in observed:
+            assert one.taps_NF is not None, "the target was not asked for taps"
+            pending = self._pending.setdefault(one.sequence.row, [])
+            known = self._path.cache.lengths[one.sequence.row] + sum(len(taps) for taps in pending)
+            assert one.start == known, "positions must be observed once, in order"
+            pending.append(one.taps_NF.clone())
+
+    def drop(self, seq: Sequence) -> None:
+        self._pending.pop(seq.row, None)
+
+    def _inject(self, rows: list[int]) -> None:
+        waiting = [row for row in rows if row in self._pending]
+        if not waiting:
+            return
+        taps = [torch.cat(self._pending.pop(row)) for row in waiting]
+        starts = [self._path.cache.lengths[row] for row in waiting]
+        self._path.inject(waiting, starts, [len(own) for own in taps], taps[0] if len(taps) == 1 else torch.cat(taps))
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> DraftBlock:
@@ -278,9 +292,10 @@ class DFlashDrafter(Drafter):
             return block
         sequences = [batch.sequences[index] for index in drafting]
         rows, anchors = [seq.row for seq in sequences], [seq.tokens[-1] for seq in sequences]
+        self._inject(rows)
         assert [self._path.cache.lengths[row] for row in rows] == [seq.cached_len for seq in sequences]
         sampled = [self.draft_sampling == "sample" and not seq.params.is_greedy for seq in sequences]
-        best_BK, logits_BKV = self._path.draft(rows, anchors, max(limits), any(sampled))
+        best_BK, logits_BKV = self._draft(rows, anchors, max(limits), any(sampled))
         for slot, (seq, index) in enumerate(zip(sequences, drafting, strict=True)):
             limit = limits[index]
             if sampled[slot]:
@@ -291,6 +306,9 @@ class DFlashDrafter(Drafter):
                 best_K = best_BK[slot][:limit]
                 block.tokens_B[index] = best_K if self._ids is None else [self._ids[best] for best in best_K]
         return block
+
+    def _draft(self, rows: list[int], anchors: list[int], width: int, with_logits: bool) -> Drafts:
+        return self._path.draft(rows, anchors, width, with_logits)
 
     def _over_all_tokens(self, logits_KV: Tensor) -> Tensor:
         if self.draft_ids is None:

@@ -43,6 +43,7 @@ class NgramDrafter(Drafter):
     """Drafts the continuation of the longest earlier match; nothing when fewer than `min_match` tokens match."""
 
     name = "ngram"
+    chooses_length = True
 
     def __init__(
         self,

@@ -12,11 +12,13 @@ import transformers
 from round_loop import GreedyJudge, admit, generate, ready
 
 from paceline.draft.checkpoint import DFlashConfig, default_layer_ids, new_config
-from paceline.draft.dflash import DFlashDrafter, DFlashNetwork, scale_logits
+from paceline.draft.dflash import DFlashDrafter, DFlashNetwork, Drafts, scale_logits
 from paceline.engine.round import decode_round
 from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError
+from paceline.model import native_lib
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
+from paceline.model.native_decoder import NativeDecoder
 from paceline.train.attention import Layout, make_attention
 from paceline.types import Batch, SamplingParams
 
@@ -65,8 +67,8 @@ def network(raw: dict[str, Any], seed: int = 0) -> DFlashNetwork:
     return built
 
 
-def targets(num_rows: int = 3, hidden: int = HIDDEN, vocab: int = VOCAB) -> tuple[Any, Decoder]:
-    """The same tiny Llama in Transformers and in our decoder."""
+def targets(num_rows: int = 3, hidden: int = HIDDEN, vocab: int = VOCAB, kind: Any = Decoder) -> tuple[Any, Any]:
+    """The same tiny Llama in Transformers and in our decoder: Decoder or NativeDecoder."""
     sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 48, "rms_norm_eps": 1e-6}
     config = transformers.LlamaConfig(
         **sizes, num_hidden_layers=TARGET_LAYERS, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512
@@ -76,7 +78,13 @@ def targets(num_rows: int = 3, hidden: int = HIDDEN, vocab: int = VOCAB) -> tupl
         "llama", **sizes, num_layers=TARGET_LAYERS, num_heads=4, num_kv_heads=2, head_dim=hidden // 4, max_position=512
     )
     tensors = [(name, tensor.detach().clone()) for name, tensor in model.state_dict().items()]
-    return model, Decoder(shape, tensors, num_rows=num_rows, max_len=256)
+    return model, kind(shape, tensors, num_rows=num_rows, max_len=256)
+
+
+KINDS = [
+    Decoder,
+    pytest.param(NativeDecoder, marks=pytest.mark.skipif(native_lib.load() is None, reason="the native library is not built")),
+]
 
 
 class Recording(DFlashDrafter):
@@ -86,10 +94,11 @@ class Recording(DFlashDrafter):
         super().__init__(*args, **options)
         self.logits: list[torch.Tensor] = []
 
-    def _draft_logits(self, sequences: Any, width: int) -> torch.Tensor:
-        logits = super()._draft_logits(sequences, width)
-        self.logits += list(logits.clone())
-        return logits
+    def _draft(self, rows: list[int], anchors: list[int], width: int, with_logits: bool) -> Drafts:
+        best, logits = super()._draft(rows, anchors, width, True)
+        assert logits is not None
+        self.logits += list(scale_logits(logits, self.config).clone())
+        return best, logits if with_logits else None
 
 
 def reference_rounds(
@@ -126,22 +135,25 @@ def assert_same_rounds(raw: dict[str, Any], model: Any, target: Decoder, max_tok
 
 
 # The reference cannot run sliding layers without a window: Transformers' cache fails on them.
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", sorted(VARIANTS.keys() - {"sliding-unused"}))
-def test_fifty_rounds_as_the_reference(name: str) -> None:
-    model, target = targets()
+def test_fifty_rounds_as_the_reference(name: str, kind: Any) -> None:
+    model, target = targets(kind=kind)
     assert_same_rounds(raw_config(**VARIANTS[name]), model, target, max_tokens=90, min_rounds=50)
 
 
-def test_medium_shape_as_the_reference() -> None:
-    model, target = targets(hidden=192, vocab=12)
+@pytest.mark.parametrize("kind", KINDS)
+def test_medium_shape_as_the_reference(kind: Any) -> None:
+    model, target = targets(hidden=192, vocab=12, kind=kind)
     raw = new_config(192, 12, TARGET_LAYERS, num_layers=5, block_size=16, head_dim=32)
     assert_same_rounds(raw, model, target, max_tokens=40, min_rounds=15)
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("keys", VARIANTS.values(), ids=VARIANTS.keys())
-def test_decode_path_equals_the_trainable_network(keys: dict[str, Any]) -> None:
-    _, target = targets()
+def test_decode_path_equals_the_trainable_network(keys: dict[str, Any], kind: Any) -> None:
+    _, target = targets(kind=kind)
     drafter = Recording(network(raw_config(**keys)))
     ready(target, drafter)
     seq = admit(target, drafter, PROMPT, SamplingParams(max_tokens=40))
@@ -332,8 +344,9 @@ def test_num_drafted_beyond_the_block_is_refused() -> None:
         DFlashDrafter(network(raw_config()), num_drafted=8)
 
 
-def test_cache_bytes_are_those_allocated() -> None:
-    _, target = targets()
+@pytest.mark.parametrize("kind", KINDS)
+def test_cache_bytes_are_those_allocated(kind: Any) -> None:
+    _, target = targets(kind=kind)
     drafter = DFlashDrafter.random(target, head_dim=8, block_size=6)
     target.set_taps(drafter.tap_layers)
     drafter.bind(target)
@@ -341,45 +354,47 @@ def test_cache_bytes_are_those_allocated() -> None:
     decode_round(Batch([admit(target, drafter, PROMPT, SamplingParams(max_tokens=9))]), target, drafter, GreedyJudge())
 
 
+@pytest.mark.parametrize("kind", KINDS)
 class TestDraftVocabulary:
     """Drafting among some tokens only: the same network, fewer rows of the head."""
 
     IDS = torch.tensor([1, 4, 5, 9])
 
-    def rounds(self, **options: Any) -> tuple[Recording, list[Any]]:
-        _, target = targets()
+    def rounds(self, kind: Any, **options: Any) -> tuple[Recording, list[Any]]:
+        _, target = targets(kind=kind)
         drafter = Recording(network(raw_config()), **options)
         ready(target, drafter)
         rows = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8, seed=5)]
         block = drafter.propose(Batch([admit(target, drafter, PROMPT, params) for params in rows]))
         return drafter, [block.tokens_B, block.probs_B]
 
-    def test_drafts_are_the_best_of_these_tokens(self) -> None:
-        full, _ = self.rounds()
-        reduced, (tokens, probs) = self.rounds(draft_ids=self.IDS)
+    def test_drafts_are_the_best_of_these_tokens(self, kind: Any) -> None:
+        full, _ = self.rounds(kind)
+        reduced, (tokens, probs) = self.rounds(kind, draft_ids=self.IDS)
         for all_logits, some_logits in zip(full.logits, reduced.logits, strict=True):
             torch.testing.assert_close(all_logits[:, self.IDS], some_logits, atol=1e-5, rtol=1e-4)
         assert tokens[0] == self.IDS[full.logits[0][:, self.IDS].argmax(-1)].tolist()
         assert probs[1].shape == (7, VOCAB) and set(tokens[1]) <= set(self.IDS.tolist())
         torch.testing.assert_close(probs[1][:, self.IDS].sum(-1), torch.ones(7))
 
-    def test_text_is_the_targets_all_the_same(self) -> None:
-        _, target = targets()
+    def test_text_is_the_targets_all_the_same(self, kind: Any) -> None:
+        _, target = targets(kind=kind)
         plain = generate(target, DFlashDrafter(network(raw_config())), [PROMPT], 30)[0]
         assert generate(target, DFlashDrafter(network(raw_config()), draft_ids=self.IDS), [PROMPT], 30)[0] == plain
 
-    def test_it_is_kept_beside_the_checkpoint(self, tmp_path: Path) -> None:
-        folder = tmp_path / "drafter"
-        DFlashDrafter(network(raw_config()), draft_ids=self.IDS).save(folder)
-        again = DFlashDrafter.from_folder(folder)
-        assert again.draft_ids is not None and again.draft_ids.tolist() == self.IDS.tolist()
-        DFlashDrafter(network(raw_config())).save(folder)
-        assert DFlashDrafter.from_folder(folder).draft_ids is None, "another drafter's tokens must not stay"
-        (folder / "draft_ids.safetensors").write_bytes(b"no tensors")
-        with pytest.raises(ModelFileError, match="delete it"):
-            DFlashDrafter.from_folder(folder)
-
-    def test_tokens_the_target_lacks_are_refused(self) -> None:
-        _, target = targets()
+    def test_tokens_the_target_lacks_are_refused(self, kind: Any) -> None:
+        _, target = targets(kind=kind)
         with pytest.raises(DrafterMismatchError, match="draft vocabulary: the drafter says token 11"):
             DFlashDrafter(network(raw_config()), draft_ids=torch.tensor([1, 11])).bind(target)
+
+
+def test_a_draft_vocabulary_is_kept_beside_the_checkpoint(tmp_path: Path) -> None:
+    ids, folder = torch.tensor([1, 4, 5, 9]), tmp_path / "drafter"
+    DFlashDrafter(network(raw_config()), draft_ids=ids).save(folder)
+    again = DFlashDrafter.from_folder(folder)
+    assert again.draft_ids is not None and again.draft_ids.tolist() == ids.tolist()
+    DFlashDrafter(network(raw_config())).save(folder)
+    assert DFlashDrafter.from_folder(folder).draft_ids is None, "another drafter's tokens must not stay"
+    (folder / "draft_ids.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ModelFileError, match="delete it"):
+        DFlashDrafter.from_folder(folder)
