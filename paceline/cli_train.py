@@ -187,7 +187,7 @@ def evaluate(
 
     Example: paceline evaluate runs/mine/drafter --prompts questions.jsonl --limit 20
     """
-    settings = settings_of({**locals(), "drafter": "none", "num_drafted": None}, model)
+    settings = settings_of({**locals(), "drafter": "none", "num_drafted": None, "speculate": "full"}, model)
     del settings["drafter"]
     batches = tuple(int(value) for value in numbers("--batch", batch, whole=True))
     temperatures = tuple(numbers("--temperature", temperature))

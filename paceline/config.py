@@ -11,6 +11,7 @@ from paceline.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BACKENDS = ("auto", "native", "torch")
 WEIGHT_FORMATS = ("auto", "dense")
+SPECULATE = ("auto", "full")
 RULES = ("auto", "match", "rejection", "block")
 
 
@@ -40,7 +41,10 @@ class EngineConfig:
     kv_memory: int | None = None
     """Bytes for all caches together, the drafter's too; lowers max_batch until it fits. None: as max_batch and max_len need."""
     num_drafted: int | None = None
-    """Tokens drafted per round; None takes the drafter's own."""
+    """Most tokens drafted per round; None takes the drafter's own number."""
+    speculate: str = "auto"
+    """auto drafts in each round as many tokens as bring the most tokens per second here, none when none do; full always as many
+    as it may. Sampled requests with a seed always draft in full: their text depends on the number."""
     rule: str = "auto"
     """How sampled drafts are verified: match (certain drafts), rejection, block; auto takes the best that is lossless."""
     mocked_tokens_per_round: float | None = None
@@ -59,6 +63,7 @@ class EngineConfig:
                 f"weight_format must be one of {', '.join(WEIGHT_FORMATS)}, not {self.weight_format!r}",
             ),
             (self.rule not in RULES, f"rule must be one of {', '.join(RULES)}, not {self.rule!r}"),
+            (self.speculate not in SPECULATE, f"speculate must be auto or full, not {self.speculate!r}"),
             (self.weights not in ("checkpoint", "random"), f"weights must be checkpoint or random, not {self.weights!r}"),
             (self.max_batch < 1, "max_batch must be at least 1"),
             (self.max_len is not None and self.max_len < 2, "max_len must be at least 2"),

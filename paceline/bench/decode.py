@@ -49,7 +49,7 @@ class BenchConfig:
     against: tuple[str, ...] = ()
     """`transformers` adds its generate, plain and with prompt lookup, at batch 1 and temperature 0."""
     num_drafted: int | None = None
-    seed: int = 0
+    seed: int | None = 0
 
     def __post_init__(self) -> None:
         checks = (
@@ -191,7 +191,7 @@ class Bench:
                 temperature=temperature,
                 max_tokens=self.config.max_tokens,
                 ignore_eos=self.config.ignore_eos,
-                seed=self.config.seed + index,
+                seed=None if self.config.seed is None else self.config.seed + index,
             )
             for index in range(len(self.requests))
         ]

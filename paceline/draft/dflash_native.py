@@ -1,6 +1,7 @@
 """DFlash's decode path as native calls: features to keys and values of all layers in one, the whole block pass in another.
 
-Embedding and head are the target's own packed matrices; a draft vocabulary takes rows of the head as they are.
+Embedding and head are the target's own packed matrices; a draft vocabulary takes rows of the head as they are. Beside a target
+that is read in blocks the drafter's matrices are rounded to Q8_0: half the bytes, and what it says is checked anyway.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 from paceline.model import native_lib as native
 from paceline.model.native_decoder import (
     NativeDecoder,
+    as_q8,
     cache_view,
     config_sizes,
     layer_struct,
@@ -34,6 +36,7 @@ class NativePath:
     def __init__(self, network: DFlashNetwork, target: NativeDecoder, draft_ids: Tensor | None = None) -> None:
         self.config, shape = network.config, network.config.shape
         self._dtype = target.dtype
+        self._in_blocks = target.weight_format not in ("float32", "bfloat16")
         self._weights = {name: tensor.detach().to("cpu", target.dtype) for name, tensor in network.state_dict().items()}
         layers = [self._layer(index) for index in range(shape.num_layers)]
         self._head = target.head_matrix if draft_ids is None else target.head_matrix.select(draft_ids.tolist())
@@ -43,9 +46,9 @@ class NativePath:
         every = [f"layers.{index}.self_attn" for index in range(shape.num_layers)]
         context = [f"{name}.{which}_proj" for which in "kv" for name in every]
         parts: dict[str, Any] = {
-            "fc": pack([self._weights["fc.weight"]], target.dtype),
+            "fc": self._pack(["fc"]),
             "hidden_norm": self._vector("hidden_norm.weight"),
-            "context_kv": pack([self._weights[f"{name}.weight"] for name in context], target.dtype),
+            "context_kv": self._pack(context),
             "context_bias": pack_vectors([self._weights.get(f"{name}.bias") for name in context]),
             "final_norm": self._vector("norm.weight"),
             "cos": cos,
@@ -64,6 +67,10 @@ class NativePath:
     def _vector(self, name: str) -> Tensor:
         return self._weights[name].float().contiguous()
 
+    def _pack(self, names: list[str]) -> native.Matrix:
+        weights = [self._weights[f"{name}.weight"] for name in names]
+        return pack([as_q8(weight) for weight in weights] if self._in_blocks else list(weights), self._dtype)
+
     def _layer(self, index: int) -> dict[str, Any]:
         prefix, shape = f"layers.{index}", self.config.shape
         parts: dict[str, Any] = {
@@ -80,7 +87,7 @@ class NativePath:
             ("gate_up", [f"{prefix}.mlp.{which}_proj" for which in ("gate", "up")]),
             ("down", [f"{prefix}.mlp.down_proj"]),
         ):
-            parts[name] = pack([self._weights[f"{projection}.weight"] for projection in projections], self._dtype)
+            parts[name] = self._pack(projections)
             parts[f"{name}_bias"] = pack_vectors([self._weights.get(f"{projection}.bias") for projection in projections])
         return parts
 

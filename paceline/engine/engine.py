@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.draft.base import Drafter, NoDrafter, Observed
+from paceline.engine.draft_length import DraftLengths
 from paceline.engine.round import Judge, decode_round, record
 from paceline.engine.sampling import LosslessJudge
 from paceline.engine.scheduler import Scheduler
@@ -45,7 +46,7 @@ class TextTokenizer(Protocol):
 
 
 class Engine:
-    """Continuous batching over one target and one drafter."""
+    """Continuous batching over one target and one drafter; `lengths` chooses how much is drafted, else the drafter does."""
 
     def __init__(
         self,
@@ -54,12 +55,14 @@ class Engine:
         drafter: Drafter | None = None,
         *,
         judge: Judge | None = None,
+        lengths: DraftLengths | None = None,
         eos_token_ids: tuple[int, ...] = (),
         prefill_chunk: int = 256,
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
         self.drafter = drafter or NoDrafter()
         self.judge = judge or LosslessJudge()
+        self.lengths = lengths
         self.prefill_chunk = prefill_chunk
         self.eos_token_ids = eos_token_ids
         target.set_taps(self.drafter.tap_layers)
@@ -151,7 +154,11 @@ class Engine:
         batch = self.scheduler.batch()
         if not batch.sequences:
             return []
+        if self.lengths:
+            self.lengths.choose(batch)
         stats = decode_round(batch, self.target, self.drafter, self.judge)
+        if self.lengths:
+            self.lengths.record(batch, stats)
         self.rounds.append(stats)
         now = time.perf_counter()
         chunks = []

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from paceline.config import EngineConfig, resolve
 from paceline.draft.base import Drafter
 from paceline.draft.registry import make_drafter
+from paceline.engine.draft_length import DraftLengths, PassCosts
 from paceline.engine.engine import Chunk, Engine
 from paceline.engine.round import Judge
 from paceline.engine.sampling import LosslessJudge, MockedJudge
@@ -117,6 +119,8 @@ class LLM:
         self.target = _load(self.config)
         self.drafter = make_drafter(drafter, self.target, target_name=model, num_drafted=self.config.num_drafted)
         _fit_budget(self.config, self.target, self.drafter)
+        self._costs: PassCosts | None = None
+        self._lengths: WeakKeyDictionary[Drafter, DraftLengths] = WeakKeyDictionary()
         self.engine = self.new_engine(self.drafter)
 
     @property
@@ -131,9 +135,18 @@ class LLM:
             self.tokenizer,
             drafter,
             judge=judge or _judge(self.config),
+            lengths=None if judge or self.config.mocked_tokens_per_round else self._lengths_of(drafter),
             eos_token_ids=self.tokenizer.eos_token_ids,
             prefill_chunk=self.config.prefill_chunk,
         )
+
+    def _lengths_of(self, drafter: Drafter) -> DraftLengths | None:
+        """What chooses draft lengths; what it has learned of a drafter stays with the drafter."""
+        if self.config.speculate != "auto" or drafter.chooses_length or drafter.num_drafted == 0:
+            return None
+        if self._costs is None:
+            self._costs = PassCosts.measure(self.target, self.target.cache.num_rows * (1 + drafter.num_drafted))
+        return self._lengths.setdefault(drafter, DraftLengths(self._costs, drafter.num_drafted))
 
     def use_drafter(self, drafter: str | Drafter | None, **options: Any) -> None:
         """Swap the drafter; nothing may be running."""

@@ -226,6 +226,16 @@ def pack(weights: list[Weight], dtype: torch.dtype) -> Matrix:
     return matrix
 
 
+def as_q8(weight: Tensor) -> Weight:
+    """Rounded to ggml's Q8_0, 32 numbers to a scale, where the rows are whole blocks; else as it is."""
+    if weight.shape[1] % 32:
+        return weight
+    import gguf
+
+    data = gguf.quantize(weight.float().numpy(), gguf.GGMLQuantizationType.Q8_0)
+    return Blocks(torch.from_numpy(data), tuple(weight.shape), "Q8_0")
+
+
 def _source(weight: Weight, format: int) -> Tensor:
     if isinstance(weight, Blocks):
         return weight.data if native.FORMAT_NAMES[format] == weight.kind else weight.dense()

@@ -18,6 +18,7 @@ constexpr int kStagesPerLayer = 8;
 constexpr int kAskedFor = 8192;     // bytes of the next weights
 constexpr int kLeastGroups = 4;     // of a matrix that a thread takes at a time
 constexpr int kLeastHeadGroups = 16;
+constexpr int kOwnInputs = 16;      // tokens up to which every thread norms all of them
 constexpr int kColumns = 16;        // of the gated product that a thread makes at a time
 constexpr int kHeadGroups = 64;     // of the head that a thread makes at a time
 
@@ -34,10 +35,10 @@ private:
     int32_t reserve();
     void layer(int thread, int index);
     void embed(int token);
-    void normed_input(int token, const float* weight, int tapped_layer);
+    const Buffer& normed_input(int thread, const float* weight, int tapped_layer);
     void rotate(int index, int item);
     void attend(int thread, int index, const Task& task);
-    void gate_up(int thread, const PnLayer& layer, int begin, int end);
+    void gate_up(int thread, const PnLayer& layer, const Buffer& input, int begin, int end);
     void head(int thread, int begin, int end);
     void tap(int token, int layer_index, bool is_normed);
     void product(int thread, const PnMatrix& matrix, int begin, int end, const Buffer& x, int cols, float* y, int64_t ldy, int columns,
@@ -115,6 +116,7 @@ int32_t Forward::reserve() {
         ok &= own.expanded.at_least(scratch_bytes(widest)) != nullptr;
         ok &= own.scores.at_least(round_up(size_t(max_end_), 64) * kMaxQueries * 4) != nullptr;
         ok &= own.columns.at_least(columns * 4) != nullptr;
+        ok &= own.input.at_least(size_t(std::min(num_tokens_, kOwnInputs)) * size_t(padded_cols(config_.hidden_size)) * element) != nullptr;
     }
     if (!ok) return fail("out of memory");
     if (model_.shares.size() < model_.layers.size() * kStagesPerLayer + 4)
@@ -177,14 +179,9 @@ Forward::Next Forward::after(int index) const {
 void Forward::layer(int thread, int index) {
     const PnLayer& layer = model_.layers[size_t(index)];
     const int hidden_size = config_.hidden_size, columns = model_.query_rows() + 2 * model_.kv_rows();
-    const auto normed = [&](const float* weight, int tapped) {
-        share(thread, PN_STAGE_NORM, num_tokens_, 1, [&](int begin, int end) {
-            for (int token = begin; token < end; ++token) normed_input(token, weight, tapped);
-        });
-    };
-    normed(layer.input_norm, index - 1);
+    const Buffer& input = normed_input(thread, layer.input_norm, index - 1);
     share(thread, PN_STAGE_QKV, layer.qkv->num_groups, kLeastGroups, [&](int begin, int end) {
-        product(thread, *layer.qkv, begin, end, model_.input, hidden_size, model_.qkv.as<float>(), columns, columns, false, layer.qkv_bias);
+        product(thread, *layer.qkv, begin, end, input, hidden_size, model_.qkv.as<float>(), columns, columns, false, layer.qkv_bias);
     });
     share(thread, PN_STAGE_ROPE, num_tokens_ * (config_.num_heads + 2 * config_.num_kv_heads), 4, [&](int begin, int end) {
         for (int item = begin; item < end; ++item) rotate(index, item);
@@ -196,10 +193,10 @@ void Forward::layer(int thread, int index) {
         product(thread, *layer.output, begin, end, model_.attended, config_.num_heads * config_.head_dim, model_.hidden.as<float>(),
                 hidden_size, hidden_size, true, layer.output_bias);
     }, {layer.gate_up, kLeastGroups, 2});
-    normed(layer.mlp_norm, -1);
+    const Buffer& gated_input = normed_input(thread, layer.mlp_norm, -1);
     share(thread, PN_STAGE_GATE_UP, layer.gate_up->num_groups / 2, kLeastGroups, [&](int begin, int end) {
         for (int first = begin; first < end; first += kColumns / kGroup)
-            gate_up(thread, layer, first, std::min(first + kColumns / kGroup, end));
+            gate_up(thread, layer, gated_input, first, std::min(first + kColumns / kGroup, end));
     }, {layer.down, kLeastGroups, 1});
     share(thread, PN_STAGE_DOWN, layer.down->num_groups, kLeastGroups, [&](int begin, int end) {
         product(thread, *layer.down, begin, end, model_.gated, config_.inner_size, model_.hidden.as<float>(), hidden_size, hidden_size,
@@ -224,11 +221,21 @@ void Forward::embed(int token) {
         for (int at = 0; at < config_.hidden_size; ++at) to[at] *= config_.embedding_scale;
 }
 
-// The input of a product; on the way the layer before is tapped.
-void Forward::normed_input(int token, const float* weight, int tapped_layer) {
-    tap(token, tapped_layer, false);
+// The input of a product; on the way the layer before is tapped. Of few tokens every thread makes a copy of its own, which is
+// cheaper than to wait for the others.
+const Buffer& Forward::normed_input(int thread, const float* weight, int tapped_layer) {
     const int padded = padded_cols(config_.hidden_size);
-    kernels_.norm(hidden(token), weight, config_.hidden_size, padded, config_.eps, element(model_.input, int64_t(token) * padded));
+    const bool is_shared = num_tokens_ > kOwnInputs;
+    const Buffer& to = is_shared ? model_.input : model_.threads[size_t(thread)]->input;
+    const auto norm = [&](int begin, int end) {
+        for (int token = begin; token < end; ++token) {
+            if (is_shared || thread == token % pool_.size()) tap(token, tapped_layer, false);
+            kernels_.norm(hidden(token), weight, config_.hidden_size, padded, config_.eps, element(to, int64_t(token) * padded));
+        }
+    };
+    if (is_shared) share(thread, PN_STAGE_NORM, num_tokens_, 1, norm);
+    else norm(0, num_tokens_);
+    return to;
 }
 
 // The last layer is tapped behind the final norm, as Transformers' hidden_states[-1].
@@ -287,14 +294,14 @@ void Forward::attend(int thread, int index, const Task& task) {
     kernels_.attend(attention);
 }
 
-void Forward::gate_up(int thread, const PnLayer& layer, int begin, int end) {
+void Forward::gate_up(int thread, const PnLayer& layer, const Buffer& input, int begin, int end) {
     ThreadBuffers& own = *model_.threads[size_t(thread)];
     float* gates = own.columns.as<float>();
     float* ups = gates + int64_t(num_tokens_) * kColumns;
     const int half = layer.gate_up->num_groups / 2, column = begin * kGroup, count = (end - begin) * kGroup;
     const int ldx = padded_cols(config_.hidden_size);
     const float* bias = layer.gate_up_bias;
-    Product product = {layer.gate_up, begin, end, model_.input.as<void>(), ldx, num_tokens_, gates, kColumns, begin, count, false,
+    Product product = {layer.gate_up, begin, end, input.as<void>(), ldx, num_tokens_, gates, kColumns, begin, count, false,
                        bias ? bias + column : nullptr};
     kernels_.multiply(product, own.expanded.as<void>());
     product.first_group = product.base_group = half + begin, product.last_group = half + end;

@@ -50,7 +50,7 @@ constexpr int kMaxQueries = 16;    // of one Attention
 constexpr int kKeys = 16;          // positions of the cache that are scored together
 constexpr int kMaxHeadDim = 1024;  // one head is kept on the stack
 
-// One head of one token: normed when there is a weight, rotated when there are tables.
+// One head of one token: normed when there is a weight, then rotated.
 struct HeadInput {
     const float* x;
     const float* weight;

@@ -269,18 +269,6 @@ void attend(const Attention& a) {
     for (; row < a.num_queries; ++row) attend_rows<T, 1>(a, row);
 }
 
-// Where element `at` of the key or value of a position stands.
-template <class T>
-inline int64_t key_index(int position, int at, int padded) {
-    constexpr int pair = kTogether<T>;
-    return int64_t(position / kKeys) * kKeys * padded + at / pair * kKeys * pair + position % kKeys * pair + at % pair;
-}
-template <class T>
-inline int64_t value_index(int position, int at, int padded) {
-    constexpr int pair = kTogether<T>;
-    return int64_t(position / pair) * pair * padded + at * pair + position % pair;
-}
-
 // ---- the small operations ----
 
 template <class T>
@@ -316,14 +304,19 @@ void gate(const float* gate, const float* up, int size, void* out) {
 
 // Normed when there is a weight, rotated when there are tables; `values` has room for head_dim floats.
 inline void rotated(const HeadInput& in, float* values) {
-    if (in.weight) norm<float>(in.x, in.weight, in.head_dim, in.head_dim, in.eps, values);
-    else __builtin_memcpy(values, in.x, size_t(in.head_dim) * sizeof(float));
-    if (!in.cos) return;
+    const float* from = in.x;
+    if (in.weight) {
+        norm<float>(in.x, in.weight, in.head_dim, in.head_dim, in.eps, values);
+        from = values;
+    }
     const int half = in.head_dim / 2;
-    for (int at = 0; at < half; ++at) {
-        const float low = values[at], high = values[at + half];
-        values[at] = low * in.cos[at] - high * in.sin[at];
-        values[at + half] = high * in.cos[at + half] + low * in.sin[at + half];
+    for (int at = 0; at < half; at += kWidth) {
+        const int left = half - at;
+        const vf low = get_upto(from + at, left), high = get_upto(from + half + at, left);
+        const vf cos_low = get_upto(in.cos + at, left), sin_low = get_upto(in.sin + at, left);
+        const vf cos_high = get_upto(in.cos + half + at, left), sin_high = get_upto(in.sin + half + at, left);
+        put_upto(values + at, low * cos_low - high * sin_low, left);
+        put_upto(values + half + at, high * cos_high + low * sin_high, left);
     }
 }
 
@@ -334,20 +327,27 @@ void put_query(const HeadInput& in, int padded, void* out) {
     convert<T>(values, in.head_dim, padded, out);
 }
 
+// What stands behind head_dim in the cache was zero from the beginning.
 template <class T>
 void put_key(const HeadInput& in, int padded, void* keys, int position) {
+    constexpr int pair = kTogether<T>;
     float values[kMaxHeadDim];
+    T elements[kMaxHeadDim];
     rotated(in, values);
-    for (int at = 0; at < in.head_dim; ++at) put(static_cast<T*>(keys) + key_index<T>(position, at, padded), 0, values[at]);
+    convert<T>(values, in.head_dim, in.head_dim, elements);
+    T* to = static_cast<T*>(keys) + int64_t(position / kKeys) * kKeys * padded + position % kKeys * pair;
+    for (int at = 0; at < in.head_dim; at += pair) __builtin_memcpy(to + at * kKeys, elements + at, pair * sizeof(T));
 }
 
 template <class T>
 void put_value(const float* x, int head_dim, int padded, void* values, int position, bool clear_next) {
-    for (int at = 0; at < head_dim; ++at) {
-        T* to = static_cast<T*>(values) + value_index<T>(position, at, padded);
-        put(to, 0, x[at]);
-        if (clear_next && kTogether<T> == 2 && position % 2 == 0) put(to, 1, 0.0f);
-    }
+    constexpr int pair = kTogether<T>;
+    T elements[kMaxHeadDim];
+    convert<T>(x, head_dim, head_dim, elements);
+    T* to = static_cast<T*>(values) + int64_t(position / pair) * pair * padded + position % pair;
+    for (int at = 0; at < head_dim; ++at) to[at * pair] = elements[at];
+    if (clear_next && pair == 2 && position % 2 == 0)
+        for (int at = 0; at < head_dim; ++at) to[at * pair + 1] = T(0);
 }
 
 inline int argmax(const float* x, int size, float* best) {

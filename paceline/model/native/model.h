@@ -30,7 +30,7 @@ struct Task {  // one head's queries of one row
 };
 
 struct ThreadBuffers {
-    Buffer expanded, scores, columns;
+    Buffer expanded, scores, columns, input;
 };
 
 struct Best {
