@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 out=${OUT:-runs/custom-workload}
 target=${TARGET:-smollm2-135m}
 drafter=${DRAFTER:-default}
-minutes=${MINUTES:-14}
+minutes=${MINUTES:-8}
 tickets=${TICKETS:-1200}
 heldout=${HELDOUT:-40}
 replay=${REPLAY:-300}

@@ -223,7 +223,7 @@ def _train(
     raw, network = network_for(target, ask.target, ask.shape, _init_folder(ask), ask.config.seed)
     network.to(target.device)
     config, loss = network.config, ask.config.loss
-    draft_ids = _draft_ids(ask, corpus, target)
+    draft_ids = _draft_ids(ask.shape.draft_vocab, corpus, target)
     head = _head(target, config, draft_ids)
     embedding_VD = target.embed(torch.arange(target.vocab_size, device=target.device)).clone()
     features_of = partial(_features, ask, target, config, ranks=ranks, wait=wait)
@@ -259,17 +259,14 @@ def _train(
         trainer.run(tracker.on_step, say)
     folder, weights = ask.out / "drafter", trainer.weights()
     if ranks.is_first:
-        write_checkpoint(folder, raw, {name: tensor.bfloat16() for name, tensor in weights.items()}, draft_ids)
+        drafted = continued_draft_ids(_init_folder(ask), corpus, target) if draft_ids is None else draft_ids
+        write_checkpoint(folder, raw, {name: tensor.bfloat16() for name, tensor in weights.items()}, drafted)
     last = tracker.last
     return folder, {"drafter": folder, "run": run.path, "steps": trainer.state.step, "blocks": trainer.state.num_blocks, **last}
 
 
-def _draft_ids(ask: TrainAsk, corpus: Corpus, target: Target) -> Tensor | None:
-    """The tokens that are drafted: those of the drafter that is continued, or the most frequent ones, or all."""
-    init = _init_folder(ask)
-    if init is not None:
-        return read_draft_ids(init)
-    number = ask.shape.draft_vocab
+def _draft_ids(number: int | None, corpus: Corpus, target: Target) -> Tensor | None:
+    """The most frequent tokens, to which training and drafting keep, or None for all."""
     if number is None or number >= target.vocab_size:
         return None
     counts_V = torch.from_numpy(corpus.token_counts(target.vocab_size))
@@ -277,6 +274,18 @@ def _draft_ids(ask: TrainAsk, corpus: Corpus, target: Target) -> Tensor | None:
     share = float(counts_V[chosen].sum() / counts_V.sum())
     say(f"drafting among {number} of {target.vocab_size} tokens, {share:.1%} of what the answers hold")
     return chosen
+
+
+def continued_draft_ids(init: Path | None, corpus: Corpus, target: Target) -> Tensor | None:
+    """What a drafter that began as `init` drafts among: what `init` did, and every token of the new answers.
+
+    None, all tokens, when `init` drafts among all. The head's rows are the target's: tokens may join at any time.
+    """
+    known = None if init is None else read_draft_ids(init)
+    if known is None:
+        return None
+    new = torch.from_numpy(corpus.token_counts(target.vocab_size)).nonzero().flatten()
+    return torch.cat([known, new.to(known.dtype)]).unique()
 
 
 def _head(target: Target, config: DFlashConfig, draft_ids: Tensor | None) -> Head:

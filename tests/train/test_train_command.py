@@ -11,12 +11,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from paceline.cli import app
+from paceline.console.train import continued_draft_ids
 from paceline.draft.checkpoint import new_config
 from paceline.draft.dflash import DFlashConfig, DFlashDrafter, DFlashNetwork
 from paceline.errors import CacheError, ConfigError, DrafterMismatchError, PromptError
@@ -241,3 +244,25 @@ def test_a_run_folder_that_cannot_be_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CacheError, match="cannot write"):
         paceline(*TINY, "--out", tmp_path / "file" / "run")
+
+
+def test_a_continued_drafter_also_drafts_what_its_new_answers_hold(tmp_path: Path) -> None:
+    class Said:
+        """A corpus of these answers."""
+
+        def token_counts(self, vocab_size: int) -> Any:
+            return np.bincount([7, 7, 3], minlength=vocab_size)
+
+    class Ten:
+        vocab_size = 10
+
+    config = DFlashConfig.from_json(new_config(48, 10, 4, num_layers=1, block_size=4, head_dim=8))
+    whole, part = DFlashDrafter(DFlashNetwork.random(config)), DFlashDrafter(DFlashNetwork.random(config))
+    part.draft_ids = torch.tensor([1, 3, 9])
+    whole.save(tmp_path / "whole")
+    part.save(tmp_path / "part")
+    corpus, target = cast(Any, Said()), cast(Any, Ten())
+    chosen = continued_draft_ids(tmp_path / "part", corpus, target)
+    assert chosen is not None and chosen.tolist() == [1, 3, 7, 9]
+    assert continued_draft_ids(tmp_path / "whole", corpus, target) is None
+    assert continued_draft_ids(None, corpus, target) is None
