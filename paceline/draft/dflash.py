@@ -174,6 +174,10 @@ def scale_logits(logits: Tensor, config: DFlashConfig) -> Tensor:
 Drafts = tuple[list[list[int]], Tensor | None]
 
 
+_MAX_PENDING = 64
+"""Observed positions of a row that wait for it to draft: enough that their injection costs little each, not to fill memory."""
+
+
 class DraftPath(Protocol):
     """The network made for decoding with one target, and the keys and values of the target's rows."""
 
@@ -250,7 +254,7 @@ class DFlashDrafter(Drafter):
         self._target = target
         self._ids = None if self.draft_ids is None else self.draft_ids.tolist()
         self._path = make_path(self.network, target, self.draft_ids)
-        self._pending: dict[int, list[Tensor]] = {}
+        self._pending: dict[int, tuple[list[Tensor], int]] = {}
 
     def cache_bytes(self, target: Target) -> int:
         shape, num_rows = self.config.shape, target.cache.num_rows
@@ -263,14 +267,18 @@ class DFlashDrafter(Drafter):
         self._path.cache.rollback([seq.row], [0])
         self._pending.pop(seq.row, None)
 
+    @torch.inference_mode()
     def observe(self, observed: list[Observed]) -> None:
-        """Keeps the features; they become keys and values when their row drafts: a row that does not pays nothing."""
+        """Keeps the features; they become keys and values when their row drafts: a row that does not pays little."""
         for one in observed:
             assert one.taps_NF is not None, "the target was not asked for taps"
-            pending = self._pending.setdefault(one.sequence.row, [])
-            known = self._path.cache.lengths[one.sequence.row] + sum(len(taps) for taps in pending)
-            assert one.start == known, "positions must be observed once, in order"
+            row = one.sequence.row
+            pending, count = self._pending.get(row, ([], 0))
+            assert one.start == self._path.cache.lengths[row] + count, "positions must be observed once, in order"
             pending.append(one.taps_NF.clone())
+            self._pending[row] = pending, count + one.count
+            if count + one.count >= _MAX_PENDING:
+                self._inject([row])
 
     def drop(self, seq: Sequence) -> None:
         self._pending.pop(seq.row, None)
@@ -279,7 +287,7 @@ class DFlashDrafter(Drafter):
         waiting = [row for row in rows if row in self._pending]
         if not waiting:
             return
-        taps = [torch.cat(self._pending.pop(row)) for row in waiting]
+        taps = [torch.cat(self._pending.pop(row)[0]) for row in waiting]
         starts = [self._path.cache.lengths[row] for row in waiting]
         self._path.inject(waiting, starts, [len(own) for own in taps], taps[0] if len(taps) == 1 else torch.cat(taps))
 
