@@ -21,7 +21,7 @@ heldout=${HELDOUT:-40}
 replay=${REPLAY:-300}
 general=${GENERAL:-paceline/bench/prompts.jsonl}
 
-# Two processes of one thread each do more than one of two: no operation waits for the other core.
+# Two processes of one thread each: no operation waits for the other core.
 processes=${PROCESSES:-$(nproc)}
 many=(paceline)
 if [ "$processes" -gt 1 ]; then

@@ -12,7 +12,7 @@ data=${DATA:?name the folder of prompt sets, as in DATA=prompts bash runs/defaul
 out=${OUT:-runs/default-drafter}
 target=smollm2-135m
 
-# Two processes of one thread each do more than one of two: no operation waits for the other core.
+# Two processes of one thread each: no operation waits for the other core.
 processes=${PROCESSES:-$(nproc)}
 export OMP_NUM_THREADS=1
 many=(torchrun --nproc-per-node "$processes" -m paceline)
@@ -30,7 +30,7 @@ python runs/default_prompts.py --mbpp "$data/mbpp_train.jsonl" --out "$out/promp
 "${answer[@]}" --prompts "$out/prompts/functions.jsonl" --temperature 0,0.7 --out "$out/functions"
 "${answer[@]}" --self-written 1000 --openers "$out/prompts/openers.txt" --out "$out/self-written"
 
-# 3. Training. The loss compares with 8,192 tokens a step: twice as fast as with all 49,152, and held-out figures use all.
+# 3. Training. The loss compares with 8,192 tokens a step rather than with all 49,152; held-out figures use all.
 answers=()
 for folder in arithmetic kinds tasks instructions functions self-written; do
     answers+=(--answers "$out/$folder/answers")

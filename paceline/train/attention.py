@@ -2,8 +2,8 @@
 
 Every block of a document sees the document's context strictly before its anchor, and its own slots; never another block, never
 another document. `SplitAttention` multiplies queries by the shared context once per document and by their own block apart: no
-copy of the context per block, no products that a mask throws away; it is the fastest on CPU (bench/train_attention.py).
-`SdpaAttention` is one call with a packed mask. `FlexAttention` leaves out masked tiles: for GPUs, compiled.
+copy of the context per block, no products that a mask throws away. `SdpaAttention` is one call with a packed mask.
+`FlexAttention` leaves out masked tiles: for GPUs, compiled.
 
 Positions are absolute. A sliding window counts per query, as when serving; causality hides later slots of the own block only.
 """
