@@ -7,6 +7,7 @@ depend on the rows beside it, so speculation changes nothing, in bfloat16 either
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -51,6 +52,7 @@ class NativeDecoder(Target):
         self.weight_bytes = self._weights.num_bytes
         self.weight_format = "+".join(sorted({native.FORMAT_NAMES[matrix.format] for matrix in self._weights.matrices}))
         self._logits = torch.empty(0, self.vocab_size)
+        self._stages: Any = None
         self.allocate_cache(num_rows, max_len)
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
@@ -95,11 +97,20 @@ class NativeDecoder(Target):
         )
         arrays = {"rows": batch.rows, "starts": batch.starts, "counts": batch.counts, "tokens": batch.tokens}
         arrays |= {"tap_layers": list(self.tap_layers), "logit_rows": wanted}
-        keep = set_arrays(work, arrays, argmax=argmax)
+        made = {"argmax": argmax} if self._stages is None else {"argmax": argmax, "stage_s": self._stages}
+        keep = set_arrays(work, arrays, **made)
         self._model.forward(self._native_cache, work)
         del keep
         self.cache.append(batch.rows, batch.counts)
         return ForwardOutput(logits_TV, taps_TF, list(argmax) if wanted else None)
+
+    def time_stages(self) -> dict[str, float]:
+        """Seconds that each stage took since the last call, as thread 0 saw it; the first call starts the clocks."""
+        known = (
+            dict.fromkeys(native.STAGES, 0.0) if self._stages is None else dict(zip(native.STAGES, self._stages, strict=True))
+        )
+        self._stages = (ctypes.c_float * len(native.STAGES))()
+        return known
 
     def _logits_of(self, num_rows: int) -> Tensor:
         if len(self._logits) < num_rows:
@@ -109,8 +120,6 @@ class NativeDecoder(Target):
 
 def set_arrays(work: CPass, arrays: dict[str, list[int]], **made: Any) -> list[object]:
     """Point `work` at C arrays of these numbers; keep what is returned until the pass is over."""
-    import ctypes
-
     made |= {name: int32s(values) for name, values in arrays.items()}
     for name, array in made.items():
         setattr(work, name, ctypes.addressof(array))

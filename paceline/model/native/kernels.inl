@@ -1,7 +1,8 @@
 // The kernels, written once over the vector type of the including translation unit, which defines before this, in pn's anonymous
 // namespace: kWidth, vf and vi (vectors of kWidth floats and int32), bfloat, fma, widen, narrow, and for both element types
-//   template <int Rows, bool Ahead> void tile(weights, row_stride, block_stride, num_blocks, x, ldx, float (*sums)[kGroup]);
-//       sums[row][lane] = x[row] . weights[lane]; kMaxTile is the most rows that the registers hold; Ahead: fetch what follows
+//   template <int Rows> void tile(weights, row_stride, block_stride, num_blocks, x, ldx, float (*sums)[kGroup], unsigned ahead);
+//       sums[row][lane] = x[row] . weights[lane]; kMaxTile is the most rows that the registers hold; bit i of `ahead`: ask for
+//       what comes kAhead behind lane i
 //   void expand_q4(matrix, group, out, room), expand_q8(...);     a group's codes as elements [block][4][32]
 //   template <int Rows> void score_keys(keys, query, stride, padded, scale, out, ldout);     kKeys scores for each row
 //   template <int Rows> void weigh_values(values, padded, column, weights, ldweights, begin, end, vf (*sums)[...]);     kBlock columns
@@ -174,13 +175,21 @@ inline bool any_rows(const Product& product, int group, T* scratch, const Output
 }
 
 template <class T, int Rows>
-inline void rows_of(const T* weights, const Product& product, int row, const Output& output) {
+inline void rows_of(const T* weights, const Product& product, int row, const Output& output, unsigned ahead) {
     float sums[Rows][kGroup];
     const T* x = static_cast<const T*>(product.x) + row * product.ldx;
-    // The first tile of a dense group fetches what comes behind it; codes were fetched when they were expanded.
-    if (row == 0 && is_dense(*product.matrix)) tile<Rows, true>(weights, kBlock, kGroup * kBlock, product.matrix->num_blocks, x, product.ldx, sums);
-    else tile<Rows, false>(weights, kBlock, kGroup * kBlock, product.matrix->num_blocks, x, product.ldx, sums);
+    tile<Rows>(weights, kBlock, kGroup * kBlock, product.matrix->num_blocks, x, product.ldx, sums, ahead);
     for (int index = 0; index < Rows; ++index) output.write(row + index, sums[index]);
+}
+
+// Which lanes of a dense group a tile asks ahead for: the tiles of a group take turns, so that memory is never idle. Codes were
+// asked for when they were expanded.
+inline unsigned lanes_ahead(const PnMatrix& matrix, int tile_index, int num_tiles) {
+    if (!is_dense(matrix)) return 0;
+    unsigned lanes = 0;
+    for (int lane = 0; lane < kGroup; ++lane)
+        if (lane % num_tiles == tile_index) lanes |= 1u << lane;
+    return lanes;
 }
 
 template <class T>
@@ -190,17 +199,19 @@ void multiply(const Product& product, void* scratch) {
         const Output output = {product.y + column, product.ldy, column, product.num_columns, product.accumulate, product.bias};
         if (product.num_rows <= kMaxFused && any_rows<T, kMaxFused>(product, group, static_cast<T*>(scratch), output)) continue;
         const T* weights = elements(*product.matrix, group, static_cast<T*>(scratch));
+        const int num_tiles = (product.num_rows + kMaxTile - 1) / kMaxTile;
         int row = 0;
-        for (int left; (left = product.num_rows - row) > 0;) {
+        for (int index = 0; index < num_tiles; ++index) {
             // Even tiles: seven rows are four and three rather than six and one.
-            const int tiles = (left + kMaxTile - 1) / kMaxTile, size = (left + tiles - 1) / tiles;
-            if (size == 1) rows_of<T, 1>(weights, product, row, output);
-            if (size == 2) rows_of<T, 2>(weights, product, row, output);
+            const int size = (product.num_rows - row + num_tiles - index - 1) / (num_tiles - index);
+            const unsigned ahead = lanes_ahead(*product.matrix, index, num_tiles < kGroup ? num_tiles : kGroup);
+            if (size == 1) rows_of<T, 1>(weights, product, row, output, ahead);
+            if (size == 2) rows_of<T, 2>(weights, product, row, output, ahead);
             if constexpr (kMaxTile > 2) {
-                if (size == 3) rows_of<T, 3>(weights, product, row, output);
-                if (size == 4) rows_of<T, 4>(weights, product, row, output);
-                if (size == 5) rows_of<T, 5>(weights, product, row, output);
-                if (size == 6) rows_of<T, 6>(weights, product, row, output);
+                if (size == 3) rows_of<T, 3>(weights, product, row, output, ahead);
+                if (size == 4) rows_of<T, 4>(weights, product, row, output, ahead);
+                if (size == 5) rows_of<T, 5>(weights, product, row, output, ahead);
+                if (size == 6) rows_of<T, 6>(weights, product, row, output, ahead);
             }
             row += size;
         }

@@ -56,15 +56,16 @@ struct Step<float> {
 };
 
 // Four rows of weights, step by step; `row_stride` apart, blocks `block_stride` apart.
-template <class T, bool Ahead>
+template <class T>
 struct Dense {
     const T* weights;
     int64_t row_stride, block_stride;
+    unsigned lanes_ahead;
     void get(int block, int part, typename Step<T>::Vector (&out)[kGroup]) const {
         const T* at = weights + block * block_stride + part * kWidth;
         each<kGroup>([&](auto lane) {
             out[lane] = Step<T>::load(at + lane * row_stride);
-            if (Ahead) ask_for(reinterpret_cast<const uint8_t*>(at + lane * row_stride) + kAhead);
+            if (lanes_ahead >> lane & 1) ask_for(reinterpret_cast<const uint8_t*>(at + lane * row_stride) + kAhead);
         });
     }
 };
@@ -164,10 +165,10 @@ inline void run_tile(const Source& source, int num_blocks, const T* x, int64_t l
     each<Rows>([&](auto row) { _mm_storeu_ps(sums[row], sums_of(acc[row][0], acc[row][1], acc[row][2], acc[row][3])); });
 }
 
-template <int Rows, bool Ahead, class T>
+template <int Rows, class T>
 inline void tile(const T* weights, int64_t row_stride, int64_t block_stride, int num_blocks, const T* x, int64_t ldx,
-                 float (*sums)[kGroup]) {
-    run_tile<Rows>(Dense<T, Ahead>{weights, row_stride, block_stride}, num_blocks, x, ldx, sums);
+                 float (*sums)[kGroup], unsigned ahead) {
+    run_tile<Rows>(Dense<T>{weights, row_stride, block_stride, ahead}, num_blocks, x, ldx, sums);
 }
 
 inline __m512i pair_at(const bfloat* from) {

@@ -36,9 +36,9 @@ inline float total(vf value) {
     return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
 }
 
-template <int Rows, bool Ahead, class T>
+template <int Rows, class T>
 inline void tile(const T* weights, int64_t row_stride, int64_t block_stride, int num_blocks, const T* x, int64_t ldx,
-                 float (*sums)[kGroup]) {
+                 float (*sums)[kGroup], unsigned ahead) {
     vf acc[Rows][kGroup];
     each<Rows>([&](auto row) { each<kGroup>([&](auto lane) { acc[row][lane] = vf{}; }); });
     for (int block = 0; block < num_blocks; ++block, weights += block_stride, x += kBlock)
@@ -46,7 +46,7 @@ inline void tile(const T* weights, int64_t row_stride, int64_t block_stride, int
             vf weight[kGroup];
             each<kGroup>([&](auto lane) {
                 weight[lane] = fetch(weights + lane * row_stride + part);
-                if (Ahead) __builtin_prefetch(reinterpret_cast<const uint8_t*>(weights + lane * row_stride + part) + kAhead);
+                if (ahead >> lane & 1) __builtin_prefetch(reinterpret_cast<const uint8_t*>(weights + lane * row_stride + part) + kAhead);
             });
             each<Rows>([&](auto row) {
                 const vf value = fetch(x + row * ldx + part);
