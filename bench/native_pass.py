@@ -4,7 +4,8 @@
     python bench/native_pass.py --dtype float32 --context 1000
 
 Forms of the weights take turns; a figure is the median over rounds of the medians of --repeats passes. The ceilings are
-measured in the same run: bytes read per second, and matrix products per second in PyTorch. Ends with one JSON line; --out keeps it.
+measured in the same run: bytes read per second, and matrix products per second in PyTorch. Ends with one JSON line, which --out
+keeps.
 """
 
 from __future__ import annotations
