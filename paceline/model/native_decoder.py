@@ -106,9 +106,9 @@ class NativeDecoder(Target):
 
     def time_stages(self) -> dict[str, float]:
         """Seconds that each stage took since the last call, as thread 0 saw it; the first call starts the clocks."""
-        known = (
-            dict.fromkeys(native.STAGES, 0.0) if self._stages is None else dict(zip(native.STAGES, self._stages, strict=True))
-        )
+        known: dict[str, float] = {name: 0.0 for name in native.STAGES}
+        if self._stages is not None:
+            known.update(zip(native.STAGES, self._stages, strict=True))
         self._stages = (ctypes.c_float * len(native.STAGES))()
         return known
 
