@@ -16,7 +16,10 @@ Backend = Annotated[
     str, Option(help="native: the whole pass in one call, CPU only; torch; auto: native where it can be. Precision is --dtype.")
 ]
 WeightFormat = Annotated[
-    str, Option(help="auto: four- and eight-bit weights are read as stored; dense: expanded, the same numbers in more bytes.")
+    str,
+    Option(
+        help="auto: quantised weights are read as stored; dense: expanded, the same numbers; q8_0, q4_1: rounded to these."
+    ),
 ]
 Device = Annotated[str, Option(help="auto, cpu or cuda.")]
 Temperature = Annotated[float, Option(help="0 is greedy.")]

@@ -10,7 +10,7 @@ from paceline.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BACKENDS = ("auto", "native", "torch")
-WEIGHT_FORMATS = ("auto", "dense")
+WEIGHT_FORMATS = ("auto", "dense", "q8_0", "q4_1")
 SPECULATE = ("auto", "full")
 RULES = ("auto", "match", "rejection", "block")
 
@@ -31,7 +31,7 @@ class EngineConfig:
     """native (the whole pass as one call, CPU only), torch, or auto: native where it is built and knows the model."""
     weight_format: str = "auto"
     """auto leaves a GGUF file's four- and eight-bit blocks as they are, where the native pass runs; dense expands them to
-    `dtype`: the same numbers in more bytes."""
+    `dtype`: the same numbers in more bytes. q8_0 and q4_1 round larger weights to such blocks: faster, and another model."""
     weights: Literal["checkpoint", "random"] = "checkpoint"
     """random builds the architecture without its weights: right speed, meaningless text, for mocking."""
     max_batch: int = 8

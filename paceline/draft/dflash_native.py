@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from paceline.model import native_lib as native
+from paceline.model.blocks import quantise
 from paceline.model.native_decoder import (
     NativeDecoder,
-    as_q8,
     cache_view,
     config_sizes,
     layer_struct,
@@ -69,7 +69,7 @@ class NativePath:
 
     def _pack(self, names: list[str]) -> native.Matrix:
         weights = [self._weights[f"{name}.weight"] for name in names]
-        return pack([as_q8(weight) for weight in weights] if self._in_blocks else list(weights), self._dtype)
+        return pack([quantise(weight, "Q8_0") for weight in weights] if self._in_blocks else list(weights), self._dtype)
 
     def _layer(self, index: int) -> dict[str, Any]:
         prefix, shape = f"layers.{index}", self.config.shape

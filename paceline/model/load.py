@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from paceline.errors import NativeError, UnsupportedModelError
 from paceline.hub import resolve
 from paceline.model import native_lib
+from paceline.model.blocks import BlockKind, Blocks, quantise
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
 from paceline.model.loading import check_tensors, load_config, load_tensors, random_tensors
@@ -37,7 +40,8 @@ def load_target(
 
     `max_len` defaults to the model's own limit or 2048, the smaller. `weights="random"` reads only the config.
     `backend` is "native", "torch", or "auto": native where it can be. `weight_format="dense"` has it expand the four- and
-    eight-bit blocks that "auto" leaves as the file has them; the numbers are the same.
+    eight-bit blocks that "auto" leaves as the file has them; the numbers are the same. "q8_0" and "q4_1" round the matrices
+    that the file has in more bits: another model, which speculation leaves as it is.
     Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, DownloadError, CacheError, or NativeError when the native
     pass was asked for and cannot run.
     """
@@ -53,15 +57,27 @@ def load_target(
 
         return HFTarget.from_path(path, dtype=dtype, device=device, num_rows=num_rows, max_len=max_len, weights=weights)
     max_len = max_len or min(config.max_position, DEFAULT_MAX_LEN)
-    if _is_native(backend, config, dtype, torch.device(device)):
-        stored = random_tensors(config) if weights == "random" else load_tensors(path, keep_blocks=weight_format == "auto")
-        tensors = check_tensors(config, stored, path)
+    is_rounded = weight_format in KINDS
+    if _is_native("native" if is_rounded and backend == "auto" else backend, config, dtype, torch.device(device)):
+        stored = random_tensors(config) if weights == "random" else load_tensors(path, keep_blocks=weight_format != "dense")
+        tensors = check_tensors(config, _rounded(stored, KINDS[weight_format]) if is_rounded else stored, path)
         target: Target = NativeDecoder(config, tensors, num_rows=num_rows, max_len=max_len, dtype=dtype)
     else:
+        if is_rounded:
+            raise NativeError(f"weights in {weight_format} need the native pass: leave --backend or --weight-format out")
         dense = check_tensors(config, random_tensors(config) if weights == "random" else load_tensors(path), path)
         target = Decoder(config, dense, num_rows=num_rows, max_len=max_len, dtype=dtype, device=device)
     _return_freed_memory()
     return target
+
+
+KINDS: dict[str, BlockKind] = {"q8_0": "Q8_0", "q4_1": "Q4_1"}
+"""Weight formats that round; see `model/blocks.py`."""
+
+
+def _rounded(tensors: Iterable[tuple[str, Tensor | Blocks]], kind: BlockKind) -> Iterator[tuple[str, Tensor | Blocks]]:
+    for name, tensor in tensors:
+        yield name, tensor if isinstance(tensor, Blocks) else quantise(tensor, kind)
 
 
 def _is_native(backend: str, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:

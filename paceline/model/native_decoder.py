@@ -106,7 +106,7 @@ class NativeDecoder(Target):
 
     def time_stages(self) -> dict[str, float]:
         """Seconds that each stage took since the last call, as thread 0 saw it; the first call starts the clocks."""
-        known: dict[str, float] = {name: 0.0 for name in native.STAGES}
+        known: dict[str, float] = dict.fromkeys(native.STAGES, 0.0)
         if self._stages is not None:
             known.update(zip(native.STAGES, self._stages, strict=True))
         self._stages = (ctypes.c_float * len(native.STAGES))()
@@ -233,16 +233,6 @@ def pack(weights: list[Weight], dtype: torch.dtype) -> Matrix:
         matrix.fill(first, _source(weight, format))
         first += count
     return matrix
-
-
-def as_q8(weight: Tensor) -> Weight:
-    """Rounded to ggml's Q8_0, 32 numbers to a scale, where the rows are whole blocks; else as it is."""
-    if weight.shape[1] % 32:
-        return weight
-    import gguf
-
-    data = gguf.quantize(weight.float().numpy(), gguf.GGMLQuantizationType.Q8_0)
-    return Blocks(torch.from_numpy(data), tuple(weight.shape), "Q8_0")
 
 
 def _source(weight: Weight, format: int) -> Tensor:

@@ -20,8 +20,10 @@ from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, NativeError
 from paceline.hardware import Machine
 from paceline.model import load, native_lib
+from paceline.model.blocks import Blocks, quantise
 from paceline.model.decoder import Decoder
 from paceline.model.load import Form, form_of, load_target
+from paceline.model.loading import load_config, load_tensors
 from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import ForwardBatch, Target
 from paceline.types import SamplingParams
@@ -95,6 +97,29 @@ def test_blocks_of_a_gguf_file_are_read_as_they_are(gguf_file: Path, dtype: torc
     assert same_bits(numbers, logits(dense))
     if dtype == torch.float32:
         torch.testing.assert_close(numbers, logits(load_target(str(gguf_file), backend="torch")), atol=1e-4, rtol=1e-4)
+
+
+@needs_library
+@pytest.mark.parametrize("kind", ["q8_0", "q4_1"])
+def test_larger_weights_can_be_rounded_to_blocks(folder: Path, tmp_path: Path, kind: str) -> None:
+    """Rounded at load, they are the numbers that rounding them beforehand gives; speculation leaves that model as it is."""
+    wide = tiny_model(tmp_path / "wide")
+    rounded, exact = load_target(str(wide), weight_format=kind), load_target(str(wide))
+    assert form_of(rounded).weight_format == kind.upper() and rounded.weight_bytes < 0.5 * exact.weight_bytes
+    blocks = [
+        (name, quantise(tensor, load.KINDS[kind])) for name, tensor in load_tensors(wide) if isinstance(tensor, torch.Tensor)
+    ]
+    dense = [(name, each.dense() if isinstance(each, Blocks) else each) for name, each in blocks]
+    config = load_config(wide)
+    assert same_bits(logits(rounded), logits(NativeDecoder(config, dense, num_rows=1, max_len=config.max_position)))
+    assert not same_bits(logits(rounded), logits(exact))
+    llm = LLM(str(wide), drafter="ngram", dtype="float32", weight_format=kind, max_len=128)
+    prompt, params = [[1, 2, 3, 1, 2, 3, 1, 2]], SamplingParams(max_tokens=40, ignore_eos=True)
+    fast = llm.generate_ids(prompt, params)[0].token_ids
+    llm.use_drafter("none")
+    assert llm.generate_ids(prompt, params)[0].token_ids == fast
+    with pytest.raises(NativeError, match=f"weights in {kind} need the native pass"):
+        load_target(str(folder), weight_format=kind, backend="torch")
 
 
 def test_without_the_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
