@@ -106,13 +106,12 @@ def test_larger_weights_can_be_rounded_to_blocks(folder: Path, tmp_path: Path, k
     wide = tiny_model(tmp_path / "wide")
     rounded, exact = load_target(str(wide), weight_format=kind), load_target(str(wide))
     assert form_of(rounded).weight_format == kind.upper() and rounded.weight_bytes < 0.5 * exact.weight_bytes
-    blocks = [
-        (name, quantise(tensor, load.KINDS[kind])) for name, tensor in load_tensors(wide) if isinstance(tensor, torch.Tensor)
-    ]
+    given = [(name, tensor) for name, tensor in load_tensors(wide) if isinstance(tensor, torch.Tensor)]
+    blocks = [(name, quantise(tensor, load.KINDS[kind])) for name, tensor in given]
     dense = [(name, each.dense() if isinstance(each, Blocks) else each) for name, each in blocks]
-    config = load_config(wide)
-    assert same_bits(logits(rounded), logits(NativeDecoder(config, dense, num_rows=1, max_len=config.max_position)))
-    assert not same_bits(logits(rounded), logits(exact))
+    numbers, config = logits(rounded), load_config(wide)
+    assert same_bits(numbers, logits(NativeDecoder(config, dense, num_rows=1, max_len=config.max_position)))
+    assert not same_bits(numbers, logits(exact))
     llm = LLM(str(wide), drafter="ngram", dtype="float32", weight_format=kind, max_len=128)
     prompt, params = [[1, 2, 3, 1, 2, 3, 1, 2]], SamplingParams(max_tokens=40, ignore_eos=True)
     fast = llm.generate_ids(prompt, params)[0].token_ids
