@@ -98,6 +98,15 @@ def test_other_settings_are_refused_and_shown(tmp_path: Path, changes: dict[str,
         trainer(tmp_path, config(**changes)).resume()
 
 
+def test_other_documents_of_the_same_number_are_refused(tmp_path: Path) -> None:
+    """Resumed, the data position would point into another order of other texts."""
+    run(trainer(tmp_path, config(checkpoint_minutes=EVERY_STEP)), last=3)
+    again = trainer(tmp_path, config(checkpoint_minutes=EVERY_STEP))
+    again.corpus.train[4] = replace(again.corpus.train[4], key="another@0/0")
+    with pytest.raises(ConfigError, match=r"begun with other settings \(documents"):
+        again.resume()
+
+
 def test_settings_that_decide_nothing_may_change(tmp_path: Path) -> None:
     run(trainer(tmp_path, config(checkpoint_minutes=EVERY_STEP)), last=3)
     assert trainer(tmp_path, config(checkpoint_minutes=7.0, heldout_every=3)).resume()
