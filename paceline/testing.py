@@ -29,10 +29,11 @@ DEAD = -1
 
 
 class FakeCache(KVCache):
-    """The tokens themselves, row by row; whatever was rolled back or freed is overwritten with DEAD."""
+    """The tokens themselves, row by row; whatever was rolled back, or freed unless `keeps_freed`, is overwritten with DEAD."""
 
-    def __init__(self, num_rows: int, max_len: int) -> None:
+    def __init__(self, num_rows: int, max_len: int, keeps_freed: bool = False) -> None:
         super().__init__(num_rows, max_len)
+        self.keeps_freed = keeps_freed
         self.tokens = [[DEAD] * max_len for _ in range(num_rows)]
         self.num_rolled_back = 0
 
@@ -56,7 +57,14 @@ class FakeCache(KVCache):
 
     def free(self, row: int) -> None:
         super().free(row)
-        self.tokens[row] = [DEAD] * self.max_len
+        if not self.keeps_freed:
+            self.tokens[row] = [DEAD] * self.max_len
+
+    def adopt(self, source: int, row: int, length: int) -> None:
+        taken = self.tokens[source][:length]
+        assert self.lengths[row] == 0 and DEAD not in taken, f"row {source} does not hold {length} tokens"
+        self.tokens[row] = taken + [DEAD] * (self.max_len - length)
+        self.lengths[row] = length
 
     def content(self, row: int) -> list[int]:
         """The live tokens of a row."""
@@ -88,7 +96,9 @@ class FakeTarget(Target):
         num_layers: int = 4,
         sharpness: float = 3.0,
         seed: int = 0,
+        is_width_invariant: bool = False,
     ) -> None:
+        self.is_width_invariant = is_width_invariant
         self.device, self.dtype = torch.device("cpu"), torch.float32
         self.vocab_size, self.hidden_size, self.num_layers = vocab_size, hidden_size, num_layers
         self.order, self.sharpness, self.seed = order, sharpness, seed
@@ -101,7 +111,7 @@ class FakeTarget(Target):
         self.allocate_cache(num_rows, max_len)
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
-        self.fake_cache = FakeCache(num_rows, max_len)
+        self.fake_cache = FakeCache(num_rows, max_len, keeps_freed=self.is_width_invariant)
         self.cache = self.fake_cache
 
     def logits_after(self, tokens: Sequence[int]) -> Tensor:
@@ -190,6 +200,11 @@ class ScriptedDrafter(Drafter):
     def start(self, seq: Request) -> None:
         assert seq.row not in self.num_observed, f"row {seq.row} was given away before it was dropped"
         self.num_observed[seq.row] = 0
+
+    def adopt(self, seq: Request, source: int, length: int) -> int:
+        assert self.num_observed[seq.row] == 0
+        self.num_observed[seq.row] = length
+        return length
 
     def propose(self, batch: Batch) -> DraftBlock:
         limits = batch.draft_limits_B(self.num_drafted)

@@ -131,6 +131,8 @@ class Sequence:
     """Slot in the KV cache; -1 while waiting."""
     cached_len: int = 0
     """Positions of `tokens` whose keys and values stand in the target's cache."""
+    num_reused: int = 0
+    """Prompt positions that were taken over from another sequence rather than computed."""
     seed: int = 0
     finish_reason: FinishReason | None = None
     counts: Counter[int] = field(default_factory=Counter)

@@ -183,6 +183,7 @@ class Bench:
         params = self._params(setting.temperature)
         warm_up = [replace(each, max_tokens=min(WARM_UP_TOKENS, config.max_tokens)) for each in params]
         run_pass(self.llm.engine, self.requests[: setting.batch], warm_up[: setting.batch], setting.batch)
+        self._use(setting.drafter)  # an engine that has not seen the warm-up's prompts: it would take over their work
         return run_pass(self.llm.engine, self.requests, params, setting.batch, on_answer)
 
     def _params(self, temperature: float) -> list[SamplingParams]:

@@ -55,6 +55,12 @@ class Drafter(ABC):
     def start(self, seq: Sequence) -> None:
         """A sequence was admitted to `seq.row`; forget whatever that row held."""
 
+    def adopt(self, seq: Sequence, source: int, length: int) -> int:
+        """How many of the first `length` positions of row `source`, whose tokens are those of `seq`, this drafter can take over
+        for `seq`, which was just started: it will observe only what comes behind them. `source` may be a sequence's that is
+        running, or that was dropped and whose row no other has been given since; or `seq.row` itself."""
+        return 0 if self.tap_layers else length
+
     @abstractmethod
     def propose(self, batch: Batch) -> DraftBlock:
         """Guess up to `num_drafted` tokens after each sequence's anchor; never more than `batch.draft_limits_B`."""

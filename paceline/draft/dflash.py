@@ -255,6 +255,8 @@ class DFlashDrafter(Drafter):
         self._ids = None if self.draft_ids is None else self.draft_ids.tolist()
         self._path = make_path(self.network, target, self.draft_ids)
         self._pending: dict[int, tuple[list[Tensor], int]] = {}
+        self._held: dict[int, int] = {}
+        """Row of a sequence that was dropped -> positions the cache still holds of it."""
 
     def cache_bytes(self, target: Target) -> int:
         shape, num_rows = self.config.shape, target.cache.num_rows
@@ -273,6 +275,7 @@ class DFlashDrafter(Drafter):
         for one in observed:
             assert one.taps_NF is not None, "the target was not asked for taps"
             row = one.sequence.row
+            self._held.pop(row, None)
             pending, count = self._pending.get(row, ([], 0))
             assert one.start == self._path.cache.lengths[row] + count, "positions must be observed once, in order"
             pending.append(one.taps_NF.clone())
@@ -280,8 +283,20 @@ class DFlashDrafter(Drafter):
             if count + one.count >= _MAX_PENDING:
                 self._inject([row])
 
+    @torch.inference_mode()
+    def adopt(self, seq: Sequence, source: int, length: int) -> int:
+        """As Drafter.adopt: keys and values are copied."""
+        if source not in self._held:
+            self._inject([source])
+        length = min(length, self._held.get(source, self._path.cache.lengths[source]))
+        self._path.cache.adopt(source, seq.row, length)
+        self._held.pop(seq.row, None)
+        return length
+
+    @torch.inference_mode()
     def drop(self, seq: Sequence) -> None:
-        self._pending.pop(seq.row, None)
+        self._inject([seq.row])
+        self._held[seq.row] = self._path.cache.lengths[seq.row]
 
     def _inject(self, rows: list[int]) -> None:
         waiting = [row for row in rows if row in self._pending]

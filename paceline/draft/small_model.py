@@ -52,6 +52,10 @@ class SmallModelDrafter(Drafter):
         row = self.model.cache.allocate()
         assert row == seq.row
 
+    def adopt(self, seq: Sequence, source: int, length: int) -> int:
+        """Nothing: `observe` runs the whole prompt through the model, whoever computed it for the target."""
+        return length
+
     def observe(self, observed: list[Observed]) -> None:
         """Take back what was refused; run prompt chunks through the model."""
         cache = self.model.cache

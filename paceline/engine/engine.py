@@ -12,6 +12,7 @@ from typing import Protocol
 
 from paceline.draft.base import Drafter, NoDrafter, Observed
 from paceline.engine.draft_length import DraftLengths
+from paceline.engine.prefix import PrefixReuse
 from paceline.engine.round import Judge, decode_round, record
 from paceline.engine.sampling import LosslessJudge
 from paceline.engine.scheduler import Scheduler
@@ -68,6 +69,7 @@ class Engine:
         target.set_taps(self.drafter.tap_layers)
         self.drafter.bind(target)
         self.scheduler = Scheduler(target.cache)
+        self.prefix = PrefixReuse(target, self.drafter) if target.is_width_invariant else None
         self.rounds: list[RoundStats] = []
         """The rounds of the latest step: at most one."""
         self._requests: dict[int, _Request] = {}
@@ -123,8 +125,10 @@ class Engine:
         return chunks
 
     def _admit(self) -> None:
-        for seq in self.scheduler.admit():
+        for seq in self.scheduler.admit(self.prefix.best_row if self.prefix else None):
             self.drafter.start(seq)
+            if self.prefix:
+                self.prefix.admitted(seq)
 
     def _prefill(self) -> list[Chunk]:
         if not self.scheduler.prefilling:
@@ -193,6 +197,8 @@ class Engine:
 
     def _release(self, seq: Sequence) -> None:
         if seq.row >= 0:
+            if self.prefix:
+                self.prefix.released(seq)
             self.drafter.drop(seq)
         self.scheduler.remove(seq)
         del self._requests[seq.request_id]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 
 from paceline.model.kv_cache import KVCache
 from paceline.types import Batch, Sequence
@@ -28,16 +29,16 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
 
-    def admit(self) -> list[Sequence]:
-        """Give free rows to waiting requests; returns those admitted."""
-        admitted = []
-        while self.waiting and (row := self._cache.allocate()) is not None:
+    def admit(self, choose: Callable[[Sequence, list[int]], int | None] | None = None) -> Iterator[Sequence]:
+        """Give free rows to waiting requests, one after another; `choose` may prefer one of the free rows."""
+        while self.waiting and self._cache.num_free:
             seq = self.waiting.popleft()
+            row = self._cache.allocate(choose(seq, self._cache.free_rows) if choose else None)
+            assert row is not None
             seq.row = row
             seq.timings.queue_s = time.perf_counter() - seq.timings.arrival_s
             self.prefilling.append(seq)
-            admitted.append(seq)
-        return admitted
+            yield seq
 
     def start_decoding(self, seq: Sequence) -> None:
         """The prompt is in the cache. Rows are kept in order, so that neighbours run as one product."""

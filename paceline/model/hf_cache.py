@@ -104,8 +104,8 @@ class HFCache(KVCache):
         """The most the rows can grow to; recurrent state counts twice (current and saved). Memory is taken as rows grow."""
         return self.num_rows * (self.max_len * self._token_bytes + 2 * self._state_bytes)
 
-    def allocate(self) -> int | None:
-        row = super().allocate()
+    def allocate(self, wanted: int | None = None) -> int | None:
+        row = super().allocate(wanted)
         if row is not None:
             self._rows[row] = Row(self._make_cache)
         return row

@@ -23,6 +23,8 @@ class KVCache(ABC):
         self.num_rows = num_rows
         self.max_len = max_len
         self.lengths = [0] * num_rows
+        self.generations = [0] * num_rows
+        """How often each row was given away: what was known of its content is void when this has changed."""
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -34,13 +36,23 @@ class KVCache(ABC):
     def num_free(self) -> int:
         return len(self._free)
 
-    def allocate(self) -> int | None:
-        """A free row with length 0, the lowest-numbered one, or None when all are taken."""
+    @property
+    def free_rows(self) -> list[int]:
+        return list(self._free)
+
+    def allocate(self, wanted: int | None = None) -> int | None:
+        """A free row with length 0, `wanted` or the lowest-numbered one, or None when all are taken."""
         if not self._free:
             return None
-        row = self._free.pop()
+        row = self._free[-1] if wanted is None else wanted
+        self._free.remove(row)
         self.lengths[row] = 0
+        self.generations[row] += 1
         return row
+
+    def adopt(self, source: int, row: int, length: int) -> None:
+        """The first `length` positions that `source` holds, or held when it was freed last, become those of `row`."""
+        raise NotImplementedError(f"{type(self).__name__} does not copy rows")
 
     def free(self, row: int) -> None:
         """Give a row back; its content is dead from now on."""
@@ -72,6 +84,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
+_TOGETHER = 16
+"""Positions that a layout may interleave: the native pass keeps sixteen keys together."""
+
+
 class StaticKVCache(KVCache):
     """Keys and values of all layers in two tensors [layers, rows, kv_heads, max_len, head_dim]."""
 
@@ -100,6 +116,17 @@ class StaticKVCache(KVCache):
     @property
     def num_bytes(self) -> int:
         return 2 * self.keys.numel() * self.keys.element_size()
+
+    def adopt(self, source: int, row: int, length: int) -> None:
+        assert self.lengths[row] == 0 and length <= self.max_len
+        if source != row:
+            positions = self.keys.shape[3]
+            whole = min(-(-length // _TOGETHER) * _TOGETHER, positions)  # some layouts keep positions together
+            for tensor in (self.keys, self.values):
+                flat = tensor.flatten(3)
+                size = whole * tensor.shape[4]
+                flat[:, row, :, :size] = flat[:, source, :, :size]
+        self.lengths[row] = length
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each [rows, kv_heads, max_len, head_dim]."""

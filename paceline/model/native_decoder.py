@@ -32,6 +32,7 @@ class NativeDecoder(Target):
 
     kv: StaticKVCache
     """`cache`, by its own type; heads are padded to `native` head size."""
+    is_width_invariant = True
 
     def __init__(
         self,

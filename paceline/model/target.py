@@ -72,6 +72,8 @@ class Target(ABC):
     weight_bytes: int
     """Bytes one pass must read; the ceiling of plain decoding is bandwidth / weight_bytes."""
     tap_layers: tuple[int, ...] = ()
+    is_width_invariant: bool = False
+    """Whether a position gets the same bits whatever else is in its pass, however its row's tokens were split into passes."""
 
     def set_taps(self, tap_layers: tuple[int, ...]) -> None:
         """Choose the layers (0-based; layer l is Transformers' hidden_states[l + 1]) whose outputs `forward` returns."""
