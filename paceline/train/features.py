@@ -50,7 +50,7 @@ class FeatureSource(Protocol):
 
 
 class OnlineFeatures:
-    """Runs the target over one document at a time."""
+    """Runs the target over one document at a time; a beginning shared with the document before is not run again."""
 
     def __init__(self, target: Target, documents: list[Document], tap_layers: tuple[int, ...], needs_final: bool) -> None:
         self._target, self._documents = target, documents
@@ -59,15 +59,24 @@ class OnlineFeatures:
         self._tap_layers = tap_layers
         target.set_taps((*tap_layers, last) if needs_final and not self._has_final else tap_layers)
 
+        self._last: tuple[list[int], Tensor, int, int] | None = None
+        """Tokens of the document before, its taps, its row, and which giving away of the row that was."""
+
     def of(self, number: int) -> Features:
-        tokens = self._documents[number].tokens.tolist()
-        row = self._target.cache.allocate()
+        tokens, cache = self._documents[number].tokens.tolist(), self._target.cache
+        row = cache.allocate()
         assert row is not None, "training owns the target's cache"
         try:
-            taps_SF = self._target.forward(ForwardBatch([row], [0], [len(tokens)], tokens, "none")).taps_TF
+            known_SF = self._known(tokens, row)
+            begin = 0 if known_SF is None else len(known_SF)
+            batch = ForwardBatch([row], [begin], [len(tokens) - begin], tokens[begin:], "none")
+            taps_SF = self._target.forward(batch).taps_TF
         finally:
-            self._target.cache.free(row)
+            cache.free(row)
         assert taps_SF is not None
+        if known_SF is not None:
+            taps_SF = torch.cat([known_SF, taps_SF])
+        self._last = tokens, taps_SF, row, cache.generations[row]
         size = self._target.hidden_size
         if not self._needs_final:
             return Features(taps_SF, None)
@@ -75,6 +84,20 @@ class OnlineFeatures:
             slot = self._tap_layers.index(self._target.num_layers - 1)
             return Features(taps_SF, taps_SF[:, slot * size : (slot + 1) * size])
         return Features(taps_SF[:, :-size], taps_SF[:, -size:])
+
+    def _known(self, tokens: list[int], row: int) -> Tensor | None:
+        """Taps of the beginning that this document shares with the one before, whose keys and values `row` still holds."""
+        if self._last is None or not self._target.is_width_invariant:
+            return None
+        before, taps_SF, last_row, generation = self._last
+        if (row, self._target.cache.generations[row]) != (last_row, generation + 1):
+            return None
+        pairs = enumerate(zip(before, tokens[:-1], strict=False))
+        length = next((at for at, (one, other) in pairs if one != other), min(len(before), len(tokens) - 1))
+        if not length:
+            return None
+        self._target.cache.adopt(row, row, length)
+        return taps_SF[:length]
 
 
 class CachedFeatures:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from small_training import HIDDEN, documents, tiny_decoder
+from native_models import needs_library
+from small_training import HIDDEN, SHAPE, document, documents, tiny_decoder
 
 from paceline.errors import CacheError
+from paceline.model.loading import random_tensors
+from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import ForwardBatch
 from paceline.train import features as module
 from paceline.train.features import OnlineFeatures, cache_features, check_room, fingerprint, num_feature_bytes
@@ -58,6 +63,34 @@ def test_final_states_are_what_the_head_reads(taps: tuple[int, ...]) -> None:
     torch.testing.assert_close(logits, out.logits_TV)
     assert logits.argmax(-1).tolist() == out.logits_TV.argmax(-1).tolist()
     torch.testing.assert_close(features.taps_SF, out.taps_TF)
+
+
+@needs_library
+def test_a_beginning_shared_with_the_document_before_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit what the whole document gives; a row that somebody else had meanwhile lends nothing."""
+    tensors = list(random_tensors(SHAPE))
+    target, twin = (NativeDecoder(SHAPE, tensors, num_rows=1, max_len=64) for _ in range(2))
+    first, ends = document(1, 20), [[4, 5], [4, 6, 7], [9], []]
+    docs = [replace(first, tokens=np.array([*first.tokens, *end], dtype=np.int32)) for end in ends]
+    docs.append(document(2, 12))
+    sizes, forward = [], target.forward
+
+    def counted(batch: ForwardBatch) -> Any:
+        sizes.append(batch.num_tokens)
+        return forward(batch)
+
+    monkeypatch.setattr(target, "forward", counted)
+    online = OnlineFeatures(target, docs, TAPS, True)
+    for number in range(len(docs)):
+        alone = OnlineFeatures(twin, docs, TAPS, True).of(number)
+        shared = online.of(number)
+        assert shared.final_SD is not None and alone.final_SD is not None
+        assert torch.equal(shared.taps_SF, alone.taps_SF) and torch.equal(shared.final_SD, alone.final_SD)
+    whole = len(first.tokens)
+    assert sizes == [whole + 2, 2, 1, 1, len(docs[-1].tokens)]
+    target.cache.free(target.cache.allocate() or 0)
+    online.of(4)
+    assert sizes[-1] == len(docs[-1].tokens)
 
 
 def test_online_features_can_be_learned_from() -> None:
