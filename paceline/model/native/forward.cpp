@@ -145,7 +145,7 @@ void Forward::ask_for(const Next& next, int thread) const {
     const int groups = next.matrix->num_groups / next.parts;
     const int first = thread * Share::first_size(groups, pool_.size(), next.least);
     for (int part = 0; part < next.parts; ++part)
-        for (int at = 0; at < kAskedFor / next.parts; at += 64) __builtin_prefetch(next.matrix->group(part * groups + first) + at);
+        for (int at = 0; at < kAskedFor / next.parts; at += 64) __builtin_prefetch(next.matrix->panels[0].group(part * groups + first) + at);
 }
 
 void Forward::run(int thread) {

@@ -3,10 +3,10 @@
 //   template <int Rows> void tile(weights, row_stride, block_stride, num_blocks, x, ldx, float (*sums)[kGroup], unsigned ahead);
 //       sums[row][lane] = x[row] . weights[lane]; kMaxTile is the most rows that the registers hold; bit i of `ahead`: ask for
 //       what comes kAhead behind lane i
-//   void expand_q4(matrix, group, out, room), expand_q8(...);     a group's codes as elements [block][4][32]
+//   void expand_q4(panel, group, out, room), expand_q8(...);     a group's codes as elements [block][4][32]
 //   template <int Rows> void score_keys(keys, query, stride, padded, scale, out, ldout);     kKeys scores for each row
 //   template <int Rows> void weigh_values(values, padded, column, weights, ldweights, begin, end, vf (*sums)[...]);     kBlock columns
-//   template <int Rows> bool tile_of_codes(matrix, group, room, x, ldx, sums);     both at once, for up to kMaxFused rows
+//   template <int Rows> bool tile_of_codes(format, panel, group, room, x, ldx, sums);     both at once, for up to kMaxFused rows
 // `room` holds a float for each scale of a group.
 // Everything is in an anonymous namespace: code compiled for one instruction set must never be linked into another.
 
@@ -97,30 +97,29 @@ inline int element_format(const bfloat*) { return PN_BF16; }
 
 // A dense matrix of the other type: bfloat16 weights for float32 products. (float32 weights are rounded when packed.)
 template <class T>
-void expand_dense(const PnMatrix& matrix, const uint8_t* group, T* out) {
+void expand_dense(const PnPanel& panel, const uint8_t* group, T* out) {
     const bfloat* from = reinterpret_cast<const bfloat*>(group);
-    const int count = matrix.num_blocks * kGroup * kBlock;
+    const int count = panel.num_blocks * kGroup * kBlock;
     for (int at = 0; at < count; at += kWidth) {
         __builtin_prefetch(group + size_t(at) * 2 + kAhead);
         put_vector(out + at, get_vector(from + at));
     }
 }
-inline bool is_dense(const PnMatrix& matrix) { return matrix.format == PN_F32 || matrix.format == PN_BF16; }
+inline bool is_dense(int format) { return format == PN_F32 || format == PN_BF16; }
 
 // The part of the scratch behind a group's elements.
 template <class T>
-float* room_of(const PnMatrix& matrix, T* scratch) {
-    return reinterpret_cast<float*>(scratch + matrix.num_blocks * kGroup * kBlock);
+float* room_of(const PnPanel& panel, T* scratch) {
+    return reinterpret_cast<float*>(scratch + panel.num_blocks * kGroup * kBlock);
 }
 
 // Codes of one group as elements [block][4][32] of the type that is multiplied; dense groups of that type are used where they are.
 template <class T>
-const T* elements(const PnMatrix& matrix, int index, T* scratch) {
-    const uint8_t* group = matrix.group(index);
-    if (matrix.format == element_format(scratch)) return reinterpret_cast<const T*>(group);
-    if (matrix.format == PN_Q4_1) expand_q4(matrix, group, scratch, room_of(matrix, scratch));
-    else if (matrix.format == PN_Q8_0) expand_q8(matrix, group, scratch, room_of(matrix, scratch));
-    else expand_dense(matrix, group, scratch);
+const T* elements(int format, const PnPanel& panel, const uint8_t* group, T* scratch) {
+    if (format == element_format(scratch)) return reinterpret_cast<const T*>(group);
+    if (format == PN_Q4_1) expand_q4(panel, group, scratch, room_of(panel, scratch));
+    else if (format == PN_Q8_0) expand_q8(panel, group, scratch, room_of(panel, scratch));
+    else expand_dense(panel, group, scratch);
     return scratch;
 }
 
@@ -156,36 +155,41 @@ struct Output {
     }
 };
 
+// The rows of one panel's inputs.
+template <class T>
+struct Inputs {
+    const T* x;
+    int64_t ldx;
+    int num_rows;
+};
+
 template <class T, int Rows>
-inline bool few_rows(const Product& product, int group, T* scratch, const Output& output) {
+inline bool few_rows(int format, const PnPanel& panel, const uint8_t* group, const Inputs<T>& in, T* scratch, const Output& output) {
     float sums[Rows][kGroup];
-    const PnMatrix& matrix = *product.matrix;
-    if (!tile_of_codes<Rows>(matrix, matrix.group(group), room_of(matrix, scratch), static_cast<const T*>(product.x), product.ldx, sums))
-        return false;
+    if (!tile_of_codes<Rows>(format, panel, group, room_of(panel, scratch), in.x, in.ldx, sums)) return false;
     for (int row = 0; row < Rows; ++row) output.write(row, sums[row]);
     return true;
 }
 
-// As few_rows for product.num_rows rows, at most `Most`.
+// As few_rows for in.num_rows rows, at most `Most`.
 template <class T, int Most>
-inline bool any_rows(const Product& product, int group, T* scratch, const Output& output) {
+inline bool any_rows(int format, const PnPanel& panel, const uint8_t* group, const Inputs<T>& in, T* scratch, const Output& output) {
     if constexpr (Most == 0) return false;
-    else return product.num_rows == Most ? few_rows<T, Most>(product, group, scratch, output)
-                                         : any_rows<T, Most - 1>(product, group, scratch, output);
+    else return in.num_rows == Most ? few_rows<T, Most>(format, panel, group, in, scratch, output)
+                                    : any_rows<T, Most - 1>(format, panel, group, in, scratch, output);
 }
 
 template <class T, int Rows>
-inline void rows_of(const T* weights, const Product& product, int row, const Output& output, unsigned ahead) {
+inline void rows_of(const T* weights, int num_blocks, const Inputs<T>& in, int row, const Output& output, unsigned ahead) {
     float sums[Rows][kGroup];
-    const T* x = static_cast<const T*>(product.x) + row * product.ldx;
-    tile<Rows>(weights, kBlock, kGroup * kBlock, product.matrix->num_blocks, x, product.ldx, sums, ahead);
+    tile<Rows>(weights, kBlock, kGroup * kBlock, num_blocks, in.x + row * in.ldx, in.ldx, sums, ahead);
     for (int index = 0; index < Rows; ++index) output.write(row + index, sums[index]);
 }
 
 // Which lanes of a dense group a tile asks ahead for: the tiles of a group take turns, so that memory is never idle. Codes were
 // asked for when they were expanded.
-inline unsigned lanes_ahead(const PnMatrix& matrix, int tile_index, int num_tiles) {
-    if (!is_dense(matrix)) return 0;
+inline unsigned lanes_ahead(int format, int tile_index, int num_tiles) {
+    if (!is_dense(format)) return 0;
     unsigned lanes = 0;
     for (int lane = 0; lane < kGroup; ++lane)
         if (lane % num_tiles == tile_index) lanes |= 1u << lane;
@@ -193,27 +197,38 @@ inline unsigned lanes_ahead(const PnMatrix& matrix, int tile_index, int num_tile
 }
 
 template <class T>
+inline void multiply_group(int format, const PnPanel& panel, const uint8_t* group, const Inputs<T>& in, T* scratch, const Output& output) {
+    if (in.num_rows <= kMaxFused && any_rows<T, kMaxFused>(format, panel, group, in, scratch, output)) return;
+    const T* weights = elements(format, panel, group, scratch);
+    const int num_tiles = (in.num_rows + kMaxTile - 1) / kMaxTile, blocks = panel.num_blocks;
+    int row = 0;
+    for (int index = 0; index < num_tiles; ++index) {
+        // Even tiles: seven rows are four and three rather than six and one.
+        const int size = (in.num_rows - row + num_tiles - index - 1) / (num_tiles - index);
+        const unsigned ahead = lanes_ahead(format, index, num_tiles < kGroup ? num_tiles : kGroup);
+        if (size == 1) rows_of<T, 1>(weights, blocks, in, row, output, ahead);
+        if (size == 2) rows_of<T, 2>(weights, blocks, in, row, output, ahead);
+        if constexpr (kMaxTile > 2) {
+            if (size == 3) rows_of<T, 3>(weights, blocks, in, row, output, ahead);
+            if (size == 4) rows_of<T, 4>(weights, blocks, in, row, output, ahead);
+            if (size == 5) rows_of<T, 5>(weights, blocks, in, row, output, ahead);
+            if (size == 6) rows_of<T, 6>(weights, blocks, in, row, output, ahead);
+        }
+        row += size;
+    }
+}
+
+template <class T>
 void multiply(const Product& product, void* scratch) {
-    for (int group = product.first_group; group < product.last_group; ++group) {
-        const int column = (group - product.base_group) * kGroup;
-        const Output output = {product.y + column, product.ldy, column, product.num_columns, product.accumulate, product.bias};
-        if (product.num_rows <= kMaxFused && any_rows<T, kMaxFused>(product, group, static_cast<T*>(scratch), output)) continue;
-        const T* weights = elements(*product.matrix, group, static_cast<T*>(scratch));
-        const int num_tiles = (product.num_rows + kMaxTile - 1) / kMaxTile;
-        int row = 0;
-        for (int index = 0; index < num_tiles; ++index) {
-            // Even tiles: seven rows are four and three rather than six and one.
-            const int size = (product.num_rows - row + num_tiles - index - 1) / (num_tiles - index);
-            const unsigned ahead = lanes_ahead(*product.matrix, index, num_tiles < kGroup ? num_tiles : kGroup);
-            if (size == 1) rows_of<T, 1>(weights, product, row, output, ahead);
-            if (size == 2) rows_of<T, 2>(weights, product, row, output, ahead);
-            if constexpr (kMaxTile > 2) {
-                if (size == 3) rows_of<T, 3>(weights, product, row, output, ahead);
-                if (size == 4) rows_of<T, 4>(weights, product, row, output, ahead);
-                if (size == 5) rows_of<T, 5>(weights, product, row, output, ahead);
-                if (size == 6) rows_of<T, 6>(weights, product, row, output, ahead);
-            }
-            row += size;
+    const PnMatrix& matrix = *product.matrix;
+    for (int index = 0; index < matrix.num_panels; ++index) {
+        const PnPanel& panel = matrix.panels[index];
+        const Inputs<T> in = {static_cast<const T*>(product.x) + panel.first_block * kBlock, product.ldx, product.num_rows};
+        for (int group = product.first_group; group < product.last_group; ++group) {
+            const int column = (group - product.base_group) * kGroup;
+            const Output output = {product.y + column, product.ldy, column, product.num_columns, product.accumulate || index > 0,
+                                   index == 0 ? product.bias : nullptr};
+            multiply_group(matrix.format, panel, panel.group(group), in, static_cast<T*>(scratch), output);
         }
     }
 }
@@ -328,11 +343,12 @@ inline float half_at(const uint8_t* scales, int index) {
 
 template <class T>
 void row(const PnMatrix& matrix, int row, float* out) {
-    const uint8_t* group = matrix.group(row / kGroup);
-    const uint8_t* scales = group + matrix.codes_bytes;
     const int lane = row % kGroup;
     for (int col = 0; col < matrix.cols; ++col) {
-        const int block = col / kBlock, at = (block * kGroup + lane) * kBlock + col % kBlock;
+        const PnPanel& panel = matrix.panel_of(col / kBlock);
+        const uint8_t* group = panel.group(row / kGroup);
+        const uint8_t* scales = group + panel.codes_bytes;
+        const int block = col / kBlock - panel.first_block, at = (block * kGroup + lane) * kBlock + col % kBlock;
         float value;
         if (matrix.format == PN_F32) value = reinterpret_cast<const float*>(group)[at];
         else if (matrix.format == PN_BF16) value = bfloat_to_float(reinterpret_cast<const bfloat*>(group)[at]);

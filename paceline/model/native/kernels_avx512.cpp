@@ -89,8 +89,8 @@ struct Q4 {
     const uint8_t* codes;
     const uint8_t* behind;  // the codes: scales and minima
     const float* scales;
-    Q4(const PnMatrix& matrix, const uint8_t* group, float* room)
-        : codes(group), behind(group + matrix.codes_bytes), scales(widened(group + matrix.codes_bytes, matrix.num_blocks * 2 * kGroup, room)) {}
+    Q4(const PnPanel& panel, const uint8_t* group, float* room)
+        : codes(group), behind(group + panel.codes_bytes), scales(widened(group + panel.codes_bytes, panel.num_blocks * 2 * kGroup, room)) {}
 
     void ahead(int block) const {
         ask_for(codes + size_t(block) * kBlock * 2 + kAhead);
@@ -126,8 +126,8 @@ struct Q8 {
     const int8_t* codes;
     const uint8_t* behind;
     const float* scales;
-    Q8(const PnMatrix& matrix, const uint8_t* group, float* room)
-        : codes(reinterpret_cast<const int8_t*>(group)), behind(group + matrix.codes_bytes), scales(widened(group + matrix.codes_bytes, matrix.num_blocks * kGroup, room)) {}
+    Q8(const PnPanel& panel, const uint8_t* group, float* room)
+        : codes(reinterpret_cast<const int8_t*>(group)), behind(group + panel.codes_bytes), scales(widened(group + panel.codes_bytes, panel.num_blocks * kGroup, room)) {}
 
     __m512 values(int block, int lane, int part) const {
         const int8_t* at = codes + (block * kGroup + lane) * kBlock + part * kWidth;
@@ -209,18 +209,18 @@ inline void weigh_values(const T* values, int padded, int column, const T* weigh
     each<Rows>([&](auto row) { sums[row][0] = low[row], sums[row][1] = high[row]; });
 }
 
-// Few rows: codes become weights in registers and are used at once. Returns false for a dense matrix.
+// Few rows: codes become weights in registers and are used at once. Returns false for a dense panel.
 template <int Rows, class T>
-inline bool tile_of_codes(const PnMatrix& matrix, const uint8_t* group, float* room, const T* x, int64_t ldx, float (*sums)[kGroup]) {
-    if (matrix.format == PN_Q4_1) run_tile<Rows>(Q4<T>(matrix, group, room), matrix.num_blocks, x, ldx, sums);
-    else if (matrix.format == PN_Q8_0) run_tile<Rows>(Q8<T>(matrix, group, room), matrix.num_blocks, x, ldx, sums);
+inline bool tile_of_codes(int format, const PnPanel& panel, const uint8_t* group, float* room, const T* x, int64_t ldx, float (*sums)[kGroup]) {
+    if (format == PN_Q4_1) run_tile<Rows>(Q4<T>(panel, group, room), panel.num_blocks, x, ldx, sums);
+    else if (format == PN_Q8_0) run_tile<Rows>(Q8<T>(panel, group, room), panel.num_blocks, x, ldx, sums);
     else return false;
     return true;
 }
 
 template <class T, class Source>
-inline void expand(const PnMatrix& matrix, const Source& source, T* out) {
-    for (int block = 0; block < matrix.num_blocks; ++block)
+inline void expand(const PnPanel& panel, const Source& source, T* out) {
+    for (int block = 0; block < panel.num_blocks; ++block)
         for (int part = 0; part < Step<T>::kPerBlock; ++part) {
             typename Step<T>::Vector weights[kGroup];
             source.get(block, part, weights);
@@ -229,12 +229,12 @@ inline void expand(const PnMatrix& matrix, const Source& source, T* out) {
         }
 }
 template <class T>
-inline void expand_q4(const PnMatrix& matrix, const uint8_t* group, T* out, float* room) {
-    expand(matrix, Q4<T>(matrix, group, room), out);
+inline void expand_q4(const PnPanel& panel, const uint8_t* group, T* out, float* room) {
+    expand(panel, Q4<T>(panel, group, room), out);
 }
 template <class T>
-inline void expand_q8(const PnMatrix& matrix, const uint8_t* group, T* out, float* room) {
-    expand(matrix, Q8<T>(matrix, group, room), out);
+inline void expand_q8(const PnPanel& panel, const uint8_t* group, T* out, float* room) {
+    expand(panel, Q8<T>(panel, group, room), out);
 }
 
 }  // namespace

@@ -111,7 +111,7 @@ inline void weigh_values(const T* values, int padded, int column, const T* weigh
 }
 
 template <int Rows, class T>
-inline bool tile_of_codes(const PnMatrix&, const uint8_t*, float*, const T*, int64_t, float (*)[kGroup]) {
+inline bool tile_of_codes(int, const PnPanel&, const uint8_t*, float*, const T*, int64_t, float (*)[kGroup]) {
     return false;
 }
 
@@ -125,9 +125,9 @@ inline float scale_at(const uint8_t* scales, int index) {
 }
 
 template <class T>
-inline void expand_q4(const PnMatrix& matrix, const uint8_t* group, T* out, float*) {
-    const uint8_t* scales = group + matrix.codes_bytes;
-    for (int block = 0; block < matrix.num_blocks; ++block, scales += 2 * kGroup * 2)
+inline void expand_q4(const PnPanel& panel, const uint8_t* group, T* out, float*) {
+    const uint8_t* scales = group + panel.codes_bytes;
+    for (int block = 0; block < panel.num_blocks; ++block, scales += 2 * kGroup * 2)
         for (int lane = 0; lane < kGroup; ++lane) {
             const vf scale = vf{} + scale_at(scales, lane), minimum = vf{} + scale_at(scales, kGroup + lane);
             for (int part = 0; part < kBlock; part += kWidth, out += kWidth) {
@@ -141,9 +141,9 @@ inline void expand_q4(const PnMatrix& matrix, const uint8_t* group, T* out, floa
 }
 
 template <class T>
-inline void expand_q8(const PnMatrix& matrix, const uint8_t* group, T* out, float*) {
-    const uint8_t* scales = group + matrix.codes_bytes;
-    for (int row = 0; row < matrix.num_blocks * kGroup; ++row) {
+inline void expand_q8(const PnPanel& panel, const uint8_t* group, T* out, float*) {
+    const uint8_t* scales = group + panel.codes_bytes;
+    for (int row = 0; row < panel.num_blocks * kGroup; ++row) {
         const vf scale = vf{} + scale_at(scales, row);
         __builtin_prefetch(group + size_t(row) * kBlock + kAhead);
         for (int part = 0; part < kBlock; part += kWidth, out += kWidth) {

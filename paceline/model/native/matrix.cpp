@@ -16,71 +16,102 @@ size_t element_bytes(int format) { return format == PN_F32 ? 4 : 2; }
 
 bool is_dense(int format) { return format == PN_F32 || format == PN_BF16; }
 
-void fill_dense(PnMatrix& matrix, uint8_t* group, int slot, int source, const uint8_t* row) {
+// Where a block of a row of the matrix stands: its panel's group, and its number there.
+struct Place {
+    const PnPanel& panel;
+    uint8_t* group;
+    size_t block;
+    size_t slot;  // row within the group
+
+    Place(const PnMatrix& matrix, int row, int number)
+        : panel(matrix.panel_of(number)), group(panel.group(row / kGroup)), block(size_t(number - panel.first_block)), slot(size_t(row % kGroup)) {}
+    uint8_t* codes(size_t row_bytes) const { return group + (block * kGroup + slot) * row_bytes; }
+    uint8_t* words() const { return group + block * kBlock * 2; }  // of PN_Q4_1
+    uint8_t* scale() const { return group + panel.codes_bytes + (block * kGroup + slot) * 2; }  // of PN_Q8_0
+    uint8_t* scale(int part) const { return group + panel.codes_bytes + ((block * 2 + size_t(part)) * kGroup + slot) * 2; }  // of PN_Q4_1
+};
+
+void put_code(const Place& place, int col, unsigned code) {
+    uint16_t word;
+    memcpy(&word, place.words() + col * 2, 2);
+    word = uint16_t((word & ~(15u << 4 * place.slot)) | code << 4 * place.slot);
+    memcpy(place.words() + col * 2, &word, 2);
+}
+
+void fill_dense(PnMatrix& matrix, int row, int source, const uint8_t* from) {
     for (int col = 0; col < matrix.cols; ++col) {
-        const size_t at = size_t(col / kBlock) * kGroup * kBlock + size_t(slot) * kBlock + size_t(col % kBlock);
         float value;
         uint16_t half;
         if (source == PN_F32) {
-            memcpy(&value, row + size_t(col) * 4, 4);
+            memcpy(&value, from + size_t(col) * 4, 4);
             half = float_to_bfloat(value);
         } else {
-            memcpy(&half, row + size_t(col) * 2, 2);
+            memcpy(&half, from + size_t(col) * 2, 2);
             value = bfloat_to_float(half);
         }
-        if (matrix.format == PN_F32) memcpy(group + at * 4, &value, 4);
-        else memcpy(group + at * 2, &half, 2);
+        const size_t bytes = element_bytes(matrix.format);
+        uint8_t* to = Place(matrix, row, col / kBlock).codes(kBlock * bytes) + size_t(col % kBlock) * bytes;
+        memcpy(to, matrix.format == PN_F32 ? static_cast<const void*>(&value) : &half, bytes);
     }
 }
 
-void fill_q8(PnMatrix& matrix, uint8_t* group, int slot, const uint8_t* row) {
-    for (int block = 0; block < matrix.num_blocks; ++block, row += kQ8Bytes) {
-        memcpy(group + matrix.codes_bytes + (size_t(block) * kGroup + size_t(slot)) * 2, row, 2);
-        memcpy(group + (size_t(block) * kGroup + size_t(slot)) * kBlock, row + 2, kBlock);
+void fill_q8(PnMatrix& matrix, int row, const uint8_t* from) {
+    for (int block = 0; block < matrix.num_blocks; ++block, from += kQ8Bytes) {
+        const Place place(matrix, row, block);
+        memcpy(place.scale(), from, 2);
+        memcpy(place.codes(kBlock), from + 2, kBlock);
     }
 }
 
-void fill_q4(PnMatrix& matrix, uint8_t* group, int slot, const uint8_t* row) {
-    for (int block = 0; block < matrix.num_blocks; ++block, row += kQ4Bytes) {
-        uint8_t* scales = group + matrix.codes_bytes + size_t(block) * 2 * kGroup * 2;
-        memcpy(scales + slot * 2, row, 2);
-        memcpy(scales + (kGroup + slot) * 2, row + 2, 2);
-        uint8_t* codes = group + size_t(block) * kBlock * 2;
-        for (int col = 0; col < kBlock; ++col) {
-            const uint8_t pair = row[4 + col % 16];
-            const unsigned code = col < 16 ? pair & 15u : pair >> 4;
-            uint16_t word;
-            memcpy(&word, codes + col * 2, 2);
-            word = uint16_t((word & ~(15u << 4 * slot)) | code << 4 * slot);
-            memcpy(codes + col * 2, &word, 2);
-        }
+void fill_q4(PnMatrix& matrix, int row, const uint8_t* from) {
+    for (int block = 0; block < matrix.num_blocks; ++block, from += kQ4Bytes) {
+        const Place place(matrix, row, block);
+        memcpy(place.scale(0), from, 2);
+        memcpy(place.scale(1), from + 2, 2);
+        for (int col = 0; col < kBlock; ++col) put_code(place, col, col < 16 ? from[4 + col] & 15u : unsigned(from[4 + col % 16]) >> 4);
     }
 }
 
 // Rows are copied within one format: nothing of a row depends on its neighbours but its place.
 void copy_row(const PnMatrix& from, int from_row, PnMatrix& to, int to_row) {
-    const uint8_t* source = from.group(from_row / kGroup);
-    uint8_t* target = to.data + size_t(to_row / kGroup) * to.group_bytes;
-    const int a = from_row % kGroup, b = to_row % kGroup;
     for (int block = 0; block < from.num_blocks; ++block) {
+        const Place source(from, from_row, block), target(to, to_row, block);
         if (from.format == PN_Q4_1) {
+            for (int part = 0; part < 2; ++part) memcpy(target.scale(part), source.scale(part), 2);
             for (int col = 0; col < kBlock; ++col) {
-                const size_t at = (size_t(block) * kBlock + size_t(col)) * 2;
-                uint16_t given, word;
-                memcpy(&given, source + at, 2), memcpy(&word, target + at, 2);
-                word = uint16_t((word & ~(15u << 4 * b)) | (unsigned(given) >> 4 * a & 15u) << 4 * b);
-                memcpy(target + at, &word, 2);
+                uint16_t word;
+                memcpy(&word, source.words() + col * 2, 2);
+                put_code(target, col, unsigned(word) >> 4 * source.slot & 15u);
             }
-        } else {
-            const size_t bytes = from.codes_bytes / size_t(from.num_blocks) / kGroup;
-            memcpy(target + (size_t(block) * kGroup + size_t(b)) * bytes, source + (size_t(block) * kGroup + size_t(a)) * bytes, bytes);
+            continue;
         }
-        if (is_dense(from.format)) continue;
-        for (int part = 0; part < (from.format == PN_Q4_1 ? 2 : 1); ++part) {
-            const size_t base = (size_t(block) * (from.format == PN_Q4_1 ? 2 : 1) + size_t(part)) * kGroup;
-            memcpy(target + to.codes_bytes + (base + size_t(b)) * 2, source + from.codes_bytes + (base + size_t(a)) * 2, 2);
-        }
+        const size_t bytes = from.format == PN_Q8_0 ? kBlock : kBlock * element_bytes(from.format);
+        memcpy(target.codes(bytes), source.codes(bytes), bytes);
+        if (from.format == PN_Q8_0) memcpy(target.scale(), source.scale(), 2);
     }
+}
+
+// Sizes of the panels and memory for all of them, zero; null when there is none.
+uint8_t* lay_out(PnMatrix& matrix) {
+    const int format = matrix.format;
+    const size_t scales = format == PN_Q8_0 ? kGroup * 2 : format == PN_Q4_1 ? 2 * kGroup * 2 : 0;
+    const size_t codes = format == PN_Q4_1 ? kBlock * 2 : format == PN_Q8_0 ? kGroup * kBlock : kGroup * kBlock * element_bytes(format);
+    for (int index = 0; index < matrix.num_panels; ++index) {
+        PnPanel& panel = matrix.panels[index];
+        panel.first_block = index * kPanelBlocks;
+        panel.num_blocks = matrix.num_blocks - panel.first_block < kPanelBlocks ? matrix.num_blocks - panel.first_block : kPanelBlocks;
+        panel.codes_bytes = size_t(panel.num_blocks) * codes;
+        panel.group_bytes = round_up(size_t(panel.num_blocks) * (codes + scales), 64);
+        matrix.num_bytes += size_t(matrix.num_groups) * panel.group_bytes;
+    }
+    uint8_t* data = static_cast<uint8_t*>(allocate_weights(matrix.num_bytes));
+    if (!data) return nullptr;
+    size_t used = 0;
+    for (int index = 0; index < matrix.num_panels; ++index) {
+        matrix.panels[index].data = data + used;
+        used += size_t(matrix.num_groups) * matrix.panels[index].group_bytes;
+    }
+    return data;
 }
 
 }  // namespace
@@ -108,13 +139,11 @@ PnMatrix* pn_matrix_new(int32_t rows, int32_t cols, int32_t format) {
     if (!matrix) return fail_null("out of memory");
     matrix->rows = rows, matrix->cols = cols, matrix->format = format;
     matrix->num_groups = (rows + kGroup - 1) / kGroup, matrix->num_blocks = (cols + kBlock - 1) / kBlock;
-    const size_t blocks = size_t(matrix->num_blocks);
-    const size_t scales = format == PN_Q8_0 ? kGroup * 2 : format == PN_Q4_1 ? 2 * kGroup * 2 : 0;
-    const size_t codes = format == PN_Q4_1 ? kBlock * 2 : format == PN_Q8_0 ? kGroup * kBlock : kGroup * kBlock * element_bytes(format);
-    matrix->codes_bytes = blocks * codes;
-    matrix->group_bytes = round_up(blocks * (codes + scales), 64);
-    matrix->data = static_cast<uint8_t*>(allocate_weights(size_t(matrix->num_groups) * matrix->group_bytes));
-    if (!matrix->data) {
+    matrix->num_panels = (matrix->num_blocks + kPanelBlocks - 1) / kPanelBlocks;
+    matrix->panels = new (std::nothrow) PnPanel[size_t(matrix->num_panels)];
+    uint8_t* data = matrix->panels ? lay_out(*matrix) : nullptr;
+    if (!data) {
+        delete[] matrix->panels;
         delete matrix;
         return fail_null("out of memory");
     }
@@ -123,11 +152,12 @@ PnMatrix* pn_matrix_new(int32_t rows, int32_t cols, int32_t format) {
 
 void pn_matrix_free(PnMatrix* matrix) {
     if (!matrix) return;
-    release_weights(matrix->data);
+    release_weights(matrix->panels[0].data);
+    delete[] matrix->panels;
     delete matrix;
 }
 
-int64_t pn_matrix_bytes(const PnMatrix* matrix) { return int64_t(matrix->num_groups) * int64_t(matrix->group_bytes); }
+int64_t pn_matrix_bytes(const PnMatrix* matrix) { return int64_t(matrix->num_bytes); }
 
 int32_t pn_matrix_fill(PnMatrix* matrix, int32_t first_group, int32_t num_rows, int32_t source, const void* data) {
     if (source != matrix->format && !(is_dense(matrix->format) && is_dense(source))) return fail("this source does not fit the matrix's format");
@@ -139,10 +169,10 @@ int32_t pn_matrix_fill(PnMatrix* matrix, int32_t first_group, int32_t num_rows, 
                                                  : size_t(matrix->cols) * element_bytes(source);
     const uint8_t* row = static_cast<const uint8_t*>(data);
     for (int index = 0; index < num_rows; ++index, row += row_bytes) {
-        uint8_t* group = matrix->data + size_t(first_group + index / kGroup) * matrix->group_bytes;
-        if (source == PN_Q8_0) fill_q8(*matrix, group, index % kGroup, row);
-        else if (source == PN_Q4_1) fill_q4(*matrix, group, index % kGroup, row);
-        else fill_dense(*matrix, group, index % kGroup, source, row);
+        const int at = first_group * kGroup + index;
+        if (source == PN_Q8_0) fill_q8(*matrix, at, row);
+        else if (source == PN_Q4_1) fill_q4(*matrix, at, row);
+        else fill_dense(*matrix, at, source, row);
     }
     return 0;
 }

@@ -1,5 +1,6 @@
 // Packed weights. Rows stand in groups of four, columns in blocks of 32, so that one pass over a group is one stream of memory
-// and gives four outputs; what is missing to whole groups and blocks is zero.
+// and gives four outputs; what is missing to whole groups and blocks is zero. Wide matrices are cut into panels of columns, one
+// behind the other: the inputs of a panel stay in the nearest cache while its groups stream by.
 //
 // Codes of one group, for each block in turn:
 //   PN_F32   4 x 32 floats         PN_BF16  4 x 32 bfloat16        PN_Q8_0  4 x 32 int8
@@ -14,14 +15,24 @@
 constexpr int kGroup = 4;
 constexpr int kBlock = 32;
 
-struct PnMatrix {
-    int32_t rows = 0, cols = 0, format = 0;
-    int32_t num_groups = 0, num_blocks = 0;
+constexpr int kPanelBlocks = 24;  // 768 columns: eight rows of inputs take 12 KB
+
+struct PnPanel {
+    int32_t first_block = 0, num_blocks = 0;
     size_t codes_bytes = 0;  // of one group
     size_t group_bytes = 0;  // codes and scales
     uint8_t* data = nullptr;
 
-    const uint8_t* group(int index) const { return data + size_t(index) * group_bytes; }
+    uint8_t* group(int index) const { return data + size_t(index) * group_bytes; }
+};
+
+struct PnMatrix {
+    int32_t rows = 0, cols = 0, format = 0;
+    int32_t num_groups = 0, num_blocks = 0, num_panels = 0;
+    size_t num_bytes = 0;
+    PnPanel* panels = nullptr;
+
+    const PnPanel& panel_of(int block) const { return panels[block / kPanelBlocks]; }
     int padded_cols() const { return num_blocks * kBlock; }
     int padded_rows() const { return num_groups * kGroup; }
 };
