@@ -3,8 +3,10 @@
     .venv/bin/python bench/lossless_greedy.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.jsonl --limit 100
 
 float32 must agree on every prompt; a difference is excused only at a near-tie (top two logits within 1e-4) and is printed.
-With --dtype bfloat16 both sides multiply matrices of different shapes, so near-ties may flip: the share of prompts that differ
-from our own plain decoding, and the logit gap at the first difference, are what is reported. Last line: one JSON object.
+With --dtype bfloat16 the reference is our own plain decoding. The native pass gives a position the same bits in any company:
+every drafter must agree with it, and the script fails where one does not. PyTorch multiplies matrices of different
+shapes differently, so near-ties may flip: there the prompts that differ and the logit gap at the first difference are reported.
+Last line: one JSON object.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from paceline.draft.small_model import SmallModelDrafter
 from paceline.hub import resolve
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
-from paceline.model.load import load_target
+from paceline.model.load import form_of, load_target
 from paceline.model.loading import random_tensors
 from paceline.model.target import ForwardBatch
 from paceline.prompts import read_prompts
@@ -40,6 +42,7 @@ def drafters(llm: LLM, names: list[str]) -> dict[str, Any]:
     dtype = llm.target.dtype
     makers = {
         "none": lambda: "none",
+        "default": lambda: "default",
         "ngram": lambda: NgramDrafter(),
         "small_model=itself": lambda: SmallModelDrafter(load_target(llm.config.model, dtype=dtype)),
         "small_model=random": lambda: SmallModelDrafter(Decoder(tiny, random_tensors(tiny, 0), dtype=dtype)),
@@ -95,11 +98,15 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--weight-format", default="auto")
+    parser.add_argument("--speculate", default="full", help="auto chooses draft lengths; full always drafts all it may")
     parser.add_argument("--drafters", default="", help="comma-separated; all when empty")
     args = parser.parse_args()
     share = -(-args.limit // len(args.prompts))
     messages = [prompt.messages for path in args.prompts for prompt in read_prompts(path, limit=share)][: args.limit]
-    llm = LLM(args.model, drafter="none", dtype=args.dtype, max_batch=args.batch)
+    how = {"backend": args.backend, "weight_format": args.weight_format, "speculate": args.speculate}
+    llm = LLM(args.model, drafter="none", dtype=args.dtype, max_batch=args.batch, **how)
     prompts = [llm.encode_chat(list(each)) for each in messages]
     params = SamplingParams(max_tokens=args.max_tokens)
     reference = transformers_answers(args, prompts, llm.tokenizer.eos_token_ids) if args.dtype == "float32" else None
@@ -125,11 +132,10 @@ def main() -> None:
             }
         )
         log.print(f"{name}: {results[-1]} ({time.perf_counter() - started:.0f} s)")
-    print(
-        json.dumps(
-            {"dtype": args.dtype, "reference": "transformers" if args.dtype == "float32" else "none", "results": results}
-        )
-    )
+    compared = "transformers" if args.dtype == "float32" else "none"
+    print(json.dumps({"dtype": args.dtype, "form": str(form_of(llm.target)), "reference": compared, "results": results}))
+    if llm.target.is_width_invariant and args.dtype != "float32" and any(result["different"] for result in results):
+        raise SystemExit("the native pass must give the same text with every drafter")
 
 
 if __name__ == "__main__":
