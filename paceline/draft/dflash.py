@@ -174,8 +174,8 @@ def scale_logits(logits: Tensor, config: DFlashConfig) -> Tensor:
 Drafts = tuple[list[list[int]], Tensor | None]
 
 
-_MAX_PENDING = 64
-"""Observed positions of a row that wait for it to draft: enough that their injection costs little each, not to fill memory."""
+_MAX_PENDING = 512
+"""Most observed positions of a row that wait for it to draft; some megabytes of features."""
 
 
 class DraftPath(Protocol):
@@ -255,8 +255,8 @@ class DFlashDrafter(Drafter):
         self._ids = None if self.draft_ids is None else self.draft_ids.tolist()
         self._path = make_path(self.network, target, self.draft_ids)
         self._pending: dict[int, tuple[list[Tensor], int]] = {}
-        self._held: dict[int, int] = {}
-        """Row of a sequence that was dropped -> positions the cache still holds of it."""
+        self._fresh: set[int] = set()
+        """Rows whose sequence has just started: what they hold is another's, which the new one may adopt."""
 
     def cache_bytes(self, target: Target) -> int:
         shape, num_rows = self.config.shape, target.cache.num_rows
@@ -266,37 +266,39 @@ class DFlashDrafter(Drafter):
         return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * positions * target.dtype.itemsize
 
     def start(self, seq: Sequence) -> None:
-        self._path.cache.rollback([seq.row], [0])
-        self._pending.pop(seq.row, None)
+        self._fresh.add(seq.row)
 
     @torch.inference_mode()
     def observe(self, observed: list[Observed]) -> None:
-        """Keeps the features; they become keys and values when their row drafts: a row that does not pays little."""
+        """Keeps the features; they become keys and values when their row drafts: a row that does not pays next to nothing."""
         for one in observed:
             assert one.taps_NF is not None, "the target was not asked for taps"
             row = one.sequence.row
-            self._held.pop(row, None)
+            if row in self._fresh:
+                self._reset(row, 0)
             pending, count = self._pending.get(row, ([], 0))
             assert one.start == self._path.cache.lengths[row] + count, "positions must be observed once, in order"
-            pending.append(one.taps_NF.clone())
+            pending.append(one.taps_NF.clone() if self._target.overwrites_taps else one.taps_NF)
             self._pending[row] = pending, count + one.count
             if count + one.count >= _MAX_PENDING:
                 self._inject([row])
 
     @torch.inference_mode()
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """As Drafter.adopt: keys and values are copied."""
-        if source not in self._held:
-            self._inject([source])
-        length = min(length, self._held.get(source, self._path.cache.lengths[source]))
-        self._path.cache.adopt(source, seq.row, length)
-        self._held.pop(seq.row, None)
+        """As Drafter.adopt: keys and values are copied. A row keeps what it has until another sequence observes into it."""
+        self._inject([source])
+        length = min(length, self._path.cache.lengths[source])
+        if source == seq.row:
+            self._reset(source, length)
+        else:
+            self._reset(seq.row, 0)
+            self._path.cache.adopt(source, seq.row, length)
         return length
 
-    @torch.inference_mode()
-    def drop(self, seq: Sequence) -> None:
-        self._inject([seq.row])
-        self._held[seq.row] = self._path.cache.lengths[seq.row]
+    def _reset(self, row: int, length: int) -> None:
+        self._path.cache.rollback([row], [length])
+        self._pending.pop(row, None)
+        self._fresh.discard(row)
 
     def _inject(self, rows: list[int]) -> None:
         waiting = [row for row in rows if row in self._pending]

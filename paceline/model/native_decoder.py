@@ -33,6 +33,7 @@ class NativeDecoder(Target):
     kv: StaticKVCache
     """`cache`, by its own type; heads are padded to `native` head size."""
     is_width_invariant = True
+    overwrites_taps = False
 
     def __init__(
         self,

@@ -75,6 +75,9 @@ class Target(ABC):
     is_width_invariant: bool = False
     """Whether a position gets the same bits whatever else is in its pass, however its row's tokens were split into passes."""
 
+    overwrites_taps: bool = True
+    """Whether the next pass may overwrite the taps of this one: what keeps them longer must copy them."""
+
     def set_taps(self, tap_layers: tuple[int, ...]) -> None:
         """Choose the layers (0-based; layer l is Transformers' hidden_states[l + 1]) whose outputs `forward` returns."""
         self.tap_layers = tuple(tap_layers)
