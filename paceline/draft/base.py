@@ -9,6 +9,7 @@ the next `propose` must not see them unless they were verified.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,9 @@ class Drafter(ABC):
 
         Raises DrafterMismatchError naming both values when hidden size, vocabulary or layer ids differ.
         """
+
+    def learn_costs(self, seconds_of: Callable[[int], float]) -> None:
+        """Seconds of a target pass by its number of positions, as measured here: for drafters that choose their own length."""
 
     def cache_bytes(self, target: Target) -> int:
         """Bytes of cache this drafter adds to the KV budget for a target."""

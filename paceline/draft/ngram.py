@@ -5,7 +5,7 @@ wins. How much is drafted follows from how far back the match reaches and how th
 
     a = distrusted + (trusted - distrusted) * trust      chance that a draft stands, from MATCH_CLASSES by the match's reach
     trust: share of drafts accepted, fading by 0.85 a round, 0.8 at first
-    draft the K that maximises (1 + a + a^2 + ... + a^K) / (cost of a pass over 1 + K positions)
+    draft the K that maximises (B + a + a^2 + ... + a^K) / (cost of a pass over B + K positions), B rows running
 
 So copying soon drafts as much as is allowed, and text that only seems to repeat itself costs one spare position a round.
 The figures come from replayed texts (docs/LOG.md). Everything is kept per row: a text does not depend on its neighbours.
@@ -13,7 +13,9 @@ The figures come from replayed texts (docs/LOG.md). Everything is kept per row: 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from paceline.draft.base import Drafter, Observed
@@ -61,8 +63,11 @@ class NgramDrafter(Drafter):
             raise ConfigError(f"ngram needs num_drafted >= 0 and min_match >= 1 (got {num_drafted}, {min_match})")
         self.min_match = min_match
         self._sizes = [size for size in (8, 5, 3, 2, 1) if size > min_match] + [min_match]
-        self._costs = [_cost(pass_costs, 1 + drafts) for drafts in range(self.num_drafted + 1)]
+        self._cost_of: Callable[[int], float] = partial(_cost, pass_costs)
         self._rows: dict[int, _Row] = {}
+
+    def learn_costs(self, seconds_of: Callable[[int], float]) -> None:
+        self._cost_of = seconds_of
 
     def start(self, seq: Sequence) -> None:
         self._rows[seq.row] = _Row([{} for _ in self._sizes])
@@ -80,14 +85,15 @@ class NgramDrafter(Drafter):
 
     def propose(self, batch: Batch) -> DraftBlock:
         limits = batch.draft_limits_B(self.num_drafted)
-        return DraftBlock.certain([self._draft(seq, limit) for seq, limit in zip(batch.sequences, limits, strict=True)])
+        pairs = zip(batch.sequences, limits, strict=True)
+        return DraftBlock.certain([self._draft(seq, limit, len(batch)) for seq, limit in pairs])
 
-    def _draft(self, seq: Sequence, limit: int) -> list[int]:
+    def _draft(self, seq: Sequence, limit: int, num_rows: int) -> list[int]:
         row, tokens = self._rows[seq.row], seq.tokens
         follower = self._find(row, tokens) if limit > 0 else None
         if follower is None:
             return []
-        row.num_pending = self._best_count(_acceptance(_reach(tokens, follower), row.trust), limit)
+        row.num_pending = self._best_count(_acceptance(_reach(tokens, follower), row.trust), limit, num_rows)
         return _continuation(tokens, follower, row.num_pending)
 
     def _index(self, row: _Row, tokens: list[int], end: int) -> None:
@@ -106,12 +112,13 @@ class NgramDrafter(Drafter):
                 return follower
         return None
 
-    def _best_count(self, acceptance: float, limit: int) -> int:
-        best, best_rate, expected, survival = 0, 1.0, 1.0, 1.0
+    def _best_count(self, acceptance: float, limit: int, num_rows: int) -> int:
+        best, best_rate = 0, num_rows / self._cost_of(num_rows)
+        expected, survival = float(num_rows), 1.0
         for count in range(1, limit + 1):
             survival *= acceptance
             expected += survival
-            if (rate := expected / self._costs[count]) > best_rate:
+            if (rate := expected / self._cost_of(num_rows + count)) > best_rate:
                 best, best_rate = count, rate
         return best
 

@@ -142,10 +142,13 @@ class LLM:
 
     def _lengths_of(self, drafter: Drafter) -> DraftLengths | None:
         """What chooses draft lengths; what it has learned of a drafter stays with the drafter."""
-        if self.config.speculate != "auto" or drafter.chooses_length or drafter.num_drafted == 0:
+        if self.config.speculate != "auto" or drafter.num_drafted == 0:
             return None
         if self._costs is None:
             self._costs = PassCosts.measure(self.target, self.target.cache.num_rows * (1 + drafter.num_drafted))
+        if drafter.chooses_length:
+            drafter.learn_costs(self._costs.seconds)
+            return None
         return self._lengths.setdefault(drafter, DraftLengths(self._costs, drafter.num_drafted))
 
     def use_drafter(self, drafter: str | Drafter | None, **options: Any) -> None:

@@ -37,6 +37,7 @@ class Served:
 def serve_heldout(llm: LLM, drafter: Drafter, documents: list[Document], max_tokens: int = 128, num_texts: int = 3) -> Served:
     """Answer the documents' prompts greedily with this drafter. Raises ContextLengthError when one does not fit the cache."""
     llm.use_drafter(drafter)
+    llm.engine.lengths = None  # the drafter is measured, not what it brings on this machine
     prompts = [document.tokens[: document.answer_start].tolist() for document in documents]
     answers = llm.generate_ids(prompts, SamplingParams(max_tokens=max_tokens))
     histogram: Counter[int] = Counter()

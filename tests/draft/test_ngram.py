@@ -136,3 +136,12 @@ def test_generated_text_is_the_target_s_own() -> None:
     answers, rounds = generate(target, NgramDrafter(), prompts, 60, chunk=2)
     assert answers == [target.greedy(prompt, 60) for prompt in prompts]
     assert len(rounds) < 40, "so small a model loops, and loops are found"
+
+
+def test_drafts_are_shorter_where_many_share_a_pass() -> None:
+    """By the costs it was told: alone it copies on, beside seven others a position costs more than it brings."""
+    drafter = NgramDrafter()
+    drafter.learn_costs(lambda positions: max(8.0, float(positions)))
+    sequences = [started(drafter, [1, 2, 3, 4, 5, 6] * 4, row=row) for row in range(8)]
+    assert len(drafts(drafter, sequences[0])[0]) >= 7
+    assert drafts(drafter, *sequences) == [[]] * 8
