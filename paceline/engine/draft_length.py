@@ -53,10 +53,11 @@ class PassCosts:
         while size <= most and (len(points) < 2 or time.perf_counter() - began < budget_s):
             points.append((size, _pass_seconds(target, size)))
             size *= 2
-        rising = [points[0]]
-        for size, seconds in points[1:]:  # a larger pass never takes less: that would be noise
-            rising.append((size, max(seconds, rising[-1][1])))
-        return cls(rising)
+        least = float("inf")
+        for index in range(len(points) - 1, -1, -1):  # a smaller pass never takes more: that would be another program's doing
+            least = min(least, points[index][1])
+            points[index] = points[index][0], least
+        return cls(points)
 
 
 def _pass_seconds(target: Target, num_tokens: int) -> float:
@@ -65,7 +66,7 @@ def _pass_seconds(target: Target, num_tokens: int) -> float:
     count = min(num_tokens, target.cache.max_len)
     batch = ForwardBatch([row], [0], [count], [0] * count, only_argmax=True)
     best = float("inf")
-    for _ in range(3):
+    for _ in range(5):
         started = time.perf_counter()
         out = target.forward(batch)
         out.best_T()
@@ -115,6 +116,7 @@ class DraftLengths:
     _draft_s: dict[int, float] = field(default_factory=dict)
     """By the number of rows that draft, in seconds of the machine as it was when `costs` were measured."""
     _slowness: float = 1.0
+    _is_warm: bool = False
 
     def __post_init__(self) -> None:
         self._greedy, self._sampled = _Places([PRIOR] * self.most), _Places([PRIOR] * self.most)
@@ -166,8 +168,12 @@ class DraftLengths:
         self._slowness += 0.1 * (min(max(stats.verify_s / self.costs.seconds(num_tokens), 0.2), 5.0) - self._slowness)
         if any(stats.num_drafted_B):
             spent = stats.draft_s / self._slowness
+            if not self._is_warm:  # the first draft touches memory for the first time
+                self._is_warm, spent = True, 0.0
             known = self._draft_s.get(num_rows)
-            self._draft_s[num_rows] = spent if known is None else known + 0.1 * (min(spent, 4 * known) - known)
+            self._draft_s[num_rows] = spent if not known else known + 0.1 * (min(spent, 4 * known) - known)
+        else:
+            self._draft_s = {rows: 0.995 * spent for rows, spent in self._draft_s.items()}  # worth another try some day
         for seq, num_drafted, num_accepted in zip(batch.sequences, stats.num_drafted_B, stats.num_accepted_B, strict=True):
             places, own = self._of(seq), self._own.setdefault(seq.request_id, _Own())
             tried = min(num_accepted + 1, num_drafted)

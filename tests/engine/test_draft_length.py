@@ -74,6 +74,8 @@ class TestChoice:
         lengths = DraftLengths(PassCosts(((1, 1.0), (8, 1.7))), 7)
         assert chosen(lengths, sequence()) != [0]
         lengths.record(Batch([sequence()]), round_of(7, 3, draft_s=50.0))
+        assert chosen(lengths, sequence()) != [0], "the first draft is no measure"
+        lengths.record(Batch([sequence()]), round_of(7, 3, draft_s=50.0))
         assert chosen(lengths, sequence()) == [0]
 
     def test_a_slower_machine_changes_nothing(self) -> None:
