@@ -142,6 +142,8 @@ class Sequence:
     num_accepted: int = 0
     accepted_histogram: list[int] = field(default_factory=list)
     """accepted_histogram[n]: rounds in which exactly n drafts stood."""
+    rounds: list[tuple[int, int]] = field(default_factory=list)
+    """Drafted and accepted, round by round."""
     lossless: bool = True
     max_drafted: int | None = None
     """Most drafts of the next round, as the engine chose; None leaves it to the drafter."""

@@ -73,6 +73,7 @@ def record(seq: Sequence, num_drafted: int, num_accepted: int) -> None:
     seq.num_rounds += 1
     seq.num_drafted += num_drafted
     seq.num_accepted += num_accepted
+    seq.rounds.append((num_drafted, num_accepted))
     missing = num_accepted + 1 - len(seq.accepted_histogram)
     seq.accepted_histogram.extend([0] * missing)
     seq.accepted_histogram[num_accepted] += 1
