@@ -28,8 +28,16 @@ class Observed:
     sequence: Sequence
     start: int
     count: int
-    taps_NF: Tensor | None
-    """The target's hidden states at `tap_layers` for these positions, concatenated in that order; valid during the call."""
+    taps_TF: Tensor | None
+    """The target's hidden states at `tap_layers`, concatenated in that order, of the pass that these positions were in; valid
+    during the call, and longer where the target does not overwrite them."""
+    begin: int = 0
+    """The first of `taps_TF` that is of this sequence."""
+
+    @property
+    def taps_NF(self) -> Tensor | None:
+        """Those of `taps_TF` that are of these positions."""
+        return None if self.taps_TF is None else self.taps_TF[self.begin : self.begin + self.count]
 
 
 class Drafter(ABC):

@@ -187,12 +187,13 @@ class DraftPath(Protocol):
         ...
 
     def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
-        """Append the keys and values that every layer makes of newly verified positions."""
+        """Append the keys and values that every layer makes of newly verified positions: the first sum(counts) of `taps_TF`."""
         ...
 
-    def draft(self, rows: list[int], anchors: list[int], width: int, with_logits: bool) -> Drafts:
+    def draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
         """The most likely token of the first `width` drafts of each row, counted in the draft vocabulary, and their logits
-        [B, width, V] as the head gives them; each block stands right behind its row's context and is dead afterwards."""
+        [B, width, V] as the head gives them; each block of `size` slots stands right behind its row's context and is dead
+        afterwards."""
         ...
 
 
@@ -254,7 +255,7 @@ class DFlashDrafter(Drafter):
         self._target = target
         self._ids = None if self.draft_ids is None else self.draft_ids.tolist()
         self._path = make_path(self.network, target, self.draft_ids)
-        self._pending: dict[int, tuple[list[Tensor], int]] = {}
+        self._pending: dict[int, tuple[list[Observed], int]] = {}
         self._fresh: set[int] = set()
         """Rows whose sequence has just started: what they hold is another's, which the new one may adopt."""
 
@@ -268,22 +269,22 @@ class DFlashDrafter(Drafter):
     def start(self, seq: Sequence) -> None:
         self._fresh.add(seq.row)
 
-    @torch.inference_mode()
     def observe(self, observed: list[Observed]) -> None:
         """Keeps the features; they become keys and values when their row drafts: a row that does not pays next to nothing."""
         for one in observed:
-            assert one.taps_NF is not None, "the target was not asked for taps"
+            assert one.taps_TF is not None, "the target was not asked for taps"
             row = one.sequence.row
             if row in self._fresh:
                 self._reset(row, 0)
             pending, count = self._pending.get(row, ([], 0))
             assert one.start == self._path.cache.lengths[row] + count, "positions must be observed once, in order"
-            pending.append(one.taps_NF.clone() if self._target.overwrites_taps else one.taps_NF)
+            if self._target.overwrites_taps:
+                one = Observed(one.sequence, one.start, one.count, one.taps_TF[one.begin : one.begin + one.count].clone())
+            pending.append(one)
             self._pending[row] = pending, count + one.count
             if count + one.count >= _MAX_PENDING:
                 self._inject([row])
 
-    @torch.inference_mode()
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
         """As Drafter.adopt: keys and values are copied. A row keeps what it has until another sequence observes into it."""
         self._inject([source])
@@ -304,11 +305,14 @@ class DFlashDrafter(Drafter):
         waiting = [row for row in rows if row in self._pending]
         if not waiting:
             return
-        taps = [torch.cat(self._pending.pop(row)[0]) for row in waiting]
+        observed, counts = [], []
+        for row in waiting:
+            own, count = self._pending.pop(row)
+            observed += own
+            counts.append(count)
         starts = [self._path.cache.lengths[row] for row in waiting]
-        self._path.inject(waiting, starts, [len(own) for own in taps], taps[0] if len(taps) == 1 else torch.cat(taps))
+        self._path.inject(waiting, starts, counts, _features(observed))
 
-    @torch.inference_mode()
     def propose(self, batch: Batch) -> DraftBlock:
         limits = batch.draft_limits_B(self.num_drafted)
         drafting = [index for index, limit in enumerate(limits) if limit > 0]
@@ -320,7 +324,10 @@ class DFlashDrafter(Drafter):
         self._inject(rows)
         assert [self._path.cache.lengths[row] for row in rows] == [seq.cached_len for seq in sequences]
         sampled = [self.draft_sampling == "sample" and not seq.params.is_greedy for seq in sequences]
-        best_BK, logits_BKV = self._draft(rows, anchors, max(limits), any(sampled))
+        width = max(limits)
+        # Slots that nobody reads are left out where the engine chose how many: it costs less than a hundredth of what is kept.
+        size = 1 + width if all(seq.max_drafted is not None for seq in sequences) else self.block_size
+        best_BK, logits_BKV = self._draft(rows, anchors, width, size, any(sampled))
         for slot, (seq, index) in enumerate(zip(sequences, drafting, strict=True)):
             limit = limits[index]
             if sampled[slot]:
@@ -332,14 +339,21 @@ class DFlashDrafter(Drafter):
                 block.tokens_B[index] = best_K if self._ids is None else [self._ids[best] for best in best_K]
         return block
 
-    def _draft(self, rows: list[int], anchors: list[int], width: int, with_logits: bool) -> Drafts:
-        return self._path.draft(rows, anchors, width, with_logits)
+    def _draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
+        return self._path.draft(rows, anchors, width, size, with_logits)
 
     def _over_all_tokens(self, logits_KV: Tensor) -> Tensor:
         if self.draft_ids is None:
             return logits_KV
         every_KV = logits_KV.new_full((len(logits_KV), self._target.vocab_size), float("-inf"))
         return every_KV.index_copy_(1, self.draft_ids.to(logits_KV.device), logits_KV)
+
+
+def _features(observed: list[Observed]) -> Tensor:
+    """Those of all these positions, one behind the other; of a single pass from its beginning there may be more behind."""
+    if len(observed) == 1 and observed[0].begin == 0 and observed[0].taps_TF is not None:
+        return observed[0].taps_TF
+    return torch.cat([one.taps_NF for one in observed if one.taps_NF is not None])
 
 
 def _sampled(seq: Sequence, logits_KV: Tensor) -> tuple[list[int], Tensor]:

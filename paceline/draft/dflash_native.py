@@ -21,9 +21,8 @@ from paceline.model.native_decoder import (
     native_cache,
     pack,
     pack_vectors,
-    set_arrays,
 )
-from paceline.model.native_lib import CConfig, CLayer, CPass, Model, int32s, pointer
+from paceline.model.native_lib import Buffers, CConfig, CLayer, Model, pointer
 from paceline.model.rope import rope_tables
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class NativePath:
         config = CConfig(**sizes, layers=structs, embedding_scale=self.config.input_embedding_scale, **_handles(parts))
         self._model = Model(config, [layers, parts, structs])
         self.cache = native_cache(shape, target.cache.num_rows, max_len, target.dtype, slack=slack)
-        self._view = cache_view(self.cache)
+        self._view, self._buffers = cache_view(self.cache), Buffers()
         del self._weights
 
     def _vector(self, name: str) -> Tensor:
@@ -93,23 +92,21 @@ class NativePath:
 
     def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
         """As DraftPath.inject."""
-        self._model.inject(self._view, rows, starts, counts, taps_TF.contiguous())
+        self._model.inject(self._view, rows, starts, counts, taps_TF)
         self.cache.append(rows, counts)
 
-    def draft(self, rows: list[int], anchors: list[int], width: int, with_logits: bool) -> Drafts:
+    def draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
         """As DraftPath.draft; logits are float32."""
-        size, num_rows = self.config.block_size, len(rows)
-        masks = [self.config.mask_token_id] * (size - 1)
+        num_rows, masks = len(rows), [self.config.mask_token_id] * (size - 1)
         wanted = [row * size + slot for row in range(num_rows) for slot in range(1, 1 + width)]
-        argmax = int32s([0] * len(wanted))
         logits_TV = torch.empty(len(wanted), self._head.rows) if with_logits else None
-        work = CPass(num_rows=num_rows, num_logit_rows=len(wanted), logits=pointer(logits_TV), logits_stride=self._head.rows)
-        arrays = {"rows": rows, "starts": [self.cache.lengths[row] for row in rows], "counts": [size] * num_rows}
-        arrays |= {"tokens": [token for anchor in anchors for token in (anchor, *masks)], "logit_rows": wanted}
-        keep = set_arrays(work, arrays, argmax=argmax)
+        work = self._buffers.work
+        work.num_rows, work.num_logit_rows = num_rows, len(wanted)
+        work.logits, work.logits_stride = pointer(logits_TV), self._head.rows
+        self._buffers.fill(rows=rows, starts=[self.cache.lengths[row] for row in rows], counts=[size] * num_rows)
+        self._buffers.fill(tokens=[token for anchor in anchors for token in (anchor, *masks)], logit_rows=wanted)
+        best = self._buffers.room("argmax", len(wanted))
         self._model.forward(self._view, work)
-        del keep
-        best = list(argmax)
         best_BK = [best[row * width : (row + 1) * width] for row in range(num_rows)]
         return best_BK, None if logits_TV is None else logits_TV.view(num_rows, width, -1)
 

@@ -80,10 +80,11 @@ class TorchPath:
             values=self.cache.values[0, :, own_heads],
         )
 
+    @torch.inference_mode()
     def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
         """Append the keys and values that every layer makes of newly verified positions."""
         shape = self._shape
-        heads = self._context_kv(self._hidden_norm(self._fc(taps_TF)))
+        heads = self._context_kv(self._hidden_norm(self._fc(taps_TF[: sum(counts)])))
         heads_THD = heads.view(-1, 2 * shape.num_layers * shape.num_kv_heads, shape.head_dim)
         keys_THD, values_THD = heads_THD.chunk(2, dim=1)
         keys_THD = self._rope.rotate(self._context_norm(keys_THD), self._rope.tables(positions_of(starts, counts)))
@@ -92,24 +93,23 @@ class TorchPath:
         writer.write(self.cache.values[0], values_THD)
         self.cache.append(rows, counts)
 
-    def draft(self, rows: list[int], anchors: list[int], width: int, with_logits: bool) -> Drafts:
+    @torch.inference_mode()
+    def draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
         """As DraftPath.draft."""
-        tokens = [
-            token for anchor in anchors for token in (anchor, *[self.config.mask_token_id] * (self.config.block_size - 1))
-        ]
+        masks = [self.config.mask_token_id] * (size - 1)
+        tokens = [token for anchor in anchors for token in (anchor, *masks)]
         embedded_TD = self._target.embed(torch.tensor(tokens, device=self._device))
         if self.config.input_embedding_scale != 1.0:
             embedded_TD = embedded_TD * self.config.input_embedding_scale
-        hidden_BJD = self.run_block(rows, embedded_TD).unflatten(0, (len(rows), self.config.block_size))
+        hidden_BJD = self.run_block(rows, embedded_TD).unflatten(0, (len(rows), size))
         slots_TD = self._final_norm(hidden_BJD[:, 1 : 1 + width].flatten(0, 1))
         logits_BKV = self._head(slots_TD).unflatten(0, (len(rows), width))
         best_BK = logits_BKV.max(-1).indices.tolist()  # as argmax, which is six times as slow in bfloat16 on CPU
         return best_BK, logits_BKV if with_logits else None
 
     def run_block(self, rows: list[int], hidden_TD: Tensor) -> Tensor:
-        """Hidden states [B * block_size, D] before the final norm, each block right behind its row's context."""
-        block_size = self.config.block_size
-        starts, counts = [self.cache.lengths[row] for row in rows], [block_size] * len(rows)
+        """Hidden states [B * size, D] before the final norm, each block right behind its row's context."""
+        starts, counts = [self.cache.lengths[row] for row in rows], [len(hidden_TD) // len(rows)] * len(rows)
         plans = {kind: self._plan(rows, starts, counts, kind) for kind in {layer.kind for layer in self._layers}}
         writer = CacheWriter(rows, starts, counts, self._device)
         tables = self._rope.tables(positions_of(starts, counts))

@@ -10,7 +10,6 @@ A sampled request with a seed is left alone: which of the many equally right tex
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence as ReadSequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -103,6 +102,10 @@ class _Own:
         return (_OWN_WEIGHT * PRIOR + self.stood) / (_OWN_WEIGHT * PRIOR + self.expected)
 
 
+def _gain(pair: tuple[float, Sequence]) -> float:
+    return pair[0]
+
+
 @dataclass(slots=True)
 class DraftLengths:
     """Chooses every sequence's `max_drafted` of a round. One per engine."""
@@ -123,21 +126,22 @@ class DraftLengths:
 
     def choose(self, batch: Batch) -> None:
         """Set `max_drafted` of each sequence to what makes the batch produce the most tokens per second."""
-        free = [index for index, seq in enumerate(batch.sequences) if seq.params.is_greedy or seq.params.seed is None]
-        gains = sorted(
-            (-gain, place, index) for index in free for place, gain in enumerate(self._gains(batch.sequences[index]))
-        )
-        num_rows = len(batch) + self.most * (len(batch) - len(free))
+        free = [seq for seq in batch.sequences if seq.params.is_greedy or seq.params.seed is None]
+        gains = [(gain, seq) for seq in free for gain in self._gains(seq)]
+        if len(free) > 1:
+            gains.sort(key=_gain, reverse=True)
+        num_tokens = len(batch) + self.most * (len(batch) - len(free))
         drafting_s = self._drafting_s(len(batch))
-        expected, best_rate, best = float(len(batch)), len(batch) / self.costs.seconds(num_rows), 0
-        for count, (gain, _, _) in enumerate(gains, start=1):
-            expected -= gain
-            rate = expected / (self.costs.seconds(num_rows + count) + drafting_s)
+        expected, best_rate, best = float(len(batch)), len(batch) / self.costs.seconds(num_tokens), 0
+        for count, (gain, _) in enumerate(gains, start=1):
+            expected += gain
+            rate = expected / (self.costs.seconds(num_tokens + count) + drafting_s)
             if rate > best_rate:
                 best_rate, best = rate, count
-        chosen = Counter(index for _, _, index in gains[:best])
-        for index in free:
-            batch.sequences[index].max_drafted = chosen[index]
+        for seq in free:
+            seq.max_drafted = 0
+        for _, seq in gains[:best]:
+            seq.max_drafted = (seq.max_drafted or 0) + 1
 
     def _gains(self, seq: Sequence) -> list[float]:
         """Chance that each draft is kept, falling."""

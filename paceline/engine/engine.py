@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
 from paceline.draft.base import Drafter, NoDrafter, Observed
 from paceline.engine.draft_length import DraftLengths
 from paceline.engine.prefix import PrefixReuse
@@ -116,6 +118,7 @@ class Engine:
         self._admit()
         return request.sequence
 
+    @torch.inference_mode()
     def step(self) -> list[Chunk]:
         """One prefill chunk and one decode round at most; returns what each request gained."""
         self.rounds = []

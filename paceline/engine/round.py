@@ -85,7 +85,6 @@ def _observed(
     """The anchor and the accepted drafts of each row: positions that the verify pass has put into the cache for good."""
     observed, begin = [], 0
     for seq, tokens, first, count in zip(batch.sequences, draft.tokens_B, firsts, num_committed_B, strict=True):
-        taps = None if out.taps_TF is None else out.taps_TF[begin : begin + count]
-        observed.append(Observed(seq, first, count, taps))
+        observed.append(Observed(seq, first, count, out.taps_TF, begin))
         begin += 1 + len(tokens)
     return observed

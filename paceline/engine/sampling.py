@@ -6,7 +6,6 @@ row gets its bias, penalties and filters first. The rules themselves are pure fu
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from paceline.model.logits import logprobs_of, penalise, target_probs
@@ -27,7 +26,6 @@ class LosslessJudge:
     def only_argmax(self, batch: Batch) -> bool:
         return all(_is_plain(seq) and seq.params.logprobs is None for seq in batch.sequences)
 
-    @torch.inference_mode()
     def __call__(self, batch: Batch, draft: DraftBlock, out: ForwardOutput) -> Verdict:
         plain = [_is_plain(seq) for seq in batch.sequences]
         argmax_T = out.best_T() if any(plain) else []
@@ -64,7 +62,6 @@ class MockedJudge:
     def only_argmax(self, batch: Batch) -> bool:
         return True
 
-    @torch.inference_mode()
     def __call__(self, batch: Batch, draft: DraftBlock, out: ForwardOutput) -> Verdict:
         argmax_T = out.best_T()
         accepted, bonus, begin = [], [], 0

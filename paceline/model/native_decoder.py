@@ -20,7 +20,7 @@ from paceline.model import native_lib as native
 from paceline.model.blocks import Blocks
 from paceline.model.config import DecoderConfig
 from paceline.model.kv_cache import StaticKVCache
-from paceline.model.native_lib import CCache, CConfig, CLayer, CPass, Matrix, Model, groups_of, int32s, pointer
+from paceline.model.native_lib import Buffers, CCache, CConfig, CLayer, Matrix, Model, groups_of, pointer
 from paceline.model.rope import rope_tables
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 
@@ -55,6 +55,7 @@ class NativeDecoder(Target):
         self.weight_format = "+".join(sorted({native.FORMAT_NAMES[matrix.format] for matrix in self._weights.matrices}))
         self._logits = torch.empty(0, self.vocab_size)
         self._stages: Any = None
+        self._buffers = Buffers()
         self.allocate_cache(num_rows, max_len)
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
@@ -88,23 +89,15 @@ class NativeDecoder(Target):
         if self.tap_layers:
             taps_TF = torch.empty(batch.num_tokens, len(self.tap_layers) * self.hidden_size, dtype=self.dtype)
         logits_TV = None if batch.only_argmax or not wanted else self._logits_of(len(wanted))
-        argmax = int32s([0] * len(wanted))
-        work = CPass(
-            num_rows=len(batch.rows),
-            num_taps=len(self.tap_layers),
-            taps=pointer(taps_TF),
-            num_logit_rows=len(wanted),
-            logits=pointer(logits_TV),
-            logits_stride=self.vocab_size,
-        )
-        arrays = {"rows": batch.rows, "starts": batch.starts, "counts": batch.counts, "tokens": batch.tokens}
-        arrays |= {"tap_layers": list(self.tap_layers), "logit_rows": wanted}
-        made = {"argmax": argmax} if self._stages is None else {"argmax": argmax, "stage_s": self._stages}
-        keep = set_arrays(work, arrays, **made)
+        work = self._buffers.work
+        work.num_rows, work.num_taps, work.num_logit_rows = len(batch.rows), len(self.tap_layers), len(wanted)
+        work.taps, work.logits, work.logits_stride = pointer(taps_TF), pointer(logits_TV), self.vocab_size
+        self._buffers.fill(rows=batch.rows, starts=batch.starts, counts=batch.counts, tokens=batch.tokens)
+        self._buffers.fill(tap_layers=list(self.tap_layers), logit_rows=wanted)
+        argmax = self._buffers.room("argmax", len(wanted))
         self._model.forward(self._native_cache, work)
-        del keep
         self.cache.append(batch.rows, batch.counts)
-        return ForwardOutput(logits_TV, taps_TF, list(argmax) if wanted else None)
+        return ForwardOutput(logits_TV, taps_TF, argmax[: len(wanted)] if wanted else None)
 
     def time_stages(self) -> dict[str, float]:
         """Seconds that each stage took since the last call, as thread 0 saw it; the first call starts the clocks."""
@@ -112,20 +105,13 @@ class NativeDecoder(Target):
         if self._stages is not None:
             known.update(zip(native.STAGES, self._stages, strict=True))
         self._stages = (ctypes.c_float * len(native.STAGES))()
+        self._buffers.work.stage_s = ctypes.addressof(self._stages)
         return known
 
     def _logits_of(self, num_rows: int) -> Tensor:
         if len(self._logits) < num_rows:
             self._logits = torch.empty(num_rows, self.vocab_size)
         return self._logits[:num_rows]
-
-
-def set_arrays(work: CPass, arrays: dict[str, list[int]], **made: Any) -> list[object]:
-    """Point `work` at C arrays of these numbers; keep what is returned until the pass is over."""
-    made |= {name: int32s(values) for name, values in arrays.items()}
-    for name, array in made.items():
-        setattr(work, name, ctypes.addressof(array))
-    return list(made.values())
 
 
 def native_cache(config: DecoderConfig, num_rows: int, max_len: int, dtype: torch.dtype, slack: int = 0) -> StaticKVCache:

@@ -219,6 +219,27 @@ class Model:
         check(require().pn_inject(self.handle, byref(cache), len(rows), *arrays, pointer(features)))
 
 
+class Buffers:
+    """A pass and the arrays it points to, kept from one pass to the next: to make them anew takes longer than to fill them."""
+
+    def __init__(self) -> None:
+        self.work = CPass()
+        self._arrays: dict[str, Any] = {}
+
+    def room(self, name: str, size: int) -> Any:
+        """The array behind this field, for at least `size` numbers."""
+        array = self._arrays.get(name)
+        if array is None or len(array) < size:
+            array = self._arrays[name] = (c_int32 * max(size, 64))()
+            setattr(self.work, name, ctypes.addressof(array))
+        return array
+
+    def fill(self, **values: list[int]) -> None:
+        """Put these numbers into the arrays of these fields."""
+        for name, numbers in values.items():
+            self.room(name, len(numbers))[: len(numbers)] = numbers
+
+
 def set_threads(num_threads: int) -> None:
     """Threads of the library's pool, the caller's included."""
     check(require().pn_set_threads(num_threads))

@@ -94,8 +94,8 @@ class Recording(DFlashDrafter):
         super().__init__(*args, **options)
         self.logits: list[torch.Tensor] = []
 
-    def _draft(self, rows: list[int], anchors: list[int], width: int, with_logits: bool) -> Drafts:
-        best, logits = super()._draft(rows, anchors, width, True)
+    def _draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
+        best, logits = super()._draft(rows, anchors, width, size, True)
         assert logits is not None
         self.logits += list(scale_logits(logits, self.config).clone())
         return best, logits if with_logits else None

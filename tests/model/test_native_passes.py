@@ -17,7 +17,7 @@ from paceline.errors import NativeError
 from paceline.model import native_lib
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
-from paceline.model.native_decoder import NativeDecoder, cache_view, set_arrays
+from paceline.model.native_decoder import NativeDecoder, cache_view
 from paceline.model.native_lib import CPass, pointer
 from paceline.model.target import ForwardBatch
 
@@ -66,14 +66,14 @@ def test_structs_are_as_long_as_the_library_s() -> None:
     config, native = tiny()
     native.set_taps((0,))
     stages = torch.zeros(len(native_lib.STAGES))
-    work = CPass(num_rows=1, num_taps=1, num_logit_rows=1, logits_stride=97, stage_s=pointer(stages))
+    buffers = native_lib.Buffers()
+    work = buffers.work
+    work.num_rows, work.num_taps, work.num_logit_rows, work.logits_stride, work.stage_s = 1, 1, 1, 97, pointer(stages)
     taps, logits = torch.empty(1, 48), torch.empty(1, 97)
     work.taps, work.logits = pointer(taps), pointer(logits)
-    argmax = native_lib.int32s([0])
-    arrays = {"rows": [0], "starts": [0], "counts": [1], "tokens": [5], "tap_layers": [0], "logit_rows": [0]}
-    keep = set_arrays(work, arrays, argmax=argmax)
+    argmax = buffers.room("argmax", 1)
+    buffers.fill(rows=[0], starts=[0], counts=[1], tokens=[5], tap_layers=[0], logit_rows=[0])
     native._model.forward(native._native_cache, work)
-    del keep
     assert argmax[0] == logits.argmax() and (stages > 0).sum() >= 6
     expected = Decoder(config, random_weights(config).items(), max_len=128)
     expected.cache.allocate()
@@ -166,6 +166,9 @@ def guarded_pass(
     vocab, width = native.vocab_size, len(taps) * native.hidden_size
     logits, tapped = guarded((len(wanted) + 2, vocab + 3), torch.float32), guarded((batch.num_tokens + 2, width), native.dtype)
     argmax = native_lib.int32s([-7] * (len(wanted) + 2))
+    arrays = {"rows": batch.rows, "starts": batch.starts, "counts": batch.counts, "tokens": batch.tokens}
+    arrays |= {"tap_layers": list(taps), "logit_rows": wanted}
+    keep = {name: native_lib.int32s(values) for name, values in arrays.items()}
     work = CPass(
         num_rows=len(batch.rows),
         num_taps=len(taps),
@@ -173,12 +176,10 @@ def guarded_pass(
         num_logit_rows=len(wanted),
         logits=pointer(logits[1:]),
         logits_stride=vocab + 3,
+        argmax=ctypes.addressof(argmax) + 4,
+        **{name: ctypes.addressof(array) for name, array in keep.items()},
     )
-    arrays = {"rows": batch.rows, "starts": batch.starts, "counts": batch.counts, "tokens": batch.tokens}
-    keep = set_arrays(work, arrays | {"tap_layers": list(taps), "logit_rows": wanted})
-    work.argmax = ctypes.addressof(argmax) + 4
     native._model.forward(cache_view(native.kv), work)
-    del keep
     assert is_untouched(logits[0]) and is_untouched(logits[-1]) and is_untouched(logits[:, vocab:])
     assert is_untouched(tapped[0]) and is_untouched(tapped[-1]) and argmax[0] == argmax[len(wanted) + 1] == -7
     return logits[1:-1, :vocab], list(argmax)[1:-1], tapped[1:-1]
