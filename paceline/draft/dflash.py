@@ -249,7 +249,7 @@ class DFlashDrafter(Drafter):
         """Write the checkpoint; what was loaded is written back unchanged. Raises CacheError."""
         write_checkpoint(folder, self.config.raw, self.network.state_dict(), self.draft_ids)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def bind(self, target: Target) -> None:
         check_fit(self.config, target, self.draft_ids)
         self._target = target

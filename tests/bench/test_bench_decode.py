@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,6 +55,20 @@ def bench(config: BenchConfig, *turns: tuple[str, ...], max_len: int = 256) -> B
     return Bench(
         cast(Any, FakeLLM(max_len)), prompts(*(turns or (("one",), ("two",), ("three",)))), config, notice=lambda _: None
     )
+
+
+def test_what_is_measured_has_not_seen_the_warm_up() -> None:
+    """An engine keeps the prompts it has seen: the first requests would be answered from what the warm-up computed."""
+    one = bench(BenchConfig(("none", "good"), (1,), (0.0,), 8, 1))
+    target = cast(FakeTarget, one.llm.target)
+    target.is_width_invariant = True
+    long = [index % 250 for index in range(40)]
+    one.requests = [replace(request, token_ids=long + request.token_ids) for request in one.requests[:1]]
+    for setting in one.settings:
+        begun = len(target.calls)
+        one._pass(setting, None)
+        prefills = [call for call in target.calls[begun:] if call.num_tokens > 20]
+        assert len(prefills) == 2, "the warm-up's and the measured one's"
 
 
 def test_survival_of_a_hand_made_histogram() -> None:

@@ -118,6 +118,16 @@ class TestChoice:
         assert chosen(lengths, sequence(temperature=1.0), sequence(seed=3)) == [0, 0]
 
 
+def test_drafting_is_measured_as_if_the_machine_were_as_fast_as_its_passes_were_then() -> None:
+    """Passes that take thrice the time they did when costs were measured: drafting takes thrice the time as well."""
+    slow, quick = (DraftLengths(PassCosts(((1, 1.0), (8, 1.8))), 7) for _ in range(2))
+    for lengths, factor in ((slow, 3.0), (quick, 1.0)):
+        for _ in range(60):
+            verify_s = factor * lengths.costs.seconds(8)
+            lengths.record(Batch([sequence()]), round_of(7, 2, verify_s=verify_s, draft_s=factor * 0.4))
+    assert slow._drafting_s(1) == pytest.approx(quick._drafting_s(1), rel=0.05) == pytest.approx(0.4, rel=0.05)
+
+
 @pytest.mark.parametrize("points", [FLAT, STEEP, ((1, 1.0), (8, 1.8))])
 @pytest.mark.parametrize("accuracy", [0.0, 0.6, 1.0])
 def test_greedy_text_does_not_depend_on_what_is_chosen(accuracy: float, points: tuple[tuple[int, float], ...]) -> None:

@@ -10,11 +10,13 @@ from native_models import needs_library
 from small_llm import tiny_model
 
 from paceline import LLM, SamplingParams
+from paceline.draft.base import Observed
 from paceline.draft.dflash import DFlashDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.prefix import LEAST
+from paceline.model.target import ForwardBatch
 from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
-from paceline.types import Sequence
+from paceline.types import Batch, Sequence
 
 SYSTEM = [(7 * index) % 250 for index in range(60)]
 
@@ -152,5 +154,41 @@ def test_the_native_pass_with_a_drafter_that_reads_features(dtype: str, tmp_path
         assert not reuses or (llm.engine.prefix is not None and llm.engine.prefix.num_reused > 300)
         return [(one.token_ids, one.stats.accepted_histogram) for one in out]
 
-    with torch.inference_mode():
-        assert run(True) == run(False)
+    assert run(True) == run(False)
+
+
+@needs_library
+def test_what_a_row_adopts_is_what_it_would_have_computed(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Every length, whole groups of positions or not, and features that still wait to become keys and values."""
+    folder = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    llm = LLM(str(folder), drafter="none", backend="native", max_batch=2, max_len=128)
+    target, tokens = llm.target, [(5 * index) % 97 for index in range(40)]
+    drafter = DFlashDrafter.random(target, head_dim=8, block_size=5)
+    target.set_taps(drafter.tap_layers)
+    for length in (17, 31, 32, 33):
+        drafter.bind(target)
+        lender, taker = (
+            Sequence(index, [*tokens[: length + 1]], length + 1, SamplingParams(max_tokens=20)) for index in (0, 1)
+        )
+        logits, drafts = [], []
+        for seq in (lender, taker):
+            row = target.cache.allocate()
+            assert row is not None
+            seq.row = row
+            drafter.start(seq)
+            begin = 0 if seq is lender else drafter.adopt(seq, lender.row, length)
+            if seq is taker:
+                assert begin == length
+                target.cache.adopt(lender.row, row, begin)
+            out = target.forward(ForwardBatch([row], [begin], [length + 1 - begin], tokens[begin : length + 1], "last"))
+            drafter.observe([Observed(seq, begin, length + 1 - begin, out.taps_TF)])
+            assert out.logits_TV is not None
+            logits.append(out.logits_TV[0].clone())
+            seq.cached_len = length + 1
+            seq.tokens.append(7)
+        for seq in (taker, lender):  # the lender has never drafted: its features waited when they were taken over
+            drafts.append(drafter.propose(Batch([seq])).tokens_B[0])
+            target.cache.rollback([seq.row], [0])
+            target.cache.free(seq.row)
+            drafter.drop(seq)
+        assert torch.equal(*logits) and drafts[0] == drafts[1] and len(drafts[0]) == 4
