@@ -11,7 +11,7 @@ import math
 import os
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from paceline.errors import SamplingError
 
@@ -19,6 +19,14 @@ if TYPE_CHECKING:  # tensors are only named here, so that `import paceline.types
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What an answer has to be: any JSON object, JSON of the schema `text`, or the regex `text` from end to end."""
+
+    kind: Literal["json_object", "json_schema", "regex"]
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     """Report the chosen token's log-probability and this many alternatives, from the target's unmodified logits."""
+    grammar: GrammarSpec | None = None
+    """Only tokens that lead to such an answer can be chosen; the model's end token ends it, also with ignore_eos."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -118,6 +128,18 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Constraint(Protocol):
+    """What an answer may still say; `engine/grammar.py` is the one there is."""
+
+    def follow(self, seq: Sequence, drafts: list[int]) -> int:
+        """How many of the drafts are allowed."""
+        ...
+
+    def mask(self, seq: Sequence, logits_JV: Tensor) -> Tensor:
+        """The logits without what is not allowed, at the positions last followed."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request on its way: its tokens, its place in the cache, its counts and its clock."""
@@ -151,6 +173,8 @@ class Sequence:
     timings: Timings = field(default_factory=Timings)
     eos_token_ids: tuple[int, ...] = ()
     """The model's own end tokens, unless the request ignores them, and the request's stop_token_ids."""
+    constraint: Constraint | None = None
+    """The state of `params.grammar`, while the request is alive."""
 
     def __post_init__(self) -> None:
         self.seed = self.params.seed if self.params.seed is not None else int.from_bytes(os.urandom(7), "little")

@@ -14,6 +14,7 @@ import torch
 
 from paceline.draft.base import Drafter, NoDrafter, Observed
 from paceline.engine.draft_length import DraftLengths
+from paceline.engine.grammar import Grammars
 from paceline.engine.prefix import PrefixReuse
 from paceline.engine.round import Judge, decode_round, record
 from paceline.engine.sampling import LosslessJudge
@@ -72,6 +73,7 @@ class Engine:
         self.drafter.bind(target)
         self.scheduler = Scheduler(target.cache)
         self.prefix = PrefixReuse(target, self.drafter) if target.is_width_invariant else None
+        self._grammars = Grammars(tokenizer, target.vocab_size, eos_token_ids)
         self.rounds: list[RoundStats] = []
         """The rounds of the latest step: at most one."""
         self._requests: dict[int, _Request] = {}
@@ -85,8 +87,10 @@ class Engine:
         """Queue a request; returns its id. Raises PromptError, ContextLengthError or SamplingError on bad input."""
         params = params or SamplingParams()
         self._check(prompt_ids, params)
-        ends = params.stop_token_ids if params.ignore_eos else (*self.eos_token_ids, *params.stop_token_ids)
-        seq = Sequence(next(self._ids), list(prompt_ids), len(prompt_ids), params, eos_token_ids=ends)
+        constraint = self._grammars.compile(params.grammar) if params.grammar else None
+        ignores_eos = params.ignore_eos and not params.grammar
+        ends = params.stop_token_ids if ignores_eos else (*self.eos_token_ids, *params.stop_token_ids)
+        seq = Sequence(next(self._ids), list(prompt_ids), len(prompt_ids), params, eos_token_ids=ends, constraint=constraint)
         seq.timings.arrival_s = time.perf_counter()
         self._requests[seq.request_id] = _Request(seq, TextStream(self.tokenizer.stream(), params.stop))
         self.scheduler.add(seq)
@@ -204,6 +208,7 @@ class Engine:
                 self.prefix.released(seq)
             self.drafter.drop(seq)
         self.scheduler.remove(seq)
+        seq.constraint = None
         del self._requests[seq.request_id]
 
     def check_integrity(self) -> None:

@@ -6,6 +6,7 @@ import time
 from typing import Protocol
 
 from paceline.draft.base import Drafter, Observed
+from paceline.engine.grammar import within_grammars
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 from paceline.types import Batch, DraftBlock, RoundStats, Sequence, Verdict
 
@@ -25,7 +26,8 @@ class Judge(Protocol):
 def decode_round(batch: Batch, target: Target, drafter: Drafter, judge: Judge) -> RoundStats:
     """One round for every sequence of the batch: draft K tokens, verify J = K+1 positions, commit what stands."""
     started = time.perf_counter()
-    draft = drafter.propose(batch)
+    proposed = drafter.propose(batch)
+    draft = within_grammars(batch, proposed)
     drafted = time.perf_counter()
     out = target.forward(verify_input(batch, draft, judge.only_argmax(batch)))
     verdict = judge(batch, draft, out)
@@ -35,7 +37,7 @@ def decode_round(batch: Batch, target: Target, drafter: Drafter, judge: Judge) -
     target.cache.rollback(batch.rows, batch.cached_len_B)
     drafter.observe(_observed(batch, draft, firsts, num_committed_B, out))
     return RoundStats(
-        num_drafted_B=[len(tokens) for tokens in draft.tokens_B],
+        num_drafted_B=[len(tokens) for tokens in proposed.tokens_B],
         num_accepted_B=[count - 1 for count in num_committed_B],
         lossless=verdict.lossless,
         draft_s=drafted - started,

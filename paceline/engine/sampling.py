@@ -47,6 +47,8 @@ class LosslessJudge:
 
     def _judge_row(self, seq: Sequence, tokens: list[int], draft_probs: Tensor | None, logits_JV: Tensor) -> RowVerdict:
         logits_JV = penalise(logits_JV, seq.params, seq.tokens, seq.counts, tokens)
+        if seq.constraint is not None:
+            logits_JV = seq.constraint.mask(seq, logits_JV)
         if seq.params.is_greedy:
             return verify_argmax(tokens, ForwardOutput(logits_JV, None).best_T())
         probs_JV = target_probs(logits_JV, seq.params)
@@ -75,7 +77,8 @@ class MockedJudge:
 
 def _is_plain(seq: Sequence) -> bool:
     """Greedy, and nothing changes its logits."""
-    return seq.params.is_greedy and not seq.params.logit_bias and not seq.params.has_penalties
+    params = seq.params
+    return params.is_greedy and params.grammar is None and not params.logit_bias and not params.has_penalties
 
 
 def report_logprobs(batch: Batch, draft: DraftBlock, verdict: Verdict, logits_TV: Tensor) -> None:

@@ -1,0 +1,152 @@
+"""Answers that keep to a grammar: JSON, JSON of a schema, or a regex, token by token, speculation included.
+
+`Engine.add` compiles `SamplingParams.grammar` through llguidance; the state rides on `Sequence.constraint`. Each round
+`within_grammars` walks the drafts through it before the target sees them and cuts them where it refuses; the judge then gives
+every checked position the mask of the drafts before it. The matcher itself only ever keeps committed tokens.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from paceline.errors import SamplingError
+from paceline.types import Batch, DraftBlock, GrammarSpec, Sequence
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from torch import Tensor
+
+WHITESPACE = r"[ \t\r\n]{0,16}"
+"""Between the parts of a JSON text: bounded, or a small model may go on indenting for ever."""
+_LEAST = -1e30
+"""A logit that only -inf is below."""
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer; one per engine. The first compilation reads the vocabulary (a second or so)."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        """`tokenizer.backend` is its `tokenizers.Tokenizer`; it is not touched before the first grammar."""
+        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled = lru_cache(maxsize=64)(self._compile)
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        """Fresh state for one answer. Raises SamplingError on a schema or regex that is wrong or cannot be followed."""
+        return Grammar(self._compiled(spec).deep_copy())
+
+    def _compile(self, spec: GrammarSpec) -> LLMatcher:
+        try:
+            from llguidance import LLMatcher
+        except ImportError as error:
+            raise SamplingError("grammar needs llguidance: pip install 'paceline[serve]'") from error
+        if self._vocabulary is None:
+            self._vocabulary = self._read_vocabulary()
+        try:
+            matcher = LLMatcher(self._vocabulary, _source(spec), log_level=0)
+        except ValueError as error:
+            raise _refusal(spec, str(error)) from error
+        if matcher.is_error():
+            raise _refusal(spec, matcher.get_error())
+        return matcher
+
+    def _read_vocabulary(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        backend = getattr(self._tokenizer, "backend", None)
+        if backend is None or not self._eos_token_ids:
+            raise SamplingError("grammar needs a model with an end token and a fast tokenizer: this one lacks them")
+        num_tokens = max(self._vocab_size, backend.get_vocab_size(with_added_tokens=True))
+        try:
+            return LLTokenizer(backend.to_str(), n_vocab=num_tokens, eos_token=list(self._eos_token_ids))
+        except ValueError as error:
+            raise SamplingError(f"grammar cannot be used with this model's tokenizer ({error}): leave it out") from error
+
+
+def _source(spec: GrammarSpec) -> str:
+    """The grammar in llguidance's own language."""
+    from llguidance import LLMatcher
+
+    if spec.kind == "regex":
+        return LLMatcher.grammar_from_regex(spec.text)
+    schema = spec.text if spec.kind == "json_schema" else '{"type": "object"}'
+    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+
+
+def _refusal(spec: GrammarSpec, reason: str) -> SamplingError:
+    first = " ".join(reason.split())[:300]
+    return SamplingError(f"grammar: this {spec.kind.replace('_', ' ')} cannot be used ({first}): correct or simplify it")
+
+
+class Grammar:
+    """What one answer may still say.
+
+    A grammar that outgrows the library's limits in the middle of an answer allows nothing but its end from there on.
+    """
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self._num_consumed = 0
+        self._masks: list[bytes] = []
+        """One bit a token: what may stand at each position of the walk that began after `_num_consumed` tokens."""
+
+    def follow(self, seq: Sequence, drafts: list[int]) -> int:
+        """How many of the drafts the grammar allows; the masks of their positions and of the next are kept for `mask`."""
+        matcher = self._matcher
+        matcher.consume_tokens(seq.tokens[seq.prompt_len + self._num_consumed :])
+        self._num_consumed = seq.num_output
+        self._masks = [matcher.compute_bitmask()]
+        num_allowed = 0
+        for token in drafts:
+            if not _allows(self._masks[-1], token):
+                break
+            num_allowed += 1
+            if token in seq.eos_token_ids:
+                break  # nothing stands behind the end
+            matcher.consume_token(token)
+            self._masks.append(matcher.compute_bitmask())
+        if len(self._masks) > 1:
+            matcher.rollback(len(self._masks) - 1)
+        return num_allowed
+
+    def mask(self, seq: Sequence, logits_JV: Tensor) -> Tensor:
+        """A copy of the logits with -inf where the grammar refuses; positions behind a refused draft stay as they are.
+
+        Nobody looks at those: the draft before them has no chance to stand.
+        """
+        if not self._masks or self._num_consumed != seq.num_output:
+            self.follow(seq, [])
+        num_masked, num_vocab = len(self._masks), logits_JV.shape[-1]
+        bits = np.frombuffer(b"".join(self._masks), np.uint8).reshape(num_masked, -1)
+        refused = torch.from_numpy(np.unpackbits(~bits, axis=1, count=num_vocab, bitorder="little")).to(logits_JV.device)
+        # The grammar has the last word: a token that its own bias forbids stands where nothing else may.
+        masked_JV = logits_JV.clamp(min=_LEAST) if seq.params.logit_bias else logits_JV.clone()
+        masked_JV[:num_masked].masked_fill_(refused.bool(), float("-inf"))
+        return masked_JV
+
+
+def _allows(mask: bytes, token: int) -> bool:
+    return token >> 3 < len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
+
+
+def within_grammars(batch: Batch, draft: DraftBlock) -> DraftBlock:
+    """The drafts up to where a grammar refuses them: the target need not check what cannot stand.
+
+    A refused draft that was sampled stays as the last of its row: what replaces it is drawn from what its own distribution
+    leaves of the target's, and would be drawn from another if it had never been there. A certain one leaves all of it.
+    """
+    if all(seq.constraint is None for seq in batch.sequences):
+        return draft
+    kept_B, probs_B = [], []
+    for seq, tokens, probs in zip(batch.sequences, draft.tokens_B, draft.probs_B, strict=True):
+        if seq.constraint is not None:
+            is_certain = probs is None or seq.params.is_greedy
+            num_kept = seq.constraint.follow(seq, tokens) + (not is_certain)
+            tokens, probs = tokens[:num_kept], None if is_certain or probs is None else probs[:num_kept]
+        kept_B.append(tokens)
+        probs_B.append(probs)
+    return DraftBlock(kept_B, probs_B)
