@@ -19,6 +19,7 @@ from paceline.model import native_lib
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
 from paceline.model.native_decoder import NativeDecoder
+from paceline.model.target import ForwardBatch
 from paceline.train.attention import Layout, make_attention
 from paceline.types import Batch, SamplingParams
 
@@ -152,29 +153,31 @@ def test_medium_shape_as_the_reference(kind: Any) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("keys", VARIANTS.values(), ids=VARIANTS.keys())
-def test_decode_path_equals_the_trainable_network(keys: dict[str, Any], kind: Any) -> None:
+@pytest.mark.parametrize("chosen", [None, 2])
+def test_decode_path_equals_the_trainable_network(keys: dict[str, Any], kind: Any, chosen: int | None) -> None:
+    """A block of chosen length has as many slots as are read."""
     _, target = targets(kind=kind)
     drafter = Recording(network(raw_config(**keys)))
     ready(target, drafter)
     seq = admit(target, drafter, PROMPT, SamplingParams(max_tokens=40))
+    seq.max_drafted = chosen
     drafter.propose(Batch([seq]))
 
     config, context = drafter.config, len(PROMPT)
+    size = config.block_size if chosen is None else 1 + chosen
     _, twin = targets()
     twin.set_taps(drafter.tap_layers)
     taps = twin.forward(_whole(twin, PROMPT)).taps_TF
     assert taps is not None
-    block = torch.tensor([seq.tokens[-1]] + [config.mask_token_id] * (config.block_size - 1))
-    layout = Layout((context,), (torch.tensor([context]),), config.block_size)
+    block = torch.tensor([seq.tokens[-1]] + [config.mask_token_id] * (size - 1))
+    layout = Layout((context,), (torch.tensor([context]),), size)
     embedded = target.embed(block) * config.input_embedding_scale
     hidden = drafter.network(embedded, taps, make_attention("split", config, layout, torch.float32))
     expected = scale_logits(target.head(hidden[1:]), config)
     torch.testing.assert_close(drafter.logits[0], expected, atol=1e-4, rtol=1e-4)
 
 
-def _whole(target: Decoder, tokens: list[int]) -> Any:
-    from paceline.model.target import ForwardBatch
-
+def _whole(target: Decoder, tokens: list[int]) -> ForwardBatch:
     row = target.cache.allocate()
     assert row is not None
     return ForwardBatch([row], [0], [len(tokens)], tokens, "none")
