@@ -131,8 +131,8 @@ class TokenLogprob:
 class Constraint(Protocol):
     """What an answer may still say; `engine/grammar.py` is the one there is."""
 
-    def follow(self, seq: Sequence, drafts: list[int]) -> int:
-        """How many of the drafts are allowed."""
+    def follow(self, seq: Sequence, drafts: list[int], corrects: bool = False) -> list[int]:
+        """The first drafts that are allowed; `corrects` puts right what can only be one token."""
         ...
 
     def mask(self, seq: Sequence, logits_JV: Tensor) -> Tensor:

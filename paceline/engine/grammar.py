@@ -94,24 +94,30 @@ class Grammar:
         self._masks: list[bytes] = []
         """One bit a token: what may stand at each position of the walk that began after `_num_consumed` tokens."""
 
-    def follow(self, seq: Sequence, drafts: list[int]) -> int:
-        """How many of the drafts the grammar allows; the masks of their positions and of the next are kept for `mask`."""
+    def follow(self, seq: Sequence, drafts: list[int], corrects: bool = False) -> list[int]:
+        """The first drafts that the grammar allows; keeps the masks of their positions and of the next for `mask`.
+
+        With `corrects` a refused draft gives way to the grammar's own token, where it leaves only one: that is sure to stand.
+        """
         matcher = self._matcher
         matcher.consume_tokens(seq.tokens[seq.prompt_len + self._num_consumed :])
         self._num_consumed = seq.num_output
         self._masks = [matcher.compute_bitmask()]
-        num_allowed = 0
+        allowed: list[int] = []
         for token in drafts:
             if not _allows(self._masks[-1], token):
-                break
-            num_allowed += 1
+                only = _only(self._masks[-1]) if corrects else None
+                if only is None:
+                    break
+                token = only
+            allowed.append(token)
             if token in seq.eos_token_ids:
                 break  # nothing stands behind the end
             matcher.consume_token(token)
             self._masks.append(matcher.compute_bitmask())
         if len(self._masks) > 1:
             matcher.rollback(len(self._masks) - 1)
-        return num_allowed
+        return allowed
 
     def mask(self, seq: Sequence, logits_JV: Tensor) -> Tensor:
         """A copy of the logits with -inf where the grammar refuses; positions behind a refused draft stay as they are.
@@ -133,20 +139,28 @@ def _allows(mask: bytes, token: int) -> bool:
     return token >> 3 < len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
 
 
-def within_grammars(batch: Batch, draft: DraftBlock) -> DraftBlock:
-    """The drafts up to where a grammar refuses them: the target need not check what cannot stand.
+def _only(mask: bytes) -> int | None:
+    """The one token that the mask allows, if it is one."""
+    bits = int.from_bytes(mask, "little")
+    return bits.bit_length() - 1 if bits.bit_count() == 1 else None
 
-    A refused draft that was sampled stays as the last of its row: what replaces it is drawn from what its own distribution
-    leaves of the target's, and would be drawn from another if it had never been there. A certain one leaves all of it.
+
+def within_grammars(batch: Batch, draft: DraftBlock) -> DraftBlock:
+    """The drafts corrected and cut by the grammars: the target need not check what cannot stand. Never longer than before.
+
+    A draft that was sampled is not corrected, and where it is refused it stays as the last of its row: what replaces it is
+    drawn from what its own distribution leaves of the target's, and would be drawn from another if it had not been there.
     """
     if all(seq.constraint is None for seq in batch.sequences):
         return draft
-    kept_B, probs_B = [], []
-    for seq, tokens, probs in zip(batch.sequences, draft.tokens_B, draft.probs_B, strict=True):
-        if seq.constraint is not None:
-            is_certain = probs is None or seq.params.is_greedy
-            num_kept = seq.constraint.follow(seq, tokens) + (not is_certain)
-            tokens, probs = tokens[:num_kept], None if is_certain or probs is None else probs[:num_kept]
-        kept_B.append(tokens)
-        probs_B.append(probs)
+    kept_B, probs_B = list(draft.tokens_B), list(draft.probs_B)
+    for index, seq in enumerate(batch.sequences):
+        if seq.constraint is None:
+            continue
+        tokens, probs = kept_B[index], probs_B[index]
+        if probs is None or seq.params.is_greedy:
+            kept_B[index], probs_B[index] = seq.constraint.follow(seq, tokens, corrects=True), None
+        else:
+            num_kept = len(seq.constraint.follow(seq, tokens)) + 1
+            kept_B[index], probs_B[index] = tokens[:num_kept], probs[:num_kept]
     return DraftBlock(kept_B, probs_B)
