@@ -21,6 +21,10 @@ PRIOR = 0.75
 """Chance that a draft stands, of which nothing is known; also where a place drifts that was not tried for long."""
 _FADE = 0.02
 _DRIFT = 0.004
+_FORGET = 0.999
+_REST = 8
+_MOST_KNOWN = 1000
+"""Sequences whose own drafts are kept in mind: those that are done are forgotten when there are more."""
 _OWN_WEIGHT = 6.0
 """How many tried drafts of its own a sequence needs to count as much as all others."""
 
@@ -90,6 +94,10 @@ class _Places:
             elif place >= num_drafted:
                 self.chances[place] += _DRIFT * (PRIOR - self.chances[place])
 
+    def rest(self) -> None:
+        """A round without drafts."""
+        self.chances = [chance + _DRIFT * (PRIOR - chance) for chance in self.chances]
+
 
 @dataclass(slots=True)
 class _Own:
@@ -120,24 +128,37 @@ class DraftLengths:
     """By the number of rows that draft, in seconds of the machine as it was when `costs` were measured."""
     _slowness: float = 1.0
     _is_warm: bool = False
+    _rest: int = 0
+    """Rounds of `_rest_rows` rows that need no new choice: in a full batch it takes longer than it is worth."""
+    _rest_rows: int = 0
 
     def __post_init__(self) -> None:
         self._greedy, self._sampled = _Places([PRIOR] * self.most), _Places([PRIOR] * self.most)
 
-    def choose(self, batch: Batch) -> None:
-        """Set `max_drafted` of each sequence to what makes the batch produce the most tokens per second."""
+    def choose(self, batch: Batch, num_joining: int = 0) -> None:
+        """Set `max_drafted` of each sequence to what makes the batch produce the most tokens per second.
+
+        Rows that are about to join count as if they were there: what a row must do before its first draft would not pay.
+        """
         free = [seq for seq in batch.sequences if seq.params.is_greedy or seq.params.seed is None]
+        num_rows = len(batch) + num_joining
+        if self._rest and self._rest_rows == num_rows:
+            self._rest -= 1
+            for seq in free:
+                seq.max_drafted = 0
+            return
         gains = [(gain, seq) for seq in free for gain in self._gains(seq)]
         if len(free) > 1:
             gains.sort(key=_gain, reverse=True)
-        num_tokens = len(batch) + self.most * (len(batch) - len(free))
+        num_tokens = num_rows + self.most * (len(batch) - len(free))
         drafting_s = self._drafting_s(len(batch))
-        expected, best_rate, best = float(len(batch)), len(batch) / self.costs.seconds(num_tokens), 0
+        expected, best_rate, best = float(num_rows), num_rows / self.costs.seconds(num_tokens), 0
         for count, (gain, _) in enumerate(gains, start=1):
             expected += gain
             rate = expected / (self.costs.seconds(num_tokens + count) + drafting_s)
             if rate > best_rate:
                 best_rate, best = rate, count
+        self._rest, self._rest_rows = (_REST if best == 0 and num_rows > 1 else 0), num_rows
         for seq in free:
             seq.max_drafted = 0
         for _, seq in gains[:best]:
@@ -170,19 +191,22 @@ class DraftLengths:
         """Learn from a round: how long it took, which drafts stood."""
         num_rows, num_tokens = len(batch), len(batch) + sum(stats.num_drafted_B)
         self._slowness += 0.1 * (min(max(stats.verify_s / self.costs.seconds(num_tokens), 0.2), 5.0) - self._slowness)
-        if any(stats.num_drafted_B):
-            spent = stats.draft_s / self._slowness
-            if not self._is_warm:  # the first draft touches memory for the first time
-                self._is_warm, spent = True, 0.0
-            known = self._draft_s.get(num_rows)
-            self._draft_s[num_rows] = spent if not known else known + 0.1 * (min(spent, 4 * known) - known)
-        else:
-            self._draft_s = {rows: 0.995 * spent for rows, spent in self._draft_s.items()}  # worth another try some day
+        if not any(stats.num_drafted_B):  # what was found too dear is worth another try some day
+            self._draft_s = {rows: _FORGET * spent for rows, spent in self._draft_s.items()}
+            self._greedy.rest()
+            self._sampled.rest()
+            return
+        spent = stats.draft_s / self._slowness
+        if not self._is_warm:  # the first draft touches memory for the first time
+            self._is_warm, spent = True, 0.0
+        known = self._draft_s.get(num_rows)
+        self._draft_s[num_rows] = spent if not known else known + 0.1 * (min(spent, 4 * known) - known)
+        if len(self._own) > _MOST_KNOWN:
+            alive = {seq.request_id for seq in batch.sequences}
+            self._own = {number: own for number, own in self._own.items() if number in alive}
         for seq, num_drafted, num_accepted in zip(batch.sequences, stats.num_drafted_B, stats.num_accepted_B, strict=True):
             places, own = self._of(seq), self._own.setdefault(seq.request_id, _Own())
             tried = min(num_accepted + 1, num_drafted)
             own.stood = 0.95 * own.stood + min(num_accepted, num_drafted)
             own.expected = 0.95 * own.expected + sum(places.chances[:tried])
             places.record(num_drafted, num_accepted)
-            if seq.finish_reason is not None:
-                self._own.pop(seq.request_id, None)

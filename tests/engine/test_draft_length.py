@@ -108,6 +108,14 @@ class TestChoice:
         long, short = chosen(lengths, good, bad)
         assert long is not None and short is not None and long > short
 
+    def test_who_is_about_to_join_counts(self) -> None:
+        """Alone it pays to draft; not in a batch of eight, which it will be in a moment."""
+        lengths = DraftLengths(PassCosts(((1, 1.0), (8, 1.1), (16, 3.0))), 4)
+        seq = sequence()
+        assert chosen(lengths, seq) == [4]
+        lengths.choose(Batch([seq]), 7)
+        assert seq.max_drafted == 0
+
     def test_no_more_than_the_request_may_still_produce(self) -> None:
         nearly = Sequence(0, [1, 2, 3], 2, SamplingParams(max_tokens=3))
         assert chosen(DraftLengths(PassCosts(FLAT), 7), nearly) == [1]
