@@ -166,7 +166,7 @@ class Engine:
         if not batch.sequences:
             return []
         if self.lengths:
-            self.lengths.choose(batch)
+            self.lengths.choose(batch, len(self.scheduler.prefilling))
         stats = decode_round(batch, self.target, self.drafter, self.judge)
         if self.lengths:
             self.lengths.record(batch, stats)
@@ -186,7 +186,7 @@ class Engine:
     def _publish(self, seq: Sequence, now: float) -> Chunk:
         """Decode the new tokens, end the answer at a stop string, release what is done."""
         request = self._requests[seq.request_id]
-        tokens = seq.output_ids[request.num_shown :]
+        tokens = seq.tokens[seq.prompt_len + request.num_shown :]
         ended_by_token = seq.finish_reason == "stop"
         text, stopped_after = request.stream.push(tokens[:-1] if ended_by_token else tokens)
         if stopped_after is not None:

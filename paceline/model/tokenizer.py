@@ -139,7 +139,7 @@ class IncrementalDetokenizer:
         text = self._decode(self._context + self._pending)
         if text.endswith(REPLACEMENT):
             return self._finish(self._last_boundary(text))
-        return self._finish(len(self._pending))
+        return self._finish(len(self._pending), text)
 
     def flush(self) -> str:
         """The end of the answer: returns what was held back, an unfinished character as U+FFFD."""
@@ -171,11 +171,14 @@ class IncrementalDetokenizer:
         name = self._tokenizer.backend.id_to_token(token) or ""
         return len(name) == 6 and name.startswith("<0x")
 
-    def _finish(self, num_tokens: int) -> str:
+    def _finish(self, num_tokens: int, whole: str | None = None) -> str:
+        """The text of the first pending tokens; `whole` is theirs and the context's, where it is known."""
         group, self._pending = self._pending[:num_tokens], self._pending[num_tokens:]
         if not group:
             return ""
-        before, whole = self._decode(self._context), self._decode(self._context + group)
+        before = self._decode(self._context)
+        if whole is None:
+            whole = self._decode(self._context + group)
         # A broken byte run can garble the context it follows; what was returned stays, the group then stands alone.
         text = whole[len(before) :] if whole.startswith(before) else self._decode(group)
         if text or not self._context:
