@@ -19,13 +19,14 @@ if TYPE_CHECKING:  # tensors are only named here, so that `import paceline.types
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
+GrammarKind = Literal["json_object", "json_schema", "regex"]
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
     """What an answer has to be: any JSON object, JSON of the schema `text`, or the regex `text` from end to end."""
 
-    kind: Literal["json_object", "json_schema", "regex"]
+    kind: GrammarKind
     text: str = ""
 
 
@@ -58,6 +59,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     """Report the chosen token's log-probability and this many alternatives, from the target's unmodified logits."""
+    max_drafted: int | None = None
+    """Most drafts per round; 0 decodes plainly, None leaves it to the engine."""
     grammar: GrammarSpec | None = None
     """Only tokens that lead to such an answer can be chosen; the model's end token ends it, also with ignore_eos."""
 
@@ -93,6 +96,7 @@ def _check_sampling(params: SamplingParams) -> None:
         (params.max_tokens < 1, "max_tokens must be at least 1"),
         (params.seed is not None and not 0 <= params.seed < 2**63, "seed must be between 0 and 2**63 - 1"),
         (params.logprobs is not None and not 0 <= params.logprobs <= 100, "logprobs must be between 0 and 100"),
+        (params.max_drafted is not None and params.max_drafted < 0, "max_drafted must be 0 (plain decoding) or more"),
         (any(not text for text in params.stop), "stop must not hold an empty string"),
         (
             any(math.isnan(bias) or bias == math.inf for bias in (params.logit_bias or {}).values()),
@@ -229,9 +233,14 @@ class Batch:
         return [seq.tokens[-1] for seq in self.sequences]
 
     def draft_limits_B(self, num_drafted: int) -> list[int]:
-        """No more drafts than were chosen, nor than the request may still produce besides the bonus token."""
+        """No more drafts than were chosen or asked for, nor than the request may still produce besides the bonus token."""
         return [
-            min(num_drafted, seq.num_remaining - 1, num_drafted if seq.max_drafted is None else seq.max_drafted)
+            min(
+                num_drafted,
+                seq.num_remaining - 1,
+                num_drafted if seq.max_drafted is None else seq.max_drafted,
+                num_drafted if seq.params.max_drafted is None else seq.params.max_drafted,
+            )
             for seq in self.sequences
         ]
 

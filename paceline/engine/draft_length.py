@@ -169,7 +169,8 @@ class DraftLengths:
         places, own = self._of(seq), self._own.get(seq.request_id)
         factor = own.factor() if own else 1.0
         kept, gains = 1.0, []
-        for chance in places.chances[: min(self.most, seq.num_remaining - 1)]:
+        most = self.most if seq.params.max_drafted is None else min(self.most, seq.params.max_drafted)
+        for chance in places.chances[: min(most, seq.num_remaining - 1)]:
             kept *= min(chance * factor, 0.995)
             gains.append(kept)
         return gains

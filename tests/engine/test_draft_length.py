@@ -120,6 +120,12 @@ class TestChoice:
         nearly = Sequence(0, [1, 2, 3], 2, SamplingParams(max_tokens=3))
         assert chosen(DraftLengths(PassCosts(FLAT), 7), nearly) == [1]
 
+    def test_no_more_than_the_request_asks_for(self) -> None:
+        lengths = DraftLengths(PassCosts(FLAT), 7)
+        assert chosen(lengths, sequence(max_drafted=0), sequence(max_drafted=3), sequence()) == [0, 3, 7]
+        limits = Batch([sequence(max_drafted=0), sequence(max_drafted=3, seed=1), sequence()]).draft_limits_B(7)
+        assert limits == [0, 3, 7]
+
     def test_a_sampled_request_with_a_seed_is_left_alone(self) -> None:
         lengths = DraftLengths(PassCosts(STEEP), 7)
         assert chosen(lengths, sequence(temperature=1.0, seed=3)) == [None]
