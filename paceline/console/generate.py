@@ -57,7 +57,7 @@ def generate(ask: Ask) -> None:
     for line in stats_lines(completion.stats, llm.target.weight_bytes, machine):
         say(line)
     if comparison:
-        say(_comparison_line(completion.stats, comparison, llm.config.dtype))
+        say(_comparison_line(completion.stats, comparison, llm.config.dtype, llm.target.is_width_invariant))
     if ask.as_json:
         print_json(as_line(llm, ask, completion, machine, comparison))
 
@@ -112,13 +112,13 @@ def _compare(llm: LLM, completion: Completion, plain: Completion, params: Sampli
     return Comparison(plain, speedup, False, at, best - second)
 
 
-def _comparison_line(stats: GenerationStats, comparison: Comparison, dtype: str) -> str:
+def _comparison_line(stats: GenerationStats, comparison: Comparison, dtype: str, is_exact: bool) -> str:
     same = {None: "sampled: texts need not agree", True: "token-identical", False: "not token-identical"}[comparison.identical]
     if comparison.top2_gap is not None:
         same += (
             f" after {comparison.first_difference} tokens, where {dtype} has the top two logits {comparison.top2_gap:.3f} apart"
         )
-        same += "" if dtype == "float32" else "; --dtype float32 is exact"
+        same += "" if is_exact or dtype == "float32" else "; --backend native, or --dtype float32, is exact"
     return (
         f"plain {comparison.plain.stats.tokens_per_s:.1f} tokens/s, with drafts {stats.tokens_per_s:.1f} tokens/s: "
         f"{comparison.speedup:.2f}x, {same}"
