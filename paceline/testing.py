@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
+import tokenizers
 import torch
 from torch import Tensor
 
@@ -256,6 +258,21 @@ class ByteTokenizer:
     eos_token_id = 257
     vocab_size = 258
     eos_token_ids = (257,)
+
+    @cached_property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The same vocabulary for the tokenizers library: grammars are compiled for it."""
+        visible = [byte for byte in range(256) if chr(byte).isprintable() and byte not in (0x20, 0xA0, 0xAD)]
+        letters = dict(
+            zip(visible, map(chr, visible), strict=True)
+        )  # as GPT-2 writes bytes: those that cannot be seen from 256 on
+        hidden = (byte for byte in range(256) if byte not in letters)
+        letters |= {byte: chr(256 + index) for index, byte in enumerate(hidden)}
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: byte for byte, letter in letters.items()}, []))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        backend.add_special_tokens(["<bos>", "<eos>"])
+        return backend
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [self.bos_token_id] * add_special_tokens + list(text.encode("utf-8"))

@@ -8,13 +8,13 @@ every checked position the mask of the drafts before it. The matcher itself only
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
 
 from paceline.errors import SamplingError
-from paceline.types import Batch, DraftBlock, GrammarSpec, Sequence
+from paceline.types import Batch, DraftBlock, GrammarKind, GrammarSpec, Sequence
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -46,10 +46,7 @@ class Grammars:
             raise SamplingError("grammar needs llguidance: pip install 'paceline[serve]'") from error
         if self._vocabulary is None:
             self._vocabulary = self._read_vocabulary()
-        try:
-            matcher = LLMatcher(self._vocabulary, _source(spec), log_level=0)
-        except ValueError as error:
-            raise _refusal(spec, str(error)) from error
+        matcher = LLMatcher(self._vocabulary, _source(spec), log_level=0)
         if matcher.is_error():
             raise _refusal(spec, matcher.get_error())
         return matcher
@@ -71,10 +68,15 @@ def _source(spec: GrammarSpec) -> str:
     """The grammar in llguidance's own language."""
     from llguidance import LLMatcher
 
+    if spec.kind not in get_args(GrammarKind):
+        raise SamplingError(f"grammar: kind must be one of {', '.join(get_args(GrammarKind))}, not {spec.kind!r}")
     if spec.kind == "regex":
         return LLMatcher.grammar_from_regex(spec.text)
     schema = spec.text if spec.kind == "json_schema" else '{"type": "object"}'
-    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+    try:
+        return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+    except ValueError as error:
+        raise _refusal(spec, str(error)) from error
 
 
 def _refusal(spec: GrammarSpec, reason: str) -> SamplingError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from paceline.engine.engine import Chunk, Engine
 from paceline.engine.sampling import LosslessJudge, MockedJudge
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.model.logits import penalise, target_probs
+from paceline.model.target import ForwardBatch, ForwardOutput
 from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
 from paceline.types import SamplingParams, Sequence
 from paceline.verify.mocked import MockedAcceptance
@@ -226,6 +228,31 @@ def test_logprobs_are_the_targets(name: str) -> None:
         assert entry.token_id == seq.output_ids[index]
         assert entry.logprob == pytest.approx(float(expected[entry.token_id]), abs=1e-5)
         assert [token for token, _ in entry.top] == expected.topk(2).indices.tolist()
+
+
+class _Sparing(FakeTarget):
+    """Leaves out what nobody will read, as the native pass does."""
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        out = super().forward(batch)
+        return ForwardOutput(None, out.taps_TF, out.best_T()) if batch.only_argmax and out.logits_TV is not None else out
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"logprobs": 0}, {"temperature": 0.7}, {"logit_bias": {3: 1.0}}, {"presence_penalty": 0.5}],
+    ids=["plain", "logprobs", "sampled", "biased", "penalised"],
+)
+def test_only_what_nobody_reads_is_left_out(shape: dict[str, Any]) -> None:
+    """Beside a plain neighbour and alone; a request that reads its logits gets them from its first token on."""
+    target = _Sparing(vocab_size=258)
+    params = SamplingParams(max_tokens=9, seed=1, **shape)
+    for both in ([params], [SamplingParams(max_tokens=9), params]):
+        seq = run(Engine(target, ByteTokenizer(), drafters(target)["sometimes"]), PROMPTS[: len(both)], both)[-1]
+        (expected,) = run(Engine(byte_target(), ByteTokenizer()), [PROMPTS[len(both) - 1]], params)
+        assert seq.output_ids == expected.output_ids
+        assert [one.token_id for one in seq.logprobs] == (seq.output_ids if "logprobs" in shape else [])
+    assert any(call.only_argmax for call in target.calls)
 
 
 def test_a_long_prompt_does_not_stall_the_others() -> None:

@@ -1,0 +1,375 @@
+"""Answers that keep to a grammar: the same with and without drafts, of the right distribution, ended where they may end."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import re
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from llguidance import LLMatcher
+from scipy.stats import chisquare
+
+from paceline import LLM
+from paceline.draft.base import Drafter
+from paceline.draft.ngram import NgramDrafter
+from paceline.engine.engine import Engine
+from paceline.engine.grammar import Grammars
+from paceline.engine.sampling import LosslessJudge
+from paceline.errors import SamplingError
+from paceline.model.logits import penalise, target_probs
+from paceline.model.tokenizer import Tokenizer
+from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
+from paceline.types import Batch, DraftBlock, GrammarSpec, SamplingParams, Sequence
+
+EOS = ByteTokenizer.eos_token_id
+PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Za-z ]{1,12}$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "langs": {"type": "array", "items": {"enum": ["de", "en", "fr"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "langs"],
+    "additionalProperties": False,
+}
+SCHEMA = GrammarSpec("json_schema", json.dumps(PERSON))
+OBJECT = GrammarSpec("json_object")
+DATE = GrammarSpec("regex", r"(on|by) [0-9]{4}-[0-9]{2}-[0-9]{2}( (at|around) noon)?[.!]{1,3}")
+SPECS = {"schema": SCHEMA, "object": OBJECT, "regex": DATE}
+
+
+def byte_engine(target: FakeTarget, drafter: Drafter | None = None, rule: str = "auto") -> Engine:
+    return Engine(target, ByteTokenizer(), drafter, judge=LosslessJudge(rule), eos_token_ids=(EOS,), prefill_chunk=3)
+
+
+def byte_target(**options: Any) -> FakeTarget:
+    return FakeTarget(vocab_size=258, **options)
+
+
+def drafters(target: FakeTarget) -> dict[str, Drafter | None]:
+    return {
+        "none": None,
+        "always": ScriptedDrafter(target, accuracy=1.0, tap_layers=(0, 2)),
+        "never": ScriptedDrafter(target, accuracy=0.0, tap_layers=(1,)),
+        "sometimes": ScriptedDrafter(target, accuracy=0.6),
+        "sometimes, with probabilities": ScriptedDrafter(target, accuracy=0.6, with_probs=True),
+        "ngram": NgramDrafter(),
+        "the answer": _Knowing({}),
+    }
+
+
+class _Knowing(Drafter):
+    """Drafts known answers, every third token wrong: what a drafter that learned the grammar would do."""
+
+    num_drafted = 7
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
+        self.answers = answers
+
+    def propose(self, batch: Batch) -> DraftBlock:
+        limits = batch.draft_limits_B(self.num_drafted)
+        return DraftBlock.certain([self._draft(seq)[:limit] for seq, limit in zip(batch.sequences, limits, strict=True)])
+
+    def _draft(self, seq: Sequence) -> list[int]:
+        answer = self.answers.get(tuple(seq.tokens[: seq.prompt_len]), [])
+        rest = enumerate(answer[seq.num_output :], start=seq.num_output)
+        return [token if place % 3 else (token + 1) % 256 for place, token in rest]
+
+
+NAMES = list(drafters(FakeTarget()))
+CERTAIN = [name for name in NAMES if "probabilities" not in name]
+
+
+def run(engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Sequence]:
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    ids = [engine.add(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
+    done: dict[int, Sequence] = {}
+    while engine.has_work:
+        done |= {chunk.sequence.request_id: chunk.sequence for chunk in engine.step() if chunk.finish_reason}
+        engine.check_integrity()
+    return [done[request_id] for request_id in ids]
+
+
+def matcher_of(spec: GrammarSpec) -> LLMatcher:
+    return Grammars(ByteTokenizer(), 258, (EOS,)).compile(spec)._matcher
+
+
+def constrained_greedy(target: FakeTarget, spec: GrammarSpec, prompt: list[int], params: SamplingParams) -> list[int]:
+    """Token by token, from the library alone: a fresh matcher that never saw a draft, and the target's own logits."""
+    matcher, answer = matcher_of(spec), list[int]()
+    while len(answer) < params.max_tokens and answer[-1:] != [EOS]:
+        logits = penalise(target.logits_after(prompt + answer)[None], params, prompt + answer, Counter(answer), [])[0].clone()
+        mask = matcher.compute_bitmask()
+        logits[[token for token in range(258) if not mask[token >> 3] >> (token & 7) & 1]] = -torch.inf
+        answer.append(int(logits.argmax()))
+        assert matcher.consume_token(answer[-1])
+    return answer
+
+
+def is_right(spec: GrammarSpec, text: str) -> bool:
+    if spec.kind == "regex":
+        return re.fullmatch(spec.text, text) is not None
+    parsed = json.loads(text)
+    if spec == OBJECT:
+        return isinstance(parsed, dict)
+    return list(parsed) == ["name", "age", "langs"] and 0 <= parsed["age"] <= 120 and set(parsed["langs"]) <= {"de", "en", "fr"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("penalty", [0.0, 0.8])
+def test_greedy_answers_are_constrained_plain_decodings(name: str, spec: GrammarSpec, penalty: float) -> None:
+    target = byte_target(num_rows=3)
+    params = SamplingParams(max_tokens=120, grammar=spec, frequency_penalty=penalty)
+    expected = [constrained_greedy(target, spec, prompt, params) for prompt in PROMPTS]
+    drafter = drafters(target)[name]
+    if isinstance(drafter, _Knowing):
+        drafter.answers = dict(zip(map(tuple, PROMPTS), expected, strict=True))
+    engine = byte_engine(target, drafter)
+    answers = run(engine, PROMPTS, params)
+    assert [seq.output_ids for seq in answers] == expected
+    ended = [seq for seq in answers if seq.finish_reason == "stop"]
+    assert ended or spec == OBJECT, "a bounded grammar comes to its end"
+    for seq in ended:
+        assert seq.output_ids[-1] == EOS
+        assert is_right(spec, ByteTokenizer().decode(seq.output_ids))
+    if name == "the answer":
+        assert sum(seq.num_rounds for seq in answers) < 0.6 * sum(seq.num_output for seq in answers)
+
+
+@pytest.mark.parametrize("name", CERTAIN)
+def test_with_certain_drafts_a_seed_gives_constrained_plain_decodings_text(name: str) -> None:
+    target = byte_target(sharpness=1.5)
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=5, max_tokens=80, grammar=SCHEMA)
+    plain = run(byte_engine(target), PROMPTS, params)
+    drafted = run(byte_engine(target, drafters(target)[name]), PROMPTS, params)
+    assert [seq.output_ids for seq in drafted] == [seq.output_ids for seq in plain]
+    assert all(is_right(SCHEMA, ByteTokenizer().decode(seq.output_ids)) for seq in plain if seq.finish_reason == "stop")
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """a, b, c, ab and an end token."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "c": 2, "ab": 3}, [("a", "b")]))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return Tokenizer(backend, eos_token_ids=(4,))
+
+
+PIECES = ["a", "b", "c", "ab"]
+LANGUAGE = "c?[ab](a|bb|c)?b*"
+
+
+def in_language(text: str, max_len: int = 5) -> list[bool]:
+    """Which of the tokens may follow, end last, from Python's own `re` and every string that could still come."""
+    ends = ["".join(letters) for count in range(max_len) for letters in itertools.product("abc", repeat=count)]
+    begins = [any(re.fullmatch(LANGUAGE, text + piece + end) for end in ends) for piece in PIECES]
+    return [*begins, re.fullmatch(LANGUAGE, text) is not None]
+
+
+def exact_distribution(target: FakeTarget, prompt: list[int], params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Probability of every answer of at most `max_tokens`, by enumeration."""
+    answers: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(params.max_tokens):
+        longer: dict[tuple[int, ...], float] = {}
+        for answer, mass in answers.items():
+            if answer[-1:] == (4,):
+                longer[answer] = mass
+                continue
+            tokens = prompt + list(answer)
+            logits = penalise(target.logits_after(tokens)[None], params, tokens, Counter(answer), []).clone()
+            allowed = in_language("".join(PIECES[token] for token in answer))
+            logits[0, [token for token in range(5) if not allowed[token]]] = -torch.inf
+            for token, share in enumerate(target_probs(logits, params)[0].tolist()):
+                if share > 0:
+                    longer[(*answer, token)] = mass * share
+        answers = longer
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("none", "auto"),
+        ("sometimes", "auto"),
+        ("sometimes", "rejection"),
+        ("sometimes", "block"),
+        ("sometimes, with probabilities", "match"),
+        ("sometimes, with probabilities", "rejection"),
+        ("sometimes, with probabilities", "block"),
+        ("adversarial", "rejection"),
+        ("adversarial", "block"),
+    ],
+)
+@pytest.mark.parametrize(
+    "shape",
+    [{"temperature": 1.0}, {"temperature": 1.3, "top_p": 0.9, "min_p": 0.05, "presence_penalty": 0.6}],
+    ids=["plain", "filtered"],
+)
+def test_sampled_answers_have_the_constrained_distribution(name: str, rule: str, shape: dict[str, float]) -> None:
+    target = FakeTarget(vocab_size=5, sharpness=1.0, num_rows=16, max_len=16)
+    adversary = ScriptedDrafter(target, mode="adversarial", with_probs=True)
+    engine = Engine(
+        target,
+        tiny_tokenizer(),
+        adversary if name == "adversarial" else drafters(target)[name],
+        judge=LosslessJudge(rule),
+        eos_token_ids=(4,),
+    )
+    num_samples, spec = 1500, GrammarSpec("regex", LANGUAGE)
+    params = [SamplingParams(**shape, seed=seed, max_tokens=4, grammar=spec) for seed in range(num_samples)]  # pyright: ignore[reportArgumentType]
+    counts = Counter(tuple(seq.output_ids) for seq in run(engine, [[1, 2]] * num_samples, params))
+    expected = exact_distribution(target, [1, 2], params[0])
+    assert set(counts) <= set(expected)
+    common = [answer for answer, mass in expected.items() if mass * num_samples >= 5]
+    observed, masses = [counts[answer] for answer in common], [expected[answer] * num_samples for answer in common]
+    rest = num_samples - sum(masses)
+    if rest > 1:
+        observed, masses = [*observed, num_samples - sum(observed)], [*masses, rest]
+    scale = num_samples / sum(masses)
+    assert len(common) >= 8
+    assert chisquare(observed, [mass * scale for mass in masses]).pvalue > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (GrammarSpec("json_schema", '{"type": "strin"}'), "json schema cannot be used .Invalid type: strin"),
+        (GrammarSpec("json_schema", "{"), "json schema cannot be used"),
+        (GrammarSpec("json_schema", ""), "json schema cannot be used"),
+        (GrammarSpec("json_schema", "[1]"), "Expecting object schema"),
+        (GrammarSpec("json_schema", '{"type": "integer", "minimum": 5, "maximum": 2}'), "Unsatisfiable"),
+        (GrammarSpec("json_schema", '{"$ref": "http://127.0.0.1/x"}'), "Default retriever does not fetch"),
+        (GrammarSpec("regex", "([a"), "regex cannot be used"),
+        (GrammarSpec("regex", "(?=a)b"), "look-around"),
+        (GrammarSpec("yaml"), "kind must be one of"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_bad_grammars_are_refused_at_the_door(spec: GrammarSpec, said: str) -> None:
+    engine = byte_engine(byte_target())
+    with pytest.raises(SamplingError, match=said):
+        engine.add([1], SamplingParams(max_tokens=4, grammar=spec))
+    assert not engine.has_work
+    engine.check_integrity()
+
+
+def test_a_grammar_needs_an_end_token() -> None:
+    with pytest.raises(SamplingError, match="end token"):
+        Engine(byte_target(), ByteTokenizer()).add([1], SamplingParams(max_tokens=4, grammar=OBJECT))
+
+
+def test_a_vocabulary_is_read_once_and_only_for_a_grammar() -> None:
+    engine = byte_engine(byte_target())
+    run(engine, [[1]], SamplingParams(max_tokens=4))
+    assert engine._grammars._vocabulary is None
+    run(engine, [[1]], SamplingParams(max_tokens=4, grammar=DATE))
+    vocabulary = engine._grammars._vocabulary
+    run(engine, [[1]], SamplingParams(max_tokens=4, grammar=OBJECT))
+    assert vocabulary is not None and engine._grammars._vocabulary is vocabulary
+
+
+def test_what_is_over_or_aborted_keeps_nothing() -> None:
+    engine = byte_engine(byte_target(num_rows=1))
+    params = SamplingParams(max_tokens=60, grammar=SCHEMA)
+    ids = [engine.add([1, 2], params), engine.add([3, 4], params), engine.add([5], SamplingParams(max_tokens=5, grammar=DATE))]
+    sequences = [request.sequence for request in engine._requests.values()]
+    states = [weakref.ref(seq.constraint) for seq in sequences]  # pyright: ignore[reportArgumentType]
+    for _ in range(4):
+        engine.step()
+    assert engine.abort(ids[1]) is not None and engine.abort(ids[0]) is not None
+    assert [seq.constraint is None for seq in sequences] == [True, True, False]
+    while engine.has_work:
+        engine.step()
+    engine.check_integrity()
+    gc.collect()
+    assert all(seq.constraint is None for seq in sequences) and all(state() is None for state in states)
+
+
+def test_the_target_never_sees_a_refused_draft() -> None:
+    target = byte_target()
+    engine = byte_engine(target, drafters(target)["never"])
+    (seq,) = run(engine, [[1, 2]], SamplingParams(max_tokens=60, grammar=SCHEMA))
+    matcher, begin = matcher_of(SCHEMA), 2
+    for call in target.calls[1:]:
+        drafts = call.tokens[1:]
+        matcher.reset()
+        assert matcher.consume_tokens(seq.tokens[begin : call.starts[0] + 1])
+        assert matcher.validate_tokens(drafts) == len(drafts)
+    assert seq.num_drafted > 2 * sum(len(call.tokens) - 1 for call in target.calls[1:]), "few wrong drafts are good JSON"
+    assert seq.num_drafted == sum(drafted for drafted, _ in seq.rounds)
+
+
+def test_a_refused_draft_gives_way_to_the_only_token_there_is() -> None:
+    """Wrong at every third place, and yet whole rounds of a fixed text stand."""
+    spec, prompt = GrammarSpec("regex", "the quick brown fox"), [1, 2]
+    target = byte_target()
+    answer = [*b"the quick brown fox", EOS]
+    (seq,) = run(byte_engine(target, _Knowing({tuple(prompt): answer})), [prompt], SamplingParams(max_tokens=40, grammar=spec))
+    assert seq.output_ids == answer
+    assert seq.num_rounds == 3  # 1 + 8 + 8 + 3 tokens
+
+
+@pytest.mark.parametrize("name", ["none", "sometimes"])
+def test_the_end_ends_it_whatever_the_request_ignores(name: str) -> None:
+    target = byte_target()
+    params = SamplingParams(max_tokens=60, ignore_eos=True, grammar=GrammarSpec("regex", "yes|no"))
+    (seq,) = run(byte_engine(target, drafters(target)[name]), [[1]], params)
+    assert bytes(seq.output_ids[:-1]) in (b"yes", b"no")
+    assert seq.output_ids[-1] == EOS and seq.finish_reason == "stop"
+
+
+def test_the_grammar_has_the_last_word_over_a_bias() -> None:
+    """y is forbidden, and so is every other way to begin."""
+    params = SamplingParams(max_tokens=9, grammar=GrammarSpec("regex", "yes"), logit_bias={ord("y"): -torch.inf})
+    for temperature in (0.0, 1.0):
+        sampled = SamplingParams(max_tokens=9, grammar=params.grammar, logit_bias=params.logit_bias, temperature=temperature)
+        (seq,) = run(byte_engine(byte_target()), [[1]], sampled)
+        assert bytes(seq.output_ids[:-1]) == b"yes"
+    either = SamplingParams(max_tokens=9, grammar=GrammarSpec("regex", "yes|no"), logit_bias=params.logit_bias)
+    (seq,) = run(byte_engine(byte_target()), [[1]], either)
+    assert bytes(seq.output_ids[:-1]) == b"no"
+
+
+@pytest.mark.parametrize("name", ["none", "sometimes"])
+def test_logprobs_stay_the_targets_own(name: str) -> None:
+    target = byte_target(sharpness=1.0)
+    (seq,) = run(
+        byte_engine(target, drafters(target)[name]), [[1, 2]], SamplingParams(max_tokens=9, logprobs=2, grammar=SCHEMA)
+    )
+    assert len(seq.logprobs) == 9
+    for index, entry in enumerate(seq.logprobs):
+        expected = target.logits_after(seq.tokens[: 2 + index]).log_softmax(-1)
+        assert entry.token_id == seq.output_ids[index]
+        assert entry.logprob == pytest.approx(float(expected[entry.token_id]), abs=1e-5)
+        assert [token for token, _ in entry.top] == expected.topk(2).indices.tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_neighbours_without_a_grammar_say_what_they_would(name: str) -> None:
+    target = byte_target(num_rows=4)
+    params = [SamplingParams(max_tokens=30, grammar=spec) for spec in (None, SCHEMA, None, DATE)]
+    answers = run(byte_engine(target, drafters(target)[name]), PROMPTS, params)
+    for prompt, seq, own in zip(PROMPTS, answers, params, strict=True):
+        expected = constrained_greedy(target, own.grammar, prompt, own) if own.grammar else target.greedy(prompt, 30)
+        assert seq.output_ids == expected[: expected.index(EOS) + 1 if EOS in expected else None]
+
+
+def test_the_built_in_model_answers_a_schema() -> None:
+    """Batched, drafted by what ships, in float32: the tokens of constrained plain decoding, and JSON."""
+    llm = LLM("smollm2-135m", dtype="float32", max_batch=4, max_len=256, speculate="full")
+    names = ("Marie Curie", "Alan Turing", "Ada Lovelace", "Isaac Newton")
+    prompts = [llm.encode_chat([{"role": "user", "content": f"Describe {name} as JSON: name, age, langs."}]) for name in names]
+    params = SamplingParams(max_tokens=64, grammar=SCHEMA)
+    drafted = llm.generate_ids(prompts, params)
+    llm.use_drafter("none")
+    plain = llm.generate_ids(prompts, params)
+    assert [answer.token_ids for answer in drafted] == [answer.token_ids for answer in plain]
+    assert all(answer.finish_reason == "stop" and is_right(SCHEMA, answer.text) for answer in plain)
+    assert sum(answer.stats.num_accepted for answer in drafted) > 0
