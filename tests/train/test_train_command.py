@@ -19,12 +19,14 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.cli import app
+from paceline.console import train
 from paceline.console.train import continued_draft_ids
 from paceline.draft.checkpoint import new_config
 from paceline.draft.dflash import DFlashConfig, DFlashDrafter, DFlashNetwork
 from paceline.errors import CacheError, ConfigError, DrafterMismatchError, PromptError
 from paceline.runlog import RunFolder
 from paceline.train.answers import Answer, AnswerShards
+from paceline.train.scaling import ScaledFeatures
 from paceline.train.tiny import CONFIG, write_tiny_target
 
 TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1")
@@ -140,6 +142,23 @@ def test_init_goes_on_with_a_drafter(finished: tuple[Path, dict[str, Any], float
     assert json.loads((tmp_path / "drafter" / "config.json").read_text()) == json.loads(
         (run / "drafter" / "config.json").read_text()
     )
+
+
+def test_the_network_reads_scaled_features_and_the_checkpoint_real_ones(
+    finished: tuple[Path, dict[str, Any], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Seen(Exception):
+        pass
+
+    def look(network: DFlashNetwork, raw: Any, corpus: Any, features: ScaledFeatures, *rest: Any, **options: Any) -> None:
+        scale_F = features._scale_F
+        assert not torch.equal(scale_F, torch.ones_like(scale_F)), "the test needs features of several scales"
+        torch.testing.assert_close(network.state_dict()["fc.weight"], network.fc.weight * scale_F)
+        raise Seen
+
+    monkeypatch.setattr(train, "Trainer", look)
+    with pytest.raises(Seen):
+        paceline(*TINY, "--answers", finished[0] / "regenerate" / "answers", "--out", tmp_path, "--features", "online")
 
 
 def test_a_drafter_of_another_target_is_refused(finished: tuple[Path, dict[str, Any], float], tmp_path: Path) -> None:
