@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from paceline.cli import app
 
 MAKING = (("train",), ("regenerate",), ("evaluate",), ("report",))
-COMMANDS = ((), ("generate",), ("chat",), ("models",), ("bench",), ("bench", "decode"), *MAKING)
+COMMANDS = ((), ("generate",), ("chat",), ("models",), ("bench",), ("bench", "decode"), *MAKING, ("serve",))
 TARGET = Path(__file__).parent / "cli.md"
 
 

@@ -42,7 +42,8 @@ from paceline.cli_options import (
     numbers,
     settings_of,
 )
-from paceline.cli_train import add_commands
+from paceline.cli_serve import add_commands as add_serving
+from paceline.cli_train import add_commands as add_training
 from paceline.errors import ConfigError, PacelineError, PromptError
 
 app = typer.Typer(
@@ -160,7 +161,8 @@ def chat(
     run(settings, params, system)
 
 
-add_commands(app)
+add_training(app)
+add_serving(app)
 
 
 @app.command()

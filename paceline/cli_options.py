@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, overload
 
 import typer
 
@@ -49,7 +49,7 @@ def settings_of(given: dict[str, Any], model: str | None, **more: Any) -> dict[s
     from paceline.config import EngineConfig
 
     settings = {name: value for name, value in given.items() if name in EngineConfig.__dataclass_fields__}
-    settings |= {"kv_memory": _bytes(given.get("kv_memory")), "mocked_tokens_per_round": given.get("mock"), **more}
+    settings |= {"kv_memory": size("--kv-memory", given.get("kv_memory")), "mocked_tokens_per_round": given.get("mock"), **more}
     if model is None:
         settings.pop("model", None)
     else:
@@ -58,8 +58,16 @@ def settings_of(given: dict[str, Any], model: str | None, **more: Any) -> dict[s
     return settings
 
 
-def _bytes(text: str | None) -> int | None:
-    """512M -> 536870912; K, M, G and T are powers of 1024."""
+@overload
+def size(option: str, text: str) -> int: ...
+
+
+@overload
+def size(option: str, text: str | None) -> int | None: ...
+
+
+def size(option: str, text: str | None) -> int | None:
+    """512M -> 536870912; K, M, G and T are powers of 1024. Raises ConfigError."""
     if text is None:
         return None
     number = text.strip().upper().removesuffix("B").removesuffix("I")
@@ -69,7 +77,7 @@ def _bytes(text: str | None) -> int | None:
         if not 1 <= value < 2**63:
             raise ValueError
     except ValueError:
-        raise ConfigError(f"--kv-memory {text} is no size: write it as 512M, 2G or a number of bytes") from None
+        raise ConfigError(f"{option} {text} is no size: write it as 512M, 2G or a number of bytes") from None
     return int(value)
 
 

@@ -99,13 +99,13 @@ def test_models_are_listed(tmp_path: Path) -> None:
     [("512M", 512 * 2**20), ("2g", 2**31), ("1.5GB", 3 * 2**29), ("1GiB", 2**30), ("4096", 4096), (None, None)],
 )
 def test_sizes(text: str | None, num_bytes: int | None) -> None:
-    assert cli_options._bytes(text) == num_bytes
+    assert cli_options.size("--kv-memory", text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "M", "-1G", "nan", "inf", "2X"])
 def test_no_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="is no size"):
-        cli_options._bytes(text)
+        cli_options.size("--kv-memory", text)
 
 
 def test_model_and_prompt(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""The engine on a port: an OpenAI-compatible endpoint."""

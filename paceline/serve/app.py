@@ -1,0 +1,230 @@
+"""The web application: OpenAI's endpoints over one EngineWorker."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Protocol
+
+from fastapi import FastAPI, Header, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.responses import FileResponse, Response
+
+import paceline
+from paceline.serve.answers import ClientGone, EventStream, Exchange, unless_gone
+from paceline.serve.chat import ChatReply, chat_jobs, encode_plain_chat
+from paceline.serve.completions import TextReply, check_ids, completion_jobs
+from paceline.serve.failures import ApiError, NotServing, RequestRefused, error_response, json_response
+from paceline.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    ErrorAnswer,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
+from paceline.serve.security import Gate
+from paceline.serve.settings import ServeConfig
+from paceline.serve.worker import EngineWorker, Served
+
+PAGE = Path(__file__).parent / "page" / "index.html"
+MAX_TAG = 128
+"""Characters of `x-paceline-tag` that are kept."""
+Tag = Annotated[str | None, Header(alias="x-paceline-tag", description="Kept with the request's trace.")]
+
+
+class Rendered(Protocol):
+    """What /metrics shows."""
+
+    def render(self) -> tuple[bytes, str]:
+        """The page and its content type."""
+        ...
+
+
+def create_app(worker: EngineWorker, config: ServeConfig, metrics: Rendered | None = None) -> FastAPI:
+    """The application. The worker is started and drained by whoever runs it (`serve/run.py`)."""
+    middleware = [Middleware(Gate, config=config, refused=worker.observer.refused)]
+    if config.cors_origins:
+        # Outermost: a browser asks first, without the key.
+        cors = Middleware(
+            CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+        middleware.insert(0, cors)
+    app = FastAPI(
+        title="paceline",
+        version=paceline.__version__,
+        summary="An OpenAI-compatible endpoint with lossless speculative decoding.",
+        middleware=middleware,
+        redoc_url=None,
+        responses={status: {"model": ErrorAnswer} for status in (400, 401, 404, 408, 413, 429, 500, 503, 504)},
+    )
+    _add_failures(app)
+    _add_system(app, worker, metrics)
+    _add_tokens(app, worker, config)
+    _add_answers(app, worker, config)
+    return app
+
+
+def _add_failures(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(ClientGone)
+    async def gone(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return error_response(_invalid(error))
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        messages = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not for {request.url.path}"}
+        headers = dict(error.headers or {})
+        message = messages.get(error.status_code, str(error.detail))
+        return error_response(
+            ApiError(error.status_code, message, code="not_found" if error.status_code == 404 else None, headers=headers)
+        )
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return error_response(ApiError(500, "the server failed on this request: it is in its log", kind="server_error"))
+
+
+def _invalid(error: RequestValidationError) -> ApiError:
+    """The first thing wrong, by the name of its field."""
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"][1:]]
+    if first["type"] == "json_invalid":
+        return RequestRefused("the body is no valid JSON", code="invalid_json")
+    name = ".".join(place) or None
+    message = f"{name or 'body'}: {first['msg']}" if name or first["loc"] else first["msg"]
+    return RequestRefused(message[:500], param=name)
+
+
+def _add_system(app: FastAPI, worker: EngineWorker, metrics: Rendered | None) -> None:
+    @app.get("/health", summary="The process lives", tags=["system"])
+    async def health() -> Response:
+        if worker.state == "failed":
+            raise NotServing("failed")
+        return json_response({"status": "ok"})
+
+    @app.get("/ready", summary="Requests are taken", tags=["system"])
+    async def ready() -> Response:
+        worker.serving()
+        return json_response({"status": worker.state})
+
+    @app.get("/version", tags=["system"])
+    async def version() -> Response:
+        return json_response({"version": paceline.__version__})
+
+    @app.get("/metrics", summary="Figures for Prometheus", tags=["system"])
+    async def show_metrics() -> Response:
+        if metrics is None:
+            raise ApiError(404, "this server keeps no metrics", code="not_found")
+        content, media_type = metrics.render()
+        return Response(content, headers={"content-type": media_type})
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        if not PAGE.is_file():
+            raise ApiError(404, "there is no page here: the API is described at /docs", code="not_found")
+        return FileResponse(PAGE, media_type="text/html", headers={"cache-control": "no-cache"})
+
+
+def _names(worker: EngineWorker, config: ServeConfig) -> tuple[str, ...]:
+    """What clients may call the model; a folder's path stays at home."""
+    return config.served_names or (Path(worker.serving().model).name,)
+
+
+def _check_model(name: str | None, worker: EngineWorker, config: ServeConfig) -> tuple[str, Served]:
+    """The served name that was asked for. Raises ApiError."""
+    names = _names(worker, config)
+    if name is not None and name not in names:
+        message = f"there is no model {name!r:.100} here: this server has {', '.join(names)}"
+        raise RequestRefused(message, param="model", code="model_not_found", status=404)
+    return name or names[0], worker.serving()
+
+
+def _add_tokens(app: FastAPI, worker: EngineWorker, config: ServeConfig) -> None:
+    @app.get("/v1/models", tags=["OpenAI"])
+    async def models() -> Response:
+        served = worker.serving()
+        common = {"object": "model", "created": 0, "owned_by": "paceline", "max_model_len": served.max_len}
+        return json_response({"object": "list", "data": [{"id": name, **common} for name in _names(worker, config)]})
+
+    @app.get("/v1/models/{name:path}", tags=["OpenAI"])
+    async def model(name: str) -> Response:
+        name, served = _check_model(name, worker, config)
+        return json_response(
+            {"id": name, "object": "model", "created": 0, "owned_by": "paceline", "max_model_len": served.max_len}
+        )
+
+    @app.post("/tokenize", tags=["tokens"], response_model=TokenizeAnswer)
+    async def tokenize(body: TokenizeRequest) -> Response:
+        _, served = _check_model(body.model, worker, config)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestRefused("give either prompt or messages", param="prompt")
+        tokens = await asyncio.to_thread(_tokens, body, served)
+        return json_response({"count": len(tokens), "max_model_len": served.max_len, "tokens": tokens})
+
+    @app.post("/detokenize", tags=["tokens"], response_model=DetokenizeAnswer)
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        _, served = _check_model(body.model, worker, config)
+        ids = check_ids(body.tokens, served)
+        return json_response({"prompt": await asyncio.to_thread(served.tokenizer.decode, ids, False)})
+
+
+def _tokens(body: TokenizeRequest, served: Served) -> list[int]:
+    if body.prompt is None:
+        return encode_plain_chat(body.messages or [], served.tokenizer)
+    try:
+        return served.tokenizer.encode(body.prompt, bool(body.add_special_tokens))
+    except paceline.PacelineError as error:
+        raise RequestRefused(str(error), param="prompt") from error
+
+
+def _add_answers(app: FastAPI, worker: EngineWorker, config: ServeConfig) -> None:
+    @app.post("/v1/chat/completions", tags=["OpenAI"])
+    async def chat(body: ChatRequest, http: Request, tag: Tag = None) -> Response:
+        name, served = _check_model(body.model, worker, config)
+        jobs = await asyncio.to_thread(chat_jobs, body, served, config)
+        replies = [ChatReply(index, served.tokenizer, body) for index in range(len(jobs))]
+        ticket = worker.submit(jobs, _kept(tag))
+        return await _respond(http, Exchange("chat.completion", "chatcmpl", name, body, ticket, [*replies]), body.stream)
+
+    @app.post("/v1/completions", tags=["OpenAI"])
+    async def complete(body: CompletionRequest, http: Request, tag: Tag = None) -> Response:
+        name, served = _check_model(body.model, worker, config)
+        jobs, echoes = await asyncio.to_thread(completion_jobs, body, served, config)
+        replies = [TextReply(index, served.tokenizer, body, echo) for index, echo in enumerate(echoes)]
+        ticket = worker.submit(jobs, _kept(tag))
+        num_prompts = len(jobs) // (body.n or 1)
+        exchange = Exchange("text_completion", "cmpl", name, body, ticket, [*replies], num_prompts)
+        return await _respond(http, exchange, body.stream)
+
+    @app.post("/v1/embeddings", tags=["OpenAI"], status_code=400)
+    async def embeddings() -> Response:
+        message = "this server has no embeddings: it generates text, at /v1/chat/completions and /v1/completions"
+        raise RequestRefused(message, code="unsupported_endpoint")
+
+
+def _kept(tag: str | None) -> str | None:
+    return tag[:MAX_TAG] if tag else None
+
+
+async def _respond(http: Request, exchange: Exchange, is_stream: bool | None) -> Response:
+    """Answer at once or as it grows; what the client does not wait for is aborted."""
+    try:
+        if not is_stream:
+            return json_response(await unless_gone(http.receive, exchange.whole()))
+        await unless_gone(http.receive, exchange.begin())
+    except BaseException:
+        exchange.close()
+        raise
+    return EventStream(exchange.stream(), exchange.close)

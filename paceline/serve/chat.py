@@ -1,0 +1,135 @@
+"""Chat completions: messages to a prompt, an answer to a message with text, tool calls and log-probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.errors import PacelineError
+from paceline.model.tokenizer import Tokenizer
+from paceline.serve.answers import Reply, finite
+from paceline.serve.failures import RequestRefused
+from paceline.serve.protocol import ChatRequest, Message
+from paceline.serve.sampling import grammar_of, jobs_of
+from paceline.serve.settings import ServeConfig
+from paceline.serve.ticket import Event, Job
+from paceline.serve.tools import Call, CallParser, forced_schema, prompt_messages, read_call, tools_of
+from paceline.serve.worker import Served
+from paceline.types import GrammarSpec, TokenLogprob
+
+
+def chat_jobs(request: ChatRequest, served: Served, config: ServeConfig) -> list[Job]:
+    """A conversation as jobs; renders and encodes, so it belongs in a thread. Raises RequestRefused."""
+    if request.top_logprobs is not None and not request.logprobs:
+        raise RequestRefused("top_logprobs needs logprobs: true", param="top_logprobs")
+    forced, grammar = forced_schema(request), grammar_of(request)
+    if forced is not None and grammar is not None:
+        raise RequestRefused("tool_choice asks for a call, response_format for something else", param="response_format")
+    return jobs_of(
+        request,
+        [encode_chat(request, served.tokenizer)],
+        served,
+        config,
+        max_tokens=request.max_completion_tokens or request.max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        grammar=grammar if forced is None else GrammarSpec("json_schema", forced),
+    )
+
+
+def encode_chat(request: ChatRequest, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of the conversation, tools included."""
+    template = getattr(tokenizer, "chat_template", None)
+    messages, variables = prompt_messages(request.messages, tools_of(request), template)
+    return encode_messages(messages, tokenizer, (request.chat_template_kwargs or {}) | variables)
+
+
+def encode_messages(messages: list[dict[str, Any]], tokenizer: Tokenizer, variables: dict[str, Any] | None = None) -> list[int]:
+    """Through the model's chat template. Raises RequestRefused when it refuses."""
+    try:
+        return tokenizer.encode_chat(messages, variables)
+    except PacelineError as error:
+        raise RequestRefused(str(error), param="messages") from error
+
+
+def encode_plain_chat(messages: list[Message], tokenizer: Tokenizer) -> list[int]:
+    """As `encode_chat`, without tools."""
+    plain, _ = prompt_messages(messages, [], getattr(tokenizer, "chat_template", None))
+    return encode_messages(plain, tokenizer)
+
+
+class ChatReply(Reply):
+    """One choice of a chat completion."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, request: ChatRequest) -> None:
+        super().__init__(index, tokenizer, tells_tokens=bool(request.paceline_timings and request.stream))
+        self._tools = tools_of(request)
+        self._is_forced = forced_schema(request) is not None
+        self._parser = CallParser(self._tools) if self._tools and not self._is_forced else None
+        self._has_logprobs = bool(request.logprobs)
+        self._num_calls = 0
+        self._forced_text = ""
+        self._is_begun = False
+
+    def delta(self, event: Event) -> dict[str, Any] | None:
+        text, calls = self._part(event.text, event.finish_reason is not None)
+        if not text and not calls and event.finish_reason is None:
+            return None
+        delta: dict[str, Any] = {} if self._is_begun else {"role": "assistant", "content": ""}
+        if text:
+            delta["content"] = text
+        if calls:
+            delta["tool_calls"] = [{"index": self._num_calls + place} | call.as_json() for place, call in enumerate(calls)]
+        self._is_begun = True
+        self._num_calls += len(calls)
+        return {
+            "index": self.index,
+            "delta": delta,
+            "logprobs": self._shown_logprobs(self.unsent_logprobs()),
+            "finish_reason": self._reason(event.finish_reason),
+        }
+
+    def whole(self) -> dict[str, Any]:
+        text, calls = self._part(self.text, True)
+        self._num_calls = len(calls)
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        if calls:
+            message["tool_calls"] = [call.as_json() for call in calls]
+        assert self.sequence is not None
+        return {
+            "index": self.index,
+            "message": message,
+            "logprobs": self._shown_logprobs(self.logprobs),
+            "finish_reason": self._reason(self.sequence.finish_reason),
+        }
+
+    def _part(self, text: str, is_last: bool) -> tuple[str, list[Call]]:
+        """Text to show and calls to report, now that `text` has come."""
+        if self._is_forced:
+            self._forced_text += text
+            if not is_last:
+                return "", []
+            call = read_call(self._forced_text, {tool.function.name for tool in self._tools})
+            return ("", [call]) if call else (self._forced_text, [])
+        if self._parser is None:
+            return text, []
+        shown, calls = self._parser.push(text)
+        if is_last:
+            rest, more = self._parser.finish()
+            shown, calls = shown + rest, calls + more
+        return shown, calls
+
+    def _reason(self, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self._num_calls else reason
+
+    def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
+        if not self._has_logprobs:
+            return None
+        shown = []
+        for each in logprobs:
+            top = [self._token(token, logprob) for token, logprob in each.top]
+            shown.append(self._token(each.token_id, each.logprob) | {"top_logprobs": top})
+        return {"content": shown, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        """A part of a character has no text of its own, so its bytes are not told."""
+        text = self.token_text(token)
+        return {"token": text, "logprob": finite(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}

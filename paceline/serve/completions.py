@@ -1,0 +1,109 @@
+"""Legacy completions: raw prompts, continued as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.errors import PacelineError
+from paceline.model.tokenizer import Tokenizer
+from paceline.serve.answers import Reply, finite
+from paceline.serve.failures import RequestRefused
+from paceline.serve.protocol import CompletionRequest
+from paceline.serve.sampling import grammar_of, jobs_of
+from paceline.serve.settings import ServeConfig
+from paceline.serve.ticket import Event, Job
+from paceline.serve.worker import Served
+from paceline.types import TokenLogprob
+
+MAX_TOKENS = 16
+"""OpenAI's default."""
+
+
+def completion_jobs(request: CompletionRequest, served: Served, config: ServeConfig) -> tuple[list[Job], list[str]]:
+    """Jobs, prompt after prompt, and with `echo` the text to put before each answer. Belongs in a thread.
+
+    Raises RequestRefused.
+    """
+    if request.suffix:
+        raise RequestRefused("suffix is not supported: put it into the prompt", param="suffix")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise RequestRefused("best_of must equal n: answers are not ranked", param="best_of")
+    if request.echo and request.logprobs is not None:
+        raise RequestRefused("echo does not go with logprobs: prompts are not scored", param="echo")
+    prompts = [_encode(prompt, served) for prompt in _prompts(request.prompt)]
+    jobs = jobs_of(
+        request,
+        prompts,
+        served,
+        config,
+        max_tokens=request.max_tokens or MAX_TOKENS,
+        logprobs=request.logprobs,
+        grammar=grammar_of(request),
+    )
+    echoes = [served.tokenizer.decode(prompt) if request.echo else "" for prompt in prompts]
+    return jobs, [echo for echo in echoes for _ in range(request.n or 1)]
+
+
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise RequestRefused("the prompt is empty: give some text", param="prompt")
+    if isinstance(prompt[0], int):
+        return [[token for token in prompt if isinstance(token, int)]]
+    return [each for each in prompt if not isinstance(each, int)]
+
+
+def _encode(prompt: str | list[int], served: Served) -> list[int]:
+    try:
+        ids = served.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    except PacelineError as error:
+        raise RequestRefused(str(error), param="prompt") from error
+    if not ids:
+        raise RequestRefused("the prompt is empty: give some text", param="prompt")
+    return check_ids(ids, served)
+
+
+def check_ids(ids: list[int], served: Served) -> list[int]:
+    """Raises RequestRefused on a token that the model does not have."""
+    wrong = next((token for token in ids if not 0 <= token < served.vocab_size), None)
+    if wrong is not None:
+        raise RequestRefused(f"token {wrong} is outside the model's vocabulary of {served.vocab_size}")
+    return ids
+
+
+class TextReply(Reply):
+    """One choice of a completion."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, request: CompletionRequest, echo: str) -> None:
+        super().__init__(index, tokenizer, tells_tokens=bool(request.paceline_timings and request.stream))
+        self._has_logprobs = request.logprobs is not None
+        self._unsent_echo, self._offset = echo, 0
+
+    def delta(self, event: Event) -> dict[str, Any] | None:
+        if not event.text and event.finish_reason is None:
+            return None
+        return self._choice(event.text, self.unsent_logprobs(), event.finish_reason)
+
+    def whole(self) -> dict[str, Any]:
+        assert self.sequence is not None
+        return self._choice(self.text, self.logprobs, self.sequence.finish_reason)
+
+    def _choice(self, text: str, logprobs: list[TokenLogprob], reason: str | None) -> dict[str, Any]:
+        echo, self._unsent_echo = self._unsent_echo, ""
+        return {"index": self.index, "text": echo + text, "logprobs": self._shown(logprobs), "finish_reason": reason}
+
+    def _shown(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
+        if not self._has_logprobs:
+            return None
+        tokens = [self.token_text(each.token_id) for each in logprobs]
+        offsets = []
+        for text in tokens:
+            offsets.append(self._offset)
+            self._offset += len(text)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [finite(each.logprob) for each in logprobs],
+            "top_logprobs": [{self.token_text(token): finite(value) for token, value in each.top} for each in logprobs],
+            "text_offset": offsets,
+        }

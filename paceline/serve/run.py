@@ -1,0 +1,145 @@
+"""Run the server: one process, the engine in its own thread, a clean end on SIGTERM or Ctrl-C.
+
+The port answers at once (/health); /ready says when the model is loaded. The first signal drains: nothing new is taken, answers
+under way are finished. A second one ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from paceline.engine.llm import LLM
+from paceline.errors import ConfigError
+from paceline.serve.app import Rendered, create_app
+from paceline.serve.settings import ServeConfig
+from paceline.serve.worker import EngineWorker
+
+SWITCH_SECONDS = 0.0005
+"""How long the event loop may keep the interpreter while the engine waits for it; the usual 5 ms would be felt in a round."""
+CLOSE_SECONDS = 5
+
+
+class Server(uvicorn.Server):
+    """uvicorn, but a signal first drains the worker."""
+
+    def __init__(self, config: uvicorn.Config, worker: EngineWorker, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._worker, self._drain_seconds = worker, drain_seconds
+        self._draining: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: Any = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._draining or self._loop is None:
+            self.force_exit = self.should_exit = True
+            self._captured_signals.append(sig)
+            return
+        self._loop.call_soon_threadsafe(self.drain)
+
+    def drain(self) -> None:
+        """Finish what is under way, then exit."""
+        if self._draining is None:
+            self._draining = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        await self._worker.drain(self._drain_seconds)
+        self.should_exit = True
+
+
+def listen(config: ServeConfig) -> socket.socket:
+    """A bound socket. Raises ConfigError when the address is taken or none of ours."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+        return bound
+    except OSError as error:
+        where, why = f"{config.host}:{config.port}", error.strerror or error
+        raise ConfigError(f"cannot listen on {where} ({why}): choose another --host or --port") from error
+
+
+def make_server(worker: EngineWorker, config: ServeConfig, metrics: Rendered | None = None) -> Server:
+    """The server, not yet running."""
+    settings = uvicorn.Config(
+        create_app(worker, config, metrics),
+        host=config.host,
+        port=config.port,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=CLOSE_SECONDS,
+        h11_max_incomplete_event_size=64 * 1024,
+        ws="none",
+    )
+    return Server(settings, worker, config.drain_seconds)
+
+
+def run(
+    worker: EngineWorker,
+    config: ServeConfig,
+    metrics: Rendered | None = None,
+    *,
+    say: Callable[[str], None],
+    introduce: Callable[[LLM], str],
+) -> None:
+    """Serve until a signal comes. Raises what kept the model from loading, or the engine from coming back."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    with listen(config) as bound:
+        asyncio.run(_run(make_server(worker, config, metrics), worker, config, bound, Greeting(say, introduce)))
+    if worker.failure:
+        raise worker.failure
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What is said at the start, and to whom."""
+
+    say: Callable[[str], None]
+    introduce: Callable[[LLM], str]
+
+
+async def _run(server: Server, worker: EngineWorker, config: ServeConfig, bound: socket.socket, greeting: Greeting) -> None:
+    worker.start()
+    tasks = [asyncio.create_task(_greet(worker, config, bound, greeting)), asyncio.create_task(_supervise(server, worker))]
+    try:
+        await server.serve(sockets=[bound])
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _greet(worker: EngineWorker, config: ServeConfig, bound: socket.socket, greeting: Greeting) -> None:
+    host, port = bound.getsockname()[:2]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    greeting.say(f"listening on {address}, loading the model")
+    await worker.loaded()
+    greeting.say(await worker.call(greeting.introduce))
+    greeting.say(f"ready: open {address}/ in a browser, or")
+    key = ' -H "Authorization: Bearer $PACELINE_API_KEY"' if config.api_keys else ""
+    body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}'
+    greeting.say(f"curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")
+
+
+async def _supervise(server: Server, worker: EngineWorker) -> None:
+    """A server without an engine ends, for whoever supervises it to start again."""
+    while worker.state != "failed":
+        await asyncio.sleep(0.2)
+    server.should_exit = True

@@ -1,0 +1,87 @@
+"""Settings of the server: frozen, documented field by field."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import ConfigError
+
+KEY_VARIABLE = "PACELINE_API_KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """Where the server listens, whom it lets in, and what it takes at most. Raises ConfigError on impossible values."""
+
+    host: str = "127.0.0.1"
+    """Loopback unless asked otherwise."""
+    port: int = 8000
+    """0 takes a free one."""
+    api_keys: tuple[str, ...] = ()
+    """Any of these opens the API; none: open to all who reach the port."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages of these origins may call the API from a browser."""
+    served_names: tuple[str, ...] = ()
+    """What clients call the model; the model's own name when empty."""
+    max_body_bytes: int = 4 * 2**20
+    """Longest request body."""
+    body_seconds: float = 30.0
+    """A body must have arrived by then."""
+    max_prompt_tokens: int | None = None
+    """Longest prompt; None leaves it to the cache."""
+    max_n: int = 8
+    """Most answers to one request."""
+    max_queue: int = 256
+    """Most answers waiting for a row; what comes then is told to come back later."""
+    deadline: float = 600.0
+    """Seconds in which a request must be finished; 0 is no limit."""
+    drain_seconds: float = 30.0
+    """On SIGTERM, answers under way get this long to finish."""
+
+    def __post_init__(self) -> None:
+        checks = (
+            (not 0 <= self.port < 65536, "port must be between 0 and 65535"),
+            (any(not key.strip() for key in self.api_keys), "an API key must not be empty"),
+            (any(not key.isascii() for key in self.api_keys), "an API key must be ASCII text: HTTP headers carry nothing else"),
+            (self.max_body_bytes < 1, "max_body must be at least one byte"),
+            (self.body_seconds <= 0, "body_seconds must be above 0"),
+            (self.max_prompt_tokens is not None and self.max_prompt_tokens < 1, "max_prompt_tokens must be at least 1"),
+            (self.max_n < 1, "max_n must be at least 1"),
+            (self.max_queue < 0, "max_queue must be 0 or more"),
+            (not self.deadline >= 0, "deadline must be 0 (none) or more seconds"),
+            (not self.drain_seconds >= 0, "drain_seconds must be 0 or more"),
+        )
+        for is_wrong, remedy in checks:
+            if is_wrong:
+                raise ConfigError(remedy)
+
+
+def read_api_keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:
+    """Keys from the options, a file (one a line, # begins a comment) and the environment. Raises ConfigError."""
+    keys = list(given)
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the API keys in {file}: check the path and its permissions") from error
+        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not found:
+            raise ConfigError(f"there is no API key in {file}: put one on a line")
+        keys += found
+    keys += [key.strip() for key in os.environ.get(KEY_VARIABLE, "").split(",") if key.strip()]
+    return tuple(dict.fromkeys(keys))
+
+
+def speculation(text: str, num_drafted: int | None, drafter: str) -> dict[str, object]:
+    """`--speculate` as settings of the engine: auto; full; off; or a number, drafted in every round. Raises ConfigError."""
+    if text in ("auto", "full"):
+        return {"speculate": text, "num_drafted": num_drafted, "drafter": drafter}
+    if text in ("off", "0"):
+        return {"speculate": "full", "num_drafted": None, "drafter": "none"}
+    if text.isdecimal() and text.isascii():
+        if num_drafted is not None:
+            raise ConfigError("--num-drafted and --speculate N both say how much to draft: leave one out")
+        return {"speculate": "full", "num_drafted": int(text), "drafter": drafter}
+    raise ConfigError(f"--speculate {text!r} is not known: choose auto, full, off or a number of drafts")

@@ -1,0 +1,116 @@
+"""One API request on its way through the worker: its jobs, the events that come back, and who watches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from paceline.engine.engine import Engine
+from paceline.types import FinishReason, SamplingParams, Sequence, TokenLogprob
+
+Outcome = Literal["stop", "length", "abort", "error"]
+
+
+class Observer(Protocol):
+    """Who watches the worker. All but `refused` are called by the engine's thread: they must be quick and never wait."""
+
+    def step(self, engine: Engine, seconds: float) -> None:
+        """An engine step took `seconds`; `engine.rounds` holds its round, if there was one."""
+        ...
+
+    def chunk(self, sequence: Sequence, num_tokens: int, now: float) -> None:
+        """A request gained tokens at `now` (perf_counter)."""
+        ...
+
+    def finished(self, sequence: Sequence, outcome: Outcome, tag: str | None) -> None:
+        """A request has left the engine; its sequence will not change any more."""
+        ...
+
+    def refused(self, reason: str) -> None:
+        """A request was turned away before it reached the engine; called from either side."""
+        ...
+
+    def crashed(self) -> None:
+        """The engine failed and is built anew."""
+        ...
+
+
+class NoObserver:
+    """Watches nothing."""
+
+    def step(self, engine: Engine, seconds: float) -> None: ...
+
+    def chunk(self, sequence: Sequence, num_tokens: int, now: float) -> None: ...
+
+    def finished(self, sequence: Sequence, outcome: Outcome, tag: str | None) -> None: ...
+
+    def refused(self, reason: str) -> None: ...
+
+    def crashed(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One answer to be made."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one step added to one answer."""
+
+    index: int
+    """Which of the ticket's jobs."""
+    token_ids: list[int]
+    text: str
+    num_drafted: int
+    """How many of the tokens, the first ones, are drafts that stood."""
+    logprobs: list[TokenLogprob]
+    finish_reason: FinishReason | None
+    sequence: Sequence
+    """The engine's own: to be read only when `finish_reason` is set."""
+
+
+class Ticket:
+    """The answers to one API request as they grow. Read by one task of the event loop, which closes it in any case."""
+
+    def __init__(self, jobs: list[Job], abort: Callable[[Ticket], None], *, tag: str | None, deadline: float | None) -> None:
+        self.jobs, self.tag, self.deadline = jobs, tag, deadline
+        self.num_left = len(jobs)
+        self.request_ids: list[int] = []
+        """The engine's ids; for the engine's thread only."""
+        self._abort = abort
+        self._events: list[Event] = []
+        self._error: Exception | None = None
+        self._arrived = asyncio.Event()
+
+    async def read(self) -> list[Event]:
+        """All that is new, at least one event; an empty list at the end. Raises what ended the request."""
+        while not self._events:
+            if self._error:
+                raise self._error
+            if self.num_left == 0:
+                return []
+            self._arrived.clear()
+            await self._arrived.wait()
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        """Nobody reads any more: what is unfinished is aborted, its rows are free before the next step."""
+        if self.num_left:
+            self._abort(self)
+
+    def put(self, event: Event) -> None:
+        self.num_left -= event.finish_reason is not None
+        self._events.append(event)
+        self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        """End it; events that came before are still read."""
+        self.num_left, self._error = 0, error
+        self._arrived.set()

@@ -1,0 +1,341 @@
+"""One thread owns the engine; the event loop hands it requests and reads what becomes of them.
+
+Requests go in as commands through a queue, answers come back as one call of the event loop per engine step. Neither side
+waits for the other: the engine sleeps only when it has nothing to do. An exception out of a step ends every request in flight
+with EngineCrashed; the engine is then built anew and goes on with what waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from paceline.config import EngineConfig
+from paceline.engine.engine import Chunk
+from paceline.engine.llm import LLM
+from paceline.errors import PacelineError
+from paceline.model.tokenizer import Tokenizer
+from paceline.serve.failures import DeadlinePassed, EngineCrashed, NotServing, QueueFull, RequestRefused
+from paceline.serve.ticket import Event, Job, NoObserver, Observer, Ticket
+
+State = Literal["loading", "ready", "restarting", "draining", "stopped", "failed"]
+MAX_LOADS = 3
+"""Tries to build an engine after a crash before the worker gives up."""
+log = logging.getLogger("paceline.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the event loop may know of the engine; holds none of its memory."""
+
+    model: str
+    tokenizer: Tokenizer
+    config: EngineConfig
+    max_len: int
+    """Tokens of prompt and answer together."""
+    num_rows: int
+    """Answers made at once."""
+    vocab_size: int
+
+    @classmethod
+    def of(cls, llm: LLM) -> Served:
+        cache = llm.target.cache
+        return cls(llm.config.model, llm.tokenizer, llm.config, cache.max_len, cache.num_rows, llm.target.vocab_size)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request inside the engine."""
+
+    ticket: Ticket
+    index: int
+    num_accepted: int = 0
+    num_logprobs: int = 0
+
+
+class EngineWorker:
+    """The engine's thread and the way in and out of it. All public methods belong to the event loop."""
+
+    def __init__(
+        self,
+        factory: Callable[[], LLM],
+        *,
+        max_queue: int = 256,
+        deadline_s: float | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        """`factory` builds the engine, in the engine's thread, at the start and after a crash."""
+        self.state: State = "loading"
+        self.served: Served | None = None
+        self.failure: Exception | None = None
+        self.observer = observer or NoObserver()
+        self.max_queue, self.deadline_s = max_queue, deadline_s
+        self._factory = factory
+        self._open: set[Ticket] = set()
+        self._idle = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._mean_s = 1.0
+        self._commands: deque[Callable[[LLM], None]] = deque()
+        self._condition = threading.Condition()
+        self._is_stopping = False
+        self._live: dict[int, _Live] = {}
+        self._deadlines: list[tuple[float, int, Ticket]] = []
+        self._order = itertools.count()
+        self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
+
+    # The event loop's side
+
+    def start(self) -> None:
+        """Begin to load the engine; returns at once."""
+        self._loop = asyncio.get_running_loop()
+        self._idle.set()
+        self._thread.start()
+
+    async def loaded(self) -> Served:
+        """Wait for the engine. Raises what kept it from loading."""
+        await self._settled.wait()
+        if self.failure:
+            raise self.failure
+        assert self.served is not None
+        return self.served
+
+    def serving(self) -> Served:
+        """The engine's facts. Raises NotServing unless requests are taken now."""
+        if self.state not in ("ready", "restarting") or self.served is None:
+            raise NotServing(self.state)
+        return self.served
+
+    @property
+    def num_open(self) -> int:
+        """Answers that wait or are under way."""
+        return sum(ticket.num_left for ticket in self._open)
+
+    def submit(self, jobs: list[Job], tag: str | None = None) -> Ticket:
+        """Queue the jobs of one API request, all or none. Raises QueueFull or NotServing."""
+        num_rows, num_open = self.serving().num_rows, self.num_open
+        if num_open + len(jobs) > num_rows + self.max_queue:
+            self.observer.refused("queue_full")
+            raise QueueFull(retry_after_s=max(1, round(self._mean_s * (num_open - num_rows) / num_rows)))
+        deadline = time.perf_counter() + self.deadline_s if self.deadline_s else None
+        ticket = Ticket(jobs, self.abort, tag=tag, deadline=deadline)
+        self._open.add(ticket)
+        self._idle.clear()
+        self._post(partial(self._add, ticket))
+        return ticket
+
+    def abort(self, ticket: Ticket) -> None:
+        """Drop what is unfinished of a ticket."""
+        self._post(partial(self._abort, ticket))
+
+    async def call(self, function: Callable[[LLM], Any]) -> Any:
+        """Run a function in the engine's thread between two steps; returns its result, raises its exception."""
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._post(partial(_answer, self._loop, future, function))
+        return await future
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new, let what is in flight finish for at most this long, abort the rest, end the thread."""
+        if self.state != "failed":
+            self.state = "draining"
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            log.warning("%d answers were not finished within %g s and are cut off", self.num_open, seconds)
+            for ticket in list(self._open):
+                self._fail(ticket, NotServing("draining"))
+                self.abort(ticket)
+        with self._condition:
+            self._is_stopping = True
+            self._condition.notify()
+        while self._thread.is_alive():
+            await asyncio.sleep(0.005)
+        self.state = "stopped"
+
+    def _post(self, command: Callable[[LLM], None]) -> None:
+        with self._condition:
+            self._commands.append(command)
+            self._condition.notify()
+
+    def _deliver(self, events: list[tuple[Ticket, Event | Exception]]) -> None:
+        for ticket, event in events:
+            if ticket not in self._open:
+                continue
+            if isinstance(event, Exception):
+                self._fail(ticket, event)
+                continue
+            ticket.put(event)
+            if event.finish_reason is not None:
+                self._mean_s += 0.1 * (time.perf_counter() - event.sequence.timings.arrival_s - self._mean_s)
+            if ticket.num_left == 0:
+                self._closed(ticket)
+
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
+        ticket.fail(error)
+        self._closed(ticket)
+
+    def _closed(self, ticket: Ticket) -> None:
+        self._open.discard(ticket)
+        if not self._open:
+            self._idle.set()
+
+    def _settle(self, state: State, served: Served | None, failure: Exception | None) -> None:
+        self.served, self.failure = served or self.served, failure
+        if self.state in ("loading", "ready", "restarting"):
+            self.state = state
+        if state == "failed":
+            self.state = state
+            for ticket in list(self._open):
+                self._fail(ticket, NotServing("failed"))
+        if state != "restarting":
+            self._settled.set()
+
+    # The thread's side
+
+    def _run(self) -> None:
+        loads = 0
+        while not self._is_stopping:
+            try:
+                llm = self._factory()
+                gc.collect()
+                gc.freeze()  # a full collection would walk through all that was imported, in the middle of a step
+            except Exception as error:  # noqa: BLE001  (whatever keeps a model from loading is for the owner to see)
+                loads += 1
+                if self.served is None or loads == MAX_LOADS:
+                    self._tell(self._settle, "failed", None, error)
+                    return
+                time.sleep(0.2 * loads)
+                continue
+            loads = 0
+            self._tell(self._settle, "ready", Served.of(llm), None)
+            try:
+                self._serve(llm)
+            except BaseException:
+                log.exception("the engine failed and is built anew")
+                self._crash(llm)
+            del llm
+            gc.unfreeze()
+            gc.collect()
+
+    def _serve(self, llm: LLM) -> None:
+        while True:
+            if not self._commands and not llm.engine.has_work:
+                with self._condition:
+                    while not self._commands:
+                        if self._is_stopping:
+                            return
+                        self._condition.wait()
+            while self._commands:
+                self._commands.popleft()(llm)
+            if llm.engine.has_work:
+                started = time.perf_counter()
+                chunks = llm.engine.step()
+                now = time.perf_counter()
+                self._watch(self.observer.step, llm.engine, now - started)
+                if chunks:
+                    self._hand_over(chunks, now)
+            if self._deadlines:
+                self._expire(llm)
+
+    def _add(self, ticket: Ticket, llm: LLM) -> None:
+        try:
+            for index, job in enumerate(ticket.jobs):
+                request_id = llm.engine.add(job.prompt_ids, job.params)
+                ticket.request_ids.append(request_id)
+                self._live[request_id] = _Live(ticket, index)
+        except PacelineError as error:
+            self._watch(self.observer.refused, "invalid")
+            self._drop(ticket, llm, RequestRefused.of(error))
+            return
+        except BaseException:
+            self._tell(self._deliver, [(ticket, EngineCrashed())])
+            raise
+        if ticket.deadline is not None:
+            heapq.heappush(self._deadlines, (ticket.deadline, next(self._order), ticket))
+
+    def _abort(self, ticket: Ticket, llm: LLM) -> None:
+        self._drop(ticket, llm, NotServing("aborted"))
+
+    def _drop(self, ticket: Ticket, llm: LLM, error: Exception) -> None:
+        for request_id in ticket.request_ids:
+            if self._live.pop(request_id, None):
+                seq = llm.engine.abort(request_id)
+                if seq is not None:
+                    self._watch(self.observer.finished, seq, "abort", ticket.tag)
+        self._tell(self._deliver, [(ticket, error)])
+
+    def _expire(self, llm: LLM) -> None:
+        now = time.perf_counter()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            ticket = heapq.heappop(self._deadlines)[2]
+            if any(request_id in self._live for request_id in ticket.request_ids):
+                self._drop(ticket, llm, DeadlinePassed(self.deadline_s or 0.0))
+        if not self._live:
+            self._deadlines.clear()
+
+    def _hand_over(self, chunks: list[Chunk], now: float) -> None:
+        events: list[tuple[Ticket, Event | Exception]] = []
+        for chunk in chunks:
+            seq = chunk.sequence
+            live = self._live.get(seq.request_id)
+            if live is None:
+                continue
+            num_drafted = min(seq.num_accepted - live.num_accepted, len(chunk.token_ids))
+            logprobs = seq.logprobs[live.num_logprobs :] if seq.params.logprobs is not None else []
+            live.num_accepted, live.num_logprobs = seq.num_accepted, live.num_logprobs + len(logprobs)
+            event = Event(live.index, chunk.token_ids, chunk.text, num_drafted, logprobs, chunk.finish_reason, seq)
+            events.append((live.ticket, event))
+        self._tell(self._deliver, events)
+        for chunk in chunks:
+            seq = chunk.sequence
+            self._watch(self.observer.chunk, seq, len(chunk.token_ids), now)
+            if chunk.finish_reason is not None and (live := self._live.pop(seq.request_id, None)):
+                self._watch(self.observer.finished, seq, chunk.finish_reason, live.ticket.tag)
+
+    def _crash(self, llm: LLM) -> None:
+        scheduler = llm.engine.scheduler
+        for seq in (*scheduler.waiting, *scheduler.prefilling, *scheduler.running):
+            if live := self._live.get(seq.request_id):
+                self._watch(self.observer.finished, seq, "error", live.ticket.tag)
+        tickets = {live.ticket for live in self._live.values()}
+        self._live.clear()
+        self._deadlines.clear()
+        self._watch(self.observer.crashed)
+        self._tell(self._settle, "restarting", None, None)
+        self._tell(self._deliver, [(ticket, EngineCrashed()) for ticket in tickets])
+
+    def _watch(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Whoever watches may fail without harm to the requests."""
+        try:
+            call(*arguments)
+        except Exception:
+            log.exception("an observer failed")
+
+    def _tell(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Call on the event loop; nothing when it has ended."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+
+def _answer(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], function: Callable[[LLM], Any], llm: LLM) -> None:
+    def settle(result: Any, error: Exception | None) -> None:
+        if future.cancelled():
+            return
+        if error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    try:
+        loop.call_soon_threadsafe(settle, function(llm), None)
+    except Exception as error:  # noqa: BLE001  (it is raised again where `call` was awaited)
+        loop.call_soon_threadsafe(settle, None, error)
