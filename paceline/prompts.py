@@ -1,14 +1,16 @@
-"""Prompts from anywhere: JSON lines of the usual benchmark shapes, a Parquet file, or a Hugging Face data set.
+"""Prompts from anywhere: JSON lines of the usual benchmark shapes, Parquet, a server's traces, or a Hugging Face data set.
 
     read_prompts("questions.jsonl", limit=20)      # question | text | prompt | turns | instruction | messages
-    read_prompts("traces.parquet")
+    read_prompts("traces")                         # a folder of Parquet files, or one of them
     read_prompts("openai/gsm8k/main:test")         # owner/name[/config][:split], needs the `datasets` package
 
-The shape is told from each row's keys. Benchmarks get the wording the DFlash paper's own benchmark gives them.
+The shape is told from each row's keys. Benchmarks get the wording the DFlash paper's own benchmark gives them. Traces, and
+answers that `regenerate` wrote, are asked again token by token (`prompt_ids`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -38,10 +40,12 @@ class Prompt:
     """All user turns; those after the first follow the model's own answers."""
     source: str
     """Name of the file or data set."""
+    token_ids: tuple[int, ...] = ()
+    """The very tokens to be sent, of the target's own vocabulary; then there are no messages and no turns."""
 
 
 def read_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
-    """The first `limit` prompts of a JSON lines file, a Parquet file or a data set id; all without a limit.
+    """The first `limit` prompts of a JSON lines file, a Parquet file or folder, or a data set id; all without a limit.
 
     Raises PromptError naming file and line when a row is malformed, of unknown shape, or when there is none at all.
     """
@@ -50,8 +54,9 @@ def read_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
     path = Path(source)
     name = str(source)
     if path.is_dir():
-        raise PromptError(f"{path} is a folder: name a .jsonl or .parquet file in it")
-    if path.is_file():
+        rows = _folder_rows(path)
+        name = path.name
+    elif path.is_file():
         rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
         name = path.name
     elif _looks_like_a_path(name):
@@ -109,6 +114,15 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
         raise PromptError(f"{path} is not a readable Parquet file: {' '.join(str(error).split())}") from error
 
 
+def _folder_rows(folder: Path) -> Iterator[tuple[str, Row]]:
+    files = sorted(folder.glob("*.parquet"))
+    if not files:
+        raise PromptError(f"{folder} is a folder without .parquet files: name a .jsonl file in it, or a folder of traces")
+    for file in files:
+        if file.exists():  # a server that goes on deletes its oldest traces
+            yield from _parquet_rows(file)
+
+
 def _dataset_rows(name: str) -> Iterator[tuple[str, Row]]:
     try:
         import datasets  # pyright: ignore[reportMissingImports]
@@ -133,7 +147,9 @@ def _dataset_rows(name: str) -> Iterator[tuple[str, Row]]:
 
 
 def _prompt_of(row: Row, where: str, source: str, index: int) -> Prompt:
-    messages = row.get("messages")
+    messages, token_ids = row.get("messages"), row.get("prompt_ids")
+    if messages is None and token_ids is not None:
+        return _traced(token_ids, where, source)
     if messages is not None:
         first, turns = _conversation(messages, where)
     else:
@@ -145,9 +161,15 @@ def _prompt_of(row: Row, where: str, source: str, index: int) -> Prompt:
     return Prompt(str(name), first, turns, source)
 
 
+def _traced(token_ids: Any, where: str, source: str) -> Prompt:
+    """Named by its content: traces come and go between a run and its resumption."""
+    if not isinstance(token_ids, list) or not token_ids or not all(type(token) is int for token in token_ids):
+        raise PromptError(f"{where}: 'prompt_ids' must be a list of token ids, at least one")
+    name = hashlib.blake2b(repr(token_ids).encode(), digest_size=8).hexdigest()
+    return Prompt(name, [], (), source, tuple(token_ids))
+
+
 def _turns_of(row: Row, where: str) -> tuple[str, ...]:
-    if "answer_ids" in row:  # its `text` is what the target said
-        raise PromptError(f"{where}: answers, not prompts: train on their folder, or give the prompts they were made from")
     for keys, shape in _SHAPES:
         if all(row.get(key) is not None for key in keys):
             return shape(row, where)

@@ -157,17 +157,18 @@ def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[lis
     num_skipped = 0
     params = SamplingParams(max_tokens=max_tokens)
     for number, prompt in enumerate(prompts):
-        messages = list(prompt.messages)
-        for turn, said in enumerate(prompt.turns):
+        messages, traced = list(prompt.messages), list(prompt.token_ids)
+        turns = prompt.turns or (llm.tokenizer.decode(traced),)
+        for turn, said in enumerate(turns):
             name = f"{number}:{prompt.id}" + (f"/{turn + 1}" if turn else "")
-            request = Request(name, llm.encode_chat(messages), said)
+            request = Request(name, traced or llm.encode_chat(messages), said)
             if len(request.token_ids) + max_tokens > llm.target.cache.max_len:
-                num_skipped += len(prompt.turns) - turn
+                num_skipped += len(turns) - turn
                 break
             requests.append(request)
-            if turn + 1 < len(prompt.turns):
+            if turn + 1 < len(turns):
                 text = run_pass(llm.engine, [request], [params], 1).answers[0].text
-                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": prompt.turns[turn + 1]}]
+                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": turns[turn + 1]}]
     if not requests:
         raise ContextLengthError(
             f"no prompt fits with its answer of {max_tokens} tokens in a cache of {llm.target.cache.max_len}: "

@@ -54,7 +54,7 @@ class _Set:
     @property
     def noted(self) -> dict[str, Any]:
         """What must be the same for a set that is done to be skipped."""
-        content = json.dumps([[prompt.messages, prompt.turns] for prompt in self.prompts])
+        content = json.dumps([[prompt.messages, prompt.turns or prompt.token_ids] for prompt in self.prompts])
         return {"num_prompts": len(self.prompts), "prompts_sha256": hashlib.sha256(content.encode()).hexdigest()}
 
 

@@ -26,6 +26,7 @@ from paceline.errors import CacheError, ConfigError, ContextLengthError, PromptE
 from paceline.prompts import Prompt, read_prompts
 from paceline.runlog import RunFolder, plain
 from paceline.train.answers import Answer, AnswerShards
+from paceline.train.dataset import check_answers
 from paceline.train.ranks import Ranks
 from paceline.train.regenerate import RegenerateConfig, Regenerated, Regenerator
 from paceline.train.self_written import MAX_TOKENS as MAX_PROMPT_WRITTEN
@@ -72,13 +73,15 @@ def regenerate(ask: RegenerateAsk) -> dict[str, Any]:
     settings = _settings(ask, ranks)
     check_same_run(ask.out, settings_of(ask, ranks))
     openers = _openers(ask)
-    given = [prompt for source in ask.prompts for prompt in read_prompts(source, ask.limit)]
+    given = {source: read_prompts(source, ask.limit) for source in ask.prompts}
     run = _open_run(ask, ranks)
     llm = _load(settings)
+    traced = [Path(source) for source, prompts in given.items() if any(prompt.token_ids for prompt in prompts)]
+    check_answers(traced, llm.tokenizer.decode)
     if ranks.is_first:
         say(introduce(llm))
     written, own = _write_own(llm, ask, ranks, openers)
-    prompts = _share(given, own, ask.config.seed, ranks)
+    prompts = _share([prompt for prompts in given.values() for prompt in prompts], own, ask.config.seed, ranks)
     shards = AnswerShards(ask.out / "answers", ranks.rank)
     started = time.perf_counter()
     done = _answer(Regenerator(llm, shards, ask.config), prompts, ranks)

@@ -2,9 +2,9 @@
 
     runs/x/answers/answers-r0-00000.parquet     columns: SCHEMA; one row per assistant turn
 
-Written by `regenerate` (and, in the same columns, by the server's traces), read by `features`. A shard appears whole or not at
-all; each process writes shards of its own, so nothing is locked. More columns do no harm: with `messages` besides, the same
-file is one of prompts too.
+Written by `regenerate`, read by `features`. A shard appears whole or not at all; each process writes shards of its own, so
+nothing is locked. The server's traces (`serve/traces.py`, traces-*.parquet) begin with the same columns: more do no harm. As
+prompts, such a file asks the target the very tokens of `prompt_ids` again.
 """
 
 from __future__ import annotations
@@ -87,10 +87,11 @@ class AnswerShards:
 
     def __iter__(self) -> Iterator[Answer]:
         for path in self._paths():
-            yield from read_answers(path)
+            if path.exists():  # a server that goes on deletes its oldest traces
+                yield from read_answers(path)
 
     def _paths(self) -> list[Path]:
-        return sorted(self.folder.glob("answers-*.parquet"))
+        return sorted([*self.folder.glob("answers-*.parquet"), *self.folder.glob("traces-*.parquet")])
 
 
 def read_answers(path: Path | str) -> Iterator[Answer]:

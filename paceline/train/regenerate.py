@@ -161,7 +161,8 @@ class Regenerator:
     def _fits(self, conversation: _Conversation) -> bool:
         """Encode the conversation so far; whether it leaves room for an answer."""
         try:
-            conversation.prompt_ids = self.llm.encode_chat(conversation.messages)
+            given = conversation.prompt.token_ids
+            conversation.prompt_ids = list(given) if given else self.llm.encode_chat(conversation.messages)
         except PromptError as error:
             raise PromptError(f"{conversation.prompt.source}, prompt {conversation.prompt.id}: {error}") from error
         return len(conversation.prompt_ids) <= self.config.max_prompt_tokens
@@ -220,5 +221,5 @@ class Regenerator:
 def _key(prompt: Prompt, temperature: float) -> str:
     """The text counts too: two prompts may carry one id, and a file may change between runs."""
     before = prompt.messages[:-1]
-    text = repr((before, prompt.turns) if before else prompt.turns)
+    text = repr((before, prompt.turns) if before else prompt.token_ids or prompt.turns)
     return f"{prompt.source}/{prompt.id}#{zlib.crc32(text.encode()):08x}@{temperature:g}"

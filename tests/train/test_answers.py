@@ -90,11 +90,20 @@ def test_a_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert shards.write([answer()]).name == "answers-r0-00000.parquet"
 
 
-def test_answers_are_no_prompts_but_traces_are_both(tmp_path: Path) -> None:
+def test_answers_are_prompts_by_their_tokens(tmp_path: Path) -> None:
+    shards = AnswerShards(tmp_path)
+    path = shards.write([answer(), answer("b", prompt_ids=[7])])
+    assert [prompt.token_ids for prompt in read_prompts(path)] == [(1, 2), (7,)]
+    assert [(prompt.messages, prompt.turns) for prompt in read_prompts(tmp_path, limit=1)] == [([], ())]
+    assert len({prompt.id for prompt in read_prompts(tmp_path)}) == 2
+    shards.write([answer("c", prompt_ids=[])])
+    with pytest.raises(PromptError, match=r"00001.parquet, row 1: 'prompt_ids' must be a list of token ids, at least one"):
+        read_prompts(tmp_path)
+
+
+def test_messages_come_before_tokens(tmp_path: Path) -> None:
     shards = AnswerShards(tmp_path)
     path = shards.write([answer()])
-    with pytest.raises(PromptError, match=r"row 1: answers, not prompts: train on their folder"):
-        read_prompts(path)
     messages = pa.array([[{"role": "user", "content": "hi"}]])
     parquet.write_table(parquet.ParquetFile(path).read().append_column("messages", messages), path)
     assert read_prompts(path)[0].turns == ("hi",)
