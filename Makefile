@@ -25,9 +25,9 @@ $(READY): $(INSTALLED) $(NATIVE_SOURCES)
 setup: $(READY)  ## the virtual environment with everything pinned
 
 demo: $(READY)  ## one real answer with and without speculation, side by side
-	$(BIN)/paceline generate --compare --dtype float32 --max-tokens 128 \
+	$(BIN)/paceline generate --compare --against transformers --max-tokens 256 \
 	  "A baker sells 24 loaves in the morning and half as many in the afternoon. Each loaf costs 3 dollars. How much does she \
-	earn in a day? Please reason step by step."
+	earn in a day? Please reason step by step, and put your final answer within \boxed{}."
 
 test: $(READY)  ## the test suite
 	$(BIN)/python -m pytest

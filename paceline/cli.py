@@ -84,6 +84,7 @@ def generate(
     max_tokens: MaxTokens = 128,
     seed: Seed = None,
     compare: Annotated[bool, Option("--compare", help="Also decode plainly in the same process; show both speeds.")] = False,
+    against: Annotated[str | None, Option(help="transformers: run its generate on the same prompt too.")] = None,
     raw: Annotated[bool, Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     system: System = None,
     top_k: TopK = 0,
@@ -116,12 +117,14 @@ def generate(
     settings = settings_of(given, name, max_batch=1)
     if raw and system:
         raise ConfigError("--system needs the chat template: leave --raw out")
+    if against and (against != "transformers" or temperature):
+        raise ConfigError("--against knows transformers only, and greedy answers only: leave it or --temperature out")
     if logprobs is not None and not as_json:
         _note("--logprobs shows only with --json")
     from paceline.console.generate import Ask
     from paceline.console.generate import generate as run
 
-    run(Ask(prompt, settings, params, system, raw, compare, as_json))
+    run(Ask(prompt, settings, params, system, raw, compare, as_json, against))
 
 
 @app.command()

@@ -77,6 +77,6 @@ def tiny_model(folder: Path, max_position: int = 512) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
     shape = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": max_position}
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **shape}))
-    save_file(dict(random_tensors(load_config(folder), seed=1)), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape}))
+    save_file(dict(random_tensors(load_config(folder), seed=1)), folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from small_llm import tiny_model
 
 from paceline import cli, cli_options
 from paceline.errors import ConfigError, PromptError
@@ -59,6 +60,8 @@ def test_without_a_command_help_is_shown() -> None:
         (("generate", "hi", "--mock", "0.5"), "mocked_tokens_per_round"),
         (("generate", "hi", "--raw", "--system", "x"), "--system needs the chat template"),
         (("generate", "hi", "--no-such-option"), "--no-such-option"),
+        (("generate", "hi", "--against", "vllm"), "--against knows transformers only"),
+        (("generate", "hi", "--against", "transformers", "--temperature", "1"), "greedy answers only"),
         (("generate", "--prompt-file", "/no/such/file"), "cannot read the prompt file"),
         (("bench", "decode", "--batch", "one"), "--batch 'one' is no list of numbers"),
         (("bench", "decode", "--against", "vllm"), "the only peer"),
@@ -73,6 +76,26 @@ def test_bad_input_is_one_line_and_exit_code_2(words: tuple[str, ...], said: str
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     assert said in done.stderr
+
+
+def test_an_answer_beside_plain_decoding_and_transformers(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "tiny")
+    words = (
+        "--compare",
+        "--against",
+        "transformers",
+        "--drafter",
+        "ngram",
+        "--dtype",
+        "float32",
+        "--max-tokens",
+        "8",
+        "--json",
+    )
+    done = paceline("generate", str(model), "hi hi hi hi", *words)
+    assert done.returncode == 0, done.stderr
+    assert "token-identical" in done.stderr and "x as fast, the same tokens" in done.stderr
+    assert json.loads(done.stdout)["transformers"]["speedup"] > 0
 
 
 def test_with_json_an_error_is_json_too() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from paceline.bench.figures import first_difference
 from paceline.bench.identity import logits_after
+from paceline.bench.passes import Answer, Request
+from paceline.bench.peers import TransformersPeer
 from paceline.console.terminal import introduce, print_json, say, stats_lines, weights_read_per_s
 from paceline.engine.llm import LLM, Completion, GenerationStats
 from paceline.hardware import Machine, this_machine
@@ -29,6 +31,7 @@ class Ask:
     raw: bool = False
     compare: bool = False
     as_json: bool = False
+    against: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +56,36 @@ def generate(ask: Ask) -> None:
     plain = _plain(llm, token_ids, ask.params) if ask.compare else None
     completion = _stream(llm, token_ids, ask)
     comparison = _compare(llm, completion, plain, ask.params) if plain else None
+    peer = _peer(llm, ask, token_ids) if ask.against else None
     machine = this_machine(llm.config.device)
     for line in stats_lines(completion.stats, llm.target.weight_bytes, machine):
         say(line)
     if comparison:
         say(_comparison_line(completion.stats, comparison, llm.config.dtype, llm.target.is_width_invariant))
+    if peer:
+        say(_peer_line(completion, peer, llm.config.dtype))
     if ask.as_json:
-        print_json(as_line(llm, ask, completion, machine, comparison))
+        print_json(as_line(llm, ask, completion, machine, comparison) | _peer_figures(completion, peer))
+
+
+def _peer(llm: LLM, ask: Ask, token_ids: list[int]) -> Answer:
+    """What Transformers says to the same tokens, after a warm-up."""
+    transformers, request = TransformersPeer(llm), [Request("prompt", token_ids)]
+    transformers.run("transformers", request, WARM_UP_TOKENS, True)
+    return transformers.run("transformers", request, ask.params.max_tokens, ask.params.ignore_eos).answers[0]
+
+
+def _peer_line(completion: Completion, peer: Answer, dtype: str) -> str:
+    speed, same = len(peer.token_ids) / peer.seconds, first_difference(completion.token_ids, peer.token_ids)
+    text = "the same tokens" if same is None else f"the same {same} first tokens: {dtype} is rounded elsewhere there"
+    return f"Transformers {speed:.1f} tokens/s: {completion.stats.tokens_per_s / speed:.1f}x as fast, {text}"
+
+
+def _peer_figures(completion: Completion, peer: Answer | None) -> dict[str, Any]:
+    if peer is None:
+        return {}
+    speed = len(peer.token_ids) / peer.seconds
+    return {"transformers": {"tokens_per_s": speed, "speedup": completion.stats.tokens_per_s / speed}}
 
 
 def encode(llm: LLM, ask: Ask) -> list[int]:
