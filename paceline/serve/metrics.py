@@ -42,8 +42,11 @@ MOST_DRAFTED = 16
 class TraceCounts(Protocol):
     """What a scrape asks of the writer of traces."""
 
-    written: int
-    dropped: Mapping[str, int]
+    @property
+    def written(self) -> int: ...
+
+    @property
+    def dropped(self) -> Mapping[str, int]: ...
 
 
 class _Histogram:

@@ -1,0 +1,140 @@
+"""Regular expressions over traces: what they match never reaches the disk, and what is kept is still sound to learn from.
+
+A drafter learns what its target says after exactly these tokens. So a redacted answer is not patched but ends before the first
+match, and when the prompt itself is redacted the answer, which was given to something else, is left out whole: such a trace
+is one more prompt for `paceline train --prompts`, which asks the target anew, and no answer for `--answers`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+from paceline.engine.text import Detokenizer
+from paceline.errors import ConfigError
+
+PLACEHOLDER = "[redacted]"
+
+
+class TraceTokenizer(Protocol):
+    """What traces need of a tokenizer; used in their own thread."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
+
+    def stream(self, skip_special: bool = True) -> Detokenizer: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Redacted:
+    """A trace's tokens without what was matched."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+
+
+class Redactor:
+    """Takes what any of the patterns matches out of text and tokens.
+
+    Raises ConfigError on a pattern that is no regular expression, or that matches nothing at all or the placeholder.
+    """
+
+    def __init__(self, patterns: Iterable[str], tokenizer: TraceTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._patterns = [_compiled(pattern) for pattern in patterns]
+
+    def matches(self, text: str) -> bool:
+        return any(pattern.search(text) for pattern in self._patterns)
+
+    def text(self, text: str) -> str:
+        """The text with a placeholder for every match."""
+        for pattern in self._patterns:
+            text = pattern.sub(PLACEHOLDER, text)
+        return text
+
+    def tokens(self, prompt_ids: list[int], answer_ids: list[int]) -> Redacted | None:
+        """The same lists when nothing matches; None when a match remains in what could be kept: then keep nothing."""
+        if self._is_clean(prompt_ids, answer_ids):
+            return Redacted(prompt_ids, answer_ids)
+        redacted = self._cut(prompt_ids, answer_ids)
+        return redacted if self._is_clean(redacted.prompt_ids, redacted.answer_ids) else None
+
+    def _is_clean(self, prompt_ids: list[int], answer_ids: list[int]) -> bool:
+        """With special tokens and without, together and apart: a reader may decode either way."""
+        parts = [prompt_ids + answer_ids, prompt_ids, answer_ids] if answer_ids else [prompt_ids]
+        return not any(self.matches(self._tokenizer.decode(ids, skip)) for ids in parts for skip in (True, False))
+
+    def _cut(self, prompt_ids: list[int], answer_ids: list[int]) -> Redacted:
+        ids, border = prompt_ids + answer_ids, len(prompt_ids)
+        text, ends = self._ends(ids)
+        matches = _merged(match.span() for pattern in self._patterns for match in pattern.finditer(text))
+        places = [_tokens_of(span, ends) for span in matches]
+        if not places:
+            return Redacted(prompt_ids, answer_ids)  # it matches only where special tokens are left out
+        if places[0][0] >= border:
+            return Redacted(prompt_ids, ids[border : places[0][0]])
+        kept, at = list[int](), 0
+        for begin, end in _merged(place for place in places if place[0] < border):
+            first, last = ends[begin], ends[end]
+            middle = _replaced(text, first, last, [span for span in matches if span[0] < last and span[1] > first])
+            kept += ids[at:begin] + self._tokenizer.encode(middle, add_special_tokens=False)
+            at = end
+        return Redacted(kept + ids[at:border], [])
+
+    def _ends(self, ids: list[int]) -> tuple[str, list[int]]:
+        """The text, special tokens spelled out, and where in it each token begins; one place more for the end."""
+        stream = self._tokenizer.stream(False)
+        pieces = [stream.push([token]) for token in ids]
+        pieces.append(stream.flush())
+        ends = [0, *accumulate(map(len, pieces))]
+        ends[-2:] = [ends[-1]]  # what the flush gave belongs to the last token
+        return "".join(pieces), ends
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"the redaction pattern {pattern!r} is no regular expression ({error}): correct it") from error
+    if compiled.search("") or compiled.search(PLACEHOLDER):
+        raise ConfigError(f"the redaction pattern {pattern!r} matches even {PLACEHOLDER!r} or nothing: make it narrower")
+    return compiled
+
+
+def _tokens_of(span: tuple[int, int], ends: list[int]) -> tuple[int, int]:
+    """The tokens [begin, end) that may hold a part of the text's span.
+
+    `ends[t]` is how much text was final before token t. Tokens that made nothing final wait for their character's rest, so
+    they belong to what came next.
+    """
+    touched = [token for token, (begin, end) in enumerate(pairwise(ends)) if begin < span[1] and end > span[0]]
+    first = touched[0]
+    while first > 0 and ends[first - 1] == ends[first]:
+        first -= 1
+    return first, touched[-1] + 1
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sorted, and those that overlap as one."""
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if begin >= end:
+            continue
+        if merged and begin < merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _replaced(text: str, first: int, last: int, spans: list[tuple[int, int]]) -> str:
+    """text[first:last] with a placeholder for each span."""
+    pieces, at = list[str](), first
+    for begin, end in spans:
+        pieces += [text[at:begin], PLACEHOLDER]
+        at = end
+    return "".join([*pieces, text[at:last]])

@@ -1,0 +1,312 @@
+"""Traces: what was asked and answered, token by token, as Parquet that `paceline train` reads as it is.
+
+    traces/traces-20261103T101112-5f0c22d1-00000.parquet     columns: SCHEMA; one row per answer
+
+    paceline train --init default --answers traces     learn from the answers themselves
+    paceline train --init default --prompts traces     ask the target the same prompts again, and learn from that
+
+`offer` costs the engine's thread microseconds: it drops a reference into a bounded queue, or counts a loss when that is full.
+A thread of its own decodes, redacts and writes. A disk that refuses loses traces, never requests. No API key and no address of
+a client ever comes here. The first columns are those of `train/answers.py`; neither part imports the other, a test compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import queue
+import random
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import ConfigError
+from paceline.serve.redaction import Redactor, TraceTokenizer
+from paceline.types import SamplingParams, Sequence
+
+try:
+    import pyarrow as pa
+    from pyarrow import parquet
+except ImportError as error:
+    raise ConfigError("traces are kept as Parquet, which needs pyarrow: pip install 'paceline[data]'") from error
+
+_IDS, _TEXT, _SECONDS = pa.list_(pa.int32()), pa.string(), pa.float32()
+SCHEMA = pa.schema(
+    [
+        ("key", _TEXT),
+        ("source", _TEXT),
+        ("turn", pa.int32()),
+        ("temperature", pa.float32()),
+        ("prompt_ids", _IDS),
+        ("answer_ids", _IDS),
+        ("finish_reason", _TEXT),
+        ("text", _TEXT),
+        # what regenerated answers do not have
+        ("model", _TEXT),
+        ("tag", _TEXT),
+        ("ended", pa.timestamp("ms", "UTC")),
+        ("sampling", _TEXT),
+        ("seed", pa.int64()),
+        ("drafted", _IDS),
+        ("accepted", _IDS),
+        ("num_reused", pa.int32()),
+        *((f"{name}_s", _SECONDS) for name in ("queue", "prefill", "first_token", "draft", "verify", "host", "total")),
+    ]
+)
+"""`sampling` is JSON of the parameters that differ from their defaults; `drafted` and `accepted` are by round, whole even where
+redaction cut the answer; times are seconds, `first_token_s` and `total_s` from arrival."""
+SOURCE = "traces"
+log = logging.getLogger("paceline.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """A finished request on its way to the disk."""
+
+    sequence: Sequence
+    outcome: str
+    tag: str | None
+    ended: float
+    """Seconds since 1970."""
+    total_s: float
+
+
+class TraceWriter:
+    """Writes shards of traces into a folder, from a thread that begins at once and ends with `close`.
+
+    The folder may be used by several writers, and by readers, at the same time.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        model: str,
+        tokenizer: TraceTokenizer,
+        sample: float = 1.0,
+        max_bytes: int = 1 << 30,
+        max_age_s: float = 30 * 86400.0,
+        redact: Iterable[str] = (),
+        queue_size: int = 1024,
+        rows_per_file: int = 512,
+        flush_s: float = 30.0,
+    ) -> None:
+        """`sample` of all requests are traced. The oldest shards go when all of them take more than `max_bytes`, or are older
+        than `max_age_s`. Raises ConfigError on impossible values; a folder that cannot be written only costs traces."""
+        _check(sample=sample, max_bytes=max_bytes, max_age_s=max_age_s, queue_size=queue_size)
+        _check(rows_per_file=rows_per_file, flush_s=flush_s)
+        if sample > 1.0:
+            raise ConfigError(f"sample is a share of all requests, at most 1, not {sample}")
+        patterns = tuple(redact)
+        self.folder = Path(folder)
+        self.written = 0
+        self.dropped = {"queue": 0, "disk": 0, "redaction": 0, "error": 0}
+        """Traces lost, by what lost them: a full queue, a disk that refused, a match that could not be taken out, an error."""
+        self._model, self._tokenizer, self._sample = model, tokenizer, sample
+        self._redactor = Redactor(patterns, tokenizer) if patterns else None
+        self._max_bytes, self._max_age_s = max_bytes, max_age_s
+        self._rows_per_file, self._flush_s = rows_per_file, flush_s
+        self._random = random.Random()
+        self._run_id = os.urandom(4).hex()
+        self._num_rows = self._num_shards = 0
+        self._is_failing = self._is_closing = False
+        self._queue: queue.Queue[_Trace | None] = queue.Queue(queue_size)
+        self._thread = threading.Thread(target=self._run, name="paceline-traces", daemon=True)
+        self._thread.start()
+
+    def offer(self, sequence: Sequence, outcome: str, tag: str | None = None) -> None:
+        """Trace a finished request, whose sequence changes no more; never waits, never raises.
+
+        Requests with mocked acceptance are left out: nobody would say such a text.
+        """
+        if self._random.random() >= self._sample or not sequence.lossless:
+            return
+        total_s = time.perf_counter() - sequence.timings.arrival_s
+        try:
+            if self._is_closing:
+                raise queue.Full
+            self._queue.put_nowait(_Trace(sequence, outcome, tag, time.time(), total_s))
+        except queue.Full:
+            self.dropped["queue"] += 1
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Write what is queued and end the thread; gives up after `timeout_s` on a disk that hangs."""
+        self._is_closing = True
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)  # wakes it; a full queue does, too
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        rows: list[dict[str, Any]] = []
+        due = time.monotonic()
+        while not (self._is_closing and self._queue.empty()):
+            trace = self._next(due)
+            if trace is not None:
+                rows += self._rows(trace)
+            if len(rows) >= self._rows_per_file or time.monotonic() >= due:
+                self._flush(rows)
+                rows, due = [], time.monotonic() + self._flush_s
+        self._flush(rows)
+
+    def _next(self, due: float) -> _Trace | None:
+        try:
+            return self._queue.get(timeout=max(0.0, due - time.monotonic()))
+        except queue.Empty:
+            return None
+
+    def _rows(self, trace: _Trace) -> list[dict[str, Any]]:
+        """The trace as a row; none when it cannot be made into one."""
+        try:
+            row = self._row(trace)
+        except Exception:  # whatever is odd about one request must not end the tracing of all others
+            log.exception("a trace is lost")
+            self.dropped["error"] += 1
+            return []
+        if row is None:
+            self.dropped["redaction"] += 1
+            return []
+        return [row]
+
+    def _row(self, trace: _Trace) -> dict[str, Any] | None:
+        """None when what should be redacted cannot be taken out."""
+        seq, redactor = trace.sequence, self._redactor
+        prompt_ids, answer_ids, outcome = seq.tokens[: seq.prompt_len], seq.output_ids, trace.outcome
+        tag, sampling = trace.tag, _given(seq.params)
+        if redactor:
+            redacted = redactor.tokens(prompt_ids, answer_ids)
+            if redacted is None:
+                return None
+            outcome = outcome if len(redacted.answer_ids) == len(answer_ids) else "redacted"
+            prompt_ids, answer_ids = redacted.prompt_ids, redacted.answer_ids
+            tag = redactor.text(tag) if tag else tag
+            sampling = _redacted(sampling, redactor)
+        self._num_rows += 1
+        prompt = np.array(prompt_ids, np.int32)
+        times = seq.timings
+        drafted, accepted = np.array(seq.rounds, np.int32).reshape(-1, 2).T
+        return {
+            # Up to the @ it names the prompt: what is asked twice is held out twice, or not at all.
+            "key": f"{SOURCE}/{_digest(prompt)}@{seq.params.temperature:g}#{self._run_id}-{self._num_rows}",
+            "source": SOURCE,
+            "turn": 0,
+            "temperature": seq.params.temperature,
+            "prompt_ids": prompt,
+            "answer_ids": np.array(answer_ids, np.int32),
+            "finish_reason": outcome,
+            "text": self._tokenizer.decode(_spoken(answer_ids, seq)),
+            "model": self._model,
+            "tag": tag and tag.encode(errors="replace").decode(),
+            "ended": int(trace.ended * 1000),
+            "sampling": json.dumps(sampling),
+            "seed": seq.seed,
+            "drafted": drafted,
+            "accepted": accepted,
+            "num_reused": seq.num_reused,
+            **{f"{name}_s": getattr(times, f"{name}_s") for name in ("queue", "prefill", "draft", "verify", "host")},
+            "first_token_s": times.first_token_s - times.arrival_s if times.first_token_s else None,
+            "total_s": trace.total_s,
+        }
+
+    def _flush(self, rows: list[dict[str, Any]]) -> None:
+        """Write one shard, whole or not at all, and keep to the limits. What cannot be written is counted, not kept."""
+        num_unwritten = len(rows)
+        try:
+            if rows:
+                self._write(rows)
+                num_unwritten = 0
+            self._prune()
+        except (OSError, pa.ArrowException, MemoryError) as error:
+            self.dropped["disk"] += num_unwritten
+            if not self._is_failing:
+                log.warning("traces are lost, %s: free space or make %s writable", error, self.folder)
+            self._is_failing = True
+            return
+        if self._is_failing and rows:
+            log.warning("traces are written again; %d were lost", self.dropped["disk"])
+            self._is_failing = False
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        path = self.folder / f"traces-{stamp}-{self._run_id}-{self._num_shards:05d}.parquet"
+        scratch = path.with_suffix(".part")
+        table = pa.Table.from_pylist(rows, SCHEMA)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            with open(scratch, "wb", opener=_private) as file:
+                parquet.write_table(table, file, compression="zstd")
+                file.flush()
+                os.fsync(file.fileno())  # some disks say only now that they are full
+            scratch.replace(path)
+        except (OSError, pa.ArrowException, MemoryError):
+            with contextlib.suppress(OSError):
+                scratch.unlink(missing_ok=True)
+            raise
+        self._num_shards += 1
+        self.written += len(rows)
+
+    def _prune(self) -> None:
+        """Delete the oldest shards, and what killed writers left, until age and size are within their limits."""
+        found = sorted(filter(None, map(_aged, self.folder.glob("traces-*"))))
+        num_bytes, oldest = sum(size for _, _, size in found), time.time() - self._max_age_s
+        for changed, path, size in found:
+            if num_bytes <= self._max_bytes and changed >= oldest:
+                break
+            path.unlink(missing_ok=True)
+            num_bytes -= size
+
+
+def _check(**values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise ConfigError(f"{name} of traces must be above 0, not {value}")
+
+
+def _given(params: SamplingParams) -> dict[str, Any]:
+    """What differs from the defaults; -inf of a bias as JSON's readers take it."""
+    values = {name: value for name, value in asdict(params).items() if value != _DEFAULTS[name]}
+    if bias := values.get("logit_bias"):
+        values["logit_bias"] = {str(token): str(number) for token, number in bias.items()}
+    return values
+
+
+_DEFAULTS = asdict(SamplingParams())
+
+
+def _redacted(value: Any, redactor: Redactor) -> Any:
+    """Every text within: stop strings, a grammar."""
+    if isinstance(value, dict):
+        return {key: _redacted(each, redactor) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_redacted(each, redactor) for each in value]
+    return redactor.text(value) if isinstance(value, str) else value
+
+
+def _spoken(answer_ids: list[int], seq: Sequence) -> list[int]:
+    """Without the token that only says that this is the end."""
+    return answer_ids[:-1] if answer_ids and answer_ids[-1] in seq.eos_token_ids else answer_ids
+
+
+def _digest(prompt: np.ndarray[Any, np.dtype[np.int32]]) -> str:
+    return hashlib.blake2b(prompt.tobytes(), digest_size=8).hexdigest()
+
+
+def _private(path: str, flags: int) -> int:
+    """What users said is for the owner alone."""
+    return os.open(path, flags, 0o600)
+
+
+def _aged(path: Path) -> tuple[float, Path, int] | None:
+    """(last change, path, bytes), or None when another writer has just deleted it."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_mtime, path, stat.st_size

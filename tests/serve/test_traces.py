@@ -1,0 +1,463 @@
+"""Traces: what was said, exactly, within limits, without secrets; lost rather than in anyone's way; and training reads them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from small_llm import tiny_model
+
+from paceline.cli import app
+from paceline.engine.engine import Engine
+from paceline.engine.llm import LLM
+from paceline.errors import ConfigError, PromptError
+from paceline.model.tokenizer import Tokenizer
+from paceline.prompts import read_prompts
+from paceline.runlog import RunFolder
+from paceline.serve import traces
+from paceline.serve.redaction import Redactor
+from paceline.serve.traces import SCHEMA, TraceWriter
+from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
+from paceline.train import answers
+from paceline.train.answers import AnswerShards
+from paceline.train.tiny import write_tiny_target
+from paceline.types import GrammarSpec, SamplingParams, Sequence, Timings
+
+MAIL = r"[\w.+-]+@[\w-]+\.[\w.-]+"
+TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1")
+BYTES = ByteTokenizer()
+
+
+def sequence(prompt: str = "Say it.", answer: str = "It.", **changes: Any) -> Sequence:
+    """A finished request of bytes."""
+    prompt_ids = BYTES.encode(prompt)
+    params = SamplingParams(**({"seed": 5} | changes))
+    seq = Sequence(0, prompt_ids + list(answer.encode()) + [257], len(prompt_ids), params, eos_token_ids=(257,))
+    seq.timings = Timings(arrival_s=time.perf_counter() - 1.0, first_token_s=time.perf_counter() - 0.75, draft_s=0.125)
+    seq.rounds = [(3, 2), (3, 0), (1, 1)]
+    return seq
+
+
+def writer(folder: Path, **options: Any) -> TraceWriter:
+    return TraceWriter(folder, **({"model": "tiny", "tokenizer": BYTES} | options))
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [row for path in sorted(folder.glob("traces-*.parquet")) for row in parquet.ParquetFile(path).read().to_pylist()]
+
+
+def written(folder: Path, *sequences: Sequence, **options: Any) -> list[dict[str, Any]]:
+    """What one writer makes of these requests."""
+    one = writer(folder, **options)
+    for seq in sequences:
+        one.offer(seq, "stop", "a tag")
+    one.close()
+    return rows(folder)
+
+
+def make_older(path: Path, seconds: float) -> None:
+    when = time.time() - seconds
+    os.utime(path, (when, when))
+
+
+def eventually(holds: Any, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.005)
+
+
+def test_a_trace_says_what_the_engine_did(tmp_path: Path) -> None:
+    target = FakeTarget(vocab_size=258)
+    engine = Engine(target, BYTES, ScriptedDrafter(target, 3, accuracy=0.6))
+    params = [SamplingParams(max_tokens=20), SamplingParams(temperature=0.7, top_k=5, seed=3, max_tokens=9, stop=("\0\0\0",))]
+    ids = [engine.add(BYTES.encode(text), each) for text, each in zip(("one", "two"), params, strict=True)]
+    one, done = writer(tmp_path), dict[int, Sequence]()
+    began = time.time()
+    while engine.has_work:
+        for chunk in engine.step():
+            if chunk.finish_reason:
+                done[chunk.sequence.request_id] = chunk.sequence
+                one.offer(chunk.sequence, chunk.finish_reason, None)
+    one.close()
+    found = {bytes(row["prompt_ids"][1:]): row for row in rows(tmp_path)}
+    for text, request_id in zip((b"one", b"two"), ids, strict=True):
+        row, seq = found[text], done[request_id]
+        assert row["prompt_ids"] + row["answer_ids"] == seq.tokens and row["answer_ids"] == seq.output_ids
+        assert list(zip(row["drafted"], row["accepted"], strict=True)) == seq.rounds and seq.num_rounds == len(seq.rounds)
+        assert sum(row["accepted"]) == seq.num_accepted and sum(row["drafted"]) == seq.num_drafted
+        assert 1 + sum(row["accepted"]) + seq.num_rounds == len(row["answer_ids"])
+        assert row["text"] == BYTES.decode(seq.output_ids) and row["finish_reason"] == "length"
+        assert 0 < row["first_token_s"] <= row["total_s"] and row["verify_s"] == pytest.approx(seq.timings.verify_s)
+        assert (row["model"], row["tag"], row["turn"], row["source"]) == ("tiny", None, 0, "traces")
+        assert row["seed"] == seq.seed and abs(row["ended"].timestamp() - began) < 60
+    assert json.loads(found[b"one"]["sampling"]) == {"max_tokens": 20}
+    sampling = {"temperature": 0.7, "top_k": 5, "seed": 3, "max_tokens": 9, "stop": ["\0\0\0"]}
+    assert json.loads(found[b"two"]["sampling"]) == sampling
+    assert one.written == 2 and not any(one.dropped.values())
+
+
+def test_the_columns_are_those_of_answers_and_nothing_about_the_client(tmp_path: Path) -> None:
+    known = list(answers.SCHEMA)
+    assert list(SCHEMA)[: len(known)] == known
+    more = {"model", "tag", "ended", "sampling", "seed", "drafted", "accepted", "num_reused"}
+    more |= {f"{name}_s" for name in ("queue", "prefill", "first_token", "draft", "verify", "host", "total")}
+    assert {field.name for field in SCHEMA} - {field.name for field in known} == more
+    written(tmp_path, sequence())
+    (path,) = tmp_path.iterdir()
+    assert parquet.ParquetFile(path).schema_arrow.remove_metadata() == SCHEMA
+    assert path.stat().st_mode & 0o077 == 0, "for the owner alone"
+
+
+def test_the_same_prompt_is_held_out_as_one(tmp_path: Path) -> None:
+    from paceline.train.dataset import prompt_of
+
+    found = written(tmp_path, sequence(), sequence(temperature=0.5), sequence("Other."))
+    assert len({row["key"] for row in found}) == 3
+    assert len({prompt_of(row["key"]) for row in found}) == 2
+
+
+def test_every_kind_of_parameter_and_odd_text(tmp_path: Path) -> None:
+    odd = sequence(logit_bias={3: float("-inf"), 4: 1.5}, stop=("\ud800",), grammar=GrammarSpec("regex", "a+"))
+    one = writer(tmp_path)
+    one.offer(odd, "stop", "t\udcffg")
+    one.close()
+    (row,) = rows(tmp_path)
+    sampling = json.loads(row["sampling"])
+    assert sampling["logit_bias"] == {"3": "-inf", "4": "1.5"} and sampling["grammar"] == {"kind": "regex", "text": "a+"}
+    assert row["tag"] == "t?g" and row["text"] == "It."
+
+
+def test_a_request_that_cannot_be_written_costs_itself_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    broken = sequence()
+    broken.rounds = [(1, 2, 3)]  # pyright: ignore[reportAttributeAccessIssue]
+    one = writer(tmp_path)
+    one.offer(broken, "stop")
+    one.offer(sequence(), "stop")
+    one.close()
+    assert len(rows(tmp_path)) == one.written == 1 and one.dropped["error"] == 1
+    assert "a trace is lost" in caplog.text
+
+
+def test_requests_that_ended_before_they_began_and_mocked_ones(tmp_path: Path) -> None:
+    waiting, mocked = Sequence(1, [1, 2], 2, SamplingParams()), sequence()
+    waiting.timings.arrival_s = time.perf_counter()
+    mocked.lossless = False
+    one = writer(tmp_path)
+    one.offer(waiting, "abort")
+    one.offer(mocked, "stop")
+    one.close()
+    (row,) = rows(tmp_path)
+    assert (row["answer_ids"], row["drafted"], row["text"], row["first_token_s"]) == ([], [], "", None)
+    assert row["finish_reason"] == "abort" and not any(one.dropped.values())
+
+
+def test_sampling(tmp_path: Path) -> None:
+    found = written(tmp_path, *(sequence() for _ in range(400)), sample=0.25)
+    assert 50 < len(found) < 150
+
+
+def test_a_full_queue_drops_and_counts_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, real = threading.Event(), TraceWriter._row
+
+    def slow(self: TraceWriter, trace: Any) -> Any:
+        gate.wait()
+        return real(self, trace)
+
+    monkeypatch.setattr(TraceWriter, "_row", slow)
+    one = writer(tmp_path, queue_size=4)
+    seq, longest = sequence(), 0.0
+    for _ in range(100):
+        started = time.perf_counter()
+        one.offer(seq, "stop")
+        longest = max(longest, time.perf_counter() - started)
+    assert longest < 0.1
+    assert 95 <= one.dropped["queue"] <= 96, "four wait, and one may be in the thread's hands"
+    gate.set()
+    one.close()
+    assert one.written == len(rows(tmp_path)) == 100 - one.dropped["queue"]
+    one.offer(seq, "stop")
+    assert one.written + one.dropped["queue"] == 101, "after the end all is lost"
+
+
+def test_shards_by_number_and_by_time(tmp_path: Path) -> None:
+    found = written(tmp_path, *(sequence() for _ in range(7)), rows_per_file=3)
+    assert len(found) == 7
+    sizes = [parquet.ParquetFile(path).metadata.num_rows for path in sorted(tmp_path.iterdir())]
+    assert sum(sizes) == 7 and max(sizes) == 3
+    soon = writer(tmp_path / "soon", flush_s=0.05)
+    soon.offer(sequence(), "stop")
+    eventually(lambda: soon.written == 1)
+    soon.close()
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_full_disk_loses_traces_says_so_once_and_recovers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(table: Any, file: Any, **options: Any) -> None:
+        file.write(b"PAR1")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    caplog.set_level(logging.WARNING, "paceline.serve")
+    monkeypatch.setattr(parquet, "write_table", full)
+    one = writer(tmp_path, rows_per_file=2, flush_s=0.02)
+    for _ in range(6):
+        one.offer(sequence(), "stop")
+    eventually(lambda: one.dropped["disk"] == 6)
+    assert [record.message.startswith("traces are lost") for record in caplog.records] == [True]
+    assert "No space left on device" in caplog.text
+    assert not list(tmp_path.iterdir()), "nothing half is left"
+    time.sleep(0.1)  # nothing to write is no recovery
+    monkeypatch.undo()
+    one.offer(sequence(), "stop")
+    eventually(lambda: one.written == 1)
+    one.close()
+    assert [record.message for record in caplog.records][1:] == ["traces are written again; 6 were lost"]
+    assert len(rows(tmp_path)) == 1
+
+
+def test_a_folder_that_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    one = writer(tmp_path / "file" / "traces")
+    one.offer(sequence(), "stop")
+    one.close()
+    assert one.dropped["disk"] == 1 and caplog.text.count("traces are lost") == 1
+
+
+def test_requests_do_not_notice_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(os, "fsync", lambda number: gate.wait())
+    target = FakeTarget(vocab_size=258)
+    engine = Engine(target, BYTES, ScriptedDrafter(target, 3))
+    one = writer(tmp_path, queue_size=8, rows_per_file=1)
+    for number in range(40):
+        engine.add([number + 1] * 4, SamplingParams(max_tokens=6))
+    num_done = 0
+    while engine.has_work:
+        for chunk in engine.step():
+            if chunk.finish_reason:
+                num_done += 1
+                one.offer(chunk.sequence, chunk.finish_reason)
+    assert num_done == 40 and one.dropped["queue"] >= 40 - 8 - 1
+    gate.set()
+    one.close()
+    assert one.written + one.dropped["queue"] == 40
+
+
+def test_the_oldest_go_by_size(tmp_path: Path) -> None:
+    written(tmp_path, *(sequence(answer=os.urandom(500).hex()) for _ in range(10)), rows_per_file=1)
+    paths = sorted(tmp_path.iterdir())
+    size = max(path.stat().st_size for path in paths)
+    for age, path in enumerate(reversed(paths)):
+        make_older(path, 100 * age)
+    (tmp_path / "answers-r0-00000.parquet").write_bytes(b"x" * 10 * size)  # not a trace
+    writer(tmp_path, max_bytes=4 * size).close()
+    left = sorted(tmp_path.glob("traces-*"))
+    assert left == paths[-len(left) :] and 3 <= len(left) <= 4
+    assert (tmp_path / "answers-r0-00000.parquet").exists()
+    written(tmp_path, *(sequence(answer=os.urandom(500).hex()) for _ in range(4)), rows_per_file=1, max_bytes=4 * size)
+    assert sum(path.stat().st_size for path in tmp_path.glob("traces-*")) <= 4 * size
+    assert not set(left) & set(tmp_path.glob("traces-*"))
+
+
+def test_the_oldest_go_by_age_also_when_nothing_is_asked(tmp_path: Path) -> None:
+    written(tmp_path, sequence(), sequence(), rows_per_file=1)
+    old, new = sorted(tmp_path.iterdir())
+    killed = tmp_path / "traces-killed.part"
+    killed.write_bytes(b"PAR1")
+    idle = writer(tmp_path, max_age_s=1000, flush_s=0.02)
+    time.sleep(0.1)
+    assert old.exists() and new.exists() and killed.exists()
+    for path in (old, killed):
+        make_older(path, 2000)
+    eventually(lambda: not old.exists() and not killed.exists())
+    idle.close()
+    assert new.exists()
+
+
+def test_writers_share_a_folder(tmp_path: Path) -> None:
+    pair = [writer(tmp_path, rows_per_file=1) for _ in range(2)]
+    for _ in range(5):
+        for one in pair:
+            one.offer(sequence(), "stop")
+    for one in pair:
+        one.close()
+    assert len({row["key"] for row in rows(tmp_path)}) == 10
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "kept_prompt", "kept_answer", "reason"),
+    [
+        ("Who?", "Nobody at all.", "Who?", "Nobody at all.", "stop"),
+        ("Who?", "Ask jane.doe+x@mail.example.org now", "Who?", "Ask ", "redacted"),
+        ("I am jo@a.de, née Zoë.", "Hi jo@a.de", "I am [redacted], née Zoë.", "", "redacted"),
+        ("a@b.cd", "ok", "[redacted]", "", "redacted"),
+        ("A a@b.cd and e@f.gh.", "ok", "A [redacted] and [redacted]", "", "redacted"),
+        ("é✓ jo", "@a.de ✓", "é✓ [redacted]", "", "redacted"),
+    ],
+)
+def test_redaction(tmp_path: Path, prompt: str, answer: str, kept_prompt: str, kept_answer: str, reason: str) -> None:
+    """A match in the answer ends it; a match in the prompt leaves a prompt alone."""
+    (row,) = written(tmp_path, sequence(prompt, answer), redact=[MAIL])
+    assert BYTES.decode(row["prompt_ids"]) == kept_prompt
+    assert BYTES.decode(row["answer_ids"]) == row["text"] == kept_answer
+    assert row["finish_reason"] == reason
+    assert row["prompt_ids"][0] == BYTES.bos_token_id, "special tokens stay"
+
+
+def test_redaction_with_a_real_tokenizer_and_template(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_path(tiny_model(tmp_path / "model"))
+    messages = [{"role": "system", "content": "Mail help@example.com ✓"}, {"role": "user", "content": "I am a@b.cd, né?"}]
+    prompt_ids = tokenizer.encode_chat(messages)
+    clean = [{**message, "content": Redactor([MAIL], tokenizer).text(message["content"])} for message in messages]
+    redacted = Redactor([MAIL], tokenizer).tokens(prompt_ids, tokenizer.encode("Hello"))
+    assert redacted is not None and redacted.answer_ids == []
+    assert redacted.prompt_ids == tokenizer.encode_chat(clean), "the template's own tokens are untouched"
+
+
+def test_redaction_reaches_tags_and_parameters(tmp_path: Path) -> None:
+    seq = sequence(stop=("jo@a.de",), grammar=GrammarSpec("json_schema", '{"const": "x@y.zz"}'))
+    one = writer(tmp_path, redact=[MAIL, r"\b\d{4,}\b"])
+    one.offer(seq, "stop", "team-jo@a.de 123456")
+    one.close()
+    (row,) = rows(tmp_path)
+    assert row["tag"] == "[redacted] [redacted]" and json.loads(row["sampling"])["stop"] == ["[redacted]"]
+    (path,) = tmp_path.iterdir()
+    assert b"a.de" not in path.read_bytes() and "y.zz" not in row["sampling"]
+
+
+def test_what_cannot_be_redacted_is_not_kept(tmp_path: Path) -> None:
+    """A pattern that matches around the placeholder too; and one that sees only text without special tokens."""
+    one = writer(tmp_path, redact=[r"secret|a\[red"])
+    one.offer(sequence("asecret"), "stop")
+    split = sequence()
+    split.tokens = [256, *b"a@", 257, *b"b.cd"]
+    split.prompt_len = 3
+    two = writer(tmp_path, redact=[MAIL])
+    two.offer(split, "stop")
+    for each in (one, two):
+        each.close()
+        assert each.dropped["redaction"] == 1 and each.written == 0
+    assert not rows(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sample": 0.0}, "sample of traces must be above 0"),
+        ({"sample": 1.5}, "at most 1, not 1.5"),
+        ({"max_bytes": 0}, "max_bytes"),
+        ({"max_age_s": float("nan")}, "max_age_s"),
+        ({"queue_size": 0}, "queue_size"),
+        ({"redact": ["("]}, "no regular expression"),
+        ({"redact": ["x*"]}, "make it narrower"),
+        ({"redact": [r"\w+"]}, "make it narrower"),
+    ],
+)
+def test_impossible_values(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match=message):
+        writer(tmp_path, **options)
+    assert threading.active_count() == before
+
+
+def test_threads_end_and_offers_are_quick(tmp_path: Path) -> None:
+    before = threading.active_count()
+    one = writer(tmp_path, queue_size=5000)
+    seq, taken = sequence(), []
+    for _ in range(2000):
+        started = time.perf_counter()
+        one.offer(seq, "stop")
+        taken.append(time.perf_counter() - started)
+    one.close()
+    assert threading.active_count() == before and one.written == 2000
+    assert sorted(taken)[1000] < 50e-6
+
+
+def serve(target: Path, folder: Path, number: int) -> list[Sequence]:
+    """Answers of a target, traced as a server would."""
+    llm = LLM(str(target), drafter="none", device="cpu", dtype="float32", max_batch=8, max_len=128)
+    one, done = TraceWriter(folder, model=str(target), tokenizer=llm.tokenizer), list[Sequence]()
+    for index in range(number):
+        prompt = llm.encode_chat([{"role": "user", "content": f"Say something about number {index}."}])
+        llm.engine.add(prompt, SamplingParams(max_tokens=40, temperature=0.7 * (index % 2), seed=index))
+    while llm.engine.has_work:
+        for chunk in llm.engine.step():
+            if chunk.finish_reason:
+                one.offer(chunk.sequence, chunk.finish_reason, "test")
+                done.append(chunk.sequence)
+    one.close()
+    return done
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Sequence]]:
+    """A folder of traces of the target that `--scale tiny` trains for."""
+    folder = tmp_path_factory.mktemp("traced")
+    return folder / "traces", serve(write_tiny_target(folder / "target"), folder / "traces", 16)
+
+
+def paceline(*words: object) -> None:
+    app([str(word) for word in words], prog_name="paceline", standalone_mode=False)
+
+
+def test_traces_feed_training_without_conversion(
+    traced: tuple[Path, list[Sequence]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As answers, a first drafter; as prompts, asked again, that drafter goes on (`--init`)."""
+    folder, done = traced
+    said = {(tuple(answer.prompt_ids), tuple(answer.answer_ids)) for answer in AnswerShards(folder)}
+    assert said == {(tuple(seq.tokens[: seq.prompt_len]), tuple(seq.output_ids)) for seq in done}
+    first = tmp_path / "first"
+    paceline(*TINY, "--answers", folder, "--out", first, "--max-steps", "3", "--features", "online", "--json")
+    line = json.loads(capsys.readouterr().out)
+    assert line["steps"] == 3 and (first / "drafter" / "model.safetensors").is_file()
+    words = ("--init", first / "drafter", "--max-steps", "2", "--features", "online", "--json")
+    paceline(*TINY, "--answers", folder, *words, "--out", tmp_path / "by-answers")
+    paceline(*TINY, "--prompts", folder, *words, "--out", tmp_path / "by-prompts")
+    again = list(AnswerShards(tmp_path / "by-prompts" / "regenerate" / "answers"))
+    assert {tuple(answer.prompt_ids) for answer in again} == {prompt for prompt, _ in said}
+    greedy = {tuple(seq.tokens[: seq.prompt_len]): tuple(seq.output_ids) for seq in done if seq.params.is_greedy}
+    assert {tuple(answer.prompt_ids): tuple(answer.answer_ids[:40]) for answer in again}.items() >= greedy.items()
+    for run in ("by-answers", "by-prompts"):
+        assert RunFolder(tmp_path / run).metrics()[0]["loss"] < RunFolder(first).metrics()[0]["loss"]
+
+
+def test_traces_are_prompts_by_file_and_by_folder(traced: tuple[Path, list[Sequence]]) -> None:
+    folder, done = traced
+    (path,) = folder.iterdir()
+    by_file, by_folder = read_prompts(path), read_prompts(folder, limit=5)
+    assert {prompt.token_ids for prompt in by_file} == {tuple(seq.tokens[: seq.prompt_len]) for seq in done}
+    assert [prompt.token_ids for prompt in by_folder] == [prompt.token_ids for prompt in by_file[:5]]
+    assert by_folder[0].source == folder.name and by_folder[0].id == by_file[0].id
+
+
+def test_traces_of_another_tokenizer_are_refused(traced: tuple[Path, list[Sequence]], tmp_path: Path) -> None:
+    other, out = tiny_model(tmp_path / "other"), tmp_path / "run"
+    shifted = parquet.ParquetFile(next(traced[0].iterdir())).read().to_pylist()
+    for row in shifted:
+        row["answer_ids"] = [token % 100 for token in row["answer_ids"]]
+    parquet.write_table(pa.Table.from_pylist(shifted, SCHEMA), tmp_path / "shifted.parquet")
+    words = ("--target", other, "--device", "cpu", "--max-tokens", 16, "--max-prompt-tokens", 100, "--out", out)
+    with pytest.raises(PromptError, match="tokens of another tokenizer than the target's"):
+        paceline("regenerate", "--prompts", tmp_path / "shifted.parquet", *words)
+
+
+def test_a_shard_that_goes_while_it_is_read(traced: tuple[Path, list[Sequence]], tmp_path: Path) -> None:
+    for name in ("traces-1.parquet", "traces-2.parquet"):
+        (tmp_path / name).write_bytes(next(traced[0].iterdir()).read_bytes())
+    reading = iter(AnswerShards(tmp_path))
+    next(reading)
+    (tmp_path / "traces-2.parquet").unlink()
+    assert len(list(reading)) == 15
+    assert traces.SOURCE == "traces"
