@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.engine.llm import GenerationStats
 from paceline.model.tokenizer import Tokenizer
-from paceline.serve.failures import ApiError, dump
+from paceline.serve.failures import ApiError, RequestFailed, dump
 from paceline.serve.protocol import Sampling
 from paceline.serve.ticket import Event, Ticket
 from paceline.types import Sequence, TokenLogprob
@@ -129,7 +129,7 @@ class Exchange:
             yield _event(error.body)
         except Exception:
             log.exception("a stream failed")
-            yield _event(ApiError(500, "the server failed while it streamed this answer", kind="server_error").body)
+            yield _event(RequestFailed().body)
         finally:
             self.close()
         yield DONE

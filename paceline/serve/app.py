@@ -17,7 +17,7 @@ import paceline
 from paceline.serve.answers import ClientGone, EventStream, Exchange, unless_gone
 from paceline.serve.chat import ChatReply, chat_jobs, encode_plain_chat
 from paceline.serve.completions import TextReply, check_ids, completion_jobs
-from paceline.serve.failures import ApiError, NotServing, RequestRefused, error_response, json_response
+from paceline.serve.failures import ApiError, NotServing, RequestFailed, RequestRefused, error_response, json_response
 from paceline.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -93,7 +93,7 @@ def _add_failures(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
-        return error_response(ApiError(500, "the server failed on this request: it is in its log", kind="server_error"))
+        return error_response(RequestFailed())
 
 
 def _invalid(error: RequestValidationError) -> ApiError:

@@ -78,6 +78,13 @@ class NotServing(ApiError):
         super().__init__(503, message, kind="server_error", code=state, headers=headers)
 
 
+class RequestFailed(ApiError):
+    """Something unforeseen ended this request, and no other."""
+
+    def __init__(self) -> None:
+        super().__init__(500, "the server failed on this request: its log says why", kind="server_error", code="request_failed")
+
+
 class EngineCrashed(ApiError):
     """A step of the engine failed; this request and those beside it are lost, the next ones are not."""
 

@@ -73,9 +73,16 @@ def _params(request: Sampling, served: Served, logprobs: int | None, grammar: Gr
             ignore_eos=bool(request.ignore_eos),
             logprobs=None if logprobs is None else min(logprobs, served.vocab_size),
             grammar=grammar,
+            max_drafted=_max_drafted(request.speculate),
         )
     except PacelineError as error:
         raise RequestRefused.of(error) from error
+
+
+def _max_drafted(speculate: str | int | None) -> int | None:
+    if speculate == "off":
+        return 0
+    return speculate if isinstance(speculate, int) else None
 
 
 def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -97,7 +104,13 @@ def grammar_of(request: Sampling) -> GrammarSpec | None:
     specs = [spec for spec in (_format(request.response_format), *_guided(request)) if spec]
     if len(specs) > 1:
         raise RequestRefused("only one of response_format, guided_regex and guided_json can hold", param="response_format")
-    return specs[0] if specs else None
+    if not specs:
+        return None
+    try:
+        specs[0].text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestRefused("the grammar is no valid Unicode text", param="response_format") from error
+    return specs[0]
 
 
 def _format(form: ResponseFormat | None) -> GrammarSpec | None:

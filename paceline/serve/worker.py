@@ -25,7 +25,7 @@ from paceline.engine.engine import Chunk
 from paceline.engine.llm import LLM
 from paceline.errors import PacelineError
 from paceline.model.tokenizer import Tokenizer
-from paceline.serve.failures import DeadlinePassed, EngineCrashed, NotServing, QueueFull, RequestRefused
+from paceline.serve.failures import DeadlinePassed, EngineCrashed, NotServing, QueueFull, RequestFailed, RequestRefused
 from paceline.serve.ticket import Event, Job, NoObserver, Observer, Ticket
 
 State = Literal["loading", "ready", "restarting", "draining", "stopped", "failed"]
@@ -256,9 +256,11 @@ class EngineWorker:
             self._watch(self.observer.refused, "invalid")
             self._drop(ticket, llm, RequestRefused.of(error))
             return
-        except BaseException:
-            self._tell(self._deliver, [(ticket, EngineCrashed())])
-            raise
+        except Exception:
+            log.exception("a request could not be queued")
+            self._drop(ticket, llm, RequestFailed())
+            llm.engine.check_integrity()  # an engine that was harmed is built anew
+            return
         if ticket.deadline is not None:
             heapq.heappush(self._deadlines, (ticket.deadline, next(self._order), ticket))
 

@@ -1,0 +1,184 @@
+"""A real server on a free port, in a thread of the test's process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import openai
+from small_llm import Talker, fake_llm
+
+from paceline.engine.llm import LLM
+from paceline.model.target import ForwardBatch, ForwardOutput
+from paceline.serve.run import Server, listen, make_server
+from paceline.serve.settings import ServeConfig
+from paceline.serve.ticket import NoObserver
+from paceline.serve.worker import EngineWorker
+
+
+class SlowTalker(Talker):
+    """Never ends by itself, and takes a while for each pass."""
+
+    def __init__(self, seconds: float = 0.01, **options: Any) -> None:
+        self.seconds = seconds
+        super().__init__(eos_bonus=-60.0, **options)
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        time.sleep(self.seconds)
+        return super().forward(batch)
+
+
+class Counting(NoObserver):
+    """Counts what happened."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
+        self.refusals: list[str] = []
+        self.tags: list[str | None] = []
+        self.num_crashes = 0
+
+    def finished(self, sequence: Any, outcome: str, tag: str | None) -> None:
+        self.outcomes.append(outcome)
+        self.tags.append(tag)
+
+    def refused(self, reason: str) -> None:
+        self.refusals.append(reason)
+
+    def crashed(self) -> None:
+        self.num_crashes += 1
+
+
+class Live:
+    """A server that runs: its address, and its insides for a test to look at."""
+
+    def __init__(self, factory: Callable[[], LLM], config: ServeConfig, **options: Any) -> None:
+        self.seen = Counting()
+        self.llms: list[LLM] = []
+        self._factory = factory
+        self.worker = EngineWorker(
+            self._make,
+            max_queue=config.max_queue,
+            deadline_s=config.deadline or None,
+            observer=self.seen,
+        )
+        self.config = config
+        self._bound = listen(config)
+        self.port: int = self._bound.getsockname()[1]
+        self.server: Server = make_server(self.worker, config, options.get("metrics"))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="test-server")
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def llm(self) -> LLM:
+        """The engine now at work."""
+        return self.llms[-1]
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, timeout=30)
+
+    def start(self) -> None:
+        self._thread.start()
+        wait_until(lambda: self.worker.state == "ready" and self.server.started)
+
+    def drain(self) -> None:
+        """As SIGTERM does."""
+        assert self._loop
+        self._loop.call_soon_threadsafe(self.server.drain)
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self.drain()
+        self._thread.join(30)
+        self._bound.close()
+        assert not self._thread.is_alive()
+
+    def is_idle(self) -> bool:
+        """Nothing open, nothing in the engine, every row free."""
+        cache = self.llm.target.cache
+        return self.worker.num_open == 0 and not self.llm.engine.has_work and cache.num_free == cache.num_rows
+
+    def _make(self) -> LLM:
+        self.llms.append(self._factory())
+        return self.llms[-1]
+
+    def _run(self) -> None:
+        async def main() -> None:
+            self._loop = asyncio.get_running_loop()
+            self.worker.start()
+            await self.server.serve(sockets=[self._bound])
+
+        asyncio.run(main())
+
+    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any, dict[str, str]]:
+        """Status, JSON and headers of a request; `body` is JSON or bytes as they are."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.request("POST", path, data, {"content-type": "application/json"} | (headers or {}))
+
+    def request(
+        self, method: str, path: str, data: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any, dict[str, str]]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        with contextlib.closing(connection):
+            connection.request(method, path, data, headers or {})
+            answer = connection.getresponse()
+            text = answer.read()
+            is_json = (answer.getheader("content-type") or "").startswith("application/json")
+            return answer.status, json.loads(text) if is_json else text, {k.lower(): v for k, v in answer.getheaders()}
+
+    def open_stream(self, body: dict[str, Any], path: str = "/v1/chat/completions") -> socket.socket:
+        """A raw connection on which a streamed answer was asked for."""
+        data = json.dumps(body | {"stream": True}).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        connection.sendall(head.encode() + data)
+        return connection
+
+
+@contextlib.contextmanager
+def serving(factory: Callable[[], LLM] | None = None, **settings: Any) -> Iterator[Live]:
+    """A server over a fake engine, or over what `factory` makes; settings are ServeConfig's."""
+    live = Live(factory or talker(), ServeConfig(port=0, **settings))
+    live.start()
+    try:
+        yield live
+    finally:
+        live.stop()
+
+
+def talker(seconds: float | None = None, **options: Any) -> Callable[[], LLM]:
+    """Makes fake engines; with `seconds` each pass takes so long and no answer ends by itself."""
+    sizes = {"num_rows": 2, "max_len": 256} | options
+    return lambda: fake_llm(Talker(**sizes) if seconds is None else SlowTalker(seconds, **sizes))
+
+
+def wait_until(is_true: Callable[[], object], seconds: float = 30.0) -> None:
+    """Fails when it does not become true in time."""
+    ends = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < ends, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def asked(text: str = "hello", **more: Any) -> dict[str, Any]:
+    """A chat request."""
+    return {"messages": [{"role": "user", "content": text}], **more}
+
+
+def break_engine(live: Live) -> None:
+    """The engine's next step fails."""
+
+    def broken() -> Any:
+        raise RuntimeError("out of luck")
+
+    cast(Any, live.llm.engine).step = broken

@@ -1,0 +1,91 @@
+"""`paceline serve` as a process: what it says, a signal, errors in one line."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from small_llm import tiny_model
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "paceline", "serve", "--port", "0", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    words = ("--drafter", "ngram", "--dtype", "float32", "--max-batch", "2", "--served-name", "mine")
+    process = start("--model", str(tiny_model(tmp_path / "tiny", 2048)), "--traces", str(tmp_path / "traces"), *words)
+    with process:
+        try:
+            assert process.stderr
+            said = process.stderr.readline()
+            port = int(re.findall(r"http://127.0.0.1:(\d+)", said)[0])
+            lines = [process.stderr.readline() for _ in range(3)]
+            assert "drafter ngram" in lines[0]
+            assert f"http://127.0.0.1:{port}/ in a browser" in lines[1]
+            assert lines[2].startswith("curl http://127.0.0.1")
+            yield process, port
+        finally:
+            process.kill()
+
+
+def test_sigterm_finishes_answers_and_ends(running: tuple[subprocess.Popen[str], int], tmp_path: Path) -> None:
+    process, port = running
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    body = {"prompt": "abc", "max_tokens": 800, "temperature": 0, "stream": True, "ignore_eos": True}
+    client.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    answer = client.getresponse()
+    assert answer.status == 200
+    first = answer.readline()
+    process.send_signal(signal.SIGTERM)
+    text = first + answer.read()
+    client.close()
+    assert b'"finish_reason":"length"' in text
+    assert text.endswith(b"data: [DONE]\n\n")
+    assert process.wait(30) == 0
+    assert process.stderr
+    assert process.stderr.read() == ""
+    assert len(list((tmp_path / "traces").glob("*.parquet"))) == 1
+
+
+def test_ctrl_c_ends_an_idle_server(running: tuple[subprocess.Popen[str], int]) -> None:
+    process, port = running
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    client.request("GET", "/metrics")
+    text = client.getresponse().read().decode()
+    client.close()
+    assert "vllm:num_requests_running" in text
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0
+
+
+def test_what_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for words, said in (
+            (("--model", str(tmp_path / "nothing")), "no"),
+            (("--port", str(port)), "cannot listen on 127.0.0.1"),
+            (("--speculate", "sometimes"), "--speculate"),
+            (("--api-key-file", str(tmp_path / "none")), "cannot read the API keys"),
+            (("--trace-sample", "0.5"), "need --traces"),
+            (("--max-body", "big"), "--max-body"),
+        ):
+            process = start(*words)
+            _, errors = process.communicate(timeout=60)
+            lines = [line for line in errors.splitlines() if not line.startswith("listening")]
+            assert process.returncode == 2, errors
+            assert len(lines) == 1
+            assert lines[0].startswith("error: ")
+            assert said in lines[0]

@@ -1,0 +1,291 @@
+"""The server when things go wrong: too many requests, clients that leave, an engine that fails, a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+import time
+from typing import Any, cast
+
+import openai
+import pytest
+from live_server import Live, asked, break_engine, serving, talker, wait_until
+from small_llm import fake_llm
+
+from paceline import SamplingParams
+from paceline.errors import ModelNotFoundError
+from paceline.serve.run import make_server
+from paceline.serve.settings import ServeConfig
+from paceline.serve.worker import EngineWorker
+
+LONG = {"max_tokens": 200, "temperature": 0}
+
+
+def in_threads(number: int, call: Any) -> list[threading.Thread]:
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(number)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_greedy_answers_equal_the_offline_ones_in_company() -> None:
+    texts = [f"prompt {index}" for index in range(12)]
+    expected = fake_llm().chat([asked(text)["messages"] for text in texts], SamplingParams(max_tokens=30))
+    with serving(talker()) as live:
+        answers: dict[int, Any] = {}
+
+        def ask(index: int) -> None:
+            answers[index] = live.post("/v1/chat/completions", asked(texts[index], max_tokens=30, temperature=0))[1]
+
+        for thread in in_threads(len(texts), ask):
+            thread.join()
+        assert [answers[index]["choices"][0]["message"]["content"] for index in range(len(texts))] == [e.text for e in expected]
+        wait_until(live.is_idle)
+        live.llm.engine.check_integrity()
+        assert set(live.seen.outcomes) <= {"stop", "length"}
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    with serving(talker(0.01), max_queue=1) as live:
+        streams = [live.open_stream(asked(**LONG)) for _ in range(3)]
+        wait_until(lambda: live.worker.num_open == 3)
+        status, body, headers = live.post("/v1/chat/completions", asked(**LONG))
+        assert status == 429
+        assert body["error"]["code"] == "queue_full"
+        assert int(headers["retry-after"]) >= 1
+        assert live.seen.refusals == ["queue_full"]
+        with live.client() as client, pytest.raises(openai.RateLimitError):
+            client.chat.completions.create(model="fake", messages=cast(Any, asked()["messages"]))
+        status, body, _ = live.post("/v1/chat/completions", asked(**LONG, n=4))
+        assert status == 400
+        for stream in streams:
+            stream.close()
+        wait_until(live.is_idle)
+        assert live.post("/v1/chat/completions", asked(max_tokens=2))[0] == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_row(stream: bool) -> None:
+    with serving(talker(0.01)) as live:
+        if stream:
+            connection = live.open_stream(asked(**LONG, n=2))
+            assert b"200 OK" in connection.recv(4096)
+        else:
+            client = http.client.HTTPConnection("127.0.0.1", live.port)
+            client.request("POST", "/v1/chat/completions", json.dumps(asked(**LONG)), {"content-type": "application/json"})
+            wait_until(lambda: live.llm.engine.scheduler.running)
+            assert client.sock
+            connection = client.sock
+        connection.close()
+        wait_until(live.is_idle, seconds=1.0)
+        assert set(live.seen.outcomes) == {"abort"}
+
+
+def test_one_that_leaves_while_waiting_leaves_no_trace() -> None:
+    with serving(talker(0.01, num_rows=1)) as live:
+        first = live.open_stream(asked(max_tokens=60))
+        waiting = live.open_stream(asked(max_tokens=60))
+        wait_until(lambda: live.llm.engine.scheduler.waiting)
+        waiting.close()
+        wait_until(lambda: not live.llm.engine.scheduler.waiting)
+        wait_until(lambda: live.worker.num_open == 1)
+        first.close()
+        wait_until(live.is_idle)
+
+
+def test_a_crash_is_told_and_survived() -> None:
+    with serving(talker(0.01)) as live:
+        stream = live.open_stream(asked(**LONG))
+        assert b"200 OK" in stream.recv(4096)
+        whole: list[Any] = []
+        waits = in_threads(1, lambda _: whole.append(live.post("/v1/chat/completions", asked(**LONG))))
+        wait_until(lambda: len(live.llm.engine.scheduler.running) == 2)
+        break_engine(live)
+        began = time.monotonic()
+        rest = b""
+        while piece := stream.recv(4096):
+            rest += piece
+            if b"[DONE]" in rest:
+                break
+        stream.close()
+        last = rest.split(b"data: ")[-2]
+        assert json.loads(last.split(b"\n\n")[0])["error"]["code"] == "engine_crashed"
+        waits[0].join()
+        status, body, _ = whole[0]
+        assert status == 500
+        assert body["error"]["type"] == "server_error"
+        assert "out of luck" not in json.dumps(body)
+        assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 200
+        assert time.monotonic() - began < 5
+        assert len(live.llms) == 2
+        assert live.seen.num_crashes == 1
+        assert live.seen.outcomes[:2] == ["error", "error"]
+        wait_until(live.is_idle)
+
+
+def test_what_waits_during_a_restart_is_answered_afterwards() -> None:
+    made = []
+
+    def slowly() -> Any:
+        if made:
+            time.sleep(0.3)
+        made.append(talker()())
+        return made[-1]
+
+    with serving(slowly) as live:
+        break_engine(live)
+        assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 500
+        assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 200
+
+
+def test_a_server_that_cannot_recover_ends() -> None:
+    made: list[Any] = []
+
+    def once() -> Any:
+        if made:
+            raise ModelNotFoundError("gone")
+        made.append(talker()())
+        return made[-1]
+
+    with serving(once) as live:
+        break_engine(live)
+        assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 500
+        wait_until(lambda: live.worker.state == "failed")
+        assert live.request("GET", "/health")[0] == 503
+        status, body, _ = live.post("/v1/chat/completions", asked(max_tokens=3))
+        assert (status, body["error"]["code"]) == (503, "failed")
+
+
+def test_a_bad_request_found_late_harms_no_other() -> None:
+    with serving(talker(0.005)) as live:
+        other = live.open_stream(asked(max_tokens=50))
+        status, body, _ = live.post("/v1/chat/completions", asked(max_tokens=5, logit_bias={"5000": 1}))
+        assert status == 400
+        assert "vocabulary" in body["error"]["message"]
+        text = b""
+        while b"[DONE]" not in text:
+            text += other.recv(4096)
+        other.close()
+        assert b'"finish_reason":"length"' in text
+        assert live.seen.num_crashes == 0
+
+
+def test_an_unforeseen_error_of_one_request_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(talker(0.005)) as live:
+        other = live.open_stream(asked(max_tokens=50))
+        wait_until(lambda: live.llm.engine.scheduler.running)
+
+        def refuse(*arguments: Any) -> None:
+            raise ZeroDivisionError("secret")
+
+        monkeypatch.setattr(live.llm.engine, "_check", refuse)
+        status, body, _ = live.post("/v1/chat/completions", asked(max_tokens=5))
+        assert (status, body["error"]["code"]) == (500, "request_failed")
+        assert "secret" not in json.dumps(body)
+        text = b""
+        while b"[DONE]" not in text:
+            text += other.recv(4096)
+        other.close()
+        assert b'"finish_reason":"length"' in text
+        assert len(live.llms) == 1
+
+
+def test_deadlines_end_what_takes_too_long() -> None:
+    with serving(talker(0.02), deadline=0.3) as live:
+        status, body, _ = live.post("/v1/chat/completions", asked(**LONG))
+        assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
+        wait_until(live.is_idle)
+        assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 200
+
+
+def test_a_drain_finishes_what_is_under_way_and_takes_nothing_new() -> None:
+    with serving(talker(0.01)) as live:
+        stream = live.open_stream(asked(max_tokens=60))
+        text = stream.recv(4096)
+        live.drain()
+        wait_until(lambda: live.worker.state == "draining")
+        status, body, _ = live.request("GET", "/ready")
+        assert (status, body["error"]["code"]) == (503, "draining")
+        assert live.request("GET", "/health")[0] == 200
+        assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 503
+        while b"[DONE]" not in text:
+            text += stream.recv(4096)
+        stream.close()
+        assert b'"finish_reason":"length"' in text
+        wait_until(lambda: live.worker.state == "stopped")
+
+
+def test_a_drain_does_not_wait_for_ever() -> None:
+    with serving(talker(0.05), drain_seconds=0.2) as live:
+        stream = live.open_stream(asked(**LONG))
+        text = stream.recv(4096)
+        live.drain()
+        while b"[DONE]" not in text:
+            text += stream.recv(4096)
+        stream.close()
+        assert b"shutting down" in text
+        wait_until(lambda: live.worker.state == "stopped")
+
+
+def test_tags_reach_the_observer() -> None:
+    with serving(talker()) as live:
+        live.post("/v1/completions", {"prompt": "x", "max_tokens": 2}, {"x-paceline-tag": "support " + "x" * 200})
+        wait_until(live.is_idle)
+        assert live.seen.tags == [("support " + "x" * 200)[:128]]
+
+
+def test_an_observer_that_fails_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(talker()) as live:
+
+        def broken(*arguments: Any) -> None:
+            raise OSError("disk full")
+
+        monkeypatch.setattr(live.seen, "finished", broken)
+        monkeypatch.setattr(live.seen, "step", broken)
+        assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+
+
+def test_an_idle_engine_sleeps() -> None:
+    with serving(talker()) as live:
+        live.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
+        wait_until(live.is_idle)
+        before = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - before < 0.1
+
+
+def test_functions_run_between_two_steps() -> None:
+    with serving(talker()) as live:
+        assert live._loop
+
+        async def ask() -> str:
+            return await live.worker.call(lambda llm: f"{llm.config.model} in {threading.current_thread().name}")
+
+        assert asyncio.run_coroutine_threadsafe(ask(), live._loop).result(10) == "fake in paceline-engine"
+
+
+def test_until_the_model_is_loaded_the_server_says_so() -> None:
+    go = threading.Event()
+
+    def slowly() -> Any:
+        go.wait(10)
+        return talker()()
+
+    live = Live(slowly, ServeConfig(port=0))
+    live._thread.start()
+    wait_until(lambda: live.server.started)
+    assert live.request("GET", "/health")[0] == 200
+    assert live.request("GET", "/ready")[0] == 503
+    assert live.post("/v1/completions", {"prompt": "x"})[1]["error"]["code"] == "loading"
+    go.set()
+    wait_until(lambda: live.request("GET", "/ready")[0] == 200)
+    live.stop()
+
+
+def test_the_openapi_document_names_every_endpoint() -> None:
+    app = cast(Any, make_server(EngineWorker(talker()), ServeConfig()).config.app)
+    paths = set(app.openapi()["paths"])
+    assert paths >= {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"}
+    assert paths >= {"/health", "/ready", "/metrics", "/version", "/v1/embeddings"}
