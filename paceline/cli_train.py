@@ -23,7 +23,7 @@ from paceline.cli_options import (
 )
 
 Target = Annotated[str, Option(help="The model to be sped up: built-in name, folder, GGUF file or hub id.")]
-Prompts = Annotated[list[str] | None, Option(help="JSON lines, Parquet or data set id; may be repeated.")]
+Prompts = Annotated[list[str] | None, Option(help="JSON lines, Parquet, folder of traces or data set id; may be repeated.")]
 Limit = Annotated[int | None, Option(help="Only the first prompts of each source.")]
 SelfWritten = Annotated[int, Option(help="Also answer this many prompts that the target writes itself.")]
 Openers = Annotated[Path | None, Option(help="Text file: beginnings of self-written prompts, one a line.")]
@@ -68,7 +68,7 @@ def train(
     out: Annotated[Path, Option(help="Run folder; the same command again goes on where it stopped.")],
     target: Target = "smollm2-135m",
     prompts: Prompts = None,
-    answers: Annotated[list[Path] | None, Option(help="Answers that regenerate wrote; may be repeated.")] = None,
+    answers: Annotated[list[Path] | None, Option(help="Answers of regenerate, or a server's traces; may be repeated.")] = None,
     init: Annotated[str | None, Option(help="Continue this drafter: a folder, or default for the one that ships.")] = None,
     scale: Annotated[str, Option(help="tiny: every stage in a minute on a random target.")] = "default",
     limit: Limit = None,
