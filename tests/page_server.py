@@ -98,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.asked.append({"path": self.path, "auth": self.headers["Authorization"], **body})
         prompt = body["messages"][-1]["content"]
         if prompt == "refuse" and not self.server.lenient:
-            error = json.dumps({"error": {"message": "16 requests are waiting.", "type": "rate_limit_error"}})
+            error = json.dumps({"error": {"message": "16 requests are waiting", "type": "rate_limit_error"}})
             self.answer(429, "application/json", error.encode(), {"Retry-After": "2"})
             return
         self.send_response(200)
