@@ -17,6 +17,7 @@ from paceline.cli_options import (
     FrequencyPenalty,
     IgnoreEos,
     Json,
+    JsonSchema,
     KvMemory,
     Logprobs,
     MaxLen,
@@ -27,6 +28,7 @@ from paceline.cli_options import (
     NumDrafted,
     Option,
     PresencePenalty,
+    Regex,
     RepetitionPenalty,
     Rule,
     Seed,
@@ -39,6 +41,7 @@ from paceline.cli_options import (
     TopP,
     WeightFormat,
     Weights,
+    grammar_of,
     numbers,
     settings_of,
 )
@@ -96,6 +99,8 @@ def generate(
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
     logprobs: Logprobs = None,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
     num_drafted: NumDrafted = None,
     speculate: Speculate = "auto",
     max_len: MaxLen = None,
@@ -270,6 +275,7 @@ def _sampling(given: dict[str, Any]) -> paceline.SamplingParams:
     known = paceline.SamplingParams.__dataclass_fields__
     values = {name: value for name, value in given.items() if name in known}
     values["stop"] = tuple(values.get("stop") or ())
+    values["grammar"] = grammar_of(given.get("json_schema"), given.get("regex"))
     params = paceline.SamplingParams(**values)
     if params.is_greedy:
         for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):

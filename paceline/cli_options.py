@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, overload
 
 import typer
 
 from paceline.errors import ConfigError
+from paceline.types import GrammarSpec
 
 Option = typer.Option
 Model = Annotated[str | None, Option("--model", help="Built-in name, folder, GGUF file or hub id [default: smollm2-135m].")]
@@ -32,6 +34,10 @@ FrequencyPenalty = Annotated[float, Option(help="Subtracted for each time a toke
 Stop = Annotated[list[str] | None, Option(help="End the answer before this text; may be repeated.")]
 IgnoreEos = Annotated[bool, Option("--ignore-eos", help="Go on to --max-tokens whatever the model says.")]
 Logprobs = Annotated[int | None, Option(help="Report log-probabilities and this many alternatives (in --json).")]
+JsonSchema = Annotated[
+    str | None, Option(metavar="FILE|TEXT", help="The answer is JSON of this schema; {} for any object. Needs paceline[serve].")
+]
+Regex = Annotated[str | None, Option(help="The answer matches this from end to end. Needs paceline[serve].")]
 NumDrafted = Annotated[int | None, Option(help="Most tokens drafted per round; the drafter's own number when left out.")]
 Speculate = Annotated[str, Option(help="auto: draft as many tokens as pay, none when none do; full: always as many as may.")]
 MaxLen = Annotated[int | None, Option(help="Tokens of prompt and answer together [default: the model's limit, at most 2048].")]
@@ -79,6 +85,23 @@ def size(option: str, text: str | None) -> int | None:
     except ValueError:
         raise ConfigError(f"{option} {text} is no size: write it as 512M, 2G or a number of bytes") from None
     return int(value)
+
+
+def grammar_of(json_schema: str | None, regex: str | None) -> GrammarSpec | None:
+    """What --json-schema (a file, or the schema itself) or --regex asks for."""
+    if json_schema and regex:
+        raise ConfigError("--json-schema and --regex exclude each other: leave one out")
+    if regex:
+        return GrammarSpec("regex", regex)
+    if not json_schema:
+        return None
+    text = json_schema.strip()
+    if not text.startswith("{"):
+        try:
+            text = Path(text).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--json-schema {text!r} is neither a schema nor a file that can be read: {error}") from error
+    return GrammarSpec("json_object") if text == "{}" else GrammarSpec("json_schema", text)
 
 
 def numbers(option: str, text: str, *, whole: bool = False) -> list[float]:

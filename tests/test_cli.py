@@ -15,6 +15,7 @@ from small_llm import tiny_model
 
 from paceline import cli, cli_options
 from paceline.errors import ConfigError, PromptError
+from paceline.types import GrammarSpec
 
 ROOT = Path(__file__).parent.parent
 
@@ -37,6 +38,15 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout.strip() == "[]"
 
 
+def test_a_schema_is_a_file_or_itself(tmp_path: Path) -> None:
+    schema, file = '{"type": "array"}', tmp_path / "schema.json"
+    file.write_text(schema + "\n")
+    assert cli_options.grammar_of(schema, None) == cli_options.grammar_of(str(file), None) == GrammarSpec("json_schema", schema)
+    assert cli_options.grammar_of(" {} ", None) == GrammarSpec("json_object")
+    assert cli_options.grammar_of(None, "[ab]") == GrammarSpec("regex", "[ab]")
+    assert cli_options.grammar_of(None, None) is None
+
+
 def test_without_a_command_help_is_shown() -> None:
     done = paceline()
     assert done.returncode == 0
@@ -57,6 +67,8 @@ def test_without_a_command_help_is_shown() -> None:
         (("generate", "hi", "--backend", "gpu"), "backend must be one of auto, native, torch"),
         (("bench", "decode", "--weight-format", "int3"), "weight_format must be one of auto, dense"),
         (("generate", "hi", "--kv-memory", "lots"), "write it as 512M"),
+        (("generate", "hi", "--json-schema", "{}", "--regex", "a"), "exclude each other"),
+        (("generate", "hi", "--json-schema", "no such file"), "neither a schema nor a file"),
         (("generate", "hi", "--mock", "0.5"), "mocked_tokens_per_round"),
         (("generate", "hi", "--raw", "--system", "x"), "--system needs the chat template"),
         (("generate", "hi", "--no-such-option"), "--no-such-option"),
