@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +28,38 @@ from paceline.cli_options import (
 from paceline.errors import ConfigError
 
 
+def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
+    """Values of the file become the options' defaults, so that what stands on the command line wins."""
+    if path is None:
+        return None
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError("--config needs PyYAML: pip install 'paceline[serve]'") from error
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--config {path} cannot be read as YAML ({reason})") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path} holds no options: write one a line, as in port: 8000")
+    known = {name for name in inspect.signature(serve).parameters if name != "config"}
+    settings = {str(name).replace("-", "_"): value for name, value in values.items()}
+    if unknown := sorted(set(settings) - known):
+        raise ConfigError(
+            f"--config {path} names {unknown[0]!r}, which is no option of serve: choose from {', '.join(sorted(known))}"
+        )
+    ctx.default_map = {**(ctx.default_map or {}), **settings}
+    return path
+
+
+Config = Annotated[
+    Path | None, Option(callback=_read_config, is_eager=True, help="YAML file of these options; the command line wins.")
+]
+
+
 def serve(
+    config: Config = None,
     model: Model = None,
     drafter: Drafter = "default",
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1",

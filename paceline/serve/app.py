@@ -80,7 +80,7 @@ def _add_failures(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return error_response(_invalid(error))
+        return error_response(_invalid(error, request.headers.get("content-type", "")))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
@@ -96,8 +96,10 @@ def _add_failures(app: FastAPI) -> None:
         return error_response(RequestFailed())
 
 
-def _invalid(error: RequestValidationError) -> ApiError:
+def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
     """The first thing wrong, by the name of its field."""
+    if "json" not in content_type.lower():  # asked for, since pages of other origins may send any other type unasked
+        return RequestRefused("send the body as JSON, with the header Content-Type: application/json", code="invalid_json")
     first = error.errors()[0]
     place = [str(part) for part in first["loc"][1:]]
     if first["type"] == "json_invalid":

@@ -72,6 +72,12 @@ def test_broken_bodies_are_refused(live: Live, data: bytes) -> None:
     assert body["error"]["type"] == "invalid_request_error"
 
 
+def test_only_json_is_read(live: Live) -> None:
+    status, body, _ = live.request("POST", "/v1/completions", b'{"prompt": "x"}', {"content-type": "text/plain"})
+    assert status == 400
+    assert "application/json" in body["error"]["message"]
+
+
 def test_long_bodies_are_refused(live: Live) -> None:
     status, body, _ = live.post("/v1/chat/completions", asked("x" * 30_000))
     assert (status, body["error"]["code"]) == (413, "body_too_large")

@@ -71,6 +71,26 @@ def test_ctrl_c_ends_an_idle_server(running: tuple[subprocess.Popen[str], int]) 
     assert process.wait(30) == 0
 
 
+def test_options_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    for text, said in (
+        ("host: 127.0.0.1\nmax-queue: -1\n", "max_queue must be 0 or more"),
+        ("api-key: [a, 'ü']\n", "ASCII"),
+        ("speed: 3\n", "'speed', which is no option"),
+        ("[1", "cannot be read as YAML"),
+        ("3", "holds no options"),
+    ):
+        file.write_text(text)
+        process = start("--config", str(file))
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert errors.startswith("error: ")
+        assert said in errors
+    file.write_text("max-queue: -1\n")
+    process = start("--config", str(file), "--max-queue", "3", "--deadline", "-1")
+    assert "deadline" in process.communicate(timeout=60)[1]
+
+
 def test_what_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

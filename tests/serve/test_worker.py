@@ -121,6 +121,7 @@ def test_a_crash_is_told_and_survived() -> None:
         assert time.monotonic() - began < 5
         assert len(live.llms) == 2
         assert live.seen.num_crashes == 1
+        wait_until(lambda: len(live.seen.outcomes) == 3)
         assert live.seen.outcomes[:2] == ["error", "error"]
         wait_until(live.is_idle)
 
@@ -232,7 +233,7 @@ def test_a_drain_does_not_wait_for_ever() -> None:
 def test_tags_reach_the_observer() -> None:
     with serving(talker()) as live:
         live.post("/v1/completions", {"prompt": "x", "max_tokens": 2}, {"x-paceline-tag": "support " + "x" * 200})
-        wait_until(live.is_idle)
+        wait_until(lambda: live.seen.tags)
         assert live.seen.tags == [("support " + "x" * 200)[:128]]
 
 
