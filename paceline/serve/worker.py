@@ -31,6 +31,8 @@ from paceline.serve.ticket import Event, Job, NoObserver, Observer, Ticket
 State = Literal["loading", "ready", "restarting", "draining", "stopped", "failed"]
 MAX_LOADS = 3
 """Tries to build an engine after a crash before the worker gives up."""
+STEADY_SECONDS = 10.0
+"""Weights that served for so long are used again after a crash; of an engine that fails sooner nothing is kept."""
 log = logging.getLogger("paceline.serve")
 
 
@@ -74,7 +76,7 @@ class EngineWorker:
         deadline_s: float | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """`factory` builds the engine, in the engine's thread, at the start and after a crash."""
+        """`factory` builds the engine, in the engine's thread, at the start and when it fails soon after."""
         self.state: State = "loading"
         self.served: Served | None = None
         self.failure: Exception | None = None
@@ -202,26 +204,29 @@ class EngineWorker:
     # The thread's side
 
     def _run(self) -> None:
-        loads = 0
+        steady: LLM | None = None
+        failures = 0
         while not self._is_stopping:
             try:
-                llm = self._factory()
+                llm = _renewed(steady) if steady else self._factory()
                 gc.collect()
                 gc.freeze()  # a full collection would walk through all that was imported, in the middle of a step
             except Exception as error:  # noqa: BLE001  (whatever keeps a model from loading is for the owner to see)
-                loads += 1
-                if self.served is None or loads == MAX_LOADS:
+                steady, failures = None, failures + 1
+                if self.served is None or failures == MAX_LOADS:
                     self._tell(self._settle, "failed", None, error)
                     return
-                time.sleep(0.2 * loads)
+                time.sleep(0.2 * failures)
                 continue
-            loads = 0
+            steady, failures = None, 0
             self._tell(self._settle, "ready", Served.of(llm), None)
+            began = time.monotonic()
             try:
                 self._serve(llm)
             except BaseException:
                 log.exception("the engine failed and is built anew")
                 self._crash(llm)
+                steady = llm if time.monotonic() - began >= STEADY_SECONDS else None
             del llm
             gc.unfreeze()
             gc.collect()
@@ -326,6 +331,14 @@ class EngineWorker:
         """Call on the event loop; nothing when it has ended."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *arguments)
+
+
+def _renewed(llm: LLM) -> LLM:
+    """The same weights with an empty cache, a new drafter and a new engine."""
+    cache = llm.target.cache
+    llm.target.allocate_cache(cache.num_rows, cache.max_len)
+    llm.use_drafter(llm.config.drafter, num_drafted=llm.config.num_drafted)
+    return llm
 
 
 def _answer(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], function: Callable[[LLM], Any], llm: LLM) -> None:

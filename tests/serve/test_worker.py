@@ -126,6 +126,20 @@ def test_a_crash_is_told_and_survived() -> None:
         wait_until(live.is_idle)
 
 
+def test_weights_that_served_long_are_kept_over_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.serve.worker.STEADY_SECONDS", 0.0)
+    with serving(talker()) as live:
+        before = live.post("/v1/chat/completions", asked(max_tokens=20, temperature=0))[1]["choices"]
+        engine = live.llm.engine
+        break_engine(live)
+        assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 500
+        assert live.post("/v1/chat/completions", asked(max_tokens=20, temperature=0))[1]["choices"] == before
+        assert len(live.llms) == 1
+        assert live.llm.engine is not engine
+        wait_until(live.is_idle)
+        live.llm.engine.check_integrity()
+
+
 def test_what_waits_during_a_restart_is_answered_afterwards() -> None:
     made = []
 
