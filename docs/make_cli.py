@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from paceline.cli import app
 
 MAKING = (("train",), ("regenerate",), ("evaluate",), ("report",))
-COMMANDS = ((), ("generate",), ("chat",), ("models",), ("bench",), ("bench", "decode"), *MAKING, ("serve",))
+BENCH = (("bench",), ("bench", "decode"), ("bench", "serving"))
+COMMANDS = ((), ("generate",), ("chat",), ("models",), *BENCH, *MAKING, ("serve",))
 TARGET = Path(__file__).parent / "cli.md"
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import paceline
+from paceline.cli_bench import add_commands as add_benchmarks
 from paceline.cli_options import (
     Backend,
     Device,
@@ -238,6 +239,9 @@ def bench_decode(
     peers = (against,) if against else ()
     config = BenchConfig(names, batches, temperatures, max_tokens, repeat, ignore_eos, peers, num_drafted, seed)
     run(BenchAsk(settings, config, prompts, limit, out, save_results, as_json))
+
+
+add_benchmarks(bench_app)
 
 
 def _model_and_prompt(words: list[str], model: str | None, prompt_file: Path | None) -> tuple[str | None, str]:

@@ -16,7 +16,7 @@ LAYERS = [
     {"engine"},
     {"bench", "train", "serve"},
     {"adapt"},
-    {"console", "cli", "cli_options", "cli_serve", "cli_train", "__main__"},
+    {"console", "cli", "cli_bench", "cli_options", "cli_serve", "cli_train", "__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 FREE = {"testing"}
@@ -31,6 +31,7 @@ TORCH_FREE_AT_IMPORT = [
     "rng",
     "prompts",
     "cli",
+    "cli_bench",
     "cli_options",
     "cli_serve",
     "cli_train",

@@ -74,7 +74,7 @@ def markdown(bench: Bench, machine: Machine, results: list[Result]) -> str:
         f"{len(bench.requests)} requests, up to {bench.config.max_tokens} tokens each, medians of {bench.config.repeat} "
         f"repetitions; {bench.num_skipped} turns left out for length. Speed-up is over `none` in the same batch and process. "
         "`repeats`: share of 8-grams that stood before in the same answer; looping text is easy to draft.",
-        _markdown_table(COLUMNS, [row(result) for result in results]),
+        markdown_table(COLUMNS, [row(result) for result in results]),
         "## Survival\n\nShare of rounds whose first i drafts all stood.\n\n" + _survival(results),
         "## Time by stage (seconds)\n\n" + _stages(results, machine),
         "## Differences from plain greedy decoding\n\n" + _differences(results),
@@ -83,7 +83,8 @@ def markdown(bench: Bench, machine: Machine, results: list[Result]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _markdown_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def markdown_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A table as Markdown."""
     lines = [columns, tuple("---" for _ in columns), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -108,7 +109,7 @@ def _stages(results: list[Result], machine: Machine) -> str:
             else f"{result.bytes_per_s / 1e9:.1f} ({result.bytes_per_s / machine.bytes_per_s:.0%})"
         )
         rows.append((name_of(result), *cells, rate))
-    return _markdown_table(("setting", *names, "GB/s of weights while verifying"), rows)
+    return markdown_table(("setting", *names, "GB/s of weights while verifying"), rows)
 
 
 def _differences(results: list[Result]) -> str:

@@ -1,0 +1,136 @@
+"""From what came over the wire to figures: an answer's times and counts, and percentiles over many answers.
+
+Times to the first token and to the end count from when a request was due. A chunk is what a server sends at once: with
+speculation it holds several tokens, so the time between chunks and the time between tokens are two things.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from paceline.bench.sse import Stream, read_reply
+
+DONE = b"[DONE]"
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request's fate."""
+
+    error: str | None = None
+    """Why it failed; then the other fields mean nothing."""
+    first_s: float = 0.0
+    """Time to the first text."""
+    total_s: float = 0.0
+    late_s: float = 0.0
+    """How long after its time the request was sent: the client's own delay."""
+    chunk_gaps_s: list[float] = field(default_factory=list)
+    """Between two chunks of text."""
+    num_prompt: int = 0
+    num_reused: int = 0
+    """Prompt tokens whose work the server had done before."""
+    num_tokens: int = 0
+    num_accepted: int | None = None
+    """Drafts that stood; None where the server does not tell."""
+    num_rounds: int | None = None
+    text: str = ""
+
+    @property
+    def inter_token_s(self) -> float | None:
+        """Mean time between two tokens after the first; None for an answer of one."""
+        return sum(self.chunk_gaps_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+
+def read_answer(stream: Stream) -> Answer:
+    """A streamed chat or text completion."""
+    if stream.failure:
+        return Answer(error=stream.failure)
+    reply = read_reply(stream)
+    if reply is None:
+        return Answer(error="the answer was not HTTP")
+    if reply.status != 200:
+        return Answer(error=f"status {reply.status}: {_error_of(reply.body)}")
+    if not reply.events or reply.events[-1][1] != DONE:
+        return Answer(error="the stream ended early")
+    answer = Answer(total_s=stream.ended_s - stream.due_s, late_s=stream.sent_s - stream.due_s)
+    times: list[float] = []
+    has_ended = False
+    for when, data in reply.events[:-1]:
+        try:
+            chunk = json.loads(data)
+        except ValueError:
+            return Answer(error="an event of the stream is no JSON")
+        if "error" in chunk:
+            return Answer(error=_error_of(data))
+        for choice in chunk.get("choices") or ():
+            has_ended = has_ended or choice.get("finish_reason") is not None
+            if text := _text(choice):
+                answer.text += text
+                times.append(when)
+        _count(answer, chunk)
+    if not has_ended:
+        return Answer(error="the stream ended without a finish reason")
+    answer.num_tokens = answer.num_tokens or len(times)
+    answer.first_s = (times[0] if times else stream.ended_s) - stream.due_s
+    answer.chunk_gaps_s = [later - sooner for sooner, later in pairwise(times)]
+    return answer
+
+
+def _text(choice: dict[str, Any]) -> str:
+    delta = choice.get("delta") or {}
+    return delta.get("content") or delta.get("reasoning_content") or choice.get("text") or ""
+
+
+def _count(answer: Answer, chunk: dict[str, Any]) -> None:
+    usage = chunk.get("usage")
+    if usage:
+        answer.num_prompt, answer.num_tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+        answer.num_reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        answer.num_accepted = (usage.get("completion_tokens_details") or {}).get("accepted_prediction_tokens")
+    speculation = (chunk.get("metrics") or {}).get("speculative_decoding")
+    if speculation:
+        answer.num_rounds = sum(speculation.get("acceptance_histogram") or ())
+
+
+def _error_of(body: bytes) -> str:
+    """The message of an error in OpenAI's shape, or whatever there is."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return " ".join(body.decode("utf-8", "replace").split())[:200] or "no message"
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of a set of times, in seconds; None when it is empty."""
+
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Percentiles:
+        ordered = sorted(values)
+        return cls(*(_quantile(ordered, share) for share in (0.5, 0.9, 0.99)))
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float | None:
+    """Linear between neighbours, as numpy's default."""
+    if not ordered:
+        return None
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    return ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+
+
+def tokens_per_round(answers: Sequence[Answer]) -> float | None:
+    """Accepted drafts plus the target's own token, per round; None where the server does not tell."""
+    told = [(each.num_accepted, each.num_rounds) for each in answers if each.num_accepted is not None and each.num_rounds]
+    num_rounds = sum(rounds for _, rounds in told)
+    return 1 + sum(accepted for accepted, _ in told) / num_rounds if num_rounds else None
