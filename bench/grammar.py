@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--answers", type=int, default=200, help="in all, prompts taken evenly from the files")
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0 every answer has a seed of its own")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batch", type=int, default=8)

@@ -135,6 +135,11 @@ class TokenLogprob:
 class Constraint(Protocol):
     """What an answer may still say; `engine/grammar.py` is the one there is."""
 
+    @property
+    def has_failed(self) -> bool:
+        """It could not go on in the middle of the answer."""
+        ...
+
     def follow(self, seq: Sequence, drafts: list[int], corrects: bool = False) -> list[int]:
         """The first drafts that are allowed; `corrects` puts right what can only be one token."""
         ...

@@ -208,6 +208,8 @@ class Engine:
                 self.prefix.released(seq)
             self.drafter.drop(seq)
         self.scheduler.remove(seq)
+        if seq.constraint is not None and seq.constraint.has_failed and seq.finish_reason == "stop":
+            seq.finish_reason = "length"  # cut short: this is not what was asked for
         seq.constraint = None
         del self._requests[seq.request_id]
 

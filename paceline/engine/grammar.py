@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 WHITESPACE = r"[ \t\r\n]{0,16}"
 """Between the parts of a JSON text: bounded, or a small model may go on indenting for ever."""
+MAX_CHARACTERS = 65_536
+"""Longest schema or regex: compiling takes time with the square of the number of properties, two seconds at this length."""
 _LEAST = -1e30
 """A logit that only -inf is below."""
 
@@ -47,6 +49,7 @@ class Grammars:
         if self._vocabulary is None:
             self._vocabulary = self._read_vocabulary()
         matcher = LLMatcher(self._vocabulary, _source(spec), log_level=0)
+        matcher.compute_bitmask()  # some limits only show here
         if matcher.is_error():
             raise _refusal(spec, matcher.get_error())
         return matcher
@@ -70,10 +73,12 @@ def _source(spec: GrammarSpec) -> str:
 
     if spec.kind not in get_args(GrammarKind):
         raise SamplingError(f"grammar: kind must be one of {', '.join(get_args(GrammarKind))}, not {spec.kind!r}")
-    if spec.kind == "regex":
-        return LLMatcher.grammar_from_regex(spec.text)
-    schema = spec.text if spec.kind == "json_schema" else '{"type": "object"}'
+    if len(spec.text) > MAX_CHARACTERS:
+        raise SamplingError(f"grammar: {len(spec.text):,} characters are too long, the most are {MAX_CHARACTERS:,}: shorten it")
     try:
+        if spec.kind == "regex":
+            return LLMatcher.grammar_from_regex(spec.text)
+        schema = spec.text if spec.kind == "json_schema" else '{"type": "object"}'
         return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
     except ValueError as error:
         raise _refusal(spec, str(error)) from error
@@ -87,7 +92,7 @@ def _refusal(spec: GrammarSpec, reason: str) -> SamplingError:
 class Grammar:
     """What one answer may still say.
 
-    A grammar that outgrows the library's limits in the middle of an answer allows nothing but its end from there on.
+    One that outgrows the library's limits in the middle of an answer allows nothing but the end from there on: it `has_failed`.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:
@@ -120,6 +125,10 @@ class Grammar:
         if len(self._masks) > 1:
             matcher.rollback(len(self._masks) - 1)
         return allowed
+
+    @property
+    def has_failed(self) -> bool:
+        return self._matcher.is_error()
 
     def mask(self, seq: Sequence, logits_JV: Tensor) -> Tensor:
         """A copy of the logits with -inf where the grammar refuses; positions behind a refused draft stay as they are.

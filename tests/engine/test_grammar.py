@@ -249,6 +249,9 @@ def test_sampled_answers_have_the_constrained_distribution(name: str, rule: str,
         (GrammarSpec("json_schema", '{"$ref": "http://127.0.0.1/x"}'), "Default retriever does not fetch"),
         (GrammarSpec("regex", "([a"), "regex cannot be used"),
         (GrammarSpec("regex", "(?=a)b"), "look-around"),
+        (GrammarSpec("regex", "\ud800"), "surrogates"),
+        (GrammarSpec("regex", "a" * 65_537), "65,537 characters are too long"),
+        (GrammarSpec("json_schema", '{"$ref": "#"}'), "json schema cannot be used"),
         (GrammarSpec("yaml"), "kind must be one of"),  # pyright: ignore[reportArgumentType]
     ],
 )
@@ -314,6 +317,17 @@ def test_a_refused_draft_gives_way_to_the_only_token_there_is() -> None:
     (seq,) = run(byte_engine(target, _Knowing({tuple(prompt): answer})), [prompt], SamplingParams(max_tokens=40, grammar=spec))
     assert seq.output_ids == answer
     assert seq.num_rounds == 3  # 1 + 8 + 8 + 3 tokens
+
+
+def test_a_grammar_that_grows_too_large_cuts_its_own_answer_short() -> None:
+    """The library gives up in the middle; the neighbour does not notice, and nobody is told that this was the answer."""
+    target = byte_target()
+    params = [
+        SamplingParams(max_tokens=80, grammar=spec) for spec in (GrammarSpec("regex", "((a{30,1000}){30,1000}){30,1000}"), None)
+    ]
+    (grown, neighbour) = run(byte_engine(target, drafters(target)["sometimes"]), PROMPTS[:2], params)
+    assert grown.finish_reason == "length" and set(grown.output_ids[:-1]) == {ord("a")} and grown.output_ids[-1] == EOS
+    assert neighbour.output_ids == target.greedy(PROMPTS[1], 80)
 
 
 @pytest.mark.parametrize("name", ["none", "sometimes"])
