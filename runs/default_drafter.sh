@@ -4,7 +4,7 @@
 #   DATA=path/to/prompt/sets bash runs/default_drafter.sh
 #
 # Killed, the same command goes on. DATA holds gsm8k_train.jsonl, mbpp_train.jsonl, t0_tasks.jsonl, user_instructions.jsonl and
-# seed_tasks.jsonl. Nothing of a test set is read. Environment: OUT (run folder), MINUTES (of training), PROCESSES.
+# seed_tasks.jsonl. Nothing of a test set is read. Environment: OUT (run folder), MINUTES and MORE_MINUTES (of training), PROCESSES.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -38,4 +38,8 @@ done
 "${many[@]}" train --target "$target" "${answers[@]}" --out "$out/run" --first-layers target --max-len 512 --max-tokens 128 \
     --epochs 20 --max-minutes "${MINUTES:-50}" --blocks-per-step 192 --anchors 48 --lr 2e-3 --loss d-pace --loss-vocab 8192 \
     --features cached --heldout-every 250 --ood paceline/bench/prompts.jsonl
-echo "drafter: $out/run/drafter"
+# 4. The same once more, from what was learned: a sixtieth more tokens per round on held-out answers, more on others.
+"${many[@]}" train --target "$target" "${answers[@]}" --out "$out/again" --init "$out/run/drafter" --max-len 512 --max-tokens 128 \
+    --epochs 30 --max-minutes "${MORE_MINUTES:-75}" --blocks-per-step 192 --anchors 48 --lr 1.5e-3 --loss d-pace \
+    --loss-vocab 8192 --features cached --heldout-every 250 --ood paceline/bench/prompts.jsonl
+echo "drafter: $out/again/drafter"
