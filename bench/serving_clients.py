@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 
 BUILTIN = Path(__file__).parent.parent / "paceline" / "bench" / "prompts.jsonl"
-NUM_PROMPTS = 64
+NUM_PROMPTS = 32
 
 
 def write_prompts(file: Path) -> None:

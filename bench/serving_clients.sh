@@ -63,9 +63,9 @@ start() {
 run_guidellm() {
     "$python" bench/serving_clients.py prompts "$work/prompts.jsonl" &&
         "$venv/guidellm/bin/guidellm" run --disable-console --seed kind=static,value=1 \
-            --backend "kind=openai_http,target=$url,model=$("$python" bench/serving_clients.py model "$url"),max_tokens=48" \
+            --backend "kind=openai_http,target=$url,model=$("$python" bench/serving_clients.py model "$url"),max_tokens=24" \
             --profile kind=concurrent,streams=1 --override profile.streams "${STREAMS:-1,2,4,8,16}" \
-            --constraint kind=max_requests,count=64 --data "kind=json_file,path=$work/prompts.jsonl" \
+            --constraint kind=max_requests,count=32 --data "kind=json_file,path=$work/prompts.jsonl" \
             --output "kind=json,path=$work/guidellm.json" &&
         "$python" bench/serving_clients.py sweep "$work/guidellm.json"
 }

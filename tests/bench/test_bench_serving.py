@@ -1,0 +1,361 @@
+"""`bench serving`: bytes to answers, answers to figures, loads as asked for, and a run against a live server."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from live_server import serving, talker
+from small_llm import tiny_model
+
+from paceline import cli_bench
+from paceline.bench.serving import Contender, Load, ServingBench, ServingConfig, arrivals
+from paceline.bench.serving_figures import Answer, Percentiles, read_answer, tokens_per_round
+from paceline.bench.sse import Client, Stream, read_reply
+from paceline.console import bench_serving as console
+from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
+from paceline.prompts import Prompt
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+FAST = ("--concurrency", "2", "--rate", "50", "--requests", "3", "--max-tokens", "6")
+
+
+@pytest.fixture(autouse=True)
+def no_key_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_API_KEY", raising=False)
+
+
+def said(text: str, **more: object) -> bytes:
+    return event({"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None, **more}]})
+
+
+def event(value: object) -> bytes:
+    return b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
+
+
+def chunked(*pieces: bytes) -> list[bytes]:
+    return [b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces] + [b"0\r\n\r\n"]
+
+
+def stream(*pieces: bytes) -> Stream:
+    """A piece a second, the first a second after it was due."""
+    times = [(float(second), piece) for second, piece in enumerate(pieces, start=11)]
+    return Stream(10.0, 10.0, times[-1][0], times)
+
+
+USAGE = {
+    "choices": [],
+    "usage": {
+        "prompt_tokens": 9,
+        "completion_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 4},
+    },
+    "metrics": {"speculative_decoding": {"acceptance_histogram": [1, 0, 1]}},
+}
+LAST = said("", finish_reason="stop")
+
+
+def test_a_stream_becomes_an_answer() -> None:
+    role = event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
+    whole = chunked(role, said("a"), said("bcd"), said("e"), LAST + event(USAGE), event(b"[DONE]"))
+    answer = read_answer(stream(HEAD + whole[0], *whole[1:5], b"".join(whole[5:])))
+    assert answer.error is None and answer.text == "abcde"
+    assert (answer.first_s, answer.total_s, answer.chunk_gaps_s) == (2.0, 6.0, [1.0, 1.0])
+    assert (answer.num_prompt, answer.num_reused, answer.num_tokens) == (9, 3, 5)
+    assert answer.inter_token_s == 0.5
+    assert tokens_per_round([answer, Answer()]) == 2.0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 50])
+def test_where_the_bytes_are_cut_does_not_matter(size: int) -> None:
+    data = HEAD + b"".join(chunked(said("é"), said("\r\n0\r\n\r\n") + LAST, event(USAGE) + event(b"[DONE]")))
+    answer = read_answer(stream(*(data[at : at + size] for at in range(0, len(data), size))))
+    assert answer.error is None and answer.text == "é\r\n0\r\n\r\n" and answer.num_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("pieces", "error"),
+    [
+        ([HEAD, *chunked(said("a"))], "the stream ended early"),
+        ([HEAD, *chunked(said("a"), event(b"[DONE]"))], "the stream ended without a finish reason"),
+        ([HEAD, *chunked(event({"error": {"message": "the engine failed"}}), event(b"[DONE]"))], "the engine failed"),
+        ([HEAD, *chunked(event(b"{"), event(b"[DONE]"))], "an event of the stream is no JSON"),
+        ([HEAD, b"zz\r\nab\r\n"], "the answer was not HTTP"),
+        ([b'HTTP/1.1 429 Busy\r\nContent-Length: 2\r\n\r\n{"error": {"message": "too many"}}'], "status 429: too many"),
+        ([b"HTTP/1.1 502 Bad\r\nContent-Length: 2\r\n\r\noh  no"], "status 502: oh no"),
+        ([b"SSH-2.0-OpenSSH\r\n"], "the answer was not HTTP"),
+    ],
+)
+def test_what_can_be_wrong_with_an_answer(pieces: list[bytes], error: str) -> None:
+    assert read_answer(stream(*pieces)).error == error
+
+
+def test_servers_that_tell_less() -> None:
+    """Windows line ends, completions, no usage."""
+    data = b'data: {"choices": [{"text": "a"}]}\r\n\r\ndata: {"choices": [{"text": "b", "finish_reason": "stop"}]}\r\n\r\n'
+    head = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
+    answer = read_answer(stream(head + data + b"data: [DONE]\r\n\r\n"))
+    assert (answer.text, answer.num_tokens, answer.num_rounds) == ("ab", 2, None)
+    assert tokens_per_round([answer]) is None
+    reply = read_reply(stream(head + data))
+    assert reply and reply.body == data
+
+
+def test_percentiles() -> None:
+    assert Percentiles.of([]) == Percentiles(None, None, None)
+    assert Percentiles.of([3.0]) == Percentiles(3.0, 3.0, 3.0)
+    assert Percentiles.of([float(value) for value in range(100, -1, -1)]) == Percentiles(50.0, 90.0, 99.0)
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    times = arrivals(4.0, 20_000, seed=1)
+    gaps = [later - sooner for sooner, later in zip([0.0, *times], times, strict=False)]
+    mean = sum(gaps) / len(gaps)
+    deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
+    assert mean == pytest.approx(0.25, rel=0.03) and deviation == pytest.approx(0.25, rel=0.03)
+    assert times == arrivals(4.0, 20_000, seed=1) != arrivals(4.0, 20_000, seed=2)
+
+
+class Recording(Client):
+    """Answers after a while, and keeps what was asked and how much at once."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        super().__init__("http://127.0.0.1:1")
+        self.seconds, self.num_now, self.most, self.bodies = seconds, 0, 0, list[dict[str, object]]()
+
+    async def post(self, path: str, body: bytes, due_s: float | None = None) -> Stream:
+        self.num_now += 1
+        self.most = max(self.most, self.num_now)
+        self.bodies.append({"path": path, **json.loads(body)})
+        await asyncio.sleep(self.seconds)
+        self.num_now -= 1
+        return stream(HEAD, *chunked(said("a") + LAST, event(USAGE) + event(b"[DONE]")))
+
+
+PROMPTS = [Prompt("0", [{"role": "user", "content": "hi"}], ("hi",), "x"), Prompt("1", [], (), "x", (1, 2))]
+
+
+def test_loads_requests_and_turns() -> None:
+    off, auto = Recording(0.002), Recording(0.002)
+    contenders = [Contender("off", off, {"speculate": "off"}), Contender("auto", auto)]
+    config = ServingConfig(
+        concurrencies=(3,), rates=(1000.0,), num_requests=7, max_tokens=5, seed=40, repeat=2, ignore_eos=True
+    )
+    bench = ServingBench(contenders, "m", PROMPTS, config)
+    order: list[tuple[str, str]] = []
+    told: list[Load] = []
+    asyncio.run(bench.run(lambda load, _: told.append(load), lambda load, name, _: order.append((str(load), name))))
+    assert len(told) == bench.num_answers == 2 * 2 * 2 * 7
+    closed, opened = "3 in flight", "1000 per second"
+    turns = [(closed, "off"), (closed, "auto"), (opened, "auto"), (opened, "off")]
+    assert order == [*turns, (closed, "auto"), (closed, "off"), (opened, "off"), (opened, "auto")]
+    sent = [body for body in off.bodies if body["max_tokens"] == 5]
+    assert [body["seed"] for body in sent[:3]] == [40, 41, 42] and sent[0]["speculate"] == "off" and sent[0]["ignore_eos"]
+    assert (sent[0]["path"], sent[0]["messages"]) == ("/v1/chat/completions", PROMPTS[0].messages)
+    assert (sent[1]["path"], sent[1]["prompt"]) == ("/v1/completions", [1, 2])
+    assert "speculate" not in auto.bodies[0]
+    for result in bench.results():
+        assert (result.num_answers, result.num_failed, result.identical, result.speedup) == (14, 0, 1.0, 1.0)
+        assert result.tokens_per_round == 2.0 and result.reused == pytest.approx(1 / 3)
+
+
+def test_a_closed_loop_keeps_its_number_in_flight() -> None:
+    client = Recording(0.002)
+    bench = ServingBench([Contender("x", client)], "m", PROMPTS, ServingConfig(concurrencies=(3,), max_tokens=1))
+    asyncio.run(bench.run())
+    assert client.most == 3 and bench.num_requests(Load(concurrency=3)) == 12 and bench.num_requests(Load(rate=0.5)) == 5
+    assert bench.results()[0].speedup is None and bench.results()[0].identical is None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"concurrencies": (0,)},
+        {"concurrencies": ()},
+        {"rates": (0.0,)},
+        {"rates": (float("inf"),)},
+        {"num_requests": 0},
+        {"max_tokens": 0},
+        {"temperature": -1.0},
+        {"repeat": 0},
+        {"timeout_s": 0.0},
+    ],
+)
+def test_impossible_settings(values: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        ServingConfig(**values)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:port", "http://me:secret@x", "http://x/?a=1"]
+)
+def test_wrong_addresses(url: str) -> None:
+    with pytest.raises(ConfigError, match="http://127.0.0.1:8000"):
+        Client(url)
+    with pytest.raises(ConfigError, match="printable"):
+        Client("http://x", "a\r\nb")
+
+
+def run(*words: str) -> None:
+    from typer.testing import CliRunner
+
+    from paceline.cli import app
+
+    done = CliRunner().invoke(app, ["bench", "serving", *words])
+    if done.exception:
+        raise done.exception
+
+
+def test_a_live_server_off_and_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(talker(), served_names=("small",)) as live:
+        config = ServingConfig(concurrencies=(2,), rates=(50.0,), num_requests=3, max_tokens=6)
+        ask = console.ServingAsk(config, (), url=live.url + "/v1/", limit=2, out=tmp_path / "run", as_json=True)
+        console.bench_serving(ask)
+    line = json.loads(capsys.readouterr().out)
+    assert [(each["load"]["concurrency"], each["speculate"]) for each in line["results"]] == [
+        (2, "off"),
+        (2, "auto"),
+        (None, "off"),
+        (None, "auto"),
+    ]
+    assert all(each["num_failed"] == 0 and each["identical"] == 1.0 for each in line["results"])
+    assert all(each["tokens_per_round"] == 1.0 and each["client_cpu"] > 0 for each in line["results"])
+    files = {file.name for file in (tmp_path / "run").iterdir()}
+    assert files >= {"config.json", "command.txt", "metrics.jsonl", "report.md", "report.html", "results.json"}
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 12
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert page.count("<svg") == 8 and "Time to the first token" in page
+    assert "2 in flight" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_failures_are_counted_and_do_not_stop_the_others(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "hi"}) + "\n" + json.dumps({"prompt": "long " * 200}) + "\n")
+    with serving(talker()) as live:
+        run("--url", live.url, "--prompts", str(prompts), *FAST, "--out", str(tmp_path / "run"))
+        assert "2 in flight, speculate off: 1x status 400: the prompt has" in (tmp_path / "run" / "report.md").read_text()
+        prompts.write_text(json.dumps({"prompt": "long " * 200}) + "\n")
+        with pytest.raises(ConfigError, match="every request failed, first with: status 400"):
+            run("--url", live.url, "--prompts", str(prompts), *FAST, "--out", str(tmp_path / "run"))
+    results = json.loads((tmp_path / "run" / "results.json").read_text())["results"]
+    assert results[0]["num_failed"] == 3 and results[0]["first_token"]["p50"] is None
+
+
+def test_what_can_be_wrong_with_a_server(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("# mine\nright\n")
+    out = ("--out", str(tmp_path / "run"))
+    with pytest.raises(DownloadError, match="there is no server at http://127.0.0.1:1 "):
+        run("--url", "http://127.0.0.1:1", *out)
+    with serving(talker(), api_keys=("right",)) as live:
+        with pytest.raises(ConfigError, match="wants an API key: put the right one"):
+            run("--url", live.url, *out)
+        with pytest.raises(ModelNotFoundError, match="does not serve 'gpt': choose --model from fake"):
+            run("--url", live.url, "--model", "gpt", "--api-key-file", str(key), *out)
+        run("--url", live.url, "--api-key-file", str(key), *FAST, *out)
+        assert "right" not in (tmp_path / "run" / "command.txt").read_text() + (tmp_path / "run" / "config.json").read_text()
+        key.write_text("wrong")
+        with pytest.raises(ConfigError, match="does not take this API key"):
+            run("--url", live.url, "--api-key-file", str(key), *out)
+
+
+@pytest.mark.parametrize(
+    ("words", "said_of_it"),
+    [
+        (("--url", "http://127.0.0.1:1", "--dtype", "float32"), "--dtype cannot change a server that runs"),
+        (("--speculate", "sometimes"), "'sometimes' is not known"),
+        (("--speculate", ","), "names no contender"),
+        (("--concurrency", "two"), "is no list of numbers"),
+        (("--concurrency", ""), "at least one --concurrency or --rate"),
+        (("--api-key-file", "/no/such/file"), "cannot read the API key"),
+        (("--prompts", "/no/such.jsonl"), "there is no prompt file"),
+    ],
+)
+def test_bad_words(words: tuple[str, ...], said_of_it: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=re.escape(said_of_it)):
+        run(*words)
+
+
+@pytest.fixture
+def other_server() -> Iterator[str]:
+    """Speaks HTTP/1.0 and hangs up at the end, as simple servers do; not ours by its own words."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(json.dumps({"data": [{"id": "theirs", "owned_by": "them"}]}).encode())
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            assert "speculate" not in asked and "return_metrics" not in asked
+            self._answer(said("hi") + LAST + event(b"[DONE]"))
+
+        def _answer(self, body: bytes) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_server_of_others_is_measured_as_it_is(other_server: str, tmp_path: Path) -> None:
+    run("--url", other_server, *FAST, "--out", str(tmp_path))
+    [closed, opened] = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert closed["speculate"] == opened["speculate"] == "as it is"
+    assert closed["num_failed"] == 0 and closed["tokens_per_round"] is None
+    with pytest.raises(ConfigError, match="knows nothing of --speculate"):
+        run("--url", other_server, "--speculate", "off", *FAST)
+
+
+def test_it_starts_and_ends_its_own_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model = tiny_model(tmp_path / "tiny")
+    words = ("--drafter", "ngram", "--dtype", "float32", "--max-len", "256", "--limit", "2")
+    run("--model", str(model), *words, *FAST, "--out", str(tmp_path / "run"))
+    results = json.loads((tmp_path / "run" / "results.json").read_text())["results"]
+    assert [each["speculate"] for each in results] == ["off", "auto"] * 2
+    assert all(each["num_failed"] == 0 and each["identical"] == 1.0 for each in results)
+    for name in ("off", "auto"):
+        found = re.search(r"listening on http://127.0.0.1:(\d+)", (tmp_path / "run" / f"server-{name}.log").read_text())
+        assert found and not console._answers(f"http://127.0.0.1:{found.group(1)}/health")
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a server could not be started: "):
+        run("--model", str(tmp_path / "nothing"), *FAST, "--out", str(tmp_path / "run"))
+
+
+def test_a_server_that_never_answers_is_a_failure() -> None:
+    async def ask(port: int) -> Stream:
+        client = Client(f"http://127.0.0.1:{port}", timeout_s=0.05)
+        return await client.post("/v1/completions", b"{}")
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        answer = read_answer(asyncio.run(ask(silent.getsockname()[1])))
+    assert answer.error == "no whole answer within 0.05 s"
+
+
+def test_defaults_of_started_servers_are_those_of_the_command() -> None:
+    import inspect
+
+    from paceline.cli_serve import serve
+
+    ours, theirs = inspect.signature(cli_bench.bench_serving).parameters, inspect.signature(serve).parameters
+    for name, default in cli_bench.DEFAULTS.items():
+        assert ours[name].default == theirs[name].default == default, name
