@@ -53,7 +53,6 @@ def test_drafts_are_those_of_the_authors_package(llm: LLM, monkeypatch: pytest.M
     assert isinstance(llm.drafter, DFlashDrafter)
     llm.use_drafter(DFlashDrafter(llm.drafter.network))
     assert isinstance(llm.drafter, DFlashDrafter)
-    llm.engine.lengths = None  # chosen lengths leave out slots that the authors' package computes
     prompt = llm.encode_chat([{"role": "user", "content": QUESTION}])
     own: list[list[int]] = []
     propose = llm.drafter.propose
@@ -85,7 +84,8 @@ def test_drafts_are_those_of_the_authors_package(llm: LLM, monkeypatch: pytest.M
     assert tokens[: len(prompt) + MAX_TOKENS] == prompt + answer.token_ids
     num_compared = 0
     for mine, other in zip([drafts for drafts in own if drafts], theirs, strict=False):
-        width = min(len(mine), len(other))  # both shorten their last blocks, each in its own way
-        assert mine[:width] == other[:width]
-        num_compared += width
+        if len(other) < llm.drafter.num_drafted:
+            break  # its last blocks have fewer slots, ours are read in part: other drafts
+        assert mine == other[: len(mine)]
+        num_compared += len(mine)
     assert num_compared > 7 * 8
