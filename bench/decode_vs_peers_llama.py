@@ -193,7 +193,8 @@ def own_benches(path: Path, streams: list[int], threads: int, tokens: int, round
     """What llama-bench and llama-batched-bench print of decoding this file, flash attention off and on."""
     folder, common = Path(os.environ["LLAMA_CPP_LIB_PATH"]), ["-m", str(path), "-t", str(threads)]
     single = ["-p", "0", "-n", str(tokens), "-r", str(rounds), "-fa", "0,1", "-o", "json"]
-    found: dict[str, Any] = {"llama-bench": json.loads(_output([str(folder / "llama-bench"), *common, *single]))}
+    single_lines = json.loads(_output([str(folder / "llama-bench"), *common, *single]))
+    found: dict[str, Any] = {"llama-bench": [each | {"model_filename": path.name} for each in single_lines]}
     window = (BENCH_PROMPT + tokens) * max(streams)
     lengths = ["-npp", str(BENCH_PROMPT), "-ntg", str(tokens), "-npl", ",".join(map(str, streams))]
     batched = [str(folder / "llama-batched-bench"), *common, *lengths, "-c", str(window), "--output-format", "jsonl"]
