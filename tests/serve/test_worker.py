@@ -93,6 +93,7 @@ def test_one_that_leaves_while_waiting_leaves_no_trace() -> None:
         wait_until(lambda: live.worker.num_open == 1)
         first.close()
         wait_until(live.is_idle)
+        assert list(live.seen.outcomes) == ["abort", "abort"]
 
 
 def test_a_crash_is_told_and_survived() -> None:
