@@ -20,7 +20,7 @@ from paceline.model import native_lib as native
 from paceline.model.blocks import Blocks
 from paceline.model.config import DecoderConfig
 from paceline.model.kv_cache import StaticKVCache
-from paceline.model.native_lib import Buffers, CCache, CConfig, CLayer, Matrix, Model, groups_of, pointer
+from paceline.model.native_lib import Buffers, CCache, CConfig, CLayer, Matrix, Model, padded_rows, pointer
 from paceline.model.rope import rope_tables
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 
@@ -205,7 +205,7 @@ def layer_struct(parts: dict[str, Any]) -> CLayer:
 
 
 def pack(weights: list[Weight], dtype: torch.dtype) -> Matrix:
-    """Stack matrices [n_i, cols], each padded to whole groups, in the form they come in where they all share one."""
+    """Stack matrices [n_i, cols], each padded to a multiple of sixteen rows, in the form they come in where they all share one."""
     kinds = {weight.kind if isinstance(weight, Blocks) else weight.dtype for weight in weights}
     kind = kinds.pop() if len(kinds) == 1 else None
     if isinstance(kind, str):
@@ -214,10 +214,10 @@ def pack(weights: list[Weight], dtype: torch.dtype) -> Matrix:
         format = native.BF16
     else:
         format = native.F32
-    groups = [groups_of(weight.shape[0]) for weight in weights]
-    matrix = Matrix(native.GROUP * sum(groups) if len(weights) > 1 else weights[0].shape[0], weights[0].shape[1], format)
+    counts = [padded_rows(weight.shape[0]) for weight in weights]
+    matrix = Matrix(sum(counts) if len(weights) > 1 else weights[0].shape[0], weights[0].shape[1], format)
     first = 0
-    for weight, count in zip(weights, groups, strict=True):
+    for weight, count in zip(weights, counts, strict=True):
         matrix.fill(first, _source(weight, format))
         first += count
     return matrix
@@ -236,7 +236,7 @@ def pack_vectors(vectors: list[Tensor | None]) -> Tensor | None:
     padded = []
     for vector in vectors:
         assert vector is not None, "all projections of a stack have a bias, or none"
-        rest = native.GROUP * groups_of(len(vector)) - len(vector)
+        rest = padded_rows(len(vector)) - len(vector)
         padded.append(torch.nn.functional.pad(vector.float(), (0, rest)))
     return torch.cat(padded).contiguous()
 

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from paceline.errors import NativeError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 F32, BF16, Q8_0, Q4_1 = range(4)
 FORMATS = {torch.float32: F32, torch.bfloat16: BF16}
 FORMAT_NAMES = {F32: "float32", BF16: "bfloat16", Q8_0: "Q8_0", Q4_1: "Q4_1"}
 STAGES = ("embed", "norm", "qkv", "rope", "attend", "output", "gate_up", "down", "head")
-GROUP = 4
-"""Rows of a matrix stand in groups of four."""
+GROUP = 16
+"""Matrices of a stack begin at multiples of so many rows."""
 KEYS = 16
 """A row of the cache holds a multiple of so many positions."""
 MAX_HEAD_DIM, MAX_THREADS = 1024, 256
@@ -152,9 +152,9 @@ def int32s(values: list[int]) -> Any:
     return (c_int32 * len(values))(*values)
 
 
-def groups_of(num_rows: int) -> int:
-    """Groups that so many rows take."""
-    return -(-num_rows // GROUP)
+def padded_rows(num_rows: int) -> int:
+    """Rows that so many take in a stack."""
+    return -(-num_rows // GROUP) * GROUP
 
 
 class Matrix:
@@ -171,11 +171,11 @@ class Matrix:
         self.num_bytes: int = library.pn_matrix_bytes(handle)
         weakref.finalize(self, library.pn_matrix_free, handle)
 
-    def fill(self, first_group: int, source: Tensor) -> None:
-        """Put rows into the groups from `first_group` on: [n, cols] of float32 or bfloat16, or uint8 blocks [n, bytes]."""
+    def fill(self, first_row: int, source: Tensor) -> None:
+        """Put rows at `first_row` and behind: [n, cols] of float32 or bfloat16, or uint8 blocks [n, bytes]."""
         source = source.contiguous()
         given = self.format if source.dtype == torch.uint8 else FORMATS[source.dtype]
-        check(require().pn_matrix_fill(self.handle, first_group, source.shape[0], given, source.data_ptr()))
+        check(require().pn_matrix_fill(self.handle, first_row, source.shape[0], given, source.data_ptr()))
 
     def rows_of(self, ids: list[int], dtype: torch.dtype) -> Tensor:
         """Rows [n, cols] in `dtype`: an embedding."""

@@ -94,9 +94,12 @@ def test_blocks_of_a_gguf_file_are_read_as_they_are(gguf_file: Path, dtype: torc
     assert (form_of(kept).weight_format, form_of(dense).weight_format) == (f"Q4_1+Q8_0+{name}", name)
     assert kept.weight_bytes < dense.weight_bytes
     numbers = logits(kept)
-    assert same_bits(numbers, logits(dense))
+    exact = logits(load_target(str(gguf_file), backend="torch"))
     if dtype == torch.float32:
-        torch.testing.assert_close(numbers, logits(load_target(str(gguf_file), backend="torch")), atol=1e-4, rtol=1e-4)
+        assert same_bits(numbers, logits(dense))
+        torch.testing.assert_close(numbers, exact, atol=1e-4, rtol=1e-4)
+    else:
+        assert (numbers - exact).abs().max() < 1.2 * (logits(dense) - exact).abs().max()
 
 
 @needs_library

@@ -198,6 +198,15 @@ def test_a_full_pass_of_many_rows(dtype: torch.dtype) -> None:
         assert same_bits(native.forward(ForwardBatch([row], [0], [1], [token])).logits_TV, together[row : row + 1])
 
 
+def assert_at_least_as_close(ours: list[ForwardOutput], theirs: list[ForwardOutput], exact: list[ForwardOutput]) -> None:
+    """Integer products round neither weights nor sums: on average no further from float32 than bfloat16 products."""
+    errors = []
+    for outputs in (ours, theirs):
+        pairs = [(out.logits_TV, told.logits_TV) for out, told in zip(outputs, exact, strict=True)]
+        errors.append([relative(out, told) for out, told in pairs if out is not None and told is not None])
+    assert 0 < sum(errors[0]) < 1.1 * sum(errors[1]) and max(errors[0]) < 0.03
+
+
 WHOLE_BLOCKS = replace(BASE, hidden_size=64, intermediate_size=96, num_heads=4, head_dim=16, tie_embeddings=True)
 """Rows of 32 at a time, as quantised matrices must be."""
 
@@ -216,7 +225,10 @@ def test_blocks_are_their_dense_numbers(kinds: tuple[BlockKind | None, ...], dty
     use(isa)
     ours, expanded = native_decoder(config, blocks, dtype), native_decoder(config, dense, dtype)
     use(isa, 2)
-    assert all(map(same_output, tell(ours), tell(expanded)))
+    if isa == "avx512" and dtype == torch.bfloat16:
+        assert_at_least_as_close(tell(ours), tell(expanded), tell(native_decoder(config, dense, torch.float32)))
+    else:
+        assert all(map(same_output, tell(ours), tell(expanded)))
     if len(kinds) == 1:
         assert ours.weight_format == kinds[0]
         assert ours.weight_bytes < expanded.weight_bytes * (1.1 if kinds[0] == "Q8_0" else 0.7) * 2 / dtype.itemsize

@@ -7,14 +7,14 @@
 #include <stdint.h>
 
 #define PN_API extern "C" __attribute__((visibility("default")))
-#define PN_ABI_VERSION 1
+#define PN_ABI_VERSION 2
 
 enum PnFormat { PN_F32 = 0, PN_BF16 = 1, PN_Q8_0 = 2, PN_Q4_1 = 3 };
 
 struct PnMatrix;
 struct PnModel;
 
-// One decoder layer. Matrices [out, in]; q, k, v stacked, gate and up stacked, each padded to whole groups of four rows.
+// One decoder layer. Matrices [out, in]; q, k, v stacked, gate and up stacked, each padded to multiples of 16 rows.
 struct PnLayer {
     const float* input_norm;   // [hidden]
     const float* mlp_norm;     // [hidden]
@@ -46,7 +46,7 @@ struct PnConfig {
     // DFlash drafters: features of the target -> keys and values of all layers. Null otherwise.
     const PnMatrix* fc;          // [hidden, features]
     const float* hidden_norm;    // [hidden]
-    const PnMatrix* context_kv;  // keys of all layers, then values of all layers, each layer padded to whole groups
+    const PnMatrix* context_kv;  // keys of all layers, then values of all layers, each layer padded to multiples of 16
     const float* context_bias;   // in the rows of context_kv, or null
 };
 
@@ -96,14 +96,13 @@ PN_API int32_t pn_num_threads(void);
 // Head dimension as it is stored in the cache: a multiple of 32, zeros behind head_dim.
 PN_API int32_t pn_padded_head_dim(int32_t head_dim);
 
-// A matrix of `rows` x `cols` kept as `format`; every row zero. Rows come in groups of four, columns in blocks of 32.
+// A matrix of `rows` x `cols` kept as `format`; every row zero.
 PN_API PnMatrix* pn_matrix_new(int32_t rows, int32_t cols, int32_t format);
 PN_API void pn_matrix_free(PnMatrix* matrix);
 PN_API int64_t pn_matrix_bytes(const PnMatrix* matrix);
-// Put `num_rows` rows into groups first_group, first_group + 1, ... `source` is PN_F32 (rows of cols floats) for dense
+// Put `num_rows` rows at first_row, first_row + 1, ... `source` is PN_F32 (rows of cols floats) for dense
 // matrices, PN_BF16 for PN_BF16, and ggml's blocks for PN_Q8_0 and PN_Q4_1, whose cols must be a multiple of 32.
-PN_API int32_t pn_matrix_fill(PnMatrix* matrix, int32_t first_group, int32_t num_rows, int32_t source,
-                              const void* data);
+PN_API int32_t pn_matrix_fill(PnMatrix* matrix, int32_t first_row, int32_t num_rows, int32_t source, const void* data);
 // Rows `ids` as floats [num_ids, cols]: an embedding.
 PN_API int32_t pn_matrix_rows(const PnMatrix* matrix, const int32_t* ids, int32_t num_ids, int32_t dtype, float* out);
 // A matrix of the rows `ids` of another, same format: the head over a part of the vocabulary.

@@ -14,13 +14,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kStagesPerLayer = 8;
+constexpr int kStagesPerLayer = 12;
 constexpr int kAskedFor = 8192;     // bytes of the next weights
-constexpr int kLeastGroups = 4;     // of a matrix that a thread takes at a time
-constexpr int kLeastHeadGroups = 16;
+constexpr int kLeastHeadPieces = 4; // sixteen rows each, that a thread takes at a time
 constexpr int kOwnInputs = 16;      // tokens up to which every thread norms all of them
-constexpr int kColumns = 16;        // of the gated product that a thread makes at a time
-constexpr int kHeadGroups = 64;     // of the head that a thread makes at a time
+constexpr int kHeadPieces = 16;     // of the head that a thread makes at a time
 
 class Forward {
 public:
@@ -36,13 +34,13 @@ private:
     void layer(int thread, int index);
     void embed(int token);
     const Buffer& normed_input(int thread, const float* weight, int tapped_layer);
+    Rows rows_for(int thread, const PnMatrix& matrix, const Buffer& x, int cols, int count);
     void rotate(int index, int item);
     void attend(int thread, int index, const Task& task);
-    void gate_up(int thread, const PnLayer& layer, const Buffer& input, int begin, int end);
-    void head(int thread, int begin, int end);
+    void gate_up(int thread, const PnLayer& layer, Rows input, int piece);
+    void head(int thread, Rows input, int begin, int end);
     void tap(int token, int layer_index, bool is_normed);
-    void product(int thread, const PnMatrix& matrix, int begin, int end, const Buffer& x, int cols, float* y, int64_t ldy, int columns,
-                 bool accumulate, const float* bias);
+    void product(int thread, const PnMatrix& matrix, int begin, int end, Rows x, float* y, int columns, bool accumulate, const float* bias);
 
     // A matrix that a later stage begins with; gate and up are two parts that are walked through side by side.
     struct Next {
@@ -110,17 +108,20 @@ int32_t Forward::reserve() {
     ok &= model_.logit_input.at_least(size_t(pass_.num_logit_rows) * size_t(padded_cols(config_.hidden_size)) * element) != nullptr || !pass_.num_logit_rows;
     int widest = std::max({padded_cols(config_.hidden_size), padded_cols(queries), padded_cols(config_.inner_size)});
     while (int(model_.threads.size()) < pool_.size()) model_.threads.push_back(std::make_unique<ThreadBuffers>());
-    const size_t columns = std::max(tokens * 2 * kColumns, size_t(pass_.num_logit_rows) * kHeadGroups * kGroup);
+    const size_t columns = std::max(tokens * 2 * kWide, size_t(pass_.num_logit_rows) * kHeadPieces * kWide);
+    const size_t most_rows = size_t(std::max(num_tokens_, int(pass_.num_logit_rows)));
+    ok &= model_.planes.at_least(most_rows * size_t(plane_bytes(widest))) != nullptr;
     for (int thread = 0; thread < pool_.size(); ++thread) {
         ThreadBuffers& own = *model_.threads[size_t(thread)];
         ok &= own.expanded.at_least(scratch_bytes(widest)) != nullptr;
         ok &= own.scores.at_least(round_up(size_t(max_end_), 64) * kMaxQueries * 4) != nullptr;
         ok &= own.columns.at_least(columns * 4) != nullptr;
+        ok &= own.planes.at_least(size_t(kOwnInputs) * size_t(plane_bytes(widest))) != nullptr;
         ok &= own.input.at_least(size_t(std::min(num_tokens_, kOwnInputs)) * size_t(padded_cols(config_.hidden_size)) * element) != nullptr;
     }
     if (!ok) return fail("out of memory");
-    if (model_.shares.size() < model_.layers.size() * kStagesPerLayer + 4)
-        model_.shares = std::vector<Share>(model_.layers.size() * kStagesPerLayer + 4);
+    const size_t stages = model_.layers.size() * kStagesPerLayer + 4;
+    if (model_.shares.size() < stages) model_.shares = std::vector<Share>(stages);
     for (Share& share : model_.shares) share.reset();
     model_.best.assign(size_t(pool_.size() * pass_.num_logit_rows), {-INFINITY, 0});
     stage_began_ = Clock::now();
@@ -142,16 +143,18 @@ void Forward::share(int thread, PnStage stage, int count, int least, Work work, 
 }
 
 void Forward::ask_for(const Next& next, int thread) const {
-    const int groups = next.matrix->num_groups / next.parts;
-    const int first = thread * Share::first_size(groups, pool_.size(), next.least);
-    for (int part = 0; part < next.parts; ++part)
-        for (int at = 0; at < kAskedFor / next.parts; at += 64) __builtin_prefetch(next.matrix->panels[0].group(part * groups + first) + at);
+    const int pieces = next.matrix->num_pieces() / next.parts;
+    const int first = thread * Share::first_size(pieces, pool_.size(), next.least);
+    for (int part = 0; part < next.parts; ++part) {
+        const uint8_t* begin = next.matrix->panels[0].group(next.matrix->group_of_piece(part * pieces + first));
+        for (int at = 0; at < kAskedFor / next.parts; at += 64) __builtin_prefetch(begin + at);
+    }
 }
 
 void Forward::run(int thread) {
     share(thread, PN_STAGE_EMBED, num_tokens_, 1, [&](int begin, int end) {
         for (int token = begin; token < end; ++token) embed(token);
-    }, {model_.layers[0].qkv, kLeastGroups, 1});
+    }, {model_.layers[0].qkv, 1, 1});
     for (int index = 0; index < int(model_.layers.size()); ++index) layer(thread, index);
     const int last = int(model_.layers.size()) - 1;
     share(thread, PN_STAGE_NORM, num_tokens_ + pass_.num_logit_rows, 1, [&](int begin, int end) {
@@ -165,49 +168,66 @@ void Forward::run(int thread) {
                           element(model_.logit_input, int64_t(row) * padded));
         }
     });
-    if (pass_.num_logit_rows)
-        share(thread, PN_STAGE_HEAD, config_.head->num_groups, kLeastHeadGroups, [&](int begin, int end) {
-            for (int first = begin; first < end; first += kHeadGroups) head(thread, first, std::min(first + kHeadGroups, end));
-        });
+    if (!pass_.num_logit_rows) return;
+    const Rows input = rows_for(thread, *config_.head, model_.logit_input, config_.hidden_size, pass_.num_logit_rows);
+    share(thread, PN_STAGE_HEAD, config_.head->num_pieces(), kLeastHeadPieces, [&](int begin, int end) {
+        for (int first = begin; first < end; first += kHeadPieces) head(thread, input, first, std::min(first + kHeadPieces, end));
+    });
 }
 
 Forward::Next Forward::after(int index) const {
-    if (index + 1 < int(model_.layers.size())) return {model_.layers[size_t(index + 1)].qkv, kLeastGroups, 1};
-    return {pass_.num_logit_rows ? config_.head : nullptr, kLeastHeadGroups, 1};
+    if (index + 1 < int(model_.layers.size())) return {model_.layers[size_t(index + 1)].qkv, 1, 1};
+    return {pass_.num_logit_rows ? config_.head : nullptr, kLeastHeadPieces, 1};
 }
 
 void Forward::layer(int thread, int index) {
     const PnLayer& layer = model_.layers[size_t(index)];
     const int hidden_size = config_.hidden_size, columns = model_.query_rows() + 2 * model_.kv_rows();
-    const Buffer& input = normed_input(thread, layer.input_norm, index - 1);
-    share(thread, PN_STAGE_QKV, layer.qkv->num_groups, kLeastGroups, [&](int begin, int end) {
-        product(thread, *layer.qkv, begin, end, input, hidden_size, model_.qkv.as<float>(), columns, columns, false, layer.qkv_bias);
+    const Rows input = rows_for(thread, *layer.qkv, normed_input(thread, layer.input_norm, index - 1), hidden_size, num_tokens_);
+    share(thread, PN_STAGE_QKV, layer.qkv->num_pieces(), 1, [&](int begin, int end) {
+        product(thread, *layer.qkv, begin, end, input, model_.qkv.as<float>(), columns, false, layer.qkv_bias);
     });
     share(thread, PN_STAGE_ROPE, num_tokens_ * (config_.num_heads + 2 * config_.num_kv_heads), 4, [&](int begin, int end) {
         for (int item = begin; item < end; ++item) rotate(index, item);
     });
     share(thread, PN_STAGE_ATTEND, int(model_.tasks.size()), 1, [&](int begin, int end) {
         for (int task = begin; task < end; ++task) attend(thread, index, model_.tasks[size_t(task)]);
-    }, {layer.output, kLeastGroups, 1});
-    share(thread, PN_STAGE_OUTPUT, layer.output->num_groups, kLeastGroups, [&](int begin, int end) {
-        product(thread, *layer.output, begin, end, model_.attended, config_.num_heads * config_.head_dim, model_.hidden.as<float>(),
-                hidden_size, hidden_size, true, layer.output_bias);
-    }, {layer.gate_up, kLeastGroups, 2});
-    const Buffer& gated_input = normed_input(thread, layer.mlp_norm, -1);
-    share(thread, PN_STAGE_GATE_UP, layer.gate_up->num_groups / 2, kLeastGroups, [&](int begin, int end) {
-        for (int first = begin; first < end; first += kColumns / kGroup)
-            gate_up(thread, layer, gated_input, first, std::min(first + kColumns / kGroup, end));
-    }, {layer.down, kLeastGroups, 1});
-    share(thread, PN_STAGE_DOWN, layer.down->num_groups, kLeastGroups, [&](int begin, int end) {
-        product(thread, *layer.down, begin, end, model_.gated, config_.inner_size, model_.hidden.as<float>(), hidden_size, hidden_size,
-                true, layer.down_bias);
+    }, {layer.output, 1, 1});
+    const Rows attended = rows_for(thread, *layer.output, model_.attended, config_.num_heads * config_.head_dim, num_tokens_);
+    share(thread, PN_STAGE_OUTPUT, layer.output->num_pieces(), 1, [&](int begin, int end) {
+        product(thread, *layer.output, begin, end, attended, model_.hidden.as<float>(), hidden_size, true, layer.output_bias);
+    }, {layer.gate_up, 1, 2});
+    const Rows gated_input = rows_for(thread, *layer.gate_up, normed_input(thread, layer.mlp_norm, -1), hidden_size, num_tokens_);
+    share(thread, PN_STAGE_GATE_UP, layer.gate_up->num_pieces() / 2, 1, [&](int begin, int end) {
+        for (int piece = begin; piece < end; ++piece) gate_up(thread, layer, gated_input, piece);
+    }, {layer.down, 1, 1});
+    const Rows gated = rows_for(thread, *layer.down, model_.gated, config_.inner_size, num_tokens_);
+    share(thread, PN_STAGE_DOWN, layer.down->num_pieces(), 1, [&](int begin, int end) {
+        product(thread, *layer.down, begin, end, gated, model_.hidden.as<float>(), hidden_size, true, layer.down_bias);
     }, after(index));
 }
 
-void Forward::product(int thread, const PnMatrix& matrix, int begin, int end, const Buffer& x, int cols, float* y, int64_t ldy,
-                      int columns, bool accumulate, const float* bias) {
-    const Product product = {&matrix, begin, end, x.as<void>(), padded_cols(cols), num_tokens_, y, ldy, 0, columns, accumulate, bias};
+// Pieces [begin, end) of a matrix times every token; y is [tokens, columns].
+void Forward::product(int thread, const PnMatrix& matrix, int begin, int end, Rows x, float* y, int columns, bool accumulate,
+                      const float* bias) {
+    const Product product = {&matrix, matrix.group_of_piece(begin), matrix.group_of_piece(end), x.data, x.row_bytes, num_tokens_, y, columns, 0,
+                             columns, accumulate, bias};
     kernels_.multiply(product, model_.threads[size_t(thread)]->expanded.as<void>());
+}
+
+// Inputs as the matrix takes them. Of few rows every thread makes planes of its own, as with normed inputs.
+Rows Forward::rows_for(int thread, const PnMatrix& matrix, const Buffer& x, int cols, int count) {
+    const int padded = padded_cols(cols);
+    if (!takes_planes(matrix, kernels_)) return {x.as<void>(), int64_t(padded) * model_.element_bytes()};
+    const bool is_shared = count > kOwnInputs;
+    const Buffer& to = is_shared ? model_.planes : model_.threads[size_t(thread)]->planes;
+    const Rows out = {to.as<void>(), plane_bytes(padded)};
+    const auto make = [&](int begin, int end) {
+        for (int row = begin; row < end; ++row) kernels_.planes(element(x, int64_t(row) * padded), padded, to.as<uint8_t>() + row * out.row_bytes);
+    };
+    if (is_shared) share(thread, PN_STAGE_NORM, count, 1, make);
+    else make(0, count);
+    return out;
 }
 
 void Forward::embed(int token) {
@@ -294,32 +314,33 @@ void Forward::attend(int thread, int index, const Task& task) {
     kernels_.attend(attention);
 }
 
-void Forward::gate_up(int thread, const PnLayer& layer, const Buffer& input, int begin, int end) {
+// Sixteen columns of the gated product.
+void Forward::gate_up(int thread, const PnLayer& layer, Rows input, int piece) {
     ThreadBuffers& own = *model_.threads[size_t(thread)];
     float* gates = own.columns.as<float>();
-    float* ups = gates + int64_t(num_tokens_) * kColumns;
-    const int half = layer.gate_up->num_groups / 2, column = begin * kGroup, count = (end - begin) * kGroup;
-    const int ldx = padded_cols(config_.hidden_size);
+    float* ups = gates + int64_t(num_tokens_) * kWide;
+    const PnMatrix& matrix = *layer.gate_up;
+    const int half = matrix.num_pieces() / 2, column = piece * kWide;
     const float* bias = layer.gate_up_bias;
-    Product product = {layer.gate_up, begin, end, input.as<void>(), ldx, num_tokens_, gates, kColumns, begin, count, false,
-                       bias ? bias + column : nullptr};
+    Product product = {&matrix, matrix.group_of_piece(piece), matrix.group_of_piece(piece + 1), input.data, input.row_bytes, num_tokens_, gates, kWide,
+                       matrix.group_of_piece(piece), kWide, false, bias ? bias + column : nullptr};
     kernels_.multiply(product, own.expanded.as<void>());
-    product.first_group = product.base_group = half + begin, product.last_group = half + end;
-    product.y = ups, product.bias = bias ? bias + half * kGroup + column : nullptr;
+    product.first_group = product.base_group = matrix.group_of_piece(half + piece), product.last_group = matrix.group_of_piece(half + piece + 1);
+    product.y = ups, product.bias = bias ? bias + half * kWide + column : nullptr;
     kernels_.multiply(product, own.expanded.as<void>());
-    const int size = std::min(count, config_.inner_size - column), stride = padded_cols(config_.inner_size);
+    const int size = std::min(kWide, config_.inner_size - column), stride = padded_cols(config_.inner_size);
     for (int token = 0; token < num_tokens_; ++token)
-        kernels_.gate(gates + token * kColumns, ups + token * kColumns, size, element(model_.gated, int64_t(token) * stride + column));
+        kernels_.gate(gates + token * kWide, ups + token * kWide, size, element(model_.gated, int64_t(token) * stride + column));
 }
 
-void Forward::head(int thread, int begin, int end) {
+void Forward::head(int thread, Rows input, int begin, int end) {
     ThreadBuffers& own = *model_.threads[size_t(thread)];
     const PnMatrix& matrix = *config_.head;
-    const int rows = pass_.num_logit_rows, first = begin * kGroup, count = std::min(end * kGroup, matrix.rows) - first;
+    const int rows = pass_.num_logit_rows, first = begin * kWide, count = std::min(end * kWide, matrix.rows) - first;
     float* y = pass_.logits ? pass_.logits + first : own.columns.as<float>();
-    const int64_t ldy = pass_.logits ? pass_.logits_stride : kHeadGroups * kGroup;
-    const Product product = {&matrix, begin, end, model_.logit_input.as<void>(), padded_cols(config_.hidden_size), rows, y, ldy, begin,
-                             count, false, nullptr};
+    const int64_t ldy = pass_.logits ? pass_.logits_stride : kHeadPieces * kWide;
+    const int first_group = matrix.group_of_piece(begin);
+    const Product product = {&matrix, first_group, matrix.group_of_piece(end), input.data, input.row_bytes, rows, y, ldy, first_group, count, false, nullptr};
     kernels_.multiply(product, own.expanded.as<void>());
     if (!pass_.argmax) return;
     for (int row = 0; row < rows; ++row) {

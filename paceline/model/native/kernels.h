@@ -14,16 +14,22 @@ namespace pn {
 struct Product {
     const PnMatrix* matrix;
     int first_group, last_group;
-    const void* x;        // [num_rows, ldx] in the model's dtype, zero from cols to padded_cols
-    int64_t ldx;
+    const void* x;        // rows in the model's dtype, zero from cols to padded_cols; of quantised matrices planes, where there are any
+    int64_t row_bytes;    // from one row of x to the next
     int num_rows;
-    float* y;             // [num_rows, ldy]: the column of group g is 4 (g - base_group)
+    float* y;             // [num_rows, ldy]: the column of group g is group_rows (g - base_group)
     int64_t ldy;
     int base_group;       // 0, or first_group for a buffer of this piece only
     int num_columns;      // nothing is written at or behind this column of y
     bool accumulate;      // add to y, a residual
     const float* bias;    // by column of y, or null
 };
+
+// A row of inputs in sixteen-bit fixed point, one scale for each block of 32: integer products with codes are exact, and bfloat16
+// loses nothing but what is 2^-8 of the largest beside it and below. For each block 32 high bytes, then 32 low ones, both signed;
+// behind all blocks their scales, then the sums of their elements, as floats.
+inline int64_t plane_bytes(int padded_cols) { return int64_t(round_up(size_t(padded_cols / kBlock) * (2 * kBlock + 8), 64)); }
+constexpr int kPlaneRange = 127 * 256 + 127;  // of an element, either way: its high byte is rounded
 
 // Queries of one head and one row of the cache: query i stands at position `position + i` and sees [first_i, end_i).
 struct Attention {
@@ -43,8 +49,8 @@ struct Attention {
     int64_t out_stride;
 };
 
-// A group's elements as floats, its scales, and room to write whole vectors.
-inline size_t scratch_bytes(int padded_cols) { return size_t(padded_cols) * (kGroup * 4 + 1) + 64; }
+// Four rows of a panel as floats.
+inline size_t scratch_bytes(int padded_cols) { return size_t(padded_cols) * kGroup * 4 + 64; }
 
 constexpr int kMaxQueries = 16;    // of one Attention
 constexpr int kKeys = 16;          // positions of the cache that are scored together
@@ -69,6 +75,8 @@ struct Kernels {
     // out = x / sqrt(mean(x^2) + eps) * weight, zeros from size to padded
     void (*norm)(const float* x, const float* weight, int size, int padded, float eps, void* out);
     void (*convert)(const float* x, int size, int padded, void* out);
+    // A row of inputs as planes, or null where quantised matrices take rows in the model's dtype
+    void (*planes)(const void* x, int padded_cols, void* out);
     // out[i] = silu(gate[i]) * up[i]
     void (*gate)(const float* gate, const float* up, int size, void* out);
     // A query: zeros behind head_dim

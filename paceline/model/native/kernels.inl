@@ -3,11 +3,10 @@
 //   template <int Rows> void tile(weights, row_stride, block_stride, num_blocks, x, ldx, float (*sums)[kGroup], unsigned ahead);
 //       sums[row][lane] = x[row] . weights[lane]; kMaxTile is the most rows that the registers hold; bit i of `ahead`: ask for
 //       what comes kAhead behind lane i
-//   void expand_q4(panel, group, out, room), expand_q8(...);     a group's codes as elements [block][4][32]
 //   template <int Rows> void score_keys(keys, query, stride, padded, scale, out, ldout);     kKeys scores for each row
 //   template <int Rows> void weigh_values(values, padded, column, weights, ldweights, begin, end, vf (*sums)[...]);     kBlock columns
-//   template <int Rows> bool tile_of_codes(format, panel, group, room, x, ldx, sums);     both at once, for up to kMaxFused rows
-// `room` holds a float for each scale of a group.
+//   template <class T> constexpr int kMaxWide;     most rows that wide_tile takes; 0: it has none, and kPlanes<T> is null
+//   template <int Rows> void wide_tile(format, panel, group, x, row_bytes, num_blocks, sums, asks_ahead);     sums[row][16] of planes
 // Everything is in an anonymous namespace: code compiled for one instruction set must never be linked into another.
 
 namespace pn {
@@ -105,22 +104,35 @@ void expand_dense(const PnPanel& panel, const uint8_t* group, T* out) {
         put_vector(out + at, get_vector(from + at));
     }
 }
-inline bool is_dense(int format) { return format == PN_F32 || format == PN_BF16; }
-
-// The part of the scratch behind a group's elements.
-template <class T>
-float* room_of(const PnPanel& panel, T* scratch) {
-    return reinterpret_cast<float*>(scratch + panel.num_blocks * kGroup * kBlock);
+inline float half_at(const uint8_t* scales, int index) {
+    uint16_t half;
+    __builtin_memcpy(&half, scales + index * 2, 2);
+    return half_to_float(half);
 }
 
-// Codes of one group as elements [block][4][32] of the type that is multiplied; dense groups of that type are used where they are.
+// Four rows of a quantised group, from `first` on, as elements [block][4][32] of the type that is multiplied.
 template <class T>
-const T* elements(int format, const PnPanel& panel, const uint8_t* group, T* scratch) {
-    if (format == element_format(scratch)) return reinterpret_cast<const T*>(group);
-    if (format == PN_Q4_1) expand_q4(panel, group, scratch, room_of(panel, scratch));
-    else if (format == PN_Q8_0) expand_q8(panel, group, scratch, room_of(panel, scratch));
-    else expand_dense(panel, group, scratch);
-    return scratch;
+void expand_codes(int format, const PnPanel& panel, const uint8_t* group, int first, T* out) {
+    const uint8_t* scales = group + panel.codes_bytes;
+    for (int block = 0; block < panel.num_blocks; ++block)
+        for (int slot = first; slot < first + kGroup; ++slot, out += kBlock) {
+            const bool is_q8 = format == PN_Q8_0;
+            const float scale = half_at(scales, is_q8 ? block * kWide + slot : 2 * block * kWide + slot);
+            const float minimum = is_q8 ? -128.0f * scale : half_at(scales, (2 * block + 1) * kWide + slot);
+            float values[kBlock];
+            for (int col = 0; col < kBlock; col += 8) {
+                uint8_t codes[8];
+                const uint8_t* from = group + code_byte(format, size_t(block), size_t(slot), col);
+                __builtin_prefetch(from + kAhead);
+                __builtin_memcpy(codes, from, 4);
+                __builtin_memcpy(codes + 4, is_q8 ? from + 64 : from, 4);
+                for (int at = 0; at < 8; ++at) {
+                    const int code = is_q8 ? codes[at] : at < 4 ? codes[at] & 15 : codes[at] >> 4;
+                    values[col + at] = float(code) * scale + minimum;  // the product is exact: rounding once or twice is the same
+                }
+            }
+            for (int at = 0; at < kBlock; at += kWidth) put_vector(out + at, load(values + at));
+        }
 }
 
 typedef float Four __attribute__((vector_size(16)));
@@ -131,6 +143,19 @@ struct Output {
     int column, num_columns;
     bool accumulate;
     const float* bias;
+
+    // Sixteen columns, a vector at a time.
+    void write_wide(int row, const float* sums) const {
+        float* to = y + row * ldy;
+        for (int at = 0; at < kWide; at += kWidth) {
+            const int left = num_columns - column - at;
+            if (left <= 0) return;
+            vf value = load(sums + at);
+            if (bias) value += get_upto(bias + column + at, left);
+            if (accumulate) value += get_upto(to + at, left);
+            put_upto(to + at, value, left);
+        }
+    }
 
     void write(int row, const float* sums) const {
         float* to = y + row * ldy;
@@ -164,48 +189,29 @@ struct Inputs {
 };
 
 template <class T, int Rows>
-inline bool few_rows(int format, const PnPanel& panel, const uint8_t* group, const Inputs<T>& in, T* scratch, const Output& output) {
-    float sums[Rows][kGroup];
-    if (!tile_of_codes<Rows>(format, panel, group, room_of(panel, scratch), in.x, in.ldx, sums)) return false;
-    for (int row = 0; row < Rows; ++row) output.write(row, sums[row]);
-    return true;
-}
-
-// As few_rows for in.num_rows rows, at most `Most`.
-template <class T, int Most>
-inline bool any_rows(int format, const PnPanel& panel, const uint8_t* group, const Inputs<T>& in, T* scratch, const Output& output) {
-    if constexpr (Most == 0) return false;
-    else return in.num_rows == Most ? few_rows<T, Most>(format, panel, group, in, scratch, output)
-                                    : any_rows<T, Most - 1>(format, panel, group, in, scratch, output);
-}
-
-template <class T, int Rows>
 inline void rows_of(const T* weights, int num_blocks, const Inputs<T>& in, int row, const Output& output, unsigned ahead) {
     float sums[Rows][kGroup];
     tile<Rows>(weights, kBlock, kGroup * kBlock, num_blocks, in.x + row * in.ldx, in.ldx, sums, ahead);
     for (int index = 0; index < Rows; ++index) output.write(row + index, sums[index]);
 }
 
-// Which lanes of a dense group a tile asks ahead for: the tiles of a group take turns, so that memory is never idle. Codes were
-// asked for when they were expanded.
-inline unsigned lanes_ahead(int format, int tile_index, int num_tiles) {
-    if (!is_dense(format)) return 0;
+// Which lanes of a group a tile asks ahead for: the tiles of a group take turns, so that memory is never idle.
+inline unsigned lanes_ahead(int tile_index, int num_tiles) {
     unsigned lanes = 0;
     for (int lane = 0; lane < kGroup; ++lane)
         if (lane % num_tiles == tile_index) lanes |= 1u << lane;
     return lanes;
 }
 
+// Four rows of weights [block][4][32]; only those in memory are worth asking ahead for.
 template <class T>
-inline void multiply_group(int format, const PnPanel& panel, const uint8_t* group, const Inputs<T>& in, T* scratch, const Output& output) {
-    if (in.num_rows <= kMaxFused && any_rows<T, kMaxFused>(format, panel, group, in, scratch, output)) return;
-    const T* weights = elements(format, panel, group, scratch);
-    const int num_tiles = (in.num_rows + kMaxTile - 1) / kMaxTile, blocks = panel.num_blocks;
+inline void multiply_group(const T* weights, int blocks, bool in_memory, const Inputs<T>& in, const Output& output) {
+    const int num_tiles = (in.num_rows + kMaxTile - 1) / kMaxTile;
     int row = 0;
     for (int index = 0; index < num_tiles; ++index) {
         // Even tiles: seven rows are four and three rather than six and one.
         const int size = (in.num_rows - row + num_tiles - index - 1) / (num_tiles - index);
-        const unsigned ahead = lanes_ahead(format, index, num_tiles < kGroup ? num_tiles : kGroup);
+        const unsigned ahead = in_memory ? lanes_ahead(index, num_tiles < kGroup ? num_tiles : kGroup) : 0;
         if (size == 1) rows_of<T, 1>(weights, blocks, in, row, output, ahead);
         if (size == 2) rows_of<T, 2>(weights, blocks, in, row, output, ahead);
         if constexpr (kMaxTile > 2) {
@@ -218,17 +224,57 @@ inline void multiply_group(int format, const PnPanel& panel, const uint8_t* grou
     }
 }
 
+// One quantised group by planes, `size` rows from `row` on.
+struct WideRows {
+    int format;
+    const PnPanel& panel;
+    const uint8_t* group;
+    const uint8_t* x;  // of the matrix's first block
+    int64_t row_bytes;
+    int num_blocks;    // of the matrix
+    bool asks_ahead;
+};
+template <int Most>
+inline void wide_rows(const WideRows& in, int row, int size, const Output& output) {
+    if constexpr (Most > 0) {
+        if (size != Most) return wide_rows<Most - 1>(in, row, size, output);
+        float sums[Most][kWide];
+        wide_tile<Most>(in.format, in.panel, in.group, in.x + row * in.row_bytes, in.row_bytes, in.num_blocks, sums, in.asks_ahead);
+        for (int index = 0; index < Most; ++index) output.write_wide(row + index, sums[index]);
+    }
+}
+
 template <class T>
 void multiply(const Product& product, void* scratch) {
     const PnMatrix& matrix = *product.matrix;
     for (int index = 0; index < matrix.num_panels; ++index) {
         const PnPanel& panel = matrix.panels[index];
-        const Inputs<T> in = {static_cast<const T*>(product.x) + panel.first_block * kBlock, product.ldx, product.num_rows};
+        const Inputs<T> in = {static_cast<const T*>(product.x) + panel.first_block * kBlock, product.row_bytes / int64_t(sizeof(T)), product.num_rows};
         for (int group = product.first_group; group < product.last_group; ++group) {
-            const int column = (group - product.base_group) * kGroup;
-            const Output output = {product.y + column, product.ldy, column, product.num_columns, product.accumulate || index > 0,
-                                   index == 0 ? product.bias : nullptr};
-            multiply_group(matrix.format, panel, panel.group(group), in, static_cast<T*>(scratch), output);
+            const int column = (group - product.base_group) * matrix.group_rows;
+            Output output = {product.y + column, product.ldy, column, product.num_columns, product.accumulate || index > 0,
+                             index == 0 ? product.bias : nullptr};
+            const uint8_t* data = panel.group(group);
+            if (matrix.format == element_format(in.x)) {
+                multiply_group(reinterpret_cast<const T*>(data), panel.num_blocks, true, in, output);
+            } else if (matrix.is_dense()) {
+                expand_dense(panel, data, static_cast<T*>(scratch));
+                multiply_group(static_cast<const T*>(scratch), panel.num_blocks, false, in, output);
+            } else if (kMaxWide<T> > 0) {
+                const int most = kMaxWide<T> > 0 ? kMaxWide<T> : 1, tiles = (product.num_rows + most - 1) / most;
+                for (int tile = 0, row = 0; tile < tiles; ++tile) {
+                    const int size = (product.num_rows - row + tiles - tile - 1) / (tiles - tile);
+                    wide_rows<kMaxWide<T>>({matrix.format, panel, data, static_cast<const uint8_t*>(product.x), product.row_bytes, matrix.num_blocks, tile == 0},
+                                           row, size, output);
+                    row += size;
+                }
+            } else {
+                for (int first = 0; first < kWide && output.column < product.num_columns; first += kGroup) {
+                    expand_codes(matrix.format, panel, data, first, static_cast<T*>(scratch));
+                    multiply_group(static_cast<const T*>(scratch), panel.num_blocks, false, in, output);
+                    output.column += kGroup, output.y += kGroup;
+                }
+            }
         }
     }
 }
@@ -335,27 +381,22 @@ inline int argmax(const float* x, int size, float* best) {
     return 0;  // nothing but NaN
 }
 
-inline float half_at(const uint8_t* scales, int index) {
-    uint16_t half;
-    __builtin_memcpy(&half, scales + index * 2, 2);
-    return half_to_float(half);
-}
-
 template <class T>
 void row(const PnMatrix& matrix, int row, float* out) {
-    const int lane = row % kGroup;
+    const int slot = row % matrix.group_rows;
     for (int col = 0; col < matrix.cols; ++col) {
         const PnPanel& panel = matrix.panel_of(col / kBlock);
-        const uint8_t* group = panel.group(row / kGroup);
+        const uint8_t* group = panel.group(row / matrix.group_rows);
         const uint8_t* scales = group + panel.codes_bytes;
-        const int block = col / kBlock - panel.first_block, at = (block * kGroup + lane) * kBlock + col % kBlock;
+        const int block = col / kBlock - panel.first_block, at = (block * kGroup + slot) * kBlock + col % kBlock;
         float value;
         if (matrix.format == PN_F32) value = reinterpret_cast<const float*>(group)[at];
         else if (matrix.format == PN_BF16) value = bfloat_to_float(reinterpret_cast<const bfloat*>(group)[at]);
-        else if (matrix.format == PN_Q8_0) value = half_at(scales, block * kGroup + lane) * float(reinterpret_cast<const int8_t*>(group)[at]);
         else {
-            const int code = reinterpret_cast<const uint16_t*>(group)[block * kBlock + col % kBlock] >> 4 * lane & 15;
-            value = half_at(scales, block * 2 * kGroup + lane) * float(code) + half_at(scales, (block * 2 + 1) * kGroup + lane);
+            const int byte = group[code_byte(matrix.format, size_t(block), size_t(slot), col % kBlock)];
+            if (matrix.format == PN_Q8_0) value = half_at(scales, block * kWide + slot) * float(byte - 128);
+            else value = half_at(scales, 2 * block * kWide + slot) * float(byte >> code_shift(matrix.format, col % kBlock) & 15) +
+                         half_at(scales, (2 * block + 1) * kWide + slot);
         }
         T rounded;
         put(&rounded, 0, value);
@@ -365,7 +406,7 @@ void row(const PnMatrix& matrix, int row, float* out) {
 
 template <class T>
 const Kernels* table(const char* name) {
-    static const Kernels kernels = {name, multiply<T>, attend<T>, norm<T>, convert<T>, gate<T>, put_query<T>, put_key<T>, put_value<T>, argmax, row<T>};
+    static const Kernels kernels = {name, multiply<T>, attend<T>, norm<T>, convert<T>, kPlanes<T>, gate<T>, put_query<T>, put_key<T>, put_value<T>, argmax, row<T>};
     return &kernels;
 }
 

@@ -1,7 +1,7 @@
-// AVX-512 with bfloat16 dot products (Zen 4, Cooper Lake, Sapphire Rapids and later).
+// AVX-512 with bfloat16 and byte dot products (Zen 4, Cooper Lake, Sapphire Rapids and later).
 #include "simd.h"
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 
 #include <immintrin.h>
 
@@ -10,7 +10,6 @@ namespace {
 
 constexpr int kWidth = 16;
 constexpr int kMaxTile = 6;   // 24 sums, 4 weights, 1 activation: of 32 registers
-constexpr int kMaxFused = 4;  // rows up to which codes are not worth storing as weights first
 typedef uint16_t bfloat;
 typedef Lanes<16>::Floats vf;
 typedef Lanes<16>::Ints vi;
@@ -67,84 +66,6 @@ struct Dense {
             out[lane] = Step<T>::load(at + lane * row_stride);
             if (lanes_ahead >> lane & 1) ask_for(reinterpret_cast<const uint8_t*>(at + lane * row_stride) + kAhead);
         });
-    }
-};
-
-// Scales of a whole group are widened ahead of their use: a vector that is stored and read back at once, number by number,
-// costs more than all the rest.
-inline const float* widened(const uint8_t* halves, int count, float* out) {
-    for (int at = 0; at < count; at += kWidth)  // a group's memory ends on a multiple of 64 bytes, `out` too
-        _mm512_storeu_ps(out + at, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(halves + at * 2))));
-    return out;
-}
-
-// The sixteen values that a block of four-bit codes can have: scale * code + minimum, rounded as a float once.
-inline __m512 q4_values(const float* scales, int lane) {
-    const __m512 codes = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    return _mm512_fmadd_ps(codes, _mm512_set1_ps(scales[lane]), _mm512_set1_ps(scales[kGroup + lane]));
-}
-
-template <class T>
-struct Q4 {
-    const uint8_t* codes;
-    const uint8_t* behind;  // the codes: scales and minima
-    const float* scales;
-    Q4(const PnPanel& panel, const uint8_t* group, float* room)
-        : codes(group), behind(group + panel.codes_bytes), scales(widened(group + panel.codes_bytes, panel.num_blocks * 2 * kGroup, room)) {}
-
-    void ahead(int block) const {
-        ask_for(codes + size_t(block) * kBlock * 2 + kAhead);
-        if (block % 4 == 0) ask_for(behind + block * 2 * kGroup * 2 + kAhead);
-    }
-    // Two rows share a table of 32: bit 4 of an index chooses the row.
-    void get(int block, int, __m512bh (&out)[kGroup]) const {
-        const __m512i words = _mm512_loadu_si512(codes + size_t(block) * kBlock * 2);
-        const __m512i code = _mm512_set1_epi16(15), second = _mm512_set1_epi16(16);
-        const float* own = scales + block * 2 * kGroup;
-        ahead(block);
-        each<kGroup / 2>([&](auto pair) {
-            const int lane = 2 * pair;
-            const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(q4_values(own, lane + 1), q4_values(own, lane));
-            const __m512i low = _mm512_srli_epi16(words, unsigned(4 * lane)), high = _mm512_srli_epi16(words, unsigned(4 * lane + 4));
-            out[lane] = (__m512bh)_mm512_permutexvar_epi16(_mm512_and_si512(low, code), table);
-            out[lane + 1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(high, code, second, 0xea), table);  // and, or
-        });
-    }
-    void get(int block, int part, __m512 (&out)[kGroup]) const {
-        const uint8_t* at = codes + (size_t(block) * kBlock + size_t(part) * kWidth) * 2;
-        const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at));
-        if (part == 0) ahead(block);
-        each<kGroup>([&](auto lane) {  // the shuffle reads the lowest four bits of each index
-            const __m512i index = _mm512_srli_epi32(words, unsigned(4 * lane));
-            out[lane] = _mm512_permutexvar_ps(index, q4_values(scales + block * 2 * kGroup, lane));
-        });
-    }
-};
-
-template <class T>
-struct Q8 {
-    const int8_t* codes;
-    const uint8_t* behind;
-    const float* scales;
-    Q8(const PnPanel& panel, const uint8_t* group, float* room)
-        : codes(reinterpret_cast<const int8_t*>(group)), behind(group + panel.codes_bytes), scales(widened(group + panel.codes_bytes, panel.num_blocks * kGroup, room)) {}
-
-    __m512 values(int block, int lane, int part) const {
-        const int8_t* at = codes + (block * kGroup + lane) * kBlock + part * kWidth;
-        const __m512 whole = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
-        return _mm512_mul_ps(whole, _mm512_set1_ps(scales[block * kGroup + lane]));
-    }
-    void ahead(int block) const {
-        for (int line = 0; line < kGroup * kBlock; line += 64) ask_for(codes + block * kGroup * kBlock + line + kAhead);
-        if (block % 8 == 0) ask_for(behind + block * kGroup * 2 + kAhead);
-    }
-    void get(int block, int, __m512bh (&out)[kGroup]) const {
-        ahead(block);
-        each<kGroup>([&](auto lane) { out[lane] = _mm512_cvtne2ps_pbh(values(block, lane, 1), values(block, lane, 0)); });
-    }
-    void get(int block, int part, __m512 (&out)[kGroup]) const {
-        if (part == 0) ahead(block);
-        each<kGroup>([&](auto lane) { out[lane] = values(block, lane, part); });
     }
 };
 
@@ -209,33 +130,112 @@ inline void weigh_values(const T* values, int padded, int column, const T* weigh
     each<Rows>([&](auto row) { sums[row][0] = low[row], sums[row][1] = high[row]; });
 }
 
-// Few rows: codes become weights in registers and are used at once. Returns false for a dense panel.
-template <int Rows, class T>
-inline bool tile_of_codes(int format, const PnPanel& panel, const uint8_t* group, float* room, const T* x, int64_t ldx, float (*sums)[kGroup]) {
-    if (format == PN_Q4_1) run_tile<Rows>(Q4<T>(panel, group, room), panel.num_blocks, x, ldx, sums);
-    else if (format == PN_Q8_0) run_tile<Rows>(Q8<T>(panel, group, room), panel.num_blocks, x, ldx, sums);
-    else return false;
-    return true;
+// ---- quantised matrices ----
+
+template <class T>
+constexpr int kMaxWide = sizeof(T) == 2 ? 16 : 0;  // 16 sums, 8 vectors of weights, 2 of scales
+
+// A block of sixteen rows: eight vectors of unsigned bytes, four neighbouring columns of every row each; weight = scale * byte + minimum.
+struct WideBlock {
+    __m512i bytes[8];
+    __m512 scale, minimum;
+};
+
+// Read where they stand: a copy would cost an instruction for each product.
+typedef int32_t Word __attribute__((may_alias));
+typedef float Number __attribute__((may_alias));
+
+inline __m512 halves_at(const uint8_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
+
+template <int Format>
+inline WideBlock wide_block(const uint8_t* codes, const uint8_t* scales, int block, bool asks_ahead) {
+    constexpr int kVectors = Format == PN_Q8_0 ? 8 : 4, kScales = Format == PN_Q8_0 ? 32 : 64;
+    WideBlock out;
+    codes += size_t(block) * kVectors * 64, scales += size_t(block) * kScales;
+    each<kVectors>([&](auto index) {
+        const __m512i bytes = _mm512_loadu_si512(codes + index * 64), low = _mm512_set1_epi8(15);
+        if (asks_ahead) ask_for(codes + index * 64 + kAhead);
+        if constexpr (Format == PN_Q8_0) {
+            out.bytes[index] = bytes;
+        } else {
+            out.bytes[2 * index] = _mm512_and_si512(bytes, low);
+            out.bytes[2 * index + 1] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low);
+        }
+    });
+    if (asks_ahead) ask_for(scales + kAhead);
+    out.scale = halves_at(scales);
+    if constexpr (Format == PN_Q8_0) out.minimum = _mm512_mul_ps(out.scale, _mm512_set1_ps(-128.0f));
+    else out.minimum = halves_at(scales + 32);
+    return out;
 }
 
-template <class T, class Source>
-inline void expand(const PnPanel& panel, const Source& source, T* out) {
-    for (int block = 0; block < panel.num_blocks; ++block)
-        for (int part = 0; part < Step<T>::kPerBlock; ++part) {
-            typename Step<T>::Vector weights[kGroup];
-            source.get(block, part, weights);
-            for (int lane = 0; lane < kGroup; ++lane)
-                Step<T>::store(out + (block * kGroup + lane) * kBlock + part * kWidth, weights[lane]);
-        }
+template <int Rows, int Format>
+inline void wide_tile_of(const PnPanel& panel, const uint8_t* group, const uint8_t* x, int64_t row_bytes, int num_blocks,
+                         float (*sums)[kWide], bool asks_ahead) {
+    __m512 acc[Rows];
+    each<Rows>([&](auto row) { acc[row] = _mm512_setzero_ps(); });
+    const uint8_t* planes = x + panel.first_block * 2 * kBlock;
+    const uint8_t* floats = x + (num_blocks * 2 * kBlock + panel.first_block * 4);
+    for (int block = 0; block < panel.num_blocks; ++block, planes += 2 * kBlock, floats += 4) {
+        const WideBlock weights = wide_block<Format>(group, group + panel.codes_bytes, block, asks_ahead);
+        each<Rows>([&](auto row) {
+            const Word* bytes = reinterpret_cast<const Word*>(planes + row * row_bytes);
+            const float scale = *reinterpret_cast<const Number*>(floats + row * row_bytes);
+            const float sum = *reinterpret_cast<const Number*>(floats + row * row_bytes + num_blocks * 4);
+            __m512i high = _mm512_setzero_si512(), low = high;
+            each<8>([&](auto at) {
+                high = _mm512_dpbusd_epi32(high, weights.bytes[at], _mm512_set1_epi32(bytes[at]));
+                low = _mm512_dpbusd_epi32(low, weights.bytes[at], _mm512_set1_epi32(bytes[8 + at]));
+            });
+            const __m512 exact = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+            acc[row] = _mm512_fmadd_ps(exact, _mm512_mul_ps(weights.scale, _mm512_set1_ps(scale)), acc[row]);
+            acc[row] = _mm512_fmadd_ps(weights.minimum, _mm512_set1_ps(sum), acc[row]);
+        });
+    }
+    each<Rows>([&](auto row) { _mm512_storeu_ps(sums[row], acc[row]); });
 }
+
+template <int Rows>
+inline void wide_tile(int format, const PnPanel& panel, const uint8_t* group, const uint8_t* x, int64_t row_bytes, int num_blocks,
+                      float (*sums)[kWide], bool asks_ahead) {
+    if (format == PN_Q4_1) wide_tile_of<Rows, PN_Q4_1>(panel, group, x, row_bytes, num_blocks, sums, asks_ahead);
+    else wide_tile_of<Rows, PN_Q8_0>(panel, group, x, row_bytes, num_blocks, sums, asks_ahead);
+}
+
+// The bits of the largest magnitude of 32 bfloat16: they are ordered as their values, NaNs behind infinity.
+inline uint16_t most_of(__m512i elements) {
+    const __m512i size = _mm512_and_si512(elements, _mm512_set1_epi16(0x7fff));
+    const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(size), _mm512_extracti64x4_epi64(size, 1));
+    const __m128i quarter = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    return uint16_t(~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(-1)))));
+}
+
+// Blocks whose largest element is below this are zero: the reciprocal of their scale would overflow.
+constexpr float kLeastElement = 1e-30f;
+
+inline void planes_of(const void* x, int padded_cols, void* out) {
+    const bfloat* from = static_cast<const bfloat*>(x);
+    const int num_blocks = padded_cols / kBlock;
+    int8_t* bytes = static_cast<int8_t*>(out);
+    float* scales = reinterpret_cast<float*>(bytes + num_blocks * 2 * kBlock);
+    for (int block = 0; block < num_blocks; ++block, from += kBlock, bytes += 2 * kBlock) {
+        const uint16_t bits = most_of(_mm512_loadu_si512(from));
+        const float most = bfloat_to_float(bits);  // of NaNs one of them: the scale and all that follows are NaN
+        const bool is_zero = most < kLeastElement;
+        const __m512 inverse = _mm512_set1_ps(is_zero ? 0.0f : float(kPlaneRange) / most);
+        const auto whole = [&](int at) { return _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps((__m512)widen(from + at), inverse))); };
+        const __m512i words = _mm512_inserti64x4(_mm512_castsi256_si512(whole(0)), whole(kWidth), 1);
+        const __m512i high = _mm512_srai_epi16(_mm512_add_epi16(words, _mm512_set1_epi16(128)), 8);
+        _mm256_storeu_si256((__m256i*)bytes, _mm512_cvtepi16_epi8(high));
+        _mm256_storeu_si256((__m256i*)(bytes + kBlock), _mm512_cvtepi16_epi8(words));
+        const int32_t total = _mm512_reduce_add_epi32(_mm512_madd_epi16(words, _mm512_set1_epi16(1)));
+        scales[block] = is_zero ? 0.0f : most / float(kPlaneRange);
+        scales[num_blocks + block] = scales[block] * float(total);
+    }
+}
+
 template <class T>
-inline void expand_q4(const PnPanel& panel, const uint8_t* group, T* out, float* room) {
-    expand(panel, Q4<T>(panel, group, room), out);
-}
-template <class T>
-inline void expand_q8(const PnPanel& panel, const uint8_t* group, T* out, float* room) {
-    expand(panel, Q8<T>(panel, group, room), out);
-}
+constexpr void (*kPlanes)(const void*, int, void*) = sizeof(T) == 2 ? planes_of : nullptr;
 
 }  // namespace
 }  // namespace pn
@@ -249,5 +249,5 @@ const Kernels* avx512_kernels(int dtype) { return dtype == PN_F32 ? table<float>
 }  // namespace pn
 
 #else
-#error "compile this file with -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mfma -mf16c, or leave it out"
+#error "compile this file with -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vnni -mfma -mf16c, or leave it out"
 #endif

@@ -4,7 +4,10 @@ namespace pn {
 namespace {
 
 constexpr int kMaxTile = 2;   // 8 sums, 4 weights, 1 activation: of 16 registers
-constexpr int kMaxFused = 0;  // codes are always expanded first
+template <class T>
+constexpr int kMaxWide = 0;   // no integer products: codes are expanded
+template <class T>
+constexpr void (*kPlanes)(const void*, int, void*) = nullptr;
 
 inline vf widen(const bfloat* from) {
     Lanes<8>::Halves halves;
@@ -110,51 +113,8 @@ inline void weigh_values(const T* values, int padded, int column, const T* weigh
     each<Rows>([&](auto row) { each<kBlock / kWidth>([&](auto part) { sums[row][part] = acc[row][part]; }); });
 }
 
-template <int Rows, class T>
-inline bool tile_of_codes(int, const PnPanel&, const uint8_t*, float*, const T*, int64_t, float (*)[kGroup]) {
-    return false;
-}
-
-inline void keep(float* out, vf value) { __builtin_memcpy(out, &value, sizeof value); }
-inline void keep(bfloat* out, vf value) { narrow(out, value); }
-
-inline float scale_at(const uint8_t* scales, int index) {
-    uint16_t half;
-    __builtin_memcpy(&half, scales + index * 2, 2);
-    return half_to_float(half);
-}
-
-template <class T>
-inline void expand_q4(const PnPanel& panel, const uint8_t* group, T* out, float*) {
-    const uint8_t* scales = group + panel.codes_bytes;
-    for (int block = 0; block < panel.num_blocks; ++block, scales += 2 * kGroup * 2)
-        for (int lane = 0; lane < kGroup; ++lane) {
-            const vf scale = vf{} + scale_at(scales, lane), minimum = vf{} + scale_at(scales, kGroup + lane);
-            for (int part = 0; part < kBlock; part += kWidth, out += kWidth) {
-                Lanes<8>::Halves words;
-                __builtin_memcpy(&words, group + (size_t(block) * kBlock + size_t(part)) * 2, sizeof words);
-                __builtin_prefetch(group + size_t(block) * kBlock * 2 + kAhead);
-                const vf codes = __builtin_convertvector(__builtin_convertvector(words >> 4 * lane & 15, vi), vf);
-                keep(out, codes * scale + minimum);  // the product is exact: rounding once or twice is the same
-            }
-        }
-}
-
-template <class T>
-inline void expand_q8(const PnPanel& panel, const uint8_t* group, T* out, float*) {
-    const uint8_t* scales = group + panel.codes_bytes;
-    for (int row = 0; row < panel.num_blocks * kGroup; ++row) {
-        const vf scale = vf{} + scale_at(scales, row);
-        __builtin_prefetch(group + size_t(row) * kBlock + kAhead);
-        for (int part = 0; part < kBlock; part += kWidth, out += kWidth) {
-            int8_t codes[kWidth];
-            __builtin_memcpy(codes, group + size_t(row) * kBlock + size_t(part), sizeof codes);
-            vf values;
-            for (int lane = 0; lane < kWidth; ++lane) values[lane] = float(codes[lane]);
-            keep(out, values * scale);
-        }
-    }
-}
+template <int Rows>
+inline void wide_tile(int, const PnPanel&, const uint8_t*, const uint8_t*, int64_t, int, float (*)[kWide], bool) {}
 
 }  // namespace
 }  // namespace pn

@@ -19,7 +19,7 @@ const char* fault_of(const PnMatrix& matrix, int dtype) {
 const char* fault_of(const PnMatrix* matrix, int rows, int cols, int dtype) {
     if (!matrix) return "a matrix is missing";
     if (const char* fault = fault_of(*matrix, dtype)) return fault;
-    return matrix->num_groups * kGroup == padded_rows(rows) && matrix->cols == cols ? nullptr : "a matrix does not have the config's shape";
+    return padded_rows(matrix->rows) == padded_rows(rows) && matrix->cols == cols ? nullptr : "a matrix does not have the config's shape";
 }
 
 const char* fault_of(const PnModel& model) {
@@ -59,11 +59,12 @@ public:
         const size_t tokens = size_t(num_tokens_), element = size_t(model_.element_bytes());
         const int features = padded_cols(config_.fc->cols), hidden = padded_cols(config_.hidden_size);
         bool ok = model_.features.at_least(tokens * size_t(features) * element) && model_.hidden.at_least(tokens * size_t(config_.hidden_size) * 4) &&
-                  model_.input.at_least(tokens * size_t(hidden) * element) && model_.qkv.at_least(tokens * size_t(columns()) * 4);
+                  model_.input.at_least(tokens * size_t(hidden) * element) && model_.qkv.at_least(tokens * size_t(columns()) * 4) &&
+                  model_.planes.at_least(tokens * size_t(plane_bytes(std::max(features, hidden))));
         while (int(model_.threads.size()) < pool_.size()) model_.threads.push_back(std::make_unique<ThreadBuffers>());
         for (int thread = 0; thread < pool_.size(); ++thread)
             ok &= model_.threads[size_t(thread)]->expanded.at_least(scratch_bytes(std::max(features, hidden))) != nullptr;
-        if (model_.shares.size() < 5) model_.shares = std::vector<Share>(5);
+        if (model_.shares.size() < kStages) model_.shares = std::vector<Share>(kStages);
         for (Share& share : model_.shares) share.reset();
         return ok ? 0 : fail("out of memory");
     }
@@ -77,15 +78,17 @@ public:
             memset(to + features * element, 0, size_t((ldx - features) * element));
         });
         product(thread, 1, *config_.fc, model_.features, model_.hidden, hidden_size, nullptr);
-        share(thread, 2, num_tokens_, 1, [&](int token) {
+        share(thread, 3, num_tokens_, 1, [&](int token) {
             kernels_.norm(model_.hidden.as<float>() + int64_t(token) * hidden_size, config_.hidden_norm, hidden_size, padded, config_.eps,
                           model_.input.as<uint8_t>() + int64_t(token) * padded * element);
         });
-        product(thread, 3, *config_.context_kv, model_.input, model_.qkv, columns(), config_.context_bias);
-        share(thread, 4, num_tokens_ * 2 * config_.num_layers * config_.num_kv_heads, 4, [&](int item) { put(item); });
+        product(thread, 4, *config_.context_kv, model_.input, model_.qkv, columns(), config_.context_bias);
+        share(thread, 6, num_tokens_ * 2 * config_.num_layers * config_.num_kv_heads, 4, [&](int item) { put(item); });
     }
 
 private:
+    static constexpr size_t kStages = 7;
+
     int columns() const { return 2 * config_.num_layers * model_.kv_rows(); }
 
     template <class Work>
@@ -101,9 +104,20 @@ private:
         pool_.barrier();
     }
 
+    // Two stages: the inputs as the matrix takes them, and the product.
     void product(int thread, int stage, const PnMatrix& matrix, const Buffer& x, const Buffer& y, int columns, const float* bias) {
-        pieces(stage, matrix.num_groups, 4, thread, [&](int begin, int end) {
-            const Product product = {&matrix, begin, end, x.as<void>(), matrix.padded_cols(), num_tokens_, y.as<float>(), columns, 0, columns, false, bias};
+        const int padded = matrix.padded_cols();
+        const int64_t row_bytes = int64_t(padded) * model_.element_bytes();
+        Rows in = {x.as<void>(), row_bytes};
+        if (takes_planes(matrix, kernels_)) {
+            in = {model_.planes.as<void>(), plane_bytes(padded)};
+            share(thread, stage, num_tokens_, 1, [&](int token) {
+                kernels_.planes(x.as<uint8_t>() + token * row_bytes, padded, model_.planes.as<uint8_t>() + token * in.row_bytes);
+            });
+        }
+        pieces(stage + 1, matrix.num_pieces(), 1, thread, [&](int begin, int end) {
+            const Product product = {&matrix, matrix.group_of_piece(begin), matrix.group_of_piece(end), in.data, in.row_bytes, num_tokens_, y.as<float>(), columns, 0,
+                                     columns, false, bias};
             kernels_.multiply(product, model_.threads[size_t(thread)]->expanded.as<void>());
         });
         pool_.barrier();
@@ -142,31 +156,39 @@ struct Multiply {
     const PnMatrix& matrix;
     const Kernels& kernels;
     Pool& pool;
-    Buffer x;
+    Buffer x, planes;
+    Rows in;
     std::vector<std::unique_ptr<Buffer>> scratch;
     Share pieces;
     int num_tokens;
     float* out;
 
     void run(int thread) {
-        pieces.each(matrix.num_groups, pool.size(), 4, thread, [&](int begin, int end) {
-            const Product product = {&matrix, begin, end, x.as<void>(), matrix.padded_cols(), num_tokens, out, matrix.rows, 0, matrix.rows, false, nullptr};
+        pieces.each(matrix.num_pieces(), pool.size(), 1, thread, [&](int begin, int end) {
+            const Product product = {&matrix, matrix.group_of_piece(begin), matrix.group_of_piece(end), in.data, in.row_bytes, num_tokens, out, matrix.rows, 0,
+                                     matrix.rows, false, nullptr};
             kernels.multiply(product, scratch[size_t(thread)]->as<void>());
         });
     }
 };
 
 int32_t multiply(const PnMatrix& matrix, int dtype, const float* x, int num_tokens, float* out, Pool& pool) {
-    Multiply work = {matrix, *kernels_for(dtype), pool, {}, {}, {}, num_tokens, out};
+    Multiply work = {matrix, *kernels_for(dtype), pool, {}, {}, {}, {}, {}, num_tokens, out};
     const int padded = matrix.padded_cols(), element = dtype == PN_F32 ? 4 : 2;
+    const bool has_planes = takes_planes(matrix, work.kernels);
     bool ok = work.x.at_least(size_t(num_tokens) * size_t(padded) * size_t(element)) != nullptr;
     for (int thread = 0; thread < pool.size(); ++thread) {
         work.scratch.push_back(std::make_unique<Buffer>());
         ok &= work.scratch.back()->at_least(scratch_bytes(padded)) != nullptr;
     }
+    if (has_planes) ok &= work.planes.at_least(size_t(num_tokens) * size_t(plane_bytes(padded))) != nullptr;
     if (!ok) return fail("out of memory");
-    for (int token = 0; token < num_tokens; ++token)
-        work.kernels.convert(x + int64_t(token) * matrix.cols, matrix.cols, padded, work.x.as<uint8_t>() + int64_t(token) * padded * element);
+    for (int token = 0; token < num_tokens; ++token) {
+        uint8_t* row = work.x.as<uint8_t>() + int64_t(token) * padded * element;
+        work.kernels.convert(x + int64_t(token) * matrix.cols, matrix.cols, padded, row);
+        if (has_planes) work.kernels.planes(row, padded, work.planes.as<uint8_t>() + token * plane_bytes(padded));
+    }
+    work.in = has_planes ? Rows{work.planes.as<void>(), plane_bytes(padded)} : Rows{work.x.as<void>(), int64_t(padded) * element};
     pool.run([](void* self, int thread) { static_cast<Multiply*>(self)->run(thread); }, &work);
     return 0;
 }

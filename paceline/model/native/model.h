@@ -30,7 +30,7 @@ struct Task {  // one head's queries of one row
 };
 
 struct ThreadBuffers {
-    Buffer expanded, scores, columns, input;
+    Buffer expanded, scores, columns, input, planes;
 };
 
 struct Best {
@@ -38,8 +38,8 @@ struct Best {
     int index;
 };
 
-// Rows padded to whole groups, so that stacked matrices keep their groups apart.
-inline int padded_rows(int rows) { return (rows + kGroup - 1) / kGroup * kGroup; }
+// Stacked matrices keep their groups apart, whatever their format.
+inline int padded_rows(int rows) { return (rows + kWide - 1) / kWide * kWide; }
 inline int padded_cols(int cols) { return (cols + kBlock - 1) / kBlock * kBlock; }
 
 // The pool and the instruction set that all models share; `Turn` is one caller's use of them.
@@ -53,12 +53,19 @@ public:
 };
 const Kernels* kernels_for(int dtype);
 
+// Inputs of a product.
+struct Rows {
+    const void* data;
+    int64_t row_bytes;
+};
+inline bool takes_planes(const PnMatrix& matrix, const Kernels& kernels) { return kernels.planes && !matrix.is_dense(); }
+
 }  // namespace pn
 
 struct PnModel {
     PnConfig config;
     std::vector<PnLayer> layers;
-    pn::Buffer hidden, input, qkv, query, attended, gated, logit_input, features;
+    pn::Buffer hidden, input, qkv, query, attended, gated, logit_input, features, planes;
     std::vector<std::unique_ptr<pn::ThreadBuffers>> threads;
     std::vector<pn::Share> shares;
     std::vector<pn::Task> tasks;
