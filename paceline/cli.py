@@ -10,6 +10,7 @@ import typer
 
 import paceline
 from paceline.cli_bench import add_commands as add_benchmarks
+from paceline.cli_compare import add_commands as add_comparing
 from paceline.cli_options import (
     Backend,
     Device,
@@ -47,6 +48,8 @@ from paceline.cli_options import (
     settings_of,
 )
 from paceline.cli_serve import add_commands as add_serving
+from paceline.cli_simulate import add_commands as add_simulating
+from paceline.cli_simulate_serving import add_commands as add_serving_simulation
 from paceline.cli_train import add_commands as add_training
 from paceline.errors import ConfigError, PacelineError, PromptError
 
@@ -170,8 +173,11 @@ def chat(
     run(settings, params, system)
 
 
+add_comparing(app)
 add_training(app)
 add_serving(app)
+add_serving_simulation(app)
+add_simulating(app)
 
 
 @app.command()

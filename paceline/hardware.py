@@ -1,4 +1,4 @@
-"""What a machine can do: arithmetic and bytes per second, published for known GPUs, measured for the one we run on.
+"""What a machine can do: arithmetic and bytes per second, published for known machines, measured for the one we run on.
 
 Decoding reads every weight for each pass, so `bytes_per_s / weight_bytes` is the ceiling of plain decoding at batch 1.
 No torch import at module level: predictions need only the table.
@@ -30,30 +30,47 @@ class Machine:
     num_threads: int
     """CPU threads the figures were measured with; 0 for a GPU."""
     memory_bytes: int
+    link_bytes_per_s: float = 0.0
+    """To another of its kind, one way; 0 when there is none or it is not known."""
 
 
-def _gpu(name: str, float4: float, float8: float, bfloat16: float, bytes_per_s: float, gigabytes: int) -> Machine:
+def _gpu(
+    name: str, float4: float, float8: float, bfloat16: float, bytes_per_s: float, gigabytes: int, link_bytes_per_s: float
+) -> Machine:
     rates = {"float4": float4, "float8": float8, "bfloat16": bfloat16}
-    return Machine(name, bytes_per_s, {kind: rate for kind, rate in rates.items() if rate}, 0, gigabytes * 10**9)
+    known = {kind: rate for kind, rate in rates.items() if rate}
+    return Machine(name, bytes_per_s, known, 0, gigabytes * 10**9, link_bytes_per_s)
 
 
 KNOWN_GPUS: dict[str, Machine] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("B200", 9e15, 4.5e15, 2.25e15, 8e12, 192),
-        _gpu("B300", 13.5e15, 4.5e15, 2.25e15, 8e12, 288),
-        _gpu("H200", 0, 1.979e15, 9.895e14, 4.8e12, 141),
-        _gpu("H100", 0, 1.979e15, 9.895e14, 3.35e12, 80),
-        _gpu("GH200", 0, 1.979e15, 9.89e14, 4.0e12, 96),
+        _gpu("B200", 9e15, 4.5e15, 2.25e15, 8e12, 192, 9e11),
+        _gpu("B300", 13.5e15, 4.5e15, 2.25e15, 8e12, 288, 9e11),
+        _gpu("H200", 0, 1.979e15, 9.895e14, 4.8e12, 141, 4.5e11),
+        _gpu("H100", 0, 1.979e15, 9.895e14, 3.35e12, 80, 4.5e11),
+        _gpu("GH200", 0, 1.979e15, 9.89e14, 4.0e12, 96, 4.5e11),
+        _gpu("L40S", 0, 7.33e14, 3.62e14, 8.64e11, 48, 3.2e10),
+        _gpu("RTX 4090", 0, 3.303e14, 1.652e14, 1.008e12, 24, 3.2e10),
+        _gpu("RTX Pro 6000", 2.0152e15, 1.0076e15, 5.038e14, 1.792e12, 96, 6.4e10),
+        _gpu("MI300X", 0, 2.6149e15, 1.3074e15, 5.3e12, 192, 4.48e11),
     )
 }
-"""Published figures, without sparsity."""
+"""Makers' figures: dense (without sparsity), sums in float32, NVLink or Infinity Fabric or else PCIe, one way.
+
+RTX Pro 6000 is the Blackwell Workstation Edition.
+"""
+KNOWN_CPUS: dict[str, Machine] = {
+    "laptop CPU": Machine("laptop CPU", 6e10, {"float32": 6e11}, 8, 16 * 10**9),
+}
+"""A typical one, of nobody in particular: eight cores with AVX2, two channels of DDR5, two thirds of the peak of both."""
+KNOWN_MACHINES: dict[str, Machine] = {**KNOWN_GPUS, **KNOWN_CPUS}
 
 
 def known_gpu(device_name: str) -> Machine | None:
     """The table's entry for a name as the driver gives it ("NVIDIA H200"), else None."""
-    words = device_name.upper().replace("-", " ").split()
-    return next((KNOWN_GPUS[word] for word in words if word in KNOWN_GPUS), None)
+    words = set(device_name.upper().replace("-", " ").split())
+    return next((gpu for name, gpu in KNOWN_GPUS.items() if words.issuperset(name.upper().split())), None)
 
 
 def this_machine(device: str = "cpu") -> Machine:

@@ -11,12 +11,23 @@ PACKAGE = Path(__file__).parent.parent / "paceline"
 
 LAYERS = [
     {"types", "errors", "config", "hardware", "runlog", "rng", "prompts"},
-    {"hub", "model"},
+    {"hub", "model", "simulate"},
     {"draft", "verify"},
     {"engine"},
     {"bench", "train", "serve"},
     {"adapt"},
-    {"console", "cli", "cli_bench", "cli_options", "cli_serve", "cli_train", "__main__"},
+    {
+        "console",
+        "cli",
+        "cli_bench",
+        "cli_compare",
+        "cli_options",
+        "cli_serve",
+        "cli_simulate",
+        "cli_simulate_serving",
+        "cli_train",
+        "__main__",
+    },
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 FREE = {"testing"}
@@ -32,8 +43,11 @@ TORCH_FREE_AT_IMPORT = [
     "prompts",
     "cli",
     "cli_bench",
+    "cli_compare",
     "cli_options",
     "cli_serve",
+    "cli_simulate",
+    "cli_simulate_serving",
     "cli_train",
 ]
 SIDEWAYS = {
@@ -44,6 +58,8 @@ SIDEWAYS = {
     ("bench", "train"),
     ("bench", "serve"),
 }
+STANDS_ALONE = {"simulate": {"types", "errors", "config", "hardware", "simulate"}}
+"""Parts that import nothing else of ours, and no torch."""
 
 
 def modules() -> list[Path]:
@@ -89,6 +105,13 @@ def test_imports_point_left(path: Path) -> None:
 def test_light_modules_do_not_import_torch(name: str) -> None:
     heavy = {"torch", "transformers", "safetensors", "tokenizers", "matplotlib", "pyarrow"}
     assert not heavy & {found.split(".")[0] for found in imports_of(PACKAGE / f"{name}.py", top_level_only=True)}
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "simulate").glob("*.py")), ids=lambda path: path.name)
+def test_predictions_need_no_engine(path: Path) -> None:
+    found = imports_of(path)
+    assert "torch" not in {name.split(".")[0] for name in found}
+    assert {part(name) for name in found if name.startswith("paceline.")} <= STANDS_ALONE["simulate"]
 
 
 def test_a_wrong_arrow_would_be_seen(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ class ServingBench:
         else:
             await _closed_loop(send, len(requests), load.concurrency or 1)
         wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
-        return Pass(wall_s, cpu_s, [read_answer(each) for each in streams])
+        return Pass(wall_s, cpu_s, [read_answer(each, began) for each in streams])
 
     def _request(self, index: int, fields: dict[str, Any], max_tokens: int) -> tuple[str, bytes]:
         """Path and body of a pass's request; prompts begin again when they are fewer."""

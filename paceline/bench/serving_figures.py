@@ -27,6 +27,8 @@ class Answer:
     first_s: float = 0.0
     """Time to the first text."""
     total_s: float = 0.0
+    due_s: float = 0.0
+    """When it was due, after the pass began."""
     late_s: float = 0.0
     """How long after its time the request was sent: the client's own delay."""
     chunk_gaps_s: list[float] = field(default_factory=list)
@@ -37,7 +39,10 @@ class Answer:
     num_tokens: int = 0
     num_accepted: int | None = None
     """Drafts that stood; None where the server does not tell."""
+    num_drafted: int | None = None
     num_rounds: int | None = None
+    accepted_histogram: list[int] = field(default_factory=list)
+    """accepted_histogram[n]: rounds in which exactly n drafts stood."""
     text: str = ""
 
     @property
@@ -46,8 +51,8 @@ class Answer:
         return sum(self.chunk_gaps_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
 
-def read_answer(stream: Stream) -> Answer:
-    """A streamed chat or text completion."""
+def read_answer(stream: Stream, began_s: float = 0.0) -> Answer:
+    """A streamed chat or text completion of a pass that began at `began_s`."""
     if stream.failure:
         return Answer(error=stream.failure)
     reply = read_reply(stream)
@@ -57,7 +62,8 @@ def read_answer(stream: Stream) -> Answer:
         return Answer(error=f"status {reply.status}: {_error_of(reply.body)}")
     if not reply.events or reply.events[-1][1] != DONE:
         return Answer(error="the stream ended early")
-    answer = Answer(total_s=stream.ended_s - stream.due_s, late_s=stream.sent_s - stream.due_s)
+    due_s = stream.due_s
+    answer = Answer(total_s=stream.ended_s - due_s, due_s=due_s - began_s, late_s=stream.sent_s - due_s)
     times: list[float] = []
     has_ended = False
     for when, data in reply.events[:-1]:
@@ -91,10 +97,14 @@ def _count(answer: Answer, chunk: dict[str, Any]) -> None:
     if usage:
         answer.num_prompt, answer.num_tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
         answer.num_reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        answer.num_accepted = (usage.get("completion_tokens_details") or {}).get("accepted_prediction_tokens")
+        details = usage.get("completion_tokens_details") or {}
+        answer.num_accepted = details.get("accepted_prediction_tokens")
+        if answer.num_accepted is not None and details.get("rejected_prediction_tokens") is not None:
+            answer.num_drafted = answer.num_accepted + details["rejected_prediction_tokens"]
     speculation = (chunk.get("metrics") or {}).get("speculative_decoding")
     if speculation:
-        answer.num_rounds = sum(speculation.get("acceptance_histogram") or ())
+        answer.accepted_histogram = list(speculation.get("acceptance_histogram") or ())
+        answer.num_rounds = sum(answer.accepted_histogram)
 
 
 def _error_of(body: bytes) -> str:

@@ -76,7 +76,7 @@ def bench_serving(ask: ServingAsk) -> None:
             asyncio.run(
                 bench.run(
                     on_answer=lambda load, speculate: advance(f"{load}, speculate {speculate}"),
-                    on_pass=lambda load, speculate, done: _log(run, load, speculate, done),
+                    on_pass=lambda load, speculate, done: _log(run, bench, load, speculate, done),
                 )
             )
     _report(ask, run, bench, name, described)
@@ -112,12 +112,13 @@ def _report(ask: ServingAsk, run: RunFolder, bench: ServingBench, model: str, de
         print_json({**line, "run": run.path})
 
 
-def _log(run: RunFolder, load: Load, speculate: str, done: Pass) -> None:
+def _log(run: RunFolder, bench: ServingBench, load: Load, speculate: str, done: Pass) -> None:
     """A line an answer, without its text."""
+    repetition = len(bench.passes[load, speculate]) - 1
     for index, answer in enumerate(done.answers):
         figures = {key: value for key, value in asdict(answer).items() if key != "text"}
         figures["chunk_gaps_s"] = [round(gap, 6) for gap in answer.chunk_gaps_s]
-        run.log(**asdict(load), speculate=speculate, request=index, wall_s=done.wall_s, **figures)
+        run.log(**asdict(load), speculate=speculate, repetition=repetition, request=index, wall_s=done.wall_s, **figures)
 
 
 def _found(ask: ServingAsk) -> tuple[str, list[Contender]]:

@@ -70,6 +70,8 @@ def test_a_stream_becomes_an_answer() -> None:
     assert answer.error is None and answer.text == "abcde"
     assert (answer.first_s, answer.total_s, answer.chunk_gaps_s) == (2.0, 6.0, [1.0, 1.0])
     assert (answer.num_prompt, answer.num_reused, answer.num_tokens) == (9, 3, 5)
+    assert (answer.num_accepted, answer.num_drafted, answer.accepted_histogram) == (2, 6, [1, 0, 1])
+    assert read_answer(stream(HEAD + whole[0], *whole[1:]), began_s=4.0).due_s == 6.0
     assert answer.inter_token_s == 0.5
     assert tokens_per_round([answer, Answer()]) == 2.0
 

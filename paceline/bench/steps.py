@@ -1,0 +1,247 @@
+"""What a round costs at each size: seconds of verifying, drafting and the host, for (rows, positions) taken in turns.
+
+    paceline bench steps --drafter random-dflash --context 256        ->  runs/bench-steps-*/steps.json
+
+Rounds are the engine's own, over a cache of `context` tokens, with mocked acceptance: the text means nothing, the times are
+those of serving. Drafts beyond the drafter's own number are filled up, so that every width is verified. Feeds
+`paceline simulate --table` and `--calibrate`.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from paceline.draft.base import Drafter, Observed
+from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.registry import make_drafter
+from paceline.engine.engine import Engine
+from paceline.engine.sampling import MockedJudge
+from paceline.errors import ConfigError
+from paceline.hardware import Machine
+from paceline.hub import resolve
+from paceline.model.load import form_of
+from paceline.model.loading import read_json
+from paceline.model.target import Target
+from paceline.types import Batch, DraftBlock, SamplingParams, Sequence
+from paceline.verify.mocked import MockedAcceptance
+
+if TYPE_CHECKING:
+    from paceline.engine.llm import LLM
+
+FILLER = 5
+"""A token; which one is of no matter."""
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepsConfig:
+    """What to measure. Raises ConfigError on impossible values."""
+
+    batches: tuple[int, ...] = (1, 2, 4, 8)
+    max_positions: int = 17
+    """Widest verify pass of a row: one more than the longest draft."""
+    context: int = 256
+    """Tokens in each row's cache, about: rounds add to it."""
+    repeat: int = 15
+    tokens_per_round: float = 2.0
+    """Mocked acceptance, the bonus token included: what a drafter observes after a round."""
+
+    def __post_init__(self) -> None:
+        checks = (
+            (not self.batches or min(self.batches) < 1, "batch must be at least 1"),
+            (self.max_positions < 2, "max_positions must be at least 2: a round without drafts has one"),
+            (self.context < 1, "context must be at least 1 token"),
+            (self.repeat < 1, "repeat must be at least 1"),
+        )
+        for is_wrong, remedy in checks:
+            if is_wrong:
+                raise ConfigError(remedy)
+
+    @property
+    def growth(self) -> int:
+        """Tokens that a turn over all widths adds to a row at most, its first round included."""
+        return int((self.max_positions + 2) * (self.tokens_per_round + 1))
+
+    @property
+    def needed_len(self) -> int:
+        """Tokens a cache row has to hold."""
+        return self.context + self.growth + self.max_positions
+
+
+class FilledDrafter(Drafter):
+    """A drafter whose drafts are filled up to what was asked for: the pass is as wide, the text means nothing."""
+
+    name = "filled"
+
+    def __init__(self, inner: Drafter, num_drafted: int) -> None:
+        self.inner, self.num_drafted = inner, max(num_drafted, inner.num_drafted)
+        self.tap_layers = inner.tap_layers
+
+    def bind(self, target: Target) -> None:
+        self.inner.bind(target)
+
+    def cache_bytes(self, target: Target) -> int:
+        return self.inner.cache_bytes(target)
+
+    def start(self, seq: Sequence) -> None:
+        self.inner.start(seq)
+
+    def adopt(self, seq: Sequence, source: int, length: int) -> int:
+        return self.inner.adopt(seq, source, length)
+
+    def propose(self, batch: Batch) -> DraftBlock:
+        found = self.inner.propose(batch)
+        limits = batch.draft_limits_B(self.num_drafted)
+        filled = [tokens + [FILLER] * (limit - len(tokens)) for tokens, limit in zip(found.tokens_B, limits, strict=True)]
+        return DraftBlock.certain(filled)
+
+    def observe(self, observed: list[Observed]) -> None:
+        self.inner.observe(observed)
+
+    def drop(self, seq: Sequence) -> None:
+        self.inner.drop(seq)
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds of each size, run by run."""
+
+    verify: dict[Size, list[float]] = field(default_factory=dict)
+    """(rows, positions): the target's pass and the verdict."""
+    draft: dict[Size, list[float]] = field(default_factory=dict)
+    """(rows, drafts)."""
+    host: dict[Size, list[float]] = field(default_factory=dict)
+    """(rows, positions): the rest of the round: commit, rollback, what the drafter observes, text."""
+    rounds: dict[Size, list[float]] = field(default_factory=dict)
+    """(rows, positions): all of it."""
+
+    def add(self, num_rows: int, width: int, wall_s: float, draft_s: float, verify_s: float) -> None:
+        size = (num_rows, width + 1)
+        self.verify.setdefault(size, []).append(verify_s)
+        self.rounds.setdefault(size, []).append(wall_s)
+        self.host.setdefault(size, []).append(max(wall_s - draft_s - verify_s, 0.0))
+        if width:
+            self.draft.setdefault((num_rows, width), []).append(draft_s)
+
+
+class StepBench:
+    """A loaded model, a drafter, and the times measured so far. `run()` then `as_json()`."""
+
+    def __init__(self, llm: LLM, config: StepsConfig, drafter: str) -> None:
+        self.llm, self.config, self.name = llm, config, drafter
+        if max(config.batches) > llm.target.cache.num_rows:
+            raise ConfigError(f"batch {max(config.batches)} needs as many cache rows: raise max_batch")
+        if config.needed_len > llm.target.cache.max_len:
+            raise ConfigError(
+                f"a context of {config.context} needs rows of {config.needed_len} tokens, they hold "
+                f"{llm.target.cache.max_len}: raise --max-len or lower --context"
+            )
+        options = {"block_size": config.max_positions} if drafter == "random-dflash" else {}
+        self.drafter = make_drafter(drafter, llm.target, target_name=llm.config.model, **options)
+        self.times = Times()
+        self._engine = Engine(
+            llm.target,
+            llm.tokenizer,
+            FilledDrafter(self.drafter, config.max_positions - 1),
+            judge=MockedJudge(MockedAcceptance(config.tokens_per_round)),
+            prefill_chunk=llm.config.prefill_chunk,
+        )
+
+    def run(self, on_turn: Callable[[str], None] | None = None) -> None:
+        """All sizes in turn, `repeat` times, the widths of each turn in another order; a turn before them warms up."""
+        order = random.Random(0)
+        for turn in range(-1, self.config.repeat):
+            for num_rows in self.config.batches:
+                widths = order.sample(range(self.config.max_positions), self.config.max_positions)
+                self._turn(num_rows, widths, self.times if turn >= 0 else Times())
+                if on_turn:
+                    on_turn(f"batch {num_rows}")
+
+    def _turn(self, num_rows: int, widths: list[int], times: Times) -> None:
+        """Fill the rows, then a round of each width."""
+        engine, prompt_len = self._engine, max(self.config.context - self.config.growth // 2, 1)
+        params = SamplingParams(max_tokens=engine.target.cache.max_len - prompt_len, ignore_eos=True)
+        ids = [engine.add(_prompt(row, prompt_len, engine.target.vocab_size), params) for row in range(num_rows)]
+        try:
+            while engine.scheduler.waiting or engine.scheduler.prefilling:
+                self._hold(0)
+                engine.step()
+            self._round(1)
+            for width in widths:
+                wall_s = self._round(width)
+                stats = engine.rounds[0]
+                times.add(num_rows, width, wall_s, stats.draft_s, stats.verify_s)
+        finally:
+            for request_id in ids:
+                engine.abort(request_id)
+
+    def _round(self, width: int) -> float:
+        self._hold(width)
+        started = time.perf_counter()
+        self._engine.step()
+        return time.perf_counter() - started
+
+    def _hold(self, width: int) -> None:
+        for seq in (*self._engine.scheduler.running, *self._engine.scheduler.prefilling):
+            seq.max_drafted = width
+
+    def as_json(self, machine: Machine, model_config: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The file: medians over the runs. Times of drafts are those of the drafter's own widths only."""
+        llm, times = self.llm, self.times
+        own = {size: spent for size, spent in times.draft.items() if size[1] <= self.drafter.num_drafted}
+        network = self.drafter.network if isinstance(self.drafter, DFlashDrafter) else None
+        return {
+            "machine": asdict(machine),
+            "model": llm.config.model,
+            "config": model_config,
+            "dtype": llm.config.dtype,
+            **asdict(form_of(llm.target)),
+            "weights": llm.config.weights,
+            "weight_bytes": llm.target.weight_bytes,
+            "drafter": self.name,
+            "drafter_name": self.drafter.name,
+            "drafter_parameters": sum(weight.numel() for weight in network.parameters()) if network else None,
+            "num_drafted": self.drafter.num_drafted,
+            "context": self.config.context,
+            "tokens_per_round": self.config.tokens_per_round,
+            "lossless": False,
+            "repeat": self.config.repeat,
+            "verify": table(times.verify),
+            "draft": table(own),
+            "host": table(times.host),
+            "rounds": table(times.rounds),
+            "spread": spread(times.rounds),
+            "host_s": statistics.median(spent for runs in times.host.values() for spent in runs),
+        }
+
+
+def table(times: dict[Size, list[float]]) -> list[list[float]]:
+    """[[rows, width, median seconds], ...] in order."""
+    return [[*size, statistics.median(spent)] for size, spent in sorted(times.items())]
+
+
+def spread(times: dict[Size, list[float]]) -> float:
+    """Half of a size's runs lie within this share of their median, the median over the sizes: how disturbed the machine was."""
+    shares = []
+    for runs in times.values():
+        if len(runs) > 1:
+            low, middle, high = statistics.quantiles(runs, n=4)
+            shares.append((high - low) / middle)
+    return statistics.median(shares) if shares else 0.0
+
+
+def _prompt(row: int, length: int, vocab_size: int) -> list[int]:
+    """Tokens of no meaning, another for each row: an equal prompt would be taken over, not computed."""
+    draw = random.Random(row)
+    return [draw.randrange(vocab_size) for _ in range(length)]
+
+
+def config_of(model: str) -> dict[str, Any] | None:
+    """The config.json beside the weights; a GGUF file has none."""
+    path = resolve(model)
+    return read_json(path / "config.json") if path.is_dir() else None

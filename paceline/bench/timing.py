@@ -1,0 +1,229 @@
+"""When each token came: the same prompt with speculation off and on through the real engine, for `paceline compare`.
+
+    timing = record(llm, prompt_ids, SamplingParams(max_tokens=128), prompt="Why is the sky blue?")
+    run.write_json(NAME, timing)        # and back: read_timing(folder)
+
+Times are the engine's own, counted from the request's arrival; the tokens of one round have the same. Both ways take turns in
+one process, and of each the repetition of median length is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.bench.figures import first_difference
+from paceline.errors import ConfigError
+from paceline.types import SamplingParams, Sequence
+
+if TYPE_CHECKING:
+    from paceline.engine.llm import LLM
+
+NAME = "timing.json"
+VERSION = 1
+WARM_UP_TOKENS = 8
+SPEEDS, LEAST_S = (1.0, 0.5, 0.25, 0.1), 3.0
+"""A replay takes at least so many seconds, if one of these speeds is slow enough."""
+MOST_TOKENS = 20_000
+"""Of an answer that is read back: a page with more would not move."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedToken:
+    """One token of an answer."""
+
+    text: str
+    """"" for the end token, and for half a character, which comes whole with a later token."""
+    at_s: float
+    """After the request came."""
+    round: int
+    """0 is prefill; the tokens of a round come together."""
+    is_drafted: bool
+    """Guessed by the drafter and kept; else the target's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAnswer:
+    """One answer, token by token."""
+
+    drafter: str
+    """"none" with speculation off."""
+    tokens: tuple[TimedToken, ...]
+    lossless: bool = True
+
+    @property
+    def text(self) -> str:
+        return "".join(token.text for token in self.tokens)
+
+    @property
+    def total_s(self) -> float:
+        return self.tokens[-1].at_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prefill included."""
+        return len(self.tokens) / self.total_s
+
+    @property
+    def tokens_per_round(self) -> float:
+        """After the first token, which is prefill's."""
+        return (len(self.tokens) - 1) / self.tokens[-1].round if self.tokens[-1].round else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The same prompt, answered with speculation off and on."""
+
+    prompt: str
+    model: str
+    device: str
+    dtype: str
+    machine: str
+    temperature: float
+    off: TimedAnswer
+    on: TimedAnswer
+    first_difference: int | None
+    """Tokens that are the same before the answers part; None when they never do."""
+    version: int = VERSION
+
+    @property
+    def speedup(self) -> float:
+        """Tokens per second, on over off."""
+        return self.on.tokens_per_s / self.off.tokens_per_s
+
+    @property
+    def usual_speed(self) -> float:
+        """How fast to replay at first: as it was, or so much slower that the eye can follow."""
+        end_s = max(self.off.total_s, self.on.total_s)
+        return next((speed for speed in SPEEDS if end_s / speed >= LEAST_S), SPEEDS[-1])
+
+    @property
+    def verdict(self) -> str:
+        """One line for people."""
+        if self.first_difference is None:
+            same = f"the same {len(self.on.tokens)} tokens"
+        elif self.temperature > 0:
+            same = "sampled: another text of the same distribution"
+        else:
+            same = f"the same first {self.first_difference} tokens, then {self.dtype} is rounded elsewhere"
+        mocked = "" if self.on.lossless else ", NOT LOSSLESS: acceptance was mocked or lossy"
+        return f"{self.speedup:.2f}x as fast, {same}{mocked}"
+
+
+def record(
+    llm: LLM,
+    prompt_ids: list[int],
+    params: SamplingParams,
+    *,
+    prompt: str,
+    machine: str = "",
+    repeat: int = 3,
+    on_answer: Callable[[str], None] | None = None,
+) -> Timing:
+    """Answer `repeat` times each way with the drafter that `llm` has; leaves it as it was."""
+    drafter = llm.drafter
+    warm_up = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens))
+    runs: dict[str, list[tuple[TimedAnswer, list[int]]]] = {"off": [], "on": []}
+    try:
+        for _ in range(repeat):
+            for name, done in runs.items():
+                used = "none" if name == "off" else drafter
+                for each in (warm_up, params):
+                    llm.use_drafter(used)  # an engine that has not seen the prompt: it would take over its work
+                    sequence = _sequence(llm, prompt_ids, each)
+                done.append(
+                    (timed(sequence, llm.tokenizer.stream(), "none" if name == "off" else drafter.name), sequence.output_ids)
+                )
+                if on_answer:
+                    on_answer(f"speculation {name}")
+    finally:
+        llm.use_drafter(drafter)
+    (off, off_ids), (on, on_ids) = (sorted(done, key=lambda run: run[0].total_s)[len(done) // 2] for done in runs.values())
+    return Timing(
+        prompt=prompt,
+        model=llm.config.model,
+        device=llm.config.device,
+        dtype=llm.config.dtype,
+        machine=machine,
+        temperature=params.temperature,
+        off=off,
+        on=on,
+        first_difference=first_difference(on_ids, off_ids),
+    )
+
+
+def _sequence(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> Sequence:
+    sequence = None
+    for chunk in llm.stream(prompt_ids, params):
+        sequence = chunk.sequence
+    assert sequence is not None, "a request ends with a chunk"
+    return sequence
+
+
+def timed(sequence: Sequence, detokenizer: Any, drafter: str) -> TimedAnswer:
+    """What a finished sequence remembers of its tokens; `detokenizer` is a fresh one."""
+    ids = sequence.output_ids
+    origins = [(0, False)]
+    for number, (_, num_accepted) in enumerate(sequence.rounds, start=1):
+        origins += [(number, True)] * num_accepted + [(number, False)]
+    arrival_s, last = sequence.timings.arrival_s, len(ids) - 1
+    is_ended = sequence.finish_reason == "stop"
+    tokens = []
+    for place, (token, at_s, (number, is_drafted)) in enumerate(zip(ids, sequence.timings.token_s, origins, strict=False)):
+        text = "" if is_ended and place == last else detokenizer.push([token])
+        text += detokenizer.flush() if place == last else ""
+        tokens.append(TimedToken(text, at_s - arrival_s, number, is_drafted))
+    return TimedAnswer(drafter, tuple(tokens), sequence.lossless)
+
+
+def read_timing(folder: Path) -> Timing:
+    """The recorded times of a run folder, or of the file itself. Raises ConfigError when they cannot be shown."""
+    file = folder / NAME if folder.is_dir() else folder
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {file} ({error.strerror or error}): --from wants a folder of paceline compare"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{file} is damaged ({error}): run paceline compare again") from error
+    try:
+        return _timing(read)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} holds no token times ({error}): run paceline compare again") from error
+
+
+def _timing(read: dict[str, Any]) -> Timing:
+    if read["version"] != VERSION:
+        raise ValueError(f"it is of version {read['version']!r}, this reads {VERSION}")
+    same = read["first_difference"]
+    return Timing(
+        prompt=str(read["prompt"]),
+        model=str(read["model"]),
+        device=str(read["device"]),
+        dtype=str(read["dtype"]),
+        machine=str(read["machine"]),
+        temperature=float(read["temperature"]),
+        off=_answer(read["off"]),
+        on=_answer(read["on"]),
+        first_difference=None if same is None else int(same),
+    )
+
+
+def _answer(read: dict[str, Any]) -> TimedAnswer:
+    tokens = tuple(
+        TimedToken(str(each["text"]), float(each["at_s"]), int(each["round"]), bool(each["is_drafted"]))
+        for each in read["tokens"]
+    )
+    if not 0 < len(tokens) <= MOST_TOKENS:
+        raise ValueError(f"an answer has 1 to {MOST_TOKENS:,} tokens, this has {len(tokens):,}")
+    if not all(math.isfinite(token.at_s) and token.at_s > 0 for token in tokens):
+        raise ValueError("a token's time is no number above 0")
+    if any(later.at_s < sooner.at_s or later.round < sooner.round for sooner, later in pairwise(tokens)):
+        raise ValueError("the tokens are not in the order they came")
+    return TimedAnswer(str(read["drafter"]), tokens, bool(read["lossless"]))

@@ -1,0 +1,253 @@
+"""Fit the roofline's overheads to measured step times, and tell how well it then predicts sizes it has not seen.
+
+    paceline bench steps --drafter random-dflash --out runs/steps
+    paceline simulate --calibrate runs/steps            ->  runs/steps/calibration.json
+
+For a given ratio of reading to computing the fit is linear, and least squares without negative terms solve it; the ratio is
+searched. Errors count in shares of each time, so that small passes weigh as much as large ones.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import ConfigError
+from paceline.hardware import Machine
+from paceline.simulate.calibrated import CalibratedCosts, Calibration, DraftFit, PassFit
+from paceline.simulate.formats import FORMATS
+from paceline.simulate.measured import TimeTable
+from paceline.simulate.nnls import nnls
+from paceline.simulate.roofline import Deployment, works_of
+from paceline.simulate.shapes import ModelShape, Precisions
+
+HELD_OUT = 3
+"""One size of so many is held out."""
+FEWEST = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A measured time."""
+
+    batch: float
+    width: float
+    """Positions of a pass, or drafts."""
+    context: float
+    seconds: float
+
+    @property
+    def size(self) -> tuple[float, float]:
+        return self.batch, self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The measurements of one or several steps.json."""
+
+    verify: list[Observation]
+    draft: list[Observation]
+    rounds: list[Observation]
+    """Whole rounds of (batch, positions), where they were measured."""
+    host_s: float
+    model: str = ""
+    drafter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A size that the fit has not seen: tokens per second go with 1 / seconds."""
+
+    batch: float
+    positions: float
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        """Of predicted tokens per second, as a share of the measured."""
+        return self.measured_s / self.predicted_s - 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How well sizes are predicted that were left out of the fit."""
+
+    held_out: list[Point]
+    mean_error: float
+    """Mean of the errors' sizes."""
+    worst_error: float
+
+
+def steps_of(files: Sequence[dict[str, Any]]) -> Steps:
+    """Raises ConfigError when there are too few times to fit."""
+    verify = [each for steps in files for each in _observations(steps, "verify")]
+    if len({each.size for each in verify}) < FEWEST:
+        raise ConfigError(f"a calibration needs the times of at least {FEWEST} sizes: run paceline bench steps with more")
+    first = files[0]
+    return Steps(
+        verify=verify,
+        draft=[each for steps in files for each in _observations(steps, "draft")],
+        rounds=[each for steps in files for each in _observations(steps, "rounds")],
+        host_s=statistics.median(float(steps.get("host_s") or 0.0) for steps in files),
+        model=str(first.get("model", "")),
+        drafter=str(first.get("drafter", "")),
+    )
+
+
+def _observations(steps: dict[str, Any], key: str) -> list[Observation]:
+    points = steps.get(key) or []
+    if points:
+        TimeTable.of(points, key)  # refuses what is no time
+    return [Observation(batch, width, float(steps.get("context") or 0), spent) for batch, width, spent in points]
+
+
+def machine_of(steps: dict[str, Any]) -> Machine | None:
+    """The machine that a steps.json was measured on, where the file tells."""
+    told = steps.get("machine")
+    return Machine(**told) if isinstance(told, dict) and set(told) == set(Machine.__dataclass_fields__) else None
+
+
+def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
+    """Those that were measured: weights as stored (a GGUF file's blocks by their first kind), the rest in the run's dtype."""
+    dtype, stored = str(steps.get("dtype", "")), str(steps.get("weight_format", "")).partition("+")[0].lower()
+    rest = dtype if dtype in FORMATS else known.kv
+    weights = stored if stored in FORMATS else rest
+    return replace(known, weights=weights, experts=weights, attention=rest, kv=rest)
+
+
+def fit(steps: Steps, shape: ModelShape, deployment: Deployment) -> Calibration:
+    """All terms, from all sizes."""
+    draft = fit_draft(steps.draft) if steps.draft else None
+    verify = fit_pass(steps.verify, shape, deployment)
+    return Calibration(verify, draft, steps.host_s, steps.model, steps.drafter, deployment.machine, deployment.precisions)
+
+
+def fit_pass(times: list[Observation], shape: ModelShape, deployment: Deployment) -> PassFit:
+    """The ratio of the factors by search, the rest by least squares."""
+    parts = [_part_seconds(each, shape, deployment) for each in times]
+    others = np.array([[1.0, each.batch * each.width, each.batch * each.context] for each in times])
+
+    def solve(ratio: float) -> tuple[float, np.ndarray]:
+        overlapped = np.array([[sum(max(ratio * read, compute) for read, compute in found)] for found in parts])
+        return _relative(np.hstack([overlapped, others]), times)
+
+    ratio = _searched(solve)
+    computing, fixed_s, token_s, cached_s = (float(value) for value in solve(ratio)[1])
+    return PassFit(ratio * computing, computing, fixed_s, token_s, cached_s)
+
+
+def _part_seconds(each: Observation, shape: ModelShape, deployment: Deployment) -> list[tuple[float, float]]:
+    """Reading and arithmetic of each part at the machine's full rates."""
+    works = works_of(shape, deployment, each.batch, each.width, each.context)
+    return [
+        (work.num_bytes / deployment.bytes_per_s, work.flops / deployment.flops_per_s(work.number_format)) for work in works
+    ]
+
+
+def reached(costs: CalibratedCosts, context: float) -> tuple[float, float]:
+    """Shares of the machine's bandwidth, in a pass of one position, and of its arithmetic, from one of 64 to one of 128.
+
+    What a pass costs whatever its size counts against the bandwidth, what each position costs against the arithmetic: sizes
+    of one model seldom tell these apart, so the fitted factors alone say little.
+    """
+
+    def at(positions: float) -> tuple[float, float, float]:
+        parts = _part_seconds(Observation(1, positions, context, 0.0), costs.shape, costs.deployment)
+        return sum(read for read, _ in parts), sum(compute for _, compute in parts), costs.verify_s(1, positions, context)
+
+    read_s, _, plain_s = at(1)
+    (_, compute_64, pass_64), (_, compute_128, pass_128) = at(64), at(128)
+    return read_s / plain_s, (compute_128 - compute_64) / (pass_128 - pass_64) if pass_128 > pass_64 else 1.0
+
+
+def fit_draft(times: list[Observation]) -> DraftFit:
+    """As a block drafter or as one that drafts token by token, whichever fits better."""
+    fits = [_fit_draft(times, is_block) for is_block in (True, False)]
+    return min(fits, key=lambda found: found[0])[1]
+
+
+def _fit_draft(times: list[Observation], is_block: bool) -> tuple[float, DraftFit]:
+    passes = np.array([1.0 if is_block else each.width for each in times])
+    positions = np.array([each.batch * (each.width + 1) if is_block else each.batch for each in times])
+    rows = np.array([each.batch for each in times])
+
+    def solve(floor: float) -> tuple[float, np.ndarray]:
+        return _relative(np.stack([passes, passes * np.maximum(floor, positions), rows], axis=1), times)
+
+    floor = _searched(solve)
+    error, (fixed_s, position_s, row_s) = solve(floor)
+    return error, DraftFit(float(fixed_s), float(position_s), floor, float(row_s), is_block)
+
+
+def _relative(columns: np.ndarray, times: list[Observation]) -> tuple[float, np.ndarray]:
+    """Mean squared error as a share of each time, and the solution."""
+    seconds = np.array([each.seconds for each in times])
+    weighed = columns / seconds[:, None]
+    solution = nnls(weighed, np.ones(len(times)))
+    return float(np.mean((weighed @ solution - 1.0) ** 2)), solution
+
+
+def _searched(solve: Callable[[float], tuple[float, np.ndarray]]) -> float:
+    """The value of least error over twelve powers of ten: a grid, then ever finer around the best of it."""
+    low, high, count = -6.0, 6.0, 121
+    best = 0.0
+    for _ in range(8):
+        places = np.linspace(low, high, count)
+        best = float(min(places, key=lambda place: solve(10.0**place)[0]))
+        width = (high - low) / (count - 1)
+        low, high, count = best - width, best + width, 21
+    return 10.0**best
+
+
+def check(steps: Steps, shape: ModelShape, deployment: Deployment) -> Report:
+    """Fit to two sizes of three, predict the third: whole rounds of the widths that were drafted, else passes.
+
+    Raises ConfigError when nothing is left to predict.
+    """
+    held = held_out_sizes(steps)
+    kept = Steps(
+        verify=[each for each in steps.verify if each.size not in held],
+        draft=[each for each in steps.draft if (each.batch, each.width + 1) not in held],
+        rounds=[],
+        host_s=steps.host_s,
+    )
+    costs = CalibratedCosts(shape, deployment, fit(kept, shape, deployment))
+    points = []
+    for each in measured_rounds(steps):
+        if each.size not in held:
+            continue
+        draft_s = costs.draft_s(each.batch, round(each.width) - 1, each.context)
+        predicted_s = costs.verify_s(each.batch, each.width, each.context) + draft_s + costs.host_s
+        points.append(Point(each.batch, each.width, each.seconds, predicted_s))
+    if not points:
+        raise ConfigError("no size was left to predict: measure more sizes with paceline bench steps")
+    errors = [abs(point.error) for point in points]
+    return Report(points, statistics.fmean(errors), max(errors))
+
+
+def held_out_sizes(steps: Steps) -> set[tuple[float, float]]:
+    """One of three (batch, positions), spread over both; the smallest and the largest of all are kept."""
+    batches = sorted({each.batch for each in steps.verify})
+    held = set()
+    for number, batch in enumerate(batches):
+        widths = sorted({each.width for each in steps.verify if each.batch == batch})
+        held |= {(batch, width) for place, width in enumerate(widths) if (place + number) % HELD_OUT == 1}
+    return held - {min(each.size for each in steps.verify), max(each.size for each in steps.verify)}
+
+
+def measured_rounds(steps: Steps) -> list[Observation]:
+    """Rounds of plain decoding and of every width that was drafted."""
+    drafts = {(each.batch, each.width + 1, each.context): each.seconds for each in steps.draft}
+    if steps.rounds:
+        return [each for each in steps.rounds if each.width == 1 or not drafts or (*each.size, each.context) in drafts]
+    found = []
+    for each in steps.verify:
+        draft_s = drafts.get((*each.size, each.context), 0.0)
+        if each.width == 1 or draft_s or not drafts:
+            found.append(Observation(each.batch, each.width, each.context, each.seconds + draft_s + steps.host_s))
+    return found

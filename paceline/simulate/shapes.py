@@ -1,0 +1,170 @@
+"""What a target costs, as numbers: parameters by part, attention by kind of layer, the precision of each.
+
+Shapes come from the catalogue (`catalogue.py`) or from any Hugging Face config.json (`hf_config.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from paceline.errors import ConfigError, UnsupportedModelError
+from paceline.simulate.formats import format_named
+
+NUMBERS = ("int", "float")
+KINDS = ("gqa", "mla", "linear")
+PARTS = ("weights", "experts", "attention", "kv", "indexer")
+AttentionKind = Literal["gqa", "mla", "linear"]
+
+
+@dataclass(frozen=True, slots=True)
+class Precisions:
+    """The number format of each part."""
+
+    weights: str = "bfloat16"
+    """Projections, head and everything else that is no expert."""
+    experts: str = "bfloat16"
+    attention: str = "bfloat16"
+    """Arithmetic over the cache."""
+    kv: str = "bfloat16"
+    """What the cache holds."""
+    indexer: str = "float8"
+    """The small attention that chooses what a sparse one reads: arithmetic and cache."""
+
+
+def with_precisions(known: Precisions, text: str | None) -> Precisions:
+    """`known`, changed by "fp8" (weights and experts) or by parts: "weights=fp8,experts=fp4,kv=fp8". Raises ConfigError."""
+    changed: dict[str, str] = {}
+    for word in (text or "").split(","):
+        part, equals, name = word.partition("=")
+        if not word.strip():
+            continue
+        if not equals:
+            changed |= {"weights": format_named(part), "experts": format_named(part)}
+        elif part.strip() in PARTS:
+            changed[part.strip()] = format_named(name)
+        else:
+            raise ConfigError(
+                f"--precision {part.strip()!r} is no part: choose from {', '.join(PARTS)}, as in weights=fp8,kv=fp8"
+            )
+    return replace(known, **changed)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """A group of layers with the same attention."""
+
+    kind: AttentionKind
+    layers: int
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    latent: int = 0
+    """mla: width of the compressed key and value."""
+    rope: int = 0
+    """mla: width of the part that carries positions."""
+    window: int | None = None
+    """Positions seen at most; None sees all. With `ratio`: the positions seen uncompressed."""
+    ratio: int | None = None
+    """mla: positions that one history entry stands for."""
+    topk: int | None = None
+    """mla: history entries read at most, chosen by the indexer; None reads all."""
+    indexer_heads: int = 0
+    indexer_dim: int = 0
+    state_bytes: float = 0.0
+    """linear: the state of one sequence in one layer, read and rewritten in place of a cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Mixture-of-experts parameters, summed over all layers; the same routing in each is assumed."""
+
+    num_routed: int
+    per_token: int
+    active: float
+    """Parameters a token is multiplied with: `per_token` routed experts and the shared ones."""
+    resident: float
+    """Parameters in memory: all routed experts and the shared ones."""
+
+    @property
+    def each(self) -> float:
+        """One routed expert over all layers."""
+        return (self.resident - self.active) / (self.num_routed - self.per_token)
+
+    @property
+    def shared(self) -> float:
+        """Experts that every token takes, over all layers."""
+        return self.active - self.per_token * self.each
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A target."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    dense: float
+    """Parameters outside the experts that every token is multiplied with, the head included."""
+    attention: tuple[Attention, ...]
+    precisions: Precisions
+    experts: Experts | None = None
+    embedding: float = 0.0
+    """Parameters only looked up, a row for each token; 0 when the head is the same table."""
+    vocab_size: int = 0
+    max_context: int = 0
+    """Tokens; 0 when not known."""
+    source: str = ""
+    note: str = ""
+
+    @property
+    def num_parameters(self) -> float:
+        return self.dense + self.embedding + (self.experts.resident if self.experts else 0.0)
+
+    @property
+    def num_active(self) -> float:
+        """Parameters a token is multiplied with."""
+        return self.dense + (self.experts.active if self.experts else 0.0)
+
+
+def as_json(shape: ModelShape) -> dict[str, Any]:
+    """The shape as a catalogue entry holds it; fields at their defaults are left out of the attention groups."""
+    line = asdict(shape)
+    defaults = {field.name: field.default for field in fields(Attention)}
+    groups = [{key: value for key, value in group.items() if value != defaults[key]} for group in line["attention"]]
+    return {**line, "attention": groups}
+
+
+def _check(shape: ModelShape) -> None:
+    """Raises ValueError for sizes that are none."""
+    records = (shape, *shape.attention, *([shape.experts] if shape.experts else []))
+    for record in records:
+        for field in fields(record):
+            value = getattr(record, field.name)
+            if field.type in NUMBERS and not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+                raise ValueError(f"{field.name} is {value!r}")
+    experts = shape.experts
+    if experts and not (0 < experts.per_token < experts.num_routed and experts.active < experts.resident):
+        raise ValueError("experts must have 0 < per_token < num_routed and active < resident")
+    if shape.dense == 0 or sum(group.layers for group in shape.attention) != shape.num_layers:
+        raise ValueError("dense must be above 0, and the attention groups must have num_layers layers together")
+    for group in shape.attention:
+        if group.kind not in KINDS or group.ratio == 0 or (group.ratio or 1) < 1:
+            raise ValueError(f"attention kind {group.kind!r} with ratio {group.ratio!r}: choose from {', '.join(KINDS)}")
+
+
+def from_json(entry: dict[str, Any]) -> ModelShape:
+    """The reverse of `as_json`. Raises UnsupportedModelError for an entry with unknown or missing fields."""
+    try:
+        precisions = Precisions(**{part: format_named(name) for part, name in entry.get("precisions", {}).items()})
+        experts = Experts(**entry["experts"]) if entry.get("experts") else None
+        groups = tuple(Attention(**group) for group in entry["attention"])
+        shape = ModelShape(**{**entry, "precisions": precisions, "experts": experts, "attention": groups})
+        _check(shape)
+        return shape
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        name = entry.get("name", "a shape")
+        raise UnsupportedModelError(
+            f"{name}: the entry cannot be read ({error}): see docs/simulate.md for its fields"
+        ) from error

@@ -1,0 +1,118 @@
+"""`paceline bench steps`: every size is measured over a full cache, and the table feeds the calibration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from small_llm import fake_llm
+from typer.testing import CliRunner
+
+from paceline.bench.steps import FILLER, FilledDrafter, StepBench, StepsConfig, Times, spread, table
+from paceline.cli import app
+from paceline.draft.base import NoDrafter
+from paceline.draft.ngram import NgramDrafter
+from paceline.errors import ConfigError
+from paceline.hardware import Machine
+from paceline.simulate.calibrate import machine_of
+from paceline.simulate.measured import table_of
+from paceline.testing import FakeTarget
+from paceline.types import Batch, SamplingParams, Sequence
+
+MACHINE = Machine("test", 1e9, {"bfloat16": 1e9}, 1, 1)
+
+
+def target() -> FakeTarget:
+    return FakeTarget(vocab_size=64, num_rows=2, max_len=160)
+
+
+def measured(config: StepsConfig) -> StepBench:
+    bench = StepBench(fake_llm(target()), config, "none")
+    bench.run()
+    return bench
+
+
+def test_every_size_is_measured_as_often_as_asked() -> None:
+    config = StepsConfig((1, 2), max_positions=5, context=60, repeat=3)
+    bench = measured(config)
+    sizes = {(rows, width) for rows in (1, 2) for width in range(1, 6)}
+    assert set(bench.times.verify) == set(bench.times.rounds) == set(bench.times.host) == sizes
+    assert {len(runs) for runs in bench.times.verify.values()} == {3}
+    decoding = [each for each in bench.llm.target.calls if min(each.starts) > 0 and max(each.counts) <= 5]
+    assert {(len(each.rows), each.counts[0]) for each in decoding} >= sizes, "passes are as wide as they claim"
+    assert all(len(set(each.counts)) == 1 for each in decoding)
+    assert all(abs(start - 60) <= config.growth for each in decoding for start in each.starts), "and the cache as full"
+
+
+def test_the_file_holds_medians_and_what_was_measured() -> None:
+    bench = measured(StepsConfig((1, 2), max_positions=3, context=60, repeat=2))
+    steps = bench.as_json(MACHINE)
+    assert steps["draft"] == [], "nothing drafts"
+    assert (steps["context"], steps["lossless"], steps["num_drafted"]) == (60, False, 0)
+    assert machine_of(json.loads(json.dumps(steps))) == MACHINE
+    read = table_of(steps)
+    assert read.verify.span == (1, 2, 1, 3)
+    assert read.host_s == steps["host_s"] > 0
+    assert table({(1, 2): [3.0, 1.0, 9.0], (1, 1): [2.0]}) == [[1, 1, 2.0], [1, 2, 3.0]]
+
+
+def test_rounds_are_split_into_their_parts() -> None:
+    times = Times()
+    times.add(2, 3, wall_s=10.0, draft_s=2.0, verify_s=7.0)
+    times.add(1, 0, wall_s=5.0, draft_s=0.5, verify_s=4.0)
+    assert times.verify == {(2, 4): [7.0], (1, 1): [4.0]}
+    assert times.draft == {(2, 3): [2.0]}, "a round without drafts has no drafting"
+    assert times.host[2, 4] == [1.0]
+
+
+def test_the_spread_tells_a_disturbed_machine() -> None:
+    assert spread({(1, 1): [1.0, 1.0, 1.0], (1, 2): [2.0]}) == 0.0
+    assert spread({(1, 1): [1.0, 1.0, 2.0, 2.0]}) > 0.5
+
+
+def test_drafts_are_filled_up() -> None:
+    drafter = FilledDrafter(NgramDrafter(num_drafted=2), 6)
+    seq = Sequence(0, [1, 2, 3], 3, SamplingParams(max_tokens=50), row=0, cached_len=2, max_drafted=4)
+    drafter.start(seq)
+    assert drafter.propose(Batch([seq])).tokens_B == [[FILLER] * 4]
+    assert FilledDrafter(NoDrafter(), 6).num_drafted == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"batches": ()}, "batch"),
+        ({"batches": (0,)}, "batch"),
+        ({"max_positions": 1}, "max_positions"),
+        ({"context": 0}, "context"),
+        ({"repeat": 0}, "repeat"),
+    ],
+)
+def test_impossible_settings(options: dict[str, int], remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        StepsConfig(**options)  # pyright: ignore[reportArgumentType]
+
+
+def test_rows_that_are_too_short_or_too_few() -> None:
+    with pytest.raises(ConfigError, match="raise --max-len"):
+        StepBench(fake_llm(target()), StepsConfig((1,), context=150), "none")
+    with pytest.raises(ConfigError, match="raise max_batch"):
+        StepBench(fake_llm(target()), StepsConfig((4,), 3, context=20), "none")
+
+
+def test_the_command_and_what_follows_it(tmp_path: Path) -> None:
+    """Measure the built-in model at a few sizes, calibrate from it, predict with it."""
+    runner = CliRunner()
+    sizes = ["--batch", "1,2", "--positions", "4", "--context", "40", "--repeat", "2"]
+    words = ["bench", "steps", "--drafter", "random-dflash", *sizes, "--out", str(tmp_path), "--json"]
+    done = runner.invoke(app, words, catch_exceptions=False)
+    steps = json.loads(done.stdout.splitlines()[-1])
+    assert len(steps["verify"]) == 8 and len(steps["draft"]) == 6
+    assert steps["drafter_parameters"] > 1e6
+    assert (tmp_path / "report.md").read_text().count("\n| ") == 5
+    done = runner.invoke(app, ["simulate", "--calibrate", str(tmp_path), "--json"], catch_exceptions=False)
+    assert json.loads(done.stdout.splitlines()[-1])["host_s"] > 0
+    predict = ["simulate", "--calibration", str(tmp_path), "--context", "40", "--json"]
+    done = runner.invoke(app, predict, catch_exceptions=False)
+    assert json.loads(done.stdout.splitlines()[-1])["plain_tokens_per_s"] > 1

@@ -1,0 +1,138 @@
+"""Planted overheads come back from synthetic step times; held-out sizes are predicted; files are checked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from simulate_steps import DEPLOYMENT, MACHINE, PLANTED, SHAPE, steps_file
+
+from paceline.errors import ConfigError
+from paceline.simulate.calibrate import check, fit, held_out_sizes, machine_of, precisions_of, reached, steps_of
+from paceline.simulate.calibrated import CalibratedCosts, Calibration, DraftFit, PassFit, read_calibration
+from paceline.simulate.nnls import nnls
+from paceline.simulate.shapes import Precisions
+
+
+def test_planted_overheads_come_back() -> None:
+    """Two contexts tell rows from cached tokens; widths on both sides of the ridge tell reading from computing."""
+    files = [steps_file(context=100), steps_file(context=2000)]
+    found = fit(steps_of(files), SHAPE, DEPLOYMENT)
+    for name in ("reading", "computing", "cached_token_s"):
+        assert getattr(found.verify, name) == pytest.approx(getattr(PLANTED.verify, name), rel=0.01), name
+    assert found.verify.fixed_s == pytest.approx(4e-4, rel=0.02)
+    assert found.verify.token_s == pytest.approx(3e-5, rel=0.02)
+    assert found.draft is not None
+    for name in ("fixed_s", "position_s", "floor", "row_s"):
+        assert getattr(found.draft, name) == pytest.approx(getattr(PLANTED.draft, name), rel=0.01), name
+    assert found.draft.is_block
+    assert found.host_s == 3e-4
+
+
+def test_a_drafter_that_goes_token_by_token_is_told_apart() -> None:
+    planted = replace(PLANTED, draft=DraftFit(fixed_s=5e-4, position_s=2e-4, floor=3.0, row_s=1e-5, is_block=False))
+    found = fit(steps_of([steps_file(planted)]), SHAPE, DEPLOYMENT).draft
+    assert found is not None and not found.is_block
+    assert found.position_s == pytest.approx(2e-4, rel=0.01)
+
+
+def test_held_out_sizes_are_predicted() -> None:
+    steps = steps_of([steps_file()])
+    report = check(steps, SHAPE, DEPLOYMENT)
+    assert {(point.batch, point.positions) for point in report.held_out} == held_out_sizes(steps)
+    assert len(report.held_out) >= 20
+    assert report.worst_error < 1e-3
+    noisy = check(steps_of([steps_file(noise=0.05)]), SHAPE, DEPLOYMENT)
+    assert 0.005 < noisy.mean_error < 0.05, "the errors are those of sizes that were not fitted"
+
+
+def test_held_out_sizes_are_not_fitted() -> None:
+    """Times doubled at just those sizes change no prediction: each comes out half as fast as predicted."""
+    held = held_out_sizes(steps_of([steps_file()]))
+    file = steps_file(replace(PLANTED, host_s=0.0))
+    file["verify"] = [[batch, width, spent * (1 + ((batch, width) in held))] for batch, width, spent in file["verify"]]
+    file["draft"] = [[batch, width, spent * (1 + ((batch, width + 1) in held))] for batch, width, spent in file["draft"]]
+    report = check(steps_of([file]), SHAPE, DEPLOYMENT)
+    assert all(point.error == pytest.approx(1.0, abs=2e-3) for point in report.held_out)
+
+
+def test_a_machine_unlike_the_model_shows_in_the_error() -> None:
+    """Times that double at every second width cannot be a roofline's."""
+    file = steps_file()
+    file["verify"] = [[batch, width, seconds * (1 + width % 2)] for batch, width, seconds in file["verify"]]
+    assert check(steps_of([file]), SHAPE, DEPLOYMENT).worst_error > 0.15
+
+
+def test_whole_rounds_count_where_they_were_measured() -> None:
+    file = steps_file()
+    costs = CalibratedCosts(SHAPE, DEPLOYMENT, PLANTED)
+    file["rounds"] = [
+        [batch, width, 1.1 * (seconds + costs.draft_s(batch, width - 1, 0) + costs.host_s)]
+        for batch, width, seconds in file["verify"]
+    ]
+    report = check(steps_of([file]), SHAPE, DEPLOYMENT)
+    assert all(point.error == pytest.approx(0.1, abs=0.005) for point in report.held_out)
+
+
+def test_shares_that_were_reached() -> None:
+    costs = CalibratedCosts(SHAPE, DEPLOYMENT, Calibration(PassFit(reading=2.0, computing=4.0), None, 0.0))
+    bandwidth, arithmetic = reached(costs, 10)
+    assert bandwidth == pytest.approx(0.5, rel=1e-6)
+    assert arithmetic == pytest.approx(0.25, rel=0.01)
+
+
+def test_too_few_times_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 6 sizes"):
+        steps_of([{"verify": [[1, 1, 0.01], [1, 2, 0.02]]}])
+
+
+def test_what_was_measured_is_read_back() -> None:
+    file = steps_file(dtype="bfloat16", weight_format="Q4_1+Q8_0")
+    assert machine_of(file) == MACHINE
+    assert machine_of({"machine": "box"}) is None
+    found = precisions_of(file, Precisions(kv="float8"))
+    assert (found.weights, found.attention, found.kv) == ("q4_1", "bfloat16", "bfloat16")
+    assert precisions_of({}, Precisions(weights="float8", kv="float8")).kv == "float8"
+
+
+def test_calibrations_survive_their_file(tmp_path: Path) -> None:
+    found = fit(steps_of([steps_file()]), SHAPE, DEPLOYMENT)
+    (tmp_path / "calibration.json").write_text(json.dumps(found.as_json()))
+    assert read_calibration(tmp_path) == found
+    assert read_calibration(tmp_path / "calibration.json").machine == MACHINE
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({"kind": "photo"}, "is no calibration"),
+        ({"host_s": "often"}, "host_s must be a number"),
+        ({"host_s": float("nan")}, "host_s must be a number"),
+        ({"verify": {"reading": 1.0}}, "computing must be a number"),
+        ({"draft": {"fixed_s": -1.0}}, "fixed_s must be a number"),
+        ({"machine": {"colour": "red"}}, "make the calibration again"),
+    ],
+)
+def test_files_that_are_no_calibrations(tmp_path: Path, change: dict[str, Any], remedy: str) -> None:
+    file = tmp_path / "calibration.json"
+    file.write_text(json.dumps({**PLANTED.as_json(), **change}))
+    with pytest.raises(ConfigError, match=remedy):
+        read_calibration(file)
+
+
+def test_least_squares_without_negative_terms() -> None:
+    """Against SciPy on problems where plain least squares would turn negative."""
+    optimize = pytest.importorskip("scipy.optimize")
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        columns = draw.normal(size=(12, 1)) + draw.normal(size=(12, 8))
+        wanted = columns @ draw.normal(size=8)
+        columns *= 10.0 ** draw.integers(-6, 6, size=8)
+        found = nnls(columns, wanted)
+        assert (found >= 0).all()
+        assert np.linalg.norm(columns @ found - wanted) == pytest.approx(optimize.nnls(columns, wanted)[1], rel=1e-6, abs=1e-9)
+    assert list(nnls(np.zeros((3, 2)), np.ones(3))) == [0.0, 0.0]

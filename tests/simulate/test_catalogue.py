@@ -1,0 +1,117 @@
+"""Entries against published totals; names, aliases and paths."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import ModelNotFoundError, UnsupportedModelError
+from paceline.hardware import KNOWN_GPUS, KNOWN_MACHINES
+from paceline.simulate import catalogue
+from paceline.simulate.shapes import as_json
+
+TOTALS = {
+    "smollm2-135m": 0.1345,
+    "Qwen3-0.6B": 0.596,
+    "Qwen3-8B": 8.19,
+    "Qwen3-32B": 32.76,
+    "Qwen3-30B-A3B": 30.53,
+    "Qwen3-235B-A22B": 235.1,
+    "Qwen3.5-397B-A17B": 397,
+    "Qwen3.5-122B-A10B": 122,
+    "Qwen3.5-35B-A3B": 34.7,
+    "Llama-3.2-1B": 1.236,
+    "Llama-3.1-8B": 8.03,
+    "Llama-3.3-70B": 70.55,
+    "Llama-3.1-405B": 405.85,
+    "gpt-oss-20b": 20.91,
+    "gpt-oss-120b": 116.83,
+    "gemma-2-27b": 27.23,
+    "gemma-3-1b": 1.0,
+    "gemma-3-27b": 27.0,
+    "DeepSeek-V3": 671,
+    "DeepSeek-V4-Flash": 284,
+}
+"""Billions of parameters of the language model, as published."""
+
+
+@pytest.mark.parametrize("name", list(TOTALS))
+def test_published_totals(name: str) -> None:
+    assert catalogue.find(name).num_parameters / 1e9 == pytest.approx(TOTALS[name], rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "active"), [("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13), ("DeepSeek-V3", 36.6), ("Qwen3-235B-A22B", 21.6)]
+)
+def test_published_active_parameters(name: str, active: float) -> None:
+    assert catalogue.find(name).num_active / 1e9 == pytest.approx(active, rel=0.01)
+
+
+def test_every_entry_is_whole() -> None:
+    shapes = catalogue.all_shapes()
+    assert len(shapes) >= 35
+    for name, shape in shapes.items():
+        assert shape.source, name
+        assert sum(group.layers for group in shape.attention) == shape.num_layers, name
+        assert shape.vocab_size > 10_000 and shape.max_context >= 8192, name
+        json.dumps(as_json(shape), allow_nan=False)
+
+
+def test_figures_of_the_performance_model() -> None:
+    flash, pro = catalogue.find("DeepSeek-V4-Flash"), catalogue.find("DeepSeek-V4-Pro")
+    assert flash.experts is not None and pro.experts is not None
+    assert flash.experts.each == 43 * 3 * 4096 * 2048
+    assert flash.experts.shared == pytest.approx(flash.experts.each)
+    assert pro.experts.each == 61 * 3 * 7168 * 3072
+    small = catalogue.find("Qwen3.6-35B-A3B")
+    assert small.experts is not None and small.experts.each == 40 * 3145728
+
+
+def test_sizes_that_are_not_public_are_refused() -> None:
+    for name, entry in catalogue.entries().items():
+        if "unavailable" in entry:
+            with pytest.raises(UnsupportedModelError, match="not public"):
+                catalogue.find(name)
+            assert name not in catalogue.names()
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "Qwen/Qwen3-8B", "QWEN3-8B"])
+def test_names_in_any_case_and_hub_ids(name: str) -> None:
+    assert catalogue.find(name).name == "Qwen3-8B"
+
+
+def test_other_names() -> None:
+    assert catalogue.find("meta-llama/Llama-3.3-70B-Instruct").name == "Llama-3.3-70B"
+    assert catalogue.served_name("Llama-3.3-70B") == "meta-llama/Llama-3.3-70B-Instruct"
+    assert catalogue.served_name("smollm2-135m") == "smollm2-135m"
+
+
+def test_unknown_names_suggest_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="Qwen3-8B"):
+        catalogue.find("Qwen3-8")
+    with pytest.raises(ModelNotFoundError, match="give a config.json"):
+        catalogue.find(str(tmp_path))
+    with pytest.raises(ModelNotFoundError):
+        catalogue.find("x" * 5000)
+
+
+def test_a_config_and_a_shape_by_path(tmp_path: Path) -> None:
+    config = catalogue.entries()["Qwen3-8B"]["config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert catalogue.find(str(tmp_path)).dense == catalogue.find("Qwen3-8B").dense
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps(as_json(catalogue.find("Qwen3-8B"))))
+    assert catalogue.find(str(own)).attention == catalogue.find("Qwen3-8B").attention
+    for text, remedy in (("{", "not JSON"), ("[1]", "no JSON object"), ("{}", "no num_hidden_layers")):
+        own.write_text(text)
+        with pytest.raises(UnsupportedModelError, match=remedy):
+            catalogue.find(str(own))
+
+
+def test_machines() -> None:
+    for name in ("B200", "B300", "H100", "H200", "GH200", "L40S", "RTX 4090", "RTX Pro 6000", "MI300X", "laptop CPU"):
+        machine = KNOWN_MACHINES[name]
+        assert machine.bytes_per_s > 1e10 and machine.memory_bytes > 1e10 and machine.flops_per_s
+    assert all(gpu.link_bytes_per_s for gpu in KNOWN_GPUS.values())

@@ -1,0 +1,54 @@
+"""The flags of three servers."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.simulate.flags import METHODS, Serving, server_flags
+
+
+def after(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+def test_a_block_drafter() -> None:
+    flags = server_flags(Serving("Qwen/Qwen3-8B", "dflash", "z-lab/Qwen3-8B-DFlash-b16", 15, batch=4, num_gpus=2))
+    vllm, sglang, paceline = (shlex.split(flags[server]) for server in ("vllm", "sglang", "paceline"))
+    expected = {"method": "dflash", "model": "z-lab/Qwen3-8B-DFlash-b16", "num_speculative_tokens": 15}
+    assert json.loads(after(vllm, "--speculative-config")) == expected
+    assert (after(vllm, "--tensor-parallel-size"), after(vllm, "--max-num-seqs")) == ("2", "4")
+    assert after(sglang, "--speculative-algorithm") == "DFLASH"
+    assert after(sglang, "--speculative-num-draft-tokens") == "16", "the block counts the anchor"
+    assert "--speculative-num-steps" not in sglang
+    assert (after(paceline, "--num-drafted"), after(paceline, "--max-batch")) == ("15", "4")
+
+
+def test_token_by_token() -> None:
+    flags = server_flags(Serving("m", "mtp", num_drafted=3, has_8bit_cache=True))
+    vllm, sglang = shlex.split(flags["vllm"]), shlex.split(flags["sglang"])
+    assert json.loads(after(vllm, "--speculative-config")) == {"method": "mtp", "num_speculative_tokens": 3}
+    assert (after(sglang, "--speculative-num-steps"), after(sglang, "--speculative-num-draft-tokens")) == ("3", "4")
+    assert after(vllm, "--kv-cache-dtype") == "fp8"
+    assert flags["paceline"].startswith("#")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_drafts_is_plain_decoding(method: str) -> None:
+    flags = server_flags(Serving("m", method, num_drafted=0))
+    assert "speculative" not in flags["vllm"] + flags["sglang"]
+    assert "--drafter none" in flags["paceline"]
+
+
+def test_ngram_needs_no_drafter() -> None:
+    flags = server_flags(Serving("m", "ngram", num_drafted=4))
+    assert "--drafter ngram" in flags["paceline"]
+    assert "YOUR-DRAFTER" not in "".join(flags.values())
+
+
+def test_unknown_methods() -> None:
+    with pytest.raises(ConfigError, match="choose from"):
+        Serving("m", "magic")

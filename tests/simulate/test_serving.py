@@ -1,0 +1,347 @@
+"""The simulated server: queueing theory where it has an answer, conservation, repeatability, and policies in their order."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from paceline.bench.serving import arrivals
+from paceline.errors import ConfigError
+from paceline.simulate import policies
+from paceline.simulate.arrivals import Job, Lengths, Survival, arriving, parse_lengths, poisson, workload
+from paceline.simulate.load import Case, LoadFigures, Spread, capacity, figures, sweep
+from paceline.simulate.policies import Adaptive, Best, Fixed, best_length, make_policy, num_accepted
+from paceline.simulate.serving import Outcome, ServerShape, simulate, step_seconds
+
+ONE_ROW = ServerShape(max_rows=1, prefill_chunk=None)
+HALF: Survival = tuple(0.5**place for place in range(1, 8))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A pass is a constant and something for every position beyond the first few, as on real machines."""
+
+    base_s: float = 0.010
+    position_s: float = 0.001
+    free: float = 4
+    draft: float = 0.001
+    host_s: float = 0.0005
+
+    def verify_s(self, batch: float, positions: float, context: float) -> float:
+        return self.base_s + self.position_s * max(batch * positions - self.free, 0)
+
+    def draft_s(self, batch: float, num_drafted: int, context: float) -> float:
+        return self.draft * num_drafted
+
+    def split(self, batch: float, positions: float, context: float) -> dict[str, float]:
+        return {"target": self.verify_s(batch, positions, context)}
+
+
+COSTS = Costs()
+CHUNKY = Costs(base_s=0.0, position_s=0.001, free=0, host_s=0.0)
+"""A millisecond a position, nothing else."""
+
+
+def jobs_of(number: int, prompt: int = 10, answer: int = 20, rate: float | None = None, seed: int = 0) -> list[Job]:
+    jobs = [Job(0.0, prompt, answer)] * number
+    return arriving(jobs, poisson(rate, number, seed)) if rate else jobs
+
+
+def run(jobs: list[Job], policy: str = "off", server: ServerShape | None = None, **options: object) -> Outcome:
+    case = Case(jobs, options.pop("costs", COSTS), server or ServerShape(), options.pop("survival", HALF))  # type: ignore[arg-type]
+    return case.run(policy, **options)  # type: ignore[arg-type]
+
+
+# Queueing theory
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_one_row_with_a_fixed_service_waits_as_m_d_1(load: float) -> None:
+    """Pollaczek-Khinchine with a constant service of D seconds: mean wait = load * D / (2 * (1 - load))."""
+    service_s = 0.1
+    costs = Costs(base_s=service_s, position_s=0.0)
+    outcome = run(jobs_of(40_000, answer=1, rate=load / service_s, seed=5), costs=costs, server=ONE_ROW)
+    waited = statistics.fmean(each.wait_s for each in outcome.served)
+    assert waited == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.05)
+    assert outcome.busy_s / outcome.wall_s == pytest.approx(load, rel=0.02)
+
+
+def test_one_row_with_a_random_service_waits_as_m_g_1() -> None:
+    """Mean wait = rate * E[S^2] / (2 * (1 - load)), the service being the prompt's length in milliseconds."""
+    source, rate = random.Random(1), 8.0
+    lengths = [source.randint(1, 120) for _ in range(60_000)]
+    jobs = [Job(time, length, 1) for time, length in zip(poisson(rate, len(lengths), 3), lengths, strict=True)]
+    outcome = run(jobs, costs=CHUNKY, server=ONE_ROW)
+    load, square = rate * statistics.fmean(lengths) / 1e3, statistics.fmean(length**2 for length in lengths) / 1e6
+    waited = statistics.fmean(each.wait_s for each in outcome.served)
+    assert waited == pytest.approx(rate * square / (2 * (1 - load)), rel=0.05)
+
+
+def test_littles_law() -> None:
+    """Mean queue = rate x mean wait, the queue integrated independently of the figures."""
+    jobs = jobs_of(400, rate=6.0)
+    outcome = run(jobs, server=ServerShape(max_rows=2))
+    events = sorted((when, change) for each in outcome.served for when, change in ((each.arrival_s, 1), (each.admitted_s, -1)))
+    area = now = 0.0
+    last = 0.0
+    for when, change in events:
+        area, now, last = area + now * (when - last), now + change, when
+    made = figures(outcome, "off", 1.0, rate=6.0)
+    assert made.mean_queue == pytest.approx(area / outcome.wall_s)
+    assert made.mean_queue > 0.1 and made.max_queue >= 3
+
+
+def test_capacity_is_where_the_queue_begins_to_grow() -> None:
+    case = Case(jobs_of(1500), COSTS, ServerShape(max_rows=4), HALF)
+    most = capacity(case, "off")
+    below, above = sweep(case, ["off"], rates=[0.8 * most, 1.3 * most])
+    assert not below.is_saturated and above.is_saturated
+    assert below.requests_per_s == pytest.approx(0.8 * most, rel=0.06)
+    assert above.requests_per_s == pytest.approx(most, rel=0.04)
+    assert above.max_queue > 200 > 40 > below.max_queue
+
+
+# The engine's steps
+
+
+def test_one_request_alone() -> None:
+    """Prefill, then rounds: every time is known."""
+    [each] = run([Job(1.0, 10, 4)], costs=CHUNKY, server=ServerShape(prefill_chunk=4)).served
+    # Chunks of 4, 4 and 2 positions; the round of the third step brings the second token together with the first.
+    assert each.chunks == [
+        (pytest.approx(1.011), 1),
+        (pytest.approx(1.011), 1),
+        (pytest.approx(1.012), 1),
+        (pytest.approx(1.013), 1),
+    ]
+    assert each.num_rounds == 3 and each.first_s == pytest.approx(1.011)
+
+
+def test_a_round_takes_verifying_drafting_and_the_host() -> None:
+    """Two rows of equal length that never miss, so that every round drafts three, but for the last tokens."""
+    outcome = run([Job(0.0, 10, 9)] * 2, "3", survival=(1.0,) * 3)
+    alone, both = COSTS.verify_s(1, 4, 0), COSTS.verify_s(2, 4, 0)
+    prefill = 2 * COSTS.verify_s(1, 10, 0)
+    # The first row's round in the step of its own prefill, one with both, and the second row's last.
+    assert outcome.busy_s == pytest.approx(prefill + 2 * alone + both + 3 * (COSTS.draft_s(1, 3, 0) + COSTS.host_s))
+    assert (outcome.num_rounds, outcome.prefill_s) == (3, pytest.approx(prefill))
+    assert outcome.row_seconds == pytest.approx(outcome.busy_s - prefill + both + COSTS.draft_s(1, 3, 0) + COSTS.host_s)
+
+
+def test_a_long_prompt_delays_the_others_by_a_chunk_at_a_time() -> None:
+    jobs = [Job(0.0, 1, 200), Job(0.05, 100, 1)]
+    chunked = run(jobs, costs=CHUNKY, server=ServerShape(prefill_chunk=10)).served[0]
+    whole = run(jobs, costs=CHUNKY, server=ServerShape(prefill_chunk=None)).served[0]
+    longest = [
+        max(later[0] - sooner[0] for sooner, later in zip(each.chunks[1:], each.chunks[2:], strict=False))
+        for each in (chunked, whole)
+    ]
+    assert longest == [pytest.approx(0.011), pytest.approx(0.101)]
+
+
+def test_no_more_rows_than_there_are() -> None:
+    jobs = jobs_of(9, prompt=1, answer=50)
+    outcome = run(jobs, server=ServerShape(max_rows=3))
+    assert [round(each.wait_s, 6) > 0 for each in outcome.served] == [False] * 3 + [True] * 6
+    for moment in (each.first_s for each in outcome.served):
+        assert sum(each.admitted_s <= moment < (each.finished_s or 0.0) for each in outcome.served) <= 3
+    assert figures(outcome, "off", 1.0).mean_rows <= 3
+
+
+def test_a_closed_loop_keeps_its_number_in_flight() -> None:
+    outcome = run(jobs_of(12), concurrency=3)
+    ends = sorted(each.finished_s or 0.0 for each in outcome.served)
+    starts = sorted(each.arrival_s for each in outcome.served)
+    assert starts == [0.0] * 3 + ends[:9]
+    assert figures(outcome, "off", 1.0, concurrency=3).load == "3 in flight"
+
+
+def test_what_a_request_costs_outside_the_engine_delays_only_itself() -> None:
+    jobs = jobs_of(50, rate=5.0)
+    quick, slow = (run(jobs, server=ServerShape(request_s=spent)).served for spent in (0.0, 0.25))
+    assert [each.first_s + 0.25 for each in quick] == pytest.approx([each.first_s for each in slow])
+
+
+# Whatever the policy
+
+
+@pytest.mark.parametrize("policy", ["off", "3", "7", "best", "adaptive"])
+@pytest.mark.parametrize("concurrency", [None, 5])
+def test_every_request_finishes_once_and_tokens_add_up(policy: str, concurrency: int | None) -> None:
+    jobs = arriving(workload(150, Lengths(1, 700), Lengths(1, 40), 7), poisson(20.0, 150, 7))
+    outcome = run(jobs, policy, concurrency=concurrency)
+    for job, each in zip(jobs, outcome.served, strict=True):
+        assert each.num_tokens == sum(count for _, count in each.chunks) == job.answer_tokens
+        assert each.finished_s == each.chunks[-1][0]
+        assert each.num_prefilled == job.prompt_tokens
+        assert each.arrival_s <= each.admitted_s < each.first_s <= each.finished_s
+        assert each.num_tokens == 1 + each.num_rounds + each.num_accepted
+        assert each.num_accepted <= each.num_drafted
+        times = [when for when, _ in each.chunks]
+        assert times == sorted(times)
+    assert outcome.num_tokens == sum(job.answer_tokens for job in jobs)
+    assert 0 < outcome.busy_s <= outcome.wall_s + 1e-9
+
+
+@pytest.mark.parametrize("policy", ["4", "adaptive"])
+def test_the_same_seed_gives_the_same_figures(policy: str) -> None:
+    case = Case(workload(80, Lengths(5, 60), Lengths(5, 60), 2), COSTS, ServerShape(), HALF, seed=2)
+    once, again = (sweep(case, [policy], rates=[3.0, 9.0], concurrencies=[2]) for _ in range(2))
+    assert once == again
+    other = sweep(replace(case, seed=3), [policy], rates=[3.0, 9.0], concurrencies=[2])
+    assert [each.tokens_per_s for each in other] != [each.tokens_per_s for each in once]
+
+
+def test_acceptance_is_drawn_from_the_survival_curve() -> None:
+    survival = (0.9, 0.6, 0.6, 0.1)
+    outcome = run(jobs_of(200, answer=200, rate=100.0), "4", survival=survival)
+    made = figures(outcome, "4", 1.0)
+    assert made.tokens_per_round == pytest.approx(1 + sum(survival), rel=0.02)
+    assert made.drafted_per_round == pytest.approx(4, rel=0.03)
+    kept = [num_accepted(survival, luck / 1000, 4) for luck in range(1000)]
+    assert [sum(each >= place for each in kept) / 1000 for place in range(1, 5)] == pytest.approx(survival, abs=0.002)
+    certain = run(jobs_of(1, answer=41), "4", survival=(1.0,) * 4).served[0]
+    assert certain.num_rounds == 8 and certain.num_accepted == 32
+
+
+def test_a_request_may_have_its_own_acceptance() -> None:
+    lucky, unlucky = run([Job(0.0, 5, 50, (1.0,) * 7), Job(0.0, 5, 50, (0.0,) * 7)], "7").served
+    assert lucky.num_rounds < 10 and unlucky.num_rounds == 49
+
+
+# Policies
+
+
+def test_drafts_that_never_stand_never_pay() -> None:
+    jobs, nothing = jobs_of(60, rate=3.0), (0.0,) * 7
+    plain = run(jobs, survival=nothing)
+    for policy in ("1", "7", "adaptive"):
+        outcome = run(jobs, policy, survival=nothing)
+        assert outcome.busy_s > plain.busy_s and outcome.wall_s >= plain.wall_s
+        theirs, ours = (figures(each, policy, 1.0).total.mean for each in (outcome, plain))
+        assert theirs and ours and theirs > ours
+    assert run(jobs, "best", survival=nothing).wall_s == plain.wall_s
+
+
+@pytest.mark.parametrize("concurrency", [1, 4, 16])
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
+def test_best_keeps_up_with_every_fixed_number(concurrency: int, chance: float) -> None:
+    survival = tuple(chance**place for place in range(1, 8))
+    case = Case(jobs_of(64, answer=120), COSTS, ServerShape(max_rows=16), survival)
+    policies = ["off", *map(str, range(1, 8)), "best", "adaptive"]
+    rates = {each.policy: each.tokens_per_s for each in sweep(case, policies, concurrencies=[concurrency])}
+    fixed = [rates[name] for name in policies[:-2]]
+    assert rates["best"] >= 0.99 * max(fixed)
+    assert rates["adaptive"] >= 0.93 * max(fixed)
+    assert rates["best"] > 1.02 * min(fixed)
+
+
+def test_speculation_pays_when_few_are_there_and_costs_when_many_are() -> None:
+    case = Case(jobs_of(200, answer=60), Costs(position_s=0.003), ServerShape(max_rows=32), HALF)
+    alone = {each.policy: each for each in sweep(case, ["off", "3"], concurrencies=[1])}
+    crowd = {each.policy: each for each in sweep(case, ["off", "3"], concurrencies=[32])}
+    assert alone["3"].tokens_per_s > 1.15 * alone["off"].tokens_per_s
+    assert crowd["3"].tokens_per_s < 0.95 * crowd["off"].tokens_per_s
+
+
+def test_the_best_length_for_a_batch() -> None:
+    step_s = step_seconds(COSTS, 100)
+    best = Best(HALF, step_s, 7)
+    for rows in (1, 2, 8, 64):
+        speeds = [(1 + sum(HALF[:count])) / step_s(rows, count) for count in range(8)]
+        assert best.choose(rows) == speeds.index(max(speeds))
+    assert best.choose(64) == 0 < best.choose(1)
+    assert best_length([1.0, 1.0, 1.0], lambda rows, count: 1.0, 1, 2) == 0
+
+
+def test_adaptive_learns_what_stands() -> None:
+    policy = Adaptive(step_seconds(Costs(position_s=0.0005, draft=0.0), 100), 7)
+    optimist = policy.choose(1)
+    for _ in range(400):
+        policy.record(policy.choose(1), 0)
+    assert policy.choose(1) <= 3 < optimist
+    for _ in range(400):
+        policy.record(7, 7)
+    assert policy.choose(1) == 7
+
+
+def test_what_was_found_not_to_pay_is_tried_again_some_day() -> None:
+    policy = Adaptive(step_seconds(Costs(position_s=0.003, draft=0.002), 100), 3)
+    for _ in range(200):
+        policy.record(3, 0)
+    assert policy.choose(1) == 0 and policy.chances()[0] < 0.1
+    for _ in range(3000):
+        policy.record(0, 0)
+    assert policy.chances()[0] == pytest.approx(policies.PRIOR, abs=0.03)
+
+
+# Workloads and nonsense
+
+
+def test_arrivals_are_those_of_the_benchmark() -> None:
+    assert poisson(3.0, 100, 4) == arrivals(3.0, 100, 4)
+
+
+def test_lengths() -> None:
+    source = random.Random(0)
+    assert {parse_lengths("--x", "12").draw(source) for _ in range(9)} == {12}
+    spread = [parse_lengths("--x", "3-5").draw(source) for _ in range(200)]
+    assert set(spread) == {3, 4, 5}
+    skewed = [parse_lengths("--x", "lognormal:200,0.5").draw(source) for _ in range(4000)]
+    assert statistics.median(skewed) == pytest.approx(200, rel=0.05)
+    assert statistics.fmean(skewed) == pytest.approx(parse_lengths("--x", "lognormal:200,0.5").mean, rel=0.05)
+    assert workload(5, Lengths(1, 9), Lengths(1, 9), 1) == workload(5, Lengths(1, 9), Lengths(1, 9), 1)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "-3", "9-3", "x", "lognormal:200", "lognormal:0,1", "lognormal:nan,1", "other:3", "1-99999999999"]
+)
+def test_a_length_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="write it as 128"):
+        parse_lengths("--prompt-tokens", text)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: ServerShape(max_rows=0),
+        lambda: ServerShape(prefill_chunk=0),
+        lambda: ServerShape(request_s=float("nan")),
+        lambda: run(jobs_of(1), concurrency=0),
+        lambda: run([Job(float("nan"), 1, 1)]),
+        lambda: run([Job(0.0, 0, 1)]),
+        lambda: run([Job(0.0, 1, 0)]),
+        lambda: run(jobs_of(1), survival=(1.5,)),
+        lambda: run(jobs_of(1), survival=(0.5, 0.6)),
+        lambda: run(jobs_of(1), survival=(float("nan"),)),
+        lambda: run([Job(0.0, 1, 1, (-0.1,))]),
+        lambda: make_policy("fastest", HALF, step_seconds(COSTS, 1), 7),
+        lambda: make_policy("8", HALF, step_seconds(COSTS, 1), 7),
+        lambda: make_policy("-1", HALF, step_seconds(COSTS, 1), 7),
+        lambda: sweep(Case(jobs_of(1), COSTS, ServerShape(), HALF), ["off"], rates=[0.0]),
+        lambda: sweep(Case(jobs_of(1), COSTS, ServerShape(), HALF), ["off"]),
+        lambda: sweep(Case([], COSTS, ServerShape(), HALF), ["off"], rates=[1.0]),
+    ],
+)
+def test_nonsense_is_refused(wrong: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError):
+        wrong()
+
+
+def test_spreads() -> None:
+    assert Spread.of([]) == Spread(None, None, None, None)
+    assert Spread.of([float(value) for value in range(101)]) == Spread(50.0, 50.0, 90.0, 99.0)
+
+
+def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
+    made: LoadFigures = figures(run(jobs_of(2, answer=1)), "off", 1.0)
+    assert made.inter_token == Spread(None, None, None, None) and made.tokens_per_round == 1.0
+
+
+def test_fixed_names_itself() -> None:
+    assert [Fixed(0).name, Fixed(4).name] == ["off", "4"]
+    assert simulate([], COSTS, ServerShape(), Fixed(0), HALF).wall_s == 0.0

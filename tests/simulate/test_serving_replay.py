@@ -1,0 +1,280 @@
+"""A recorded benchmark run replayed, and the command: what is read, what is refused, and that errors are told apart."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_server import serving, talker
+from typer.testing import CliRunner
+
+from paceline.bench.serving import Contender, Load, Pass, ServingBench, ServingConfig
+from paceline.bench.serving_figures import Answer
+from paceline.cli import app
+from paceline.console.bench_serving import ServingAsk, _log, bench_serving
+from paceline.errors import ConfigError
+from paceline.prompts import Prompt
+from paceline.runlog import RunFolder
+from paceline.simulate.arrivals import Job, arriving, poisson
+from paceline.simulate.costs import MeasuredCosts
+from paceline.simulate.load import Case
+from paceline.simulate.measured import table_of
+from paceline.simulate.prefill import prefill_of_steps
+from paceline.simulate.replay import Recorded, compare, policy_for, read_passes, recorded_survival
+from paceline.simulate.serving import Outcome, ServerShape
+
+STEPS: dict[str, Any] = {
+    "verify": [[rows, width, 0.010 + 0.0005 * rows * width] for rows in (1, 2, 4, 8) for width in range(1, 9)],
+    "draft": [[rows, width, 0.002] for rows in (1, 8) for width in range(1, 8)],
+    "host_s": 0.0004,
+    "prefill": [[1, 0.010], [64, 0.040], [256, 0.140]],
+}
+SURVIVAL = (0.8, 0.6, 0.45, 0.35, 0.3, 0.25, 0.2)
+JOBS = [Job(0.0, 20 + 7 * (index % 5), 10 + 11 * (index % 4)) for index in range(60)]
+
+
+def served(policy: str, rate: float | None, concurrency: int | None) -> Outcome:
+    case = Case(JOBS, MeasuredCosts(table_of(STEPS)), ServerShape(), SURVIVAL, prefill_s=prefill_of_steps(STEPS))
+    jobs = arriving(JOBS, poisson(rate, len(JOBS), 0)) if rate else JOBS
+    return case.run(policy, jobs, concurrency)
+
+
+def answers_of(outcome: Outcome) -> list[Answer]:
+    """As the benchmark's client would have seen them."""
+    made = []
+    for each in outcome.served:
+        accepted = [count - 1 for _, count in each.chunks[1:]]
+        made.append(
+            Answer(
+                first_s=each.first_s - each.arrival_s,
+                total_s=(each.finished_s or 0.0) - each.arrival_s,
+                due_s=each.arrival_s,
+                num_prompt=each.job.prompt_tokens + 16,
+                num_reused=16,
+                num_tokens=each.num_tokens,
+                num_accepted=each.num_accepted,
+                num_drafted=each.num_drafted,
+                num_rounds=each.num_rounds,
+                accepted_histogram=[accepted.count(count) for count in range(max(accepted, default=0) + 1)],
+            )
+        )
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the benchmark, against a server that is the simulator itself."""
+    path = tmp_path_factory.mktemp("runs") / "bench-serving"
+    run = RunFolder.create("bench-serving", {"server": ["--max-batch", "8"]}, path)
+    contenders = [Contender(name, None) for name in ("off", "full")]  # type: ignore[arg-type]
+    config = ServingConfig(concurrencies=(3,), rates=(2.0,))
+    bench = ServingBench(contenders, "small", [Prompt("0", [], (), "x", (1,))], config)
+    for load in (Load(concurrency=3), Load(rate=2.0)):
+        for name, policy in (("off", "off"), ("full", "7")):
+            outcome = served(policy, load.rate, load.concurrency)
+            done = Pass(outcome.wall_s, 0.0, [*answers_of(outcome), Answer(error="refused")])
+            bench.passes[load, name].append(done)
+            _log(run, bench, load, name, done)
+    return path
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Path:
+    file = tmp_path / "steps.json"
+    file.write_text(json.dumps(STEPS))
+    return file
+
+
+def test_a_run_is_read_back(folder: Path) -> None:
+    passes = read_passes(folder)
+    assert [(each.load, each.speculate) for each in passes] == [
+        ("3 in flight", "off"),
+        ("3 in flight", "full"),
+        ("2 per second", "off"),
+        ("2 per second", "full"),
+    ]
+    outcome = served("7", 2.0, None)
+    last = passes[-1]
+    assert [replace(job, arrival_s=0.0) for job in last.jobs] == JOBS
+    assert [job.arrival_s for job in last.jobs] == pytest.approx([each.arrival_s for each in outcome.served])
+    assert last.num_failed == 1 and last.wall_s == pytest.approx(outcome.wall_s)
+    assert last.tokens_per_s == pytest.approx(outcome.num_tokens / outcome.wall_s)
+
+
+def test_a_real_run_can_be_replayed(tmp_path: Path) -> None:
+    """Against a live server with a fake model: what the benchmark writes is what the replay needs."""
+    with serving(talker()) as live:
+        config = ServingConfig(concurrencies=(2,), rates=(50.0,), num_requests=4, max_tokens=6, repeat=2)
+        bench_serving(ServingAsk(config, (), url=live.url, limit=2, out=tmp_path / "run"))
+    passes = read_passes(tmp_path / "run")
+    assert len(passes) == 8 and all(len(each.jobs) == 4 for each in passes)
+    opened = [each for each in passes if each.rate]
+    assert all([job.arrival_s for job in each.jobs] == sorted(job.arrival_s for job in each.jobs) for each in opened)
+    assert [job.arrival_s for job in opened[0].jobs] == pytest.approx(poisson(50.0, 4, 0), abs=0.002)
+    assert [job.arrival_s for job in opened[-1].jobs] == pytest.approx(poisson(50.0, 4, 1), abs=0.002)
+    found = compare(passes, MeasuredCosts(table_of(STEPS)), ServerShape(), SURVIVAL)
+    assert len(found) == 4 and all(each.num_requests == 8 and each.measured_tokens_per_s > 0 for each in found)
+
+
+def test_the_simulator_agrees_with_itself(folder: Path) -> None:
+    passes = read_passes(folder)
+    costs = MeasuredCosts(table_of(STEPS))
+    found = compare(passes, costs, ServerShape(), SURVIVAL, prefill_s=prefill_of_steps(STEPS))
+    assert [each.policy for each in found] == ["off", "7", "off", "7"]
+    for each in found:
+        assert each.throughput_error == pytest.approx(0, abs=1e-6) and each.first_token_error == pytest.approx(0, abs=1e-6)
+        assert each.simulated_tokens_per_round == pytest.approx(each.measured_tokens_per_round)
+        assert each.is_within
+    slower = MeasuredCosts(
+        table_of({**STEPS, "verify": [[rows, width, 1.5 * spent] for rows, width, spent in STEPS["verify"]]})
+    )
+    wrong = compare(passes, slower, ServerShape(), SURVIVAL, prefill_s=prefill_of_steps(STEPS))
+    assert not any(each.is_within for each in wrong[:2]) and wrong[0].throughput_error < -0.2
+
+
+def test_how_drafts_fared_is_read_from_the_pass_that_drafted_most(folder: Path) -> None:
+    found = recorded_survival(read_passes(folder))
+    assert len(found) == 7 and found == pytest.approx(SURVIVAL, abs=0.08)
+    assert recorded_survival([each for each in read_passes(folder) if each.speculate == "off"]) == ()
+
+
+def test_places_that_were_seldom_tried_are_estimated() -> None:
+    """Four drafts a round on average, some of six: the places beyond the fourth stand as often as the first four."""
+    chance = 0.8
+    rounds = [round(1000 * chance**count * (1 - chance)) for count in range(4)]
+    recorded = Recorded("auto", None, 1, [Job(0.0, 1, 1)], 1.0, [0.1], 1000, 4000, [*rounds, 300, 50, 60])
+    found = recorded_survival([recorded])
+    assert len(found) == 6
+    conditional = [later / sooner for sooner, later in zip((1.0, *found), found, strict=False)]
+    assert conditional[:4] == pytest.approx([chance] * 4, abs=0.01)
+    assert conditional[4:] == pytest.approx([sum(conditional[:4]) / 4] * 2)
+
+
+@pytest.mark.parametrize(
+    ("speculate", "most", "policy"),
+    [
+        ("off", 7, "off"),
+        ("auto", 7, "adaptive"),
+        ("full", 7, "7"),
+        ("3", 7, "3"),
+        ("15", 7, "7"),
+        ("0", 7, "off"),
+        ("auto", 0, "off"),
+        ("as it is", 7, "off"),
+    ],
+)
+def test_a_contender_becomes_a_policy(speculate: str, most: int, policy: str) -> None:
+    assert policy_for(speculate, most) == policy
+
+
+def test_prefill_times() -> None:
+    measured = prefill_of_steps(STEPS)
+    assert measured(64, 64) == pytest.approx(0.040) and measured(160, 500) == pytest.approx(0.090)
+    guessed = prefill_of_steps({"verify": STEPS["verify"]})
+    assert guessed(32, 32) == pytest.approx(0.026) and guessed(256, 256) == pytest.approx(0.138, rel=0.01)
+    with pytest.raises(ConfigError, match="prefill time"):
+        prefill_of_steps({**STEPS, "prefill": [["a", 1]]})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda file: file.unlink(), "holds no run of paceline bench serving"),
+        (lambda file: file.write_text("{"), "is damaged"),
+        (lambda file: file.write_text("[1]\n"), "lacks repetition, due_s"),
+        (
+            lambda file: file.write_text(json.dumps({"speculate": "off", "concurrency": 1, "first_s": 1}) + "\n"),
+            "of this version",
+        ),
+        (
+            lambda file: file.write_text(json.dumps({"error": "x", "repetition": 0, "wall_s": 1.0}) + "\n"),
+            "no answered request",
+        ),
+        (lambda file: file.write_text(json.dumps({"error": "x", "repetition": 0, "wall_s": "long"}) + "\n"), "of this version"),
+    ],
+)
+def test_runs_that_cannot_be_replayed(tmp_path: Path, spoil: Callable[[Path], Any], said: str) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("")
+    spoil(file)
+    with pytest.raises(ConfigError, match=said):
+        read_passes(tmp_path)
+
+
+# The command
+
+
+def run(*words: str) -> str:
+    done = CliRunner().invoke(app, ["simulate-serving", *words])
+    if done.exception:
+        raise done.exception
+    return done.stdout
+
+
+def last_line(text: str) -> dict[str, Any]:
+    return json.loads(text.splitlines()[-1])
+
+
+def test_a_sweep_over_measured_steps(steps: Path, tmp_path: Path) -> None:
+    words = ["--steps", str(steps), "--acceptance", "survival:.8,.6,.5", "--requests", "40", "--prompt-tokens", "10-50"]
+    words += ["--answer-tokens", "lognormal:40,0.5", "--policy", "off,best,3", "--rate", "1,50", "--concurrency", "2", "--json"]
+    line = last_line(run(*words, "--out", str(tmp_path / "run")))
+    assert [(each["policy"], each["rate"], each["concurrency"]) for each in line["results"]] == [
+        (policy, rate, concurrency)
+        for rate, concurrency in ((1.0, None), (50.0, None), (None, 2))
+        for policy in ("off", "best", "3")
+    ]
+    by = {(each["policy"], each["rate"]): each for each in line["results"]}
+    assert by["best", 1.0]["inter_token"]["mean"] < by["off", 1.0]["inter_token"]["mean"]
+    assert by["off", 50.0]["is_saturated"] and not by["off", 1.0]["is_saturated"]
+    assert line == {**last_line(run(*words)), "run": str(tmp_path / "run")}, "the same seed, the same figures"
+    assert {"results.json", "report.md", "report.html", "config.json"} <= {file.name for file in (tmp_path / "run").iterdir()}
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert page.count("<svg") == 8 and "saturated" in page
+
+
+def test_usual_rates_reach_from_idle_to_too_much() -> None:
+    words = ("--model", "smollm2-135m", "--hardware", "H100", "--requests", "30", "--policy", "off", "--max-draft", "2")
+    told = run(*words)
+    assert told.count("per second") >= 5 and "saturated" in told and "Limits:" in told
+    assert run(*words) == told
+
+
+def test_replayed_against_a_run(steps: Path, folder: Path, tmp_path: Path) -> None:
+    words = ("--steps", str(steps), "--against", str(folder), "--acceptance", "survival:" + ",".join(map(str, SURVIVAL)))
+    line = last_line(run(*words, "--json", "--out", str(tmp_path / "run")))
+    assert line["num_within"] == len(line["compared"]) == 4
+    assert max(abs(each["throughput_error"]) for each in line["compared"]) < 1e-6
+    assert (tmp_path / "run" / "report.html").read_text().count("<svg") == 2
+    recorded = last_line(run(*words[:4], "--json"))
+    assert recorded["survival"] == pytest.approx(SURVIVAL, abs=0.08) and recorded["num_within"] >= 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--rate", "0"), "--rate must be above 0"),
+        (("--rate", "soon"), "is no list of numbers"),
+        (("--concurrency", "0"), "--concurrency must be at least 1"),
+        (("--requests", "0"), "--requests must be at least 1"),
+        (("--max-draft", "0"), "--max-draft must be at least 1"),
+        (("--policy", "fastest"), "--policy 'fastest' is not known"),
+        (("--policy", ","), "give at least one request, one policy"),
+        (("--acceptance", "1.5"), "between 0 and 1"),
+        (("--prompt-tokens", "none"), "--prompt-tokens 'none' is no length"),
+        (("--max-rows", "-1"), "--max-rows must be at least 1"),
+        (("--steps", "/no/such.json"), "there is no /no/such.json"),
+        (("--model", "no-such-model"), "no model 'no-such-model'"),
+        (("--against", "/no/such/run"), "holds no run of paceline bench serving"),
+        (("--against", "/no/such/run", "--rate", "1"), "--against has its own loads"),
+    ],
+)
+def test_bad_words(words: tuple[str, ...], said: str) -> None:
+    given = words if "--steps" in words or "--model" in words else (*words, "--hardware", "H100")
+    with pytest.raises((ConfigError, FileNotFoundError), match=re.escape(said)):
+        run(*given)

@@ -1,0 +1,168 @@
+"""`paceline simulate` from its options to its JSON line; every error is one line that says what to do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulate_steps import steps_file
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from paceline.errors import PacelineError
+
+BLOCK = ["--model", "DeepSeek-V4-Pro", "--hardware", "B200", "--acceptance", "0.89", "--block", "16"]
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(app, ["simulate", *words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def line(*words: str) -> dict[str, Any]:
+    return json.loads(run(*words, "--json").splitlines()[-1])
+
+
+def test_the_json_line() -> None:
+    found = line(*BLOCK, "--batch", "32", "--drafter-cost", "0.1")
+    assert (found["best_draft_length"], round(found["speedup"], 2)) == (16, 2.98)
+    assert [length for length, _ in found["curve"]] == list(range(17))
+    assert found["curve"][0][1] == 1.0
+    assert found["tokens_per_s"] / found["plain_tokens_per_s"] == pytest.approx(found["speedup"])
+    assert sum(found["time_split"].values()) == pytest.approx(1.0)
+    assert set(found["flags"]) == {"paceline", "vllm", "sglang"}
+    assert "deepseek-ai/DeepSeek-V4-Pro" in found["flags"]["vllm"]
+    assert found["limits"] and found["sensitivity"]
+    assert any("does not fit" in warning for warning in found["warnings"])
+    assert found["sweep"] is None
+
+
+def test_a_sweep_over_batches() -> None:
+    found = line(*BLOCK, "--batch", "1,4,32,128")
+    assert [each["batch"] for each in found["sweep"]] == [1, 4, 32, 128]
+    assert [round(each["speedup"], 2) for each in found["sweep"]] == [1.63, 1.16, 2.98, 5.06]
+    assert found["speedup"] == found["sweep"][0]["speedup"]
+    assert len([warning for warning in found["warnings"] if "does not fit" in warning]) == 1
+
+
+def test_people_read_stdout_unless_it_is_json() -> None:
+    shown = run(*BLOCK, "--batch", "32", "--flags")
+    for expected in ("2.98x", "best", "acceptance  +1 points", "Limits:", "--speculative-config", "does not fit"):
+        assert expected in shown
+    with_json = run(*BLOCK, "--json")
+    assert len(with_json.splitlines()) == 1
+
+
+def test_options_reach_the_model() -> None:
+    base = line(*BLOCK, "--batch", "8")["speedup"]
+    for options in (
+        ["--expert-locality", "0.255"],
+        ["--precision", "experts=fp8"],
+        ["--context", "100000"],
+        ["--max-draft", "3"],
+        ["--gpus", "8"],
+        ["--drafter-cost", "0.5"],
+        ["--drafter-params", "50e9"],
+    ):
+        assert line(*BLOCK, "--batch", "8", *options)["speedup"] != base, options
+
+
+def test_the_layered_variant_differs_where_layers_do() -> None:
+    """Full attention over many positions is bound by arithmetic, linear attention by reading."""
+    words = ["--model", "Qwen3.5-27B", "--hardware", "RTX 4090", "--batch", "64", "--max-draft", "63"]
+    whole, apart = line(*words)["curve"][63][1], line(*words, "--per-layer")["curve"][63][1]
+    assert apart < whole
+
+
+def test_the_toy_needs_no_machine() -> None:
+    found = line("--toy", "--acceptance", "0.75", "--max-draft", "6")
+    assert found["speedup"] == pytest.approx(3.466, abs=1e-3)
+    assert (found["kind"], found["tokens_per_s"], found["hardware"]) == ("toy", None, None)
+    assert any("--block has no effect" in warning for warning in line("--toy", "--block", "4")["warnings"])
+
+
+def test_a_table_of_step_times(tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    file.write_text(json.dumps(steps_file()))
+    found = line("--table", str(file), "--acceptance", "0.8", "--batch", "1,8", "--context", "256")
+    assert found["kind"] == "measured"
+    assert found["plain_tokens_per_s"] == pytest.approx(1 / (steps_file()["verify"][0][2] + steps_file()["host_s"]))
+    beyond = line("--table", str(file), "--batch", "16", "--hardware", "B200")
+    assert any("extrapolated" in warning for warning in beyond["warnings"])
+    assert any("--hardware has no effect" in warning for warning in beyond["warnings"])
+
+
+def test_calibrate_and_predict(tmp_path: Path) -> None:
+    (tmp_path / "steps.json").write_text(json.dumps(steps_file()))
+    told = line("--calibrate", str(tmp_path))
+    assert told["held_out"]["worst_error"] < 1e-3
+    assert {path.name for path in tmp_path.iterdir()} >= {"calibration.json", "calibration.md", "calibration.svg"}
+    assert "<svg" in (tmp_path / "calibration.svg").read_text()
+    assert "held-out sizes" in (tmp_path / "calibration.md").read_text()
+    calibrated = line("--calibration", str(tmp_path), "--context", "256", "--acceptance", "0.8")
+    table = line("--table", str(tmp_path), "--context", "256", "--acceptance", "0.8")
+    assert calibrated["speedup"] == pytest.approx(table["speedup"], rel=0.01)
+    assert (calibrated["kind"], calibrated["hardware"], calibrated["model"]) == ("calibrated", "box", "smollm2-135m")
+    assert "overhead" in calibrated["time_split"]
+
+
+def test_listing() -> None:
+    told = line("--list")
+    assert {"DeepSeek-V4-Flash", "smollm2-135m"} <= set(told["models"])
+    assert "Qwen3.6-Max" in told["unavailable"] and "Qwen3.6-Max" not in told["models"]
+    assert "laptop CPU" in told["machines"]
+    assert "not public" in run("--list")
+
+
+def test_this_machine_is_measured() -> None:
+    found = line("--model", "smollm2-135m", "--acceptance", "0.8,0.7", "--max-draft", "4")
+    assert found["hardware"]
+    assert any("place 2" in sentence for sentence in found["limits"])
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["--acceptance", "1.5"], "between 0 and 1"),
+        (["--acceptance", "nan"], "between 0 and 1"),
+        (["--batch", "0"], "--batch must be at least 1"),
+        (["--batch", "many"], "no list of numbers"),
+        (["--batch", ""], "--batch is empty"),
+        (["--context", "0"], "--context must be"),
+        (["--max-draft", "-1"], "--max-draft must be"),
+        (["--gpus", "0"], "--gpus must be"),
+        (["--block", "0"], "--block must be"),
+        (["--drafter-cost", "-1"], "--drafter-cost must be"),
+        (["--drafter-cost", "0.1", "--drafter-params", "1e9"], "leave one out"),
+        (["--model", "no-such-model"], "no model"),
+        (["--model", "Qwen3.6-Max"], "not public"),
+        (["--hardware", "abacus"], "choose from"),
+        (["--precision", "fp7"], "is not known"),
+        (["--expert-locality", "2"], "between 0"),
+        (["--toy", "--table", "x.json"], "exclude each other"),
+        (["--table", "no-such.json"], "bench steps"),
+        (["--calibration", "no-such.json"], "--calibrate makes one"),
+        (["--calibrate", "no-such"], "bench steps"),
+        (["--flags", "--method", "magic"], "choose from"),
+    ],
+)
+def test_nonsense_is_one_line(words: list[str], remedy: str) -> None:
+    hardware = [] if "--hardware" in words else ["--hardware", "H100"]
+    with pytest.raises(PacelineError, match=remedy):
+        run("--model", "Qwen3-8B", *hardware, *words) if "--model" not in words else run(*hardware, *words)
+
+
+def test_predictions_do_not_load_torch() -> None:
+    """Of a known machine: no import of PyTorch, nor of NumPy."""
+    code = (
+        "import sys; from paceline.cli import app; "
+        "app(['simulate', '--model', 'Qwen3-8B', '--hardware', 'H100', '--json'], standalone_mode=False); "
+        "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,94 @@
+"""Curves, their best, tokens per second, the split and what more acceptance brings."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.hardware import KNOWN_GPUS
+from paceline.simulate import catalogue
+from paceline.simulate.acceptance import constant, from_survival, tokens_per_round
+from paceline.simulate.costs import MeasuredCosts, RooflineCosts, StepCosts, ToyCosts
+from paceline.simulate.drafter_cost import FractionDrafter, ShapeDrafter
+from paceline.simulate.measured import table_of
+from paceline.simulate.roofline import Deployment
+from paceline.simulate.speedup import Load, best, predict
+
+
+def roofline(host_s: float = 0.0, fraction: float = 0.1) -> RooflineCosts:
+    shape = catalogue.find("Qwen3-8B")
+    return RooflineCosts(shape, Deployment(KNOWN_GPUS["H100"], shape.precisions), FractionDrafter(fraction), host_s)
+
+
+def test_the_toy_is_the_tokens_per_round() -> None:
+    found = predict(ToyCosts(), constant(0.8), Load(max_draft=5), has_unit=False)
+    assert found.curve == [(length, pytest.approx(tokens_per_round(constant(0.8), length))) for length in range(6)]
+    assert (found.best_draft_length, found.tokens_per_s) == (5, None)
+
+
+def test_the_curve_is_the_formula() -> None:
+    costs, acceptance = roofline(), from_survival([0.8, 0.6, 0.5])
+    found = predict(costs, acceptance, Load(4, 2000, 3))
+    plain = costs.verify_s(4, 1, 2000)
+    expected = tokens_per_round(acceptance, 2) / (costs.verify_s(4, 3, 2000) / plain + 0.1 * 2)
+    assert found.curve[0] == (0, 1.0)
+    assert found.curve[2][1] == pytest.approx(expected, rel=1e-12)
+
+
+def test_host_time_counts_on_both_sides() -> None:
+    plain_s = roofline().verify_s(1, 1, 4096)
+    assert predict(roofline(plain_s), constant(0.8), Load()).speedup > predict(roofline(), constant(0.8), Load()).speedup
+
+
+def test_rates_and_split() -> None:
+    found = predict(roofline(1e-4), constant(0.8), Load(8, 4096, 8))
+    assert found.tokens_per_s is not None and found.plain_tokens_per_s is not None
+    assert found.plain_tokens_per_s == pytest.approx(8 / found.plain_round_s)
+    assert found.tokens_per_s / found.plain_tokens_per_s == pytest.approx(found.speedup)
+    assert sum(found.time_split.values()) == pytest.approx(1.0)
+    assert found.time_split["host"] == pytest.approx(1e-4 / found.round_s)
+    assert found.time_split["drafter"] > 0
+
+
+def test_the_shortest_of_equals_is_the_best() -> None:
+    assert best([(0, 1.0), (1, 2.0), (2, 2.0)]) == (1, 2.0)
+    assert best([(0, 1.0), (1, 0.9)]) == (0, 1.0)
+
+
+def test_more_acceptance_buys_more() -> None:
+    found = predict(roofline(), constant(0.8), Load())
+    changes = {change.points: change for change in found.sensitivity}
+    assert changes[-0.1].speedup < changes[-0.01].speedup < found.speedup < changes[0.01].speedup < changes[0.1].speedup
+    assert changes[0.1].best_draft_length >= found.best_draft_length
+    assert changes[0.01].gain == pytest.approx(changes[0.01].speedup / found.speedup - 1)
+
+
+def test_a_drafter_of_its_own_size_does_not_grow_with_the_target() -> None:
+    shape = catalogue.find("Qwen3-8B")
+    deployment = Deployment(KNOWN_GPUS["H100"], shape.precisions)
+    drafter = ShapeDrafter(0.5e9, 9.895e14, 3.35e12, block=16)
+    costs = RooflineCosts(shape, deployment, drafter)
+    assert costs.draft_s(1, 15, 4096) == pytest.approx(2 * 0.5e9 / 3.35e12)
+
+
+def test_a_table_takes_the_place_of_the_roofline() -> None:
+    steps = {"verify": [[1, 1, 0.010], [1, 3, 0.012]], "draft": [[1, 1, 0.001], [1, 2, 0.002]], "host_s": 0.001}
+    costs: StepCosts = MeasuredCosts(table_of(steps))
+    found = predict(costs, constant(0.5), Load(1, 100, 2))
+    assert found.curve[2][1] == pytest.approx(1.75 * 0.011 / 0.015)
+    fallback = MeasuredCosts(table_of({"verify": steps["verify"]}), FractionDrafter(0.1))
+    assert fallback.draft_s(1, 2, 100) == pytest.approx(0.002)
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"batch": 0}, "--batch"),
+        ({"context": 0}, "--context"),
+        ({"max_draft": -1}, "--max-draft"),
+        ({"max_draft": 9999}, "--max"),
+    ],
+)
+def test_impossible_loads(options: dict[str, int], remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        Load(**options)
