@@ -45,10 +45,11 @@ stop() {
     rm -rf "$work"
 }
 
-# Short answers: a request that schemathesis makes up sets no limit of its own.
+# Short answers: a request that schemathesis makes up sets no limit of its own, and beside other work on the machine four that
+# fill the context take longer than a client waits.
 start() {
     # shellcheck disable=SC2086
-    "$python" -m paceline serve --port 0 --max-len 256 ${SERVE:-} >"$work/server.log" 2>&1 &
+    "$python" -m paceline serve --port 0 --max-len 256 --default-max-tokens 16 ${SERVE:-} >"$work/server.log" 2>&1 &
     server=$!
     until grep -q '^ready: ' "$work/server.log"; do
         if ! kill -0 "$server" 2>/dev/null; then

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 from paceline.cli import app
 
 MAKING = (("train",), ("regenerate",), ("evaluate",), ("report",))
-BENCH = (("bench",), ("bench", "decode"), ("bench", "serving"))
-COMMANDS = ((), ("generate",), ("chat",), ("models",), *BENCH, *MAKING, ("serve",))
+BENCH = (("bench",), ("bench", "decode"), ("bench", "serving"), ("bench", "steps"))
+PREDICTING = (("simulate",), ("simulate-serving",), ("compare",), ("calculator",))
+COMMANDS = ((), ("generate",), ("chat",), ("models",), *BENCH, *MAKING, ("serve",), *PREDICTING)
 TARGET = Path(__file__).parent / "cli.md"
 
 

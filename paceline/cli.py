@@ -10,6 +10,7 @@ import typer
 
 import paceline
 from paceline.cli_bench import add_commands as add_benchmarks
+from paceline.cli_calculator import add_commands as add_calculator
 from paceline.cli_compare import add_commands as add_comparing
 from paceline.cli_options import (
     Backend,
@@ -178,6 +179,7 @@ add_training(app)
 add_serving(app)
 add_serving_simulation(app)
 add_simulating(app)
+add_calculator(app)
 
 
 @app.command()

@@ -67,9 +67,15 @@ def serve(
     api_key: Annotated[list[str] | None, Option(help="Key that opens the API; may be repeated. PACELINE_API_KEY too.")] = None,
     api_key_file: Annotated[Path | None, Option(help="File of keys, one a line.")] = None,
     cors_origin: Annotated[list[str] | None, Option(help="Origin whose pages may call the API; may be repeated.")] = None,
+    allowed_host: Annotated[
+        list[str] | None, Option(help="Name clients may call the server by; may be repeated [default: on loopback, its names].")
+    ] = None,
     served_name: Annotated[list[str] | None, Option(help="What clients call the model; may be repeated.")] = None,
     max_body: Annotated[str, Option(help="Longest request body: 512K, 4M or bytes.")] = "4M",
     max_prompt_tokens: Annotated[int | None, Option(help="Longest prompt [default: what the cache holds].")] = None,
+    default_max_tokens: Annotated[
+        int | None, Option(help="Longest chat answer when a request sets no limit [default: the context].")
+    ] = None,
     max_n: Annotated[int, Option(help="Most answers to one prompt.")] = 8,
     max_queue: Annotated[int, Option(help="Most answers waiting; what comes then gets status 429.")] = 256,
     deadline: Annotated[float, Option(help="Seconds in which a request must be finished; 0 is no limit.")] = 600.0,
@@ -108,11 +114,12 @@ def _serve(given: dict[str, Any]) -> None:
         raise ConfigError("--trace-sample and --trace-redact need --traces FOLDER")
     speculate = speculation(given["speculate"], given["num_drafted"], given["drafter"])
     settings = settings_of(given | speculate, given["model"])
-    same = ("host", "port", "max_prompt_tokens", "max_n", "max_queue", "deadline", "drain_seconds")
+    same = ("host", "port", "max_prompt_tokens", "default_max_tokens", "max_n", "max_queue", "deadline", "drain_seconds")
     config = ServeConfig(
         **{name: given[name] for name in same},
         api_keys=read_api_keys(tuple(given["api_key"] or ()), given["api_key_file"]),
         cors_origins=tuple(given["cors_origin"] or ()),
+        allowed_hosts=tuple(given["allowed_host"] or ()),
         served_names=tuple(given["served_name"] or ()),
         max_body_bytes=size("--max-body", str(given["max_body"])),
     )

@@ -43,8 +43,9 @@ class EngineConfig:
     num_drafted: int | None = None
     """Most tokens drafted per round; None takes the drafter's own number."""
     speculate: str = "auto"
-    """auto drafts in each round as many tokens as bring the most tokens per second here, none when none do; full always as many
-    as it may. Sampled requests with a seed always draft in full: their text depends on the number."""
+    """auto drafts in each round as many tokens as bring the most tokens per second here, none when none do, and what an n-gram
+    lookup finds where that promises more (unless num_drafted is given); full always as many as the drafter may. Sampled
+    requests with a seed always draft in full: their text depends on the number."""
     rule: str = "auto"
     """How sampled drafts are verified: match (certain drafts), rejection, block; auto takes the best that is lossless."""
     mocked_tokens_per_round: float | None = None

@@ -178,6 +178,8 @@ class Sequence:
     lossless: bool = True
     max_drafted: int | None = None
     """Most drafts of the next round, as the engine chose; None leaves it to the drafter."""
+    takes_free: bool = False
+    """Whether these are to be the drafts that its drafter has at hand for nothing (`Drafter.free_chance`)."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
     eos_token_ids: tuple[int, ...] = ()

@@ -85,7 +85,7 @@ class Live:
         return self.llms[-1]
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, timeout=30)
+        return openai.OpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, timeout=120)
 
     def start(self) -> None:
         self._thread.start()
@@ -99,7 +99,7 @@ class Live:
     def stop(self) -> None:
         if self._thread.is_alive():
             self.drain()
-        self._thread.join(30)
+        self._thread.join(120)
         self._bound.close()
         assert not self._thread.is_alive()
 
@@ -128,7 +128,7 @@ class Live:
     def request(
         self, method: str, path: str, data: bytes | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, Any, dict[str, str]]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         with contextlib.closing(connection):
             connection.request(method, path, data, headers or {})
             answer = connection.getresponse()
@@ -139,9 +139,9 @@ class Live:
     def open_stream(self, body: dict[str, Any], path: str = "/v1/chat/completions") -> socket.socket:
         """A raw connection on which a streamed answer was asked for."""
         data = json.dumps(body | {"stream": True}).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=30)
-        connection.sendall(head.encode() + data)
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=120)
+        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         return connection
 
 
@@ -149,8 +149,8 @@ class Live:
 def serving(factory: Callable[[], LLM] | None = None, **settings: Any) -> Iterator[Live]:
     """A server over a fake engine, or over what `factory` makes; settings are ServeConfig's."""
     live = Live(factory or talker(), ServeConfig(port=0, **settings))
-    live.start()
     try:
+        live.start()
         yield live
     finally:
         live.stop()
@@ -163,11 +163,13 @@ def talker(seconds: float | None = None, **options: Any) -> Callable[[], LLM]:
 
 
 def wait_until(is_true: Callable[[], object], seconds: float = 30.0) -> None:
-    """Fails when it does not become true in time."""
-    ends = time.monotonic() + seconds
+    """Fails when it does not become true in time. A pause of the whole process counts little."""
+    waited, last = 0.0, time.monotonic()
     while not is_true():
-        assert time.monotonic() < ends, "it did not happen in time"
         time.sleep(0.005)
+        now = time.monotonic()
+        waited, last = waited + min(now - last, 0.25), now
+        assert waited < seconds, "it did not happen in time"
 
 
 def asked(text: str = "hello", **more: Any) -> dict[str, Any]:

@@ -52,10 +52,10 @@ def serve(ask: ServeAsk) -> None:
     def load() -> LLM:
         llm = LLM(**ask.settings)
         traces.begin(llm.tokenizer)
-        warm_up(llm)
         return llm
 
-    worker = EngineWorker(load, max_queue=ask.config.max_queue, deadline_s=ask.config.deadline or None, observer=recorder)
+    limits = {"max_queue": ask.config.max_queue, "deadline_s": ask.config.deadline or None}
+    worker = EngineWorker(load, observer=recorder, warm_up=warm_up, **limits)
     try:
         run(worker, ask.config, recorder, say=say, introduce=introduce)
     finally:

@@ -48,6 +48,8 @@ class Drafter(ABC):
     """The most tokens drafted per round (block_size - 1)."""
     chooses_length: bool = False
     """Whether it knows best itself how much to draft: the engine then leaves the choice to it."""
+    has_own_threads: bool = True
+    """Whether it has nothing to compute that PyTorch's threads would be worth having for."""
     tap_layers: tuple[int, ...] = ()
     """Target layers whose outputs `observe` needs; layer l is Transformers' hidden_states[l + 1]."""
 
@@ -72,6 +74,11 @@ class Drafter(ABC):
         for `seq`, which was just started: it will observe only what comes behind them. `source` may be a sequence's that is
         running, or that was dropped and whose row no other has been given since; or `seq.row` itself."""
         return 0 if self.tap_layers else length
+
+    def free_chance(self, seq: Sequence) -> float:
+        """Chance that each of the drafts it has at hand for nothing stands if those before it do; 0.0 when it has none. While a
+        sequence `takes_free`, `propose` gives it those."""
+        return 0.0
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftBlock:

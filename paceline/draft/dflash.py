@@ -255,6 +255,7 @@ class DFlashDrafter(Drafter):
         self._target = target
         self._ids = None if self.draft_ids is None else self.draft_ids.tolist()
         self._path = make_path(self.network, target, self.draft_ids)
+        self.has_own_threads = isinstance(self._path, NativePath)
         self._pending: dict[int, tuple[list[Observed], int]] = {}
         self._fresh: set[int] = set()
         """Rows whose sequence has just started: what they hold is another's, which the new one may adopt."""

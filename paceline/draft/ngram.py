@@ -37,6 +37,8 @@ class _Row:
     """Per n: the last n tokens -> the position after where they last stood, the text's very end excepted."""
     num_indexed: int = 0
     trust: float = _FIRST_TRUST
+    follower: int | None = None
+    """Where the text went on after the match that was found last."""
     num_pending: int = 0
     """Drafts of the round under way."""
 
@@ -89,12 +91,20 @@ class NgramDrafter(Drafter):
         return DraftBlock.certain([self._draft(seq, limit, len(batch)) for seq, limit in pairs])
 
     def _draft(self, seq: Sequence, limit: int, num_rows: int) -> list[int]:
-        row, tokens = self._rows[seq.row], seq.tokens
-        follower = self._find(row, tokens) if limit > 0 else None
-        if follower is None:
-            return []
-        row.num_pending = self._best_count(_acceptance(_reach(tokens, follower), row.trust), limit, num_rows)
-        return _continuation(tokens, follower, row.num_pending)
+        chance = self.free_chance(seq) if limit > 0 else 0.0
+        return self.continuation(seq, self._best_count(chance, limit, num_rows)) if chance else []
+
+    def free_chance(self, seq: Sequence) -> float:
+        row = self._rows[seq.row]
+        row.follower = self._find(row, seq.tokens)
+        return 0.0 if row.follower is None else _acceptance(_reach(seq.tokens, row.follower), row.trust)
+
+    def continuation(self, seq: Sequence, count: int) -> list[int]:
+        """So many tokens of what followed the match that `free_chance` has found in this round."""
+        row = self._rows[seq.row]
+        assert row.follower is not None
+        row.num_pending = count
+        return _continuation(seq.tokens, row.follower, count)
 
     def _index(self, row: _Row, tokens: list[int], end: int) -> None:
         """Enter every n-gram whose last token stands before `end` and has a follower."""

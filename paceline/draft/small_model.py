@@ -25,7 +25,7 @@ class SmallModelDrafter(Drafter):
 
     def __init__(self, model: Target, *, num_drafted: int | None = None) -> None:
         """`model` must not be the target itself: both need a cache. Raises ConfigError on a negative num_drafted."""
-        self.model = model
+        self.model, self.has_own_threads = model, model.has_own_threads
         self.num_drafted = 4 if num_drafted is None else num_drafted
         if self.num_drafted < 0:
             raise ConfigError(f"num_drafted must be 0 or more, not {num_drafted}")

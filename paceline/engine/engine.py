@@ -15,14 +15,15 @@ import torch
 from paceline.draft.base import Drafter, NoDrafter, Observed
 from paceline.engine.draft_length import DraftLengths
 from paceline.engine.grammar import Grammars
+from paceline.engine.prefill import PrefillPace
 from paceline.engine.prefix import PrefixReuse
 from paceline.engine.round import Judge, decode_round, record
-from paceline.engine.sampling import LosslessJudge
+from paceline.engine.sampling import LosslessJudge, MockedJudge
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.text import Detokenizer, TextStream
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.model.target import ForwardBatch, Target
-from paceline.types import Batch, DraftBlock, FinishReason, RoundStats, SamplingParams, Sequence
+from paceline.types import Batch, Constraint, DraftBlock, FinishReason, RoundStats, SamplingParams, Sequence
 
 
 @dataclass(slots=True)
@@ -67,13 +68,13 @@ class Engine:
         self.drafter = drafter or NoDrafter()
         self.judge = judge or LosslessJudge()
         self.lengths = lengths
-        self.prefill_chunk = prefill_chunk
+        self._pace = PrefillPace(prefill_chunk, adapts=target.is_width_invariant)
         self.eos_token_ids = eos_token_ids
         target.set_taps(self.drafter.tap_layers)
         self.drafter.bind(target)
         self.scheduler = Scheduler(target.cache)
         self.prefix = PrefixReuse(target, self.drafter) if target.is_width_invariant else None
-        self._grammars = Grammars(tokenizer, target.vocab_size, eos_token_ids)
+        self.grammars = Grammars(tokenizer, target.vocab_size, eos_token_ids)
         self.rounds: list[RoundStats] = []
         """The rounds of the latest step: at most one."""
         self._requests: dict[int, _Request] = {}
@@ -83,11 +84,15 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add(self, prompt_ids: list[int], params: SamplingParams | None = None) -> int:
-        """Queue a request; returns its id. Raises PromptError, ContextLengthError or SamplingError on bad input."""
+    def add(self, prompt_ids: list[int], params: SamplingParams | None = None, constraint: Constraint | None = None) -> int:
+        """Queue a request; returns its id. `constraint` is its grammar, fresh from `grammars`, if that is compiled already.
+
+        Raises PromptError, ContextLengthError or SamplingError on bad input.
+        """
         params = params or SamplingParams()
         self._check(prompt_ids, params)
-        constraint = self._grammars.compile(params.grammar) if params.grammar else None
+        if params.grammar and constraint is None:
+            constraint = self.grammars.compile(params.grammar)
         ignores_eos = params.ignore_eos and not params.grammar
         ends = params.stop_token_ids if ignores_eos else (*self.eos_token_ids, *params.stop_token_ids)
         seq = Sequence(next(self._ids), list(prompt_ids), len(prompt_ids), params, eos_token_ids=ends, constraint=constraint)
@@ -105,6 +110,8 @@ class Engine:
             raise PromptError(f"token {wrong} is outside the model's vocabulary of {vocab_size}: check the tokenizer")
         if wrong := next((token for token in params.logit_bias or {} if not 0 <= token < vocab_size), None):
             raise SamplingError(f"logit_bias names token {wrong}, outside the vocabulary of {vocab_size}: remove it")
+        if params.grammar and isinstance(self.judge, MockedJudge):
+            raise SamplingError("grammar cannot hold with a mocked acceptance, which looks at no token: leave one of them out")
         needed = len(prompt_ids) + params.max_tokens
         if needed > max_len:
             raise ContextLengthError(
@@ -126,6 +133,16 @@ class Engine:
     def step(self) -> list[Chunk]:
         """One prefill chunk and one decode round at most; returns what each request gained."""
         self.rounds = []
+        if not (self.target.has_own_threads and self.drafter.has_own_threads):
+            return self._advance()
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # the others would spin after each operation, on the cores that the next pass needs
+        try:
+            return self._advance()
+        finally:
+            torch.set_num_threads(num_threads)
+
+    def _advance(self) -> list[Chunk]:
         chunks = self._prefill()
         chunks += self._decode()
         self._admit()
@@ -142,7 +159,8 @@ class Engine:
             return []
         seq = self.scheduler.prefilling[0]
         started = time.perf_counter()
-        begin, end = seq.cached_len, min(seq.cached_len + self.prefill_chunk, seq.prompt_len)
+        begin = seq.cached_len
+        end = min(begin + self._pace.size(len(self.scheduler.running)), seq.prompt_len)
         is_last, batch = end == seq.prompt_len, Batch([seq])
         tokens, logits = seq.tokens[begin:end], "last" if is_last else "none"
         out = self.target.forward(
@@ -156,6 +174,7 @@ class Engine:
         self.drafter.observe([Observed(seq, begin, end - begin, out.taps_TF)])
         now = time.perf_counter()
         seq.timings.prefill_s += now - started
+        self._pace.prefilled(end - begin, now - started)
         if not is_last:
             return []
         seq.timings.first_token_s = now
@@ -165,8 +184,9 @@ class Engine:
         batch = self.scheduler.batch()
         if not batch.sequences:
             return []
+        started = time.perf_counter()
         if self.lengths:
-            self.lengths.choose(batch, len(self.scheduler.prefilling))
+            self.lengths.choose(batch, len(self.scheduler.prefilling), self.drafter.free_chance)
         stats = decode_round(batch, self.target, self.drafter, self.judge)
         if self.lengths:
             self.lengths.record(batch, stats)
@@ -178,7 +198,9 @@ class Engine:
             seq.timings.draft_s += stats.draft_s
             seq.timings.verify_s += stats.verify_s
             chunks.append(self._publish(seq, now))
-        host_s = stats.host_s + time.perf_counter() - now
+        ended = time.perf_counter()
+        host_s = stats.host_s + ended - now
+        self._pace.decoded(ended - started)
         for seq in batch.sequences:
             seq.timings.host_s += host_s
         return chunks

@@ -1,12 +1,13 @@
 """Answers that keep to a grammar: JSON, JSON of a schema, or a regex, token by token, speculation included.
 
-`Engine.add` compiles `SamplingParams.grammar` through llguidance; the state rides on `Sequence.constraint`. Each round
+`Grammars` compiles `SamplingParams.grammar` through llguidance; the state rides on `Sequence.constraint`. Each round
 `within_grammars` walks the drafts through it before the target sees them and cuts them where it refuses; the judge then gives
 every checked position the mask of the drafts before it. The matcher itself only ever keeps committed tokens.
 """
 
 from __future__ import annotations
 
+import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -29,12 +30,16 @@ _LEAST = -1e30
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer; one per engine. The first compilation reads the vocabulary (a second or so)."""
+    """Compiles grammars for one tokenizer, in any thread; may outlive its engine.
+
+    The first compilation reads the vocabulary, which takes a second or so and keeps the interpreter; others do not keep it.
+    """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         """`tokenizer.backend` is its `tokenizers.Tokenizer`; it is not touched before the first grammar."""
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
         self._vocabulary: LLTokenizer | None = None
+        self._reading = threading.Lock()
         self._compiled = lru_cache(maxsize=64)(self._compile)
 
     def compile(self, spec: GrammarSpec) -> Grammar:
@@ -46,9 +51,11 @@ class Grammars:
             from llguidance import LLMatcher
         except ImportError as error:
             raise SamplingError("grammar needs llguidance: pip install 'paceline[serve]'") from error
-        if self._vocabulary is None:
-            self._vocabulary = self._read_vocabulary()
-        matcher = LLMatcher(self._vocabulary, _source(spec), log_level=0)
+        source = _source(spec)
+        with self._reading:
+            if self._vocabulary is None:
+                self._vocabulary = self._read_vocabulary()
+        matcher = LLMatcher(self._vocabulary, source, log_level=0)
         matcher.compute_bitmask()  # some limits only show here
         if matcher.is_error():
             raise _refusal(spec, matcher.get_error())
@@ -76,10 +83,13 @@ def _source(spec: GrammarSpec) -> str:
     if len(spec.text) > MAX_CHARACTERS:
         raise SamplingError(f"grammar: {len(spec.text):,} characters are too long, the most are {MAX_CHARACTERS:,}: shorten it")
     try:
+        spec.text.encode()
         if spec.kind == "regex":
             return LLMatcher.grammar_from_regex(spec.text)
         schema = spec.text if spec.kind == "json_schema" else '{"type": "object"}'
         return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+    except UnicodeEncodeError as error:
+        raise _refusal(spec, "it holds half a surrogate pair, which is no text") from error
     except ValueError as error:
         raise _refusal(spec, str(error)) from error
 

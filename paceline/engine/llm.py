@@ -16,6 +16,7 @@ import torch
 
 from paceline.config import EngineConfig, resolve
 from paceline.draft.base import Drafter
+from paceline.draft.lookup_first import LookupFirst
 from paceline.draft.registry import make_drafter
 from paceline.engine.draft_length import DraftLengths, PassCosts
 from paceline.engine.engine import Chunk, Engine
@@ -129,13 +130,17 @@ class LLM:
         return self.target.cache.num_bytes + self.drafter.cache_bytes(self.target)
 
     def new_engine(self, drafter: Drafter, judge: Judge | None = None) -> Engine:
-        """An engine over the same weights and cache with another drafter or rule; use one engine at a time."""
+        """An engine over the same weights and cache with another drafter or rule; use one engine at a time.
+
+        Where draft lengths are chosen and no number is asked for, lookups stand beside a drafter that takes its time.
+        """
+        lengths = None if judge or self.config.mocked_tokens_per_round else self._lengths_of(drafter)
         return Engine(
             self.target,
             self.tokenizer,
-            drafter,
+            LookupFirst(drafter) if lengths and self.config.num_drafted is None else drafter,
             judge=judge or _judge(self.config),
-            lengths=None if judge or self.config.mocked_tokens_per_round else self._lengths_of(drafter),
+            lengths=lengths,
             eos_token_ids=self.tokenizer.eos_token_ids,
             prefill_chunk=self.config.prefill_chunk,
         )

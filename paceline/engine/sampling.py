@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.model.logits import logprobs_of, penalise, target_probs
+from paceline.model.logits import draw, logprobs_of, penalise, target_probs
 from paceline.model.target import ForwardOutput
 from paceline.types import Batch, DraftBlock, Sequence, Verdict
 from paceline.verify.greedy import verify_argmax
+from paceline.verify.match import verify_draws
 from paceline.verify.mocked import MockedAcceptance
 from paceline.verify.registry import rule_named
 from paceline.verify.rule import RowVerdict, Rule, Uniforms
@@ -22,6 +23,7 @@ class LosslessJudge:
 
     def __init__(self, rule: str = "auto") -> None:
         self.rule: Rule = rule_named(rule)
+        self._matches_certain, self._matches_all = rule in ("auto", "match"), rule == "match"
 
     def only_argmax(self, batch: Batch) -> bool:
         return all(_is_plain(seq) and seq.params.logprobs is None for seq in batch.sequences)
@@ -51,8 +53,10 @@ class LosslessJudge:
             logits_JV = seq.constraint.mask(seq, logits_JV)
         if seq.params.is_greedy:
             return verify_argmax(tokens, ForwardOutput(logits_JV, None).best_T())
-        probs_JV = target_probs(logits_JV, seq.params)
-        return self.rule(tokens, draft_probs, probs_JV, Uniforms.of(seq))
+        uniforms = Uniforms.of(seq)
+        if self._matches_all or (self._matches_certain and draft_probs is None):
+            return verify_draws(tokens, lambda slot: draw(logits_JV[slot], seq.params, uniforms.sample(slot)))
+        return self.rule(tokens, draft_probs, target_probs(logits_JV, seq.params), uniforms)
 
 
 class MockedJudge:

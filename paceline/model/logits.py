@@ -2,7 +2,7 @@
 
 The order is vLLM's: logit bias, penalties (`penalise`), then temperature, min-p, top-k, top-p (`target_probs`), each filter
 seeing what the one before it left: top-p counts mass among the tokens that min-p and top-k kept. (Hugging Face applies
-top-k and top-p before min-p.) `sample` draws from the result, `logprobs_of` reports from the unmodified logits.
+top-k and top-p before min-p.) `sample` draws from the result, `draw` does both; `logprobs_of` reports from unmodified logits.
 
 Penalties depend on the tokens before a position, so row j of the J = K+1 checked positions is treated as if draft[:j]
 already stood in the answer: speculation stays exact.
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.errors import SamplingError
+from paceline.model import native_lib
 from paceline.types import SamplingParams, TokenLogprob
 
 _TOP_P_SIZES = (64, 1024, 8192)
@@ -154,6 +155,17 @@ def _keep_lowest_of_ties(probs_RV: Tensor, values_RM: Tensor, ids_RM: Tensor, nu
         cut = values_RM[row, num_kept - 1]
         num_above = int((values_RM[row] > cut).sum())
         ids_RM[row, num_above:num_kept] = (probs_RV[row] == cut).nonzero().flatten()[: num_kept - num_above]
+
+
+def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
+    """The token that `uniform` in [0, 1) chooses of `target_probs`, as `sample` would but for rounding; float logits [V].
+
+    One native call where there is the library: nothing but the logits is as long as the vocabulary and read twice.
+    Raises NativeError when the largest logit is not a finite number.
+    """
+    if logits_V.device.type == "cpu" and logits_V.dtype == torch.float32 and native_lib.load() is not None:
+        return native_lib.draw(logits_V.contiguous(), params, uniform)
+    return sample(target_probs(logits_V.unsqueeze(0), params)[0], uniform)
 
 
 def sample(weights_V: Tensor, draw: float) -> int:

@@ -32,7 +32,7 @@ class NativeDecoder(Target):
 
     kv: StaticKVCache
     """`cache`, by its own type; heads are padded to `native` head size."""
-    is_width_invariant = True
+    is_width_invariant = has_own_threads = True
     overwrites_taps = False
 
     def __init__(
@@ -205,7 +205,7 @@ def layer_struct(parts: dict[str, Any]) -> CLayer:
 
 
 def pack(weights: list[Weight], dtype: torch.dtype) -> Matrix:
-    """Stack matrices [n_i, cols], each padded to a multiple of sixteen rows, in the form they come in where they all share one."""
+    """Stack matrices [n_i, cols], each padded to a multiple of 16 rows, in the form they come in where they all share one."""
     kinds = {weight.kind if isinstance(weight, Blocks) else weight.dtype for weight in weights}
     kind = kinds.pop() if len(kinds) == 1 else None
     if isinstance(kind, str):

@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 import weakref
-from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import NativeError
+from paceline.types import SamplingParams
 
 ABI_VERSION = 2
 F32, BF16, Q8_0, Q4_1 = range(4)
@@ -91,6 +92,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pn_matrix_rows": (c_int32, (c_void_p, c_void_p, c_int32, c_int32, c_void_p)),
     "pn_matrix_select": (c_void_p, (c_void_p, c_void_p, c_int32)),
     "pn_matrix_multiply": (c_int32, (c_void_p, c_int32, c_void_p, c_int32, c_void_p)),
+    "pn_draw": (c_int32, (c_void_p, c_int32, c_float, c_float, c_int32, c_float, c_double)),
     "pn_model_new": (c_void_p, (POINTER(CConfig),)),
     "pn_model_free": (None, (c_void_p,)),
     "pn_forward": (c_int32, (c_void_p, POINTER(CCache), POINTER(CPass))),
@@ -238,6 +240,14 @@ class Buffers:
         """Put these numbers into the arrays of these fields."""
         for name, numbers in values.items():
             self.room(name, len(numbers))[: len(numbers)] = numbers
+
+
+def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
+    """The token that `uniform` in [0, 1) chooses of a request's distribution; float32 [V], contiguous, on the CPU."""
+    given = (params.temperature, params.min_p, params.top_k, params.top_p, uniform)
+    token = require().pn_draw(pointer(logits_V), len(logits_V), *given)
+    check(min(token, 0))
+    return token
 
 
 def set_threads(num_threads: int) -> None:

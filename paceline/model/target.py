@@ -75,6 +75,9 @@ class Target(ABC):
     is_width_invariant: bool = False
     """Whether a position gets the same bits whatever else is in its pass, however its row's tokens were split into passes."""
 
+    has_own_threads: bool = False
+    """Whether it computes on threads of its own, which PyTorch's would only be in the way of."""
+
     overwrites_taps: bool = True
     """Whether the next pass may overwrite the taps of this one: what keeps them longer must copy them."""
 

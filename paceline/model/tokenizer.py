@@ -28,6 +28,9 @@ REPLACEMENT = "\ufffd"
 MAX_REPEATED = 10_000_000
 """Longest string or list a chat template may build with `*`: a template is a stranger's code."""
 
+_LONG_TEXT = 4096
+"""Characters from which on a text is encoded as a batch of one: only that lets other threads run meanwhile."""
+
 
 class Tokenizer:
     """A model's tokenizer. Made by `from_path`."""
@@ -66,6 +69,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of raw text, with the tokenizer's own bos or eos if it adds any. Raises PromptError on bad Unicode."""
         try:
+            if len(text) > _LONG_TEXT:
+                return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, TypeError) as error:
             raise PromptError(f"the prompt is no valid Unicode text ({error}): re-encode it as UTF-8") from error

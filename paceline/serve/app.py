@@ -32,6 +32,7 @@ from paceline.serve.settings import ServeConfig
 from paceline.serve.worker import EngineWorker, Served
 
 PAGE = Path(__file__).parent / "page" / "index.html"
+API_PAGE = PAGE.with_name("api.html")
 MAX_TAG = 128
 """Characters of `x-paceline-tag` that are kept."""
 Tag = Annotated[str | None, Header(alias="x-paceline-tag", description="Kept with the request's trace.")]
@@ -59,8 +60,9 @@ def create_app(worker: EngineWorker, config: ServeConfig, metrics: Rendered | No
         version=paceline.__version__,
         summary="An OpenAI-compatible endpoint with lossless speculative decoding.",
         middleware=middleware,
+        docs_url=None,  # FastAPI's loads scripts from elsewhere
         redoc_url=None,
-        responses={status: {"model": ErrorAnswer} for status in (400, 401, 404, 408, 413, 429, 500, 503, 504)},
+        responses={status: {"model": ErrorAnswer} for status in (400, 401, 404, 408, 413, 421, 429, 500, 503, 504)},
     )
     _add_failures(app)
     _add_system(app, worker, metrics)
@@ -138,6 +140,10 @@ def _add_system(app: FastAPI, worker: EngineWorker, metrics: Rendered | None) ->
             raise ApiError(404, "there is no page here: the API is described at /docs", code="not_found")
         return FileResponse(PAGE, media_type="text/html", headers={"cache-control": "no-cache"})
 
+    @app.get("/docs", include_in_schema=False)
+    async def api_page() -> Response:
+        return FileResponse(API_PAGE, media_type="text/html", headers={"cache-control": "no-cache"})
+
 
 def _names(worker: EngineWorker, config: ServeConfig) -> tuple[str, ...]:
     """What clients may call the model; a folder's path stays at home."""
@@ -195,7 +201,7 @@ def _add_answers(app: FastAPI, worker: EngineWorker, config: ServeConfig) -> Non
     @app.post("/v1/chat/completions", tags=["OpenAI"])
     async def chat(body: ChatRequest, http: Request, tag: Tag = None) -> Response:
         name, served = _check_model(body.model, worker, config)
-        jobs = await asyncio.to_thread(chat_jobs, body, served, config)
+        jobs = await worker.compiled(await asyncio.to_thread(chat_jobs, body, served, config))
         replies = [ChatReply(index, served.tokenizer, body) for index in range(len(jobs))]
         ticket = worker.submit(jobs, _kept(tag))
         return await _respond(http, Exchange("chat.completion", "chatcmpl", name, body, ticket, [*replies]), body.stream)
@@ -204,6 +210,7 @@ def _add_answers(app: FastAPI, worker: EngineWorker, config: ServeConfig) -> Non
     async def complete(body: CompletionRequest, http: Request, tag: Tag = None) -> Response:
         name, served = _check_model(body.model, worker, config)
         jobs, echoes = await asyncio.to_thread(completion_jobs, body, served, config)
+        jobs = await worker.compiled(jobs)
         replies = [TextReply(index, served.tokenizer, body, echo) for index, echo in enumerate(echoes)]
         ticket = worker.submit(jobs, _kept(tag))
         num_prompts = len(jobs) // (body.n or 1)

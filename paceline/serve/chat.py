@@ -9,7 +9,7 @@ from paceline.model.tokenizer import Tokenizer
 from paceline.serve.answers import Reply, finite
 from paceline.serve.failures import RequestRefused
 from paceline.serve.protocol import ChatRequest, Message
-from paceline.serve.sampling import grammar_of, jobs_of
+from paceline.serve.sampling import check_characters, grammar_of, jobs_of
 from paceline.serve.settings import ServeConfig
 from paceline.serve.ticket import Event, Job
 from paceline.serve.tools import Call, CallParser, forced_schema, prompt_messages, read_call, tools_of
@@ -21,6 +21,7 @@ def chat_jobs(request: ChatRequest, served: Served, config: ServeConfig) -> list
     """A conversation as jobs; renders and encodes, so it belongs in a thread. Raises RequestRefused."""
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestRefused("top_logprobs needs logprobs: true", param="top_logprobs")
+    check_characters(map(_text, request.messages), served)
     forced, grammar = forced_schema(request), grammar_of(request)
     if forced is not None and grammar is not None:
         raise RequestRefused("tool_choice asks for a call, response_format for something else", param="response_format")
@@ -33,6 +34,11 @@ def chat_jobs(request: ChatRequest, served: Served, config: ServeConfig) -> list
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         grammar=grammar if forced is None else GrammarSpec("json_schema", forced),
     )
+
+
+def _text(message: Message) -> str:
+    content = message.content or ""
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content)
 
 
 def encode_chat(request: ChatRequest, tokenizer: Tokenizer) -> list[int]:

@@ -9,7 +9,7 @@ from paceline.model.tokenizer import Tokenizer
 from paceline.serve.answers import Reply, finite
 from paceline.serve.failures import RequestRefused
 from paceline.serve.protocol import CompletionRequest
-from paceline.serve.sampling import grammar_of, jobs_of
+from paceline.serve.sampling import check_characters, grammar_of, jobs_of
 from paceline.serve.settings import ServeConfig
 from paceline.serve.ticket import Event, Job
 from paceline.serve.worker import Served
@@ -30,7 +30,10 @@ def completion_jobs(request: CompletionRequest, served: Served, config: ServeCon
         raise RequestRefused("best_of must equal n: answers are not ranked", param="best_of")
     if request.echo and request.logprobs is not None:
         raise RequestRefused("echo does not go with logprobs: prompts are not scored", param="echo")
-    prompts = [_encode(prompt, served) for prompt in _prompts(request.prompt)]
+    given = _prompts(request.prompt)
+    for prompt in given:
+        check_characters([prompt] if isinstance(prompt, str) else [], served)
+    prompts = [_encode(prompt, served) for prompt in given]
     jobs = jobs_of(
         request,
         prompts,

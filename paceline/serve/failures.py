@@ -75,7 +75,7 @@ class NotServing(ApiError):
     def __init__(self, state: str) -> None:
         message = self.MESSAGES.get(state, "the server is shutting down")
         headers = {"retry-after": "2"}
-        super().__init__(503, message, kind="server_error", code=state, headers=headers)
+        super().__init__(503, message, kind="server_error", code="draining" if state == "stopped" else state, headers=headers)
 
 
 class RequestFailed(ApiError):

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.serve.app import Rendered, create_app
+from paceline.serve.connection import connections
 from paceline.serve.settings import ServeConfig
 from paceline.serve.worker import EngineWorker
 
@@ -80,6 +81,7 @@ def make_server(worker: EngineWorker, config: ServeConfig, metrics: Rendered | N
         create_app(worker, config, metrics),
         host=config.host,
         port=config.port,
+        http=cast(Any, connections(config.header_seconds, config.write_seconds)),
         lifespan="off",
         log_config=None,
         access_log=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from paceline.types import GrammarSpec, SamplingParams
 MIN_TEMPERATURE = 1e-4
 """Below this sampling is greedy but for rounding."""
 MAX_STOP_CHARACTERS = 1024
+MAX_TOKEN_CHARACTERS = 64
+"""No prompt's tokens have so many characters on average: what is longer is refused without being encoded."""
 
 
 def jobs_of(
@@ -29,7 +32,7 @@ def jobs_of(
     logprobs: int | None,
     grammar: GrammarSpec | None,
 ) -> list[Job]:
-    """`n` jobs for each prompt, prompt after prompt. Without `max_tokens` an answer may fill the context.
+    """`n` jobs for each prompt, prompt after prompt. Without `max_tokens` an answer may fill the context, if `config` lets it.
 
     Raises RequestRefused on values that are impossible or beyond this server's limits.
     """
@@ -40,12 +43,21 @@ def jobs_of(
     jobs = []
     for prompt in prompts:
         _check_length(len(prompt), served, config)
-        each = replace(common, max_tokens=max_tokens or served.max_len - len(prompt))
+        room = served.max_len - len(prompt)
+        each = replace(common, max_tokens=max_tokens or min(room, config.default_max_tokens or room))
         seeds = [None if each.seed is None else (each.seed + index) % 2**63 for index in range(n)]
         jobs += [Job(prompt, replace(each, seed=seed)) for seed in seeds]
     if len(jobs) > served.num_rows + config.max_queue:
         raise RequestRefused(f"{len(jobs)} answers in one request are more than this server queues: send fewer prompts")
     return jobs
+
+
+def check_characters(texts: Iterable[str], served: Served) -> None:
+    """Refuse what cannot fit before time is spent on it. Raises RequestRefused."""
+    num_characters = sum(map(len, texts))
+    if num_characters > MAX_TOKEN_CHARACTERS * served.max_len:
+        message = f"the prompt has {num_characters:,} characters, far more than {served.max_len} tokens hold: shorten it"
+        raise RequestRefused(message, param="messages", code="context_length_exceeded")
 
 
 def _check_length(num_tokens: int, served: Served, config: ServeConfig) -> None:

@@ -1,10 +1,14 @@
-"""Who may call and how much they may send: API keys and body limits, before anything of a request is parsed."""
+"""Who may call, by which name, and how much they may send: before anything of a request is parsed.
+
+Names, since a page of another site whose name was pointed at this address (DNS rebinding) would count as this server's own.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 from collections.abc import Callable
 
 from starlette.datastructures import Headers
@@ -18,10 +22,11 @@ OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/docs
 
 
 class Gate:
-    """Lets a request through when its key is right and its body arrives whole, in time and within the limit."""
+    """Lets a request through when its host and key are right and its body arrives whole, in time and within the limit."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig, refused: Callable[[str], None]) -> None:
         self._app, self._config, self._refused = app, config, refused
+        self._hosts = allowed_hosts(config)
         self._digests = [_digest(key.encode()) for key in config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -30,6 +35,7 @@ class Gate:
             return
         try:
             headers = Headers(scope=scope)
+            self._check_host(headers)
             if self._digests and scope["path"] not in OPEN_PATHS:
                 self._check_key(headers)
             body = await self._body(headers, receive) if scope["method"] in ("POST", "PUT", "PATCH") else b""
@@ -40,6 +46,12 @@ class Gate:
         if body is None:
             return
         await self._app(scope, _replay(body, receive), send)
+
+    def _check_host(self, headers: Headers) -> None:
+        name = host_name(headers.get("host", ""))
+        if self._hosts is not None and name and name not in self._hosts:
+            message = f"this server is not called {name[:100]}: start it with --allowed-host {name[:100]} if it should be"
+            raise ApiError(421, message, code="host_not_allowed", headers={"connection": "close"})
 
     def _check_key(self, headers: Headers) -> None:
         """Compares with every key, each in the same time, so that nothing is learned from how long it took."""
@@ -83,6 +95,28 @@ class Gate:
     def _too_large(self) -> ApiError:
         message = f"the request's body is longer than {self._config.max_body_bytes:,} bytes: send less"
         return ApiError(413, message, code="body_too_large", headers={"connection": "close"})
+
+
+def allowed_hosts(config: ServeConfig) -> frozenset[str] | None:
+    """The names that may stand in a request's Host header, without ports; None for any."""
+    names = config.allowed_hosts
+    if not names and _is_loopback(config.host):
+        names = (config.host, "localhost", "127.0.0.1", "::1")
+    return None if not names or "*" in names else frozenset(map(host_name, names))
+
+
+def host_name(host: str) -> str:
+    """A Host header without its port, in lower case; IPv6 addresses without brackets."""
+    host = host.strip().lower()
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0] if host.count(":") == 1 else host
+    return name.rstrip(".")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def _digest(key: bytes) -> bytes:

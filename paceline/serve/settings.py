@@ -23,14 +23,22 @@ class ServeConfig:
     """Any of these opens the API; none: open to all who reach the port."""
     cors_origins: tuple[str, ...] = ()
     """Web pages of these origins may call the API from a browser."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names clients may call the server by, `*` for any. Empty: the loopback's on a loopback address, else any."""
     served_names: tuple[str, ...] = ()
     """What clients call the model; the model's own name when empty."""
     max_body_bytes: int = 4 * 2**20
     """Longest request body."""
     body_seconds: float = 30.0
     """A body must have arrived by then."""
+    header_seconds: float = 15.0
+    """So must a request's headers, from the connection or its first byte on."""
+    write_seconds: float = 60.0
+    """A client that takes nothing of what is written for so long is hung up on."""
     max_prompt_tokens: int | None = None
     """Longest prompt; None leaves it to the cache."""
+    default_max_tokens: int | None = None
+    """Longest chat answer when the request says nothing; None lets it fill the context."""
     max_n: int = 8
     """Most answers to one request."""
     max_queue: int = 256
@@ -46,7 +54,11 @@ class ServeConfig:
             (any(not key.strip() for key in self.api_keys), "an API key must not be empty"),
             (any(not key.isascii() for key in self.api_keys), "an API key must be ASCII text: HTTP headers carry nothing else"),
             (self.max_body_bytes < 1, "max_body must be at least one byte"),
+            (any(not host.strip() for host in self.allowed_hosts), "an allowed host must not be empty"),
             (self.body_seconds <= 0, "body_seconds must be above 0"),
+            (self.header_seconds <= 0, "header_seconds must be above 0"),
+            (self.write_seconds <= 0, "write_seconds must be above 0"),
+            (self.default_max_tokens is not None and self.default_max_tokens < 1, "default_max_tokens must be at least 1"),
             (self.max_prompt_tokens is not None and self.max_prompt_tokens < 1, "max_prompt_tokens must be at least 1"),
             (self.max_n < 1, "max_n must be at least 1"),
             (self.max_queue < 0, "max_queue must be 0 or more"),

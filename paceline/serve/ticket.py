@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from paceline.engine.engine import Engine
-from paceline.types import FinishReason, SamplingParams, Sequence, TokenLogprob
+from paceline.types import Constraint, FinishReason, SamplingParams, Sequence, TokenLogprob
 
 Outcome = Literal["stop", "length", "abort", "error"]
 
@@ -57,6 +57,8 @@ class Job:
 
     prompt_ids: list[int]
     params: SamplingParams
+    constraint: Constraint | None = None
+    """The grammar of `params`, compiled where nobody waits for it."""
 
 
 @dataclass(frozen=True, slots=True)

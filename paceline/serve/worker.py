@@ -16,12 +16,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 from paceline.config import EngineConfig
 from paceline.engine.engine import Chunk
+from paceline.engine.grammar import Grammars
 from paceline.engine.llm import LLM
 from paceline.errors import PacelineError
 from paceline.model.tokenizer import Tokenizer
@@ -29,6 +31,8 @@ from paceline.serve.failures import DeadlinePassed, EngineCrashed, NotServing, Q
 from paceline.serve.ticket import Event, Job, NoObserver, Observer, Ticket
 
 State = Literal["loading", "ready", "restarting", "draining", "stopped", "failed"]
+COMPILERS = 2
+"""Grammars that are compiled at once: a large one takes seconds, which neither the engine nor other requests wait for."""
 MAX_LOADS = 3
 """Tries to build an engine after a crash before the worker gives up."""
 STEADY_SECONDS = 10.0
@@ -48,11 +52,13 @@ class Served:
     num_rows: int
     """Answers made at once."""
     vocab_size: int
+    grammars: Grammars
 
     @classmethod
     def of(cls, llm: LLM) -> Served:
-        cache = llm.target.cache
-        return cls(llm.config.model, llm.tokenizer, llm.config, cache.max_len, cache.num_rows, llm.target.vocab_size)
+        cache, engine = llm.target.cache, llm.engine
+        sizes = cache.max_len, cache.num_rows, llm.target.vocab_size
+        return cls(llm.config.model, llm.tokenizer, llm.config, *sizes, engine.grammars)
 
 
 @dataclass(slots=True)
@@ -75,14 +81,17 @@ class EngineWorker:
         max_queue: int = 256,
         deadline_s: float | None = None,
         observer: Observer | None = None,
+        warm_up: Callable[[LLM], None] | None = None,
     ) -> None:
-        """`factory` builds the engine, in the engine's thread, at the start and when it fails soon after."""
+        """`factory` builds the engine, in the engine's thread, at the start and when it fails soon after; `warm_up` is called
+        with each engine before its first request."""
         self.state: State = "loading"
         self.served: Served | None = None
         self.failure: Exception | None = None
         self.observer = observer or NoObserver()
         self.max_queue, self.deadline_s = max_queue, deadline_s
-        self._factory = factory
+        self._factory, self._warm_up = factory, warm_up
+        self._compiling = ThreadPoolExecutor(COMPILERS, "paceline-grammar")
         self._open: set[Ticket] = set()
         self._idle = asyncio.Event()
         self._settled = asyncio.Event()
@@ -121,6 +130,19 @@ class EngineWorker:
     def num_open(self) -> int:
         """Answers that wait or are under way."""
         return sum(ticket.num_left for ticket in self._open)
+
+    async def compiled(self, jobs: list[Job]) -> list[Job]:
+        """The jobs of one API request with their grammar, if they have one. Raises RequestRefused when it is none."""
+        spec = jobs[0].params.grammar
+        if spec is None:
+            return jobs
+        compile_one = self.serving().grammars.compile
+        try:
+            grammars = await self._loop.run_in_executor(self._compiling, lambda: [compile_one(spec) for _ in jobs])
+        except PacelineError as error:
+            self.observer.refused("invalid")
+            raise RequestRefused.of(error) from error
+        return [replace(job, constraint=grammar) for job, grammar in zip(jobs, grammars, strict=True)]
 
     def submit(self, jobs: list[Job], tag: str | None = None) -> Ticket:
         """Queue the jobs of one API request, all or none. Raises QueueFull or NotServing."""
@@ -161,6 +183,7 @@ class EngineWorker:
             self._condition.notify()
         while self._thread.is_alive():
             await asyncio.sleep(0.005)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         self.state = "stopped"
 
     def _post(self, command: Callable[[LLM], None]) -> None:
@@ -205,10 +228,14 @@ class EngineWorker:
 
     def _run(self) -> None:
         steady: LLM | None = None
+        grammars: Grammars | None = None
         failures = 0
         while not self._is_stopping:
             try:
                 llm = _renewed(steady) if steady else self._factory()
+                grammars = llm.engine.grammars = grammars or llm.engine.grammars  # has read the vocabulary
+                if self._warm_up:
+                    self._warm_up(llm)
                 gc.collect()
                 gc.freeze()  # a full collection would walk through all that was imported, in the middle of a step
             except Exception as error:  # noqa: BLE001  (whatever keeps a model from loading is for the owner to see)
@@ -254,7 +281,7 @@ class EngineWorker:
     def _add(self, ticket: Ticket, llm: LLM) -> None:
         try:
             for index, job in enumerate(ticket.jobs):
-                request_id = llm.engine.add(job.prompt_ids, job.params)
+                request_id = llm.engine.add(job.prompt_ids, job.params, job.constraint)
                 ticket.request_ids.append(request_id)
                 self._live[request_id] = _Live(ticket, index)
         except PacelineError as error:
@@ -309,16 +336,22 @@ class EngineWorker:
                 self._watch(self.observer.finished, seq, chunk.finish_reason, live.ticket.tag)
 
     def _crash(self, llm: LLM) -> None:
+        """What had begun is lost; requests of which nothing had begun go to the next engine, in their order."""
         scheduler = llm.engine.scheduler
+        waiting = {seq.request_id for seq in scheduler.waiting}
+        tickets = list(dict.fromkeys(live.ticket for live in self._live.values()))
+        kept = [ticket for ticket in tickets if ticket.num_left == len(ticket.jobs) and waiting.issuperset(ticket.request_ids)]
         for seq in (*scheduler.waiting, *scheduler.prefilling, *scheduler.running):
-            if live := self._live.get(seq.request_id):
+            if (live := self._live.get(seq.request_id)) and live.ticket not in kept:
                 self._watch(self.observer.finished, seq, "error", live.ticket.tag)
-        tickets = {live.ticket for live in self._live.values()}
         self._live.clear()
         self._deadlines.clear()
+        for ticket in reversed(kept):
+            ticket.request_ids.clear()
+            self._commands.appendleft(partial(self._add, ticket))
         self._watch(self.observer.crashed)
         self._tell(self._settle, "restarting", None, None)
-        self._tell(self._deliver, [(ticket, EngineCrashed()) for ticket in tickets])
+        self._tell(self._deliver, [(ticket, EngineCrashed()) for ticket in tickets if ticket not in kept])
 
     def _watch(self, call: Callable[..., None], *arguments: Any) -> None:
         """Whoever watches may fail without harm to the requests."""

@@ -6,6 +6,7 @@ draft x stands with probability target_probs(x): for certain (one-hot) drafts as
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from paceline.model.logits import sample
@@ -17,9 +18,13 @@ if TYPE_CHECKING:
 
 def verify(draft_tokens: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor, uniforms: Uniforms) -> RowVerdict:
     """`target_probs_JV` [J, V]; `draft_probs_KV` plays no part. Draws no further than the first mismatch."""
+    return verify_draws(draft_tokens, lambda slot: sample(target_probs_JV[slot], uniforms.sample(slot)))
+
+
+def verify_draws(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerdict:
+    """`draw(slot)` is the target's own token at a slot; asked in order, and no further than the first mismatch."""
     for slot, drafted in enumerate(draft_tokens):
-        token = sample(target_probs_JV[slot], uniforms.sample(slot))
+        token = draw(slot)
         if token != drafted:
             return RowVerdict(slot, token)
-    num_drafted = len(draft_tokens)
-    return RowVerdict(num_drafted, sample(target_probs_JV[num_drafted], uniforms.sample(num_drafted)))
+    return RowVerdict(len(draft_tokens), draw(len(draft_tokens)))

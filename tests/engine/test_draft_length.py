@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections import Counter
@@ -86,7 +87,20 @@ class TestChoice:
         for _ in range(60):
             same.record(Batch([sequence()]), round_of(4, 2, verify_s=1.5, draft_s=0.3))
             slow.record(Batch([sequence()]), round_of(4, 2, verify_s=4.5, draft_s=0.9))
-        assert chosen(same, sequence()) == chosen(slow, sequence())
+        same.record(Batch([sequence()]), round_of(0, 0, verify_s=1.0))
+        slow.record(Batch([sequence()]), round_of(0, 0, verify_s=3.0))
+        assert chosen(same, sequence()) == chosen(slow, sequence()) != [0]
+
+    def test_a_round_without_drafts_now_and_then_tells_what_one_takes(self) -> None:
+        """What passes of one token take is not learned from passes of eight."""
+        lengths, plain = DraftLengths(PassCosts(FLAT), 7), []
+        for number in range(300):
+            (width,) = chosen(lengths, sequence(1))
+            assert width is not None
+            plain += [number] * (width == 0)
+            lengths.record(Batch([sequence(1)]), round_of(width, width))
+        gaps = [later - sooner for sooner, later in itertools.pairwise(plain)]
+        assert plain[0] <= 8 and max(gaps) <= 65 and len(plain) < 10
 
     def test_refused_drafts_make_it_stop_and_time_makes_it_try_again(self) -> None:
         lengths = DraftLengths(PassCosts(((1, 1.0), (8, 1.8))), 7)
@@ -104,7 +118,8 @@ class TestChoice:
         lengths = DraftLengths(PassCosts(((1, 1.0), (16, 2.2))), 7)
         good, bad = sequence(1), sequence(2)
         for _ in range(30):
-            lengths.record(Batch([good, bad]), RoundStats([7, 7], [7, 0], True, verify_s=1.5))
+            lengths.record(Batch([good, bad]), RoundStats([7, 7], [7, 0], True, verify_s=2.2))
+        lengths.record(Batch([good, bad]), RoundStats([0, 0], [0, 0], True, verify_s=1.0))
         long, short = chosen(lengths, good, bad)
         assert long is not None and short is not None and long > short
 
@@ -139,7 +154,76 @@ def test_drafting_is_measured_as_if_the_machine_were_as_fast_as_its_passes_were_
         for _ in range(60):
             verify_s = factor * lengths.costs.seconds(8)
             lengths.record(Batch([sequence()]), round_of(7, 2, verify_s=verify_s, draft_s=factor * 0.4))
-    assert slow._drafting_s(1) == pytest.approx(quick._drafting_s(1), rel=0.05) == pytest.approx(0.4, rel=0.05)
+    assert (
+        slow._greedy_pace.drafting_s(1)
+        == pytest.approx(quick._greedy_pace.drafting_s(1), rel=0.05)
+        == pytest.approx(0.4, rel=0.05)
+    )
+
+
+def played(lengths: DraftLengths, pass_ms: list[float], draft_ms: float, chances: list[float], **params: object) -> list[float]:
+    """Rounds of one row after another, 60 to a request: tokens per second of 20 requests, and how many were drafted a round.
+
+    A pass of n tokens takes pass_ms[n], give or take a fifth, and now and then ten times that.
+    """
+    luck = random.Random(5)
+    num_tokens = num_drafted = 0
+    seconds = 0.0
+    for number in range(20):
+        seq = sequence(number, **params)
+        for _ in range(60):
+            (width,) = chosen(lengths, seq)
+            assert width is not None
+            accepted = 0
+            while accepted < width and luck.random() < chances[accepted]:
+                accepted += 1
+            noise = luck.uniform(0.9, 1.1) * (10.0 if luck.random() < 0.02 else 1.0)
+            verify_s, draft_s = pass_ms[1 + width] * noise / 1e3, (draft_ms if width else 0.01) / 1e3
+            lengths.record(Batch([seq]), round_of(width, accepted, verify_s=verify_s, draft_s=draft_s))
+            num_tokens, num_drafted = num_tokens + 1 + accepted, num_drafted + width
+            seconds += pass_ms[1 + width] / 1e3 + draft_s
+    return [num_tokens / seconds, num_drafted / (20 * 60)]
+
+
+def best_rate(pass_ms: list[float], draft_ms: float, chances: list[float]) -> float:
+    """Tokens per second of the best fixed number of drafts."""
+    rates, expected, kept = [1e3 / pass_ms[1]], 1.0, 1.0
+    for width, chance in enumerate(chances, start=1):
+        kept *= chance
+        expected += kept
+        rates.append(1e3 * expected / (pass_ms[1 + width] + draft_ms))
+    return max(rates)
+
+
+GREEDY_MS = [0.0, 2.8, 3.1, 3.5, 3.9, 4.2, 4.7, 5.1, 5.6]
+SAMPLED_MS = [0.0, 8.1, 8.4, 8.9, 9.8, 10.8, 11.6, 12.4, 13.2]
+"""A small model on a CPU, by tokens of a pass: greedy, and at temperature 1, where judging takes longer than the pass."""
+TABLES = {
+    "measured": tuple((count, ms / 1e3) for count, ms in enumerate(GREEDY_MS) if count in (1, 2, 4, 8)),
+    "measured while something else ran": ((1, 0.112), (2, 0.112), (4, 0.115), (8, 0.121)),
+}
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+@pytest.mark.parametrize("chance", [0.05, 0.35, 0.8])
+@pytest.mark.parametrize(("pass_ms", "draft_ms", "temperature"), [(GREEDY_MS, 1.0, 0.0), (SAMPLED_MS, 4.3, 1.0)])
+def test_what_is_learned_comes_close_to_the_best_number(
+    table: tuple[tuple[int, float], ...], chance: float, pass_ms: list[float], draft_ms: float, temperature: float
+) -> None:
+    chances = [chance] * 7
+    rate, _ = played(DraftLengths(PassCosts(table), 7), pass_ms, draft_ms, chances, temperature=temperature)
+    assert rate > 0.93 * best_rate(pass_ms, draft_ms, chances)
+
+
+def test_sampled_requests_of_useless_drafts_soon_draft_next_to_nothing() -> None:
+    """Also new ones: what was learned of sampled drafts stays, and greedy requests keep what was learned of theirs."""
+    lengths = DraftLengths(PassCosts(TABLES["measured"]), 7)
+    greedy = chosen(lengths, sequence(98))
+    _, first = played(lengths, SAMPLED_MS, 4.3, [0.1] * 7, temperature=1.0)
+    _, then = played(lengths, SAMPLED_MS, 4.3, [0.1] * 7, temperature=1.0)
+    assert first < 0.2 and then < 0.08
+    assert chosen(lengths, sequence(99)) == greedy
+    assert lengths._sampled.chances[0] < 0.4 < draft_length.PRIOR == lengths._greedy.chances[0]
 
 
 @pytest.mark.parametrize("points", [FLAT, STEEP, ((1, 1.0), (8, 1.8))])
@@ -168,7 +252,7 @@ def test_the_distribution_is_the_targets_whatever_is_chosen(with_probs: bool, mo
     monkeypatch.setattr(os, "urandom", random.Random(7).randbytes)
     target = FakeTarget(vocab_size=8, sharpness=1.0, num_rows=4, max_len=64)
     lengths = DraftLengths(PassCosts(((1, 1.0), (8, 1.8))), 4)
-    monkeypatch.setattr(DraftLengths, "_drafting_s", lambda _self, _num_rows: 0.0)  # nor by how long this machine took
+    monkeypatch.setattr(draft_length._Pace, "drafting_s", lambda _self, _num_rows: 0.0)  # nor by how long this machine took
     engine = Engine(target, ByteTokenizer(), ScriptedDrafter(target, accuracy=0.5, with_probs=with_probs), lengths=lengths)
     counts: dict[int, Counter[int]] = {}
     params = SamplingParams(temperature=1.0, max_tokens=3)

@@ -266,6 +266,25 @@ def test_a_long_prompt_does_not_stall_the_others() -> None:
     assert max(sum(call.counts) for call in target.calls) <= 10
 
 
+@pytest.mark.parametrize(("of_target", "of_drafter", "during"), [(True, True, 1), (True, False, 2), (False, True, 2)])
+def test_pytorch_s_threads_stay_out_of_the_way_of_others(
+    monkeypatch: pytest.MonkeyPatch, of_target: bool, of_drafter: bool, during: int
+) -> None:
+    before, seen = torch.get_num_threads(), []
+    target = byte_target()
+    target.has_own_threads = of_target
+    drafter = ScriptedDrafter(target, accuracy=0.5)
+    drafter.has_own_threads = of_drafter
+    forward = target.forward
+    monkeypatch.setattr(target, "forward", lambda batch: (seen.append(torch.get_num_threads()), forward(batch))[1])
+    try:
+        torch.set_num_threads(2)
+        run(Engine(target, ByteTokenizer(), drafter), PROMPTS[:1], SamplingParams(max_tokens=9))
+        assert torch.get_num_threads() == 2 and set(seen) == {during}
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_requests_wait_when_the_cache_is_full_and_come_in_order() -> None:
     target = byte_target(num_rows=2)
     engine = Engine(target, ByteTokenizer(), drafters(target)["always"])

@@ -249,7 +249,8 @@ def test_sampled_answers_have_the_constrained_distribution(name: str, rule: str,
         (GrammarSpec("json_schema", '{"$ref": "http://127.0.0.1/x"}'), "Default retriever does not fetch"),
         (GrammarSpec("regex", "([a"), "regex cannot be used"),
         (GrammarSpec("regex", "(?=a)b"), "look-around"),
-        (GrammarSpec("regex", "\ud800"), "surrogates"),
+        (GrammarSpec("regex", "\ud800"), "half a surrogate pair"),
+        (GrammarSpec("json_schema", '{"const": "\ud800"}'), "half a surrogate pair"),
         (GrammarSpec("regex", "a" * 65_537), "65,537 characters are too long"),
         (GrammarSpec("json_schema", '{"$ref": "#"}'), "json schema cannot be used"),
         (GrammarSpec("yaml"), "kind must be one of"),  # pyright: ignore[reportArgumentType]
@@ -271,11 +272,11 @@ def test_a_grammar_needs_an_end_token() -> None:
 def test_a_vocabulary_is_read_once_and_only_for_a_grammar() -> None:
     engine = byte_engine(byte_target())
     run(engine, [[1]], SamplingParams(max_tokens=4))
-    assert engine._grammars._vocabulary is None
+    assert engine.grammars._vocabulary is None
     run(engine, [[1]], SamplingParams(max_tokens=4, grammar=DATE))
-    vocabulary = engine._grammars._vocabulary
+    vocabulary = engine.grammars._vocabulary
     run(engine, [[1]], SamplingParams(max_tokens=4, grammar=OBJECT))
-    assert vocabulary is not None and engine._grammars._vocabulary is vocabulary
+    assert vocabulary is not None and engine.grammars._vocabulary is vocabulary
 
 
 def test_what_is_over_or_aborted_keeps_nothing() -> None:

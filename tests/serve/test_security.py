@@ -82,13 +82,13 @@ def test_long_bodies_are_refused(live: Live) -> None:
     status, body, _ = live.post("/v1/chat/completions", asked("x" * 30_000))
     assert (status, body["error"]["code"]) == (413, "body_too_large")
     with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 104857600\r\n\r\n{")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 104857600\r\n\r\n{")
         assert b" 413 " in connection.recv(4096)
 
 
 def test_long_bodies_without_a_length_are_refused(live: Live) -> None:
     with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
         for _ in range(6):
             connection.sendall(b"1000\r\n" + b"x" * 0x1000 + b"\r\n")
         assert b" 413 " in connection.recv(4096)
@@ -96,7 +96,7 @@ def test_long_bodies_without_a_length_are_refused(live: Live) -> None:
 
 def test_slow_bodies_are_refused_and_others_go_on(live: Live) -> None:
     with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
         assert b" 408 " in connection.recv(4096)
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 def test_sigterm_finishes_answers_and_ends(running: tuple[subprocess.Popen[str], int], tmp_path: Path) -> None:
     process, port = running
-    client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     body = {"prompt": "abc", "max_tokens": 800, "temperature": 0, "stream": True, "ignore_eos": True}
     client.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
     answer = client.getresponse()
@@ -54,21 +55,70 @@ def test_sigterm_finishes_answers_and_ends(running: tuple[subprocess.Popen[str],
     client.close()
     assert b'"finish_reason":"length"' in text
     assert text.endswith(b"data: [DONE]\n\n")
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
     assert process.stderr
     assert process.stderr.read() == ""
     assert len(list((tmp_path / "traces").glob("*.parquet"))) == 1
 
 
+def test_sigterm_under_load_finishes_what_waits_too_and_refuses_the_rest(running: tuple[subprocess.Popen[str], int]) -> None:
+    """Rows for two of twelve: most wait in the queue, and all are answered; who comes then is told so, to the last moment."""
+    process, port = running
+    answers: list[bytes] = []
+
+    def ask(body: dict[str, object]) -> tuple[int, bytes]:
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+        try:
+            client.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+            answer = client.getresponse()
+            return answer.status, answer.read()
+        finally:
+            client.close()
+
+    body = {"prompt": "abc", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+    clients = [threading.Thread(target=lambda: answers.append(ask(body | {"stream": True})[1])) for _ in range(12)]
+    for client in clients:
+        client.start()
+    num_waiting = 0
+    while num_waiting < 6:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+        connection.request("GET", "/metrics")
+        metrics = connection.getresponse().read().decode()
+        connection.close()
+        num_waiting = int(float(re.findall(r"vllm:num_requests_waiting\{.*\} (\S+)", metrics)[0]))
+        assert len(answers) < 6, "the test needs requests that wait"
+    process.send_signal(signal.SIGTERM)
+    refused = 0
+    while process.poll() is None:
+        try:
+            status, text = ask(body | {"max_tokens": 1})
+        except (OSError, http.client.HTTPException):
+            continue  # the very end: nobody listens any more
+        if status == 503:
+            assert json.loads(text)["error"]["code"] == "draining"
+            refused += 1
+        else:
+            assert refused == 0, "taken after others were refused"
+    for client in clients:
+        client.join()
+    assert refused > 0
+    assert len(answers) == 12
+    for text in answers:
+        assert b'"finish_reason":"length"' in text and text.endswith(b"data: [DONE]\n\n")
+    assert process.wait(120) == 0
+    assert process.stderr
+    assert process.stderr.read() == ""
+
+
 def test_ctrl_c_ends_an_idle_server(running: tuple[subprocess.Popen[str], int]) -> None:
     process, port = running
-    client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     client.request("GET", "/metrics")
     text = client.getresponse().read().decode()
     client.close()
     assert "vllm:num_requests_running" in text
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
 
 
 def test_options_from_a_file(tmp_path: Path) -> None:
@@ -82,13 +132,13 @@ def test_options_from_a_file(tmp_path: Path) -> None:
     ):
         file.write_text(text)
         process = start("--config", str(file))
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
         assert process.returncode == 2
         assert errors.startswith("error: ")
         assert said in errors
     file.write_text("max-queue: -1\n")
     process = start("--config", str(file), "--max-queue", "3", "--deadline", "-1")
-    assert "deadline" in process.communicate(timeout=60)[1]
+    assert "deadline" in process.communicate(timeout=300)[1]
 
 
 def test_what_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
@@ -103,7 +153,7 @@ def test_what_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
             (("--max-body", "big"), "--max-body"),
         ):
             process = start(*words)
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=300)
             lines = [line for line in errors.splitlines() if not line.startswith("listening")]
             assert process.returncode == 2, errors
             assert len(lines) == 1

@@ -1,116 +1,123 @@
-"""Many clients at once, a third of them hanging up, some asking for nonsense: nothing leaks, nothing mixes."""
+"""A thousand requests from 64 clients at once, a third of them hanging up, some absurd: nothing leaks, nothing mixes.
+
+`bench/serving_soak.py` does the same to a process that serves the built-in model; its clients are these.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import ctypes
 import gc
-import http.client
-import json
+import importlib.util
 import os
-import random
+import sys
 import threading
-from collections import Counter
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
-from live_server import Live, asked, serving, talker, wait_until
-from small_llm import fake_llm
+import pytest
+from live_server import Live, asked, serving, wait_until
+from small_llm import tiny_model
 
-from paceline import SamplingParams
+from paceline import LLM, SamplingParams
 
-NUM_REQUESTS, NUM_CLIENTS = 200, 32
-ABSURD: list[dict[str, Any]] = [
-    {"temperature": -3},
-    {"max_tokens": 10**12},
-    {"n": 1000},
-    {"logit_bias": {"-1": 5}},
-    {"top_k": -7},
-    {"messages": []},
-    {"stop": ["", "x"]},
-    {"model": "other"},
-]
+NUM_REQUESTS, NUM_CLIENTS, MAX_TOKENS = 1000, 64, 24
+MOST_GROWTH_MB, MOST_NEW_OBJECTS = 24, 500
+"""In the second half. Five megabytes of nonsense leave holes in the allocator's arenas; objects are counted exactly."""
+BENCH = Path(__file__).parents[2] / "bench" / "serving_soak.py"
 
 
-class Client:
-    """Sends requests until there are none left, and notes what came of them."""
-
-    def __init__(self, live: Live, todo: list[int], expected: list[str], seed: int) -> None:
-        self._live, self._todo, self._expected = live, todo, expected
-        self._random = random.Random(seed)
-        self.outcomes: Counter[str] = Counter()
-
-    def run(self) -> None:
-        while self._todo:
-            try:
-                number = self._todo.pop()
-            except IndexError:
-                return
-            kind = self._random.choice(["whole", "stream", "hang up", "hang up", "absurd", "whole"])
-            self.outcomes[f"{kind}: {self._ask(number % len(self._expected), kind)}"] += 1
-
-    def _ask(self, number: int, kind: str) -> str:
-        body = asked(f"prompt {number}", max_tokens=30, temperature=0)
-        if kind == "absurd":
-            status, answer, _ = self._live.post("/v1/chat/completions", body | self._random.choice(ABSURD))
-            assert status in (400, 404), answer
-            return "refused"
-        if kind == "whole":
-            status, answer, _ = self._live.post("/v1/chat/completions", body)
-            assert status == 200, answer
-            text = answer["choices"][0]["message"]["content"]
-        elif kind == "stream":
-            text = self._streamed(body)
-        else:
-            connection = self._live.open_stream(body)
-            connection.settimeout(self._random.random() * 0.05 + 0.001)
-            with contextlib.suppress(TimeoutError):
-                connection.recv(self._random.randrange(1, 4096))
-            connection.close()
-            return "gone"
-        assert text == self._expected[number]
-        return "right"
-
-    def _streamed(self, body: dict[str, Any]) -> str:
-        connection = http.client.HTTPConnection("127.0.0.1", self._live.port, timeout=60)
-        connection.request(
-            "POST", "/v1/chat/completions", json.dumps(body | {"stream": True}), {"content-type": "application/json"}
-        )
-        events = connection.getresponse().read().decode().split("\n\n")
-        connection.close()
-        assert events[-2:] == ["data: [DONE]", ""]
-        chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
-        assert chunks[-1]["choices"][0]["finish_reason"]
-        return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+@pytest.fixture(scope="module")
+def clients() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("serving_soak", BENCH)
+    assert spec and spec.loader
+    module = sys.modules["serving_soak"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def num_files() -> int:
-    return len(os.listdir(Path("/proc/self/fd")))
+    return len(os.listdir("/proc/self/fd"))
 
 
-def test_soak() -> None:
-    texts = [f"prompt {number}" for number in range(10)]
-    params = SamplingParams(max_tokens=30)
-    expected = [each.text for each in fake_llm().chat([asked(text)["messages"] for text in texts], params)]
+def memory_mb() -> float:
+    """Of this process, without what the allocator keeps for later."""
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def num_tasks(live: Live) -> int:
+    """Of the event loop, the one that counts left out."""
+
+    async def count() -> int:
+        return len(asyncio.all_tasks()) - 1
+
+    assert live._loop
+    return asyncio.run_coroutine_threadsafe(count(), live._loop).result(60)
+
+
+def settle(live: Live) -> None:
+    """Everybody has left, and the server has noticed."""
+    wait_until(live.is_idle)
+    wait_until(lambda: not live.server.server_state.connections and not live.server.server_state.tasks)
+
+
+def test_a_thousand_requests_of_which_many_are_bad(clients: ModuleType, tmp_path: Path) -> None:
+    folder = str(tiny_model(tmp_path / "tiny"))
+    settings = {"dtype": "float32", "device": "cpu", "max_len": 256, "threads": 1}
+    offline = LLM(folder, drafter="none", max_batch=1, **settings)
+    prompts = [f"About {number}." for number in range(12)]
+    params = SamplingParams(max_tokens=MAX_TOKENS)
+    expected = {prompt: offline.chat([asked(prompt)["messages"]], params)[0].text for prompt in prompts}
+    assert len(set(expected.values())) > 6, "the test needs answers that differ"
     threads_before = threading.active_count()
-    with serving(talker(num_rows=4)) as live:
-        live.post("/v1/chat/completions", asked(max_tokens=1))
-        files_before, threads_served = num_files(), threading.active_count()
-        todo = list(range(NUM_REQUESTS))
-        clients = [Client(live, todo, expected, seed) for seed in range(NUM_CLIENTS)]
-        threads = [threading.Thread(target=client.run) for client in clients]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        outcomes = sum((client.outcomes for client in clients), Counter())
-        assert outcomes.total() == NUM_REQUESTS
-        assert {"whole: right", "stream: right", "hang up: gone", "absurd: refused"} == set(outcomes)
-        wait_until(live.is_idle)
+    with serving(lambda: LLM(folder, drafter="ngram", max_batch=4, **settings)) as live:
+        soak = clients.Soak(live.port, expected, MAX_TOKENS)
+        soak.run(NUM_CLIENTS, NUM_CLIENTS, seed=-1)  # pools of threads, caches
+        settle(live)
+        soak.outcomes.clear()
+        files_before, tasks_before = num_files(), num_tasks(live)
+        soak.run(NUM_REQUESTS // 2, NUM_CLIENTS)
+        settle(live)
+        memory_between, objects_between, threads_between = memory_mb(), len(gc.get_objects()), threading.active_count()
+        soak.run(NUM_REQUESTS // 2, NUM_CLIENTS, seed=1000)
+        settle(live)
+        assert soak.wrong == []
+        expected_outcomes = {"whole: right", "streamed: right", "absurd: refused"} | {f"{kind}: left" for kind in clients.GONE}
+        assert set(soak.outcomes) == expected_outcomes and soak.outcomes.total() == NUM_REQUESTS
+        assert sum(count for told, count in soak.outcomes.items() if told.endswith("left")) >= 0.3 * NUM_REQUESTS
+        assert live.seen.num_crashes == 0 and live.llm.engine.prefix is not None
+        assert {"stop", "length", "abort"} >= set(live.seen.outcomes) and "abort" in live.seen.outcomes
         live.llm.engine.check_integrity()
-        assert live.seen.num_crashes == 0
-        assert not live.worker._live
-        wait_until(lambda: not live.server.server_state.connections)
-        gc.collect()
+        assert not live.worker._live and not live.worker._open and not live.worker._commands and not live.worker._deadlines
+        assert not live.llm.engine._requests
+        assert num_tasks(live) == tasks_before
         assert num_files() <= files_before + 1
-        assert threading.active_count() <= threads_served + 8  # the pool that encodes prompts keeps its threads
+        assert threading.active_count() == threads_between
+        del live.seen.outcomes[:], live.seen.refusals[:], live.seen.tags[:], soak.wrong[:]
+        for seed in (2000, 3000):  # a leak grows with every half, what a busy machine piled up does not
+            if memory_mb() - memory_between < MOST_GROWTH_MB:
+                break
+            memory_between = memory_mb()
+            soak.run(NUM_REQUESTS // 2, NUM_CLIENTS, seed=seed)
+            settle(live)
+            del live.seen.outcomes[:], live.seen.refusals[:], live.seen.tags[:], soak.wrong[:]
+        assert memory_mb() - memory_between < MOST_GROWTH_MB
+        assert len(gc.get_objects()) - objects_between < MOST_NEW_OBJECTS
     wait_until(lambda: threading.active_count() <= threads_before)
+
+
+def test_the_soak_notices_what_is_wrong(clients: ModuleType, tmp_path: Path) -> None:
+    """Its own checks: another text than the offline one, an error in another shape."""
+    with serving() as live:
+        soak = clients.Soak(live.port, {"hello": "never said"}, 5)
+        soak.run(18, 2)
+        assert soak.outcomes["whole: WRONG"] == 4 and soak.outcomes["streamed: WRONG"] == 4
+        assert len(soak.wrong) == 8 and all("never said" in line for line in soak.wrong)
+    with pytest.raises(AssertionError):
+        clients.check_error({"detail": "Not Found"})
+    with pytest.raises(AssertionError):
+        clients.check_error({"error": {"message": "Traceback", "type": "", "param": None, "code": None}})

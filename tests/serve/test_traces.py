@@ -1,4 +1,4 @@
-"""Traces: what was said, exactly, within limits, without secrets; lost rather than in anyone's way; and training reads them."""
+"""Traces: what was said, exactly, within limits; lost rather than in anyone's way."""
 
 from __future__ import annotations
 
@@ -11,57 +11,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from small_llm import tiny_model
+from trace_files import BYTES, rows, sequence, writer, written
 
-from paceline.cli import app
 from paceline.engine.engine import Engine
-from paceline.engine.llm import LLM
-from paceline.errors import ConfigError, PromptError
-from paceline.model.tokenizer import Tokenizer
-from paceline.prompts import read_prompts
-from paceline.runlog import RunFolder
-from paceline.serve import traces
-from paceline.serve.redaction import Redactor
+from paceline.errors import ConfigError
 from paceline.serve.traces import SCHEMA, TraceWriter
-from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
+from paceline.testing import FakeTarget, ScriptedDrafter
 from paceline.train import answers
-from paceline.train.answers import AnswerShards
-from paceline.train.tiny import write_tiny_target
-from paceline.types import GrammarSpec, SamplingParams, Sequence, Timings
-
-MAIL = r"[\w.+-]+@[\w-]+\.[\w.-]+"
-TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1")
-BYTES = ByteTokenizer()
-
-
-def sequence(prompt: str = "Say it.", answer: str = "It.", **changes: Any) -> Sequence:
-    """A finished request of bytes."""
-    prompt_ids = BYTES.encode(prompt)
-    params = SamplingParams(**({"seed": 5} | changes))
-    seq = Sequence(0, prompt_ids + list(answer.encode()) + [257], len(prompt_ids), params, eos_token_ids=(257,))
-    seq.timings = Timings(arrival_s=time.perf_counter() - 1.0, first_token_s=time.perf_counter() - 0.75, draft_s=0.125)
-    seq.rounds = [(3, 2), (3, 0), (1, 1)]
-    return seq
-
-
-def writer(folder: Path, **options: Any) -> TraceWriter:
-    return TraceWriter(folder, **({"model": "tiny", "tokenizer": BYTES} | options))
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [row for path in sorted(folder.glob("traces-*.parquet")) for row in parquet.ParquetFile(path).read().to_pylist()]
-
-
-def written(folder: Path, *sequences: Sequence, **options: Any) -> list[dict[str, Any]]:
-    """What one writer makes of these requests."""
-    one = writer(folder, **options)
-    for seq in sequences:
-        one.offer(seq, "stop", "a tag")
-    one.close()
-    return rows(folder)
+from paceline.types import GrammarSpec, SamplingParams, Sequence
 
 
 def make_older(path: Path, seconds: float) -> None:
@@ -296,62 +255,6 @@ def test_writers_share_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "answer", "kept_prompt", "kept_answer", "reason"),
-    [
-        ("Who?", "Nobody at all.", "Who?", "Nobody at all.", "stop"),
-        ("Who?", "Ask jane.doe+x@mail.example.org now", "Who?", "Ask ", "redacted"),
-        ("I am jo@a.de, née Zoë.", "Hi jo@a.de", "I am [redacted], née Zoë.", "", "redacted"),
-        ("a@b.cd", "ok", "[redacted]", "", "redacted"),
-        ("A a@b.cd and e@f.gh.", "ok", "A [redacted] and [redacted]", "", "redacted"),
-        ("é✓ jo", "@a.de ✓", "é✓ [redacted]", "", "redacted"),
-    ],
-)
-def test_redaction(tmp_path: Path, prompt: str, answer: str, kept_prompt: str, kept_answer: str, reason: str) -> None:
-    """A match in the answer ends it; a match in the prompt leaves a prompt alone."""
-    (row,) = written(tmp_path, sequence(prompt, answer), redact=[MAIL])
-    assert BYTES.decode(row["prompt_ids"]) == kept_prompt
-    assert BYTES.decode(row["answer_ids"]) == row["text"] == kept_answer
-    assert row["finish_reason"] == reason
-    assert row["prompt_ids"][0] == BYTES.bos_token_id, "special tokens stay"
-
-
-def test_redaction_with_a_real_tokenizer_and_template(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_path(tiny_model(tmp_path / "model"))
-    messages = [{"role": "system", "content": "Mail help@example.com ✓"}, {"role": "user", "content": "I am a@b.cd, né?"}]
-    prompt_ids = tokenizer.encode_chat(messages)
-    clean = [{**message, "content": Redactor([MAIL], tokenizer).text(message["content"])} for message in messages]
-    redacted = Redactor([MAIL], tokenizer).tokens(prompt_ids, tokenizer.encode("Hello"))
-    assert redacted is not None and redacted.answer_ids == []
-    assert redacted.prompt_ids == tokenizer.encode_chat(clean), "the template's own tokens are untouched"
-
-
-def test_redaction_reaches_tags_and_parameters(tmp_path: Path) -> None:
-    seq = sequence(stop=("jo@a.de",), grammar=GrammarSpec("json_schema", '{"const": "x@y.zz"}'))
-    one = writer(tmp_path, redact=[MAIL, r"\b\d{4,}\b"])
-    one.offer(seq, "stop", "team-jo@a.de 123456")
-    one.close()
-    (row,) = rows(tmp_path)
-    assert row["tag"] == "[redacted] [redacted]" and json.loads(row["sampling"])["stop"] == ["[redacted]"]
-    (path,) = tmp_path.iterdir()
-    assert b"a.de" not in path.read_bytes() and "y.zz" not in row["sampling"]
-
-
-def test_what_cannot_be_redacted_is_not_kept(tmp_path: Path) -> None:
-    """A pattern that matches around the placeholder too; and one that sees only text without special tokens."""
-    one = writer(tmp_path, redact=[r"secret|a\[red"])
-    one.offer(sequence("asecret"), "stop")
-    split = sequence()
-    split.tokens = [256, *b"a@", 257, *b"b.cd"]
-    split.prompt_len = 3
-    two = writer(tmp_path, redact=[MAIL])
-    two.offer(split, "stop")
-    for each in (one, two):
-        each.close()
-        assert each.dropped["redaction"] == 1 and each.written == 0
-    assert not rows(tmp_path)
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"sample": 0.0}, "sample of traces must be above 0"),
@@ -382,82 +285,3 @@ def test_threads_end_and_offers_are_quick(tmp_path: Path) -> None:
     one.close()
     assert threading.active_count() == before and one.written == 2000
     assert sorted(taken)[1000] < 50e-6
-
-
-def serve(target: Path, folder: Path, number: int) -> list[Sequence]:
-    """Answers of a target, traced as a server would."""
-    llm = LLM(str(target), drafter="none", device="cpu", dtype="float32", max_batch=8, max_len=128)
-    one, done = TraceWriter(folder, model=str(target), tokenizer=llm.tokenizer), list[Sequence]()
-    for index in range(number):
-        prompt = llm.encode_chat([{"role": "user", "content": f"Say something about number {index}."}])
-        llm.engine.add(prompt, SamplingParams(max_tokens=40, temperature=0.7 * (index % 2), seed=index))
-    while llm.engine.has_work:
-        for chunk in llm.engine.step():
-            if chunk.finish_reason:
-                one.offer(chunk.sequence, chunk.finish_reason, "test")
-                done.append(chunk.sequence)
-    one.close()
-    return done
-
-
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Sequence]]:
-    """A folder of traces of the target that `--scale tiny` trains for."""
-    folder = tmp_path_factory.mktemp("traced")
-    return folder / "traces", serve(write_tiny_target(folder / "target"), folder / "traces", 16)
-
-
-def paceline(*words: object) -> None:
-    app([str(word) for word in words], prog_name="paceline", standalone_mode=False)
-
-
-def test_traces_feed_training_without_conversion(
-    traced: tuple[Path, list[Sequence]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As answers, a first drafter; as prompts, asked again, that drafter goes on (`--init`)."""
-    folder, done = traced
-    said = {(tuple(answer.prompt_ids), tuple(answer.answer_ids)) for answer in AnswerShards(folder)}
-    assert said == {(tuple(seq.tokens[: seq.prompt_len]), tuple(seq.output_ids)) for seq in done}
-    first = tmp_path / "first"
-    paceline(*TINY, "--answers", folder, "--out", first, "--max-steps", "3", "--features", "online", "--json")
-    line = json.loads(capsys.readouterr().out)
-    assert line["steps"] == 3 and (first / "drafter" / "model.safetensors").is_file()
-    words = ("--init", first / "drafter", "--max-steps", "2", "--features", "online", "--json")
-    paceline(*TINY, "--answers", folder, *words, "--out", tmp_path / "by-answers")
-    paceline(*TINY, "--prompts", folder, *words, "--out", tmp_path / "by-prompts")
-    again = list(AnswerShards(tmp_path / "by-prompts" / "regenerate" / "answers"))
-    assert {tuple(answer.prompt_ids) for answer in again} == {prompt for prompt, _ in said}
-    greedy = {tuple(seq.tokens[: seq.prompt_len]): tuple(seq.output_ids) for seq in done if seq.params.is_greedy}
-    assert {tuple(answer.prompt_ids): tuple(answer.answer_ids[:40]) for answer in again}.items() >= greedy.items()
-    for run in ("by-answers", "by-prompts"):
-        assert RunFolder(tmp_path / run).metrics()[0]["loss"] < RunFolder(first).metrics()[0]["loss"]
-
-
-def test_traces_are_prompts_by_file_and_by_folder(traced: tuple[Path, list[Sequence]]) -> None:
-    folder, done = traced
-    (path,) = folder.iterdir()
-    by_file, by_folder = read_prompts(path), read_prompts(folder, limit=5)
-    assert {prompt.token_ids for prompt in by_file} == {tuple(seq.tokens[: seq.prompt_len]) for seq in done}
-    assert [prompt.token_ids for prompt in by_folder] == [prompt.token_ids for prompt in by_file[:5]]
-    assert by_folder[0].source == folder.name and by_folder[0].id == by_file[0].id
-
-
-def test_traces_of_another_tokenizer_are_refused(traced: tuple[Path, list[Sequence]], tmp_path: Path) -> None:
-    other, out = tiny_model(tmp_path / "other"), tmp_path / "run"
-    shifted = parquet.ParquetFile(next(traced[0].iterdir())).read().to_pylist()
-    for row in shifted:
-        row["answer_ids"] = [token % 100 for token in row["answer_ids"]]
-    parquet.write_table(pa.Table.from_pylist(shifted, SCHEMA), tmp_path / "shifted.parquet")
-    words = ("--target", other, "--device", "cpu", "--max-tokens", 16, "--max-prompt-tokens", 100, "--out", out)
-    with pytest.raises(PromptError, match="tokens of another tokenizer than the target's"):
-        paceline("regenerate", "--prompts", tmp_path / "shifted.parquet", *words)
-
-
-def test_a_shard_that_goes_while_it_is_read(traced: tuple[Path, list[Sequence]], tmp_path: Path) -> None:
-    for name in ("traces-1.parquet", "traces-2.parquet"):
-        (tmp_path / name).write_bytes(next(traced[0].iterdir()).read_bytes())
-    reading = iter(AnswerShards(tmp_path))
-    next(reading)
-    (tmp_path / "traces-2.parquet").unlink()
-    assert len(list(reading)) == 15
-    assert traces.SOURCE == "traces"

@@ -127,6 +127,45 @@ def test_a_crash_is_told_and_survived() -> None:
         wait_until(live.is_idle)
 
 
+def test_a_crash_loses_what_had_begun_and_nothing_else() -> None:
+    """Rows for two of sixteen: the two are told, the others are answered by the next engine, in time and in their order."""
+    with serving(talker(0.005)) as live:
+        expected = live.post("/v1/chat/completions", asked(max_tokens=40, temperature=0))[1]["choices"][0]["message"]
+        whole: list[tuple[int, Any, float]] = []
+
+        def ask(number: int) -> None:
+            status, body, _ = live.post("/v1/chat/completions", asked(max_tokens=40, temperature=0))
+            whole.append((status, body, time.monotonic()))
+
+        threads = in_threads(16, ask)
+        wait_until(lambda: len(live.llm.engine.scheduler.running) == 2 and len(live.llm.engine.scheduler.waiting) == 14)
+        break_engine(live)
+        crashed = time.monotonic()
+        for thread in threads:
+            thread.join()
+        lost = [body for status, body, _ in whole if status == 500]
+        kept = [body for status, body, _ in whole if status == 200]
+        assert len(lost) == 2 and len(kept) == 14
+        assert {body["error"]["code"] for body in lost} == {"engine_crashed"}
+        assert all(body["choices"][0]["message"] == expected for body in kept)
+        assert min(when for status, _, when in whole if status == 200) - crashed < 5
+        assert live.seen.outcomes.count("error") == 2 and live.seen.num_crashes == 1
+        wait_until(live.is_idle)
+        live.llm.engine.check_integrity()
+
+
+def test_a_request_of_several_answers_is_lost_whole_when_one_had_begun() -> None:
+    with serving(talker(0.01)) as live:
+        whole: list[Any] = []
+        waits = in_threads(1, lambda _: whole.append(live.post("/v1/chat/completions", asked(**LONG, n=4))))
+        wait_until(lambda: len(live.llm.engine.scheduler.running) == 2 and len(live.llm.engine.scheduler.waiting) == 2)
+        break_engine(live)
+        waits[0].join()
+        assert whole[0][0] == 500 and whole[0][1]["error"]["code"] == "engine_crashed"
+        wait_until(lambda: live.seen.outcomes == ["error"] * 4)
+        wait_until(live.is_idle)
+
+
 def test_weights_that_served_long_are_kept_over_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.serve.worker.STEADY_SECONDS", 0.0)
     with serving(talker()) as live:

@@ -110,6 +110,11 @@ PN_API PnMatrix* pn_matrix_select(const PnMatrix* matrix, const int32_t* ids, in
 // out [num_tokens, rows] = x [num_tokens, cols] W^T, x rounded to dtype first.
 PN_API int32_t pn_matrix_multiply(const PnMatrix* matrix, int32_t dtype, const float* x, int32_t num_tokens, float* out);
 
+// A token of the distribution softmax(logits / temperature), cut to what is at least min_p times as likely as the most likely
+// token, then to the top_k most likely (0: all), then to the fewest of these that reach top_p; of equals the lowest ids. `draw`
+// in [0, 1) chooses: the running sum in the order of ids that passes it. -1 when the largest logit is not finite.
+PN_API int32_t pn_draw(const float* logits, int32_t size, float temperature, float min_p, int32_t top_k, float top_p, double draw);
+
 PN_API PnModel* pn_model_new(const PnConfig* config);
 PN_API void pn_model_free(PnModel* model);
 // The whole pass: embedding, layers, keys and values appended behind `starts`, taps, final norm, head.

@@ -54,6 +54,7 @@ inline size_t scratch_bytes(int padded_cols) { return size_t(padded_cols) * kGro
 
 constexpr int kMaxQueries = 16;    // of one Attention
 constexpr int kKeys = 16;          // positions of the cache that are scored together
+constexpr int kSummed = 256;       // weights of a distribution that are summed together
 constexpr int kMaxHeadDim = 1024;  // one head is kept on the stack
 
 // One head of one token: normed when there is a weight, then rotated.
@@ -86,6 +87,8 @@ struct Kernels {
     void (*value)(const float* x, int head_dim, int padded, void* values, int position, bool clear_next);
     // The first index of the largest of x[0..size), and that value
     int (*argmax)(const float* x, int size, float* best);
+    // out[i] = e^((x[i] - most) * inverse), 0 below `least`; the sum of every kSummed of them
+    void (*exponentials)(const float* x, int size, float most, float inverse, float least, float* out, float* sums);
     // One row of a matrix as floats [cols], rounded as the weights of a product are
     void (*row)(const PnMatrix& matrix, int row, float* out);
 };

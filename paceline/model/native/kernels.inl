@@ -381,6 +381,24 @@ inline int argmax(const float* x, int size, float* best) {
     return 0;  // nothing but NaN
 }
 
+inline void exponentials(const float* x, int size, float most, float inverse, float least, float* out, float* sums) {
+    for (int begin = 0; begin < size; begin += kSummed) {
+        const int end = begin + kSummed < size ? begin + kSummed : size;
+        vf sum = splat(0.0f);
+        for (int at = begin; at < end; at += kWidth) {
+            const int left = end - at;
+            // What is behind the end reads as 0, which may be more likely than anything.
+            const vf value = left >= kWidth ? load(x + at) : get_part(x + at, left);
+            vf weight = exp_of((value - splat(most)) * splat(inverse));
+            weight = weight < splat(least) ? splat(0.0f) : weight;
+            put_upto(out + at, weight, left);
+            if (left < kWidth) weight = get_part(out + at, left);
+            sum += weight;
+        }
+        sums[begin / kSummed] = sum_of(sum);
+    }
+}
+
 template <class T>
 void row(const PnMatrix& matrix, int row, float* out) {
     const int slot = row % matrix.group_rows;
@@ -406,7 +424,7 @@ void row(const PnMatrix& matrix, int row, float* out) {
 
 template <class T>
 const Kernels* table(const char* name) {
-    static const Kernels kernels = {name, multiply<T>, attend<T>, norm<T>, convert<T>, kPlanes<T>, gate<T>, put_query<T>, put_key<T>, put_value<T>, argmax, row<T>};
+    static const Kernels kernels = {name, multiply<T>, attend<T>, norm<T>, convert<T>, kPlanes<T>, gate<T>, put_query<T>, put_key<T>, put_value<T>, argmax, exponentials, row<T>};
     return &kernels;
 }
 

@@ -1,0 +1,79 @@
+"""One HTTP connection: uvicorn's, which in addition waits for no one for ever and speaks of errors as the API does.
+
+A request line and its headers must have arrived, and what is written must be read, within some seconds each; bodies have their
+own limit in `security.py`. Whoever is slower is hung up on, and the answer it asked for is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from paceline.serve.failures import ApiError, RequestRefused, dump
+
+
+class Connection(H11Protocol):
+    """Hangs up on peers that are slow. `transport.abort` makes the application see that the client has left."""
+
+    def __init__(self, *arguments: Any, header_seconds: float, write_seconds: float, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._header_seconds, self._write_seconds = header_seconds, write_seconds
+        self._headers_due: asyncio.TimerHandle | None = None
+        self._writing_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._headers_due, self._writing_due):
+            if timer:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_headers()
+
+    def _watch_headers(self) -> None:
+        """The clock runs from the connection, or the first byte of a later request, to the end of its headers."""
+        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+            if self._headers_due:
+                self._headers_due.cancel()
+            self._headers_due = None
+        elif self._headers_due is None:
+            self._headers_due = self.loop.call_later(self._header_seconds, self._too_slow)
+
+    def _too_slow(self) -> None:
+        self._headers_due = None
+        if self.conn.their_state is h11.IDLE:
+            self._hang_up(ApiError(408, f"no request came within {self._header_seconds:g} s", code="header_timeout"))
+
+    def send_400_response(self, msg: str) -> None:
+        self._hang_up(RequestRefused("this is no HTTP request", code="invalid_http"))
+
+    def _hang_up(self, error: ApiError) -> None:
+        body = dump(error.body)
+        head = f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        self.transport.close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._writing_due = self.loop.call_later(self._write_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._writing_due:
+            self._writing_due.cancel()
+        self._writing_due = None
+
+
+def connections(header_seconds: float, write_seconds: float) -> Callable[..., Connection]:
+    """What uvicorn makes connections with."""
+    return partial(Connection, header_seconds=header_seconds, write_seconds=write_seconds)

@@ -1,0 +1,103 @@
+"""The calculator page: one HTML file with formulas, catalogue and machines in it, that needs no server and no network.
+
+`page/` holds its parts: JavaScript modules that are joined into one script, a style sheet, and uPlot for the charts (vendor/).
+The catalogue travels as JSON; the content security policy names the hashes of script and style and lets nothing be loaded.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import paceline
+from paceline.hardware import KNOWN_MACHINES, Machine
+from paceline.simulate import catalogue, limits
+from paceline.simulate.formats import FORMATS
+from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, MEASURED_LOCALITY
+from paceline.simulate.shapes import ModelShape, as_json
+
+FOLDER = Path(__file__).parent / "page"
+PURE = ("formulas.js", "config_reader.js", "hf_config.js", "flags.js", "limits.js", "state.js")
+"""Run anywhere; the rest needs a page. Each needs only those before it."""
+SCRIPTS = (*PURE, "charts.js", "editor.js", "controls.js", "page.js")
+CHARTS = "vendor/uPlot.iife.min.js"
+IMPORT = re.compile(r"^import .*;\n", re.MULTILINE)
+
+
+def page(this_machine: Machine | None = None) -> str:
+    """The whole page; `this_machine` is offered beside the known ones."""
+    script, style = _read(CHARTS) + joined(), _read("vendor/uPlot.min.css") + _read("calculator.css")
+    parts = {
+        "SCRIPT-HASH": hash_of(script),
+        "STYLE-HASH": hash_of(style),
+        "/* LICENCE */": html.escape(_read("vendor/uPlot.LICENSE")),
+        "/* STYLE */": style,
+        "/* DATA */": embedded(data(this_machine)),
+        "/* SCRIPT */": script,
+    }
+    pattern = re.compile("|".join(map(re.escape, parts)))
+    return pattern.sub(lambda found: parts[found[0]], _read("calculator.html"))
+
+
+def joined(names: Sequence[str] = SCRIPTS) -> str:
+    """Modules of the page as one."""
+    return "".join(IMPORT.sub("", _read(name)) for name in names)
+
+
+def data(this_machine: Machine | None = None) -> dict[str, Any]:
+    """What the formulas are fed with: the package's own tables."""
+    machines = {name: _machine(machine, name) for name, machine in KNOWN_MACHINES.items()}
+    if this_machine is not None:
+        machines["this machine"] = _machine(this_machine, "this")
+    return {
+        "version": paceline.__version__,
+        "models": {name: _model(shape) for name, shape in catalogue.all_shapes().items()},
+        "unavailable": _unavailable(),
+        "machines": machines,
+        "formats": {name: {"name": name, **asdict(kind)} for name, kind in FORMATS.items()},
+        "measured_locality": MEASURED_LOCALITY,
+        "latency_s": COLLECTIVE_LATENCY_S,
+        "limits": limits.ROOFLINE,
+    }
+
+
+def _machine(machine: Machine, option: str) -> dict[str, Any]:
+    """`option`: its name on the command line."""
+    return {**asdict(machine), "option": option}
+
+
+def _model(shape: ModelShape) -> dict[str, Any]:
+    active = f"-A{_billions(shape.num_active)}" if shape.experts else ""
+    label = f"{shape.name}, {_billions(shape.num_parameters)}{active}"
+    return {"shape": as_json(shape), "label": label, "hub": catalogue.served_name(shape.name)}
+
+
+def _billions(number: float) -> str:
+    return f"{number / 1e9:.3g}B" if number >= 1e9 else f"{number / 1e6:.3g}M"
+
+
+def _unavailable() -> str:
+    names = [name for name, entry in catalogue.entries().items() if "unavailable" in entry]
+    return f"Sizes not public: {', '.join(names)}." if names else ""
+
+
+def embedded(value: Any) -> str:
+    """JSON that no HTML parser can mistake for markup."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def hash_of(text: str) -> str:
+    """As a content security policy wants it."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _read(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")

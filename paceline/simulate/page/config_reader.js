@@ -1,0 +1,151 @@
+// The keys of a pasted config.json under their many names, as paceline.simulate.hf_values reads them.
+import { InputError } from "./formulas.js";
+
+const OTHER_NAMES = {
+  num_hidden_layers: ["n_layer", "num_layers"], hidden_size: ["n_embd", "d_model"], num_attention_heads: ["n_head"],
+  max_position_embeddings: ["n_positions", "max_seq_len"],
+};
+const EXPERTS = ["num_experts", "n_routed_experts", "num_local_experts"];
+const PER_TOKEN = ["num_experts_per_tok", "experts_per_token", "moe_topk"];
+const LAYER_KINDS = ["full_attention", "sliding_attention", "linear_attention"];
+const NOT_READ = {
+  mamba: "state-space layers", falcon: "parallel attention with its own head sizes", gpt2: "two-matrix feed-forward parts",
+  gpt_neox: "two-matrix feed-forward parts", gemma4: "head sizes that differ by layer", nemotron_h: "state-space layers",
+  rwkv: "recurrent layers", bert: "an encoder", t5: "an encoder",
+};
+const QUANTIZATION = ["quant_method", "quant_algo", "bits", "load_in_4bit"];
+const MOST_LAYERS = 2000;
+const LARGEST = 1e9;
+
+const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+const isTrue = (value) => Boolean(Array.isArray(value) ? value.length : isObject(value) ? Object.keys(value).length : value);
+
+/** The language model's part of a config.json; remembers which keys were read. */
+export class ConfigReader {
+  #inner; #outer; #seen = new Set();
+
+  constructor(config) {
+    this.#outer = config;
+    this.#inner = [config.text_config, config.llm_config].find(isTrue) ?? config;
+    if (!isObject(this.#inner)) throw new InputError("this is no config.json of a model: it must be a JSON object with hidden_size and so on");
+    for (const [family, reason] of Object.entries(NOT_READ)) {
+      if (this.family.startsWith(family)) throw new InputError(`${this.family} has ${reason}, which is not read: paste its shape instead`);
+    }
+    if (this.whole("num_hidden_layers") > MOST_LAYERS) throw new InputError(`num_hidden_layers is above ${MOST_LAYERS}: check the config.json`);
+  }
+
+  /** Own keys of the inner config, or of the outer one. */
+  get(name, inner = true) {
+    const config = inner ? this.#inner : this.#outer;
+    this.#seen.add(name);
+    return Object.hasOwn(config, name) ? config[name] : undefined;
+  }
+
+  /** What was read, small enough for a link. */
+  get used() {
+    const config = {};
+    for (const name of [...this.#seen].sort()) {
+      const value = this.get(name) ?? this.get(name, false);
+      if (value === undefined || name === "quantization_config") continue;
+      config[name] = value;
+    }
+    const known = Object.entries(this.#quantization).filter(([name]) => QUANTIZATION.includes(name));
+    return known.length ? { ...config, quantization_config: Object.fromEntries(known) } : config;
+  }
+
+  get family() { return String(this.get("model_type") ?? this.get("model_type", false) ?? "model"); }
+
+  has(name) { return isTrue(this.get(name)); }
+
+  /** A whole number; a key that is null counts as missing. */
+  whole(name, standard) {
+    const value = [name, ...(OTHER_NAMES[name] ?? [])].map((key) => this.get(key)).find((each) => each != null);
+    if (value === undefined) {
+      if (standard === undefined) throw new InputError(`${this.family}: the config has no ${name}, which a prediction needs: paste a complete config.json`);
+      return standard;
+    }
+    if (!Number.isInteger(value) || value < (standard === undefined ? 1 : 0) || value > LARGEST) {
+      throw new InputError(`${this.family}: ${name} is ${JSON.stringify(value)}, which is no size: check the config.json`);
+    }
+    return value;
+  }
+
+  #every(name, standard) {
+    const value = this.whole(name, standard);
+    if (value === 0) throw new InputError(`${this.family}: ${name} is 0: it must be at least 1`);
+    return value;
+  }
+
+  flag(name, standard) {
+    const value = this.get(name);
+    return value == null ? standard : isTrue(value);
+  }
+
+  /** A list with an entry for each layer, at least. */
+  numbers(name) {
+    const values = this.get(name), layers = this.whole("num_hidden_layers");
+    if (!Array.isArray(values) || values.length < layers || !values.every((value) => Number.isInteger(value) && value >= 0)) {
+      throw new InputError(`${this.family}: ${name} must list a whole number for each of ${layers} layers`);
+    }
+    return values;
+  }
+
+  get headDim() { return this.whole("head_dim", Math.floor(this.whole("hidden_size") / this.whole("num_attention_heads"))); }
+
+  get isTied() {
+    const value = [this.get("tie_word_embeddings"), this.get("tie_word_embeddings", false)].find((each) => each !== undefined);
+    return value == null ? this.family.startsWith("gemma") : isTrue(value);
+  }
+
+  layerKind(layer) {
+    const kinds = this.get("layer_types");
+    if (Array.isArray(kinds) && kinds.length > layer) {
+      const kind = String(kinds[layer]);
+      if (LAYER_KINDS.includes(kind)) return kind;
+      if (!this.has("compress_ratios")) throw new InputError(`${this.family}: layer type ${JSON.stringify(kind)} is not known: choose from ${LAYER_KINDS.join(", ")}`);
+      return "full_attention";
+    }
+    if (this.has("linear_num_value_heads")) return (layer + 1) % this.#every("full_attention_interval", 4) === 0 ? "full_attention" : "linear_attention";
+    return this.#slides(layer) ? "sliding_attention" : "full_attention";
+  }
+
+  #slides(layer) {
+    if (!this.has("sliding_window") || !this.flag("use_sliding_window", true)) return false;
+    if (this.family.startsWith("gemma3")) return (layer + 1) % this.#every("sliding_window_pattern", 6) !== 0;
+    if (this.family.startsWith("gemma2")) return layer % 2 === 0;
+    return !(this.family.startsWith("qwen") && layer < this.whole("max_window_layers", 0));
+  }
+
+  #first(names) { return names.find((name) => this.has(name)); }
+
+  get numExperts() {
+    const name = this.#first(EXPERTS);
+    return name ? this.whole(name) : 0;
+  }
+
+  get expertsPerToken() { return this.whole(this.#first(PER_TOKEN) ?? PER_TOKEN[0]); }
+
+  isSparse(layer) {
+    if (!this.numExperts || layer < this.whole("first_k_dense_replace", 0)) return false;
+    const dense = this.get("mlp_only_layers");
+    if (isTrue(dense) && !Array.isArray(dense)) throw new InputError(`${this.family}: mlp_only_layers must be a list of layers`);
+    if (isTrue(dense) && dense.includes(layer)) return false;
+    const step = this.whole("decoder_sparse_step", 0) || this.whole("interleave_moe_layer_step", 0) || 1;
+    return (layer + 1) % step === 0;
+  }
+
+  get #quantization() {
+    const found = [this.get("quantization_config", false), this.get("quantization_config")].find(isTrue);
+    return isObject(found) ? found : {};
+  }
+
+  get storedFormat() {
+    const { quant_method: method = "", quant_algo: algo = "", bits, load_in_4bit: inFour } = this.#quantization;
+    if (["fp8", "fbgemm_fp8", "modelopt"].includes(method) || String(algo).toLowerCase().includes("fp8")) return "float8";
+    if (["gptq", "awq"].includes(method) || isTrue(inFour)) return bits === 8 ? "int8" : "int4";
+    const told = [this.get("dtype"), this.get("torch_dtype"), this.get("torch_dtype", false)].find((value) => value !== undefined);
+    return ["float32", "float16", "bfloat16"].includes(told) ? told : "bfloat16";
+  }
+
+  get isMxfp4() { return this.#quantization.quant_method === "mxfp4"; }
+}

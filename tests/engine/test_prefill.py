@@ -1,0 +1,97 @@
+"""A long prompt that arrives beside others: they go on, it is not starved, and the text is the same."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import pytest
+
+from paceline.engine.engine import Engine
+from paceline.engine.prefill import LEAST, PrefillPace
+from paceline.model.target import ForwardBatch, ForwardOutput
+from paceline.testing import ByteTokenizer, FakeTarget
+from paceline.types import SamplingParams
+
+LONG = [(7 * place) % 250 for place in range(1000)]
+
+
+class Clocked(FakeTarget):
+    """Its passes take 4 ms and 0.1 ms a token, by the test's own clock."""
+
+    now = 0.0
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        self.now += 4e-3 + 0.1e-3 * len(batch.tokens)
+        return super().forward(batch)
+
+
+def engine_of(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Engine, Clocked]:
+    target = Clocked(vocab_size=258, num_rows=8, max_len=2048, **options)
+    monkeypatch.setattr(time, "perf_counter", lambda: target.now)
+    return Engine(target, ByteTokenizer()), target
+
+
+def test_running_streams_wait_less_than_three_rounds_for_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, target = engine_of(monkeypatch, is_width_invariant=True)
+    running = [engine.add([number + 1, 2, 3], SamplingParams(max_tokens=400)) for number in range(7)]
+    while engine.scheduler.prefilling:
+        engine.step()
+    rounds = []
+    for _ in range(20):
+        before = target.now
+        engine.step()
+        rounds.append(target.now - before)
+    round_s = statistics.median(rounds)
+    late = engine.add(LONG, SamplingParams(max_tokens=4))
+    last = dict.fromkeys(running, target.now)
+    gaps: list[float] = []
+    num_steps, said = 0, list[int]()
+    while not said:
+        chunks = engine.step()
+        num_steps += 1
+        gained = {chunk.sequence.request_id for chunk in chunks}
+        assert gained >= set(running), "a stream gained nothing in a step"
+        gaps += [target.now - last[number] for number in running]
+        last = dict.fromkeys(running, target.now)
+        said = [token for chunk in chunks if chunk.sequence.request_id == late for token in chunk.token_ids]
+    assert max(gaps) < 3 * round_s, f"{max(gaps) / round_s:.1f} rounds"
+    assert num_steps < 55, "and the prompt was not starved"
+    assert said[0] == target.greedy(LONG, 1)[0]
+
+
+def test_alone_a_prompt_is_prefilled_in_large_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, target = engine_of(monkeypatch, is_width_invariant=True)
+    for _ in range(2):
+        engine.add([5, *LONG], SamplingParams(max_tokens=3))
+        while engine.has_work:
+            engine.step()
+    sizes = [len(call.tokens) for call in target.calls if len(call.tokens) > 1]
+    assert sizes[:4] == [256, 256, 256, 233]
+
+
+def test_where_bits_depend_on_the_chunk_its_size_depends_on_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, target = engine_of(monkeypatch)
+    engine.add([1, 2, 3], SamplingParams(max_tokens=60))
+    for _ in range(10):
+        engine.step()
+    engine.add(LONG, SamplingParams(max_tokens=2))
+    while engine.has_work:
+        engine.step()
+    assert [len(call.tokens) for call in target.calls if len(call.tokens) > 3] == [256, 256, 256, 232]
+
+
+def test_one_disturbance_moves_the_size_by_little() -> None:
+    pace = PrefillPace(256, adapts=True)
+    for _ in range(20):
+        pace.prefilled(64, 64 * 0.3e-3)
+        pace.decoded(0.01)
+    before = pace.size(3)
+    assert before == 50
+    pace.decoded(5.0)
+    assert pace.size(3) <= 1.25 * before
+    assert pace.size(0) == 256
+    pace.prefilled(64, 1e9)
+    pace.prefilled(64, 1e9)
+    assert LEAST <= pace.size(3) < before

@@ -1,0 +1,57 @@
+"""The page at `/docs`: the server's own OpenAPI document as text, nothing from elsewhere. In Chromium where there is one."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from live_server import serving, talker
+
+from paceline.serve.app import API_PAGE
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+def test_the_policy_names_the_script_and_nothing_is_fetched_from_elsewhere() -> None:
+    page = API_PAGE.read_text(encoding="utf-8")
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    (named,) = re.findall(r"'sha256-([^']*)'", page)
+    assert named == base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert not re.search(r"https?://|//[a-z]", page.lower()), "an address of somebody else's"
+    with serving(talker()) as live:
+        status, served, headers = live.request("GET", "/docs")
+        assert (status, served.decode()) == (200, page)
+        assert headers["content-type"].startswith("text/html")
+        assert live.request("GET", "/redoc")[0] == 404
+
+
+def test_it_shows_every_endpoint_and_field(tmp_path: Path) -> None:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e .[dev]")
+    path = os.environ.get("PACELINE_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        pytest.skip(f"no Chromium: none of {', '.join(NAMES)} in PATH, and PACELINE_CHROMIUM is not set")
+    with serving(talker()) as live, api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path)
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        urls: list[str] = []
+        errors: list[str] = []
+        page.on("request", lambda request: urls.append(request.url))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.goto(live.url + "/docs")
+        api.expect(page.get_by_role("heading", name="Parts of bodies")).to_be_attached(timeout=30_000)
+        text = page.locator("main").text_content()
+        for each in ("/v1/chat/completions", "/tokenize", "/metrics", "guided_regex", "min_p", "x-paceline-tag", "ErrorAnswer"):
+            assert each in text
+        page.get_by_text("/v1/completions", exact=True).click()
+        field = page.get_by_role("row", name="min_p").first
+        api.expect(field).to_contain_text("at most 1")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert errors == []
+        assert urls and all(url.startswith((live.url, "data:")) for url in urls)
+        browser.close()

@@ -1,0 +1,175 @@
+"""Names the server answers to, and peers that are slow: hung up on, and nobody else notices."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from live_server import Live, asked, serving, talker, wait_until
+
+from paceline.errors import ConfigError
+from paceline.serve.security import allowed_hosts, host_name
+from paceline.serve.settings import ServeConfig
+
+
+@pytest.fixture
+def live() -> Iterator[Live]:
+    with serving(talker(0.01), header_seconds=0.5, write_seconds=0.3) as running:
+        yield running
+
+
+def connect(live: Live) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", live.port), timeout=60)
+
+
+def rest_of(connection: socket.socket) -> bytes:
+    text = b""
+    while piece := connection.recv(4096):
+        text += piece
+    connection.close()
+    return text
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (ServeConfig(), {"localhost", "127.0.0.1", "::1"}),
+        (ServeConfig(host="::1"), {"localhost", "127.0.0.1", "::1"}),
+        (ServeConfig(host="127.0.0.2"), {"localhost", "127.0.0.1", "127.0.0.2", "::1"}),
+        (ServeConfig(host="0.0.0.0"), None),
+        (ServeConfig(host="models.example"), None),
+        (ServeConfig(host="0.0.0.0", allowed_hosts=("Models.example", "[::1]")), {"models.example", "::1"}),
+        (ServeConfig(allowed_hosts=("*",)), None),
+    ],
+)
+def test_which_names_are_answered(config: ServeConfig, names: set[str] | None) -> None:
+    assert allowed_hosts(config) == names
+
+
+@pytest.mark.parametrize(
+    ("header", "name"),
+    [
+        ("localhost:8000", "localhost"),
+        ("LOCALHOST.", "localhost"),
+        ("[::1]:80", "::1"),
+        ("[::1]", "::1"),
+        ("::1", "::1"),
+        ("a.b:1", "a.b"),
+        ("", ""),
+    ],
+)
+def test_names_without_their_port(header: str, name: str) -> None:
+    assert host_name(header) == name
+
+
+def test_an_empty_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="allowed host"):
+        ServeConfig(allowed_hosts=(" ",))
+
+
+def test_other_names_are_refused_on_every_path(live: Live) -> None:
+    """As when a page of attacker.example points its own name at this machine."""
+    for method, path in (("GET", "/"), ("GET", "/metrics"), ("POST", "/v1/chat/completions"), ("GET", "/health")):
+        status, body, _ = live.request(method, path, b"{}" if method == "POST" else None, {"host": "attacker.example:80"})
+        assert (status, body["error"]["code"]) == (421, "host_not_allowed")
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert live.request("GET", "/health", headers={"host": f"LocalHost:{live.port}"})[0] == 200
+    assert live.seen.refusals == ["host_not_allowed"] * 4
+    with serving(talker(), allowed_hosts=("models.example",)) as named:
+        assert named.request("GET", "/health", headers={"host": "models.example"})[0] == 200
+        assert named.request("GET", "/health", headers={"host": "127.0.0.1"})[0] == 421
+
+
+def test_headers_that_do_not_come_are_not_waited_for(live: Live) -> None:
+    began = time.monotonic()
+    silent, slow = connect(live), connect(live)
+    slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+    assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 200
+    for connection in (silent, slow):
+        text = rest_of(connection)
+        assert text.startswith(b"HTTP/1.1 408 ") and b'"header_timeout"' in text
+    assert time.monotonic() - began >= 0.5
+    wait_until(lambda: not live.server.server_state.connections)
+
+
+def test_a_byte_now_and_then_buys_no_time(live: Live) -> None:
+    connection = connect(live)
+    connection.settimeout(0.05)
+    began, text = time.monotonic(), b""
+    while not text and time.monotonic() - began < 30:
+        try:
+            connection.sendall(b"G")
+            text = connection.recv(4096)
+        except TimeoutError:
+            continue
+        except OSError:
+            break
+    connection.close()
+    assert 0.4 <= time.monotonic() - began < 30
+
+
+def test_the_second_request_of_a_connection_is_due_as_well(live: Live) -> None:
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with connect(live) as connection:
+        for _ in range(2):
+            connection.sendall(whole)
+            text = b""
+            while b'"ok"}' not in text:
+                text += connection.recv(4096)
+            assert text.startswith(b"HTTP/1.1 200 ")
+            time.sleep(0.8)  # kept alive, nothing asked yet
+        connection.sendall(whole[:20])
+        assert b"header_timeout" in rest_of(connection)
+
+
+def test_a_long_answer_outlives_the_time_for_headers(live: Live) -> None:
+    stream = live.open_stream(asked(max_tokens=150))
+    text = b""
+    began = time.monotonic()
+    while b"[DONE]" not in text:
+        text += stream.recv(4096)
+    stream.close()
+    assert time.monotonic() - began > 0.5 and b'"finish_reason":"length"' in text
+
+
+def test_what_is_no_http_gets_an_error_in_the_apis_shape(live: Live) -> None:
+    connection = connect(live)
+    connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+    text = rest_of(connection)
+    assert text.startswith(b"HTTP/1.1 400 ") and b'"code":"invalid_http"' in text
+
+
+def test_a_client_that_reads_nothing_is_hung_up_on(live: Live) -> None:
+    """Its buffers are full: the answer is aborted, its row is free."""
+    stream = live.open_stream(asked(max_tokens=200))
+    wait_until(lambda: live.llm.engine.scheduler.running)
+    (connection,) = live.server.server_state.connections
+    assert live._loop
+    live._loop.call_soon_threadsafe(connection.pause_writing)
+    wait_until(live.is_idle)
+    assert live.seen.outcomes == ["abort"]
+    wait_until(lambda: not live.server.server_state.connections)
+    stream.close()
+
+
+def test_one_that_reads_again_in_time_keeps_its_answer(live: Live) -> None:
+    stream = live.open_stream(asked(max_tokens=120))
+    wait_until(lambda: live.llm.engine.scheduler.running)
+    (connection,) = live.server.server_state.connections
+    assert live._loop
+    live._loop.call_soon_threadsafe(connection.pause_writing)
+    live._loop.call_soon_threadsafe(connection.resume_writing)
+    text = b""
+    while b"[DONE]" not in text:
+        text += stream.recv(4096)
+    stream.close()
+    assert b'"finish_reason":"length"' in text
+
+
+@pytest.mark.parametrize(("asks", "tokens"), [({}, 20), ({"max_tokens": 30}, 30), ({"max_completion_tokens": 5}, 5)])
+def test_chat_answers_without_a_limit_get_the_servers(asks: dict[str, Any], tokens: int) -> None:
+    with serving(talker(0.0), default_max_tokens=20) as limited:
+        assert limited.post("/v1/chat/completions", asked(**asks))[1]["usage"]["completion_tokens"] == tokens

@@ -1,0 +1,103 @@
+"""Traces are training data as they are: answers to learn from, prompts to ask again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from small_llm import tiny_model
+
+from paceline.cli import app
+from paceline.engine.llm import LLM
+from paceline.errors import PromptError
+from paceline.prompts import read_prompts
+from paceline.runlog import RunFolder
+from paceline.serve import traces
+from paceline.serve.traces import SCHEMA, TraceWriter
+from paceline.train.answers import AnswerShards
+from paceline.train.tiny import write_tiny_target
+from paceline.types import SamplingParams, Sequence
+
+TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1")
+
+
+def serve(target: Path, folder: Path, number: int) -> list[Sequence]:
+    """Answers of a target, traced as a server would."""
+    llm = LLM(str(target), drafter="none", device="cpu", dtype="float32", max_batch=8, max_len=128)
+    one, done = TraceWriter(folder, model=str(target), tokenizer=llm.tokenizer), list[Sequence]()
+    for index in range(number):
+        prompt = llm.encode_chat([{"role": "user", "content": f"Say something about number {index}."}])
+        llm.engine.add(prompt, SamplingParams(max_tokens=40, temperature=0.7 * (index % 2), seed=index))
+    while llm.engine.has_work:
+        for chunk in llm.engine.step():
+            if chunk.finish_reason:
+                one.offer(chunk.sequence, chunk.finish_reason, "test")
+                done.append(chunk.sequence)
+    one.close()
+    return done
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Sequence]]:
+    """A folder of traces of the target that `--scale tiny` trains for."""
+    folder = tmp_path_factory.mktemp("traced")
+    return folder / "traces", serve(write_tiny_target(folder / "target"), folder / "traces", 16)
+
+
+def paceline(*words: object) -> None:
+    app([str(word) for word in words], prog_name="paceline", standalone_mode=False)
+
+
+def test_traces_feed_training_without_conversion(
+    traced: tuple[Path, list[Sequence]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As answers, a first drafter; as prompts, asked again, that drafter goes on (`--init`)."""
+    folder, done = traced
+    said = {(tuple(answer.prompt_ids), tuple(answer.answer_ids)) for answer in AnswerShards(folder)}
+    assert said == {(tuple(seq.tokens[: seq.prompt_len]), tuple(seq.output_ids)) for seq in done}
+    first = tmp_path / "first"
+    paceline(*TINY, "--answers", folder, "--out", first, "--max-steps", "3", "--features", "online", "--json")
+    line = json.loads(capsys.readouterr().out)
+    assert line["steps"] == 3 and (first / "drafter" / "model.safetensors").is_file()
+    words = ("--init", first / "drafter", "--max-steps", "2", "--features", "online", "--json")
+    paceline(*TINY, "--answers", folder, *words, "--out", tmp_path / "by-answers")
+    paceline(*TINY, "--prompts", folder, *words, "--out", tmp_path / "by-prompts")
+    again = list(AnswerShards(tmp_path / "by-prompts" / "regenerate" / "answers"))
+    assert {tuple(answer.prompt_ids) for answer in again} == {prompt for prompt, _ in said}
+    greedy = {tuple(seq.tokens[: seq.prompt_len]): tuple(seq.output_ids) for seq in done if seq.params.is_greedy}
+    assert {tuple(answer.prompt_ids): tuple(answer.answer_ids[:40]) for answer in again}.items() >= greedy.items()
+    for run in ("by-answers", "by-prompts"):
+        assert RunFolder(tmp_path / run).metrics()[0]["loss"] < RunFolder(first).metrics()[0]["loss"]
+
+
+def test_traces_are_prompts_by_file_and_by_folder(traced: tuple[Path, list[Sequence]]) -> None:
+    folder, done = traced
+    (path,) = folder.iterdir()
+    by_file, by_folder = read_prompts(path), read_prompts(folder, limit=5)
+    assert {prompt.token_ids for prompt in by_file} == {tuple(seq.tokens[: seq.prompt_len]) for seq in done}
+    assert [prompt.token_ids for prompt in by_folder] == [prompt.token_ids for prompt in by_file[:5]]
+    assert by_folder[0].source == folder.name and by_folder[0].id == by_file[0].id
+
+
+def test_traces_of_another_tokenizer_are_refused(traced: tuple[Path, list[Sequence]], tmp_path: Path) -> None:
+    other, out = tiny_model(tmp_path / "other"), tmp_path / "run"
+    shifted = parquet.ParquetFile(next(traced[0].iterdir())).read().to_pylist()
+    for row in shifted:
+        row["answer_ids"] = [token % 100 for token in row["answer_ids"]]
+    parquet.write_table(pa.Table.from_pylist(shifted, SCHEMA), tmp_path / "shifted.parquet")
+    words = ("--target", other, "--device", "cpu", "--max-tokens", 16, "--max-prompt-tokens", 100, "--out", out)
+    with pytest.raises(PromptError, match="tokens of another tokenizer than the target's"):
+        paceline("regenerate", "--prompts", tmp_path / "shifted.parquet", *words)
+
+
+def test_a_shard_that_goes_while_it_is_read(traced: tuple[Path, list[Sequence]], tmp_path: Path) -> None:
+    for name in ("traces-1.parquet", "traces-2.parquet"):
+        (tmp_path / name).write_bytes(next(traced[0].iterdir()).read_bytes())
+    reading = iter(AnswerShards(tmp_path))
+    next(reading)
+    (tmp_path / "traces-2.parquet").unlink()
+    assert len(list(reading)) == 15
+    assert traces.SOURCE == "traces"

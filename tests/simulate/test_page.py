@@ -1,0 +1,222 @@
+"""The calculator page in headless Chromium: every control, links, nonsense, pasted text, copying.
+
+    pytest tests/simulate/test_page.py
+
+Skips without playwright or a Chromium; calculator_visit.py says what is checked after every test.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e .[dev]")
+expect = api.expect
+pytest_plugins = ("calculator_visit",)
+FIGURES = ("best", "speedup", "rate", "each", "tokens", "point", "memory")
+HOSTILE = '<img src=x onerror="document.title=`taken`"><script>document.title="taken"</script>'
+LLAMA = (
+    '{"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,'
+    ' "intermediate_size": 14336, "vocab_size": 128256, "unread": 1}'
+)
+PIXELS = "() => [...document.querySelectorAll('canvas')].map((canvas) => canvas.toDataURL()).join()"
+INK = """(place) => { const canvas = document.querySelector(`#${place} canvas`), c = canvas.getContext('2d');
+    return new Set(new Uint32Array(c.getImageData(0, 0, canvas.width, canvas.height).data.buffer)).size; }"""
+
+
+def test_the_published_landmark_is_what_it_opens_with(visit: Any) -> None:
+    tab = visit()
+    assert (tab.figure("best"), round(tab.figure("speedup"), 2)) == (16, 3.87)
+    expect(tab.page.locator("#length-chart .chosen")).to_have_text("in blocks of 16")
+    for place in ("length-chart", "batch-chart", "time-chart"):
+        assert tab.page.evaluate(INK, place) > 20, f"{place} is empty"
+    assert "paceline simulate --model DeepSeek-V4-Flash --hardware B200" in tab.code("command")
+    assert tab.page.locator("#limits li").count() >= 4
+    assert tab.page.locator("#warnings li").count() == 0
+
+
+MOE = "#model=DeepSeek-V4-Flash&hardware=B200&batch=8"
+CURVE = "#model=DeepSeek-V4-Flash&batch=64&acceptance=curve&curve=0.8,0.7,0.8"
+CHANGES = [
+    ("", "model", "Qwen3-8B"),
+    ("", "hardware", "H200"),
+    ("", "gpus", "2"),
+    ("", "weights", "bfloat16"),
+    (MOE, "experts", "float8"),
+    ("", "kv", "float32"),
+    ("#batch=4096&context=1048576", "attention", "float8"),
+    ("#context=1048576", "indexer", "bfloat16"),
+    (MOE, "locality", "0.255"),
+    ("#model=Qwen3.5-27B&hardware=RTX 4090&batch=64&max_draft=63&chance=1", "per_layer", True),
+    ("", "batch", "9"),
+    ("", "context", "100000"),
+    ("", "max_draft", "9"),
+    ("", "acceptance", "curve"),
+    ("", "chance", "0.5"),
+    (CURVE, "curve", "0.9, 0.6"),
+    ("#acceptance=recorded", "recorded", "20, 10, 5"),
+    ("", "drafter", "autoregressive"),
+    ("", "cost", "params"),
+    ("", "fraction", "0.3"),
+    ("#cost=params", "params", "30"),
+    ("", "block", "4"),
+    ("#model=pasted", "config", LLAMA),
+]
+SLIDERS = ["gpus", "locality", "batch", "context", "max_draft", "chance", "fraction", "params", "block"]
+
+
+@pytest.mark.parametrize(("link", "name", "value"), CHANGES, ids=[name for _, name, _ in CHANGES])
+def test_every_control_moves_figures_and_charts(visit: Any, link: str, name: str, value: Any) -> None:
+    tab = visit(link.replace(" ", "%20"))
+    shown, pixels = tab.shown(), tab.page.evaluate(PIXELS)
+    tab.set(name, value)
+    assert tab.shown() != shown and tab.page.evaluate(PIXELS) != pixels
+    assert tab.page.locator("#fault").is_hidden()
+    assert name in tab.link()
+
+
+def test_no_control_is_left_out(visit: Any) -> None:
+    tab = visit()
+    names = tab.page.eval_on_selector_all("[data-field]", "(all) => all.map((each) => each.dataset.field)")
+    assert set(names) == {name for _, name, _ in CHANGES} | {"method", "drafter_name"}
+    numbers = tab.page.eval_on_selector_all("input[type=range]", "(all) => all.map((each) => each.id)")
+    assert set(numbers) == {f"{name}-slider" for name in SLIDERS}
+    for each in tab.page.locator("input, select, textarea").all():
+        named = each.evaluate("(one) => one.labels[0]?.textContent || one.getAttribute('aria-label')")
+        assert named, each.get_attribute("id")
+
+
+@pytest.mark.parametrize("name", SLIDERS)
+def test_every_slider_moves_its_number_by_keys(visit: Any, name: str) -> None:
+    tab = visit({"params": "#cost=params", "block": "#block=4"}.get(name, ""))
+    slider, box = tab.page.locator(f"#{name}-slider"), tab.page.locator(f"#{name}")
+    tab.unfold(slider)
+    slider.focus()
+    before, shown = box.input_value(), tab.shown()
+    tab.page.keyboard.press("ArrowRight")
+    if tab.shown() == shown:
+        tab.page.keyboard.press("End")
+    assert float(box.input_value()) > float(before)
+    assert tab.shown() != shown
+    assert slider.get_attribute("aria-valuetext").replace(",", "") == box.input_value()
+    box.fill(before)
+    assert tab.shown() == shown
+
+
+def test_method_and_drafter_reach_the_flags(visit: Any) -> None:
+    tab = visit()
+    assert "dflash" in tab.code("vllm-flags") and "YOUR-DRAFTER" in tab.code("vllm-flags")
+    tab.set("method", "ngram")
+    assert '"method": "ngram"' in tab.code("vllm-flags") and "NGRAM" in tab.code("sglang-flags")
+    tab.set("method", "eagle3")
+    tab.set("drafter_name", "it's mine; rm -rf /")
+    assert "--drafter ngram" not in tab.code("paceline-flags")
+    assert "--speculative-draft-model-path 'it'\"'\"'s mine; rm -rf /'" in tab.code("sglang-flags")
+    assert "method=eagle3" in tab.link()
+
+
+MANY = "#acceptance=recorded&recorded=5,3,9&cost=params&params=0.7&block=5&gpus=2&kv=float8&locality=0.3&per_layer=1"
+VALUES = """() => [...document.querySelectorAll('input, select, textarea')]
+    .map((each) => each.type === 'checkbox' ? each.checked : each.value)"""
+
+
+@pytest.mark.parametrize("link", ["", CURVE, MANY])
+def test_the_link_restores_everything(visit: Any, link: str) -> None:
+    tab = visit(link)
+    tab.set("batch", "77")
+    tab.set("model", "gpt-oss-120b")
+    again = visit(tab.link())
+    assert again.shown() == tab.shown() and again.code("command") == tab.code("command")
+    assert again.page.evaluate(VALUES) == tab.page.evaluate(VALUES)
+    assert again.link() == tab.link()
+
+
+def test_a_link_typed_over_is_followed(visit: Any) -> None:
+    tab = visit()
+    tab.page.evaluate("location.hash = '#batch=1&model=Qwen3-8B&chance=0.6'")
+    expect(tab.page.locator("#batch")).to_have_value("1")
+    assert "Qwen3-8B" in tab.code("command")
+    tab.page.get_by_role("button", name="Reset").click()
+    assert round(tab.figure("speedup"), 2) == 3.87
+
+
+def test_a_pasted_config_travels_without_what_was_not_read(visit: Any) -> None:
+    tab = visit("#model=pasted")
+    expect(tab.page.locator("#fault")).to_contain_text("paste a model's config.json")
+    tab.set("config", LLAMA)
+    link = tab.link()
+    assert "hidden_size" in link and "unread" not in link
+    assert visit(link).shown() == tab.shown()
+    expect(tab.page.locator("#command-note")).to_be_visible()
+
+
+WRONG = [
+    ("batch", "0", "whole number from 1"),
+    ("batch", "1.5", "whole number"),
+    ("batch", "many", "whole number"),
+    ("context", "", "whole number"),
+    ("chance", "1.2", "from 0 to 1"),
+    ("chance", "NaN", "from 0 to 1"),
+    ("fraction", "-1", "from 0 to 2"),
+    ("max_draft", "1e9", "from 1 to 64"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "told"), WRONG)
+def test_nonsense_is_told_and_nothing_is_drawn(visit: Any, name: str, value: str, told: str) -> None:
+    tab = visit()
+    shown, link = tab.shown(), tab.link()
+    tab.set(name, value)
+    expect(tab.page.locator("#fault")).to_contain_text(told)
+    assert tab.page.locator(f"#{name}").get_attribute("aria-invalid") == "true"
+    expect(tab.page.locator(f"#{name}-fault")).to_contain_text(told)
+    assert {tab.page.locator(f"#{each}").text_content() for each in FIGURES} == {"–"}
+    assert "NaN" not in tab.page.locator("body").inner_text() and tab.link() == link
+    tab.page.get_by_role("button", name="Reset").click()
+    assert tab.shown() == shown and tab.page.locator("[aria-invalid]").count() == 0
+
+
+@pytest.mark.parametrize(
+    ("link", "told"),
+    [
+        ("#model=pasted&config={", "not JSON"),
+        ("#model=pasted&config=[1]", "no JSON object"),
+        ('#model=pasted&config={"hidden_size":4096}', "no num_hidden_layers"),
+        ("#hardware=laptop%20CPU&gpus=2", "talk to each other"),
+        ("#acceptance=recorded&recorded=nothing", "cannot be read"),
+        ("#acceptance=recorded&recorded=survival:.5,.7", "must fall"),
+    ],
+)
+def test_what_cannot_be_predicted_says_why(visit: Any, link: str, told: str) -> None:
+    tab = visit(link)
+    expect(tab.page.locator("#fault")).to_contain_text(told)
+    assert {tab.page.locator(f"#{each}").text_content() for each in FIGURES} == {"–"}
+
+
+def test_pasted_text_stays_text(visit: Any) -> None:
+    shape = '{"dense":1e9,"attention":[{"kind":"gqa","layers":1}],"num_layers":1,"hidden_size":8,"max_context":9,"name":"NAME"}'
+    tab = visit("#model=pasted&config=" + shape.replace("NAME", HOSTILE.replace('"', "'")).replace("#", "%23"))
+    expect(tab.page.locator("#warnings")).to_contain_text("<img src=x")
+    tab.set("drafter_name", HOSTILE)
+    assert HOSTILE.replace("'", "") in tab.code("sglang-flags")
+    tab.set("config", HOSTILE)
+    expect(tab.page.locator("#fault")).to_contain_text("not JSON")
+    assert tab.page.title() == "paceline calculator" and tab.page.locator("img").count() == 0
+    refused = "(() => { try { document.body.innerHTML = '<b>'; return ''; } catch (error) { return error.name; } })()"
+    assert tab.page.evaluate(refused) == "TypeError"
+    tab.errors[:] = [error for error in tab.errors if "Trusted" not in error]
+
+
+def test_the_link_and_the_commands_are_copied(visit: Any) -> None:
+    tab = visit()
+    for button in tab.page.get_by_role("button", name="Copy").all():
+        button.click()
+        expect(tab.page.locator("#live")).to_have_text("Copied")
+        tab.set("model", "pasted")
+        tab.page.locator("#config").fill("")
+        tab.page.locator("#config").press("ControlOrMeta+v")
+        pasted = tab.page.locator("#config").input_value()
+        assert pasted.startswith(("file:", "paceline serve", "vllm serve", "python -m sglang", "paceline simulate"))
+        tab.page.get_by_role("button", name="Reset").click()
+    assert tab.page.get_by_role("button", name="Copy").count() == 5

@@ -1,0 +1,367 @@
+"""The calculator page's JavaScript against the Python it follows: formulas, configs, flags, commands, limits.
+
+    pytest tests/simulate/test_page_formulas.py
+
+Runs in Node, else in Chromium (PACELINE_NO_NODE=1 takes Chromium), else skips.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import random
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from javascript import run_js
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from paceline.errors import PacelineError
+from paceline.hardware import KNOWN_MACHINES
+from paceline.simulate import acceptance as acceptances
+from paceline.simulate import catalogue, limits
+from paceline.simulate.calculator import data
+from paceline.simulate.costs import RooflineCosts
+from paceline.simulate.drafter_cost import DrafterCost, FractionDrafter, ShapeDrafter
+from paceline.simulate.flags import METHODS, Serving, server_flags
+from paceline.simulate.formats import FORMATS
+from paceline.simulate.hf_config import shape_of
+from paceline.simulate.memory import memory_need
+from paceline.simulate.roofline import Deployment
+from paceline.simulate.shapes import ModelShape, Precisions, as_json
+from paceline.simulate.speedup import Load, predict
+
+NUM_INPUTS = 1000
+RELATIVE = 1e-9
+SHAPES = catalogue.all_shapes()
+PAIRS = list(itertools.product(SHAPES.values(), KNOWN_MACHINES.values()))
+PREDICT = """(inputs) => inputs.map(({ shape, deployment, drafter, kind, values, load }) => {
+  const makers = { survival: fromSurvival, histogram: fromHistogram };
+  const made = makers[kind] ? makers[kind](values) : acceptanceOf(values, kind);
+  return { ...predict({ shape, deployment, drafter }, made, load), memory: memoryNeed(shape, deployment, load) };
+})"""
+FROM_LINK = """({ data, links }) => links.map((link) => {
+  const fields = fieldsOf(data), state = fromHash(fields, link), found = resolve(state, fields, data);
+  const costs = { ...found, drafter: found.drafters[state.drafter] };
+  return { ...predict(costs, found.acceptance, found.load), command: simulateCommand(state, found.told, data), used: found.used,
+    link: toHash(fields, state), again: toHash(fields, fromHash(fields, toHash(fields, state))) };
+})"""
+
+
+def close(value: float) -> Any:
+    return pytest.approx(value, rel=RELATIVE, abs=1e-300)
+
+
+def drawn_acceptance(rng: random.Random) -> tuple[str, list[float]]:
+    kind = rng.choice(("constant", "conditional", "survival", "histogram"))
+    if kind == "constant":
+        return kind, [rng.choice((0.0, 1.0, rng.random()))]
+    if kind == "histogram":
+        counts = [float(rng.randrange(0, 500)) for _ in range(rng.randrange(2, 18))]
+        return kind, [1.0 + counts[0], *counts[1:]]
+    chances = [rng.random() for _ in range(rng.randrange(1, 20))]
+    return kind, sorted(chances, reverse=True) if kind == "survival" else chances
+
+
+def drawn_deployment(rng: random.Random, shape: ModelShape, machine: Any) -> Deployment:
+    kept = asdict(shape.precisions)
+    precisions = Precisions(**{part: rng.choice((name, rng.choice(list(FORMATS)))) for part, name in kept.items()})
+    gpus = rng.choice((1, 1, 2, 4, 7, 64)) if machine.link_bytes_per_s else 1
+    locality = rng.choice((0.0, 0.255, 1.0, rng.random()))
+    return Deployment(machine, precisions, gpus, locality, rng.choice(("whole", "layers")))
+
+
+def drawn_drafter(rng: random.Random, deployment: Deployment) -> DrafterCost:
+    block = rng.choice((None, rng.randrange(1, 33)))
+    if rng.random() < 0.5:
+        return FractionDrafter(rng.choice((0.0, rng.random(), 3.0)), block)
+    rates = deployment.flops_per_s("bfloat16"), deployment.bytes_per_s
+    experts = {"num_experts": 64, "experts_per_token": 4, "expert": rng.uniform(1e5, 1e8)} if rng.random() < 0.5 else {}
+    return ShapeDrafter(10 ** rng.uniform(6, 11), *rates, rng.choice((0.53, 1.0, 2.0)), block, **experts)
+
+
+def told_deployment(deployment: Deployment, host_s: float) -> dict[str, Any]:
+    formats = {part: {"name": name, **asdict(FORMATS[name])} for part, name in asdict(deployment.precisions).items()}
+    return {
+        "machine": asdict(deployment.machine),
+        "precisions": formats,
+        "num_gpus": deployment.num_gpus,
+        "locality": deployment.expert_locality,
+        "per_layer": deployment.variant == "layers",
+        "latency_s": deployment.collective_latency_s,
+        "host_s": host_s,
+    }
+
+
+def drawn_case(rng: random.Random, place: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What JavaScript gets, what Python says."""
+    shape, machine = PAIRS[place] if place < len(PAIRS) else rng.choice(PAIRS)
+    deployment = drawn_deployment(rng, shape, machine)
+    drafter, host_s = drawn_drafter(rng, deployment), rng.choice((0.0, rng.random() * 1e-3))
+    kind, values = drawn_acceptance(rng)
+    load = Load(round(2 ** rng.uniform(0, 12)), round(2 ** rng.uniform(0, 21)), rng.randrange(0, 33))
+    made = acceptances.constant(values[0]) if kind == "constant" else getattr(acceptances, f"from_{kind}")(values)
+    costs = RooflineCosts(shape, deployment, drafter, host_s)
+    expected = predict(costs, made, load).as_line()
+    length = expected["best_draft_length"]
+    expected["parts"] = costs.split(load.batch, length + 1, load.context)
+    expected["memory"] = memory_need(shape, deployment, load.batch, load.context)
+    told = {"shape": as_json(shape), "deployment": told_deployment(deployment, host_s), "drafter": asdict(drafter)}
+    return {**told, "kind": kind, "values": values, "load": asdict(load)}, expected
+
+
+def test_a_thousand_random_inputs_agree() -> None:
+    rng = random.Random(6)
+    cases = [drawn_case(rng, place) for place in range(NUM_INPUTS)]
+    found = run_js(PREDICT, [told for told, _ in cases])
+    assert len(found) == NUM_INPUTS > len(PAIRS)
+    for ours, (told, expected) in zip(found, cases, strict=True):
+        agree(ours, expected, told)
+    assert len({expected["best_draft_length"] for _, expected in cases}) > 10, "the inputs are too alike to tell much"
+
+
+def agree(ours: dict[str, Any], expected: dict[str, Any], told: dict[str, Any]) -> None:
+    assert ours["curve"] == [close(speedup) for _, speedup in expected["curve"]]
+    for name in ("speedup", "tokens_per_s", "plain_tokens_per_s", "plain_round_s"):
+        assert ours[name] == (close(expected[name]) if name != "tokens_per_s" else pytest.approx(expected[name], rel=1e-8)), (
+            name
+        )
+    for change, other in zip(ours["sensitivity"], expected["sensitivity"], strict=True):
+        assert change["points"] == other["points"] and change["speedup"] == close(other["speedup"])
+    need = expected["memory"]
+    assert ours["memory"]["weights"] == close(need.weight_bytes) and ours["memory"]["cache"] == close(need.cache_bytes)
+    assert ours["memory"]["fits"] == need.fits
+    if ours["best_draft_length"] != expected["best_draft_length"]:  # lengths of one speed-up, but for the last bit
+        tied = expected["curve"][ours["best_draft_length"]][1]
+        assert tied == close(expected["speedup"])
+        return
+    assert ours["tokens_per_round"] == close(expected["tokens_per_round"]) and ours["round_s"] == close(expected["round_s"])
+    assert {part: ours["parts"][part] for part in expected["parts"]} == {
+        part: close(seconds) for part, seconds in expected["parts"].items()
+    }
+    assert ours["parts"]["drafter"] / ours["round_s"] == pytest.approx(expected["time_split"]["drafter"], rel=1e-9, abs=1e-15)
+
+
+def landmarks() -> Any:
+    spec = importlib.util.spec_from_file_location("landmarks", Path(__file__).with_name("test_landmarks.py"))
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_landmarks_come_out_of_links() -> None:
+    """Both tables, through the very code that turns a link into a prediction."""
+    wanted = [
+        (model, batch, chance, kind, *cell)
+        for (model, batch), cells in landmarks().TABLE.items()
+        for (chance, kind), cell in zip(((0.75, "autoregressive"), (0.89, "block")), cells, strict=True)
+    ]
+    links = [
+        f"#model={model}&hardware=B200&batch={batch}&context=4096&max_draft=16&acceptance=constant&chance={chance}"
+        f"&drafter={kind}&cost=share&fraction=0.1&block=16"
+        for model, batch, chance, kind, *_ in wanted
+    ]
+    found = run_js(FROM_LINK, {"data": data(), "links": links})
+    assert len(found) == 36
+    for ours, (model, batch, _, kind, speedup, length) in zip(found, wanted, strict=True):
+        assert abs(ours["speedup"] - speedup) < 0.0101, (model, batch, kind)
+        assert length is None or ours["best_draft_length"] == length
+    four = [
+        found[links.index(link)]
+        for link in links
+        if "Flash&hardware=B200&batch=8&" in link or "Pro&hardware=B200&batch=32&" in link
+    ]
+    assert [(each["best_draft_length"], round(each["speedup"], 2)) for each in four] == [
+        (0, 1.0),
+        (16, 1.64),
+        (6, 1.17),
+        (16, 2.98),
+    ]
+
+
+# Configs
+
+READ = """({ formats, configs }) => configs.map((config) => {
+  try {
+    const { shape, used } = readConfig(config, formats);
+    return { shape, used, again: readConfig(used, formats).shape };
+  } catch (error) {
+    if (!(error instanceof InputError)) throw error;
+    return { error: error.message };
+  }
+})"""
+
+
+def configs() -> list[dict[str, Any]]:
+    return [entry["config"] for entry in catalogue.entries().values() if "config" in entry]
+
+
+def comparable(shape: dict[str, Any]) -> dict[str, Any]:
+    """Without words and empty values."""
+    groups = [{key: value for key, value in group.items() if value not in (None, 0)} for group in shape["attention"]]
+    names = ("num_layers", "hidden_size", "vocab_size", "dense", "embedding", "max_context", "experts", "precisions")
+    return {**{name: shape[name] for name in names}, "attention": groups}
+
+
+def spoiled(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
+    """A config with a few keys dropped, emptied or changed."""
+    changed = json.loads(json.dumps(config))
+    for key in rng.sample(sorted(changed), min(len(changed), rng.randrange(1, 4))):
+        values = (None, 0, 1, -1, 2.5, 64, "64", True, [], {}, [0] * 80)
+        changed[key] = rng.choice(values)
+        if rng.random() < 0.4:
+            del changed[key]
+    if rng.random() < 0.3:
+        changed["quantization_config"] = rng.choice(
+            ({"quant_method": "fp8"}, {"quant_method": "awq", "bits": 4}, {"quant_method": "mxfp4"}, {"quant_algo": "FP8"}, {})
+        )
+    if rng.random() < 0.3:
+        changed = {"text_config": changed, "model_type": "wrapper", "tie_word_embeddings": True}
+    return changed
+
+
+def test_every_config_of_the_catalogue_is_read_as_python_reads_it() -> None:
+    found = run_js(READ, {"formats": data()["formats"], "configs": configs()})
+    assert len(found) > 20
+    for ours, config in zip(found, configs(), strict=True):
+        assert comparable(ours["shape"]) == comparable(as_json(shape_of(config))), config
+        assert ours["again"] == ours["shape"]
+
+
+def test_spoiled_configs_are_read_or_refused_as_python_does() -> None:
+    rng = random.Random(1)
+    cases = [spoiled(rng, config) for config in configs() for _ in range(25)]
+    found = run_js(READ, {"formats": data()["formats"], "configs": cases})
+    refused = 0
+    for ours, config in zip(found, cases, strict=True):
+        try:
+            expected = comparable(as_json(shape_of(config)))
+        except (PacelineError, ZeroDivisionError, TypeError):
+            expected = None
+        refused += expected is None
+        assert ("error" in ours) == (expected is None), (ours, config)
+        assert expected is None or comparable(ours["shape"]) == expected, config
+    assert 50 < refused < len(cases) - 50
+
+
+def test_a_pasted_shape_is_checked() -> None:
+    good = as_json(SHAPES["DeepSeek-V4-Flash"])
+    wrong = [
+        {**good, "dense": 0},
+        {**good, "num_layers": 5},
+        {**good, "attention": [{"kind": "x", "layers": 43}]},
+        {**good, "hidden_size": "<img>"},
+    ]
+    wrong += [{**good, "experts": {**good["experts"], "per_token": 0}}, {**good, "precisions": {"weights": "constructor"}}]
+    found = run_js(
+        READ, {"formats": data()["formats"], "configs": [good, *wrong, {"model_type": "mamba"}, {"num_hidden_layers": 10**9}]}
+    )
+    assert comparable(found[0]["shape"]) == comparable(good)
+    assert all("error" in each for each in found[1:])
+
+
+# Words
+
+
+def test_flags_are_pythons_to_the_letter() -> None:
+    rng = random.Random(2)
+    servings = [
+        Serving(
+            model=rng.choice(("Qwen/Qwen3-8B", "a b", "it's")),
+            method=rng.choice(METHODS),
+            drafter=rng.choice(("YOUR-DRAFTER", "my $drafter", "a'b")),
+            num_drafted=rng.randrange(0, 17),
+            batch=rng.randrange(1, 300),
+            num_gpus=rng.choice((1, 8)),
+            has_8bit_cache=rng.random() < 0.5,
+        )
+        for _ in range(300)
+    ]
+    found = run_js("(servings) => servings.map(serverFlags)", [asdict(serving) for serving in servings])
+    assert found == [server_flags(serving) for serving in servings]
+
+
+LINKS = [
+    "",
+    "#model=Qwen3-8B&hardware=H100&batch=7&chance=0.81&drafter=autoregressive&fraction=0.05&max_draft=9",
+    "#hardware=RTX 4090&model=Qwen3.5-27B&weights=int4&kv=float8&per_layer=1&context=100000&cost=params&params=0.983&block=8",
+    "#model=DeepSeek-V4-Pro&gpus=8&experts=float8&locality=0.255&acceptance=curve&curve=0.9,0.8,0.85",
+    "#method=eagle3&drafter=autoregressive&acceptance=curve&curve=1&hardware=MI300X",
+    "#acceptance=recorded&recorded=survival: .7, .5, .3&drafter_name=my drafter&batch=128",
+    '#acceptance=recorded&recorded={"results": [{"accepted_histogram": [50]}, {"accepted_histogram": [10, 5, 20]}]}',
+    f"#model=pasted&config={json.dumps({**configs()[0], 'hidden_size': 1024})}&batch=3",
+]
+
+
+def test_the_command_gives_the_same_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    links = [link.replace("%", "%25").replace("+", "%2B") for link in LINKS]
+    for ours in run_js(FROM_LINK, {"data": data(), "links": links}):
+        if ours["used"]:
+            Path("config.json").write_text(ours["used"])
+        words = shlex.split(ours["command"])
+        assert words[0] == "paceline"
+        result = CliRunner().invoke(app, [*words[1:], "--json"], catch_exceptions=False)
+        line = json.loads(result.stdout.splitlines()[-1])
+        assert ours["curve"] == [close(speedup) for _, speedup in line["curve"]], ours["command"]
+        assert ours["best_draft_length"] == line["best_draft_length"] and ours["tokens_per_s"] == close(line["tokens_per_s"])
+        assert ours["link"] == ours["again"]
+
+
+def test_limits_are_as_many_as_pythons() -> None:
+    main = """({ data, cases }) => cases.map((found) => [limitsOf(found, data),
+      warningsOf({ ...found, memory: memoryNeed(found.shape, found.deployment, found.load) })])"""
+    rng = random.Random(3)
+    cases, expected = [], []
+    for _ in range(300):
+        shape, machine = rng.choice(PAIRS)
+        deployment, load = drawn_deployment(rng, shape, machine), Load(rng.choice((1, 5000)), rng.choice((4096, 10**6)), 12)
+        made = rng.choice(
+            (acceptances.constant(0.5), acceptances.from_survival([0.7, 0.5]), acceptances.from_histogram([3, 2] * 9))
+        )
+        need = memory_need(shape, deployment, load.batch, load.context)
+        warned = (limits.memory_warning(need, load, 1, ""), limits.context_warning(shape, load))
+        told = limits.roofline_limits(shape, deployment) + limits.acceptance_limits(made, load)
+        expected.append((told, sum(each is not None for each in warned)))
+        words = {"conditional": made.conditional, "kind": made.kind, "numRounds": made.num_rounds}
+        cases.append(
+            {"shape": as_json(shape), "deployment": told_deployment(deployment, 0.0), "acceptance": words, "load": asdict(load)}
+        )
+    for (told, warned), (sentences, num_warnings) in zip(run_js(main, {"data": data(), "cases": cases}), expected, strict=True):
+        assert [sentence.replace("(an expert locality of", "(--expert-locality") for sentence in told] == sentences
+        assert len(warned) == num_warnings
+
+
+HOSTILE = [
+    "#batch=0&chance=1.1&context=1e99&max_draft=-3&fraction=NaN&params=Infinity&gpus=1.5",
+    "#model=constructor&hardware=__proto__&drafter=toString&weights=hasOwnProperty&cost=",
+    "#__proto__=x&constructor=y&unknown=1&batch=<script>alert(1)</script>",
+    "#curve=0.5,2&curve=,&per_layer=true&drafter_name=" + "x" * 500,
+    "#%E0%A4%A&===&&&#&batch=%00",
+]
+
+
+def test_hostile_links_change_nothing() -> None:
+    main = """({ data, links }) => { const fields = fieldsOf(data);
+      return [JSON.stringify(standards(fields)), ...links.map((link) => JSON.stringify(fromHash(fields, link)))]; }"""
+    standard, *found = run_js(main, {"data": data(), "links": HOSTILE})
+    assert [each == standard for each in found] == [True] * len(HOSTILE)
+
+
+@pytest.mark.parametrize(
+    "pasted", ["", "a,b", "1;x", '{"results": 5}', "survival: .5, .7", "histogram: 5", "0,0,0", "-1, 2", "[1e999, 2]"]
+)
+def test_nonsense_recordings_are_refused(pasted: str) -> None:
+    main = """({ data, pasted }) => {
+      const fields = fieldsOf(data), state = { ...standards(fields), acceptance: "recorded", recorded: pasted };
+      try { return resolve(state, fields, data).told; }
+      catch (error) { return { isInput: error instanceof InputError, message: error.message }; }
+    }"""
+    found = run_js(main, {"data": data(), "pasted": pasted})
+    assert found["isInput"] and len(found["message"]) > 20

@@ -1,0 +1,43 @@
+"""Requests of bytes that are over, and what a writer makes of them; for the tests of traces."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from pyarrow import parquet
+
+from paceline.serve.traces import TraceWriter
+from paceline.testing import ByteTokenizer
+from paceline.types import SamplingParams, Sequence, Timings
+
+MAIL = r"[\w.+-]+@[\w-]+\.[\w.-]+"
+BYTES = ByteTokenizer()
+
+
+def sequence(prompt: str = "Say it.", answer: str = "It.", **changes: Any) -> Sequence:
+    """A finished request of bytes."""
+    prompt_ids = BYTES.encode(prompt)
+    params = SamplingParams(**({"seed": 5} | changes))
+    seq = Sequence(0, prompt_ids + list(answer.encode()) + [257], len(prompt_ids), params, eos_token_ids=(257,))
+    seq.timings = Timings(arrival_s=time.perf_counter() - 1.0, first_token_s=time.perf_counter() - 0.75, draft_s=0.125)
+    seq.rounds = [(3, 2), (3, 0), (1, 1)]
+    return seq
+
+
+def writer(folder: Path, **options: Any) -> TraceWriter:
+    return TraceWriter(folder, **({"model": "tiny", "tokenizer": BYTES} | options))
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [row for path in sorted(folder.glob("traces-*.parquet")) for row in parquet.ParquetFile(path).read().to_pylist()]
+
+
+def written(folder: Path, *sequences: Sequence, **options: Any) -> list[dict[str, Any]]:
+    """What one writer makes of these requests."""
+    one = writer(folder, **options)
+    for seq in sequences:
+        one.offer(seq, "stop", "a tag")
+    one.close()
+    return rows(folder)
