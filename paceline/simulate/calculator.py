@@ -74,13 +74,14 @@ def _machine(machine: Machine, option: str) -> dict[str, Any]:
 
 
 def _model(shape: ModelShape) -> dict[str, Any]:
-    active = f"-A{_billions(shape.num_active)}" if shape.experts else ""
-    label = f"{shape.name}, {_billions(shape.num_parameters)}{active}"
+    active = f"-A{_short(shape.num_active)}" if shape.experts else ""
+    label = f"{shape.name}, {_short(shape.num_parameters)}{active}"
     return {"shape": as_json(shape), "label": label, "hub": catalogue.served_name(shape.name)}
 
 
-def _billions(number: float) -> str:
-    return f"{number / 1e9:.3g}B" if number >= 1e9 else f"{number / 1e6:.3g}M"
+def _short(number: float) -> str:
+    size, letter = next(((size, letter) for size, letter in ((1e12, "T"), (1e9, "B")) if number >= size), (1e6, "M"))
+    return f"{number / size:.3g}{letter}"
 
 
 def _unavailable() -> str:

@@ -1,4 +1,4 @@
-"""The calculator page's JavaScript against the Python it follows: formulas, configs, flags, commands, limits.
+"""The calculator page's JavaScript against the Python it follows: formulas, flags, commands, limits, links.
 
     pytest tests/simulate/test_page_formulas.py
 
@@ -21,7 +21,6 @@ from javascript import run_js
 from typer.testing import CliRunner
 
 from paceline.cli import app
-from paceline.errors import PacelineError
 from paceline.hardware import KNOWN_MACHINES
 from paceline.simulate import acceptance as acceptances
 from paceline.simulate import catalogue, limits
@@ -30,16 +29,32 @@ from paceline.simulate.costs import RooflineCosts
 from paceline.simulate.drafter_cost import DrafterCost, FractionDrafter, ShapeDrafter
 from paceline.simulate.flags import METHODS, Serving, server_flags
 from paceline.simulate.formats import FORMATS
-from paceline.simulate.hf_config import shape_of
 from paceline.simulate.memory import memory_need
 from paceline.simulate.roofline import Deployment
-from paceline.simulate.shapes import ModelShape, Precisions, as_json
+from paceline.simulate.shapes import Attention, ModelShape, Precisions, as_json
 from paceline.simulate.speedup import Load, predict
 
 NUM_INPUTS = 1000
 RELATIVE = 1e-9
 SHAPES = catalogue.all_shapes()
-PAIRS = list(itertools.product(SHAPES.values(), KNOWN_MACHINES.values()))
+ODD = ModelShape(
+    "every kind at once",
+    num_layers=6,
+    hidden_size=512,
+    dense=3e8,
+    embedding=7e7,
+    precisions=Precisions(),
+    attention=(
+        Attention("mla", 1, 8, latent=64, rope=16, ratio=8, indexer_heads=4, indexer_dim=32),
+        Attention("mla", 1, 8, latent=64, rope=16, window=256, ratio=8, topk=100),
+        Attention("mla", 1, 8, latent=64, rope=16),
+        Attention("gqa", 1, 8, kv_heads=2, head_dim=64, window=1024),
+        Attention("gqa", 1, 8, kv_heads=8, head_dim=64),
+        Attention("linear", 1, state_bytes=99000.0),
+    ),
+)
+"""What no model of the catalogue has: histories without windows, all in one."""
+PAIRS = list(itertools.product([*SHAPES.values(), *[ODD] * 3], KNOWN_MACHINES.values()))
 PREDICT = """(inputs) => inputs.map(({ shape, deployment, drafter, kind, values, load }) => {
   const makers = { survival: fromSurvival, histogram: fromHistogram };
   const made = makers[kind] ? makers[kind](values) : acceptanceOf(values, kind);
@@ -185,85 +200,10 @@ def test_the_landmarks_come_out_of_links() -> None:
     ]
 
 
-# Configs
-
-READ = """({ formats, configs }) => configs.map((config) => {
-  try {
-    const { shape, used } = readConfig(config, formats);
-    return { shape, used, again: readConfig(used, formats).shape };
-  } catch (error) {
-    if (!(error instanceof InputError)) throw error;
-    return { error: error.message };
-  }
-})"""
-
-
-def configs() -> list[dict[str, Any]]:
-    return [entry["config"] for entry in catalogue.entries().values() if "config" in entry]
-
-
-def comparable(shape: dict[str, Any]) -> dict[str, Any]:
-    """Without words and empty values."""
-    groups = [{key: value for key, value in group.items() if value not in (None, 0)} for group in shape["attention"]]
-    names = ("num_layers", "hidden_size", "vocab_size", "dense", "embedding", "max_context", "experts", "precisions")
-    return {**{name: shape[name] for name in names}, "attention": groups}
-
-
-def spoiled(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
-    """A config with a few keys dropped, emptied or changed."""
-    changed = json.loads(json.dumps(config))
-    for key in rng.sample(sorted(changed), min(len(changed), rng.randrange(1, 4))):
-        values = (None, 0, 1, -1, 2.5, 64, "64", True, [], {}, [0] * 80)
-        changed[key] = rng.choice(values)
-        if rng.random() < 0.4:
-            del changed[key]
-    if rng.random() < 0.3:
-        changed["quantization_config"] = rng.choice(
-            ({"quant_method": "fp8"}, {"quant_method": "awq", "bits": 4}, {"quant_method": "mxfp4"}, {"quant_algo": "FP8"}, {})
-        )
-    if rng.random() < 0.3:
-        changed = {"text_config": changed, "model_type": "wrapper", "tie_word_embeddings": True}
-    return changed
-
-
-def test_every_config_of_the_catalogue_is_read_as_python_reads_it() -> None:
-    found = run_js(READ, {"formats": data()["formats"], "configs": configs()})
-    assert len(found) > 20
-    for ours, config in zip(found, configs(), strict=True):
-        assert comparable(ours["shape"]) == comparable(as_json(shape_of(config))), config
-        assert ours["again"] == ours["shape"]
-
-
-def test_spoiled_configs_are_read_or_refused_as_python_does() -> None:
-    rng = random.Random(1)
-    cases = [spoiled(rng, config) for config in configs() for _ in range(25)]
-    found = run_js(READ, {"formats": data()["formats"], "configs": cases})
-    refused = 0
-    for ours, config in zip(found, cases, strict=True):
-        try:
-            expected = comparable(as_json(shape_of(config)))
-        except (PacelineError, ZeroDivisionError, TypeError):
-            expected = None
-        refused += expected is None
-        assert ("error" in ours) == (expected is None), (ours, config)
-        assert expected is None or comparable(ours["shape"]) == expected, config
-    assert 50 < refused < len(cases) - 50
-
-
-def test_a_pasted_shape_is_checked() -> None:
-    good = as_json(SHAPES["DeepSeek-V4-Flash"])
-    wrong = [
-        {**good, "dense": 0},
-        {**good, "num_layers": 5},
-        {**good, "attention": [{"kind": "x", "layers": 43}]},
-        {**good, "hidden_size": "<img>"},
-    ]
-    wrong += [{**good, "experts": {**good["experts"], "per_token": 0}}, {**good, "precisions": {"weights": "constructor"}}]
-    found = run_js(
-        READ, {"formats": data()["formats"], "configs": [good, *wrong, {"model_type": "mamba"}, {"num_hidden_layers": 10**9}]}
-    )
-    assert comparable(found[0]["shape"]) == comparable(good)
-    assert all("error" in each for each in found[1:])
+def test_of_equal_lengths_the_shortest_is_best() -> None:
+    link = "#model=Qwen3-8B&hardware=B200&batch=1&context=1&chance=0&fraction=0"
+    (ours,) = run_js(FROM_LINK, {"data": data(), "links": [link]})
+    assert set(ours["curve"]) == {1.0} and ours["best_draft_length"] == 0
 
 
 # Words
@@ -287,6 +227,7 @@ def test_flags_are_pythons_to_the_letter() -> None:
     assert found == [server_flags(serving) for serving in servings]
 
 
+CONFIG = next(entry["config"] for entry in catalogue.entries().values() if "config" in entry)
 LINKS = [
     "",
     "#model=Qwen3-8B&hardware=H100&batch=7&chance=0.81&drafter=autoregressive&fraction=0.05&max_draft=9",
@@ -295,7 +236,7 @@ LINKS = [
     "#method=eagle3&drafter=autoregressive&acceptance=curve&curve=1&hardware=MI300X",
     "#acceptance=recorded&recorded=survival: .7, .5, .3&drafter_name=my drafter&batch=128",
     '#acceptance=recorded&recorded={"results": [{"accepted_histogram": [50]}, {"accepted_histogram": [10, 5, 20]}]}',
-    f"#model=pasted&config={json.dumps({**configs()[0], 'hidden_size': 1024})}&batch=3",
+    f"#model=pasted&config={json.dumps({**CONFIG, 'hidden_size': 1024})}&batch=3",
 ]
 
 

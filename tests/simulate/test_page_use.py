@@ -28,7 +28,7 @@ SWATCHES = """(all) => all.map((canvas) => {
     return pixels.map((one) => Number(one === first)).join('');
 })"""
 WIDE, NARROW, TABLET = {"width": 1360, "height": 900}, {"width": 390, "height": 844}, {"width": 820, "height": 1100}
-NUM_REDRAWS, MOST_SETS = 30, 8
+NUM_REDRAWS, MOST_SETS = 30, 20
 FRAME_MS = 16.0
 CURVE = "#acceptance=curve&curve=0.8,0.7,0.8"
 FOCUSED = "() => { const at = document.activeElement; return at.id || at.className.baseVal || at.className || at.tagName; }"
@@ -193,7 +193,7 @@ def test_nothing_moves_where_motion_is_unwelcome(visit: Any) -> None:
 SCENES = {
     "opens": "",
     "curve": "#model=Qwen3.5-27B&hardware=H100&acceptance=curve&drafter=autoregressive&cost=params&params=0.5&batch=4",
-    "does-not-fit": "#model=DeepSeek-V4-Pro&hardware=H200&batch=256&context=65536&locality=0.255&gpus=8",
+    "does-not-fit": "#model=DeepSeek-V4-Pro&hardware=H200&batch=256&context=65536&locality=0.255&gpus=4",
     "fault": "#model=pasted&config={}",
 }
 

@@ -185,14 +185,14 @@ function ring(plot, x, y, name, isFull) {
   return { left, top };
 }
 
-/** A label beside a point, on the side where there is room. */
-function label(plot, { left, top }, words) {
+/** A label beside a point, on the side where there is room; `y` where it stands, if not above. */
+function label(plot, { left, top }, words, y = Math.max(top - 12 * devicePixelRatio, plot.bbox.top + 8 * devicePixelRatio)) {
   const { ctx, bbox } = plot, ratio = devicePixelRatio, isRight = left > bbox.left + 0.72 * bbox.width;
   ctx.save();
   ctx.font = `600 ${13 * ratio}px system-ui, sans-serif`;
   ctx.textAlign = isRight ? "right" : "left";
   ctx.textBaseline = "middle";
-  const x = left + (isRight ? -10 : 10) * ratio, y = Math.max(top - 12 * ratio, bbox.top + 8 * ratio);
+  const x = left + (isRight ? -10 : 10) * ratio;
   ctx.lineWidth = 4 * ratio;
   ctx.lineJoin = "round";
   ctx.strokeStyle = colour("paper");
@@ -259,7 +259,7 @@ export const batchChart = (place) => chart(place, {
     const { top, height } = plot.bbox, x = plot.valToPos(now.batch, "x", true);
     line(plot, [x, top], [x, top + height], [1, 0]);
     const index = chosen.indexOf(true);
-    label(plot, ring(plot, now.batch, now.speedup, DRAFTERS[index].name, true), `${now.batch}: ${times(now.speedup)}`);
+    label(plot, ring(plot, now.batch, now.speedup, DRAFTERS[index].name, true), `${now.batch}: ${times(now.speedup)}`, top + height - 10 * devicePixelRatio);
   },
 });
 
@@ -279,7 +279,7 @@ export const timeChart = (place) => chart(place, {
   scales: { x: { time: false, range: (_, low, high) => [low - 0.6, high + 0.6] }, y: { range: (_, __, high) => [0, 1.12 * (high || 1)] } },
   marks: (plot, { best, whole }) => {
     const left = plot.valToPos(best, "x", true), top = plot.valToPos(whole[best], "y", true);
-    label(plot, { left, top }, "best");
+    label(plot, { left, top }, "best", plot.bbox.top + 8 * devicePixelRatio);
     line(plot, [left, plot.bbox.top], [left, top], [1, 0]);
   },
 });

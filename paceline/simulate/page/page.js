@@ -14,8 +14,9 @@ const LINK_AFTER_MS = 250, SAY_AFTER_MS = 700, LONGEST_LINK = 30_000;
 let state = fromHash(fields, location.hash);
 let problem = null;
 
-const count = (value, digits = 3) => value.toLocaleString("en-US", { maximumSignificantDigits: digits });
-const whole = (value) => (value >= 100 ? Math.round(value).toLocaleString("en-US") : count(value));
+const THREE_DIGITS = new Intl.NumberFormat("en-US", { maximumSignificantDigits: 3 }), WHOLE = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+const count = (value) => THREE_DIGITS.format(value);
+const whole = (value) => (value >= 100 ? WHOLE.format(value) : count(value));
 const drafts = (length) => (length === 1 ? "1 draft" : `${length} drafts`);
 const signed = (value, digits) => `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(digits)}`;
 
@@ -131,7 +132,7 @@ function showWords({ prediction, shape, deployment, told }) {
   for (const [server, command] of Object.entries(flags)) writeCommand($(`${server}-flags`), command);
   writeCommand($("command"), simulateCommand(state, told, data));
   $("command-note").hidden = state.model !== PASTED;
-  for (const part of Object.keys(shape.precisions)) controls.get(part).input.options[0].text = `as stored, ${shape.precisions[part]}`;
+  for (const part of Object.keys(shape.precisions)) controls.get(part).input.options[0].text = `${shape.precisions[part]}, stored`;
 }
 
 /** Word by word, so that lines break between words and not after a hyphen. */

@@ -1,0 +1,105 @@
+"""A pasted config.json read by the calculator page, against `hf_config.shape_of`: the catalogue's, and spoiled ones.
+
+    pytest tests/simulate/test_page_configs.py
+
+Runs in Node, else in Chromium (PACELINE_NO_NODE=1 takes Chromium), else skips.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+from javascript import run_js
+
+from paceline.errors import PacelineError
+from paceline.simulate import catalogue
+from paceline.simulate.calculator import data
+from paceline.simulate.hf_config import shape_of
+from paceline.simulate.shapes import as_json
+
+QUANTIZATIONS = (
+    {"quant_method": "fp8"},
+    {"quant_method": "awq", "bits": 4},
+    {"quant_method": "gptq", "bits": 8},
+    {"quant_method": "mxfp4"},
+    {"quant_algo": "FP8"},
+    {"load_in_4bit": True},
+    {},
+)
+READ = """({ formats, configs }) => configs.map((config) => {
+  try {
+    const { shape, used } = readConfig(config, formats);
+    return { shape, used, again: readConfig(used, formats).shape };
+  } catch (error) {
+    if (!(error instanceof InputError)) throw error;
+    return { error: error.message };
+  }
+})"""
+
+
+def configs() -> list[dict[str, Any]]:
+    return [entry["config"] for entry in catalogue.entries().values() if "config" in entry]
+
+
+def comparable(shape: dict[str, Any]) -> dict[str, Any]:
+    """Without words and empty values."""
+    groups = [{key: value for key, value in group.items() if value not in (None, 0)} for group in shape["attention"]]
+    names = ("num_layers", "hidden_size", "vocab_size", "dense", "embedding", "max_context", "experts", "precisions")
+    return {**{name: shape[name] for name in names}, "attention": groups}
+
+
+def spoiled(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
+    """A config with a few keys dropped, emptied or changed."""
+    changed = json.loads(json.dumps(config))
+    for key in rng.sample(sorted(changed), min(len(changed), rng.randrange(1, 4))):
+        values = (None, 0, 1, -1, 2.5, 64, "64", True, [], {}, [0] * 80)
+        changed[key] = rng.choice(values)
+        if rng.random() < 0.4:
+            del changed[key]
+    if rng.random() < 0.3:
+        changed["quantization_config"] = rng.choice(QUANTIZATIONS)
+    if rng.random() < 0.3:
+        changed = {"text_config": changed, "model_type": "wrapper", "tie_word_embeddings": True}
+    return changed
+
+
+def test_every_config_of_the_catalogue_is_read_as_python_reads_it() -> None:
+    found = run_js(READ, {"formats": data()["formats"], "configs": configs()})
+    assert len(found) > 20
+    for ours, config in zip(found, configs(), strict=True):
+        assert comparable(ours["shape"]) == comparable(as_json(shape_of(config))), config
+        assert ours["again"] == ours["shape"]
+
+
+def test_spoiled_configs_are_read_or_refused_as_python_does() -> None:
+    rng = random.Random(1)
+    cases = [spoiled(rng, config) for config in configs() for _ in range(25)]
+    found = run_js(READ, {"formats": data()["formats"], "configs": cases})
+    refused = 0
+    for ours, config in zip(found, cases, strict=True):
+        try:
+            expected = comparable(as_json(shape_of(config)))
+        except (PacelineError, ZeroDivisionError, TypeError):
+            expected = None
+        refused += expected is None
+        assert ("error" in ours) == (expected is None), (ours, config)
+        assert expected is None or comparable(ours["shape"]) == expected, config
+    assert 50 < refused < len(cases) - 50
+
+
+def test_a_pasted_shape_is_checked() -> None:
+    good = as_json(catalogue.find("DeepSeek-V4-Flash"))
+    wrong = [
+        {**good, "dense": 0},
+        {**good, "num_layers": 5},
+        {**good, "attention": [{"kind": "x", "layers": 43}]},
+        {**good, "hidden_size": "<img>"},
+    ]
+    wrong += [{**good, "experts": {**good["experts"], "per_token": 0}}, {**good, "precisions": {"weights": "constructor"}}]
+    found = run_js(
+        READ, {"formats": data()["formats"], "configs": [good, *wrong, {"model_type": "mamba"}, {"num_hidden_layers": 10**9}]}
+    )
+    assert comparable(found[0]["shape"]) == comparable(good)
+    assert all("error" in each for each in found[1:])
