@@ -36,6 +36,16 @@ def test_the_published_landmark_is_what_it_opens_with(visit: Any) -> None:
     assert tab.page.locator("#warnings li").count() == 0
 
 
+def test_each_chart_is_drawn_anew_and_emptied(visit: Any) -> None:
+    tab = visit()
+    drawn = "() => [...document.querySelectorAll('.u-wrap canvas')].map((canvas) => canvas.toDataURL())"
+    seen = [tab.page.evaluate(drawn)]
+    for batch in ("2", "0"):
+        tab.set("batch", batch)
+        seen.append(tab.page.evaluate(drawn))
+    assert all(len(set(pictures)) == 3 for pictures in zip(*seen, strict=True)) and len(seen[0]) == 3
+
+
 MOE = "#model=DeepSeek-V4-Flash&hardware=B200&batch=8"
 CURVE = "#model=DeepSeek-V4-Flash&batch=64&acceptance=curve&curve=0.8,0.7,0.8"
 CHANGES = [
