@@ -19,15 +19,17 @@ from paceline.engine.prefill import PrefillPace
 
 PROMPT_TOKENS = 1000
 MOST_ROUNDS = 3.0
+NUM_ROUNDS = 80
+"""Before the prompt comes: about as many as its chunks."""
 
 
 def measure(llm: LLM, num_streams: int, run: int) -> dict[str, float]:
     """One long prompt beside `num_streams` that decode greedily; times in milliseconds."""
     engine, text = llm.engine, "Tell me about rivers, and about number "
-    ids = [engine.add(llm.tokenizer.encode(f"{text}{number}"), _params(400)) for number in range(num_streams)]
+    ids = [engine.add(llm.tokenizer.encode(f"{text}{number}"), _params(1000)) for number in range(num_streams)]
     while engine.scheduler.prefilling:
         engine.step()
-    rounds = [_step(llm) for _ in range(40)]
+    rounds = [_step(llm) for _ in range(NUM_ROUNDS)]
     words = llm.tokenizer.encode(f"Once, {run} years ago, " + "the river went on and on. " * PROMPT_TOKENS)[:PROMPT_TOKENS]
     late, asked = engine.add(words, _params(2)), time.perf_counter()
     gaps, said = [], False
@@ -41,6 +43,7 @@ def measure(llm: LLM, num_streams: int, run: int) -> dict[str, float]:
     round_s = statistics.median(rounds)
     return {
         "round_ms": 1e3 * round_s,
+        "longest_round_rounds": max(rounds) / round_s,
         "median_gap_rounds": statistics.median(gaps) / round_s,
         "longest_gap_rounds": max(gaps) / round_s,
         "first_token_ms": 1e3 * first_s,

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 FILLER = 5
 """A token; which one is of no matter."""
+PREFILLS = (16, 64, 256)
+"""Tokens of the prompts whose prefill is measured."""
 Size = tuple[int, int]
 
 
@@ -119,6 +121,8 @@ class Times:
     """(rows, positions): the rest of the round: commit, rollback, what the drafter observes, text."""
     rounds: dict[Size, list[float]] = field(default_factory=dict)
     """(rows, positions): all of it."""
+    prefill: dict[Size, list[float]] = field(default_factory=dict)
+    """(1, tokens): a step that computes a prompt of so many, alone."""
 
     def add(self, num_rows: int, width: int, wall_s: float, draft_s: float, verify_s: float) -> None:
         size = (num_rows, width + 1)
@@ -156,11 +160,24 @@ class StepBench:
         """All sizes in turn, `repeat` times, the widths of each turn in another order; a turn before them warms up."""
         order = random.Random(0)
         for turn in range(-1, self.config.repeat):
+            self._prefills(turn, self.times if turn >= 0 else Times())
             for num_rows in self.config.batches:
                 widths = order.sample(range(self.config.max_positions), self.config.max_positions)
                 self._turn(num_rows, widths, self.times if turn >= 0 else Times())
                 if on_turn:
                     on_turn(f"batch {num_rows}")
+
+    def _prefills(self, turn: int, times: Times) -> None:
+        """A prompt of each length, in one chunk and beside nothing."""
+        engine = self._engine
+        longest = min(self.llm.config.prefill_chunk, engine.target.cache.max_len - 1)
+        for length in (each for each in PREFILLS if each <= longest):
+            tokens = _prompt(f"prefill {turn} {length}", length, engine.target.vocab_size)
+            request_id = engine.add(tokens, SamplingParams(max_tokens=1, ignore_eos=True))
+            started = time.perf_counter()
+            engine.step()
+            times.prefill.setdefault((1, length), []).append(time.perf_counter() - started)
+            engine.abort(request_id)
 
     def _turn(self, num_rows: int, widths: list[int], times: Times) -> None:
         """Fill the rows, then a round of each width."""
@@ -215,6 +232,8 @@ class StepBench:
             "draft": table(own),
             "host": table(times.host),
             "rounds": table(times.rounds),
+            "prefill_adapts": llm.target.is_width_invariant,
+            "prefill": [[tokens, seconds] for _, tokens, seconds in table(times.prefill)],
             "spread": spread(times.rounds),
             "host_s": statistics.median(spent for runs in times.host.values() for spent in runs),
         }
@@ -235,9 +254,9 @@ def spread(times: dict[Size, list[float]]) -> float:
     return statistics.median(shares) if shares else 0.0
 
 
-def _prompt(row: int, length: int, vocab_size: int) -> list[int]:
-    """Tokens of no meaning, another for each row: an equal prompt would be taken over, not computed."""
-    draw = random.Random(row)
+def _prompt(seed: int | str, length: int, vocab_size: int) -> list[int]:
+    """Tokens of no meaning, others for each seed: an equal prompt would be taken over, not computed."""
+    draw = random.Random(seed)
     return [draw.randrange(vocab_size) for _ in range(length)]
 
 

@@ -82,7 +82,7 @@ def simulate_serving(ask: ServingSimulation) -> None:
     prompt, answer = parse_lengths("--prompt-tokens", ask.prompt_tokens), parse_lengths("--answer-tokens", ask.answer_tokens)
     jobs = workload(ask.requests, prompt, answer, ask.seed)
     setup = _set_up(ask, round(sum(job.prompt_tokens + job.answer_tokens / 2 for job in jobs) / len(jobs)))
-    server = ServerShape(ask.max_rows or MAX_ROWS, ask.prefill_chunk, ask.request_overhead)
+    server = _server(ask, MAX_ROWS)
     case = Case(jobs, setup.costs, server, _survival(ask), ask.seed, _prefill_s(ask))
     rates = ask.rates or (() if ask.concurrencies else _usual_rates(case))
     found = sweep(case, ask.policies, rates, ask.concurrencies)
@@ -117,6 +117,12 @@ def _survival(ask: ServingSimulation) -> Survival:
     return tuple(parse_acceptance(ask.acceptance or ACCEPTANCE).survival(_most(ask) or MAX_DRAFT))
 
 
+def _server(ask: ServingSimulation, max_rows: int) -> ServerShape:
+    """Prompts are cut as the engine does on the machine that was measured."""
+    adapts = ask.steps is not None and read_steps(ask.steps).get("prefill_adapts") is True
+    return ServerShape(ask.max_rows or max_rows, ask.prefill_chunk, adapts, ask.request_overhead)
+
+
 def _prefill_s(ask: ServingSimulation) -> PrefillSeconds | None:
     return prefill_of_steps(read_steps(ask.steps)) if ask.steps else None
 
@@ -143,7 +149,7 @@ def _replay(ask: ServingSimulation, folder: Path) -> None:
     passes = read_passes(folder)
     tokens = [job.prompt_tokens + job.answer_tokens / 2 for each in passes for job in each.jobs]
     setup = _set_up(ask, round(sum(tokens) / len(tokens)))
-    server = ServerShape(ask.max_rows or _rows_of(folder), ask.prefill_chunk, ask.request_overhead)
+    server = _server(ask, _rows_of(folder))
     survival = _survival(ask) if ask.acceptance else recorded_survival(passes)[: ask.max_draft]
     found = compare(passes, setup.costs, server, survival, seed=ask.seed, prefill_s=_prefill_s(ask))
     print_compared(_title(setup, server), found, ask.as_json)

@@ -24,6 +24,7 @@ from paceline.draft.base import Drafter, Observed
 from paceline.draft.checkpoint import DFlashConfig, check_fit, new_config, read_checkpoint, read_draft_ids, write_checkpoint
 from paceline.draft.dflash_native import NativePath
 from paceline.draft.dflash_torch import TorchPath
+from paceline.draft.pending import MOST, PIECE, PendingFeatures
 from paceline.errors import ConfigError, ModelFileError
 from paceline.model.config import DecoderConfig
 from paceline.model.fused import rms_norm, swiglu
@@ -174,10 +175,6 @@ def scale_logits(logits: Tensor, config: DFlashConfig) -> Tensor:
 Drafts = tuple[list[list[int]], Tensor | None]
 
 
-_MAX_PENDING = 512
-"""Most observed positions of a row that wait for it to draft; some megabytes of features."""
-
-
 class DraftPath(Protocol):
     """The network made for decoding with one target, and the keys and values of the target's rows."""
 
@@ -256,7 +253,7 @@ class DFlashDrafter(Drafter):
         self._ids = None if self.draft_ids is None else self.draft_ids.tolist()
         self._path = make_path(self.network, target, self.draft_ids)
         self.has_own_threads = isinstance(self._path, NativePath)
-        self._pending: dict[int, tuple[list[Observed], int]] = {}
+        self._pending = PendingFeatures()
         self._fresh: set[int] = set()
         """Rows whose sequence has just started: what they hold is another's, which the new one may adopt."""
 
@@ -277,14 +274,13 @@ class DFlashDrafter(Drafter):
             row = one.sequence.row
             if row in self._fresh:
                 self._reset(row, 0)
-            pending, count = self._pending.get(row, ([], 0))
-            assert one.start == self._path.cache.lengths[row] + count, "positions must be observed once, in order"
+            waiting = self._path.cache.lengths[row] + self._pending.count(row)
+            assert one.start == waiting, "positions must be observed once, in order"
             if self._target.overwrites_taps:
                 one = Observed(one.sequence, one.start, one.count, one.taps_TF[one.begin : one.begin + one.count].clone())
-            pending.append(one)
-            self._pending[row] = pending, count + one.count
-            if count + one.count >= _MAX_PENDING:
-                self._inject([row])
+            self._pending.add(one)
+            if (excess := self._pending.count(row) - MOST) > 0:
+                self._inject([row], max(excess, PIECE))
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
         """As Drafter.adopt: keys and values are copied. A row keeps what it has until another sequence observes into it."""
@@ -299,20 +295,18 @@ class DFlashDrafter(Drafter):
 
     def _reset(self, row: int, length: int) -> None:
         self._path.cache.rollback([row], [length])
-        self._pending.pop(row, None)
+        self._pending.drop(row)
         self._fresh.discard(row)
 
-    def _inject(self, rows: list[int]) -> None:
-        waiting = [row for row in rows if row in self._pending]
+    def _inject(self, rows: list[int], most: int | None = None) -> None:
+        """Make keys and values of the features that wait, of each row's oldest `most` or of all."""
+        waiting = [row for row in rows if self._pending.count(row)]
         if not waiting:
             return
-        observed, counts = [], []
-        for row in waiting:
-            own, count = self._pending.pop(row)
-            observed += own
-            counts.append(count)
+        taken = [self._pending.take(row, most) for row in waiting]
         starts = [self._path.cache.lengths[row] for row in waiting]
-        self._path.inject(waiting, starts, counts, _features(observed))
+        counts = [sum(one.count for one in observed) for observed in taken]
+        self._path.inject(waiting, starts, counts, _features([one for observed in taken for one in observed]))
 
     def propose(self, batch: Batch) -> DraftBlock:
         limits = batch.draft_limits_B(self.num_drafted)

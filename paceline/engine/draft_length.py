@@ -267,11 +267,18 @@ class DraftLengths:
         self._greedy, self._sampled = _Places(self.most, PRIOR), _Places(self.most, SAMPLED_PRIOR)
         self._greedy_pace, self._sampled_pace = _Pace(self.costs), _Pace(self.costs)
 
-    def choose(self, batch: Batch, num_joining: int = 0, free_chance: Callable[[Sequence], float] | None = None) -> None:
+    def choose(
+        self,
+        batch: Batch,
+        num_joining: int = 0,
+        free_chance: Callable[[Sequence], float] | None = None,
+        most_s: float = math.inf,
+    ) -> None:
         """Set `max_drafted` of each sequence to what makes the batch produce the most tokens per second, and `takes_free`
         where drafts at hand (`Drafter.free_chance`) promise more for their time than those that must be made.
 
         Rows that are about to join count as if they were there: what a row must do before its first draft would not pay.
+        Drafts do not make the round longer than `most_s`.
         """
         free = [seq for seq in batch.sequences if seq.params.is_greedy or seq.params.seed is None]
         num_rows = len(batch) + num_joining
@@ -299,7 +306,10 @@ class DraftLengths:
         for count, (gain, begins, _) in enumerate(gains, start=1):
             expected += gain
             num_drafting += begins
-            rate = expected / (pace.pass_s(num_tokens + count) + pace.drafting_s(num_drafting))
+            round_s = pace.pass_s(num_tokens + count) + pace.drafting_s(num_drafting)
+            if round_s * pace.slowness > most_s:
+                break
+            rate = expected / round_s
             if rate > best_rate:
                 best_rate, best = rate, count
         pays = any(begins for _, begins, _ in gains[:best])

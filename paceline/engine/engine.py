@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -143,8 +144,9 @@ class Engine:
             torch.set_num_threads(num_threads)
 
     def _advance(self) -> list[Chunk]:
+        has_chunk = bool(self.scheduler.prefilling)
         chunks = self._prefill()
-        chunks += self._decode()
+        chunks += self._decode(has_chunk)
         self._admit()
         return chunks
 
@@ -180,13 +182,14 @@ class Engine:
         seq.timings.first_token_s = now
         return [self._publish(seq, now)]
 
-    def _decode(self) -> list[Chunk]:
+    def _decode(self, beside_chunk: bool) -> list[Chunk]:
         batch = self.scheduler.batch()
         if not batch.sequences:
             return []
         started = time.perf_counter()
         if self.lengths:
-            self.lengths.choose(batch, len(self.scheduler.prefilling), self.drafter.free_chance)
+            most_s = self._pace.most_round_s if beside_chunk else math.inf
+            self.lengths.choose(batch, len(self.scheduler.prefilling), self.drafter.free_chance, most_s)
         stats = decode_round(batch, self.target, self.drafter, self.judge)
         if self.lengths:
             self.lengths.record(batch, stats)
@@ -200,7 +203,7 @@ class Engine:
             chunks.append(self._publish(seq, now))
         ended = time.perf_counter()
         host_s = stats.host_s + ended - now
-        self._pace.decoded(ended - started)
+        self._pace.decoded(ended - started, beside_chunk=beside_chunk)
         for seq in batch.sequences:
             seq.timings.host_s += host_s
         return chunks

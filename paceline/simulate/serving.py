@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from paceline.engine.prefill import PrefillPace
 from paceline.errors import ConfigError
 from paceline.simulate.arrivals import Job, Survival
 from paceline.simulate.costs import StepCosts
@@ -34,6 +35,8 @@ class ServerShape:
     """Requests that decode together."""
     prefill_chunk: int | None = 256
     """Prompt tokens of a step at most; None prefills a prompt at once."""
+    prefill_adapts: bool = False
+    """Chunks beside running requests keep to their rounds' time (`engine/prefill.py`)."""
     request_s: float = 0.0
     """Seconds that a request spends outside the engine before its first token: HTTP, tokenizing. Others do not wait for it."""
 
@@ -169,6 +172,8 @@ class _Loop:
         self._running: list[Served] = []
         self._now = self._busy_s = self._row_seconds = self._prefill_s = 0.0
         self._num_rounds = 0
+        chunk = server.prefill_chunk or max((job.prompt_tokens for job in jobs), default=1)
+        self._pace = PrefillPace(chunk, adapts=server.prefill_adapts)
 
     def run(self) -> Outcome:
         while self._coming or self._waiting or self._prefilling or self._running:
@@ -205,8 +210,9 @@ class _Loop:
         if not self._prefilling:
             return None
         each = self._prefilling[0]
-        count = min(each.job.prompt_tokens - each.num_prefilled, self._server.prefill_chunk or each.job.prompt_tokens)
+        count = min(each.job.prompt_tokens - each.num_prefilled, self._pace.size(len(self._running)))
         spent = self._prefill_s_of(count, each.num_prefilled + count)
+        self._pace.prefilled(count, spent)
         each.num_prefilled += count
         self._now += spent
         self._prefill_s += spent
@@ -235,6 +241,7 @@ class _Loop:
         if most:
             spent += self._costs.draft_s(len(rows), most, context / len(rows))
         self._now += spent
+        self._pace.decoded(spent)
         self._row_seconds += spent * len(rows)
         self._num_rounds += 1
         return gained

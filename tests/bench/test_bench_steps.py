@@ -17,6 +17,7 @@ from paceline.errors import ConfigError
 from paceline.hardware import Machine
 from paceline.simulate.calibrate import machine_of
 from paceline.simulate.measured import table_of
+from paceline.simulate.prefill import prefill_of_steps
 from paceline.testing import FakeTarget
 from paceline.types import Batch, SamplingParams, Sequence
 
@@ -43,6 +44,19 @@ def test_every_size_is_measured_as_often_as_asked() -> None:
     assert {(len(each.rows), each.counts[0]) for each in decoding} >= sizes, "passes are as wide as they claim"
     assert all(len(set(each.counts)) == 1 for each in decoding)
     assert all(abs(start - 60) <= config.growth for each in decoding for start in each.starts), "and the cache as full"
+
+
+def test_prompts_are_prefilled_whole_and_anew_each_time() -> None:
+    bench = measured(StepsConfig((1,), max_positions=2, context=60, repeat=3))
+    calls = [each for each in bench.llm.target.calls if each.starts == [0] and each.counts in ([16], [64])]
+    assert [each.counts for each in calls] == [[16], [64]] * 4, "a turn before them warms up"
+    assert len({tuple(each.tokens) for each in calls}) == 8
+    steps = bench.as_json(MACHINE)
+    assert [tokens for tokens, _ in steps["prefill"]] == [16, 64], "one of 256 does not fit into a row of 160"
+    assert len(bench.times.prefill[1, 16]) == 3
+    seconds = prefill_of_steps(steps)
+    assert seconds(64, 64) == pytest.approx(steps["prefill"][1][1])
+    assert steps["prefill_adapts"] is bench.llm.target.is_width_invariant
 
 
 def test_the_file_holds_medians_and_what_was_measured() -> None:

@@ -57,7 +57,7 @@ def test_running_streams_wait_less_than_three_rounds_for_a_long_prompt(monkeypat
         last = dict.fromkeys(running, target.now)
         said = [token for chunk in chunks if chunk.sequence.request_id == late for token in chunk.token_ids]
     assert max(gaps) < 3 * round_s, f"{max(gaps) / round_s:.1f} rounds"
-    assert num_steps < 55, "and the prompt was not starved"
+    assert num_steps < 130, "and the prompt was not starved"
     assert said[0] == target.greedy(LONG, 1)[0]
 
 
@@ -88,7 +88,7 @@ def test_one_disturbance_moves_the_size_by_little() -> None:
         pace.prefilled(64, 64 * 0.3e-3)
         pace.decoded(0.01)
     before = pace.size(3)
-    assert before == 50
+    assert before == 33
     pace.decoded(5.0)
     assert pace.size(3) <= 1.25 * before
     assert pace.size(0) == 256

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from paceline.bench.serving import arrivals
+from paceline.engine import prefill
 from paceline.errors import ConfigError
 from paceline.simulate import policies
 from paceline.simulate.arrivals import Job, Lengths, Survival, arriving, parse_lengths, poisson, workload
@@ -136,11 +137,12 @@ def test_a_long_prompt_delays_the_others_by_a_chunk_at_a_time() -> None:
     jobs = [Job(0.0, 1, 200), Job(0.05, 100, 1)]
     chunked = run(jobs, costs=CHUNKY, server=ServerShape(prefill_chunk=10)).served[0]
     whole = run(jobs, costs=CHUNKY, server=ServerShape(prefill_chunk=None)).served[0]
+    fair = run(jobs, costs=CHUNKY, server=ServerShape(prefill_chunk=None, prefill_adapts=True)).served[0]
     longest = [
         max(later[0] - sooner[0] for sooner, later in zip(each.chunks[1:], each.chunks[2:], strict=False))
-        for each in (chunked, whole)
+        for each in (chunked, whole, fair)
     ]
-    assert longest == [pytest.approx(0.011), pytest.approx(0.101)]
+    assert longest == [pytest.approx(0.011), pytest.approx(0.101), pytest.approx(0.001 * (prefill.LEAST + 1))]
 
 
 def test_no_more_rows_than_there_are() -> None:
