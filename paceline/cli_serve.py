@@ -80,6 +80,9 @@ def serve(
     max_queue: Annotated[int, Option(help="Most answers waiting; what comes then gets status 429.")] = 256,
     deadline: Annotated[float, Option(help="Seconds in which a request must be finished; 0 is no limit.")] = 600.0,
     drain_seconds: Annotated[float, Option(help="How long answers under way may take after SIGTERM.")] = 30.0,
+    stream_interval_ms: Annotated[
+        float, Option(help="How long a token may wait for the next round's, to be sent together; 0 sends each round's at once.")
+    ] = 16.0,
     traces: Annotated[Path | None, Option(help="Keep traces of requests in this folder, for training [default: none].")] = None,
     trace_sample: Annotated[float, Option(help="Share of requests that are traced.")] = 1.0,
     trace_redact: Annotated[list[str] | None, Option(help="Regex whose matches are taken out of traces; repeatable.")] = None,
@@ -116,7 +119,7 @@ def _serve(given: dict[str, Any]) -> None:
     settings = settings_of(given | speculate, given["model"])
     same = ("host", "port", "max_prompt_tokens", "default_max_tokens", "max_n", "max_queue", "deadline", "drain_seconds")
     config = ServeConfig(
-        **{name: given[name] for name in same},
+        **{name: given[name] for name in (*same, "stream_interval_ms")},
         api_keys=read_api_keys(tuple(given["api_key"] or ()), given["api_key_file"]),
         cors_origins=tuple(given["cors_origin"] or ()),
         allowed_hosts=tuple(given["allowed_host"] or ()),

@@ -67,6 +67,7 @@ class Live:
             max_queue=config.max_queue,
             deadline_s=config.deadline or None,
             observer=self.seen,
+            stream_interval_s=1e-3 * config.stream_interval_ms,
         )
         self.config = config
         self._bound = listen(config)

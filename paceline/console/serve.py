@@ -54,8 +54,14 @@ def serve(ask: ServeAsk) -> None:
         traces.begin(llm.tokenizer)
         return llm
 
-    limits = {"max_queue": ask.config.max_queue, "deadline_s": ask.config.deadline or None}
-    worker = EngineWorker(load, observer=recorder, warm_up=warm_up, **limits)
+    worker = EngineWorker(
+        load,
+        max_queue=ask.config.max_queue,
+        deadline_s=ask.config.deadline or None,
+        observer=recorder,
+        warm_up=warm_up,
+        stream_interval_s=1e-3 * ask.config.stream_interval_ms,
+    )
     try:
         run(worker, ask.config, recorder, say=say, introduce=introduce)
     finally:

@@ -39,6 +39,8 @@ _PLAIN_EVERY = 64
 """A round without drafts now and then, to know what one takes."""
 _MOST_KNOWN = 1000
 """Sequences whose own drafts are kept in mind: those that are done are forgotten when there are more."""
+_LEAST_GAIN = 0.01
+"""Chance to stand of a draft that is looked at: to weigh those behind it takes longer than they are worth."""
 _OWN_WEIGHT = 6.0
 """How many tried drafts of its own a sequence needs to count as much as all others."""
 
@@ -140,6 +142,8 @@ class _Pace:
     _num_seen: int = 0
     _factors: dict[int, tuple[float, float]] = field(default_factory=dict)
     """By size of the pass: how far the measured cost is out beside those of other sizes, and how often that was seen."""
+    _pass_s: dict[int, float] = field(default_factory=dict)
+    """By tokens, until the factors change."""
     _draft_s: dict[int, float] = field(default_factory=dict)
     """By the number of rows that draft."""
     _is_warm: bool = False
@@ -154,7 +158,10 @@ class _Pace:
         return self._num_drafted >= self._plain_every
 
     def pass_s(self, num_tokens: int) -> float:
-        return self.costs.seconds(num_tokens) * self._factor(_size_class(num_tokens))
+        known = self._pass_s.get(num_tokens)
+        if known is None:
+            known = self._pass_s[num_tokens] = self.costs.seconds(num_tokens) * self._factor(_size_class(num_tokens))
+        return known
 
     def _factor(self, size: int) -> float:
         """Known for this size, else that of the nearest that is."""
@@ -188,6 +195,7 @@ class _Pace:
 
         `is_plain`: nothing was drafted, not even what was at hand; by default that nothing had to be made.
         """
+        self._pass_s.clear()
         size, measured = _size_class(num_tokens), verify_s / self.costs.seconds(num_tokens)
         ratio = measured / (self._factor(size) * self.slowness)
         if self._num_seen == 0:
@@ -239,7 +247,13 @@ def _gains_at_hand(seq: Sequence, chance: float) -> list[tuple[float, bool, Sequ
     if not chance:
         return []
     most = MOST_FREE if seq.params.max_drafted is None else min(MOST_FREE, seq.params.max_drafted)
-    return [(chance**count, False, seq) for count in range(1, min(most, seq.num_remaining - 1) + 1)]
+    kept, gains = chance, []
+    for _ in range(min(most, seq.num_remaining - 1)):
+        if kept < _LEAST_GAIN:
+            break
+        gains.append((kept, False, seq))
+        kept *= chance
+    return gains
 
 
 def _gain(gained: tuple[float, bool, Sequence]) -> float:
@@ -328,6 +342,8 @@ class DraftLengths:
         most = self.most if seq.params.max_drafted is None else min(self.most, seq.params.max_drafted)
         for chance in places.chances[: max(min(most, seq.num_remaining - 1), 0)]:
             kept *= min(chance * factor, 0.995)
+            if kept < _LEAST_GAIN:
+                break
             gains.append((kept, not gains, seq))
         return gains
 

@@ -47,6 +47,8 @@ class ServeConfig:
     """Seconds in which a request must be finished; 0 is no limit."""
     drain_seconds: float = 30.0
     """On SIGTERM, answers under way get this long to finish."""
+    stream_interval_ms: float = 16.0
+    """How long a token may be held back to travel with the next round's: a frame of a screen. 0 sends each round's at once."""
 
     def __post_init__(self) -> None:
         checks = (
@@ -64,6 +66,7 @@ class ServeConfig:
             (self.max_queue < 0, "max_queue must be 0 or more"),
             (not self.deadline >= 0, "deadline must be 0 (none) or more seconds"),
             (not self.drain_seconds >= 0, "drain_seconds must be 0 or more"),
+            (not 0 <= self.stream_interval_ms <= 1000, "stream_interval_ms must be between 0 and 1000"),
         )
         for is_wrong, remedy in checks:
             if is_wrong:

@@ -22,12 +22,13 @@ from functools import partial
 from typing import Any, Literal
 
 from paceline.config import EngineConfig
-from paceline.engine.engine import Chunk
+from paceline.engine.engine import Chunk, Engine
 from paceline.engine.grammar import Grammars
 from paceline.engine.llm import LLM
 from paceline.errors import PacelineError
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.failures import DeadlinePassed, EngineCrashed, NotServing, QueueFull, RequestFailed, RequestRefused
+from paceline.serve.outbox import Addressed, Outbox
 from paceline.serve.ticket import Event, Job, NoObserver, Observer, Ticket
 
 State = Literal["loading", "ready", "restarting", "draining", "stopped", "failed"]
@@ -82,9 +83,10 @@ class EngineWorker:
         deadline_s: float | None = None,
         observer: Observer | None = None,
         warm_up: Callable[[LLM], None] | None = None,
+        stream_interval_s: float = 0.0,
     ) -> None:
         """`factory` builds the engine, in the engine's thread, at the start and when it fails soon after; `warm_up` is called
-        with each engine before its first request."""
+        with each engine before its first request. Tokens may be held back for `stream_interval_s`, as `Outbox` says."""
         self.state: State = "loading"
         self.served: Served | None = None
         self.failure: Exception | None = None
@@ -99,6 +101,7 @@ class EngineWorker:
         self._commands: deque[Callable[[LLM], None]] = deque()
         self._condition = threading.Condition()
         self._is_stopping = False
+        self._outbox = Outbox(partial(self._tell, self._deliver), stream_interval_s)
         self._live: dict[int, _Live] = {}
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._order = itertools.count()
@@ -191,7 +194,7 @@ class EngineWorker:
             self._commands.append(command)
             self._condition.notify()
 
-    def _deliver(self, events: list[tuple[Ticket, Event | Exception]]) -> None:
+    def _deliver(self, events: list[Addressed]) -> None:
         for ticket, event in events:
             if ticket not in self._open:
                 continue
@@ -266,6 +269,8 @@ class EngineWorker:
                         if self._is_stopping:
                             return
                         self._condition.wait()
+            if self._commands:
+                self._outbox.flush()
             while self._commands:
                 self._commands.popleft()(llm)
             if llm.engine.has_work:
@@ -274,7 +279,7 @@ class EngineWorker:
                 now = time.perf_counter()
                 self._watch(self.observer.step, llm.engine, now - started)
                 if chunks:
-                    self._hand_over(chunks, now)
+                    self._hand_over(chunks, now, now - started, llm.engine)
             if self._deadlines:
                 self._expire(llm)
 
@@ -305,7 +310,7 @@ class EngineWorker:
                 seq = llm.engine.abort(request_id)
                 if seq is not None:
                     self._watch(self.observer.finished, seq, "abort", ticket.tag)
-        self._tell(self._deliver, [(ticket, error)])
+        self._outbox.send([(ticket, error)])
 
     def _expire(self, llm: LLM) -> None:
         now = time.perf_counter()
@@ -316,8 +321,9 @@ class EngineWorker:
         if not self._live:
             self._deadlines.clear()
 
-    def _hand_over(self, chunks: list[Chunk], now: float) -> None:
-        events: list[tuple[Ticket, Event | Exception]] = []
+    def _hand_over(self, chunks: list[Chunk], now: float, step_s: float, engine: Engine) -> None:
+        events: list[Addressed] = []
+        is_urgent = bool(engine.scheduler.prefilling)  # the next step may take far longer
         for chunk in chunks:
             seq = chunk.sequence
             live = self._live.get(seq.request_id)
@@ -328,7 +334,8 @@ class EngineWorker:
             live.num_accepted, live.num_logprobs = seq.num_accepted, live.num_logprobs + len(logprobs)
             event = Event(live.index, chunk.token_ids, chunk.text, num_drafted, logprobs, chunk.finish_reason, seq)
             events.append((live.ticket, event))
-        self._tell(self._deliver, events)
+            is_urgent = is_urgent or chunk.finish_reason is not None or seq.num_output == len(chunk.token_ids)
+        self._outbox.put(events, now, step_s, is_urgent=is_urgent)
         for chunk in chunks:
             seq = chunk.sequence
             self._watch(self.observer.chunk, seq, len(chunk.token_ids), now)
@@ -351,7 +358,7 @@ class EngineWorker:
             self._commands.appendleft(partial(self._add, ticket))
         self._watch(self.observer.crashed)
         self._tell(self._settle, "restarting", None, None)
-        self._tell(self._deliver, [(ticket, EngineCrashed()) for ticket in tickets if ticket not in kept])
+        self._outbox.send([(ticket, EngineCrashed()) for ticket in tickets if ticket not in kept])
 
     def _watch(self, call: Callable[..., None], *arguments: Any) -> None:
         """Whoever watches may fail without harm to the requests."""
