@@ -227,6 +227,10 @@ def bench_decode(
     device: Device = "auto",
     weights: Weights = "checkpoint",
     mock: Mock = None,
+    mock_tokens_per_round: Annotated[
+        str | None, Option(help="Comma-separated: random prompts, every round keeps so many; beside the roofline.")
+    ] = None,
+    mock_prompt_tokens: Annotated[int, Option(help="Tokens of those prompts.")] = 256,
     rule: Rule = "auto",
     as_json: Json = False,
 ) -> None:
@@ -240,6 +244,9 @@ def bench_decode(
     del settings["drafter"]
     batches = tuple(int(value) for value in numbers("--batch", batch, whole=True))
     temperatures = tuple(numbers("--temperature", temperature))
+    if mock_tokens_per_round is not None:
+        _bench_mock(given, settings, names, batches)
+        return
     from paceline.bench.decode import BenchConfig
     from paceline.console.bench import BenchAsk
     from paceline.console.bench import bench_decode as run
@@ -247,6 +254,21 @@ def bench_decode(
     peers = (against,) if against else ()
     config = BenchConfig(names, batches, temperatures, max_tokens, repeat, ignore_eos, peers, num_drafted, seed)
     run(BenchAsk(settings, config, prompts, limit, out, save_results, as_json))
+
+
+def _bench_mock(given: dict[str, Any], settings: dict[str, Any], names: tuple[str, ...], batches: tuple[int, ...]) -> None:
+    """`--mock-tokens-per-round` in place of prompts; the drafter is a random one unless another was named."""
+    for name in ("prompts", "limit", "against", "mock", "save_results"):
+        if given[name] is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} does not go with --mock-tokens-per-round: leave one of them out")
+    from paceline.bench.mock import MockConfig
+    from paceline.console.bench_mock import MockAsk, bench_mock
+
+    values = tuple(numbers("--mock-tokens-per-round", given["mock_tokens_per_round"]))
+    drafter = next((name for name in names if name not in ("none", "default")), "random-dflash")
+    sizes = batches, given["mock_prompt_tokens"], given["max_tokens"], given["repeat"], given["num_drafted"]
+    settings = {name: value for name, value in settings.items() if value is not None}
+    bench_mock(MockAsk(settings, MockConfig(values, *sizes, drafter), given["out"], given["as_json"]))
 
 
 add_benchmarks(bench_app)

@@ -355,62 +355,6 @@ def test_two_processes_at_once(tiny: Builtin, wheel: Path, home: Path) -> None:
     assert hub._is_whole(home / "models" / "tiny", tiny)
 
 
-def hub_errors() -> list[tuple[Exception, type[Exception]]]:
-    import importlib
-
-    from huggingface_hub import errors
-
-    httpx = importlib.import_module(errors.HTTPError.__module__.partition(".")[0])  # its name changes with the hub's version
-    response = httpx.Response(404, request=httpx.Request("GET", "https://example.org"))
-    return [
-        (errors.RepositoryNotFoundError("no", response=response), ModelNotFoundError),
-        (errors.GatedRepoError("gated", response=response), DownloadError),
-        (errors.LocalEntryNotFoundError("offline"), DownloadError),
-        (errors.HfHubHTTPError("500", response=response), DownloadError),
-        (httpx.ConnectError("no route"), DownloadError),
-        (OSError(errno.ENOSPC, "No space left on device"), CacheError),
-    ]
-
-
-@pytest.mark.parametrize("case", range(6))
-def test_hub_errors(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    error, expected = hub_errors()[case]
-    monkeypatch.setattr("huggingface_hub.snapshot_download", raising(error))
-    with pytest.raises(expected) as caught:
-        resolve("org/name")
-    assert caught.value.__cause__ is error
-
-
-def test_hub_never_asks_for_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub.utils import filter_repo_objects
-
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo_id, **kwargs: asked.update(kwargs) or str(tmp_path))
-    assert resolve("org/name") == tmp_path
-    files = [
-        "config.json",
-        "model.safetensors",
-        "pytorch_model.bin",
-        "modeling.py",
-        "model.pt",
-        "chat_template.jinja",
-        "a.gguf",
-    ]
-    assert list(filter_repo_objects(files, **asked)) == ["config.json", "model.safetensors", "chat_template.jinja"]
-
-
-def test_hub_offline(tmp_path: Path) -> None:
-    """HF_HUB_OFFLINE is read when huggingface_hub is imported, so this needs a process of its own."""
-    script = "from paceline.hub import resolve; resolve('org/name')"
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(tmp_path),
-        "PYTHONPATH": str(Path(hub.__file__).parents[1]),
-    }
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert "DownloadError: org/name is not in the Hugging Face cache" in run.stderr
-
-
 def test_builtin_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real model, from the user's cache or fetched into it; only read here."""
     monkeypatch.delenv("PACELINE_HOME")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -116,7 +117,7 @@ class LLM:
             torch.set_num_threads(self.config.threads)
             if native_lib.load() is not None:
                 native_lib.follow_torch()
-        self.tokenizer = Tokenizer.from_path(resolve_model(model))
+        self.tokenizer = _tokenizer(self.config, resolve_model(model))
         self.target = _load(self.config)
         self.drafter = make_drafter(drafter, self.target, target_name=model, num_drafted=self.config.num_drafted)
         _fit_budget(self.config, self.target, self.drafter)
@@ -249,6 +250,13 @@ def check_messages(messages: list[Message]) -> list[Message]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise PromptError(f'each message must be {{"role": ..., "content": ...}}, not {message!r}')
     return messages
+
+
+def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer:
+    """Random weights say nothing, and need no words: a folder with a config.json is enough."""
+    if config.weights == "random" and path.is_dir() and not (path / "tokenizer.json").is_file():
+        return Tokenizer.wordless()
+    return Tokenizer.from_path(path)
 
 
 def _judge(config: EngineConfig) -> Judge:

@@ -61,6 +61,13 @@ class Tokenizer:
             raise ModelNotFoundError(f"no folder or file {path}: give a Hugging Face model folder or a .gguf file")
         return _from_gguf(path) if gguf.is_gguf(path) else _from_folder(path)
 
+    @classmethod
+    def wordless(cls) -> Tokenizer:
+        """Of a model that is only a config: ids have no text."""
+        import tokenizers
+
+        return cls(tokenizers.Tokenizer(tokenizers.models.BPE()))
+
     @property
     def vocab_size(self) -> int:
         """Token ids, added ones included; a model's embedding may be padded beyond it."""

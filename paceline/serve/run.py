@@ -61,8 +61,8 @@ class Server(uvicorn.Server):
 def listen(config: ServeConfig) -> socket.socket:
     """A bound socket. Raises ConfigError when the address is taken or none of ours."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind)
+        family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)  # asyncio sends small pieces at once only where the protocol is named
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)

@@ -1,4 +1,4 @@
-"""Configs and weights against Transformers and the gguf package, at tiny shapes."""
+"""Configs and weights against Transformers, at tiny shapes."""
 
 from __future__ import annotations
 
@@ -8,48 +8,13 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Quant
-from gguf_files import write_gguf
+from model_folders import transformers_model, write_config, write_weights
 from safetensors.torch import save_file
 
 from paceline.errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
-from paceline.model import gguf as our_gguf
-from paceline.model.blocks import Blocks
 from paceline.model.loading import FAMILIES, check_tensors, expected_shapes, load_config, load_tensors, random_tensors
-
-SHAPE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-
-
-def write_config(folder: Path, architecture: str = "LlamaForCausalLM", **changes: Any) -> Path:
-    raw = SHAPE | {"architectures": [architecture]} | changes
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value != "absent"}))
-    return folder
-
-
-def write_weights(folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
-    weights = dict(random_tensors(load_config(write_config(folder, **changes)), seed=1))
-    save_file(weights, folder / "model.safetensors")
-    return weights
-
-
-def transformers_model(architecture: str, **changes: Any) -> Any:
-    import transformers
-
-    name = architecture.removesuffix("ForCausalLM")
-    torch.manual_seed(0)
-    return getattr(transformers, architecture)(getattr(transformers, f"{name}Config")(**SHAPE, **changes))
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -256,173 +221,3 @@ def test_random_tensors_repeat(tmp_path: Path) -> None:
     assert all(first[name].equal(again[name]) for name in first)
     assert not first["lm_head.weight"].equal(other["lm_head.weight"])
     assert first["model.layers.0.self_attn.q_norm.weight"].eq(1).all()
-
-
-@pytest.mark.parametrize(
-    ("arch", "changes"),
-    [
-        ("llama", {"attention_bias": True}),
-        ("llama", {"tie_word_embeddings": True, "head_dim": 16}),
-        ("qwen2", {}),
-        ("qwen3", {"head_dim": 16}),
-    ],
-)
-def test_gguf_equals_the_model_it_was_made_from(arch: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    model = transformers_model(f"{arch.capitalize()}ForCausalLM", **changes)
-    write_gguf(tmp_path / "model.gguf", model, arch)
-    model.save_pretrained(tmp_path / "folder")
-    config, expected = load_config(tmp_path / "model.gguf"), load_config(tmp_path / "folder")
-    different = {"eos_token_ids", "bos_token_id"}
-    for field in set(config.__slots__) - different:
-        assert getattr(config, field) == getattr(expected, field), field
-    assert config.eos_token_ids == (5,)
-    tensors = dict(check_tensors(config, load_tensors(tmp_path / "model.gguf"), "model.gguf"))
-    missing, unexpected = model.__class__(model.config).load_state_dict(tensors, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}
-    assert all(tensors[name].equal(model.state_dict()[name]) for name in tensors)
-
-
-@pytest.mark.parametrize("quant", [Quant.F16, Quant.BF16, Quant.Q8_0, Quant.Q4_0, Quant.Q4_1, Quant.Q5_0, Quant.Q5_1])
-def test_quantised_round_trip(quant: Quant, tmp_path: Path) -> None:
-    """Every type the gguf package can write: ours is its dequantisation, and near what went in."""
-    model = transformers_model("Qwen2ForCausalLM")
-    write_gguf(tmp_path / "model.gguf", model, "qwen2", quant)
-    name = "model.layers.1.mlp.down_proj.weight"
-    original = model.state_dict()[name]
-    loaded = dict(load_tensors(tmp_path / "model.gguf"))[name]
-    blocks = gguf.quants.quantize(original.numpy(), quant)
-    assert loaded.dtype == torch.float32
-    assert loaded.equal(torch.from_numpy(np.array(gguf.dequantize(blocks, quant), dtype=np.float32)))
-    bits = {Quant.F16: 11, Quant.BF16: 8, Quant.Q8_0: 7, Quant.Q5_0: 4, Quant.Q5_1: 4}.get(quant, 3)
-    assert (loaded - original).abs().max() <= original.abs().max() * 2.0**-bits
-
-
-def test_blocks_are_kept_where_the_native_pass_reads_them(tmp_path: Path) -> None:
-    """Mixed quantisations, as in most files: Q8_0 and Q4_1 matrices stay, the rest is expanded; Llama's rows in our order."""
-    model = transformers_model("LlamaForCausalLM", attention_bias=True)
-    kinds = {"self_attn.q_proj": Quant.Q4_1, "mlp.up_proj": Quant.Q8_0, "self_attn.v_proj": Quant.Q5_0, "lm_head": Quant.BF16}
-    write_gguf(tmp_path / "model.gguf", model, "llama", kinds)
-    dense, kept = dict(load_tensors(tmp_path / "model.gguf")), dict(load_tensors(tmp_path / "model.gguf", keep_blocks=True))
-    config = load_config(tmp_path / "model.gguf")
-    assert list(dict(check_tensors(config, kept.items(), "model.gguf"))) == list(dense)
-    blocks = {name: tensor for name, tensor in kept.items() if isinstance(tensor, Blocks)}
-    assert {name.split(".", 3)[-1]: tensor.kind for name, tensor in blocks.items()} == {
-        "self_attn.q_proj.weight": "Q4_1",
-        "mlp.up_proj.weight": "Q8_0",
-    }
-    for name, tensor in kept.items():
-        assert dense[name].equal(tensor.dense() if isinstance(tensor, Blocks) else tensor), name
-    short = {"lm_head.weight": Blocks(torch.zeros(1, 34, dtype=torch.uint8), (1, 32), "Q8_0")}
-    with pytest.raises(ModelFileError, match=r"lm_head\.weight.*the config asks for"):
-        list(check_tensors(config, (kept | short).items(), "x"))
-
-
-def one_tensor_gguf(path: Path, blocks: np.ndarray, quant: Quant, name: str = "output.weight") -> Path:
-    writer = gguf.GGUFWriter(path, "qwen2")
-    writer.add_head_count(1)
-    writer.add_tensor(name, blocks, raw_dtype=quant)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def half(value: float) -> np.ndarray:
-    return np.array([value], dtype=np.float16).view(np.uint8)
-
-
-def test_q6_k_block_by_hand(tmp_path: Path) -> None:
-    """block_q6_K: ql[128], qh[64], int8 scales[16], half d. Value 256-element weight = d * scale * (6-bit - 32)."""
-    rng = np.random.default_rng(1)
-    low, high = rng.integers(0, 256, 128, dtype=np.uint8), rng.integers(0, 256, 64, dtype=np.uint8)
-    scales = rng.integers(-128, 128, 16, dtype=np.int8)
-    block = np.concatenate([low, high, scales.view(np.uint8), half(0.25)])
-    expected = np.empty(256, dtype=np.float32)
-    for n in range(2):
-        for column in range(32):
-            for quarter in range(4):
-                nibble = low[64 * n + column + 32 * (quarter % 2)]
-                nibble = nibble & 15 if quarter < 2 else nibble >> 4
-                value = int(nibble) | (int(high[32 * n + column]) >> (2 * quarter) & 3) << 4
-                expected[128 * n + 32 * quarter + column] = (
-                    0.25 * int(scales[8 * n + 2 * quarter + column // 16]) * (value - 32)
-                )
-    path = one_tensor_gguf(tmp_path / "q6.gguf", np.stack([block, block]), Quant.Q6_K)
-    ((name, tensor),) = load_tensors(path)
-    assert (name, tuple(tensor.shape)) == ("lm_head.weight", (2, 256))
-    np.testing.assert_array_equal(tensor[1].numpy(), expected)
-
-
-def test_q4_k_block_by_hand(tmp_path: Path) -> None:
-    """block_q4_K: half d, half dmin, scales[12] (eight 6-bit scales and mins), qs[128]. Weight = d*scale*q - dmin*min."""
-    rng = np.random.default_rng(2)
-    packed, nibbles = rng.integers(0, 256, 12, dtype=np.uint8), rng.integers(0, 256, 128, dtype=np.uint8)
-    block = np.concatenate([half(0.5), half(0.125), packed, nibbles])
-    p = packed.astype(int)
-    expected = np.empty(256, dtype=np.float32)
-    for j in range(8):
-        if j < 4:
-            scale, minimum = p[j] & 63, p[j + 4] & 63
-        else:
-            scale, minimum = (p[j + 4] & 15) | (p[j - 4] >> 6) << 4, (p[j + 4] >> 4) | (p[j] >> 6) << 4
-        q = nibbles[32 * (j // 2) : 32 * (j // 2) + 32].astype(int)
-        q = q & 15 if j % 2 == 0 else q >> 4
-        expected[32 * j : 32 * j + 32] = 0.5 * scale * q - 0.125 * minimum
-    ((_, tensor),) = load_tensors(one_tensor_gguf(tmp_path / "q4.gguf", block[None], Quant.Q4_K))
-    np.testing.assert_array_equal(tensor[0].numpy(), expected)
-
-
-def test_unknown_quantisation(tmp_path: Path) -> None:
-    blocks = np.zeros((1, 84), dtype=np.uint8)
-    with pytest.raises(UnsupportedModelError, match="Q2_K"):
-        list(load_tensors(one_tensor_gguf(tmp_path / "q2.gguf", blocks, Quant.Q2_K)))
-
-
-def test_gguf_rope_scaling(tmp_path: Path) -> None:
-    model = transformers_model("Qwen2ForCausalLM")
-    yarn = {
-        "add_rope_scaling_type": gguf.RopeScalingType.YARN,
-        "add_rope_scaling_factor": 4.0,
-        "add_rope_scaling_orig_ctx_len": 64,
-    }
-    write_gguf(tmp_path / "yarn.gguf", model, "qwen2", **yarn)
-    scaling = load_config(tmp_path / "yarn.gguf").rope_scaling or {}
-    assert (scaling["rope_type"], scaling["factor"], scaling["original_max_position_embeddings"]) == ("yarn", 4.0, 64)
-
-
-def test_gguf_rope_factors(tmp_path: Path) -> None:
-    """Llama 3.1 files keep their rope scaling as a tensor; it belongs to the config, not to the weights."""
-    factors = np.array([1.0, 1.0, 2.5, 8.0], dtype=np.float32)
-    path = one_tensor_gguf(tmp_path / "llama3.gguf", factors, Quant.F32, our_gguf.ROPE_FACTORS)
-    assert list(load_tensors(path)) == []
-    scaling = our_gguf._rope_scaling(our_gguf.open_gguf(path), "llama", 128)
-    assert scaling == {"rope_type": "factors", "factors": [1.0, 1.0, 2.5, 8.0]}
-
-
-def test_gguf_refusals(tmp_path: Path) -> None:
-    model = transformers_model("Qwen2ForCausalLM")
-    write_gguf(tmp_path / "phi.gguf", model, "phi3")
-    with pytest.raises(UnsupportedModelError, match="phi3"):
-        load_config(tmp_path / "phi.gguf")
-    write_gguf(tmp_path / "experts.gguf", model, "qwen2", add_expert_count=4)
-    with pytest.raises(UnsupportedModelError, match="experts"):
-        load_config(tmp_path / "experts.gguf")
-    with pytest.raises(ModelFileError, match=r"token_embd|embedding"):
-        load_config(one_tensor_gguf(tmp_path / "part.gguf", np.zeros((1, 144), dtype=np.uint8), Quant.Q4_K))
-
-
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.05, 0.5, 0.999])
-def test_truncated_gguf(share: float, tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    write_gguf(path, transformers_model("Qwen2ForCausalLM"), "qwen2")
-    os.truncate(path, int(path.stat().st_size * share))
-    with pytest.raises(ModelFileError, match=r"model\.gguf"):
-        load_config(path)
-
-
-def test_no_gguf_at_all(tmp_path: Path) -> None:
-    (tmp_path / "text.gguf").write_text("these are not the bytes you are looking for")
-    with pytest.raises(ModelFileError, match=r"text\.gguf"):
-        load_config(tmp_path / "text.gguf")

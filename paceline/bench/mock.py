@@ -1,0 +1,231 @@
+"""What a drafter would bring that keeps so many tokens per round: the real engine, acceptance mocked, beside the roofline.
+
+    paceline bench decode --weights random --mock-tokens-per-round 1,2,4,8
+
+After SGLang's experiment with dummy weights (docs/simulate.md): a round's cost is real, what it keeps is set. Prompts are
+random tokens, the text means nothing, and no figure made this way is lossless.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.bench.passes import Pass, Request, run_pass
+from paceline.draft.base import Drafter, NoDrafter
+from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.registry import make_drafter
+from paceline.engine.engine import Engine
+from paceline.engine.sampling import MockedJudge
+from paceline.errors import ConfigError
+from paceline.hardware import Machine
+from paceline.model.load import form_of
+from paceline.simulate.calibrate import precisions_of
+from paceline.simulate.costs import RooflineCosts
+from paceline.simulate.drafter_cost import FractionDrafter, ShapeDrafter
+from paceline.simulate.roofline import Deployment
+from paceline.simulate.shapes import ModelShape
+from paceline.types import SamplingParams
+from paceline.verify.mocked import MockedAcceptance
+
+if TYPE_CHECKING:
+    from paceline.engine.llm import LLM
+
+PLAIN = 1.0
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class MockConfig:
+    """What to measure. Raises ConfigError on impossible values."""
+
+    tokens_per_round: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
+    """The bonus token included; 1 is plain decoding and is always measured."""
+    batches: tuple[int, ...] = (1,)
+    prompt_tokens: int = 256
+    max_tokens: int = 128
+    repeat: int = 3
+    num_drafted: int | None = None
+    """Drafts of every round; None drafts no more than stand, the least work for the yield."""
+    drafter: str = "random-dflash"
+
+    def __post_init__(self) -> None:
+        most = max(self.tokens_per_round, default=PLAIN)
+        checks = (
+            (not self.tokens_per_round, "--mock-tokens-per-round is empty: write it as 1,2,4,8"),
+            (
+                not all(math.isfinite(each) and each >= 1 for each in self.tokens_per_round),
+                "--mock-tokens-per-round counts the bonus token: every value must be at least 1",
+            ),
+            (not self.batches or min(self.batches) < 1, "--batch must be at least 1"),
+            (self.prompt_tokens < 1, "--mock-prompt-tokens must be at least 1"),
+            (self.max_tokens < 2, "--max-tokens must be at least 2"),
+            (self.repeat < 1, "--repeat must be at least 1"),
+            (
+                self.num_drafted is not None and self.num_drafted + 1 < most,
+                f"--num-drafted {self.num_drafted} drafts cannot yield {most:g} tokens a round",
+            ),
+        )
+        for is_wrong, remedy in checks:
+            if is_wrong:
+                raise ConfigError(remedy)
+
+    @property
+    def settings(self) -> list[tuple[int, float]]:
+        """(batch, tokens per round), plain decoding first."""
+        values = sorted({PLAIN, *self.tokens_per_round})
+        return [(batch, value) for batch in self.batches for value in values]
+
+    def drafts(self, tokens_per_round: float) -> int:
+        """Of every round."""
+        if tokens_per_round == PLAIN:
+            return 0
+        return self.num_drafted if self.num_drafted is not None else math.ceil(tokens_per_round) - 1
+
+    @property
+    def needed_len(self) -> int:
+        """Tokens a cache row has to hold."""
+        return self.prompt_tokens + self.max_tokens + max(map(self.drafts, self.tokens_per_round)) + 1
+
+
+@dataclass(slots=True)
+class MockResult:
+    """One setting: medians over the repetitions."""
+
+    batch: int
+    tokens_per_round: float
+    """As set."""
+    num_drafted: int
+    kept_tokens_per_round: float
+    """As it came out: an answer's last round may be cut short."""
+    step_ms: float
+    tokens_per_s: float
+    """Of all rows, prefill apart."""
+    speedup: float
+    """Over plain decoding of the same repetition."""
+    roofline_step_ms: float
+    roofline_speedup: float
+    lossless: bool = False
+
+
+class MockBench:
+    """A loaded model, the passes run so far. `run()`, then `results()`."""
+
+    def __init__(self, llm: LLM, config: MockConfig, shape: ModelShape, machine: Machine) -> None:
+        self.llm, self.config = llm, config
+        self.passes: dict[tuple[int, float], list[Pass]] = {setting: [] for setting in config.settings}
+        self._drafters = {value: self._drafter(config.drafts(value)) for _, value in config.settings}
+        self._shape, self._machine = shape, machine
+
+    def _drafter(self, num_drafted: int) -> Drafter:
+        if num_drafted == 0:
+            return NoDrafter()
+        name = self.config.drafter
+        options = {"block_size": num_drafted + 1} if name == "random-dflash" else {"num_drafted": num_drafted}
+        drafter = make_drafter(name, self.llm.target, target_name=self.llm.config.model, **options)
+        if drafter.num_drafted < num_drafted:
+            raise ConfigError(
+                f"{name} drafts {drafter.num_drafted} tokens at most, {num_drafted} are needed: use random-dflash"
+            )
+        return drafter
+
+    def run(self, on_pass: Callable[[str], None] | None = None) -> None:
+        """All settings, `repeat` times, in an order that turns around; a short pass of each before them warms up."""
+        for number in range(-1, self.config.repeat):
+            for setting in self.config.settings[:: -1 if number % 2 else 1]:
+                done = self._pass(*setting, number)
+                if number >= 0:
+                    self.passes[setting].append(done)
+                if on_pass:
+                    on_pass(f"batch {setting[0]}, {setting[1]:g} tokens per round")
+
+    def _pass(self, batch: int, tokens_per_round: float, number: int) -> Pass:
+        llm, drafter = self.llm, self._drafters[tokens_per_round]
+        engine = Engine(
+            llm.target,
+            llm.tokenizer,
+            drafter,
+            judge=MockedJudge(MockedAcceptance(tokens_per_round)),
+            prefill_chunk=llm.config.prefill_chunk,
+        )
+        draw = random.Random(f"{batch} {tokens_per_round} {number}")
+        requests = [
+            Request(str(row), [draw.randrange(llm.target.vocab_size) for _ in range(self.config.prompt_tokens)])
+            for row in range(batch)
+        ]
+        max_tokens = self.config.max_tokens if number >= 0 else min(self.config.max_tokens, WARM_UP_TOKENS)
+        return run_pass(engine, requests, [SamplingParams(max_tokens=max_tokens, ignore_eos=True)] * batch, batch)
+
+    def results(self) -> list[MockResult]:
+        """One for each setting."""
+        return [self._result(batch, value) for batch, value in self.config.settings]
+
+    def _result(self, batch: int, value: float) -> MockResult:
+        own, plain = self.passes[batch, value], self.passes[batch, PLAIN]
+        answers = [answer for each in own for answer in each.answers]
+        rounds, accepted = (sum(getattr(each, name) for each in answers) for name in ("num_rounds", "num_accepted"))
+        predicted_s, plain_s = self._roofline_s(batch, value), self._roofline_s(batch, PLAIN)
+        return MockResult(
+            batch=batch,
+            tokens_per_round=value,
+            num_drafted=self.config.drafts(value),
+            kept_tokens_per_round=1 + accepted / rounds,
+            step_ms=1e3 * statistics.median(_decode_s(each) / each.num_passes for each in own),
+            tokens_per_s=statistics.median(_rate(each) for each in own),
+            speedup=statistics.median(_rate(ours) / _rate(theirs) for ours, theirs in zip(own, plain, strict=True)),
+            roofline_step_ms=1e3 * predicted_s,
+            roofline_speedup=value * plain_s / predicted_s,
+        )
+
+    def _roofline_s(self, batch: int, value: float) -> float:
+        """Seconds of a round at the machine's full rates, the cache half full of the answer."""
+        precisions = precisions_of(self._form(), self._shape.precisions)
+        deployment = Deployment(self._machine, precisions)
+        num_drafted = self.config.drafts(value)
+        costs = RooflineCosts(self._shape, deployment, self._drafter_cost(value, deployment))
+        context = self.config.prompt_tokens + self.config.max_tokens / 2
+        return costs.verify_s(batch, num_drafted + 1, context) + costs.draft_s(batch, num_drafted, context)
+
+    def _drafter_cost(self, value: float, deployment: Deployment) -> ShapeDrafter | FractionDrafter:
+        """A DFlash drafter's from its parameters and the target's head; others are taken for free."""
+        drafter = self._drafters[value]
+        if not isinstance(drafter, DFlashDrafter):
+            return FractionDrafter(0.0)
+        parameters = sum(weight.numel() for weight in drafter.network.parameters())
+        head = self._shape.hidden_size * self.llm.target.vocab_size
+        rate, width = deployment.flops_per_s(self.llm.config.dtype), drafter.num_drafted + 1
+        num_bytes = 4.0 if self.llm.config.dtype == "float32" else 2.0
+        return ShapeDrafter(parameters + head, rate, deployment.bytes_per_s, num_bytes, block=width)
+
+    def _form(self) -> dict[str, Any]:
+        return {"dtype": self.llm.config.dtype, **asdict(form_of(self.llm.target))}
+
+    def as_line(self) -> dict[str, Any]:
+        """Everything, as it is saved."""
+        llm, config = self.llm, self.config
+        drafter = next((each for each in self._drafters.values() if each.num_drafted), None)
+        return {
+            "results": [asdict(result) for result in self.results()],
+            "lossless": False,
+            "model": llm.config.model,
+            **self._form(),
+            "device": llm.config.device,
+            "weights": llm.config.weights,
+            "machine": asdict(self._machine),
+            "drafter": drafter.name if drafter else "none",
+            "prompt_tokens": config.prompt_tokens,
+            "max_tokens": config.max_tokens,
+            "repeat": config.repeat,
+        }
+
+
+def _decode_s(done: Pass) -> float:
+    return done.wall_s - (done.prefill_s or 0.0)
+
+
+def _rate(done: Pass) -> float:
+    return done.decode_tokens_per_s or 0.0

@@ -1,0 +1,93 @@
+"""`paceline bench decode --mock-tokens-per-round`: rounds keep what is asked for, times are real, beside the roofline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_llm import tiny_model
+from typer.testing import CliRunner
+
+from paceline.bench.mock import MockBench, MockConfig
+from paceline.cli import app
+from paceline.engine.llm import LLM
+from paceline.errors import ConfigError
+from paceline.hardware import Machine
+from paceline.simulate.catalogue import find
+
+MACHINE = Machine("test", 1e9, {"float32": 1e8, "bfloat16": 1e8}, 1, 1)
+
+
+@pytest.fixture
+def config_only(tmp_path: Path) -> Path:
+    """A folder that holds a config.json and nothing else."""
+    folder = tiny_model(tmp_path / "model")
+    for file in folder.iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    return folder
+
+
+def measured(folder: Path, config: MockConfig) -> MockBench:
+    rows = max(config.batches)
+    settings = {"weights": "random", "device": "cpu", "dtype": "float32", "max_batch": rows, "max_len": config.needed_len}
+    bench = MockBench(LLM(str(folder), drafter="none", **settings), config, find(str(folder)), MACHINE)
+    bench.run()
+    return bench
+
+
+def test_rounds_keep_what_was_asked_for(config_only: Path) -> None:
+    config = MockConfig((2.0, 4.0), (1, 2), prompt_tokens=20, max_tokens=33, repeat=2)
+    bench = measured(config_only, config)
+    results = bench.results()
+    assert [(each.batch, each.tokens_per_round, each.num_drafted) for each in results] == [
+        (batch, value, int(value) - 1) for batch in (1, 2) for value in (1.0, 2.0, 4.0)
+    ], "plain decoding is always measured"
+    for each in results:
+        assert each.kept_tokens_per_round == pytest.approx(each.tokens_per_round, rel=0.1)
+        assert each.step_ms > 0 and each.tokens_per_s > 0 and not each.lossless
+        one = bench.passes[each.batch, each.tokens_per_round][0]
+        assert one.num_passes == pytest.approx(32 / each.tokens_per_round, abs=1 + each.batch)
+        assert [len(answer.token_ids) for answer in one.answers] == [33] * each.batch
+    assert results[0].speedup == 1.0 and results[0].roofline_speedup == pytest.approx(1.0)
+    assert results[2].roofline_speedup == pytest.approx(4 * results[0].roofline_step_ms / results[2].roofline_step_ms)
+
+
+def test_a_fixed_number_of_drafts_makes_every_round_as_wide(config_only: Path) -> None:
+    bench = measured(config_only, MockConfig((2.0,), prompt_tokens=20, max_tokens=17, repeat=1, num_drafted=5))
+    result = bench.results()[1]
+    assert (result.num_drafted, result.kept_tokens_per_round) == (5, pytest.approx(2.0, rel=0.1))
+    assert all(answer.num_drafted >= 4 * answer.num_rounds for answer in bench.passes[1, 2.0][0].answers)
+    narrow = measured(config_only, MockConfig((2.0,), prompt_tokens=20, max_tokens=17, repeat=1)).results()[1]
+    assert result.roofline_step_ms > narrow.roofline_step_ms, "a wider pass has more to do"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"tokens_per_round": (0.5,)}, "at least 1"),
+        ({"tokens_per_round": (float("nan"),)}, "at least 1"),
+        ({"tokens_per_round": ()}, "empty"),
+        ({"batches": (0,)}, "--batch"),
+        ({"num_drafted": 3}, "cannot yield 8"),
+        ({"prompt_tokens": 0}, "--mock-prompt-tokens"),
+    ],
+)
+def test_nonsense_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        MockConfig(**options)
+
+
+def test_the_command_needs_a_config_only(config_only: Path, tmp_path: Path) -> None:
+    words = ["bench", "decode", "--model", str(config_only), "--weights", "random", "--mock-tokens-per-round", "1,2", "--json"]
+    words += ["--mock-prompt-tokens", "16", "--max-tokens", "12", "--repeat", "1", "--device", "cpu", "--dtype", "float32"]
+    run = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "run")])
+    assert run.exit_code == 0, run.output
+    line = json.loads(run.stdout.splitlines()[-1])
+    assert [each["tokens_per_round"] for each in line["results"]] == [1, 2]
+    assert line["lossless"] is False and line["drafter"] == "dflash"
+    assert "NOT lossless" in (tmp_path / "run" / "report.md").read_text()
+    refused = CliRunner().invoke(app, [*words, "--limit", "3"])
+    assert refused.exit_code != 0 and "--limit does not go with" in str(refused.exception or refused.output)
