@@ -146,7 +146,8 @@ class Engine:
     def _advance(self) -> list[Chunk]:
         has_chunk = bool(self.scheduler.prefilling)
         chunks = self._prefill()
-        chunks += self._decode(has_chunk)
+        if not chunks or len(self.scheduler.running) > 1:  # a first token that delays nobody goes out before its first round
+            chunks += self._decode(has_chunk)
         self._admit()
         return chunks
 

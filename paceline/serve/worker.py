@@ -70,6 +70,8 @@ class _Live:
     index: int
     num_accepted: int = 0
     num_logprobs: int = 0
+    has_begun: bool = False
+    """Its first token is on its way."""
 
 
 class EngineWorker:
@@ -334,7 +336,8 @@ class EngineWorker:
             live.num_accepted, live.num_logprobs = seq.num_accepted, live.num_logprobs + len(logprobs)
             event = Event(live.index, chunk.token_ids, chunk.text, num_drafted, logprobs, chunk.finish_reason, seq)
             events.append((live.ticket, event))
-            is_urgent = is_urgent or chunk.finish_reason is not None or seq.num_output == len(chunk.token_ids)
+            is_urgent = is_urgent or chunk.finish_reason is not None or not live.has_begun
+            live.has_begun = True
         self._outbox.put(events, now, step_s, is_urgent=is_urgent)
         for chunk in chunks:
             seq = chunk.sequence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,10 @@ def test_every_size_is_measured_as_often_as_asked() -> None:
 
 
 def test_prompts_are_prefilled_whole_and_anew_each_time() -> None:
-    bench = measured(StepsConfig((1,), max_positions=2, context=60, repeat=3))
+    llm = fake_llm(target())
+    llm.config = replace(llm.config, prefill_chunk=256)
+    bench = StepBench(llm, StepsConfig((1,), max_positions=2, context=60, repeat=3), "none")
+    bench.run()
     calls = [each for each in bench.llm.target.calls if each.starts == [0] and each.counts in ([16], [64])]
     assert [each.counts for each in calls] == [[16], [64]] * 4, "a turn before them warms up"
     assert len({tuple(each.tokens) for each in calls}) == 8

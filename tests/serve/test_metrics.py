@@ -76,9 +76,9 @@ def test_right_drafts_by_hand() -> None:
         "vllm:prefix_cache_hits_total": 0, "vllm:spec_decode_num_drafts_total": 3,
         "vllm:spec_decode_num_draft_tokens_total": 9, "vllm:spec_decode_num_accepted_tokens_total": 9,
         "vllm:time_to_first_token_seconds_count": 1, "vllm:e2e_request_latency_seconds_count": 1,
-        "vllm:inter_token_latency_seconds_count": 2, "vllm:request_time_per_output_token_seconds_count": 1,
+        "vllm:inter_token_latency_seconds_count": 3, "vllm:request_time_per_output_token_seconds_count": 1,
         "vllm:num_requests_running": 0, "vllm:num_requests_waiting": 0, "vllm:kv_cache_usage_perc": 0,
-        "paceline:rounds_total": 3, "paceline:steps_total": 3, "paceline:tokens_per_round_sum": 12,
+        "paceline:rounds_total": 3, "paceline:steps_total": 4, "paceline:tokens_per_round_sum": 12,
         "paceline:tokens_per_round_count": 3, "paceline:draft_width_sum": 9, "paceline:worker_restarts_total": 0,
     }  # fmt: skip
     assert {name: seen[name, ()] for name in expected} == expected

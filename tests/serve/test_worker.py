@@ -344,3 +344,17 @@ def test_the_openapi_document_names_every_endpoint() -> None:
     paths = set(app.openapi()["paths"])
     assert paths >= {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"}
     assert paths >= {"/health", "/ready", "/metrics", "/version", "/v1/embeddings"}
+
+
+def test_a_first_token_is_not_held_back_beside_others() -> None:
+    """Tokens may wait for a second here; the first one of the later answer comes while that answer is still being made."""
+    with serving(talker(0.01), stream_interval_ms=1000.0) as live:
+        other = live.client().chat.completions.create(model="fake", stream=True, max_tokens=200, **asked("one"))
+        next(iter(other))
+        times = []
+        for chunk in live.client().chat.completions.create(model="fake", stream=True, max_tokens=50, **asked("two")):
+            if chunk.choices and chunk.choices[0].delta.content:
+                times.append(time.monotonic())
+        other.close()
+    assert len(times) > 10
+    assert times[-1] - times[0] > 0.25, "the first token came with the last"

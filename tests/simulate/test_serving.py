@@ -112,25 +112,19 @@ def test_capacity_is_where_the_queue_begins_to_grow() -> None:
 def test_one_request_alone() -> None:
     """Prefill, then rounds: every time is known."""
     [each] = run([Job(1.0, 10, 4)], costs=CHUNKY, server=ServerShape(prefill_chunk=4)).served
-    # Chunks of 4, 4 and 2 positions; the round of the third step brings the second token together with the first.
-    assert each.chunks == [
-        (pytest.approx(1.011), 1),
-        (pytest.approx(1.011), 1),
-        (pytest.approx(1.012), 1),
-        (pytest.approx(1.013), 1),
-    ]
-    assert each.num_rounds == 3 and each.first_s == pytest.approx(1.011)
+    # Chunks of 4, 4 and 2 positions; the first token does not wait for a round.
+    assert each.chunks == [(pytest.approx(time), 1) for time in (1.010, 1.011, 1.012, 1.013)]
+    assert each.num_rounds == 3 and each.first_s == pytest.approx(1.010)
 
 
 def test_a_round_takes_verifying_drafting_and_the_host() -> None:
     """Two rows of equal length that never miss, so that every round drafts three, but for the last tokens."""
     outcome = run([Job(0.0, 10, 9)] * 2, "3", survival=(1.0,) * 3)
-    alone, both = COSTS.verify_s(1, 4, 0), COSTS.verify_s(2, 4, 0)
-    prefill = 2 * COSTS.verify_s(1, 10, 0)
-    # The first row's round in the step of its own prefill, one with both, and the second row's last.
-    assert outcome.busy_s == pytest.approx(prefill + 2 * alone + both + 3 * (COSTS.draft_s(1, 3, 0) + COSTS.host_s))
-    assert (outcome.num_rounds, outcome.prefill_s) == (3, pytest.approx(prefill))
-    assert outcome.row_seconds == pytest.approx(outcome.busy_s - prefill + both + COSTS.draft_s(1, 3, 0) + COSTS.host_s)
+    both, prefill = COSTS.verify_s(2, 4, 0), 2 * COSTS.verify_s(1, 10, 0)
+    # The first row's token goes out alone; the second's prompt comes before the first round of both.
+    assert outcome.busy_s == pytest.approx(prefill + 2 * (both + COSTS.draft_s(1, 3, 0) + COSTS.host_s))
+    assert (outcome.num_rounds, outcome.prefill_s) == (2, pytest.approx(prefill))
+    assert outcome.row_seconds == pytest.approx(2 * (outcome.busy_s - prefill))
 
 
 def test_a_long_prompt_delays_the_others_by_a_chunk_at_a_time() -> None:
