@@ -18,7 +18,7 @@ from paceline.simulate.measured import read_steps, read_table
 from paceline.simulate.prefill import prefill_of_steps
 from paceline.simulate.recorded import parse_acceptance
 from paceline.simulate.replay import FIRST_TOKEN_WITHIN, THROUGHPUT_WITHIN, Compared, compare, read_passes, recorded_survival
-from paceline.simulate.serving import PrefillSeconds, ServerShape
+from paceline.simulate.serving import REQUEST_S, PrefillSeconds, ServerShape
 
 SHARES = (0.3, 0.6, 0.8, 0.95, 1.2)
 """Of what plain decoding can finish: the loads when none are given."""
@@ -53,7 +53,7 @@ class ServingSimulation:
     answer_tokens: str = "128"
     max_rows: int | None = None
     prefill_chunk: int | None = 256
-    request_overhead: float = 0.0
+    request_overhead: float = REQUEST_S
     seed: int = 0
     against: Path | None = None
     out: Path | None = None

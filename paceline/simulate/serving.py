@@ -23,6 +23,8 @@ from paceline.simulate.arrivals import Job, Survival
 from paceline.simulate.costs import StepCosts
 from paceline.simulate.policies import Policy, StepSeconds, check_survival, num_accepted
 
+REQUEST_S = 0.005
+"""What a request of `paceline serve` spends there, about, on two cores that the engine keeps busy."""
 PrefillSeconds = Callable[[int, int], float]
 """Tokens of a prompt's chunk, tokens in the cache after it -> seconds."""
 
@@ -171,7 +173,7 @@ class _Loop:
         self._prefilling: deque[Served] = deque()
         self._running: list[Served] = []
         self._now = self._busy_s = self._row_seconds = self._prefill_s = 0.0
-        self._num_rounds = 0
+        self._num_rounds, self._has_chunk = 0, False
         chunk = server.prefill_chunk or max((job.prompt_tokens for job in jobs), default=1)
         self._pace = PrefillPace(chunk, adapts=server.prefill_adapts)
 
@@ -193,6 +195,7 @@ class _Loop:
             self._prefilling.append(admitted)
 
     def _step(self) -> None:
+        self._has_chunk = bool(self._prefilling)
         began, joining = self._now, self._prefill()
         gained = [(joining, 1)] if joining else []
         rows = self._running + ([joining] if joining and joining.job.answer_tokens > 1 else [])
@@ -241,7 +244,7 @@ class _Loop:
         if most:
             spent += self._costs.draft_s(len(rows), most, context / len(rows))
         self._now += spent
-        self._pace.decoded(spent)
+        self._pace.decoded(spent, beside_chunk=self._has_chunk)
         self._row_seconds += spent * len(rows)
         self._num_rounds += 1
         return gained
