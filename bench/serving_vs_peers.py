@@ -67,7 +67,9 @@ class Peer:
         words = [*self.command, "--host", HOST, "--port", str(self.port)]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or "vllm" not in self.name}
         with log.open("wb") as said:
-            self.process = subprocess.Popen(words, stdout=said, stderr=said, env=environment | self.environment)
+            self.process = subprocess.Popen(
+                words, stdout=said, stderr=said, env=environment | self.environment, start_new_session=True
+            )
         ends = time.monotonic() + START_SECONDS
         while not self.model:
             if self.process.poll() is not None or time.monotonic() > ends:
@@ -87,10 +89,9 @@ class Peer:
             client.close()
 
     def signal(self, number: int) -> None:
+        """To the server and its children: they are a process group."""
         assert self.process is not None
-        os.kill(self.process.pid, number)
-        for child in _children(self.process.pid):
-            os.kill(child, number)
+        os.killpg(self.process.pid, number)
 
     def stop(self) -> None:
         if self.process and self.process.poll() is None:
@@ -99,7 +100,7 @@ class Peer:
             try:
                 self.process.wait(30)
             except subprocess.TimeoutExpired:
-                self.process.kill()
+                self.signal(signal.SIGKILL)
 
 
 @dataclass(slots=True)
@@ -117,12 +118,6 @@ class Turn:
     def inter_token_ms(self) -> float:
         """Mean time of a token after the first, over all answers."""
         return 1e3 * statistics.fmean(answer.inter_token_s or 0.0 for answer in self.answers)
-
-
-def _children(pid: int) -> list[int]:
-    """Of a process, and theirs."""
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout.split()
-    return [each for child in map(int, found) for each in (child, *_children(child))]
 
 
 async def ask_all(peer: Peer, prompts: list[Prompt], streams: int, max_tokens: int) -> Turn:

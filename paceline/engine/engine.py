@@ -146,8 +146,9 @@ class Engine:
     def _advance(self) -> list[Chunk]:
         has_chunk = bool(self.scheduler.prefilling)
         chunks = self._prefill()
-        if not chunks or len(self.scheduler.running) > 1:  # a first token that delays nobody goes out before its first round
-            chunks += self._decode(has_chunk)
+        begun = {chunk.sequence.request_id for chunk in chunks}
+        if not chunks or any(seq.request_id not in begun for seq in self.scheduler.running):
+            chunks += self._decode(has_chunk)  # a first token that delays nobody goes out before its first round
         self._admit()
         return chunks
 

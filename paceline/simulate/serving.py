@@ -199,7 +199,7 @@ class _Loop:
         began, joining = self._now, self._prefill()
         gained = [(joining, 1)] if joining else []
         rows = self._running + ([joining] if joining and joining.job.answer_tokens > 1 else [])
-        if rows and not (joining and len(rows) == 1):  # a first token that delays nobody goes out before its first round
+        if rows and rows != [joining]:  # a first token that delays nobody goes out before its first round
             gained += self._round(rows)
         self._busy_s += self._now - began
         self._running = rows
