@@ -15,7 +15,7 @@ import sys
 import time
 
 from paceline import LLM, SamplingParams
-from paceline.engine.prefill import PrefillPace
+from paceline.pace import PrefillPace
 
 PROMPT_TOKENS = 1000
 MOST_ROUNDS = 3.0

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "paceline"
 
 LAYERS = [
-    {"types", "errors", "config", "hardware", "runlog", "rng", "prompts"},
+    {"types", "errors", "config", "hardware", "pace", "runlog", "rng", "prompts"},
     {"hub", "model", "simulate"},
     {"draft", "verify"},
     {"engine"},
@@ -39,6 +39,7 @@ TORCH_FREE_AT_IMPORT = [
     "errors",
     "config",
     "hardware",
+    "pace",
     "runlog",
     "rng",
     "prompts",
@@ -60,7 +61,7 @@ SIDEWAYS = {
     ("bench", "train"),
     ("bench", "serve"),
 }
-STANDS_ALONE = {"simulate": {"types", "errors", "config", "hardware", "simulate"}}
+STANDS_ALONE = {"simulate": {"types", "errors", "config", "hardware", "pace", "simulate"}}
 """Parts that import nothing else of ours, and no torch."""
 
 

@@ -16,7 +16,6 @@ import torch
 from paceline.draft.base import Drafter, NoDrafter, Observed
 from paceline.engine.draft_length import DraftLengths
 from paceline.engine.grammar import Grammars
-from paceline.engine.prefill import PrefillPace
 from paceline.engine.prefix import PrefixReuse
 from paceline.engine.round import Judge, decode_round, record
 from paceline.engine.sampling import LosslessJudge, MockedJudge
@@ -24,6 +23,7 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.text import Detokenizer, TextStream
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.model.target import ForwardBatch, Target
+from paceline.pace import PrefillPace
 from paceline.types import Batch, Constraint, DraftBlock, FinishReason, RoundStats, SamplingParams, Sequence
 
 

@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from paceline.engine.prefill import PrefillPace
 from paceline.errors import ConfigError
+from paceline.pace import PrefillPace
 from paceline.simulate.arrivals import Job, Survival
 from paceline.simulate.costs import StepCosts
 from paceline.simulate.policies import Policy, StepSeconds, check_survival, num_accepted
@@ -38,7 +38,7 @@ class ServerShape:
     prefill_chunk: int | None = 256
     """Prompt tokens of a step at most; None prefills a prompt at once."""
     prefill_adapts: bool = False
-    """Chunks beside running requests keep to their rounds' time (`engine/prefill.py`)."""
+    """Chunks beside running requests keep to their rounds' time (`pace.py`)."""
     request_s: float = 0.0
     """Seconds that a request spends outside the engine before its first token: HTTP, tokenizing. Others do not wait for it."""
 

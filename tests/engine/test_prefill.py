@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from paceline.engine.engine import Engine
-from paceline.engine.prefill import LEAST, PrefillPace
 from paceline.model.target import ForwardBatch, ForwardOutput
+from paceline.pace import LEAST, PrefillPace
 from paceline.testing import ByteTokenizer, FakeTarget
 from paceline.types import SamplingParams
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from paceline import pace
 from paceline.bench.serving import arrivals
-from paceline.engine import prefill
 from paceline.errors import ConfigError
 from paceline.simulate import policies
 from paceline.simulate.arrivals import Job, Lengths, Survival, arriving, parse_lengths, poisson, workload
@@ -136,7 +136,7 @@ def test_a_long_prompt_delays_the_others_by_a_chunk_at_a_time() -> None:
         max(later[0] - sooner[0] for sooner, later in zip(each.chunks[1:], each.chunks[2:], strict=False))
         for each in (chunked, whole, fair)
     ]
-    assert longest == [pytest.approx(0.011), pytest.approx(0.101), pytest.approx(0.001 * (prefill.LEAST + 1))]
+    assert longest == [pytest.approx(0.011), pytest.approx(0.101), pytest.approx(0.001 * (pace.LEAST + 1))]
 
 
 def test_no_more_rows_than_there_are() -> None:
