@@ -21,6 +21,7 @@ from live_server import Live, asked, serving, wait_until
 from small_llm import tiny_model
 
 from paceline import LLM, SamplingParams
+from paceline.serve.worker import COMPILERS
 
 NUM_REQUESTS, NUM_CLIENTS, MAX_TOKENS = 1000, 64, 24
 MOST_GROWTH_MB, MOST_NEW_OBJECTS = 24, 500
@@ -102,6 +103,7 @@ def test_a_thousand_requests_of_which_many_are_bad(clients: ModuleType, tmp_path
         assert num_tasks(live) == tasks_before
         assert num_files() <= files_before + 1
         assert num_threads() == threads_between
+        assert threading.active_count() - num_threads() <= COMPILERS + min(32, (os.cpu_count() or 1) + 4), "pools have limits"
         del live.seen.outcomes[:], live.seen.refusals[:], live.seen.tags[:], soak.wrong[:]
         grown = memory_mb() - memory_between, len(gc.get_objects()) - objects_between
         for seed in (2000, 3000, 4000):  # a leak grows with every half, what a busy machine piled up does not
