@@ -33,17 +33,17 @@ test: $(READY)  ## the test suite
 	$(BIN)/python -m pytest
 
 check: $(READY)  ## what CI runs: format, lint, types, tests
-	$(BIN)/ruff format --check paceline tests bench docs setup.py
-	$(BIN)/ruff check paceline tests bench docs setup.py
+	$(BIN)/ruff format --check paceline tests experiments docs setup.py
+	$(BIN)/ruff check paceline tests experiments docs setup.py
 	$(BIN)/pyright
 	$(BIN)/python -m pytest
 
 format: $(READY)
-	$(BIN)/ruff format paceline tests bench docs setup.py
-	$(BIN)/ruff check --fix paceline tests bench docs setup.py
+	$(BIN)/ruff format paceline tests experiments docs setup.py
+	$(BIN)/ruff check --fix paceline tests experiments docs setup.py
 
 bench: $(READY)  ## plain and speculative speed beside Transformers, one stream
-	bash bench/decode_vs_transformers.sh
+	bash experiments/decode_vs_transformers.sh
 
 docs: $(READY)  ## docs/cli.md from --help
 	$(BIN)/python docs/make_cli.py

@@ -1,4 +1,4 @@
-"""The command line: one command per verb. Options are read here; `console/` does the work, imported when a command runs."""
+"""The command line: one command per verb. Options are read here; `commands/` does the work, imported when a command runs."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ def generate(
         raise ConfigError("--against knows transformers only, and greedy answers only: leave it or --temperature out")
     if logprobs is not None and not as_json:
         _note("--logprobs shows only with --json")
-    from paceline.console.generate import Ask
-    from paceline.console.generate import generate as run
+    from paceline.commands.generate import Ask
+    from paceline.commands.generate import generate as run
 
     run(Ask(prompt, settings, params, system, raw, compare, as_json, against))
 
@@ -169,7 +169,7 @@ def chat(
     given = dict(locals())
     params = _sampling(given)
     settings = settings_of(given, model or name, max_batch=1)
-    from paceline.console.chat import chat as run
+    from paceline.commands.chat import chat as run
 
     run(settings, params, system)
 
@@ -248,8 +248,8 @@ def bench_decode(
         _bench_mock(given, settings, names, batches)
         return
     from paceline.bench.decode import BenchConfig
-    from paceline.console.bench import BenchAsk
-    from paceline.console.bench import bench_decode as run
+    from paceline.commands.bench import BenchAsk
+    from paceline.commands.bench import bench_decode as run
 
     peers = (against,) if against else ()
     config = BenchConfig(names, batches, temperatures, max_tokens, repeat, ignore_eos, peers, num_drafted, seed)
@@ -262,7 +262,7 @@ def _bench_mock(given: dict[str, Any], settings: dict[str, Any], names: tuple[st
         if given[name] is not None:
             raise ConfigError(f"--{name.replace('_', '-')} does not go with --mock-tokens-per-round: leave one of them out")
     from paceline.bench.mock import MockConfig
-    from paceline.console.bench_mock import MockAsk, bench_mock
+    from paceline.commands.bench_mock import MockAsk, bench_mock
 
     values = tuple(numbers("--mock-tokens-per-round", given["mock_tokens_per_round"]))
     drafter = next((name for name in names if name not in ("none", "default")), "random-dflash")

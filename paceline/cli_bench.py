@@ -1,4 +1,4 @@
-"""The commands `bench serving` and `bench steps`. Options are read here; `console/` does the work."""
+"""The commands `bench serving` and `bench steps`. Options are read here; `commands/` does the work."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def bench_serving(
 
 def _bench_serving(given: dict[str, Any]) -> None:
     from paceline.bench.serving import ServingConfig
-    from paceline.console.bench_serving import ServingAsk, read_key
-    from paceline.console.bench_serving import bench_serving as run
+    from paceline.commands.bench_serving import ServingAsk, read_key
+    from paceline.commands.bench_serving import bench_serving as run
 
     rates = tuple(numbers("--rate", given["rate"] or ""))
     asked = given["concurrency"] if given["concurrency"] is not None else "" if rates else "1,2,4,8,16"
@@ -165,8 +165,8 @@ def bench_steps(
     settings = settings_of({**given, "drafter": "none", "kv_memory": None}, model)
     settings = {name: value for name, value in settings.items() if name != "drafter" and value is not None}
     from paceline.bench.steps import StepsConfig
-    from paceline.console.bench_steps import StepsAsk
-    from paceline.console.bench_steps import bench_steps as run
+    from paceline.commands.bench_steps import StepsAsk
+    from paceline.commands.bench_steps import bench_steps as run
 
     batches = tuple(int(value) for value in numbers("--batch", batch, whole=True))
     run(StepsAsk(settings, StepsConfig(batches, positions, context, repeat, tokens_per_round), drafter, out, as_json))

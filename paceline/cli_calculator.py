@@ -1,4 +1,4 @@
-"""The `calculator` command. Options are read here; `console/calculator.py` does the work."""
+"""The `calculator` command. Options are read here; `commands/calculator.py` does the work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def calculator(
 
     Example: paceline calculator --out calculator.html --open
     """
-    from paceline.console.calculator import calculator as run
+    from paceline.commands.calculator import calculator as run
 
     run(out, open_it, this_machine, as_json)
 

@@ -1,4 +1,4 @@
-"""The `compare` command. Options are read here; `console/compare.py` does the work."""
+"""The `compare` command. Options are read here; `commands/compare.py` does the work."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def compare(
     Example: paceline compare "Why is the sky blue?" --max-tokens 96 --svg demo.svg
     """
     given = dict(locals())
-    from paceline.console.compare import CompareAsk, show
-    from paceline.console.compare import compare as run
+    from paceline.commands.compare import CompareAsk, show
+    from paceline.commands.compare import compare as run
 
     if recorded is not None:
         if prompt is not None:

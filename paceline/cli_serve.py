@@ -1,4 +1,4 @@
-"""The `serve` command. Options are read here; `console/serve.py` does the work."""
+"""The `serve` command. Options are read here; `commands/serve.py` does the work."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def _serve(given: dict[str, Any]) -> None:
         max_body_bytes=size("--max-body", str(given["max_body"])),
     )
     num_bytes = size("--trace-size", str(given["trace_size"]))
-    from paceline.console.serve import ServeAsk, TraceAsk
-    from paceline.console.serve import serve as run
+    from paceline.commands.serve import ServeAsk, TraceAsk
+    from paceline.commands.serve import serve as run
 
     redact = tuple(given["trace_redact"] or ())
     traces = given["traces"] and TraceAsk(given["traces"], given["trace_sample"], redact, num_bytes, given["trace_days"])

@@ -1,4 +1,4 @@
-"""The `simulate` command. Options are read here; `console/simulate.py` does the work."""
+"""The `simulate` command. Options are read here; `commands/simulate.py` does the work."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def simulate(
 
 
 def _simulate(given: dict[str, Any]) -> None:
-    from paceline.console.simulate import SimulateAsk, list_known
-    from paceline.console.simulate import simulate as run
+    from paceline.commands.simulate import SimulateAsk, list_known
+    from paceline.commands.simulate import simulate as run
 
     if given.pop("list_known"):
         list_known(given["as_json"])
@@ -108,7 +108,7 @@ def _simulate(given: dict[str, Any]) -> None:
     batches = tuple(int(value) for value in numbers("--batch", given.pop("batch"), whole=True))
     ask = SimulateAsk(batches=batches, **given)
     if folders:
-        from paceline.console.simulate_calibrate import calibrate
+        from paceline.commands.simulate_calibrate import calibrate
 
         calibrate(ask, folders)
     else:

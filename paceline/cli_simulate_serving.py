@@ -1,4 +1,4 @@
-"""The `simulate-serving` command. Options are read here; `console/simulate_serving.py` does the work."""
+"""The `simulate-serving` command. Options are read here; `commands/simulate_serving.py` does the work."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def simulate_serving(
     Example: paceline simulate-serving --steps runs/steps --against runs/bench-serving-1
     """
     given = dict(locals())
-    from paceline.console.simulate_serving import ServingSimulation
-    from paceline.console.simulate_serving import simulate_serving as run
+    from paceline.commands.simulate_serving import ServingSimulation
+    from paceline.commands.simulate_serving import simulate_serving as run
 
     run(ServingSimulation(**_read(given)))
 

@@ -1,4 +1,4 @@
-"""Commands that make a drafter: train and its stages. Options are read here; `console/` does the work."""
+"""Commands that make a drafter: train and its stages. Options are read here; `commands/` does the work."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def regenerate(
     Example: paceline regenerate --prompts questions.jsonl --out runs/answers
     """
     settings = settings_of(locals(), target, max_batch=max_batch)
-    from paceline.console.regenerate import RegenerateAsk
-    from paceline.console.regenerate import regenerate as run
+    from paceline.commands.regenerate import RegenerateAsk
+    from paceline.commands.regenerate import regenerate as run
     from paceline.train.regenerate import RegenerateConfig
 
     config = RegenerateConfig(max_tokens, max_prompt_tokens, tuple(numbers("--temperature", temperature)), seed)
@@ -124,8 +124,8 @@ def train(
 def _train(given: dict[str, Any]) -> None:
     settings = settings_of(given, given["target"])
     settings.pop("model")
-    from paceline.console.train import TrainAsk
-    from paceline.console.train import train as run
+    from paceline.commands.train import TrainAsk
+    from paceline.commands.train import train as run
     from paceline.train.loop import TrainConfig
     from paceline.train.losses import LossConfig
     from paceline.train.optim import OptimConfig
@@ -192,8 +192,8 @@ def evaluate(
     batches = tuple(int(value) for value in numbers("--batch", batch, whole=True))
     temperatures = tuple(numbers("--temperature", temperature))
     from paceline.bench.decode import BenchConfig
-    from paceline.console.evaluate import EvaluateAsk
-    from paceline.console.evaluate import evaluate as run
+    from paceline.commands.evaluate import EvaluateAsk
+    from paceline.commands.evaluate import evaluate as run
 
     config = BenchConfig(("none",), batches, temperatures, max_tokens, repeat, ignore_eos, (), num_drafted, seed)
     run(EvaluateAsk(drafter, settings, config, tuple(prompts or ()), limit, out, as_json))
@@ -207,7 +207,7 @@ def report(
 
     Example: paceline report runs/mine
     """
-    from paceline.console.report import report as run
+    from paceline.commands.report import report as run
 
     run(folder, as_json)
 

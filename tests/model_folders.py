@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from paceline.model.loading import load_config, random_tensors
+from paceline.model.checkpoint import load_config, random_tensors
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 96,

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from paceline.model import native_lib
 from paceline.model.blocks import BlockKind, Blocks
+from paceline.model.checkpoint import expected_shapes
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
 from paceline.model.kv_cache import StaticKVCache
-from paceline.model.loading import expected_shapes
 from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import ForwardBatch, ForwardOutput
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.config import EngineConfig
 from paceline.draft.base import NoDrafter
 from paceline.engine.llm import LLM
-from paceline.model.loading import load_config, random_tensors
+from paceline.model.checkpoint import load_config, random_tensors
 from paceline.model.target import Target
 from paceline.testing import ByteTokenizer, FakeTarget
 

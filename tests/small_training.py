@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from paceline.draft.dflash import DFlashNetwork
+from paceline.model.checkpoint import random_tensors
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
-from paceline.model.loading import random_tensors
 from paceline.model.target import head_weight
 from paceline.train.dataset import Corpus, Document
 from paceline.train.features import Features, FeatureSource, OnlineFeatures

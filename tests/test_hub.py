@@ -25,7 +25,7 @@ from paceline import hub
 from paceline.errors import CacheError, DownloadError, ModelFileError, ModelNotFoundError
 from paceline.hub import BLOCKS, MANIFEST, Builtin, blocks_of, cache_home, resolve
 from paceline.model.blocks import Blocks
-from paceline.model.loading import check_tensors, load_config, load_tensors
+from paceline.model.checkpoint import check_tensors, load_config, load_tensors
 from paceline.model.tokenizer import Tokenizer
 
 

@@ -17,7 +17,7 @@ LAYERS = [
     {"bench", "train", "serve"},
     {"adapt"},
     {
-        "console",
+        "commands",
         "cli",
         "cli_bench",
         "cli_calculator",

@@ -23,7 +23,7 @@ from paceline.bench.summary import bytes_per_s, median_of, speedup_over, stages,
 from paceline.draft.base import Drafter
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
-from paceline.model.load import form_of
+from paceline.model.backends import form_of
 from paceline.prompts import Prompt
 from paceline.types import SamplingParams
 

@@ -18,7 +18,7 @@ from paceline.bench.passes import Answer, Pass
 from paceline.bench.summary import speedup_over_prompts, tokens_per_round
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
-from paceline.model.load import form_of
+from paceline.model.backends import form_of
 from paceline.runlog import plain
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from paceline.bench.markup import Section, document, escaped, estimate, flat, nu
 from paceline.bench.plots import Series, bars, curves, speedup_bars
 from paceline.bench.report import COLUMNS, row
 from paceline.bench.rundata import KINDS, Line, RunData, numbers, thinned
-from paceline.model.load import Form
+from paceline.model.backends import Form
 
 
 def sections(run: RunData) -> list[Section]:

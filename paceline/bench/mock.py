@@ -20,10 +20,10 @@ from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.registry import make_drafter
 from paceline.engine.engine import Engine
-from paceline.engine.sampling import MockedJudge
+from paceline.engine.judge import MockedJudge
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
-from paceline.model.load import form_of
+from paceline.model.backends import form_of
 from paceline.simulate.calibrate import precisions_of
 from paceline.simulate.costs import RooflineCosts
 from paceline.simulate.drafter_cost import FractionDrafter, ShapeDrafter

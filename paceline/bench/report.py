@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.bench.decode import Bench, Result, ceiling_tokens_per_s, name_of
 from paceline.bench.plots import draw
 from paceline.hardware import Machine
-from paceline.model.load import form_of
+from paceline.model.backends import form_of
 from paceline.runlog import RunFolder
 
 if TYPE_CHECKING:

@@ -20,12 +20,12 @@ from paceline.draft.base import Drafter, Observed
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.registry import make_drafter
 from paceline.engine.engine import Engine
-from paceline.engine.sampling import MockedJudge
+from paceline.engine.judge import MockedJudge
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
 from paceline.hub import resolve
-from paceline.model.load import form_of
-from paceline.model.loading import read_json
+from paceline.model.backends import form_of
+from paceline.model.checkpoint import read_json
 from paceline.model.target import Target
 from paceline.types import Batch, DraftBlock, SamplingParams, Sequence
 from paceline.verify.mocked import MockedAcceptance

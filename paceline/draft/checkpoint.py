@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.errors import CacheError, DrafterMismatchError, ModelFileError, UnsupportedModelError
+from paceline.model.checkpoint import FAMILIES, decoder_config, load_tensors, read_json
 from paceline.model.config import DecoderConfig
-from paceline.model.loading import FAMILIES, decoder_config, load_tensors, read_json
 from paceline.model.target import Target
 
 ARCHITECTURE = "DFlashDraftModel"

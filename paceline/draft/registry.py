@@ -13,7 +13,7 @@ from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.errors import ConfigError, ModelNotFoundError
-from paceline.model.loading import read_json
+from paceline.model.checkpoint import read_json
 from paceline.model.target import Target
 
 SHIPPED = Path(__file__).parent / "shipped"
@@ -61,7 +61,7 @@ def make_drafter(
 
 def _from_checkpoint(name: str, target: Target, **options: Any) -> Drafter:
     """A DFlash checkpoint or, whatever else it is, a language model to draft with."""
-    from paceline.model.load import load_target
+    from paceline.model.backends import load_target
 
     try:
         path = hub.resolve(name)

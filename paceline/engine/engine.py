@@ -16,9 +16,9 @@ import torch
 from paceline.draft.base import Drafter, NoDrafter, Observed
 from paceline.engine.draft_length import DraftLengths
 from paceline.engine.grammar import Grammars
+from paceline.engine.judge import LosslessJudge, MockedJudge
 from paceline.engine.prefix import PrefixReuse
 from paceline.engine.round import Judge, decode_round, record
-from paceline.engine.sampling import LosslessJudge, MockedJudge
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.text import Detokenizer, TextStream
 from paceline.errors import ContextLengthError, PromptError, SamplingError

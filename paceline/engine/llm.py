@@ -21,12 +21,12 @@ from paceline.draft.lookup_first import LookupFirst
 from paceline.draft.registry import make_drafter
 from paceline.engine.draft_length import DraftLengths, PassCosts
 from paceline.engine.engine import Chunk, Engine
+from paceline.engine.judge import LosslessJudge, MockedJudge
 from paceline.engine.round import Judge
-from paceline.engine.sampling import LosslessJudge, MockedJudge
 from paceline.errors import MemoryBudgetError, PromptError
 from paceline.hub import resolve as resolve_model
 from paceline.model import native_lib
-from paceline.model.load import DEFAULT_MAX_LEN, load_target
+from paceline.model.backends import DEFAULT_MAX_LEN, load_target
 from paceline.model.target import Target
 from paceline.model.tokenizer import Tokenizer
 from paceline.types import FinishReason, SamplingParams, Sequence, Timings, TokenLogprob

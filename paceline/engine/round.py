@@ -12,7 +12,7 @@ from paceline.types import Batch, DraftBlock, RoundStats, Sequence, Verdict
 
 
 class Judge(Protocol):
-    """Decides which drafts stand. See `engine/sampling.py`."""
+    """Decides which drafts stand. See `engine/judge.py`."""
 
     def only_argmax(self, batch: Batch) -> bool:
         """Whether the largest logit of each position is all it will look at."""

@@ -1,4 +1,4 @@
-"""What a decoder looks like, as numbers: read from a Hugging Face config.json or from GGUF metadata by `loading.py`."""
+"""What a decoder looks like, as numbers: read from a Hugging Face config.json or from GGUF metadata by `checkpoint.py`."""
 
 from __future__ import annotations
 

@@ -12,17 +12,17 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from paceline.model import loading
+from paceline.model import checkpoint
 from paceline.model.config import DecoderConfig
 from paceline.model.tokenizer import Tokenizer
 
 
 def write_folder(gguf_file: Path, folder: Path, advance: Callable[[float], None]) -> None:
     """Write into an empty folder; `advance` hears how much of 1 is done. Raises ModelFileError or OSError."""
-    config = loading.load_config(gguf_file)
+    config = checkpoint.load_config(gguf_file)
     tokenizer = Tokenizer.from_path(gguf_file)
-    num_tensors, weights = len(loading.expected_shapes(config)), {}
-    for name, tensor in loading.check_tensors(config, loading.load_tensors(gguf_file), gguf_file):
+    num_tensors, weights = len(checkpoint.expected_shapes(config)), {}
+    for name, tensor in checkpoint.check_tensors(config, checkpoint.load_tensors(gguf_file), gguf_file):
         weights[name] = tensor
         advance(len(weights) / num_tensors)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -2,7 +2,7 @@
 
 Weights are fused (q, k, v in one matrix; gate and up in one) and packed for the device; keys and values go into a static
 cache; one call runs a ragged batch and hands out taps on the way. Plain functions on tensors rather than modules: at one
-row the time is in the calls, not in the arithmetic. `model/loading.py` brings the tensors; `tests/model/test_decoder.py`
+row the time is in the calls, not in the arithmetic. `model/checkpoint.py` brings the tensors; `tests/model/test_decoder.py`
 compares every family with Transformers.
 """
 

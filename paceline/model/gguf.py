@@ -1,7 +1,7 @@
 """GGUF files (llama.cpp's format): metadata to DecoderConfig, quantised blocks to float32, vocabulary to a tokenizer.
 
 Parsing and dequantising are the `gguf` package's; ours are the names, the row order of Llama's rope, and the tokenizer.
-Called by `loading.py` and `tokenizer.py`.
+Called by `checkpoint.py` and `tokenizer.py`.
 """
 
 from __future__ import annotations

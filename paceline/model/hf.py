@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from paceline.errors import ContextLengthError, ModelFileError, ModelNotFoundError, UnsupportedModelError
+from paceline.model.backends import DEFAULT_MAX_LEN
 from paceline.model.hf_cache import HFCache, Row, cache_bytes, is_unused, make_cache, poison_recurrent_state, tensor_bytes
-from paceline.model.load import DEFAULT_MAX_LEN
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 
 _MAX_PENDING = 32

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ModelFileError, ModelNotFoundError, PromptError
 from paceline.model import gguf
-from paceline.model.loading import eos_token_ids, read_json
+from paceline.model.checkpoint import eos_token_ids, read_json
 
 if TYPE_CHECKING:
     import jinja2

@@ -20,8 +20,8 @@ from paceline.draft.checkpoint import DFlashConfig, check_fit, default_layer_ids
 from paceline.draft.dflash import DFlashNetwork
 from paceline.errors import ConfigError
 from paceline.hub import resolve
+from paceline.model.checkpoint import load_tensors
 from paceline.model.config import DecoderConfig
-from paceline.model.loading import load_tensors
 from paceline.model.target import Target
 from paceline.train.losses import Head
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from paceline.errors import CacheError
-from paceline.model.loading import load_config, random_tensors
+from paceline.model.checkpoint import load_config, random_tensors
 
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|mask|>"]
 CONFIG: dict[str, Any] = {

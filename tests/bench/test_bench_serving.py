@@ -19,7 +19,7 @@ from paceline import cli_bench
 from paceline.bench.serving import Contender, Load, ServingBench, ServingConfig, arrivals
 from paceline.bench.serving_figures import Answer, Percentiles, read_answer, tokens_per_round
 from paceline.bench.sse import Client, Stream, read_reply
-from paceline.console import bench_serving as console
+from paceline.commands import bench_serving as console
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
 from paceline.prompts import Prompt
 

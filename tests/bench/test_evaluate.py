@@ -13,9 +13,9 @@ from paceline.bench.evaluate import Evaluation, evaluation_config, heldout, set_
 from paceline.bench.figures import is_loop
 from paceline.bench.passes import Answer, Pass
 from paceline.bench.summary import speedup_over, speedup_over_prompts
+from paceline.commands import evaluate as command
+from paceline.commands.evaluate import EvaluateAsk, evaluate
 from paceline.config import EngineConfig
-from paceline.console import evaluate as command
-from paceline.console.evaluate import EvaluateAsk, evaluate
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.engine.engine import Engine
 from paceline.errors import CacheError, ConfigError, ModelNotFoundError, PromptError

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.bench.html import page, sections
 from paceline.bench.rundata import RunData, numbers, read_run, thinned
-from paceline.console.report import report
+from paceline.commands.report import report
 from paceline.errors import ConfigError
 
 pytest.importorskip("matplotlib")

@@ -15,8 +15,8 @@ from paceline.draft.ngram import NgramDrafter
 from paceline.draft.registry import make_drafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.errors import ConfigError, DrafterMismatchError, ModelNotFoundError, UnsupportedModelError
+from paceline.model.checkpoint import random_tensors
 from paceline.model.config import DecoderConfig
-from paceline.model.loading import random_tensors
 from paceline.testing import FakeTarget
 
 

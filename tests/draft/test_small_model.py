@@ -8,9 +8,9 @@ from round_loop import admit, generate, ready
 
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.errors import DrafterMismatchError
+from paceline.model.checkpoint import random_tensors
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
-from paceline.model.loading import random_tensors
 from paceline.testing import FakeTarget
 from paceline.types import Batch, SamplingParams
 

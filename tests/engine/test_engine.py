@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 
 from paceline.draft.base import Drafter
 from paceline.engine.engine import Chunk, Engine
-from paceline.engine.sampling import LosslessJudge, MockedJudge
+from paceline.engine.judge import LosslessJudge, MockedJudge
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.model.logits import penalise, target_probs
 from paceline.model.target import ForwardBatch, ForwardOutput

@@ -21,7 +21,7 @@ from paceline.draft.base import Drafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
-from paceline.engine.sampling import LosslessJudge
+from paceline.engine.judge import LosslessJudge
 from paceline.errors import SamplingError
 from paceline.model.logits import penalise, target_probs
 from paceline.model.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
-from paceline.engine.sampling import MockedJudge
+from paceline.engine.judge import MockedJudge
 from paceline.errors import SamplingError
 from paceline.testing import ByteTokenizer, FakeTarget
 from paceline.types import Constraint, GrammarSpec, SamplingParams

@@ -17,7 +17,7 @@ from model_folders import transformers_model
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model import gguf as our_gguf
 from paceline.model.blocks import Blocks
-from paceline.model.loading import check_tensors, load_config, load_tensors
+from paceline.model.checkpoint import check_tensors, load_config, load_tensors
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""OpenAI's client for Node streams an answer, through bench/serving_clients.cjs. Skips where there is no node or no package."""
+"""OpenAI's client for Node streams an answer, through serving_clients.cjs. Skips where there is no node or no package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "bench" / "serving_clients.cjs"
 
 
 def modules() -> Path | None:
-    """Where npm put `openai`: NODE_PATH, or where bench/serving_clients.sh installs it."""
+    """Where npm put `openai`: NODE_PATH, or where experiments/serving_clients.sh installs it."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     clients = Path(os.environ.get("CLIENTS_VENV") or cache / "paceline-peers" / "serving-clients")
     named = [Path(each) for each in os.environ.get("NODE_PATH", "").split(os.pathsep) if each]
@@ -28,7 +28,7 @@ def test_the_node_client_streams_with_usage() -> None:
         pytest.skip("node is not installed")
     if found is None:
         pytest.skip(
-            "the npm package openai is in neither NODE_PATH nor CLIENTS_VENV: bench/serving_clients.sh node installs it"
+            "the npm package openai is in neither NODE_PATH nor CLIENTS_VENV: experiments/serving_clients.sh node installs it"
         )
     with serving(talker()) as live:
         command = [node, str(SCRIPT), live.url, "fake"]

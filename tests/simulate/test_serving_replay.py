@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from paceline.bench.serving import Contender, Load, Pass, ServingBench, ServingConfig
 from paceline.bench.serving_figures import Answer
 from paceline.cli import app
-from paceline.console.bench_serving import ServingAsk, _log, bench_serving
+from paceline.commands.bench_serving import ServingAsk, _log, bench_serving
 from paceline.errors import ConfigError
 from paceline.prompts import Prompt
 from paceline.runlog import RunFolder

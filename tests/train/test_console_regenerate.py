@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from small_llm import Talker, fake_llm, tiny_model
 
-from paceline.console import regenerate as console
-from paceline.console.regenerate import RegenerateAsk, regenerate
+from paceline.commands import regenerate as console
+from paceline.commands.regenerate import RegenerateAsk, regenerate
 from paceline.errors import CacheError, ConfigError, PromptError
 from paceline.train import self_written
 from paceline.train.answers import AnswerShards

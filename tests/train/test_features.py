@@ -15,7 +15,7 @@ from native_models import needs_library
 from small_training import HIDDEN, SHAPE, document, documents, tiny_decoder
 
 from paceline.errors import CacheError
-from paceline.model.loading import random_tensors
+from paceline.model.checkpoint import random_tensors
 from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import ForwardBatch
 from paceline.train import features as module

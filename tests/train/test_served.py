@@ -12,7 +12,7 @@ from small_training import embedding, head_of
 
 from paceline.draft.dflash import DFlashDrafter
 from paceline.engine.llm import LLM
-from paceline.model.loading import load_config, random_tensors
+from paceline.model.checkpoint import load_config, random_tensors
 from paceline.train.dataset import Corpus, Document, loop_start
 from paceline.train.features import OnlineFeatures
 from paceline.train.loop import TrainConfig, Trainer

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from paceline.draft.checkpoint import DFlashConfig
 from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
 from paceline.errors import ConfigError, DrafterMismatchError, UnsupportedModelError
+from paceline.model.backends import load_target
+from paceline.model.checkpoint import load_tensors
 from paceline.model.decoder import Decoder
-from paceline.model.load import load_target
-from paceline.model.loading import load_tensors
 from paceline.model.target import head_weight
 from paceline.train.losses import Head
 from paceline.train.start import DrafterShape, config_for, network_for, scale_first_logits

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.cli import app
-from paceline.console import train
-from paceline.console.train import continued_draft_ids
+from paceline.commands import train
+from paceline.commands.train import continued_draft_ids
 from paceline.draft.checkpoint import new_config
 from paceline.draft.dflash import DFlashConfig, DFlashDrafter, DFlashNetwork
 from paceline.errors import CacheError, ConfigError, DrafterMismatchError, PromptError
@@ -198,8 +198,8 @@ def test_bad_options_are_refused_before_anything_is_loaded(
     def loaded(*args: Any, **options: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("paceline.console.train.load_target", loaded)
-    monkeypatch.setattr("paceline.console.regenerate._load", loaded)
+    monkeypatch.setattr("paceline.commands.train.load_target", loaded)
+    monkeypatch.setattr("paceline.commands.regenerate._load", loaded)
     with pytest.raises(error, match=message):
         paceline("train", "--target", write_tiny_target(tmp_path / "target"), "--out", tmp_path / "run", *words)
 

@@ -1,0 +1,142 @@
+"""Is greedy decoding the target's, token for token? Every drafter against Transformers' own `generate`.
+
+    .venv/bin/python experiments/lossless_greedy.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.jsonl --limit 100
+
+float32 must agree on every prompt; a difference is excused only at a near-tie (top two logits within 1e-4) and is printed.
+With --dtype bfloat16 the reference is our own plain decoding. The native pass gives a position the same bits in any company:
+every drafter must agree with it, and the script fails where one does not. PyTorch multiplies matrices of different
+shapes differently, so near-ties may flip: there the prompts that differ and the logit gap at the first difference are reported.
+Last line: one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from paceline import LLM, SamplingParams
+from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.ngram import NgramDrafter
+from paceline.draft.small_model import SmallModelDrafter
+from paceline.hub import resolve
+from paceline.model.backends import form_of, load_target
+from paceline.model.checkpoint import random_tensors
+from paceline.model.config import DecoderConfig
+from paceline.model.decoder import Decoder
+from paceline.model.target import ForwardBatch
+from paceline.prompts import read_prompts
+
+NEAR_TIE = 1e-4
+log = Console(stderr=True)
+
+
+def drafters(llm: LLM, names: list[str]) -> dict[str, Any]:
+    """The drafters under test: certain, uncertain, always right, never right."""
+    tiny = DecoderConfig("llama", llm.target.vocab_size, 64, 128, 2, 4, 2, 16, llm.target.max_position, tie_embeddings=True)
+    dtype = llm.target.dtype
+    makers = {
+        "none": lambda: "none",
+        "default": lambda: "default",
+        "ngram": lambda: NgramDrafter(),
+        "small_model=itself": lambda: SmallModelDrafter(load_target(llm.config.model, dtype=dtype)),
+        "small_model=random": lambda: SmallModelDrafter(Decoder(tiny, random_tensors(tiny, 0), dtype=dtype)),
+        "dflash=random": lambda: DFlashDrafter.random(llm.target, num_layers=3, block_size=8, seed=0),
+    }
+    return {name: make for name, make in makers.items() if not names or name in names}
+
+
+@torch.inference_mode()
+def top_two_gap(llm: LLM, tokens: list[int]) -> float:
+    """Gap between the two largest logits after `tokens`, by one pass of our own target."""
+    row = llm.target.cache.allocate()
+    assert row is not None
+    out = llm.target.forward(ForwardBatch([row], [0], [len(tokens)], tokens, "last"))
+    llm.target.cache.free(row)
+    assert out.logits_TV is not None
+    best = out.logits_TV[0].float().topk(2).values
+    return float(best[0] - best[1])
+
+
+def differences(llm: LLM, prompts: list[list[int]], expected: list[list[int]], got: list[list[int]]) -> list[dict[str, Any]]:
+    """First difference of each prompt that differs, with the logit gap there."""
+    found = []
+    for index, (prompt, want, have) in enumerate(zip(prompts, expected, got, strict=True)):
+        if want == have:
+            continue
+        pairs = zip(want, have, strict=False)
+        at = next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(want), len(have)))
+        found.append({"prompt": index, "token": at, "gap": top_two_gap(llm, prompt + want[:at])})
+    return found
+
+
+@torch.inference_mode()
+def transformers_answers(args: argparse.Namespace, prompts: list[list[int]], eos: tuple[int, ...]) -> list[list[int]]:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(resolve(args.model), dtype=getattr(torch, args.dtype)).eval()
+    answers = []
+    for prompt in track(prompts, "transformers", console=log):
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.max_tokens, do_sample=False, eos_token_id=list(eos)
+        )
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--prompts", nargs="+", required=True)
+    parser.add_argument("--limit", type=int, default=100, help="prompts in all, taken evenly from the files")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--weight-format", default="auto")
+    parser.add_argument("--speculate", default="full", help="auto chooses draft lengths; full always drafts all it may")
+    parser.add_argument("--drafters", default="", help="comma-separated; all when empty")
+    args = parser.parse_args()
+    share = -(-args.limit // len(args.prompts))
+    messages = [prompt.messages for path in args.prompts for prompt in read_prompts(path, limit=share)][: args.limit]
+    how = {"backend": args.backend, "weight_format": args.weight_format, "speculate": args.speculate}
+    llm = LLM(args.model, drafter="none", dtype=args.dtype, max_batch=args.batch, **how)
+    prompts = [llm.encode_chat(list(each)) for each in messages]
+    params = SamplingParams(max_tokens=args.max_tokens)
+    reference = transformers_answers(args, prompts, llm.tokenizer.eos_token_ids) if args.dtype == "float32" else None
+    results = []
+    for name, make in drafters(llm, [each for each in args.drafters.split(",") if each]).items():
+        llm.use_drafter(make())
+        started = time.perf_counter()
+        answers = llm.generate_ids(prompts, params)
+        got = [answer.token_ids for answer in answers]
+        reference = reference or got  # bfloat16: our own plain decoding, which runs first
+        found = differences(llm, prompts, reference, got)
+        rounds = sum(answer.stats.num_rounds for answer in answers)
+        accepted = sum(answer.stats.num_accepted for answer in answers)
+        results.append(
+            {
+                "drafter": name,
+                "prompts": len(prompts),
+                "tokens": sum(map(len, got)),
+                "different": len(found),
+                "not_near_ties": sum(each["gap"] > NEAR_TIE for each in found),
+                "tokens_per_round": round(1 + accepted / max(rounds, 1), 3),
+                "differences": found,
+            }
+        )
+        log.print(f"{name}: {results[-1]} ({time.perf_counter() - started:.0f} s)")
+    compared = "transformers" if args.dtype == "float32" else "none"
+    print(json.dumps({"dtype": args.dtype, "form": str(form_of(llm.target)), "reference": compared, "results": results}))
+    if llm.target.is_width_invariant and args.dtype != "float32" and any(result["different"] for result in results):
+        raise SystemExit("the native pass must give the same text with every drafter")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""`paceline chat`: a conversation in the terminal, or one turn per line of standard input."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from paceline.commands.terminal import interruptible, introduce, say
+from paceline.engine.engine import Chunk
+from paceline.engine.llm import LLM, GenerationStats
+from paceline.errors import ContextLengthError, PromptError
+from paceline.types import SamplingParams
+
+HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer, Ctrl-D leaves"
+
+
+def chat(settings: dict[str, Any], params: SamplingParams, system: str | None = None) -> None:
+    """Read turns and answer them until the input ends."""
+    llm = LLM(**settings)
+    say(introduce(llm))
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    for line in _lines():
+        if line == "/exit":
+            return
+        if line == "/reset":
+            messages = list(opening)
+            say("forgotten")
+        elif line in ("/help", "/?"):
+            say(HELP)
+        elif line.startswith("/") and " " not in line:
+            say(f"no such command {line}: {HELP}")
+        else:
+            messages = _turn(llm, messages, line, params)
+
+
+def _turn(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingParams) -> list[dict[str, str]]:
+    """The conversation with this turn and its answer; as it was when the turn does not fit."""
+    asked = [*messages, {"role": "user", "content": line}]
+    try:
+        text = _answer(llm, asked, params)
+    except (ContextLengthError, PromptError) as error:
+        say(f"error: {error} (/reset forgets the conversation)")
+        return messages
+    return [*asked, {"role": "assistant", "content": text}]
+
+
+def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
+    """Stream one answer; after Ctrl-C what was said so far stays said."""
+    texts, stats = [], None
+    with interruptible() as is_interrupted, contextlib.closing(_chunks(llm, messages, params)) as chunks:
+        for chunk in chunks:
+            texts.append(chunk.text)
+            print(chunk.text, end="", flush=True)
+            stats = GenerationStats.of(chunk.sequence)
+            if is_interrupted():
+                break
+    print(flush=True)
+    if stats and sys.stdin.isatty():
+        say(f"[{stats.tokens_per_s:.1f} tokens/s, {stats.tokens_per_round:.2f} tokens per round]")
+    return "".join(texts)
+
+
+def _chunks(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> Generator[Chunk, None, None]:
+    yield from llm.stream(messages, params)
+
+
+def _lines() -> Iterator[str]:
+    """Turns as they are typed; blank lines are passed over."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # gives input() a history and editing
+        say(HELP)
+    while True:
+        try:
+            line = input("> ") if is_terminal else next(sys.stdin)
+        except (EOFError, StopIteration):
+            return
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise
+            say("")
+            continue
+        if line.strip():
+            yield line.strip()

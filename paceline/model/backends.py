@@ -1,0 +1,131 @@
+"""Which implementation stands behind a model's name: the native pass, our decoder in PyTorch, or Transformers."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from paceline.errors import NativeError, UnsupportedModelError
+from paceline.hub import resolve
+from paceline.model import native_lib
+from paceline.model.blocks import BlockKind, Blocks, quantise
+from paceline.model.checkpoint import check_tensors, load_config, load_tensors, random_tensors
+from paceline.model.config import DecoderConfig
+from paceline.model.decoder import Decoder
+from paceline.model.native_decoder import NativeDecoder
+from paceline.model.target import Target
+
+DEFAULT_MAX_LEN = 2048
+"""Tokens of context a cache row holds when nobody says otherwise."""
+
+
+def load_target(
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    num_rows: int = 1,
+    max_len: int | None = None,
+    weights: Literal["checkpoint", "random"] = "checkpoint",
+    backend: str = "auto",
+    weight_format: str = "auto",
+) -> Target:
+    """A ready target for a built-in name, a folder, a GGUF file or a hub id.
+
+    `max_len` defaults to the model's own limit or 2048, the smaller. `weights="random"` reads only the config.
+    `backend` is "native", "torch", or "auto": native where it can be. `weight_format="dense"` has it expand the four- and
+    eight-bit blocks that "auto" leaves as the file has them; the numbers are the same. "q8_0" and "q4_1" round the matrices
+    that the file has in more bits: another model, which speculation leaves as it is.
+    Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, DownloadError, CacheError, or NativeError when the native
+    pass was asked for and cannot run.
+    """
+    path = resolve(name)
+    try:
+        config = load_config(path)
+    except UnsupportedModelError as error:
+        if path.is_file():
+            raise
+        if backend == "native":
+            raise NativeError(f"{error}; that has no native pass: leave --backend out") from error
+        from paceline.model.hf import HFTarget  # only here: importing Transformers takes seconds
+
+        return HFTarget.from_path(path, dtype=dtype, device=device, num_rows=num_rows, max_len=max_len, weights=weights)
+    max_len = max_len or min(config.max_position, DEFAULT_MAX_LEN)
+    is_rounded = weight_format in KINDS
+    if _is_native("native" if is_rounded and backend == "auto" else backend, config, dtype, torch.device(device)):
+        stored = random_tensors(config) if weights == "random" else load_tensors(path, keep_blocks=weight_format != "dense")
+        tensors = check_tensors(config, _rounded(stored, KINDS[weight_format]) if is_rounded else stored, path)
+        target: Target = NativeDecoder(config, tensors, num_rows=num_rows, max_len=max_len, dtype=dtype)
+    else:
+        if is_rounded:
+            raise NativeError(f"weights in {weight_format} need the native pass: leave --backend or --weight-format out")
+        dense = check_tensors(config, random_tensors(config) if weights == "random" else load_tensors(path), path)
+        target = Decoder(config, dense, num_rows=num_rows, max_len=max_len, dtype=dtype, device=device)
+    _return_freed_memory()
+    return target
+
+
+KINDS: dict[str, BlockKind] = {"q8_0": "Q8_0", "q4_1": "Q4_1"}
+"""Weight formats that round; see `model/blocks.py`."""
+
+
+def _rounded(tensors: Iterable[tuple[str, Tensor | Blocks]], kind: BlockKind) -> Iterator[tuple[str, Tensor | Blocks]]:
+    for name, tensor in tensors:
+        yield name, tensor if isinstance(tensor, Blocks) else quantise(tensor, kind)
+
+
+def _is_native(backend: str, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the native pass will run this. Raises NativeError when it was asked for and cannot."""
+    if backend == "torch":
+        return False
+    obstacles = (
+        (device.type != "cpu", f"runs on the CPU, not on {device.type}: use --device cpu, or leave --backend out"),
+        (
+            dtype not in native_lib.FORMATS,
+            f"knows float32 and bfloat16, not {str(dtype).removeprefix('torch.')}: use --dtype, or leave --backend out",
+        ),
+        (config.head_dim > native_lib.MAX_HEAD_DIM, f"has no heads of {config.head_dim} numbers: leave --backend out"),
+    )
+    obstacle = next((text for is_so, text in obstacles if is_so), None)
+    if backend == "auto":
+        return obstacle is None and native_lib.load() is not None
+    if obstacle:
+        raise NativeError(f"the native pass {obstacle}")
+    native_lib.require()
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What multiplies a target's weights, and the form in which it reads them."""
+
+    backend: str
+    """native or torch."""
+    isa: str | None
+    """The native pass's instruction set: avx512, avx2 or portable."""
+    weight_format: str
+    """bfloat16, float32, or the blocks of a GGUF file such as Q4_1+Q8_0."""
+
+    def __str__(self) -> str:
+        return f"weights {self.weight_format}, {self.backend}" + (f" {self.isa}" if self.isa else "")
+
+
+def form_of(target: Target) -> Form:
+    """How a loaded target computes."""
+    if isinstance(target, NativeDecoder):
+        return Form("native", native_lib.require().pn_in_use().decode(), target.weight_format)
+    return Form("torch", None, str(target.dtype).removeprefix("torch."))
+
+
+def _return_freed_memory() -> None:
+    """Packing leaves holes in the heap, some 60 MB for the built-in model; glibc gives them back when asked."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

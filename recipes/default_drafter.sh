@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# The default drafter of smollm2-135m, from prompts to a checkpoint, on two CPU cores (about three hours) or a GPU.
+#
+#   DATA=path/to/prompt/sets bash recipes/default_drafter.sh
+#
+# Killed, the same command goes on. DATA holds gsm8k_train.jsonl, mbpp_train.jsonl, t0_tasks.jsonl, user_instructions.jsonl and
+# seed_tasks.jsonl. Nothing of a test set is read. Environment: OUT (run folder), MINUTES and MORE_MINUTES (of training), PROCESSES.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+data=${DATA:?name the folder of prompt sets, as in DATA=prompts bash recipes/default_drafter.sh}
+out=${OUT:-runs/default-drafter}
+target=smollm2-135m
+
+# Two processes of one thread each: no operation waits for the other core.
+processes=${PROCESSES:-$(nproc)}
+export OMP_NUM_THREADS=1
+many=(torchrun --nproc-per-node "$processes" -m paceline)
+answer=("${many[@]}" regenerate --target "$target" --max-tokens 160 --max-prompt-tokens 384)
+
+# 1. Prompts of our own: functions to write, questions of many kinds, beginnings for what the target writes itself.
+python recipes/default_prompts.py --mbpp "$data/mbpp_train.jsonl" --out "$out/prompts"
+
+# 2. The target answers: 870,000 tokens, mostly greedy.
+"${answer[@]}" --prompts "$data/gsm8k_train.jsonl" --limit 2500 --out "$out/arithmetic"
+"${answer[@]}" --prompts "$out/prompts/kinds.jsonl" --limit 700 --out "$out/kinds"
+"${answer[@]}" --prompts "$data/t0_tasks.jsonl" --limit 500 --out "$out/tasks"
+"${answer[@]}" --prompts "$data/mbpp_train.jsonl" --prompts "$data/user_instructions.jsonl" \
+    --prompts "$data/seed_tasks.jsonl" --out "$out/instructions"
+"${answer[@]}" --prompts "$out/prompts/functions.jsonl" --temperature 0,0.7 --out "$out/functions"
+"${answer[@]}" --self-written 1000 --openers "$out/prompts/openers.txt" --out "$out/self-written"
+
+# 3. Training. The loss compares with 8,192 tokens a step rather than with all 49,152; held-out figures use all.
+answers=()
+for folder in arithmetic kinds tasks instructions functions self-written; do
+    answers+=(--answers "$out/$folder/answers")
+done
+"${many[@]}" train --target "$target" "${answers[@]}" --out "$out/run" --first-layers target --max-len 512 --max-tokens 128 \
+    --epochs 20 --max-minutes "${MINUTES:-50}" --blocks-per-step 192 --anchors 48 --lr 2e-3 --loss d-pace --loss-vocab 8192 \
+    --features cached --heldout-every 250 --ood paceline/bench/prompts.jsonl
+# 4. The same once more, from what was learned: a sixtieth more tokens per round on held-out answers, more on others.
+"${many[@]}" train --target "$target" "${answers[@]}" --out "$out/again" --init "$out/run/drafter" --max-len 512 --max-tokens 128 \
+    --epochs 30 --max-minutes "${MORE_MINUTES:-75}" --blocks-per-step 192 --anchors 48 --lr 1.5e-3 --loss d-pace \
+    --loss-vocab 8192 --features cached --heldout-every 250 --ood paceline/bench/prompts.jsonl
+echo "drafter: $out/again/drafter"
