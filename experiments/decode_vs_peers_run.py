@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline import LLM, SamplingParams
-from paceline.bench.figures import add_histograms
+from paceline.figures import add_histograms
 from paceline.bench.passes import Request, run_pass
 from paceline.hub import resolve
 from paceline.model.backends import form_of

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "paceline"
 
 LAYERS = [
-    {"types", "errors", "config", "hardware", "pace", "runlog", "rng", "prompts"},
+    {"types", "errors", "config", "figures", "hardware", "pace", "runlog", "rng", "prompts", "tables"},
     {"hub", "model", "simulate"},
     {"draft", "verify"},
     {"engine"},
@@ -38,11 +38,13 @@ TORCH_FREE_AT_IMPORT = [
     "types",
     "errors",
     "config",
+    "figures",
     "hardware",
     "pace",
     "runlog",
     "rng",
     "prompts",
+    "tables",
     "cli",
     "cli_bench",
     "cli_calculator",
@@ -61,7 +63,7 @@ SIDEWAYS = {
     ("bench", "train"),
     ("bench", "serve"),
 }
-STANDS_ALONE = {"simulate": {"types", "errors", "config", "hardware", "pace", "simulate"}}
+STANDS_ALONE = {"simulate": {"types", "errors", "config", "figures", "hardware", "pace", "tables", "simulate"}}
 """Parts that import nothing else of ours, and no torch."""
 
 

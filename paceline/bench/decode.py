@@ -15,13 +15,13 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.figures import add_histograms, repetition, survival
 from paceline.bench.identity import Difference, differences, share_identical
 from paceline.bench.passes import Pass, make_requests, run_pass
 from paceline.bench.peers import PEERS, TransformersPeer
 from paceline.bench.summary import bytes_per_s, median_of, speedup_over, stages, tokens_per_round
 from paceline.draft.base import Drafter
 from paceline.errors import ConfigError
+from paceline.figures import add_histograms, repetition, survival
 from paceline.hardware import Machine
 from paceline.model.backends import form_of
 from paceline.prompts import Prompt

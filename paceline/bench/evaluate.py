@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.decode import BASELINE, Bench, BenchConfig, Result, Setting, ceiling_tokens_per_s
-from paceline.bench.figures import is_loop
 from paceline.bench.passes import Answer, Pass
 from paceline.bench.summary import speedup_over_prompts, tokens_per_round
 from paceline.errors import ConfigError
+from paceline.figures import is_loop
 from paceline.hardware import Machine
 from paceline.model.backends import form_of
 from paceline.runlog import plain

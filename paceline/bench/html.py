@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.bench.decode import BASELINE, Result
-from paceline.bench.markup import Section, document, escaped, estimate, flat, number, pair_table, plot_grid, table
+from paceline.bench.markup import Section, document, estimate, flat, number, pair_table, plot_grid, table
 from paceline.bench.plots import Series, bars, curves, speedup_bars
 from paceline.bench.report import COLUMNS, row
 from paceline.bench.rundata import KINDS, Line, RunData, numbers, thinned
 from paceline.model.backends import Form
+from paceline.tables import escaped
 
 
 def sections(run: RunData) -> list[Section]:

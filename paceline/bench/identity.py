@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.bench.figures import first_difference
 from paceline.bench.passes import Pass, Request
+from paceline.figures import first_difference
 from paceline.model.target import ForwardBatch, Target
 
 

@@ -5,12 +5,12 @@ Whatever a model or a user wrote is escaped, and a content security policy forbi
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.bench.rundata import Line, printable
+from paceline.bench.rundata import Line
+from paceline.tables import escaped
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -55,11 +55,6 @@ def document(title: str, sections: Iterable[Section]) -> str:
     parts = [f"<section>\n<h2>{escaped(each.title)}</h2>\n{each.body}\n</section>" for each in sections if each.body]
     body = f"<h1>{escaped(title)}</h1>\n" + "\n".join(parts)
     return HEAD.format(title=escaped(title)) + body + "\n</body>\n</html>\n"
-
-
-def escaped(value: Any) -> str:
-    """Text as HTML."""
-    return html.escape(printable(str(value)))
 
 
 def number(value: Any, digits: int = 2) -> str:

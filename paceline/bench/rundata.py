@@ -7,7 +7,6 @@ value of a step wins, for a resumed run repeats steps. A line cut short by a cra
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +14,7 @@ from typing import Any
 
 from paceline.bench.decode import Result
 from paceline.errors import CacheError, ConfigError
+from paceline.tables import printable
 
 Line = dict[str, Any]
 KINDS = {"heldout": "held out", "ood": "out of domain"}
@@ -70,11 +70,6 @@ def read_run(folder: Path) -> RunData:
             "give the folder of paceline train or paceline evaluate"
         )
     return run
-
-
-def printable(text: str) -> str:
-    """Control characters and halves of characters, which neither a page nor a plot can hold, become U+FFFD."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
 
 
 def _lines(text: str) -> list[Line]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.markup import Section, document, escaped, flat, pair_table, plot_grid
+from paceline.bench.markup import Section, document, flat, pair_table, plot_grid
 from paceline.bench.markup import table as html_table
 from paceline.bench.plots import Series, curves
 from paceline.bench.report import markdown_table
@@ -13,6 +13,7 @@ from paceline.bench.serving import ServingBench, ServingResult
 from paceline.bench.serving_figures import Percentiles
 from paceline.errors import ConfigError
 from paceline.runlog import RunFolder
+from paceline.tables import escaped
 
 if TYPE_CHECKING:
     from rich.table import Table

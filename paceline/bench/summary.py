@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 
-from paceline.bench.figures import Estimate, bootstrap, ratio
 from paceline.bench.passes import Pass
+from paceline.figures import Estimate, bootstrap, ratio
 
 
 def tokens_per_round(done: Pass) -> Estimate:

@@ -17,8 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.figures import first_difference
 from paceline.errors import ConfigError
+from paceline.figures import first_difference
 from paceline.types import SamplingParams, Sequence
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import html
 import json
 from pathlib import Path
 
-from paceline.bench.rundata import printable
 from paceline.bench.timing import Timing
 from paceline.runlog import plain
+from paceline.tables import printable
 
 TEMPLATE = Path(__file__).with_name("timing_page.html")
 DATA, HASH, TITLE = "{/* TIMING */}", "sha256-SCRIPT", "paceline compare"

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from paceline.bench.rundata import printable
 from paceline.bench.timing import TimedAnswer, Timing
 from paceline.errors import ConfigError
+from paceline.tables import printable
 
 WIDTH, MARGIN, GAP = 880, 24, 32
 COLUMN = (WIDTH - 2 * MARGIN - GAP) / 2

@@ -6,12 +6,12 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from paceline.bench.figures import first_difference
 from paceline.bench.identity import logits_after
 from paceline.bench.passes import Answer, Request
 from paceline.bench.peers import TransformersPeer
 from paceline.commands.terminal import introduce, print_json, say, stats_lines, weights_read_per_s
 from paceline.engine.llm import LLM, Completion, GenerationStats
+from paceline.figures import first_difference
 from paceline.hardware import Machine, this_machine
 from paceline.model.backends import form_of
 from paceline.types import SamplingParams

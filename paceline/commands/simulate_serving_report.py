@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.markup import Section, document, escaped, plot_grid
+from paceline.bench.markup import Section, document, plot_grid
 from paceline.bench.markup import table as html_table
 from paceline.bench.plots import Series, curves
 from paceline.bench.report import markdown_table
@@ -18,6 +18,7 @@ from paceline.errors import ConfigError
 from paceline.runlog import RunFolder
 from paceline.simulate.load import LoadFigures, Spread
 from paceline.simulate.replay import Compared
+from paceline.tables import escaped
 
 WIDE = 170
 LOAD_COLUMNS = (

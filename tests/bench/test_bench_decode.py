@@ -11,7 +11,6 @@ import pytest
 
 from paceline.bench import plots, report
 from paceline.bench.decode import Bench, BenchConfig, as_line, ceiling_tokens_per_s
-from paceline.bench.figures import add_histograms, bootstrap, first_difference, ratio, ratio_of_sums, repetition, survival
 from paceline.bench.identity import differences
 from paceline.bench.passes import Answer, Pass, Request, run_pass
 from paceline.bench.summary import speedup_over, tokens_per_round
@@ -19,6 +18,7 @@ from paceline.config import EngineConfig
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError, ContextLengthError, SamplingError
+from paceline.figures import add_histograms, bootstrap, first_difference, ratio, ratio_of_sums, repetition, survival
 from paceline.hardware import Machine
 from paceline.prompts import Prompt
 from paceline.runlog import RunFolder

@@ -10,7 +10,6 @@ import pytest
 
 from paceline.bench.decode import Bench, BenchConfig
 from paceline.bench.evaluate import Evaluation, evaluation_config, heldout, set_figures
-from paceline.bench.figures import is_loop
 from paceline.bench.passes import Answer, Pass
 from paceline.bench.summary import speedup_over, speedup_over_prompts
 from paceline.commands import evaluate as command
@@ -19,6 +18,7 @@ from paceline.config import EngineConfig
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.engine.engine import Engine
 from paceline.errors import CacheError, ConfigError, ModelNotFoundError, PromptError
+from paceline.figures import is_loop
 from paceline.hardware import Machine
 from paceline.prompts import Prompt
 from paceline.runlog import RunFolder

@@ -1,8 +1,13 @@
-"""The arithmetic of a benchmark, on plain numbers: survival, bootstrap intervals, repetition, first differences."""
+"""The arithmetic of measurements, on plain numbers: percentiles, histograms of accepted drafts, intervals, differences.
+
+One place for the whole package, so that a figure of one name is computed in one way. No torch here.
+"""
 
 from __future__ import annotations
 
+import math
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,17 +26,56 @@ class Estimate:
         return f"{self.value:.2f}" + (f" [{self.low:.2f}, {self.high:.2f}]" if self.low is not None else "")
 
 
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean and percentiles of a set of values; None when the set is empty."""
+
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        if not values:
+            return cls(None, None, None, None)
+        return cls(statistics.fmean(values), *(quantile(values, share) for share in (0.5, 0.9, 0.99)))
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of the values lie, linear between neighbours as numpy's default; `values` is not empty."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    return ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+
+
 def add_histograms(histograms: Sequence[Sequence[int]]) -> list[int]:
     """Element-wise sum; a histogram that is too short counts as zero there."""
     longest = max((len(each) for each in histograms), default=0)
     return [sum(each[n] for each in histograms if n < len(each)) for n in range(longest)]
 
 
+def tokens_per_round(histogram: Sequence[int]) -> float | None:
+    """Accepted drafts plus the target's own token, the mean over rounds; None without a round.
+
+    `histogram[n]` counts rounds in which exactly n drafts stood, here and below.
+    """
+    num_rounds = sum(histogram)
+    return 1 + sum(count * rounds for count, rounds in enumerate(histogram)) / num_rounds if num_rounds else None
+
+
+def shares(histogram: Sequence[int]) -> list[float]:
+    """The histogram as shares of all rounds; [] without a round."""
+    num_rounds = sum(histogram)
+    return [rounds / num_rounds for rounds in histogram] if num_rounds else []
+
+
 def survival(histogram: Sequence[int], num_drafted: int = 0) -> list[float]:
     """survival_i for i = 1..num_drafted: the share of rounds whose first i drafts all stood.
 
-    `histogram[n]` counts rounds in which exactly n drafts stood. Rounds near the end of an answer draft fewer tokens and
-    count as rounds all the same, so short answers lower the tail a little.
+    Rounds near the end of an answer draft fewer tokens and count as rounds all the same, so short answers lower the tail a
+    little.
     """
     num_rounds = sum(histogram)
     depth = max(num_drafted, len(histogram) - 1)

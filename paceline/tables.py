@@ -1,0 +1,136 @@
+"""One table for the terminal, for Markdown and for HTML.
+
+    columns = [Column("drafter", lambda each: each.name), Column("tokens/s", lambda each: each.rate, "{:.1f}", align="right")]
+    table = Table(columns, results, title="Decoding", notes=["rate: median of 3 repetitions"])
+    table.show()            # to stderr
+    table.markdown()        # for report.md
+    table.html()            # for report.html
+
+A row is any record; each column knows how to read its cell from one. No torch here, and rich only when a table is shown.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+MISSING = "-"
+"""What a cell without a value shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a table."""
+
+    name: str
+    """The heading."""
+    cell: Callable[[Any], Any]
+    """The value of a row's record; None is shown as a dash."""
+    form: str = "{}"
+    """How a value becomes text, as of `str.format`: "{:.1f} s"."""
+    align: Literal["left", "right"] = "left"
+    cut: str = ""
+    """A narrow terminal leaves out everything from this text on: " [" leaves out the interval of "1.50 [1.40, 1.60]"."""
+
+    def text(self, record: Any) -> str:
+        value = self.cell(record)
+        return MISSING if value is None else self.form.format(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Records, a line each, under columns; `notes` are sentences that stand below."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Any]
+    title: str = ""
+    notes: Sequence[str] = ()
+    width: int = 160
+    """Letters a terminal needs for whole cells; a narrower one shows them as `Column.cut` says."""
+
+    @classmethod
+    def of(cls, names: Sequence[str], rows: Sequence[Sequence[Any]], **options: Any) -> Table:
+        """A table of cells that are there already: the first column to the left, the others, figures, to the right."""
+        columns = [
+            Column(name, lambda row, place=place: row[place], align="right" if place else "left")
+            for place, name in enumerate(names)
+        ]
+        return cls(columns, rows, **options)
+
+    def texts(self) -> list[list[str]]:
+        """Every row's cells as text."""
+        return [[column.text(record) for column in self.columns] for record in self.rows]
+
+    def show(self, *, stderr: bool = True) -> None:
+        """Print to the terminal; where there is none, with whole cells."""
+        from rich.console import Console
+
+        console = Console(stderr=stderr)
+        if not console.is_terminal:
+            console.width = self.width
+        console.print(self.rich(console.width))
+        for note in self.notes:
+            console.print(note, markup=False, highlight=False)
+
+    def rich(self, width: int) -> RichTable:
+        """For a terminal of so many letters."""
+        from rich import box
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        made = RichTable(box=box.SIMPLE_HEAD, title=Text(self.title) if self.title else None, title_justify="left")
+        for column in self.columns:
+            made.add_column(Text(column.name), justify=column.align)
+        for cells in self.texts():
+            if width < self.width:
+                pairs = zip(self.columns, cells, strict=True)
+                cells = [cell.partition(column.cut)[0] if column.cut else cell for column, cell in pairs]
+            made.add_row(*map(Text, cells))
+        return made
+
+    def markdown(self) -> str:
+        """With its title as a heading of the second level."""
+        ruler = ["---:" if column.align == "right" else "---" for column in self.columns]
+        lines = [[_markdown(column.name) for column in self.columns], ruler]
+        lines += [[_markdown(cell) for cell in cells] for cells in self.texts()]
+        parts = [f"## {self.title}"] if self.title else []
+        parts.append("\n".join("| " + " | ".join(cells) + " |" for cells in lines))
+        return "\n\n".join([*parts, *self.notes])
+
+    def html(self) -> str:
+        """A <table> that scrolls when it is too wide, its title and its notes; the page's style is `bench.markup.STYLE`."""
+        classes = [' class="number"' if column.align == "right" else "" for column in self.columns]
+        head = "".join(
+            f'<th scope="col"{of}>{escaped(column.name)}</th>' for column, of in zip(self.columns, classes, strict=True)
+        )
+        body = "\n".join(
+            "<tr>" + "".join(f"<td{of}>{escaped(cell)}</td>" for cell, of in zip(cells, classes, strict=True)) + "</tr>"
+            for cells in self.texts()
+        )
+        parts = [f"<h3>{escaped(self.title)}</h3>"] if self.title else []
+        parts.append(
+            f'<div class="wide" tabindex="0"><table class="figures">\n<thead><tr>{head}</tr></thead>\n'
+            f"<tbody>\n{body}\n</tbody>\n</table></div>"
+        )
+        parts += [f'<p class="note">{escaped(note)}</p>' for note in self.notes]
+        return "\n".join(parts)
+
+
+def _markdown(cell: str) -> str:
+    return cell.replace("|", "\\|").replace("\n", " ")
+
+
+def escaped(value: Any) -> str:
+    """Text as HTML."""
+    return html.escape(printable(str(value)))
+
+
+def printable(text: str) -> str:
+    """Control characters and halves of characters, which neither a page nor a plot can hold, become U+FFFD."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)

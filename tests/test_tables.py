@@ -1,0 +1,72 @@
+"""One table, three renderings; one percentile; one histogram."""
+
+from __future__ import annotations
+
+import io
+import random
+import statistics
+
+import pytest
+from rich.console import Console
+
+from paceline.figures import Spread, add_histograms, quantile, shares, survival, tokens_per_round
+from paceline.tables import Column, Table, escaped
+
+COLUMNS = (
+    Column("drafter", lambda each: each["name"]),
+    Column("speed-up", lambda each: each.get("speedup"), align="right", cut=" ["),
+)
+ROWS = [{"name": "ngram", "speedup": "1.50 [1.40, 1.60]"}, {"name": "a|<b>[/x]"}]
+
+
+def printed(table: Table, width: int) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(table.rich(width))
+    return out.getvalue()
+
+
+def test_markdown_has_alignment_and_escapes_bars() -> None:
+    table = Table(COLUMNS, ROWS, title="Speed", notes=["Medians."])
+    assert table.markdown() == (
+        "## Speed\n\n| drafter | speed-up |\n| --- | ---: |\n| ngram | 1.50 [1.40, 1.60] |\n| a\\|<b>[/x] | - |\n\nMedians."
+    )
+
+
+def test_html_escapes_every_cell() -> None:
+    made = Table(COLUMNS, ROWS, title="<t>", notes=["<n>"]).html()
+    assert "<td>a|&lt;b&gt;[/x]</td>" in made and "<h3>&lt;t&gt;</h3>" in made and '<p class="note">&lt;n&gt;</p>' in made
+    assert '<td class="number">1.50 [1.40, 1.60]</td>' in made
+    assert escaped("\x00\ud800") == "\ufffd\ufffd"
+
+
+def test_a_narrow_terminal_leaves_intervals_out_and_reads_no_markup_in_cells() -> None:
+    table = Table(COLUMNS, ROWS, width=120)
+    wide, narrow = printed(table, 120), printed(table, 60)
+    assert "[1.40, 1.60]" in wide and "[1.40" not in narrow and "1.50" in narrow
+    assert "a|<b>[/x]" in wide and "a|<b>[/x]" in narrow
+
+
+def test_cells_that_are_there_already() -> None:
+    table = Table.of(("batch", "ms"), [(1, 0.5), (8, None)])
+    assert table.texts() == [["1", "0.5"], ["8", "-"]]
+    assert [column.align for column in table.columns] == ["left", "right"]
+
+
+def test_percentiles_are_linear_between_neighbours() -> None:
+    assert Spread.of([]) == Spread(None, None, None, None)
+    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0, 3.0)
+    assert Spread.of([float(value) for value in range(100, -1, -1)]) == Spread(50.0, 50.0, 90.0, 99.0)
+    draw = random.Random(0)
+    values = [draw.random() for _ in range(37)]
+    expected = statistics.quantiles(values, n=100, method="inclusive")
+    assert [quantile(values, share / 100) for share in range(1, 100)] == pytest.approx(expected)
+
+
+def test_a_histogram_of_accepted_drafts() -> None:
+    histogram = add_histograms([[5, 3], [0, 0, 2]])
+    assert histogram == [5, 3, 2]
+    assert tokens_per_round(histogram) == pytest.approx(1.7)
+    assert shares(histogram) == [0.5, 0.3, 0.2]
+    assert survival(histogram) == [0.5, 0.2]
+    assert tokens_per_round(histogram) == pytest.approx(1 + sum(survival(histogram)))
+    assert tokens_per_round([]) is None and shares([0, 0]) == []
