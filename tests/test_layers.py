@@ -123,3 +123,47 @@ def test_a_wrong_arrow_would_be_seen(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.py"
     wrong.write_text("def f():\n    from paceline.engine.engine import Engine\n    return Engine\n")
     assert any(RANK[part(name)] > RANK["model"] for name in imports_of(wrong))
+
+
+def imports_by_module(package: Path) -> dict[str, set[str]]:
+    """Every module with the modules of the package that it imports anywhere: in functions and for type checking too."""
+    modules = {
+        ".".join((package.name, *path.relative_to(package).with_suffix("").parts)).removesuffix(".__init__"): path
+        for path in package.rglob("*.py")
+    }
+    found: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                members = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= members & set(modules) or {node.module}
+        found[name] = names & set(modules) - {name}
+    return found
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components of more than one module: each reaches all others of its component."""
+    reached = {name: {name, *others} for name, others in imports.items()}
+    for middle in imports:
+        for seen in reached.values():
+            if middle in seen:
+                seen |= reached[middle]
+    found = {frozenset(other for other in reached[name] if name in reached[other]) for name in imports}
+    return sorted(sorted(circle) for circle in found if len(circle) > 1)
+
+
+def test_there_is_no_import_circle() -> None:
+    assert circles(imports_by_module(PACKAGE)) == []
+
+
+def test_a_circle_would_be_seen(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "one.py").write_text("from package import two\n")
+    (package / "two.py").write_text("def f():\n    from package.three import g\n    return g\n")
+    three = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from package.one import two\n"
+    (package / "three.py").write_text(three)
+    assert circles(imports_by_module(package)) == [["package.one", "package.three", "package.two"]]

@@ -5,9 +5,9 @@ matrix product (`observe`). A round embeds [anchor, MASK, MASK, ...] with the ta
 context before the anchor and its block, and reads all drafts off the target's head at once (`propose`). Slot k predicts the
 token at its own position, anchor + k; slot 0 is discarded.
 
-`DFlashNetwork` holds the weights and is what training trains. A `DraftPath` is the same mathematics made for decoding, with its
-cache: `dflash_torch.py` on any device, `dflash_native.py` as one native call. `tests/draft/test_dflash.py` compares them with
-the authors' `dflash` package.
+`DFlashNetwork` holds the weights and is what training trains. A `DraftPath` (`dflash_path.py`) is the same mathematics made
+for decoding, with its cache: `dflash_torch.py` on any device, `dflash_native.py` as one native call.
+`tests/draft/test_dflash.py` compares them with the authors' `dflash` package.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from paceline import rng
 from paceline.draft.base import Drafter, Observed
 from paceline.draft.checkpoint import DFlashConfig, check_fit, new_config, read_checkpoint, read_draft_ids, write_checkpoint
 from paceline.draft.dflash_native import NativePath
+from paceline.draft.dflash_path import DraftPath, Drafts
 from paceline.draft.dflash_torch import TorchPath
 from paceline.draft.pending import MOST, PIECE, PendingFeatures
 from paceline.errors import ConfigError, ModelFileError
 from paceline.model.config import DecoderConfig
 from paceline.model.fused import rms_norm, swiglu
-from paceline.model.kv_cache import KVCache
 from paceline.model.logits import sample, target_probs
 from paceline.model.native_decoder import NativeDecoder, cache_bytes
 from paceline.model.target import Target
@@ -170,28 +170,6 @@ def scale_logits(logits: Tensor, config: DFlashConfig) -> Tensor:
     if config.final_logit_softcapping:
         logits = torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
     return logits
-
-
-Drafts = tuple[list[list[int]], Tensor | None]
-
-
-class DraftPath(Protocol):
-    """The network made for decoding with one target, and the keys and values of the target's rows."""
-
-    @property
-    def cache(self) -> KVCache:
-        """What was injected, by the target's rows."""
-        ...
-
-    def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
-        """Append the keys and values that every layer makes of newly verified positions: the first sum(counts) of `taps_TF`."""
-        ...
-
-    def draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
-        """The most likely token of the first `width` drafts of each row, counted in the draft vocabulary, and their logits
-        [B, width, V] as the head gives them; each block of `size` slots stands right behind its row's context and is dead
-        afterwards."""
-        ...
 
 
 def make_path(network: DFlashNetwork, target: Target, draft_ids: Tensor | None) -> DraftPath:

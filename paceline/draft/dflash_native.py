@@ -6,11 +6,12 @@ that is read in blocks the drafter's matrices are rounded to Q8_0: half the byte
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.draft.dflash_path import Drafts, Network
 from paceline.model import native_lib as native
 from paceline.model.blocks import quantise
 from paceline.model.native_decoder import (
@@ -25,14 +26,11 @@ from paceline.model.native_decoder import (
 from paceline.model.native_lib import Buffers, CConfig, CLayer, Model, pointer
 from paceline.model.rope import rope_tables
 
-if TYPE_CHECKING:
-    from paceline.draft.dflash import DFlashNetwork, Drafts
-
 
 class NativePath:
     """A DraftPath for a native target."""
 
-    def __init__(self, network: DFlashNetwork, target: NativeDecoder, draft_ids: Tensor | None = None) -> None:
+    def __init__(self, network: Network, target: NativeDecoder, draft_ids: Tensor | None = None) -> None:
         self.config, shape = network.config, network.config.shape
         self._dtype = target.dtype
         self._in_blocks = target.weight_format not in ("float32", "bfloat16")

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from paceline.draft.dflash_path import Drafts, Network
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.linear import PackedLinear, RMSNorm
 from paceline.model.rope import rope_tables
 from paceline.model.target import Target, head_weight
-
-if TYPE_CHECKING:
-    from paceline.draft.dflash import DFlashNetwork, Drafts
 
 
 @dataclass(slots=True)
@@ -42,7 +39,7 @@ class TorchPath:
     written to all layers at once; behind each row's length is room for the block, which is dead after the round.
     """
 
-    def __init__(self, network: DFlashNetwork, target: Target, draft_ids: Tensor | None = None) -> None:
+    def __init__(self, network: Network, target: Target, draft_ids: Tensor | None = None) -> None:
         self.config, shape = network.config, network.config.shape
         dtype, device, num_rows, max_len = target.dtype, target.device, target.cache.num_rows, target.cache.max_len
         self._target, self._dtype, self._device, self._shape = target, dtype, device, shape

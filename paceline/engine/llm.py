@@ -26,8 +26,8 @@ from paceline.engine.round import Judge
 from paceline.errors import MemoryBudgetError, PromptError
 from paceline.hub import resolve as resolve_model
 from paceline.model import native_lib
-from paceline.model.backends import DEFAULT_MAX_LEN, load_target
-from paceline.model.target import Target
+from paceline.model.backends import load_target
+from paceline.model.target import DEFAULT_MAX_LEN, Target
 from paceline.model.tokenizer import Tokenizer
 from paceline.types import FinishReason, SamplingParams, Sequence, Timings, TokenLogprob
 from paceline.verify.mocked import MockedAcceptance

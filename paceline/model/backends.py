@@ -12,17 +12,15 @@ import torch
 from torch import Tensor
 
 from paceline.errors import NativeError, UnsupportedModelError
-from paceline.hub import resolve
+from paceline.hub import blocks_of, resolve
 from paceline.model import native_lib
 from paceline.model.blocks import BlockKind, Blocks, quantise
 from paceline.model.checkpoint import check_tensors, load_config, load_tensors, random_tensors
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
+from paceline.model.graphs import GraphDecoder
 from paceline.model.native_decoder import NativeDecoder
-from paceline.model.target import Target
-
-DEFAULT_MAX_LEN = 2048
-"""Tokens of context a cache row holds when nobody says otherwise."""
+from paceline.model.target import DEFAULT_MAX_LEN, Target
 
 
 def load_target(
@@ -59,14 +57,20 @@ def load_target(
     max_len = max_len or min(config.max_position, DEFAULT_MAX_LEN)
     is_rounded = weight_format in KINDS
     if _is_native("native" if is_rounded and backend == "auto" else backend, config, dtype, torch.device(device)):
-        stored = random_tensors(config) if weights == "random" else load_tensors(path, keep_blocks=weight_format != "dense")
+        if weights == "random":
+            stored = random_tensors(config)
+        elif weight_format == "dense":
+            stored = load_tensors(path)
+        else:
+            stored = load_tensors(blocks_of(path) or path, keep_blocks=True)
         tensors = check_tensors(config, _rounded(stored, KINDS[weight_format]) if is_rounded else stored, path)
         target: Target = NativeDecoder(config, tensors, num_rows=num_rows, max_len=max_len, dtype=dtype)
     else:
         if is_rounded:
             raise NativeError(f"weights in {weight_format} need the native pass: leave --backend or --weight-format out")
         dense = check_tensors(config, random_tensors(config) if weights == "random" else load_tensors(path), path)
-        target = Decoder(config, dense, num_rows=num_rows, max_len=max_len, dtype=dtype, device=device)
+        decoder = GraphDecoder if torch.device(device).type == "cuda" else Decoder
+        target = decoder(config, dense, num_rows=num_rows, max_len=max_len, dtype=dtype, device=device)
     _return_freed_memory()
     return target
 

@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
-from paceline.hub import blocks_of
 from paceline.model import gguf
 from paceline.model.blocks import Weight
 from paceline.model.config import DecoderConfig
@@ -68,14 +67,12 @@ def load_tensors(path: Path | str, keep_blocks: bool) -> Iterator[tuple[str, Wei
 def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[str, Weight]]:
     """(Hugging Face name, tensor) for every weight: as stored from safetensors, float32 from GGUF.
 
-    With `keep_blocks` the Q8_0 and Q4_1 matrices of a GGUF file come as Blocks: of `path` itself, or of the file that a
-    built-in model's folder was converted from, and which holds the same numbers.
+    With `keep_blocks` the Q8_0 and Q4_1 matrices of a GGUF file come as Blocks.
     Raises ModelFileError when a file is missing, truncated, or in a pickle format.
     """
     path = _existing(path)
-    file = path if gguf.is_gguf(path) else blocks_of(path) if keep_blocks else None
-    if file is not None:
-        yield from gguf.load_tensors(file, keep_blocks)
+    if gguf.is_gguf(path):
+        yield from gguf.load_tensors(path, keep_blocks)
         return
     for file, names in _shards(path).items():
         yield from _read_shard(file, names)

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from paceline.errors import ContextLengthError
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of
 from paceline.model.config import DecoderConfig
-from paceline.model.graphs import MAX_COUNT, GraphRunner
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.linear import PackedLinear, RMSNorm
 from paceline.model.rope import rope_tables
@@ -47,6 +46,8 @@ class Decoder(Target):
 
     kv: StaticKVCache
     """`cache`, by its own type."""
+    slack = 0
+    """Spare positions behind each row of the cache."""
 
     def __init__(
         self,
@@ -78,22 +79,13 @@ class Decoder(Target):
         )
         self.weight_bytes = layers_bytes + head.num_bytes
 
-    def allocate_cache(self, num_rows: int, max_len: int, use_static: bool | None = None) -> None:
-        """As Target.allocate_cache; `use_static` runs decode passes in fixed shapes (default: on CUDA, as graphs)."""
+    def allocate_cache(self, num_rows: int, max_len: int) -> None:
         config = self.config
         if max_len > config.max_position:
             raise ContextLengthError(f"max_len {max_len} is beyond the model's {config.max_position} tokens: lower max_len")
-        is_static = self.device.type == "cuda" if use_static is None else use_static
-        slack = MAX_COUNT if is_static else 0
-        self.rope = Rope(*(table.to(self.device, self.dtype) for table in rope_tables(config, max_len + slack)))
+        self.rope = Rope(*(table.to(self.device, self.dtype) for table in rope_tables(config, max_len + self.slack)))
         shape = (config.num_layers, num_rows, config.num_kv_heads, max_len, config.head_dim)
-        self.kv = self.cache = StaticKVCache(*shape, self.dtype, self.device, slack=slack)
-        self._graphs = GraphRunner(self) if is_static else None
-
-    def set_taps(self, tap_layers: tuple[int, ...]) -> None:
-        super().set_taps(tap_layers)
-        if self._graphs is not None:
-            self._graphs = GraphRunner(self)  # captured passes return the taps they were captured with
+        self.kv = self.cache = StaticKVCache(*shape, self.dtype, self.device, slack=self.slack)
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         return F.embedding(tokens_T, self.embedding)
@@ -103,8 +95,6 @@ class Decoder(Target):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        if self._graphs is not None and self._graphs.can_run(batch):
-            return self._graphs.run(batch)
         plans = {window: self._plan(batch, window) for window in self.windows}
         writer = CacheWriter(batch.rows, batch.starts, batch.counts, self.device)
         tables = self.rope.tables(positions_of(batch.starts, batch.counts))

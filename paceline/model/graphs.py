@@ -8,16 +8,12 @@ row, write beyond their row's length, where nothing is alive. On CPU the same pa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from paceline.model.decoder import Decoder
 from paceline.model.target import ForwardBatch, ForwardOutput
-
-if TYPE_CHECKING:
-    from paceline.model.decoder import Decoder
 
 MAX_COUNT = 32
 """Most tokens a row may bring to a static pass; also the spare positions behind each row of the cache."""
@@ -84,38 +80,43 @@ class _WindowView:
         return self._static.attend(query_THD, keys, values, self._mask)
 
 
-class GraphRunner:
-    """Runs decode passes through static shapes; on CUDA each is captured once and replayed."""
+class GraphDecoder(Decoder):
+    """The decoder with decode passes of fixed shape; on CUDA each shape is captured once and replayed."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+    slack = MAX_COUNT
+
+    def allocate_cache(self, num_rows: int, max_len: int) -> None:
+        super().allocate_cache(num_rows, max_len)
         self._passes: dict[tuple[int, int, int], tuple[StaticPass, torch.cuda.CUDAGraph | None]] = {}
 
-    def can_run(self, batch: ForwardBatch) -> bool:
-        return batch.logits == "all" and max(batch.counts) <= MAX_COUNT
+    def set_taps(self, tap_layers: tuple[int, ...]) -> None:
+        super().set_taps(tap_layers)
+        self._passes = {}  # captured passes return the taps they were captured with
 
-    def run(self, batch: ForwardBatch) -> ForwardOutput:
-        """The same result as `Decoder.forward`, cache included."""
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        if batch.logits != "all" or max(batch.counts) > MAX_COUNT:
+            return super().forward(batch)
         count = _power_of_two(max(batch.counts))
-        num_rows = _power_of_two(max(batch.rows) + 1, limit=self._decoder.cache.num_rows)
-        needed = max(self._decoder.cache.lengths[:num_rows]) + count
-        span = _power_of_two(max(needed, _MIN_SPAN), limit=self._decoder.kv.keys.shape[3])
+        num_rows = _power_of_two(max(batch.rows) + 1, limit=self.cache.num_rows)
+        needed = max(self.cache.lengths[:num_rows]) + count
+        span = _power_of_two(max(needed, _MIN_SPAN), limit=self.kv.keys.shape[3])
         static, graph = self._pass_of(num_rows, count, span)
         self._fill(static, batch, num_rows, count)
         if graph is None:
             static.compute()
         else:
             graph.replay()
-        self._decoder.cache.append(batch.rows, batch.counts)
+        self.cache.append(batch.rows, batch.counts)
         return self._select(static, batch, num_rows, count)
 
     def _pass_of(self, num_rows: int, count: int, span: int) -> tuple[StaticPass, torch.cuda.CUDAGraph | None]:
         key = (num_rows, count, span)
         if key not in self._passes:
-            static = StaticPass(self._decoder, num_rows, count, span)
+            static = StaticPass(self, num_rows, count, span)
             # During warm-up and capture every row writes behind its end, as idle rows do.
-            static.starts_B.copy_(torch.tensor(self._decoder.cache.lengths[:num_rows]))
-            graph = _capture(static) if self._decoder.device.type == "cuda" else None
+            static.starts_B.copy_(torch.tensor(self.cache.lengths[:num_rows]))
+            graph = _capture(static) if self.device.type == "cuda" else None
             self._passes[key] = static, graph
         return self._passes[key]
 
@@ -126,14 +127,14 @@ class GraphRunner:
             tokens[row][:own] = batch.tokens[begin : begin + own]
             begin += own
         static.tokens_BJ.copy_(torch.tensor(tokens))
-        static.starts_B.copy_(torch.tensor(self._decoder.cache.lengths[:num_rows]))
+        static.starts_B.copy_(torch.tensor(self.cache.lengths[:num_rows]))
 
     def _select(self, static: StaticPass, batch: ForwardBatch, num_rows: int, count: int) -> ForwardOutput:
         assert static.logits is not None
         if batch.rows == list(range(num_rows)) and all(own == count for own in batch.counts):
             return ForwardOutput(static.logits, static.taps)
         pairs = zip(batch.rows, batch.counts, strict=True)
-        index = torch.tensor([row * count + offset for row, own in pairs for offset in range(own)], device=self._decoder.device)
+        index = torch.tensor([row * count + offset for row, own in pairs for offset in range(own)], device=self.device)
         return ForwardOutput(static.logits[index], None if static.taps is None else static.taps[index])
 
 

@@ -18,9 +18,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from paceline.errors import ContextLengthError, ModelFileError, ModelNotFoundError, UnsupportedModelError
-from paceline.model.backends import DEFAULT_MAX_LEN
 from paceline.model.hf_cache import HFCache, Row, cache_bytes, is_unused, make_cache, poison_recurrent_state, tensor_bytes
-from paceline.model.target import ForwardBatch, ForwardOutput, Target
+from paceline.model.target import DEFAULT_MAX_LEN, ForwardBatch, ForwardOutput, Target
 
 _MAX_PENDING = 32
 """Tokens replayed in front of a forward; beyond that they get a pass of their own, after which they are settled."""

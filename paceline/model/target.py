@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from paceline.model.kv_cache import KVCache
 
+DEFAULT_MAX_LEN = 2048
+"""Tokens of context a cache row holds when nobody says otherwise."""
+
 
 @dataclass(slots=True)
 class ForwardBatch:

@@ -9,13 +9,14 @@ import torch
 from model.test_decoder import decoder_for, text
 
 from paceline.model.decoder import Decoder
+from paceline.model.graphs import GraphDecoder
 from paceline.model.target import ForwardBatch
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3-norms"])
 def test_static_passes_equal_ordinary_ones(family: str) -> None:
-    ordinary, static = (decoder_for(family)[1] for _ in range(2))
-    static.allocate_cache(4, 128, use_static=True)
+    ordinary = decoder_for(family)[1]
+    static = GraphDecoder(ordinary.config, list(_tensors(family)), num_rows=4, max_len=128)
     assert_same_passes(ordinary, static)
 
 
@@ -24,7 +25,7 @@ def test_static_passes_equal_ordinary_ones(family: str) -> None:
 def test_replayed_graphs_equal_ordinary_passes() -> None:
     _, ordinary = decoder_for("llama")
     _, source = decoder_for("llama")
-    graphed = Decoder(source.config, list(_tensors("llama")), num_rows=4, max_len=128, device="cuda")
+    graphed = GraphDecoder(source.config, list(_tensors("llama")), num_rows=4, max_len=128, device="cuda")
     assert_same_passes(ordinary, graphed)
 
 
