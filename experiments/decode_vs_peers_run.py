@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from paceline import LLM, SamplingParams
-from paceline.figures import add_histograms
 from paceline.bench.passes import Request, run_pass
+from paceline.figures import add_histograms
 from paceline.hub import resolve
 from paceline.model.backends import form_of
 
