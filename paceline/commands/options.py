@@ -1,0 +1,293 @@
+"""Options of a command from frozen config dataclasses: one option a field, so that each setting is described in one place.
+
+    @app.command()
+    @options
+    def generate(prompt: str, engine: EngineConfig, sampling: Annotated[SamplingParams, Only("seed", "top_k")]) -> None:
+        from paceline.engine.llm import LLM  # what is heavy is imported when the command runs
+        llm = LLM.of(engine)
+
+`max_len: int | None = None` becomes `--max-len`: type and default are the field's, the help is the string literal under it.
+
+- `tuple[int, ...]` and `tuple[float, ...]` are written `1,8`; `tuple[str, ...]` and `tuple[Path, ...]` by repeating the option.
+- `Literal["a", "b"]`, or `Annotated[str, ("a", "b")]`, shows the choices. `Annotated[int, "bytes"]` takes `512M`.
+- A bool that is False by default is a flag; else there is also `--no-...`. A field without a default must be given.
+- `Annotated[EngineConfig, Without("prefill_chunk"), Changed(max_len=Opt(default=1024), drafter=Opt("--draft-model", "-d"))]`:
+  fields that are no options keep their defaults; `Opt` gives a field another name, help, default or metavar in this command.
+- A ConfigError of the dataclass names the option: "max_batch must be at least 1" becomes "--max-batch must be at least 1".
+- Called with the dataclasses themselves, `generate(prompt="Hi", engine=EngineConfig(), ...)` is the plain function.
+
+Modules that hold such dataclasses must be quick to import. Fields of other types need a parameter of the command's own.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import keyword
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+from paceline.errors import ConfigError, PacelineError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+KEEP: Any = object()
+
+
+class Opt:
+    """How a command asks for one field, where the field's own name, docstring and default are not what it needs."""
+
+    def __init__(
+        self, *names: str, help: str | None = None, default: Any = KEEP, metavar: str | None = None, comma: bool = False
+    ):
+        """`names` as in typer.Option; `comma` writes a tuple of strings as `a,b` in place of repeating the option."""
+        self.names, self.help, self.default, self.metavar, self.comma = names, help, default, metavar, comma
+
+
+class Only:
+    """Only these fields become options."""
+
+    def __init__(self, *fields: str) -> None:
+        self.fields = fields
+
+
+class Without:
+    """These fields become no options."""
+
+    def __init__(self, *fields: str) -> None:
+        self.fields = fields
+
+
+class Changed:
+    """Fields that this command asks for in another way."""
+
+    def __init__(self, **opts: Opt) -> None:
+        self.opts = opts
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a field's annotation says."""
+
+    base: type
+    """The type of the value, or of a tuple's items."""
+    is_optional: bool = False
+    is_tuple: bool = False
+    is_size: bool = False
+    choices: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, hint: Any, **known: Any) -> _Kind:
+        origin, parts = get_origin(hint), get_args(hint)
+        if origin is Annotated:
+            choices = next((each for each in parts[1:] if isinstance(each, tuple)), ())
+            return cls.of(parts[0], **{**known, "is_size": "bytes" in parts[1:], "choices": choices})
+        if origin in (Union, UnionType) and len(parts) == 2 and NoneType in parts:
+            return cls.of(next(part for part in parts if part is not NoneType), **{**known, "is_optional": True})
+        if origin is tuple and parts[1:] == (...,):
+            return cls.of(parts[0], **{**known, "is_tuple": True})
+        if origin is Literal:
+            return cls(str, **{**known, "choices": parts})
+        if hint not in (str, int, float, bool, Path):
+            raise TypeError(f"no option can be made of {hint}: leave the field out, or give the command a parameter of its own")
+        return cls(hint, **known)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One field of a dataclass as an option."""
+
+    field: str
+    option: str
+    """As it is typed: --max-batch."""
+    kind: _Kind
+    is_comma: bool
+    parameter: inspect.Parameter
+    """For typer: comma-separated values and sizes are still text."""
+
+    @classmethod
+    def of(cls, owner: type, field: dataclasses.Field[Any], hint: Any, opt: Opt) -> _Asked:
+        kind = _Kind.of(hint)
+        is_comma = kind.is_tuple and (opt.comma or kind.base in (int, float))
+        default = field.default if opt.default is KEEP else opt.default
+        if default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        names = opt.names or (_option_of(field.name, kind, default),)
+        option = next(part for name in names for part in name.split("/") if part.startswith("--"))
+        name = option[2:].replace("-", "_")
+        parameter = inspect.Parameter(
+            name + "_" * keyword.iskeyword(name),
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if default is dataclasses.MISSING else _as_text(kind, is_comma, default),
+            annotation=Annotated[
+                _typer_type(kind, is_comma),
+                typer.Option(
+                    *names,
+                    help=opt.help if opt.help is not None else _help(owner, field.name),
+                    metavar=opt.metavar or _metavar(kind, is_comma),
+                ),
+            ],
+        )
+        return cls(field.name, option, kind, is_comma, parameter)
+
+    def read(self, value: Any) -> Any:
+        """The field's value from what typer read. Raises ConfigError."""
+        kind = self.kind
+        if kind.is_tuple:
+            items = _split(self.option, value or "", kind.base) if self.is_comma else value or ()
+            return tuple(items) or (None if kind.is_optional else ())
+        if kind.is_size:
+            return size(self.option, value)
+        if kind.choices and value not in (None, *kind.choices):
+            raise ConfigError(f"{self.option} must be one of {', '.join(kind.choices)}, not {value!r}")
+        return value
+
+
+def options(command: Callable[P, R]) -> Callable[P, R]:
+    """Make each field of the dataclasses among a command's parameters an option; see the top of this file."""
+    hints = get_type_hints(command, include_extras=True)
+    flat: list[inspect.Parameter] = []
+    configs: dict[str, tuple[type, list[_Asked]]] = {}
+    for name, parameter in inspect.signature(command).parameters.items():
+        hint = hints[name]
+        owner, *markers = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        if dataclasses.is_dataclass(owner):
+            assert isinstance(owner, type)
+            configs[name] = owner, _asked(owner, markers)
+            flat += [each.parameter for each in configs[name][1]]
+        else:
+            flat.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def run(*args: Any, **given: Any) -> Any:
+        if args or any(isinstance(given.get(name), owner) for name, (owner, _) in configs.items()):
+            return command(*args, **given)
+        for name, (owner, asked) in configs.items():
+            given[name] = _build(owner, [(each, given.pop(each.parameter.name)) for each in asked])
+        return command(**given)  # pyright: ignore[reportCallIssue]
+
+    run.__signature__ = inspect.Signature(flat)  # pyright: ignore[reportAttributeAccessIssue]  # raises on a name taken twice
+    run.__annotations__ = {each.name: each.annotation for each in flat}
+    return run
+
+
+def size(option: str, text: str | None) -> int | None:
+    """512M -> 536870912; K, M, G and T are powers of 1024. Raises ConfigError."""
+    if text is None:
+        return None
+    number = text.strip().upper().removesuffix("B").removesuffix("I")
+    scale = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}.get(number[-1:], 1)
+    try:
+        value = float(number.rstrip("KMGT")) * scale
+        if not 1 <= value < 2**63:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"{option} {text} is no size: write it as 512M, 2G or a number of bytes") from None
+    return int(value)
+
+
+def _asked(owner: type, markers: list[Any]) -> list[_Asked]:
+    hints = get_type_hints(owner, include_extras=True)
+    fields = {field.name: field for field in dataclasses.fields(owner) if field.init}
+    chosen, opts = list(fields), {}
+    for marker in markers:
+        named = marker.opts if isinstance(marker, Changed) else marker.fields
+        if unknown := set(named) - set(fields):
+            raise TypeError(f"{owner.__name__} has no field {', '.join(sorted(unknown))}")
+        if isinstance(marker, Only):
+            chosen = list(marker.fields)
+        elif isinstance(marker, Without):
+            chosen = [name for name in chosen if name not in marker.fields]
+        else:
+            opts |= marker.opts
+    return [_Asked.of(owner, fields[name], hints[name], opts.get(name, Opt())) for name in chosen]
+
+
+def _build(owner: type, values: list[tuple[_Asked, Any]]) -> Any:
+    """The dataclass; its error, if it raises one, with the options' names in place of the fields'."""
+    given = {each.field: each.read(value) for each, value in values if value is not None or each.kind.is_optional}
+    try:
+        return owner(**given)
+    except PacelineError as error:
+        names = {name: each.option for each, _ in values for name in (each.field, each.parameter.name)}
+
+        def named(word: re.Match[str]) -> str:
+            is_name = word.start() == 0 or "_" in word[0]  # further on, "model" may be just a word
+            return names.get(word[0], word[0]) if is_name else word[0]
+
+        raise type(error)(re.sub(r"\w+", named, str(error))) from error
+
+
+def _option_of(field: str, kind: _Kind, default: Any) -> str:
+    name = field.replace("_", "-")
+    return f"--{name}/--no-{name}" if kind.base is bool and default is not False else f"--{name}"
+
+
+def _typer_type(kind: _Kind, is_comma: bool) -> Any:
+    base = str if is_comma or kind.is_size else kind.base
+    return list[base] | None if kind.is_tuple and not is_comma else base | None
+
+
+def _as_text(kind: _Kind, is_comma: bool, default: Any) -> Any:
+    if default is None or (kind.is_tuple and not default):
+        return None
+    if is_comma:
+        return ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in default)
+    if kind.is_size:
+        power = max(power for power in range(5) if default % 1024**power == 0)
+        return f"{default // 1024**power}{'KMGT'[power - 1] if power else ''}"
+    return list(default) if kind.is_tuple else default
+
+
+def _metavar(kind: _Kind, is_comma: bool) -> str | None:
+    if is_comma:
+        return f"<{kind.base.__name__},...>"
+    if kind.is_size:
+        return "<size>"
+    return "|".join(kind.choices) or None
+
+
+def _split(option: str, text: str, base: type) -> list[Any]:
+    try:
+        return [base(part.strip()) for part in text.split(",") if part.strip()]
+    except ValueError:
+        example = "1,8" if base is int else "0,0.7"
+        raise ConfigError(f"{option} {text!r} is no list of numbers: write it as {example}") from None
+
+
+def _help(owner: type, field: str) -> str:
+    """The string literal under the field; `max_len` in it becomes --max-len."""
+    text = next((found for each in owner.__mro__ if (found := _literals(each).get(field))), "")
+    fields = {each.name for each in dataclasses.fields(owner)}
+
+    def option(word: re.Match[str]) -> str:
+        return "--" + word[1].replace("_", "-") if word[1] in fields else word[1]
+
+    return re.sub(r"`([^`]+)`", option, " ".join(text.split()))
+
+
+@functools.cache
+def _literals(owner: type) -> dict[str, str]:
+    """The string literal under each field of a class, from its source; only the class is parsed, which is quick."""
+    file = getattr(sys.modules[owner.__module__], "__file__", None)
+    if file is None:  # built in
+        return {}
+    source = Path(file).read_text(encoding="utf-8")
+    found = re.search(rf"^class {owner.__name__}\b.*\n(?:[ \t].*\n|\n)*", source, re.MULTILINE)
+    body = ast.parse(found[0]).body[0] if found else None
+    return {
+        field.target.id: literal.value.value
+        for field, literal in pairwise(body.body if isinstance(body, ast.ClassDef) else ())
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(literal, ast.Expr) and isinstance(literal.value, ast.Constant) and isinstance(literal.value.value, str)
+    }
