@@ -138,8 +138,8 @@ class Live:
             return answer.status, json.loads(text) if is_json else text, {k.lower(): v for k, v in answer.getheaders()}
 
     def open_stream(self, body: dict[str, Any], path: str = "/v1/chat/completions") -> socket.socket:
-        """A raw connection on which a streamed answer was asked for."""
-        data = json.dumps(body | {"stream": True}).encode()
+        """A raw connection on which a streamed answer was asked for, unless `body` says otherwise."""
+        data = json.dumps({"stream": True} | body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=120)
         connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)

@@ -9,12 +9,51 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.serve.failures import ApiError, RequestRefused, dump
+
+BEGINNING = b"HTTP/1.1 "
+"""How every answer begins."""
+PROBE_SECONDS = 0.1
+
+
+class Probing:
+    """The transport of a client that sends nothing more. Has it left for good, or does it wait for its answer?
+
+    Only writing tells: the system of a client that has left refuses what is written, and asyncio then reports the connection
+    as lost. So the answer's beginning, the same for all, is written ahead byte by byte, at intervals that double.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._num_ahead, self._wait_s = 0, PROBE_SECONDS
+        self._timer: asyncio.TimerHandle | None = None
+        self._probe()
+
+    def write(self, data: bytes) -> None:
+        """What has been written ahead is left out of the first piece."""
+        if self._timer:
+            self._timer.cancel()
+        self._transport.write(data[self._num_ahead :])
+        self._num_ahead, self._timer = 0, None
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def _probe(self) -> None:
+        if self._transport.is_closing() or self._num_ahead == len(BEGINNING):
+            return
+        self._transport.write(BEGINNING[self._num_ahead : self._num_ahead + 1])
+        self._num_ahead += 1
+        self._timer = self._loop.call_later(self._wait_s, self._probe)
+        self._wait_s *= 2
 
 
 class Connection(H11Protocol):
@@ -25,6 +64,7 @@ class Connection(H11Protocol):
         self._header_seconds, self._write_seconds = header_seconds, write_seconds
         self._headers_due: asyncio.TimerHandle | None = None
         self._writing_due: asyncio.TimerHandle | None = None
+        self._has_ended = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -39,6 +79,24 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch_headers()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends nothing more, but may wait for the answer to what it has sent whole: True keeps the connection."""
+        self._has_ended = True
+        if not self._is_answering or self.cycle.more_body:
+            return False
+        if not self.cycle.response_started:
+            self.cycle.transport = cast(Any, Probing(self.transport, self.loop))
+        return True
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._has_ended and not self._is_answering:
+            self.transport.close()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     def _watch_headers(self) -> None:
         """The clock runs from the connection, or the first byte of a later request, to the end of its headers."""
@@ -58,9 +116,10 @@ class Connection(H11Protocol):
         self._hang_up(RequestRefused("this is no HTTP request", code="invalid_http"))
 
     def _hang_up(self, error: ApiError) -> None:
-        body = dump(error.body)
-        head = f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        if not self._is_answering or not self.cycle.response_started:
+            body = dump(error.body)
+            head = f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
         self.transport.close()
 
     def pause_writing(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from paceline.types import GrammarSpec, SamplingParams
 MIN_TEMPERATURE = 1e-4
 """Below this sampling is greedy but for rounding."""
 MAX_STOP_CHARACTERS = 1024
+TOKEN_KEY = re.compile("0|[1-9][0-9]{0,18}", re.ASCII)
 MAX_TOKEN_CHARACTERS = 64
 """No prompt's tokens have so many characters on average: what is longer is refused without being encoded."""
 
@@ -105,10 +107,12 @@ def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
-    try:
-        return {int(token): value for token, value in bias.items()} if bias else None
-    except ValueError:
-        raise RequestRefused("logit_bias must name tokens by their number", param="logit_bias") from None
+    """Keys must be plain decimal numbers: Python's int() would also take " 5", "+5", "1_0" and digits of other scripts."""
+    wrong = next((token for token in bias or {} if not TOKEN_KEY.fullmatch(token)), None)
+    if wrong is not None:
+        message = f'logit_bias names tokens by their number, as in {{"42": -1}}: {wrong!r:.40} is none'
+        raise RequestRefused(message, param="logit_bias")
+    return {int(token): value for token, value in bias.items()} if bias else None
 
 
 def grammar_of(request: Sampling) -> GrammarSpec | None:

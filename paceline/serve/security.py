@@ -6,12 +6,14 @@ Names, since a page of another site whose name was pointed at this address (DNS 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import ipaddress
 from collections.abc import Callable
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.serve.failures import ApiError, error_response
@@ -19,6 +21,10 @@ from paceline.serve.settings import ServeConfig
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"})
 """Need no key: probes, scrapers and the page, which asks for the key itself."""
+DISCARD_BYTES = 64 * 2**20
+"""How much of a refused request's body is read and thrown away before its connection is closed."""
+DISCARD_PAUSE_S = 2.0
+"""A client that sends nothing for so long has seen that it was refused."""
 
 
 class Gate:
@@ -33,19 +39,22 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        body = Body(receive, self._config)
         try:
             headers = Headers(scope=scope)
+            _check_framing(headers)
             self._check_host(headers)
             if self._digests and scope["path"] not in OPEN_PATHS:
                 self._check_key(headers)
-            body = await self._body(headers, receive) if scope["method"] in ("POST", "PUT", "PATCH") else b""
+            if scope["method"] in ("POST", "PUT", "PATCH"):
+                await body.read(headers.get("content-length", "0"))
+        except ClientDisconnect:
+            return
         except ApiError as error:
             self._refused(error.code or "limit")
-            await error_response(error)(scope, receive, send)
+            await _refuse(error, body, send)
             return
-        if body is None:
-            return
-        await self._app(scope, _replay(body, receive), send)
+        await self._app(scope, body.replay, send)
 
     def _check_host(self, headers: Headers) -> None:
         name = host_name(headers.get("host", ""))
@@ -67,34 +76,76 @@ class Gate:
                 headers={"www-authenticate": "Bearer", "connection": "close"},
             )
 
-    async def _body(self, headers: Headers, receive: Receive) -> bytes | None:
-        """The whole body, or None when the client left. Raises ApiError when it is too long or too slow."""
-        length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length[:19]) > self._config.max_body_bytes:
+
+class Body:
+    """A request's body as it arrives: read whole within its limits, or discarded after an answer that did not wait for it."""
+
+    def __init__(self, receive: Receive, config: ServeConfig) -> None:
+        self._receive, self._config = receive, config
+        self._due = asyncio.get_running_loop().time() + config.body_seconds
+        self._data = bytearray()
+        self._is_whole = self._is_replayed = False
+
+    async def read(self, length: str) -> None:
+        """Read it; `length` is the header's.
+
+        Raises ApiError when it is too long or too slow, ClientDisconnect when the client left.
+        """
+        most = self._config.max_body_bytes
+        if not length.isdecimal() or int(length[:19]) > most:
             raise self._too_large()
         try:
-            return await asyncio.wait_for(self._read(receive), self._config.body_seconds)
+            async with asyncio.timeout_at(self._due):
+                while not self._is_whole:
+                    self._data += await self._next()
+                    if len(self._data) > most:
+                        raise self._too_large()
         except TimeoutError:
             message = f"the request's body did not arrive within {self._config.body_seconds:g} s"
             raise ApiError(408, message, code="body_timeout", headers={"connection": "close"}) from None
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        pieces: list[bytes] = []
+    async def discard(self) -> None:
+        """Take the rest and forget it: a client that is still sending reads no answer, and a connection that is closed under it
+        is reset. Ends after `DISCARD_BYTES`, when nothing has come for `DISCARD_PAUSE_S`, and when the body is overdue."""
         num_bytes = 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            pieces.append(message.get("body", b""))
-            num_bytes += len(pieces[-1])
-            if num_bytes > self._config.max_body_bytes:
-                raise self._too_large()
-            if not message.get("more_body", False):
-                return b"".join(pieces)
+        with contextlib.suppress(TimeoutError, ClientDisconnect):
+            async with asyncio.timeout_at(self._due):
+                while not self._is_whole and num_bytes < DISCARD_BYTES:
+                    num_bytes += len(await asyncio.wait_for(self._next(), DISCARD_PAUSE_S))
+
+    async def replay(self) -> Message:
+        """A `receive` that gives the body once, then whatever follows: the client's leaving."""
+        if self._is_replayed:
+            return await self._receive()
+        self._is_replayed = True
+        return {"type": "http.request", "body": bytes(self._data), "more_body": False}
+
+    async def _next(self) -> bytes:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        self._is_whole = not message.get("more_body", False)
+        return message.get("body", b"")
 
     def _too_large(self) -> ApiError:
         message = f"the request's body is longer than {self._config.max_body_bytes:,} bytes: send less"
         return ApiError(413, message, code="body_too_large", headers={"connection": "close"})
+
+
+def _check_framing(headers: Headers) -> None:
+    """Two lengths: a proxy before this server may see the body end elsewhere and take its rest for a request of its own."""
+    if "transfer-encoding" in headers and "content-length" in headers:
+        message = "a request has either Content-Length or Transfer-Encoding: leave one out"
+        raise ApiError(400, message, code="invalid_http", headers={"connection": "close"})
+
+
+async def _refuse(error: ApiError, body: Body, send: Send) -> None:
+    """The whole answer at once; where it closes the connection, that happens when the client has sent what it had to send."""
+    response = error_response(error)
+    await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    await body.discard()
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def allowed_hosts(config: ServeConfig) -> frozenset[str] | None:
@@ -121,17 +172,3 @@ def _is_loopback(host: str) -> bool:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body once, then whatever follows: the client's leaving."""
-    is_given = False
-
-    async def replay() -> Message:
-        nonlocal is_given
-        if is_given:
-            return await receive()
-        is_given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay

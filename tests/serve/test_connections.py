@@ -157,6 +157,53 @@ def test_what_is_no_http_gets_an_error_in_the_apis_shape(live: Live) -> None:
     assert text.startswith(b"HTTP/1.1 400 ") and b'"code":"invalid_http"' in text
 
 
+@pytest.mark.parametrize(("path", "method"), [("/v1/completions", b"POST"), ("/health", b"GET")])
+def test_a_request_of_two_lengths_ends_its_connection(live: Live, path: str, method: bytes) -> None:
+    """A proxy that goes by the other header takes what follows the body for a request of its own."""
+    hidden = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    connection = connect(live)
+    head = method + f" {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
+    connection.sendall(head + b"Content-Length: 60\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + hidden)
+    text = rest_of(connection)
+    assert text.startswith(b"HTTP/1.1 400 ") and b'"invalid_http"' in text
+    assert text.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_chunk_that_is_none_is_told_once(live: Live) -> None:
+    connection = connect(live)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: attacker.example\r\nTransfer-Encoding: chunked\r\n\r\n"
+    connection.sendall(head)
+    text = connection.recv(4096)
+    connection.sendall(b"this is no chunk\r\n")
+    text += rest_of(connection)
+    assert text.startswith(b"HTTP/1.1 421 ") and text.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_half_closes_gets_its_answer(live: Live, stream: bool) -> None:
+    connection = live.open_stream(asked(max_tokens=40, stream=stream))
+    connection.shutdown(socket.SHUT_WR)
+    text = rest_of(connection)
+    assert text.startswith(b"HTTP/1.1 200 ") and text.count(b"HTTP/1.1 ") == 1
+    assert b'"finish_reason":"length"' in text and live.seen.outcomes == ["length"]
+    wait_until(lambda: not live.server.server_state.connections)
+
+
+def test_both_answers_to_a_client_that_asked_twice_and_half_closed(live: Live) -> None:
+    connection = connect(live)
+    connection.sendall(2 * b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    connection.shutdown(socket.SHUT_WR)
+    assert rest_of(connection).count(b"HTTP/1.1 200 ") == 2
+
+
+def test_half_a_request_and_no_more_is_not_waited_for(live: Live) -> None:
+    began = time.monotonic()
+    connection = connect(live)
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+    connection.shutdown(socket.SHUT_WR)
+    assert rest_of(connection) == b"" and time.monotonic() - began < 20
+
+
 def test_a_client_that_reads_nothing_is_hung_up_on(live: Live) -> None:
     """Its buffers are full: the answer is aborted, its row is free."""
     stream = live.open_stream(asked(max_tokens=200))

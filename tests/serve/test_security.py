@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,52 @@ def test_long_bodies_without_a_length_are_refused(live: Live) -> None:
         for _ in range(6):
             connection.sendall(b"1000\r\n" + b"x" * 0x1000 + b"\r\n")
         assert b" 413 " in connection.recv(4096)
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_client_that_sends_first_and_reads_then_sees_the_refusal(live: Live, is_chunked: bool) -> None:
+    """A connection that is closed under a client that still sends is reset, and the answer with it."""
+    for path, host, code in (("/v1/completions", "localhost", b"body_too_large"), ("/health", "other", b"host_not_allowed")):
+        with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+            length = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {64 * 2**17}"
+            connection.sendall(f"POST {path} HTTP/1.1\r\nHost: {host}\r\n{length}\r\n\r\n".encode())
+            for _ in range(64):
+                piece = b"x" * 2**17
+                connection.sendall(b"20000\r\n" + piece + b"\r\n" if is_chunked else piece)
+            text = b""
+            while piece := connection.recv(4096):
+                text += piece
+            assert code in text and text.count(b"HTTP/1.1 ") == 1
+
+
+def test_what_is_not_wanted_is_not_read_for_ever(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a client that sends without end is listened to, nor one that waits."""
+    monkeypatch.setattr("paceline.serve.security.DISCARD_BYTES", 2**20)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1048576000\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as connection:
+        connection.sendall(head)
+        with pytest.raises(OSError, match="reset|pipe"):
+            connection.sendall(b"x" * 2**27)
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as connection:
+        connection.sendall(head)
+        text = b""
+        while piece := connection.recv(4096):
+            text += piece
+        assert b" 413 " in text and time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    "key", [" 5", "5 ", "+5", "-5", "-0", "1_0", "５", "٣", "007", "5.0", "0x5", "1e1", "", "9" * 5000, "²"]
+)
+def test_a_bias_of_a_token_that_is_no_plain_number_is_refused(live: Live, key: str) -> None:
+    status, body, _ = live.post("/v1/chat/completions", asked(max_tokens=1, logit_bias={"7": 1, key: 1}))
+    assert (status, body["error"]["param"]) == (400, "logit_bias")
+    assert "logit_bias" in body["error"]["message"] and len(body["error"]["message"]) < 200
+
+
+def test_a_bias_of_plain_numbers_is_taken(live: Live) -> None:
+    assert live.post("/v1/chat/completions", asked(max_tokens=1, logit_bias={"0": 1, "105": -100}))[0] == 200
 
 
 def test_slow_bodies_are_refused_and_others_go_on(live: Live) -> None:
