@@ -104,9 +104,15 @@ class HFTarget(Target):
         return cls(model.to(device), num_rows, max_len)
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
-        """Replace `cache` by an empty one; its memory is taken as rows grow. Raises ContextLengthError."""
+        """Replace `cache` by an empty one; its memory is taken as rows grow. Raises ContextLengthError.
+
+        A model with LongRoPE (Phi-3, Phi-4 128k) rotates by its short factors when `max_len` is at most the length it was
+        first trained with, and by its long factors otherwise, at every position.
+        """
         if max_len > self.max_position:
             raise ContextLengthError(f"max_len {max_len} is beyond the model's {self.max_position} tokens: lower max_len")
+        for module in self.model.modules():
+            _fix_rope_factors(module, max_len)
         self._cache = HFCache(
             lambda: make_cache(self.model.config),
             num_rows,
@@ -250,6 +256,27 @@ def _random_model(transformers: ModuleType, path: str | Path, dtype: torch.dtype
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+
+
+def _fix_rope_factors(module: Any, max_len: int) -> None:
+    """Have a rotary embedding with LongRoPE use the same factors in every pass, those for texts of `max_len` tokens.
+
+    Transformers chooses them anew for each pass, by its last position: drafts would decide how accepted tokens are rotated.
+    """
+    types = getattr(module, "rope_type", None)
+    for layer_type, rope_type in types.items() if isinstance(types, dict) else [(None, types)]:
+        if rope_type != "longrope":
+            continue
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        parameters = module.config.rope_parameters if layer_type is None else module.config.rope_parameters[layer_type]
+        trained = parameters["original_max_position_embeddings"]
+        if max_len > trained and parameters.get("short_mscale") != parameters.get("long_mscale"):
+            raise ContextLengthError(f"beyond {trained} tokens this model changes its scale within a text: lower max_len")
+        inv_freq, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, module.inv_freq.device, max_len, layer_type)
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        for name in ("inv_freq", "original_inv_freq", "long_inv_freq"):
+            setattr(module, prefix + name, inv_freq.clone())
 
 
 def _find_layers(decoder: nn.Module, num_layers: int) -> tuple[nn.Module, Sequence[nn.Module]]:
