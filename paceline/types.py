@@ -276,7 +276,10 @@ class Verdict:
 
     num_accepted_B: list[int]
     next_token_B: list[int]
-    lossless: bool = True
+    lossless: bool
+    """Whether the rule that decided keeps the target's distribution."""
+    kept_B: list[list[int]] | None = None
+    """Of each row which drafts stand, root to leaf; None: its first `num_accepted`."""
 
 
 @dataclass(slots=True)

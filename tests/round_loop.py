@@ -23,7 +23,7 @@ class GreedyJudge:
             accepted.append(count)
             bonus.append(own[count])
             begin += len(tokens) + 1
-        return Verdict(accepted, bonus)
+        return Verdict(accepted, bonus, lossless=True)
 
 
 def admit(target: Target, drafter: Drafter, prompt: list[int], params: SamplingParams, chunk: int = 1 << 20) -> Sequence:

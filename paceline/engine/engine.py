@@ -16,7 +16,7 @@ import torch
 from paceline.draft.base import Drafter, NoDrafter, Observed
 from paceline.engine.draft_length import DraftLengths
 from paceline.engine.grammar import Grammars
-from paceline.engine.judge import LosslessJudge, MockedJudge
+from paceline.engine.judge import MockedJudge, RuleJudge
 from paceline.engine.prefix import PrefixReuse
 from paceline.engine.round import Judge, decode_round, record
 from paceline.engine.scheduler import Scheduler
@@ -67,7 +67,7 @@ class Engine:
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
         self.drafter = drafter or NoDrafter()
-        self.judge = judge or LosslessJudge()
+        self.judge = judge or RuleJudge()
         self.lengths = lengths
         self._pace = PrefillPace(prefill_chunk, adapts=target.is_width_invariant)
         self.eos_token_ids = eos_token_ids
@@ -175,6 +175,7 @@ class Engine:
             verdict = self.judge(batch, DraftBlock.certain([[]]), out)
             self.scheduler.start_decoding(seq)
             seq.accept(verdict.next_token_B)
+            seq.lossless &= verdict.lossless
         self.drafter.observe([Observed(seq, begin, end - begin, out.taps_TF)])
         now = time.perf_counter()
         seq.timings.prefill_s += now - started

@@ -11,19 +11,17 @@ from torch import Tensor
 from paceline.model.logits import draw, logprobs_of, penalise, target_probs
 from paceline.model.target import ForwardOutput
 from paceline.types import Batch, DraftBlock, Sequence, Verdict
-from paceline.verify.greedy import verify_argmax
-from paceline.verify.match import verify_draws
+from paceline.verify.lossless import match_prefix
 from paceline.verify.mocked import MockedAcceptance
-from paceline.verify.registry import rule_named
-from paceline.verify.rule import RowVerdict, Rule, Uniforms
+from paceline.verify.rule import CheckedRow, RowVerdict, Rule, Uniforms
+from paceline.verify.table import RULES
 
 
-class LosslessJudge:
-    """Greedy rows by longest match, sampled rows by `rule` ("auto", "match", "rejection" or "block")."""
+class RuleJudge:
+    """Sampled rows by `rule`; greedy rows by it too unless it weighs probabilities, then by the longest match."""
 
-    def __init__(self, rule: str = "auto") -> None:
-        self.rule: Rule = rule_named(rule)
-        self._matches_certain, self._matches_all = rule in ("auto", "match"), rule == "match"
+    def __init__(self, rule: Rule = RULES["auto"]) -> None:
+        self.rule = rule
 
     def only_argmax(self, batch: Batch) -> bool:
         return all(_is_plain(seq) and seq.params.logprobs is None for seq in batch.sequences)
@@ -35,48 +33,49 @@ class LosslessJudge:
         for index, (seq, tokens) in enumerate(zip(batch.sequences, draft.tokens_B, strict=True)):
             end = begin + len(tokens) + 1
             if plain[index]:
-                verdict = verify_argmax(tokens, argmax_T[begin:end])
+                row_verdict = self._judge_greedy(seq, tokens, argmax_T[begin:end])
             else:
                 assert out.logits_TV is not None
-                verdict = self._judge_row(seq, tokens, draft.probs_B[index], out.logits_TV[begin:end])
-            accepted.append(verdict.num_accepted)
-            bonus.append(verdict.next_token)
+                row_verdict = self._judge_row(seq, tokens, draft.probs_B[index], out.logits_TV[begin:end])
+            accepted.append(row_verdict.num_accepted)
+            bonus.append(row_verdict.next_token)
             begin = end
-        verdict = Verdict(accepted, bonus)
+        verdict = Verdict(accepted, bonus, self.rule.lossless)
         if out.logits_TV is not None:
             report_logprobs(batch, draft, verdict, out.logits_TV)
         return verdict
 
-    def _judge_row(self, seq: Sequence, tokens: list[int], draft_probs: Tensor | None, logits_JV: Tensor) -> RowVerdict:
+    def _judge_greedy(self, seq: Sequence, tokens: list[int], argmax_J: list[int]) -> RowVerdict:
+        if self.rule.needs_probs:
+            return match_prefix(tokens, argmax_J.__getitem__)
+        return self.rule.verify(CheckedRow(tokens, None, Uniforms.of(seq), argmax_J.__getitem__, _no_probs))
+
+    def _judge_row(self, seq: Sequence, tokens: list[int], draft_probs_KV: Tensor | None, logits_JV: Tensor) -> RowVerdict:
         logits_JV = penalise(logits_JV, seq.params, seq.tokens, seq.counts, tokens)
         if seq.constraint is not None:
             logits_JV = seq.constraint.mask(seq, logits_JV)
         if seq.params.is_greedy:
-            return verify_argmax(tokens, ForwardOutput(logits_JV, None).best_T())
+            return self._judge_greedy(seq, tokens, ForwardOutput(logits_JV, None).best_T())
         uniforms = Uniforms.of(seq)
-        if self._matches_all or (self._matches_certain and draft_probs is None):
-            return verify_draws(tokens, lambda slot: draw(logits_JV[slot], seq.params, uniforms.sample(slot)))
-        return self.rule(tokens, draft_probs, target_probs(logits_JV, seq.params), uniforms)
+        row = CheckedRow(
+            tokens,
+            draft_probs_KV if self.rule.needs_probs else None,
+            uniforms,
+            draw=lambda slot: draw(logits_JV[slot], seq.params, uniforms.sample(slot)),
+            target_probs=lambda: target_probs(logits_JV, seq.params),
+        )
+        return self.rule.verify(row)
 
 
-class MockedJudge:
+class MockedJudge(RuleJudge):
     """Accepts as many drafts as the mock says, whatever the target says: for modelling only, never lossless."""
 
     def __init__(self, acceptance: MockedAcceptance) -> None:
-        self._acceptance = acceptance
+        super().__init__(acceptance.rule)
 
-    def only_argmax(self, batch: Batch) -> bool:
-        return True
 
-    def __call__(self, batch: Batch, draft: DraftBlock, out: ForwardOutput) -> Verdict:
-        argmax_T = out.best_T()
-        accepted, bonus, begin = [], [], 0
-        for seq, tokens in zip(batch.sequences, draft.tokens_B, strict=True):
-            count = self._acceptance.num_accepted(len(tokens), Uniforms.of(seq))
-            accepted.append(count)
-            bonus.append(argmax_T[begin + count])
-            begin += len(tokens) + 1
-        return Verdict(accepted, bonus, lossless=False)
+def _no_probs() -> Tensor:
+    raise AssertionError("a rule that needs no probabilities asked for them")
 
 
 def _is_plain(seq: Sequence) -> bool:

@@ -21,7 +21,7 @@ from paceline.draft.lookup_first import LookupFirst
 from paceline.draft.registry import make_drafter
 from paceline.engine.draft_length import DraftLengths, PassCosts
 from paceline.engine.engine import Chunk, Engine
-from paceline.engine.judge import LosslessJudge, MockedJudge
+from paceline.engine.judge import MockedJudge, RuleJudge
 from paceline.engine.round import Judge
 from paceline.errors import MemoryBudgetError, PromptError
 from paceline.hub import resolve as resolve_model
@@ -31,6 +31,7 @@ from paceline.model.target import DEFAULT_MAX_LEN, Target
 from paceline.model.tokenizer import Tokenizer
 from paceline.types import FinishReason, SamplingParams, Sequence, Timings, TokenLogprob
 from paceline.verify.mocked import MockedAcceptance
+from paceline.verify.table import rule_named
 
 Message = dict[str, Any]
 
@@ -262,7 +263,7 @@ def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer:
 def _judge(config: EngineConfig) -> Judge:
     if config.mocked_tokens_per_round is not None:
         return MockedJudge(MockedAcceptance(config.mocked_tokens_per_round))
-    return LosslessJudge(config.rule)
+    return RuleJudge(rule_named(config.rule))
 
 
 def _load(config: EngineConfig) -> Target:

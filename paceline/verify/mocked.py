@@ -1,31 +1,24 @@
 """Mocked acceptance: a given number of drafts stands per round, whatever the target says.
 
-For measuring speed at an acceptance no drafter has yet. The text is not the target's: `lossless` is False, and every figure
-made this way must carry it.
+For measuring speed at an acceptance that no drafter has yet. The text is not the target's, so nothing made this way is
+lossless.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
-from paceline.model.logits import sample
-from paceline.verify.rule import RowVerdict, Uniforms
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from paceline.verify.rule import CheckedRow, RowVerdict, Rule, Uniforms
 
 
 class MockedAcceptance:
-    """A rule (call it like one) that accepts `tokens_per_round` - 1 drafts on average, or draws from a survival curve.
+    """Accepts `tokens_per_round` - 1 drafts on average, or draws from a survival curve.
 
     Never more than were drafted. Raises ConfigError for fewer than 1 token per round and for curves that are empty, rise, or
     leave [0, 1].
     """
-
-    lossless = False
 
     def __init__(self, tokens_per_round: float) -> None:
         if not (math.isfinite(tokens_per_round) and tokens_per_round >= 1):
@@ -57,9 +50,10 @@ class MockedAcceptance:
         round_index = math.ceil((anchor_position + 1) / self.tokens_per_round) - 1
         return math.floor((round_index + 1) * self.tokens_per_round) - math.floor(round_index * self.tokens_per_round)
 
-    def __call__(
-        self, draft_tokens: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor, uniforms: Uniforms
-    ) -> RowVerdict:
-        """The common signature; the next token is drawn from the target after the drafts that were let stand."""
-        num_accepted = self.num_accepted(len(draft_tokens), uniforms)
-        return RowVerdict(num_accepted, sample(target_probs_JV[num_accepted], uniforms.sample(num_accepted)))
+    @property
+    def rule(self) -> Rule:
+        return Rule("mocked", self._verify, lossless=False, needs_probs=False)
+
+    def _verify(self, row: CheckedRow) -> RowVerdict:
+        num_accepted = self.num_accepted(len(row.draft_tokens), row.uniforms)
+        return RowVerdict(num_accepted, row.draw(num_accepted))

@@ -1,4 +1,8 @@
-"""What every verification rule shares: its signature, its verdict, and the uniform numbers it may use."""
+"""What every verification rule shares: what it sees of a row, what it answers, and the random numbers it may use.
+
+A rule is a pure function of tensors and tokens. The rules are in `lossless.py` and `mocked.py`, the table of their names in
+`table.py`; `engine/judge.py` calls them.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +53,27 @@ class Uniforms:
         return uniform(self.seed, MOCK, self.anchor_position)
 
 
-Rule = Callable[[list[int], "Tensor | None", "Tensor", Uniforms], RowVerdict]
-"""`rule(draft_tokens, draft_probs_KV, target_probs_JV, uniforms)` for one row, J = len(draft_tokens) + 1.
+@dataclass(frozen=True, slots=True)
+class CheckedRow:
+    """What a rule sees of one row: its K drafts, and the target's distributions at the J = K+1 checked positions."""
 
-Row i of `target_probs_JV` is the target's distribution where draft i stands, row K the one after all drafts. Row i of
-`draft_probs_KV` is what draft i was sampled from; None means the drafts are certain (a one-hot proposal)."""
+    draft_tokens: list[int]
+    draft_probs_KV: Tensor | None
+    """What each draft was drawn from; None means the drafts are certain (a one-hot proposal)."""
+    uniforms: Uniforms
+    draw: Callable[[int], int]
+    """The target's own token at a slot: the one that plain decoding with this seed takes there."""
+    target_probs: Callable[[], Tensor]
+    """Computes the target's distributions, [J, V]: row i where draft i stands, row K after all drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A way to decide which drafts stand."""
+
+    name: str
+    verify: Callable[[CheckedRow], RowVerdict]
+    lossless: bool
+    """Whether the answers are distributed as plain decoding's, for any drafter. Every figure that a rule makes carries it."""
+    needs_probs: bool
+    """Whether it uses what the drafts were drawn from; a rule that does not takes all drafts as certain."""

@@ -11,13 +11,14 @@ from scipy.stats import chisquare
 
 from paceline.draft.base import Drafter
 from paceline.engine.engine import Chunk, Engine
-from paceline.engine.judge import LosslessJudge, MockedJudge
+from paceline.engine.judge import MockedJudge, RuleJudge
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.model.logits import penalise, target_probs
 from paceline.model.target import ForwardBatch, ForwardOutput
 from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
 from paceline.types import SamplingParams, Sequence
 from paceline.verify.mocked import MockedAcceptance
+from paceline.verify.table import rule_named
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11, 12, 13], [3, 1]]
 
@@ -146,7 +147,7 @@ def exact_distribution(
 def test_sampled_answers_have_the_targets_distribution(name: str, rule: str, shape: dict[str, float]) -> None:
     target = FakeTarget(vocab_size=5, sharpness=1.0, num_rows=16, max_len=16)
     drafter = drafters(target)[name]
-    engine = Engine(target, ByteTokenizer(), drafter, judge=LosslessJudge(rule))
+    engine = Engine(target, ByteTokenizer(), drafter, judge=RuleJudge(rule_named(rule)))
     num_samples = 1500
     params = [SamplingParams(**shape, seed=seed, max_tokens=3) for seed in range(num_samples)]  # pyright: ignore[reportArgumentType]
     counts = Counter(tuple(seq.output_ids) for seq in run(engine, [[1, 2]] * num_samples, params))

@@ -9,18 +9,20 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
+from checked_rows import Verify, checked
 from scipy.stats import chi2
 from torch import Tensor
 
 from paceline.model.logits import penalise, sample, target_probs
 from paceline.rng import DRAFT, uniform
 from paceline.types import SamplingParams
-from paceline.verify import block, match, rejection
-from paceline.verify.rule import RowVerdict, Rule, Uniforms
+from paceline.verify import lossless
+from paceline.verify.rule import CheckedRow, RowVerdict, Uniforms
 
 VOCAB, NUM_TOKENS, PROMPT = 5, 3, (0, 2)
 Context = tuple[int, ...]
@@ -94,19 +96,20 @@ def exact_text(name: str) -> dict[Context, float]:
 def token_wise_outcomes(drafts: list[int], draft_KV: Tensor | None, target_JV: Tensor) -> list[tuple[float, Tensor]]:
     """For n = 0 .. K: P(n drafts stand) and the distribution of the next token."""
     outcomes, stands = [], 1.0
-    for slot, chance in enumerate(rejection.accept_probs(drafts, draft_KV, target_JV)):
-        weights_V = rejection.residual(target_JV[slot], None if draft_KV is None else draft_KV[slot], drafts[slot])
+    for slot, chance in enumerate(lossless.accept_probs(drafts, draft_KV, target_JV)):
+        weights_V = lossless.residual_after(checked(drafts, draft_KV, target_JV, Uniforms(0, 0)), slot, target_JV)
         outcomes.append((stands * (1 - chance), weights_V))
         stands *= chance
     return [*outcomes, (stands, target_JV[-1])]
 
 
 def block_outcomes(drafts: list[int], draft_KV: Tensor | None, target_JV: Tensor) -> list[tuple[float, Tensor]]:
-    prefix = block.prefix_probs(drafts, draft_KV, target_JV)
+    prefix = lossless.prefix_probs(drafts, draft_KV, target_JV)
     outcomes, left = [(prefix[-1], target_JV[-1])], 1 - prefix[-1]
     for i in range(len(drafts) - 1, -1, -1):
-        weights_V = rejection.residual(target_JV[i], None if draft_KV is None else draft_KV[i], drafts[i], prefix[i])
-        chance = block.stop_prob(prefix[i], float(weights_V.sum())) if i else 1.0
+        row = checked(drafts, draft_KV, target_JV, Uniforms(0, 0))
+        weights_V = lossless.residual_after(row, i, target_JV, prefix[i])
+        chance = lossless.stop_prob(prefix[i], float(weights_V.sum())) if i else 1.0
         outcomes.append((left * chance, weights_V))
         left *= 1 - chance
     return outcomes[::-1]
@@ -166,10 +169,10 @@ def test_enumeration_sees_a_wrong_residual() -> None:
 
 # Through the real functions and streams
 
-RULES: dict[str, Rule] = {"match": match.verify, "rejection": rejection.verify, "block": block.verify}
+RULES: dict[str, Verify] = {"match": lossless.match, "rejection": lossless.rejection, "block": lossless.block}
 
 
-def speculate(rule: Rule, drafter: str, num_drafted: int, name: str, seed: int) -> Context:
+def speculate(rule: Verify, drafter: str, num_drafted: int, name: str, seed: int) -> Context:
     """Decode NUM_TOKENS tokens as the engine does: drafts drawn by (anchor position, slot), rounds keyed by their anchor."""
     tokens = PROMPT
     while len(tokens) < len(PROMPT) + NUM_TOKENS:
@@ -180,7 +183,8 @@ def speculate(rule: Rule, drafter: str, num_drafted: int, name: str, seed: int) 
             drafts.append(int(row_V.argmax()) if certain else sample(row_V, uniform(seed, DRAFT, anchor_position, slot)))
             rows.append(row_V)
         draft_probs_KV = None if drafter.startswith("certain") or not rows else torch.stack(rows)
-        verdict = rule(drafts, draft_probs_KV, block_probs(tokens, tuple(drafts), name), Uniforms(seed, anchor_position))
+        target_JV = block_probs(tokens, tuple(drafts), name)
+        verdict = rule(checked(drafts, draft_probs_KV, target_JV, Uniforms(seed, anchor_position)))
         tokens = (*tokens, *drafts[: verdict.num_accepted], verdict.next_token)
     return tokens[len(PROMPT) : len(PROMPT) + NUM_TOKENS]
 
@@ -225,12 +229,13 @@ def test_sampled_text_is_the_targets(rule: str, drafter: str, num_drafted: int, 
     assert chi_square_p_value(texts, name) > 1e-4
 
 
-def naive(drafts: list[int], draft_probs_KV: Tensor | None, target_JV: Tensor, uniforms: Uniforms) -> RowVerdict:
+def naive(row: CheckedRow) -> RowVerdict:
     """Wrong on purpose: after a rejection the target is sampled, not the residual."""
-    for slot, chance in enumerate(rejection.accept_probs(drafts, draft_probs_KV, target_JV)):
-        if uniforms.accept(slot) >= chance:
-            return RowVerdict(slot, sample(target_JV[slot], uniforms.residual(slot)))
-    return RowVerdict(len(drafts), sample(target_JV[-1], uniforms.sample(len(drafts))))
+    target_JV = row.target_probs()
+    for slot, chance in enumerate(lossless.accept_probs(row.draft_tokens, row.draft_probs_KV, target_JV)):
+        if row.uniforms.accept(slot) >= chance:
+            return RowVerdict(slot, sample(target_JV[slot], row.uniforms.residual(slot)))
+    return RowVerdict(len(row.draft_tokens), row.draw(len(row.draft_tokens)))
 
 
 class KeyedBySlot(Uniforms):
@@ -247,17 +252,15 @@ class OneDrawForBoth(Uniforms):
         return self.accept(slot)
 
 
-def with_uniforms(rule: Rule, kind: type[Uniforms]) -> Rule:
-    return lambda drafts, draft_KV, target_JV, uniforms: rule(
-        drafts, draft_KV, target_JV, kind(uniforms.seed, uniforms.anchor_position)
-    )
+def with_uniforms(rule: Verify, kind: type[Uniforms]) -> Verify:
+    return lambda row: rule(replace(row, uniforms=kind(row.uniforms.seed, row.uniforms.anchor_position)))
 
 
 MISTAKES = {
     "target for residual": (naive, 3),
-    "rejection keyed by slot": (with_uniforms(rejection.verify, KeyedBySlot), 3),
-    "block keyed by slot": (with_uniforms(block.verify, KeyedBySlot), 1),
-    "one draw for both": (with_uniforms(rejection.verify, OneDrawForBoth), 3),
+    "rejection keyed by slot": (with_uniforms(lossless.rejection, KeyedBySlot), 3),
+    "block keyed by slot": (with_uniforms(lossless.block, KeyedBySlot), 1),
+    "one draw for both": (with_uniforms(lossless.rejection, OneDrawForBoth), 3),
 }
 
 
@@ -271,7 +274,7 @@ def test_chi_square_sees_a_mistake(mistake: str) -> None:
 def test_match_is_plain_decoding_with_any_drafter() -> None:
     for seed in range(200):
         texts = {
-            speculate(match.verify, drafter, num_drafted, "everything", seed)
+            speculate(lossless.match, drafter, num_drafted, "everything", seed)
             for drafter, num_drafted in [
                 ("perfect", 0),
                 ("perfect", 3),

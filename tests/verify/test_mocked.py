@@ -6,15 +6,16 @@ import math
 
 import pytest
 import torch
+from checked_rows import judged
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
 from paceline.types import SamplingParams, Sequence
-from paceline.verify import block, match
+from paceline.verify import lossless
 from paceline.verify.mocked import MockedAcceptance
-from paceline.verify.registry import rule_named, rules
 from paceline.verify.rule import Uniforms
+from paceline.verify.table import RULES, rule_named
 
 ROWS_JV = torch.eye(6)
 
@@ -46,9 +47,10 @@ def test_survival_curve_is_met() -> None:
 
 
 def test_is_a_rule_and_says_it_is_lossy() -> None:
-    verdict = MockedAcceptance(3)([4, 4, 4], None, ROWS_JV[:4], Uniforms(0, 0))
+    rule = MockedAcceptance(3).rule
+    verdict = judged(rule.verify, [4, 4, 4], None, ROWS_JV[:4], Uniforms(0, 0))
     assert verdict == (2, 2)  # the target's token after two drafts it never wanted
-    assert not MockedAcceptance.lossless
+    assert not rule.lossless
 
 
 @pytest.mark.parametrize("wrong", [0.99, 0.0, -1.0, math.nan, math.inf])
@@ -68,22 +70,22 @@ def test_auto_matches_certain_drafts_and_blocks_sampled_ones() -> None:
     draft_KV = target_JV[:3].roll(1, -1)
     for seed in range(30):
         uniforms = Uniforms(seed, 2)
-        assert rule_named("auto")([1, 2, 0], None, target_JV, uniforms) == match.verify([1, 2, 0], None, target_JV, uniforms)
-        assert rule_named("auto")([1, 2, 0], draft_KV, target_JV, uniforms) == block.verify(
-            [1, 2, 0], draft_KV, target_JV, uniforms
+        assert judged(lossless.auto, [1, 2, 0], None, target_JV, uniforms) == judged(
+            lossless.match, [1, 2, 0], None, target_JV, uniforms
+        )
+        assert judged(lossless.auto, [1, 2, 0], draft_KV, target_JV, uniforms) == judged(
+            lossless.block, [1, 2, 0], draft_KV, target_JV, uniforms
         )
 
 
 def test_every_rule_draws_the_same_token_without_drafts() -> None:
     row_1V = torch.softmax(torch.randn(1, 5, generator=torch.Generator().manual_seed(0)), -1)
     for seed in range(20):
-        assert (
-            len({rules()[name]([], None, row_1V, Uniforms(seed, 4)) for name in ("auto", "match", "rejection", "block")}) == 1
-        )
+        assert len({judged(RULES[name].verify, [], None, row_1V, Uniforms(seed, 4)) for name in RULES}) == 1
 
 
 def test_unknown_rule_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'typical': use one of auto, greedy, match, rejection, block"):
+    with pytest.raises(ConfigError, match="'typical': use one of auto, match, rejection, block"):
         rule_named("typical")
 
 

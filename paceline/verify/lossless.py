@@ -1,0 +1,124 @@
+"""The rules that keep the target's distribution for any drafter: match, rejection, block, and auto, which picks one of them.
+
+- `match`: draw the target's own token at each position; a draft stands while it is that token. The text is the one that plain
+  decoding gives with the same seed. At temperature 0 the draw is the most likely token (Stern et al. 1811.03115, section 3).
+- `rejection` (Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2): draft x stands with probability
+  min(1, target(x) / draft(x)); the first that falls is replaced by a token drawn from the residual max(target - draft, 0).
+- `block` (Sun et al. 2403.10444, algorithm 2): decides on the drafts together and keeps as many as rejection or more. With
+  x_1 .. x_K drafted, pi_0 = 1 and pi_i = min(pi_{i-1} * target(x_i) / draft(x_i), 1), the first i drafts stand with
+  probability pi_i. That is reached through independent draws eta_i and
+      h_i = R_i / (R_i + 1 - pi_i),  R_i = sum over x of max(pi_i * target(x) - draft(x), 0) after x_1 .. x_i,  h_K = pi_K:
+  num_accepted is the largest i with eta_i < h_i (0 if none), and the next token comes from max(pi_i * target - draft, 0) after
+  x_1 .. x_i, or from the target when all K stand. Row i of the tensors is the distribution after x_1 .. x_i.
+
+Rejection and block are exact if the drafts were drawn from the probabilities given for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.model.logits import sample
+from paceline.verify.rule import CheckedRow, RowVerdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def match_prefix(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerdict:
+    """`draw(slot)` is the target's own token at a slot; asked in order, and no further than the first mismatch."""
+    for slot, drafted in enumerate(draft_tokens):
+        token = draw(slot)
+        if token != drafted:
+            return RowVerdict(slot, token)
+    return RowVerdict(len(draft_tokens), draw(len(draft_tokens)))
+
+
+def match(row: CheckedRow) -> RowVerdict:
+    """A draft x stands with probability target(x): for certain drafts as often as with `rejection`."""
+    return match_prefix(row.draft_tokens, row.draw)
+
+
+def auto(row: CheckedRow) -> RowVerdict:
+    """Certain drafts by `match` (the same text as without a drafter), sampled ones by `block` (the most accepted)."""
+    return match(row) if row.draft_probs_KV is None else block(row)
+
+
+def rejection(row: CheckedRow) -> RowVerdict:
+    """Reads whole distributions only where the next token is drawn."""
+    target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
+    for slot, chance in enumerate(accept_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)):
+        if row.uniforms.accept(slot) >= chance:
+            return RowVerdict(slot, _draw_residual(row, slot, residual_after(row, slot, target_probs_JV), target_probs_JV))
+    return RowVerdict(num_drafted, sample(target_probs_JV[num_drafted], row.uniforms.sample(num_drafted)))
+
+
+def block(row: CheckedRow) -> RowVerdict:
+    """Looks for the largest standing prefix from the end, so that whole distributions are read only down to it."""
+    target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
+    probs_J = prefix_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)
+    if num_drafted == 0 or row.uniforms.accept(num_drafted - 1) < probs_J[num_drafted]:
+        return RowVerdict(num_drafted, sample(target_probs_JV[num_drafted], row.uniforms.sample(num_drafted)))
+    for num_accepted in range(num_drafted - 1, 0, -1):
+        prefix_prob = probs_J[num_accepted]
+        if prefix_prob == 0.0:
+            continue
+        weights_V = residual_after(row, num_accepted, target_probs_JV, prefix_prob)
+        if row.uniforms.accept(num_accepted - 1) < stop_prob(prefix_prob, float(weights_V.sum())):
+            return RowVerdict(num_accepted, _draw_residual(row, num_accepted, weights_V, target_probs_JV))
+    return RowVerdict(0, _draw_residual(row, 0, residual_after(row, 0, target_probs_JV), target_probs_JV))
+
+
+def drafted_probs(draft_tokens: list[int], probs_KV: Tensor | None) -> list[float]:
+    """Probability of each drafted token in its row: K numbers, without touching the rest of the rows; None is one-hot."""
+    if probs_KV is None:
+        return [1.0] * len(draft_tokens)
+    ids_K1 = torch.tensor(draft_tokens, dtype=torch.int64, device=probs_KV.device).unsqueeze(-1)
+    return probs_KV[: len(draft_tokens)].gather(-1, ids_K1).flatten().tolist()
+
+
+def accept_probs(draft_tokens: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor) -> list[float]:
+    """Probability with which each draft stands, given that those before it do: min(1, target / draft), K numbers."""
+    pairs = zip(drafted_probs(draft_tokens, target_probs_JV), drafted_probs(draft_tokens, draft_probs_KV), strict=True)
+    return [_at_most_one(target, draft) for target, draft in pairs]
+
+
+def prefix_probs(draft_tokens: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor) -> list[float]:
+    """pi_0 .. pi_K: the probability that at least i drafts stand, given the drafts; J numbers."""
+    probs_J = [1.0]
+    targets, drafts = drafted_probs(draft_tokens, target_probs_JV), drafted_probs(draft_tokens, draft_probs_KV)
+    for target, draft in zip(targets, drafts, strict=True):
+        probs_J.append(_at_most_one(probs_J[-1] * target, draft))
+    return probs_J
+
+
+def _at_most_one(target: float, draft: float) -> float:
+    """min(1, target / draft). A draft of probability 0 cannot have been drawn: any answer is exact, a division is not."""
+    if draft <= 0:
+        return 0.0
+    return 1.0 if target >= draft else target / draft
+
+
+def stop_prob(prefix_prob: float, residual_mass: float) -> float:
+    """h_i, the probability that i drafts stand given that no longer prefix does, for i < K; `residual_mass` is R_i."""
+    if prefix_prob == 1.0:
+        return 1.0  # also where R_i is 0: then every longer prefix stands as surely and h_i is never asked for
+    return residual_mass / (residual_mass + 1.0 - prefix_prob)
+
+
+def residual_after(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor, prefix_prob: float = 1.0) -> Tensor:
+    """Unnormalised max(prefix_prob * target - draft, 0) after the first drafts, [V]."""
+    weights_V = target_probs_JV[num_accepted] * prefix_prob
+    if row.draft_probs_KV is not None:
+        return weights_V.sub_(row.draft_probs_KV[num_accepted]).clamp_(min=0.0)
+    weights_V[row.draft_tokens[num_accepted]] = 0.0  # prefix_prob * target is never above 1
+    return weights_V
+
+
+def _draw_residual(row: CheckedRow, num_accepted: int, weights_V: Tensor, target_probs_JV: Tensor) -> int:
+    """A token of the residual; of the target where rounding left nothing of it (both distributions are then the same)."""
+    has_mass = float(weights_V.sum()) > 0
+    return sample(weights_V if has_mass else target_probs_JV[num_accepted], row.uniforms.residual(num_accepted))

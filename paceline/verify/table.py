@@ -1,0 +1,23 @@
+"""The verification rules by name. A new rule is a function and one line here."""
+
+from __future__ import annotations
+
+from paceline.errors import ConfigError
+from paceline.verify import lossless
+from paceline.verify.rule import Rule
+
+_RULES = (
+    Rule("auto", lossless.auto, lossless=True, needs_probs=True),
+    Rule("match", lossless.match, lossless=True, needs_probs=False),
+    Rule("rejection", lossless.rejection, lossless=True, needs_probs=True),
+    Rule("block", lossless.block, lossless=True, needs_probs=True),
+)
+RULES = {rule.name: rule for rule in _RULES}
+
+
+def rule_named(name: str) -> Rule:
+    """Raises ConfigError for a name that is not in the table."""
+    try:
+        return RULES[name]
+    except KeyError:
+        raise ConfigError(f"no verification rule {name!r}: use one of {', '.join(RULES)}") from None
