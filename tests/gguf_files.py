@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,6 @@ def write_gguf(path: Path, model: Any, arch: str, quant: Quant | dict[str, Quant
     writer.add_key_length(config.head_dim if hasattr(config, "head_dim") else config.hidden_size // config.num_attention_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_eos_token_id(5)
     for key, value in metadata.items():
         getattr(writer, key)(value)
     for name, tensor in model.state_dict().items():
@@ -57,7 +57,32 @@ def write_gguf(path: Path, model: Any, arch: str, quant: Quant | dict[str, Quant
         wanted = [kind for part, kind in quant.items() if part in name] or [Quant.F32] if isinstance(quant, dict) else [quant]
         kind = Quant.F32 if values.ndim == 1 else wanted[0]
         writer.add_tensor(gguf_name(name), gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
+    finish(writer)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def byte_level_vocabulary(num_tokens: int, specials: tuple[str, ...] = (), seed: int = 0) -> dict[str, Any]:
+    """Metadata of a byte-level BPE vocabulary as large as a real one's: bytes, words merged of them, special tokens last."""
+    from tokenizers import pre_tokenizers
+
+    rng, tokens, merges = random.Random(seed), sorted(pre_tokenizers.ByteLevel.alphabet()), []
+    known = set(tokens)
+    while len(tokens) + len(specials) < num_tokens:
+        left, right = rng.choice(tokens), rng.choice(tokens)
+        if len(left + right) < 12 and left + right not in known:
+            known.add(left + right)
+            tokens.append(left + right)
+            merges.append(f"{left} {right}")
+    return {
+        "add_tokenizer_model": "gpt2",
+        "add_tokenizer_pre": "qwen2",
+        "add_token_list": [*tokens, *specials],
+        "add_token_types": [1] * len(tokens) + [3] * len(specials),
+        "add_token_merges": merges,
+    }

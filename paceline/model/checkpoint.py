@@ -19,6 +19,7 @@ from paceline.errors import ModelFileError, ModelNotFoundError, UnsupportedModel
 from paceline.model import gguf
 from paceline.model.blocks import Weight
 from paceline.model.config import DecoderConfig
+from paceline.model.gguf_file import is_gguf
 from paceline.model.rope import check_rope
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -53,7 +54,7 @@ def load_config(path: Path | str) -> DecoderConfig:
     ModelFileError (a key missing or impossible).
     """
     path = _existing(path)
-    if gguf.is_gguf(path):
+    if is_gguf(path):
         return gguf.load_config(path)
     raw = read_json(path / "config.json")
     architecture = _supported_architecture(raw, path)
@@ -71,7 +72,7 @@ def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[
     Raises ModelFileError when a file is missing, truncated, or in a pickle format.
     """
     path = _existing(path)
-    if gguf.is_gguf(path):
+    if is_gguf(path):
         yield from gguf.load_tensors(path, keep_blocks)
         return
     for file, names in _shards(path).items():
@@ -216,8 +217,6 @@ def decoder_config(values: dict[str, Any], tied: bool, path: Path) -> DecoderCon
         mlp_bias=values.get("mlp_bias") is True and family == "llama",
         qk_norm=family == "qwen3",
         windows=_windows(values, path),
-        eos_token_ids=eos_token_ids(path),
-        bos_token_id=values["bos_token_id"] if _is_int(values.get("bos_token_id")) else None,
     )
 
 

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from paceline.errors import ModelFileError
+
+MAX_LAYERS = 4096
+MAX_SIZE = 2**31 - 1
+LARGEST = 1e18
+"""What no model exceeds: in layers, in any other whole number, in any fraction. A file that asks for more is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +43,14 @@ class DecoderConfig:
     """RMSNorm of each query and key head before rope (Qwen3)."""
     windows: tuple[int | None, ...] = ()
     """Per layer the sliding window in tokens, or None for full attention; empty means all full."""
-    eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
+
+    def check_heads(self, source: Path) -> None:
+        """Raises ModelFileError when key heads do not divide query heads, or rope cannot halve a head."""
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2 or not self.head_dim:
+            raise ModelFileError(
+                f"{source}: {self.num_heads} heads of {self.head_dim} over {self.num_kv_heads} key heads do not divide evenly: "
+                "correct the config, or fetch the model again"
+            )

@@ -27,7 +27,9 @@ def write_folder(gguf_file: Path, folder: Path, advance: Callable[[float], None]
         advance(len(weights) / num_tensors)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(folder)
-    special = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_ids[0], "pad_token_id": _pad_id(tokenizer)}
+    names, ends = tokenizer.special_tokens, list(tokenizer.eos_token_ids)
+    ids = {f"{name}_id": tokenizer.backend.token_to_id(names.get(name, "")) for name in ("bos_token", "pad_token")}
+    special = ids | {"eos_token_id": ends[0] if len(ends) == 1 else ends}
     for name, values in (("config.json", _hf_config(config) | special), ("generation_config.json", special)):
         (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
@@ -53,7 +55,3 @@ def _hf_config(config: DecoderConfig) -> dict[str, Any]:
         "torch_dtype": "float32",
         "vocab_size": config.vocab_size,
     }
-
-
-def _pad_id(tokenizer: Tokenizer) -> int | None:
-    return tokenizer.backend.token_to_id(tokenizer.special_tokens.get("pad_token", ""))

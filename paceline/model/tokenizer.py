@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ModelFileError, ModelNotFoundError, PromptError
-from paceline.model import gguf
+from paceline.model import gguf_file, gguf_tokenizer
 from paceline.model.checkpoint import eos_token_ids, read_json
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Tokenizer:
         path = Path(path).expanduser()
         if not path.exists():
             raise ModelNotFoundError(f"no folder or file {path}: give a Hugging Face model folder or a .gguf file")
-        return _from_gguf(path) if gguf.is_gguf(path) else _from_folder(path)
+        return _from_gguf(path) if gguf_file.is_gguf(path) else _from_folder(path)
 
     @classmethod
     def wordless(cls) -> Tokenizer:
@@ -228,15 +228,15 @@ def _from_folder(folder: Path) -> Tokenizer:
 
 
 def _from_gguf(path: Path) -> Tokenizer:
-    reader = gguf.open_gguf(path)
-    backend = gguf.build_tokenizer(reader, path)
+    file = gguf_file.open_gguf(path)
+    backend, ends = gguf_tokenizer.build_tokenizer(file)
     special = {}
-    for name, key in zip(SPECIAL_TOKENS, ("bos", "eos", "unknown", "padding"), strict=True):
-        index = gguf.read_metadata(reader, f"tokenizer.ggml.{key}_token_id")
-        if index is not None and (text := backend.id_to_token(index)) is not None:
+    for name, kind in zip(SPECIAL_TOKENS, ("bos", "eos", "unknown", "padding"), strict=True):
+        token = gguf_tokenizer.special_token(file, kind)
+        if token is not None and (text := backend.id_to_token(token)) is not None:
             special[name] = text
-    template = gguf.read_metadata(reader, "tokenizer.chat_template")
-    return Tokenizer(backend, eos_token_ids=gguf.eos_token_ids(reader), chat_template=template, special_tokens=special)
+    template = file.get("tokenizer.chat_template", str)
+    return Tokenizer(backend, eos_token_ids=ends, chat_template=template, special_tokens=special)
 
 
 def _token_text(value: Any) -> str | None:

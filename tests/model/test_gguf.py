@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Quant
-from gguf_files import write_gguf
+from gguf_files import byte_level_vocabulary, finish, write_gguf
 from model_folders import transformers_model
 
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model import gguf as our_gguf
 from paceline.model.blocks import Blocks
 from paceline.model.checkpoint import check_tensors, load_config, load_tensors
+from paceline.model.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize(
@@ -34,10 +36,7 @@ def test_gguf_equals_the_model_it_was_made_from(arch: str, changes: dict[str, An
     write_gguf(tmp_path / "model.gguf", model, arch)
     model.save_pretrained(tmp_path / "folder")
     config, expected = load_config(tmp_path / "model.gguf"), load_config(tmp_path / "folder")
-    different = {"eos_token_ids", "bos_token_id"}
-    for field in set(config.__slots__) - different:
-        assert getattr(config, field) == getattr(expected, field), field
-    assert config.eos_token_ids == (5,)
+    assert config == expected
     tensors = dict(check_tensors(config, load_tensors(tmp_path / "model.gguf"), "model.gguf"))
     missing, unexpected = model.__class__(model.config).load_state_dict(tensors, strict=False)
     assert not unexpected
@@ -84,10 +83,7 @@ def one_tensor_gguf(path: Path, blocks: np.ndarray, quant: Quant, name: str = "o
     writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_head_count(1)
     writer.add_tensor(name, blocks, raw_dtype=quant)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -188,3 +184,57 @@ def test_no_gguf_at_all(tmp_path: Path) -> None:
     (tmp_path / "text.gguf").write_text("these are not the bytes you are looking for")
     with pytest.raises(ModelFileError, match=r"text\.gguf"):
         load_config(tmp_path / "text.gguf")
+
+
+def test_a_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Config, tensors and tokenizer share one pass over the header: a vocabulary of 152,000 tokens is slow to walk."""
+    maps: list[int] = []
+
+    class Counted(mmap.mmap):
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            maps.append(1)
+            return super().__new__(cls, *args, **kwargs)
+
+    path, model = tmp_path / "model.gguf", transformers_model("Qwen2ForCausalLM")
+    write_gguf(path, model, "qwen2", **byte_level_vocabulary(96 + 256))
+    monkeypatch.setattr(mmap, "mmap", Counted)
+    tokenizer, config, tensors = Tokenizer.from_path(path), load_config(path), dict(load_tensors(path))
+    assert (tokenizer.vocab_size, config.num_layers, len(tensors)) == (352, 2, 27)
+    assert len(maps) == 1
+    write_gguf(path, transformers_model("Qwen2ForCausalLM", tie_word_embeddings=True), "qwen2")
+    assert load_config(path).tie_embeddings and not config.tie_embeddings  # another file under the same name is read anew
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+OTHER = "{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}"
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eom|>")
+
+
+@pytest.mark.parametrize(
+    ("arch", "template", "named", "ends"),
+    [
+        ("qwen2", CHATML, {"eos": 2}, (2, 0)),
+        ("qwen3", CHATML, {"eos": 2, "eom": 3}, (2, 3, 0)),
+        ("qwen2", CHATML, {"eos": 0, "eot": 2}, (0, 2)),
+        ("qwen2", OTHER, {"eos": 0}, (0,)),
+        ("qwen2", None, {"eos": 0}, (0,)),
+        ("qwen2", CHATML, {"eos": 3}, (3,)),
+        ("llama", CHATML, {"eos": 2}, (2,)),
+        ("llama", OTHER, {"eos": 0, "eot": 2, "eom": 0}, (0, 2)),
+        ("llama", None, {}, ()),
+    ],
+)
+def test_every_token_that_ends_an_answer(
+    arch: str, template: str | None, named: dict[str, int], ends: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Those that the file names, and both of Qwen's chat models; none that another family only happens to have."""
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", arch)
+    vocabulary = byte_level_vocabulary(300, SPECIALS)
+    for key, value in vocabulary.items():
+        getattr(writer, key)(value)
+    for kind, index in named.items():
+        writer.add_uint32(f"tokenizer.ggml.{kind}_token_id", 296 + index)
+    if template is not None:
+        writer.add_chat_template(template)
+    finish(writer)
+    assert Tokenizer.from_path(tmp_path / "t.gguf").eos_token_ids == tuple(296 + index for index in ends)
