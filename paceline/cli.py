@@ -247,7 +247,7 @@ def bench_decode(
     if mock_tokens_per_round is not None:
         _bench_mock(given, settings, names, batches)
         return
-    from paceline.bench.decode import BenchConfig
+    from paceline.bench.config import BenchConfig
     from paceline.commands.bench import BenchAsk
     from paceline.commands.bench import bench_decode as run
 
@@ -261,7 +261,7 @@ def _bench_mock(given: dict[str, Any], settings: dict[str, Any], names: tuple[st
     for name in ("prompts", "limit", "against", "mock", "save_results"):
         if given[name] is not None:
             raise ConfigError(f"--{name.replace('_', '-')} does not go with --mock-tokens-per-round: leave one of them out")
-    from paceline.bench.mock import MockConfig
+    from paceline.bench.config import MockConfig
     from paceline.commands.bench_mock import MockAsk, bench_mock
 
     values = tuple(numbers("--mock-tokens-per-round", given["mock_tokens_per_round"]))

@@ -96,7 +96,7 @@ def bench_serving(
 
 
 def _bench_serving(given: dict[str, Any]) -> None:
-    from paceline.bench.serving import ServingConfig
+    from paceline.bench.config import ServingConfig
     from paceline.commands.bench_serving import ServingAsk, read_key
     from paceline.commands.bench_serving import bench_serving as run
 
@@ -164,7 +164,7 @@ def bench_steps(
     given = dict(locals())
     settings = settings_of({**given, "drafter": "none", "kv_memory": None}, model)
     settings = {name: value for name, value in settings.items() if name != "drafter" and value is not None}
-    from paceline.bench.steps import StepsConfig
+    from paceline.bench.config import StepsConfig
     from paceline.commands.bench_steps import StepsAsk
     from paceline.commands.bench_steps import bench_steps as run
 

@@ -191,7 +191,7 @@ def evaluate(
     del settings["drafter"]
     batches = tuple(int(value) for value in numbers("--batch", batch, whole=True))
     temperatures = tuple(numbers("--temperature", temperature))
-    from paceline.bench.decode import BenchConfig
+    from paceline.bench.config import BenchConfig
     from paceline.commands.evaluate import EvaluateAsk
     from paceline.commands.evaluate import evaluate as run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from paceline.errors import ConfigError
 
@@ -13,59 +13,55 @@ BACKENDS = ("auto", "native", "torch")
 WEIGHT_FORMATS = ("auto", "dense", "q8_0", "q4_1")
 SPECULATE = ("auto", "full")
 RULES = ("auto", "match", "rejection", "block")
+Bytes = Annotated[int, "bytes"]
+"""A number of bytes; on the command line it may be written 512M."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How a model is loaded and run."""
+    """How a model is loaded and run. The text under a field is also the help of its option."""
 
     model: str = "smollm2-135m"
     """A built-in name, a folder, a GGUF file, or a hub id."""
     drafter: str = "default"
-    """default (what ships for the target, else ngram), none, ngram, random-dflash, a folder, or a hub id."""
-    dtype: str = "auto"
+    """default (what ships for the model, else ngram), none, ngram, random-dflash, a folder, or a hub id."""
+    dtype: Annotated[str, DTYPES] = "auto"
     """auto takes bfloat16 where the device multiplies it natively, else float32."""
     device: str = "auto"
-    """auto takes the GPU when there is one."""
-    backend: str = "auto"
-    """native (the whole pass as one call, CPU only), torch, or auto: native where it is built and knows the model."""
-    weight_format: str = "auto"
-    """auto leaves a GGUF file's four- and eight-bit blocks as they are, where the native pass runs; dense expands them to
-    `dtype`: the same numbers in more bytes. q8_0 and q4_1 round larger weights to such blocks: faster, and another model."""
+    """auto, cpu or cuda; auto takes the GPU when there is one."""
+    backend: Annotated[str, BACKENDS] = "auto"
+    """native computes a whole pass in one call, on the CPU only; auto takes it where it is built and knows the model."""
+    weight_format: Annotated[str, WEIGHT_FORMATS] = "auto"
+    """auto reads the blocks of a quantised GGUF file as they are, where the native pass runs; dense expands them to `dtype`,
+    the same numbers in more bytes; q8_0 and q4_1 round larger weights to such blocks: faster, and another model."""
     weights: Literal["checkpoint", "random"] = "checkpoint"
-    """random builds the architecture without its weights: right speed, meaningless text, for mocking."""
+    """random builds the architecture without its weights: the right speed, meaningless text."""
     max_batch: int = 8
     """Requests that decode together: rows of the KV cache."""
     max_len: int | None = None
-    """Tokens (prompt and answer) a row holds; None takes the model's limit or 2048, the smaller."""
-    kv_memory: int | None = None
-    """Bytes for all caches together, the drafter's too; lowers max_batch until it fits. None: as max_batch and max_len need."""
+    """Tokens of prompt and answer together that a row holds [default: the model's limit, at most 2048]."""
+    kv_memory: Bytes | None = None
+    """Most memory for all KV caches together, the drafter's too: 512M, 2G or bytes. Lowers `max_batch` until they fit."""
     num_drafted: int | None = None
-    """Most tokens drafted per round; None takes the drafter's own number."""
-    speculate: str = "auto"
+    """Most tokens drafted per round [default: the drafter's own number]."""
+    speculate: Annotated[str, SPECULATE] = "auto"
     """auto drafts in each round as many tokens as bring the most tokens per second here, none when none do, and what an n-gram
-    lookup finds where that promises more (unless num_drafted is given); full always as many as the drafter may. Sampled
+    lookup finds where that promises more (unless `num_drafted` is given); full always as many as the drafter may. Sampled
     requests with a seed always draft in full: their text depends on the number."""
-    rule: str = "auto"
-    """How sampled drafts are verified: match (certain drafts), rejection, block; auto takes the best that is lossless."""
+    rule: Annotated[str, RULES] = "auto"
+    """How sampled drafts are verified: match (certain drafts), rejection or block; auto takes the best that is lossless."""
     mocked_tokens_per_round: float | None = None
-    """Accept drafts at this rate whatever the target says (bonus included). Not lossless: for modelling only."""
+    """Accept drafts at this rate, bonus token included, whatever the target says: NOT lossless, for modelling only."""
     prefill_chunk: int = 256
     """Prompt tokens per step, so that a long prompt does not stall the others."""
     threads: int | None = None
-    """CPU threads; None leaves PyTorch's choice."""
+    """CPU threads [default: PyTorch's choice]."""
 
     def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
         checks = (
-            (self.dtype not in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}"),
-            (self.backend not in BACKENDS, f"backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}"),
-            (
-                self.weight_format not in WEIGHT_FORMATS,
-                f"weight_format must be one of {', '.join(WEIGHT_FORMATS)}, not {self.weight_format!r}",
-            ),
-            (self.rule not in RULES, f"rule must be one of {', '.join(RULES)}, not {self.rule!r}"),
-            (self.speculate not in SPECULATE, f"speculate must be auto or full, not {self.speculate!r}"),
-            (self.weights not in ("checkpoint", "random"), f"weights must be checkpoint or random, not {self.weights!r}"),
             (self.max_batch < 1, "max_batch must be at least 1"),
             (self.max_len is not None and self.max_len < 2, "max_len must be at least 2"),
             (self.prefill_chunk < 1, "prefill_chunk must be at least 1"),
@@ -88,6 +84,16 @@ class EngineConfig:
         if unknown:
             raise ConfigError(f"unknown setting {unknown[0]!r}: choose from {', '.join(sorted(known))}")
         return cls(**settings)
+
+
+_CHOICES = {
+    "dtype": DTYPES,
+    "backend": BACKENDS,
+    "weight_format": WEIGHT_FORMATS,
+    "weights": ("checkpoint", "random"),
+    "speculate": SPECULATE,
+    "rule": RULES,
+}
 
 
 def resolve(config: EngineConfig) -> EngineConfig:

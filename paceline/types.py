@@ -51,12 +51,14 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     """Added to the logits of these token ids; -inf forbids a token."""
     seed: int | None = None
-    """The same seed gives the same text, alone or in a batch. None draws one."""
+    """The same seed gives the same text, alone or in a batch; without, one is drawn."""
     max_tokens: int = 128
+    """Longest answer, in tokens."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer; the text stops before the first one found."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    """Go on to `max_tokens` whatever the model says."""
     logprobs: int | None = None
     """Report the chosen token's log-probability and this many alternatives, from the target's unmodified logits."""
     max_drafted: int | None = None

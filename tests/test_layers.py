@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "paceline"
 
 LAYERS = [
-    {"types", "errors", "config", "figures", "hardware", "pace", "runlog", "rng", "prompts", "tables"},
+    {"types", "errors", "config", "figures", "hardware", "pace", "runlog", "rng", "prompts", "progress", "tables"},
     {"hub", "model", "simulate"},
     {"draft", "verify"},
     {"engine"},

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from paceline.bench.config import BASELINE, BenchConfig
 from paceline.bench.identity import Difference, differences, share_identical
 from paceline.bench.passes import Pass, make_requests, run_pass
 from paceline.bench.peers import PEERS, TransformersPeer
@@ -30,41 +31,7 @@ from paceline.types import SamplingParams
 if TYPE_CHECKING:
     from paceline.engine.llm import LLM
 
-BASELINE = "none"
 WARM_UP_TOKENS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class BenchConfig:
-    """What to run."""
-
-    drafters: tuple[str, ...] = ("default",)
-    """`none` is added in front when it is missing."""
-    batches: tuple[int, ...] = (1,)
-    """Requests in flight at once."""
-    temperatures: tuple[float, ...] = (0.0,)
-    max_tokens: int = 128
-    repeat: int = 1
-    ignore_eos: bool = False
-    against: tuple[str, ...] = ()
-    """`transformers` adds its generate, plain and with prompt lookup, at batch 1 and temperature 0."""
-    num_drafted: int | None = None
-    seed: int | None = 0
-
-    def __post_init__(self) -> None:
-        checks = (
-            (any(batch < 1 for batch in self.batches) or not self.batches, "batch must be at least 1"),
-            (self.repeat < 1, "repeat must be at least 1"),
-            (not self.drafters or not self.temperatures, "give at least one drafter and one temperature"),
-            (any(peer != "transformers" for peer in self.against), "the only peer known to --against is transformers"),
-        )
-        for is_wrong, remedy in checks:
-            if is_wrong:
-                raise ConfigError(remedy)
-        for temperature in self.temperatures:
-            SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=self.seed)
-        others = tuple(dict.fromkeys(name for name in self.drafters if name != BASELINE))
-        object.__setattr__(self, "drafters", (BASELINE, *others))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.decode import BASELINE, Bench, BenchConfig, Result, Setting, ceiling_tokens_per_s
+from paceline.bench.config import BASELINE, BenchConfig
+from paceline.bench.decode import Bench, Result, Setting, ceiling_tokens_per_s
 from paceline.bench.passes import Answer, Pass
 from paceline.bench.summary import speedup_over_prompts, tokens_per_round
 from paceline.errors import ConfigError

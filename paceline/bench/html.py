@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.bench.decode import BASELINE, Result
+from paceline.bench.config import BASELINE
+from paceline.bench.decode import Result
 from paceline.bench.markup import Section, document, estimate, flat, number, pair_table, plot_grid, table
 from paceline.bench.plots import Series, bars, curves, speedup_bars
 from paceline.bench.report import COLUMNS, row

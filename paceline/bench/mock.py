@@ -8,13 +8,13 @@ random tokens, the text means nothing, and no figure made this way is lossless.
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from paceline.bench.config import PLAIN, MockConfig
 from paceline.bench.passes import Pass, Request, run_pass
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.dflash import DFlashDrafter
@@ -35,61 +35,7 @@ from paceline.verify.mocked import MockedAcceptance
 if TYPE_CHECKING:
     from paceline.engine.llm import LLM
 
-PLAIN = 1.0
 WARM_UP_TOKENS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class MockConfig:
-    """What to measure. Raises ConfigError on impossible values."""
-
-    tokens_per_round: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
-    """The bonus token included; 1 is plain decoding and is always measured."""
-    batches: tuple[int, ...] = (1,)
-    prompt_tokens: int = 256
-    max_tokens: int = 128
-    repeat: int = 3
-    num_drafted: int | None = None
-    """Drafts of every round; None drafts no more than stand, the least work for the yield."""
-    drafter: str = "random-dflash"
-
-    def __post_init__(self) -> None:
-        most = max(self.tokens_per_round, default=PLAIN)
-        checks = (
-            (not self.tokens_per_round, "--mock-tokens-per-round is empty: write it as 1,2,4,8"),
-            (
-                not all(math.isfinite(each) and each >= 1 for each in self.tokens_per_round),
-                "--mock-tokens-per-round counts the bonus token: every value must be at least 1",
-            ),
-            (not self.batches or min(self.batches) < 1, "--batch must be at least 1"),
-            (self.prompt_tokens < 1, "--mock-prompt-tokens must be at least 1"),
-            (self.max_tokens < 2, "--max-tokens must be at least 2"),
-            (self.repeat < 1, "--repeat must be at least 1"),
-            (
-                self.num_drafted is not None and self.num_drafted + 1 < most,
-                f"--num-drafted {self.num_drafted} drafts cannot yield {most:g} tokens a round",
-            ),
-        )
-        for is_wrong, remedy in checks:
-            if is_wrong:
-                raise ConfigError(remedy)
-
-    @property
-    def settings(self) -> list[tuple[int, float]]:
-        """(batch, tokens per round), plain decoding first."""
-        values = sorted({PLAIN, *self.tokens_per_round})
-        return [(batch, value) for batch in self.batches for value in values]
-
-    def drafts(self, tokens_per_round: float) -> int:
-        """Of every round."""
-        if tokens_per_round == PLAIN:
-            return 0
-        return self.num_drafted if self.num_drafted is not None else math.ceil(tokens_per_round) - 1
-
-    @property
-    def needed_len(self) -> int:
-        """Tokens a cache row has to hold."""
-        return self.prompt_tokens + self.max_tokens + max(map(self.drafts, self.tokens_per_round)) + 1
 
 
 @dataclass(slots=True)

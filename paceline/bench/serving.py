@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from paceline.bench.config import ServingConfig
 from paceline.bench.serving_figures import Answer, Percentiles, read_answer, tokens_per_round
 from paceline.bench.sse import Client, Stream
-from paceline.errors import ConfigError
 from paceline.prompts import Prompt
 
 BASELINE = "off"
@@ -31,39 +31,6 @@ ROUNDS_OF_REQUESTS = 4
 """A closed loop's requests for each one in flight, when the prompts are fewer."""
 OPEN_SECONDS = 10.0
 """How long an open loop sends, at least."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServingConfig:
-    """What to send. Raises ConfigError on impossible values."""
-
-    concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16)
-    """Requests in flight: closed loops."""
-    rates: tuple[float, ...] = ()
-    """Requests per second: open loops."""
-    num_requests: int | None = None
-    """Of each pass; None takes what the load needs."""
-    max_tokens: int = 128
-    temperature: float = 0.0
-    seed: int = 0
-    repeat: int = 1
-    ignore_eos: bool = False
-    timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        checks = (
-            (any(each < 1 for each in self.concurrencies), "--concurrency must be at least 1"),
-            (any(not 0 < each < math.inf for each in self.rates), "--rate must be above 0"),
-            (not self.concurrencies and not self.rates, "give at least one --concurrency or --rate"),
-            (self.num_requests is not None and self.num_requests < 1, "--requests must be at least 1"),
-            (self.max_tokens < 1, "--max-tokens must be at least 1"),
-            (not 0 <= self.temperature < math.inf, "--temperature must be 0 or more"),
-            (self.repeat < 1, "--repeat must be at least 1"),
-            (not self.timeout_s > 0, "--timeout must be above 0 seconds"),
-        )
-        for is_wrong, remedy in checks:
-            if is_wrong:
-                raise ConfigError(remedy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from paceline.bench.config import StepsConfig
 from paceline.draft.base import Drafter, Observed
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.registry import make_drafter
@@ -38,41 +39,6 @@ FILLER = 5
 PREFILLS = (16, 64, 256)
 """Tokens of the prompts whose prefill is measured."""
 Size = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class StepsConfig:
-    """What to measure. Raises ConfigError on impossible values."""
-
-    batches: tuple[int, ...] = (1, 2, 4, 8)
-    max_positions: int = 17
-    """Widest verify pass of a row: one more than the longest draft."""
-    context: int = 256
-    """Tokens in each row's cache, about: rounds add to it."""
-    repeat: int = 15
-    tokens_per_round: float = 2.0
-    """Mocked acceptance, the bonus token included: what a drafter observes after a round."""
-
-    def __post_init__(self) -> None:
-        checks = (
-            (not self.batches or min(self.batches) < 1, "batch must be at least 1"),
-            (self.max_positions < 2, "max_positions must be at least 2: a round without drafts has one"),
-            (self.context < 1, "context must be at least 1 token"),
-            (self.repeat < 1, "repeat must be at least 1"),
-        )
-        for is_wrong, remedy in checks:
-            if is_wrong:
-                raise ConfigError(remedy)
-
-    @property
-    def growth(self) -> int:
-        """Tokens that a turn over all widths adds to a row at most, its first round included."""
-        return int((self.max_positions + 2) * (self.tokens_per_round + 1))
-
-    @property
-    def needed_len(self) -> int:
-        """Tokens a cache row has to hold."""
-        return self.context + self.growth + self.max_positions
 
 
 class FilledDrafter(Drafter):

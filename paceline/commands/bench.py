@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.decode import Bench, BenchConfig, as_line
+from paceline.bench.config import BenchConfig
+from paceline.bench.decode import Bench, as_line
 from paceline.bench.report import WIDE, ceiling_line, table, write_run
 from paceline.commands.terminal import introduce, print_json, progress, say
 from paceline.engine.llm import LLM

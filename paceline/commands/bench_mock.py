@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.mock import MockBench, MockConfig
+from paceline.bench.config import MockConfig
+from paceline.bench.mock import MockBench
 from paceline.bench.report import ceiling_line
 from paceline.bench.steps import config_of
 from paceline.commands.terminal import introduce, print_json, progress, say

@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.serving import BASELINE, Contender, Load, Pass, ServingBench, ServingConfig
+from paceline.bench.config import ServingConfig
+from paceline.bench.serving import BASELINE, Contender, Load, Pass, ServingBench
 from paceline.bench.sse import Client
 from paceline.commands.terminal import print_json, progress, say
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.config import StepsConfig
 from paceline.bench.report import ceiling_line
-from paceline.bench.steps import StepBench, StepsConfig, config_of
+from paceline.bench.steps import StepBench, config_of
 from paceline.commands.terminal import introduce, print_json, progress, say
 from paceline.engine.llm import LLM
 from paceline.hardware import this_machine

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline import hub
-from paceline.bench.decode import Bench, BenchConfig
+from paceline.bench.config import BenchConfig
+from paceline.bench.decode import Bench
 from paceline.bench.evaluate import Evaluation, evaluation_config, set_figures
 from paceline.bench.report import WIDE, ceiling_line, table
 from paceline.commands.bench import BUILTIN_PROMPTS

@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from paceline.progress import Progress
 from paceline.runlog import plain
 
 if TYPE_CHECKING:
     from paceline.engine.llm import LLM, GenerationStats
     from paceline.hardware import Machine
+    from paceline.tables import Table
 
 BAR_WIDTH = 30
 
@@ -97,6 +99,22 @@ def progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda text: bar.update(task, advance=1, description=text)
+
+
+class TerminalProgress(Progress):
+    """Writes to stderr what a library call tells of its progress."""
+
+    def say(self, text: str) -> None:
+        say(text)
+
+    def loaded(self, llm: LLM) -> None:
+        say(introduce(llm))
+
+    def bar(self, what: str, total: int) -> contextlib.AbstractContextManager[Callable[[str], None]]:
+        return progress(what, total)
+
+    def table(self, table: Table) -> None:
+        table.show()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 from paceline.bench import plots, report
-from paceline.bench.decode import Bench, BenchConfig, as_line, ceiling_tokens_per_s
+from paceline.bench.config import BenchConfig
+from paceline.bench.decode import Bench, as_line, ceiling_tokens_per_s
 from paceline.bench.identity import differences
 from paceline.bench.passes import Answer, Pass, Request, run_pass
 from paceline.bench.summary import speedup_over, tokens_per_round

@@ -10,7 +10,8 @@ import pytest
 from small_llm import tiny_model
 from typer.testing import CliRunner
 
-from paceline.bench.mock import MockBench, MockConfig
+from paceline.bench.config import MockConfig
+from paceline.bench.mock import MockBench
 from paceline.cli import app
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError

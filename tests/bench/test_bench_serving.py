@@ -16,7 +16,8 @@ from live_server import serving, talker
 from small_llm import tiny_model
 
 from paceline import cli_bench
-from paceline.bench.serving import Contender, Load, ServingBench, ServingConfig, arrivals
+from paceline.bench.config import ServingConfig
+from paceline.bench.serving import Contender, Load, ServingBench, arrivals
 from paceline.bench.serving_figures import Answer, Percentiles, read_answer, tokens_per_round
 from paceline.bench.sse import Client, Stream, read_reply
 from paceline.commands import bench_serving as console

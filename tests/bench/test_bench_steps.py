@@ -10,7 +10,8 @@ import pytest
 from small_llm import fake_llm
 from typer.testing import CliRunner
 
-from paceline.bench.steps import FILLER, FilledDrafter, StepBench, StepsConfig, Times, spread, table
+from paceline.bench.config import StepsConfig
+from paceline.bench.steps import FILLER, FilledDrafter, StepBench, Times, spread, table
 from paceline.cli import app
 from paceline.draft.base import NoDrafter
 from paceline.draft.ngram import NgramDrafter

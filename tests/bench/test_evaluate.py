@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.bench.decode import Bench, BenchConfig
+from paceline.bench.config import BenchConfig
+from paceline.bench.decode import Bench
 from paceline.bench.evaluate import Evaluation, evaluation_config, heldout, set_figures
 from paceline.bench.passes import Answer, Pass
 from paceline.bench.summary import speedup_over, speedup_over_prompts

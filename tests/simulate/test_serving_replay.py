@@ -13,7 +13,8 @@ import pytest
 from live_server import serving, talker
 from typer.testing import CliRunner
 
-from paceline.bench.serving import Contender, Load, Pass, ServingBench, ServingConfig
+from paceline.bench.config import ServingConfig
+from paceline.bench.serving import Contender, Load, Pass, ServingBench
 from paceline.bench.serving_figures import Answer
 from paceline.cli import app
 from paceline.commands.bench_serving import ServingAsk, _log, bench_serving

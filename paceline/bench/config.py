@@ -1,0 +1,184 @@
+"""What each benchmark is asked: frozen dataclasses, whose fields are the options of its command. Quick to import."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from paceline.errors import ConfigError
+from paceline.types import SamplingParams
+
+BASELINE = "none"
+"""The drafter that every other is compared with: plain decoding."""
+PLAIN = 1.0
+"""Tokens per round without drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchConfig:
+    """What `bench decode` and `evaluate` run. Raises ConfigError on impossible values."""
+
+    drafters: tuple[str, ...] = (BASELINE, "default")
+    """Plain decoding, `none`, always runs, first."""
+    batches: tuple[int, ...] = (1,)
+    """Requests in flight at once."""
+    temperatures: tuple[float, ...] = (0.0,)
+    """0 is greedy."""
+    max_tokens: int = 128
+    """Longest answer, in tokens."""
+    repeat: int = 1
+    """Repetitions; settings take turns, figures are medians."""
+    ignore_eos: bool = False
+    """Go on to `max_tokens` whatever the model says."""
+    against: tuple[str, ...] = ()
+    """transformers: run its generate too, plain and with prompt lookup, at batch 1 and temperature 0."""
+    num_drafted: int | None = None
+    """Most tokens drafted per round [default: the drafter's own number]."""
+    seed: int | None = 0
+    """Base of the requests' seeds."""
+
+    def __post_init__(self) -> None:
+        checks = (
+            (any(batch < 1 for batch in self.batches) or not self.batches, "batch must be at least 1"),
+            (self.repeat < 1, "repeat must be at least 1"),
+            (not self.drafters or not self.temperatures, "give at least one drafter and one temperature"),
+            (any(peer != "transformers" for peer in self.against), "the only peer known to --against is transformers"),
+        )
+        for is_wrong, remedy in checks:
+            if is_wrong:
+                raise ConfigError(remedy)
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=self.seed)
+        others = tuple(dict.fromkeys(name for name in self.drafters if name != BASELINE))
+        object.__setattr__(self, "drafters", (BASELINE, *others))
+
+
+@dataclass(frozen=True, slots=True)
+class MockConfig:
+    """What `bench decode` measures with mocked acceptance. Raises ConfigError on impossible values."""
+
+    tokens_per_round: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
+    """Random prompts, and every round keeps so many tokens, the bonus token included; beside the roofline. 1, plain decoding,
+    is always measured."""
+    batches: tuple[int, ...] = (1,)
+    prompt_tokens: int = 256
+    """Tokens of those prompts."""
+    max_tokens: int = 128
+    repeat: int = 3
+    num_drafted: int | None = None
+    """Drafts of every round; None drafts no more than stand, the least work for the yield."""
+    drafter: str = "random-dflash"
+
+    def __post_init__(self) -> None:
+        most = max(self.tokens_per_round, default=PLAIN)
+        checks = (
+            (not self.tokens_per_round, "--mock-tokens-per-round is empty: write it as 1,2,4,8"),
+            (
+                not all(math.isfinite(each) and each >= 1 for each in self.tokens_per_round),
+                "--mock-tokens-per-round counts the bonus token: every value must be at least 1",
+            ),
+            (not self.batches or min(self.batches) < 1, "--batch must be at least 1"),
+            (self.prompt_tokens < 1, "--mock-prompt-tokens must be at least 1"),
+            (self.max_tokens < 2, "--max-tokens must be at least 2"),
+            (self.repeat < 1, "--repeat must be at least 1"),
+            (
+                self.num_drafted is not None and self.num_drafted + 1 < most,
+                f"--num-drafted {self.num_drafted} drafts cannot yield {most:g} tokens a round",
+            ),
+        )
+        for is_wrong, remedy in checks:
+            if is_wrong:
+                raise ConfigError(remedy)
+
+    @property
+    def settings(self) -> list[tuple[int, float]]:
+        """(batch, tokens per round), plain decoding first."""
+        values = sorted({PLAIN, *self.tokens_per_round})
+        return [(batch, value) for batch in self.batches for value in values]
+
+    def drafts(self, tokens_per_round: float) -> int:
+        """Of every round."""
+        if tokens_per_round == PLAIN:
+            return 0
+        return self.num_drafted if self.num_drafted is not None else math.ceil(tokens_per_round) - 1
+
+    @property
+    def needed_len(self) -> int:
+        """Tokens a cache row has to hold."""
+        return self.prompt_tokens + self.max_tokens + max(map(self.drafts, self.tokens_per_round)) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepsConfig:
+    """What `bench steps` measures. Raises ConfigError on impossible values."""
+
+    batches: tuple[int, ...] = (1, 2, 4, 8)
+    """Rows that decode together."""
+    max_positions: int = 17
+    """Widest pass of a row: one more than the longest draft."""
+    context: int = 256
+    """Tokens in each row's cache, about: rounds add to it."""
+    repeat: int = 15
+    """Times each size is measured; figures are medians."""
+    tokens_per_round: float = 2.0
+    """Mocked acceptance, the bonus token included: what a drafter observes after a round."""
+
+    def __post_init__(self) -> None:
+        checks = (
+            (not self.batches or min(self.batches) < 1, "batch must be at least 1"),
+            (self.max_positions < 2, "max_positions must be at least 2: a round without drafts has one"),
+            (self.context < 1, "context must be at least 1 token"),
+            (self.repeat < 1, "repeat must be at least 1"),
+        )
+        for is_wrong, remedy in checks:
+            if is_wrong:
+                raise ConfigError(remedy)
+
+    @property
+    def growth(self) -> int:
+        """Tokens that a turn over all widths adds to a row at most, its first round included."""
+        return int((self.max_positions + 2) * (self.tokens_per_round + 1))
+
+    @property
+    def needed_len(self) -> int:
+        """Tokens a cache row has to hold."""
+        return self.context + self.growth + self.max_positions
+
+
+@dataclass(frozen=True, slots=True)
+class ServingConfig:
+    """What `bench serving` sends. Raises ConfigError on impossible values."""
+
+    concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16)
+    """Requests in flight: closed loops."""
+    rates: tuple[float, ...] = ()
+    """Requests a second at random times (Poisson): open loops."""
+    num_requests: int | None = None
+    """Requests of each pass [default: every prompt, 4 for each in flight, 10 s of a rate]."""
+    max_tokens: int = 128
+    """Longest answer, in tokens."""
+    temperature: float = 0.0
+    """0 is greedy; only then texts are compared."""
+    seed: int = 0
+    """Of arrival times, and base of the requests' seeds."""
+    repeat: int = 1
+    """Repetitions; contenders take turns at each load."""
+    ignore_eos: bool = False
+    """Go on to `max_tokens` whatever the model says."""
+    timeout_s: float = 600.0
+    """Seconds after which a request has failed."""
+
+    def __post_init__(self) -> None:
+        checks = (
+            (any(each < 1 for each in self.concurrencies), "--concurrency must be at least 1"),
+            (any(not 0 < each < math.inf for each in self.rates), "--rate must be above 0"),
+            (not self.concurrencies and not self.rates, "give at least one --concurrency or --rate"),
+            (self.num_requests is not None and self.num_requests < 1, "--requests must be at least 1"),
+            (self.max_tokens < 1, "--max-tokens must be at least 1"),
+            (not 0 <= self.temperature < math.inf, "--temperature must be 0 or more"),
+            (self.repeat < 1, "--repeat must be at least 1"),
+            (not self.timeout_s > 0, "--timeout must be above 0 seconds"),
+        )
+        for is_wrong, remedy in checks:
+            if is_wrong:
+                raise ConfigError(remedy)
