@@ -83,7 +83,7 @@ def this_machine(device: str = "cpu") -> Machine:
             properties = torch.cuda.get_device_properties(where)
             name, memory_bytes, num_threads = properties.name, properties.total_memory, 0
         else:
-            name, memory_bytes, num_threads = _cpu_name(), _memory_bytes(), torch.get_num_threads()
+            name, memory_bytes, num_threads = cpu_name(), _memory_bytes(), torch.get_num_threads()
         return Machine(name, _read_bytes_per_s(where), _matmul_flops_per_s(where), num_threads, memory_bytes)
 
 
@@ -125,7 +125,14 @@ def _best_s(work: Callable[[], object], device: torch.device, budget_s: float) -
     return best
 
 
-def _cpu_name() -> str:
+def processor() -> dict[str, object]:
+    """The processor's name and how many of its cores this process may use, without measuring anything."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"name": cpu_name(), "num_cores": cores}
+
+
+def cpu_name() -> str:
+    """As the system gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

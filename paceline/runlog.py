@@ -1,10 +1,12 @@
 """The run folder: what was asked, what was measured, what it means. One writer for train, bench, serve and adapt.
 
     runs/<what>-<timestamp>/
-        config.json     settings and versions      command.txt   the command line that made it
-        metrics.jsonl   one line per `log` call    report.md     for people      *.png   figures
+        config.json     settings, and what made it     command.txt   the command line that made it
+        metrics.jsonl   one line per `log` call        report.md     for people      *.png   figures
+        results.json    the figures, and what made them: processor, versions, commit
 
-Files appear whole or not at all (written beside, then renamed); metrics.jsonl only grows, line by line.
+Scripts write their results with `write_results`, the same way. Files appear whole or not at all (written beside, then
+renamed); metrics.jsonl only grows, line by line.
 """
 
 from __future__ import annotations
@@ -24,6 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CacheError
+from paceline.hardware import processor
+
+PACKAGES = ("paceline", "torch", "transformers", "tokenizers", "safetensors", "numpy", "llama-cpp-python", "vllm")
+"""Those that decide speed or output, ours and peers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +46,9 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             (path / "metrics.jsonl").unlink(missing_ok=True)
         run = cls(path)
-        run.write_json("config.json", {"what": what, **config, "versions": versions(), "commit": commit()})
-        run.write("command.txt", _command() + "\n")
+        made = made_by()
+        run.write_json("config.json", {"what": what, **config, **made})
+        run.write("command.txt", made["command"] + "\n")
         return run
 
     @classmethod
@@ -68,6 +75,10 @@ class RunFolder:
     def report(self, markdown: str) -> Path:
         """Write report.md."""
         return self.write("report.md", markdown)
+
+    def results(self, figures: dict[str, Any], name: str = "results.json") -> Path:
+        """Write a file of figures that says what made them."""
+        return write_results(self.path / name, figures)
 
     def write_json(self, name: str, value: Any) -> Path:
         return self.write(name, json.dumps(plain(value), indent=2) + "\n")
@@ -112,12 +123,36 @@ def plain(value: Any) -> Any:
     return plain(to_list()) if to_list else str(value)
 
 
+def write_results(path: Path, figures: dict[str, Any], peers: dict[str, str] | None = None) -> Path:
+    """Write a result file, as of `record_of`."""
+    write_whole(path, json.dumps(record_of(figures, peers), indent=1) + "\n")
+    return path
+
+
+def record_of(figures: dict[str, Any], peers: dict[str, str] | None = None) -> dict[str, Any]:
+    """What made the figures, then the figures. `peers`: versions of other programs that took part."""
+    made = made_by()
+    made["versions"] |= peers or {}
+    return plain({**made, **figures})
+
+
+def made_by() -> dict[str, Any]:
+    """What a figure depends on beside its settings: command, date, processor, versions and commit."""
+    return {
+        "command": _command(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "processor": processor(),
+        "versions": versions(),
+        "commit": commit(),
+    }
+
+
 def versions() -> dict[str, str]:
     """Python, paceline and the packages that decide speed or output."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version()}
-    for package in ("paceline", "torch", "transformers", "tokenizers", "safetensors", "numpy"):
+    for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     return found

@@ -44,6 +44,7 @@ TORCH_FREE_AT_IMPORT = [
     "runlog",
     "rng",
     "prompts",
+    "progress",
     "tables",
     "cli",
     "cli_bench",

@@ -68,5 +68,7 @@ def test_a_histogram_of_accepted_drafts() -> None:
     assert tokens_per_round(histogram) == pytest.approx(1.7)
     assert shares(histogram) == [0.5, 0.3, 0.2]
     assert survival(histogram) == [0.5, 0.2]
+    assert survival(histogram, num_drafted=4) == [0.5, 0.2, 0.0, 0.0]
+    assert survival([]) == []
     assert tokens_per_round(histogram) == pytest.approx(1 + sum(survival(histogram)))
     assert tokens_per_round([]) is None and shares([0, 0]) == []

@@ -10,28 +10,31 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.config import BASELINE, BenchConfig
+from paceline.bench.drafting import Drafting, drafting
 from paceline.bench.identity import Difference, differences, share_identical
-from paceline.bench.passes import Pass, make_requests, run_pass
+from paceline.bench.passes import Engines, Pass, make_requests, run_pass
 from paceline.bench.peers import PEERS, TransformersPeer
-from paceline.bench.summary import bytes_per_s, median_of, speedup_over, stages, tokens_per_round
-from paceline.draft.base import Drafter
+from paceline.bench.summary import bytes_per_s, median_of, speedup_over, stages
 from paceline.errors import ConfigError
-from paceline.figures import add_histograms, repetition, survival
+from paceline.figures import repetition
 from paceline.hardware import Machine
 from paceline.model.backends import form_of
 from paceline.prompts import Prompt
+from paceline.runlog import plain
 from paceline.types import SamplingParams
 
 if TYPE_CHECKING:
     from paceline.engine.llm import LLM
 
 WARM_UP_TOKENS = 8
+ABOUT = ("device", "machine", "model", "dtype", "backend", "isa", "weight_format", "weight_bytes", "ceiling_tokens_per_s")
+ABOUT += ("max_tokens", "repeat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +53,9 @@ class Setting:
         return f"{self.drafter}, batch {self.batch}, temperature {self.temperature:g}"
 
 
-@dataclass(slots=True)
-class Result:
-    """The figures of one setting; see `Bench.results`."""
+@dataclass(slots=True, kw_only=True)
+class Result(Drafting):
+    """The figures of one setting; see `Bench.results`. Those of acceptance are of the first repetition."""
 
     drafter: str
     """As asked for."""
@@ -64,13 +67,9 @@ class Result:
     tokens_per_s_range: tuple[float, float]
     """Slowest and fastest repetition."""
     decode_tokens_per_s: float | None
-    tokens_per_round: float | None
-    """None for a peer, which does not tell."""
-    tokens_per_round_interval: tuple[float | None, float | None]
-    survival: list[float]
-    accepted_histogram: list[int]
     speedup: float
     speedup_interval: tuple[float | None, float | None]
+    """95%, a bootstrap over prompts."""
     speedup_vs: dict[str, float]
     """Against each peer, where one ran at this batch and temperature."""
     identical: float | None
@@ -94,26 +93,22 @@ class Bench:
         rows = llm.target.cache.num_rows
         if max(config.batches) > rows:
             raise ConfigError(f"batch {max(config.batches)} needs as many cache rows, this engine has {rows}: raise max_batch")
-        self._drafters = self._load_drafters()
+        self._engines = self._load_drafters()
         self._peer = TransformersPeer(llm) if config.against else None
-        self._use(BASELINE)
+        self._engines.use(BASELINE)
         self.requests, self.num_skipped = make_requests(llm, prompts, config.max_tokens)
         if self.num_skipped:
             notice(f"left out {self.num_skipped} turns that do not fit the context: raise --max-len to include them")
         self.settings = self._settings()
         self.passes: dict[Setting, list[Pass]] = {setting: [] for setting in self.settings}
 
-    def _load_drafters(self) -> dict[str, Drafter]:
-        """Each drafter once; swapping them later costs nothing but a new engine."""
+    def _load_drafters(self) -> Engines:
         options = {} if self.config.num_drafted is None else {"num_drafted": self.config.num_drafted}
-        drafters = {}
+        engines = Engines(self.llm)
         for name in self.config.drafters:
             self.llm.use_drafter(name, **({} if name == BASELINE else options))
-            drafters[name] = self.llm.drafter
-        return drafters
-
-    def _use(self, name: str) -> None:
-        self.llm.use_drafter(self._drafters[name])
+            engines.add(name)
+        return engines
 
     def _settings(self) -> list[Setting]:
         config = self.config
@@ -146,12 +141,11 @@ class Bench:
             assert self._peer is not None
             self._peer.run(setting.drafter, self.requests[:1], WARM_UP_TOKENS, True)
             return self._peer.run(setting.drafter, self.requests, config.max_tokens, config.ignore_eos, on_answer)
-        self._use(setting.drafter)
         params = self._params(setting.temperature)
         warm_up = [replace(each, max_tokens=min(WARM_UP_TOKENS, config.max_tokens)) for each in params]
-        run_pass(self.llm.engine, self.requests[: setting.batch], warm_up[: setting.batch], setting.batch)
-        self._use(setting.drafter)  # an engine that has not seen the warm-up's prompts: it would take over their work
-        return run_pass(self.llm.engine, self.requests, params, setting.batch, on_answer)
+        engine = self._engines.use(setting.drafter)
+        run_pass(engine, self.requests[: setting.batch], warm_up[: setting.batch], setting.batch)
+        return run_pass(self._engines.use(setting.drafter), self.requests, params, setting.batch, on_answer)
 
     def _params(self, temperature: float) -> list[SamplingParams]:
         return [
@@ -173,23 +167,20 @@ class Bench:
         baseline = self.passes[replace(setting, drafter=BASELINE)]
         rates = [each.tokens_per_s for each in passes]
         first = passes[0]
-        histogram = add_histograms([answer.histogram for answer in first.answers])
-        per_round = tokens_per_round(first)
-        speedup = speedup_over(passes, baseline, setting.batch)
+        speedup = speedup_over(passes, baseline)
         is_greedy = setting.temperature == 0
         differ = differences(self.llm.target, self.requests, first, baseline[0]) if is_greedy else []
+        drafter = None if setting.is_peer else self._engines[setting.drafter]
+        drafted = drafting([answer.rounds for answer in first.answers], drafter.num_drafted) if drafter else Drafting()
         return Result(
+            **{each.name: getattr(drafted, each.name) for each in fields(Drafting)},
             drafter=setting.drafter,
-            drafter_name=setting.drafter if setting.is_peer else self._drafters[setting.drafter].name,
+            drafter_name=drafter.name if drafter else setting.drafter,
             batch=setting.batch,
             temperature=setting.temperature,
             tokens_per_s=statistics.median(rates),
             tokens_per_s_range=(min(rates), max(rates)),
             decode_tokens_per_s=median_of([each.decode_tokens_per_s for each in passes]),
-            tokens_per_round=None if setting.is_peer else per_round.value,
-            tokens_per_round_interval=(None, None) if setting.is_peer else (per_round.low, per_round.high),
-            survival=[] if setting.is_peer else survival(histogram, self._drafters[setting.drafter].num_drafted),
-            accepted_histogram=histogram,
             speedup=speedup.value,
             speedup_interval=(speedup.low, speedup.high),
             speedup_vs=self._versus_peers(setting, passes),
@@ -205,7 +196,7 @@ class Bench:
 
     def _versus_peers(self, setting: Setting, passes: list[Pass]) -> dict[str, float]:
         peers = {name: self.passes.get(replace(setting, drafter=name)) for name in PEERS}
-        return {name: speedup_over(passes, theirs, setting.batch).value for name, theirs in peers.items() if theirs}
+        return {name: speedup_over(passes, theirs).value for name, theirs in peers.items() if theirs}
 
 
 def ceiling_tokens_per_s(llm: LLM, machine: Machine) -> float:
@@ -213,23 +204,25 @@ def ceiling_tokens_per_s(llm: LLM, machine: Machine) -> float:
     return machine.bytes_per_s / llm.target.weight_bytes
 
 
-def as_line(bench: Bench, machine: Machine) -> dict[str, Any]:
-    """What the command prints as its JSON line."""
-    llm = bench.llm
+def introduction(llm: LLM, machine: Machine, config: BenchConfig) -> dict[str, Any]:
+    """What is measured, and on which machine: the keys of ABOUT."""
     return {
-        "results": bench.results(),
         "device": llm.config.device,
-        "machine": machine,
+        "machine": plain(machine),
         "model": llm.config.model,
         "dtype": llm.config.dtype,
         **asdict(form_of(llm.target)),
         "weight_bytes": llm.target.weight_bytes,
         "ceiling_tokens_per_s": ceiling_tokens_per_s(llm, machine),
-        "num_requests": len(bench.requests),
-        "num_skipped": bench.num_skipped,
-        "max_tokens": bench.config.max_tokens,
-        "repeat": bench.config.repeat,
+        "max_tokens": config.max_tokens,
+        "repeat": config.repeat,
     }
+
+
+def as_line(bench: Bench, machine: Machine) -> dict[str, Any]:
+    """What the command prints as its JSON line."""
+    counts = {"num_requests": len(bench.requests), "num_skipped": bench.num_skipped}
+    return {"results": bench.results(), **introduction(bench.llm, machine, bench.config), **counts}
 
 
 def name_of(result: Result) -> str:

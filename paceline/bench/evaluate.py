@@ -1,32 +1,36 @@
 """One drafter in the real engine, prompt set by prompt set: acceptance, speed-up, losslessness, and texts to read.
 
-    paceline evaluate runs/drafter --prompts gsm8k.jsonl --prompts mt_bench.jsonl --batch 1,8 --temperature 0,1
+    evaluation = evaluate("runs/drafter", ["gsm8k.jsonl", "mt_bench.jsonl"], BenchConfig(batches=(1, 8)))
 
-Each set is a `bench.decode` (plain decoding, then the drafter, same process, same requests); `set_figures` takes from it what
-is kept. An `Evaluation` gathers the sets as JSON, so that one read back from a file goes on where it ended. Text that repeats
+`paceline evaluate` shows what this returns. Each set is a `bench.decode` (plain decoding, then the drafter, same process, same
+requests); evaluation.json grows set by set, and a second call with the same `out` does what is missing. Text that repeats
 itself is easy to draft and fakes acceptance: each set tells how many answers end in a loop, and tokens per round without them.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from paceline.bench.config import BASELINE, BenchConfig
-from paceline.bench.decode import Bench, Result, Setting, ceiling_tokens_per_s
-from paceline.bench.passes import Answer, Pass
-from paceline.bench.summary import speedup_over_prompts, tokens_per_round
+from paceline.bench.decode import ABOUT, Bench, Result, Setting, introduction
+from paceline.bench.drafting import drafting
+from paceline.bench.evaluation_file import EvaluationFile, PromptSet, fingerprint, read_sets
+from paceline.bench.passes import Pass
+from paceline.bench.report import ceiling_line, table
+from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.figures import is_loop
-from paceline.hardware import Machine
-from paceline.model.backends import form_of
+from paceline.hardware import this_machine
+from paceline.progress import Progress
 from paceline.runlog import plain
-
-if TYPE_CHECKING:
-    from paceline.engine.llm import LLM
 
 NUM_TEXTS = 4
 """Texts kept of each set and temperature."""
+IDENTITY = ("model", "dtype", "backend", "isa", "weight_bytes", "device", "machine")
+"""What must be the same for two sets to stand in one table; of the machine, its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class Looping:
     temperature: float
     num_answers: int
     looping_share: float
-    tokens_per_round: float
+    tokens_per_round: float | None
     tokens_per_round_interval: tuple[float | None, float | None]
     without_loops: float | None
     """Tokens per round of the other answers; None when there is none."""
@@ -53,13 +57,13 @@ class Text:
     """The user's last turn."""
     text: str
     num_tokens: int
-    tokens_per_round: float
+    tokens_per_round: float | None
     is_loop: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SetFigures:
-    """One prompt set: rows as of `bench decode`, but `speedup_interval` is a bootstrap over prompts at every batch size."""
+    """One prompt set: rows as of `bench decode`, what loops, and texts."""
 
     results: list[Result]
     looping: list[Looping]
@@ -82,50 +86,83 @@ class Evaluation:
     """A drafter's figures on the sets done so far."""
 
     drafter: str
-    model: str
-    dtype: str
-    device: str
-    machine: dict[str, Any]
-    weight_bytes: int
-    ceiling_tokens_per_s: float
-    """Plain decoding at batch 1 cannot be faster."""
-    max_tokens: int
-    repeat: int
-    backend: str = "torch"
-    """As of `model.load.Form`; evaluations of before had no other."""
-    isa: str | None = None
-    weight_format: str = ""
+    about: dict[str, Any]
+    """What was measured and on which machine, as of `bench.decode.introduction`."""
+    settings: dict[str, Any]
+    """What was asked for."""
+    run: Path
     sets: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Name -> `SetFigures.as_json()` and whatever the caller noted beside it."""
+    """Name -> `SetFigures.as_json()` and where its prompts are from."""
 
-    @classmethod
-    def begin(cls, llm: LLM, machine: Machine, drafter: str, config: BenchConfig) -> Evaluation:
-        return cls(
-            drafter=drafter,
-            model=llm.config.model,
-            dtype=llm.config.dtype,
-            device=llm.config.device,
-            machine=plain(machine),
-            weight_bytes=llm.target.weight_bytes,
-            ceiling_tokens_per_s=ceiling_tokens_per_s(llm, machine),
-            max_tokens=config.max_tokens,
-            repeat=config.repeat,
-            **asdict(form_of(llm.target)),
-        )
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        """The rows of all sets; "prompts" names theirs."""
+        return [{"prompts": name, **row} for name, figures in self.sets.items() for row in figures["results"]]
+
+    @property
+    def heldout(self) -> dict[str, float]:
+        """Set -> the drafter's tokens per round at batch 1, temperature 0; a set without that setting is left out."""
+        return {
+            row["prompts"]: row["tokens_per_round"]
+            for row in self.results
+            if row["drafter"] != BASELINE and row["tokens_per_round"] and (row["batch"], row["temperature"]) == (1, 0)
+        }
 
     def as_line(self) -> dict[str, Any]:
-        """What the command prints and evaluation.json holds; "results" are the rows of all sets, "prompts" names theirs."""
-        rows = [{"prompts": name, **row} for name, figures in self.sets.items() for row in figures["results"]]
-        return {**plain(self), "results": rows, "heldout": heldout(rows)}
+        """What the command prints and evaluation.json holds."""
+        told = {"drafter": self.drafter, **self.about, "sets": self.sets, "settings": self.settings}
+        return plain({**told, "results": self.results, "heldout": self.heldout})
 
 
-def heldout(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Set -> the drafter's tokens per round at batch 1, temperature 0; a set without that setting is left out."""
-    return {
-        row["prompts"]: row["tokens_per_round"]
-        for row in rows
-        if row["drafter"] != BASELINE and row["tokens_per_round"] is not None and (row["batch"], row["temperature"]) == (1, 0)
-    }
+def evaluate(
+    drafter: str,
+    prompts: Sequence[str] = (),
+    config: BenchConfig | None = None,
+    *,
+    settings: dict[str, Any] | None = None,
+    limit: int | None = None,
+    out: Path | None = None,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Evaluate on every prompt set that `out` does not hold yet; the model is loaded only if there is one.
+
+    `prompts`: files or data set ids, none is the built-in set; `limit`: only the first prompts of each. `config`: its drafters
+    are ignored. `settings`: keyword arguments of LLM, without drafter, num_drafted and max_batch. `out`: a fresh folder, one of
+    an earlier evaluation to go on with, or a training run's.
+
+    Raises ModelNotFoundError for a missing drafter, PromptError for missing prompts, ConfigError when `out` holds sets that
+    were evaluated with other settings.
+    """
+    progress = progress or Progress()
+    config = evaluation_config(drafter, config or BenchConfig())
+    sets = read_sets(tuple(prompts), limit)
+    asked: dict[str, Any] = {"drafter": drafter, "llm": settings or {}, "bench": config, "limit": limit}
+    asked = plain({**asked, "drafter_sha256": fingerprint(drafter)})
+    file = EvaluationFile.open(out, asked, tuple(each.source for each in sets))
+    waiting = [each for each in sets if not file.has(each)]
+    for each in sets:
+        if each not in waiting:
+            progress.say(f"{each.name} is done: skipped")
+    about = {name: file.saved[name] for name in ABOUT} if file.saved else {}
+    evaluation = Evaluation(drafter, about, asked, file.run.path, dict(file.saved.get("sets", {})))
+    if not waiting:
+        return evaluation
+    llm = LLM(drafter="none", max_batch=max(config.batches), **(settings or {}))
+    machine = this_machine(llm.config.device)
+    progress.loaded(llm)
+    progress.say(ceiling_line(llm, machine))
+    about = introduction(llm, machine, config)
+    if evaluation.about:
+        file.refuse_change(_identity(evaluation.about), _identity(about))
+    evaluation.about = about
+    for each in waiting:
+        evaluation.sets[each.name] = {"source": each.source, **each.noted, **_evaluate_set(llm, each, config, progress)}
+        file.write(evaluation.as_line())
+    return evaluation
+
+
+def _identity(about: dict[str, Any]) -> dict[str, Any]:
+    return {**{name: about.get(name) for name in IDENTITY}, "machine": about["machine"]["name"]}
 
 
 def evaluation_config(drafter: str, config: BenchConfig) -> BenchConfig:
@@ -138,35 +175,40 @@ def evaluation_config(drafter: str, config: BenchConfig) -> BenchConfig:
     return replace(config, drafters=(drafter,), batches=batches, temperatures=temperatures)
 
 
+def _evaluate_set(llm: LLM, each: PromptSet, config: BenchConfig, progress: Progress) -> dict[str, Any]:
+    bench = Bench(llm, each.prompts, config, notice=progress.say)
+    with progress.bar(each.name, bench.num_answers) as advance:
+        bench.run(on_answer=lambda setting: advance(f"{each.name}: {setting}"))
+    figures = set_figures(bench)
+    loops = f"{figures.looping_share:.0%} of the drafter's answers end in a loop"
+    progress.say(f"{each.name}: {figures.num_requests} requests, {loops}")
+    progress.table(table(figures.results))
+    return figures.as_json()
+
+
 def set_figures(bench: Bench) -> SetFigures:
     """The figures of a benchmark that has run on one prompt set, its config made by `evaluation_config`."""
     config = bench.config
-    results = bench.results()
-    for result in results:
-        setting = Setting(result.drafter, result.batch, result.temperature)
-        baseline = bench.passes[replace(setting, drafter=BASELINE)]
-        speedup = speedup_over_prompts(bench.passes[setting], baseline, setting.batch)
-        result.speedup_interval = (speedup.low, speedup.high)
     looping, texts = [], []
     for temperature in config.temperatures:
         done = bench.passes[Setting(config.drafters[-1], min(config.batches), temperature)][0]
         looping.append(_looping(done, temperature))
         texts += _texts(bench, done, temperature)
-    return SetFigures(results, looping, texts, len(bench.requests), bench.num_skipped)
+    return SetFigures(bench.results(), looping, texts, len(bench.requests), bench.num_skipped)
 
 
 def _looping(done: Pass, temperature: float) -> Looping:
-    others = [answer for answer in done.answers if not is_loop(answer.token_ids)]
-    whole = tokens_per_round(done)
-    rest = tokens_per_round(Pass(others)) if others else None
+    others = [answer.rounds for answer in done.answers if not is_loop(answer.token_ids)]
+    whole = drafting([answer.rounds for answer in done.answers])
+    rest = drafting(others) if others else None
     return Looping(
         temperature=temperature,
         num_answers=len(done.answers),
         looping_share=1 - len(others) / len(done.answers),
-        tokens_per_round=whole.value,
-        tokens_per_round_interval=(whole.low, whole.high),
-        without_loops=rest.value if rest else None,
-        without_loops_interval=(rest.low, rest.high) if rest else (None, None),
+        tokens_per_round=whole.tokens_per_round,
+        tokens_per_round_interval=whole.tokens_per_round_interval,
+        without_loops=rest.tokens_per_round if rest else None,
+        without_loops_interval=rest.tokens_per_round_interval if rest else (None, None),
     )
 
 
@@ -174,19 +216,16 @@ def _texts(bench: Bench, done: Pass, temperature: float) -> list[Text]:
     """Answers from all over the set, not its best."""
     count = min(NUM_TEXTS, len(done.answers))
     places = [index * len(done.answers) // count for index in range(count)]
+    chosen = [(bench.requests[place], done.answers[place]) for place in places]
     return [
         Text(
-            request=bench.requests[place].name,
+            request=request.name,
             temperature=temperature,
-            prompt=bench.requests[place].turn,
-            text=done.answers[place].text,
-            num_tokens=len(done.answers[place].token_ids),
-            tokens_per_round=_per_round(done.answers[place]),
-            is_loop=is_loop(done.answers[place].token_ids),
+            prompt=request.turn,
+            text=answer.text,
+            num_tokens=len(answer.token_ids),
+            tokens_per_round=drafting([answer.rounds]).tokens_per_round,
+            is_loop=is_loop(answer.token_ids),
         )
-        for place in places
+        for request, answer in chosen
     ]
-
-
-def _per_round(answer: Answer) -> float:
-    return 1 + answer.num_accepted / answer.num_rounds if answer.num_rounds else 1.0

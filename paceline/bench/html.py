@@ -7,16 +7,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from paceline.bench.config import BASELINE
-from paceline.bench.decode import Result
-from paceline.bench.markup import Section, document, estimate, flat, number, pair_table, plot_grid, table
+from paceline.bench.decode import Result, name_of
+from paceline.bench.drafting import sources_table
+from paceline.bench.evaluation_file import flat
+from paceline.bench.markup import Section, document, pair_table, plot_grid
 from paceline.bench.plots import Series, bars, curves, speedup_bars
-from paceline.bench.report import COLUMNS, row
+from paceline.bench.report import COLUMNS, MEANING, with_interval
 from paceline.bench.rundata import KINDS, Line, RunData, numbers, thinned
+from paceline.figures import shares
 from paceline.model.backends import Form
-from paceline.tables import escaped
+from paceline.tables import Column, Table, escaped
 
 
 def sections(run: RunData) -> list[Section]:
@@ -50,24 +54,24 @@ def _glance(run: RunData) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     if run.steps:
         last = run.steps[-1]
-        minutes = number((last.get("seconds") or 0) / 60, 1)
-        found.append(("trained", f"{last['step']:,} steps, {number(last.get('blocks'))} blocks, {minutes} minutes"))
+        minutes = _number((last.get("seconds") or 0) / 60, 1)
+        found.append(("trained", f"{last['step']:,} steps, {_number(last.get('blocks'))} blocks, {minutes} minutes"))
     if run.checks:
         for key, name in KINDS.items():
             held = run.checks[-1].get(key)
             if isinstance(held, dict):
-                found.append((f"{name}, last", f"loss {number(held.get('loss'), 3)}, eal {number(held.get('eal'))}"))
+                found.append((f"{name}, last", f"loss {_number(held.get('loss'), 3)}, eal {_number(held.get('eal'))}"))
     if run.served.get("num_rounds"):
-        rate, count = number(run.served.get("tokens_per_round")), run.served.get("num_prompts")
+        rate, count = _number(run.served.get("tokens_per_round")), run.served.get("num_prompts")
         found.append(("tokens per round, served", f"{rate} (batched, greedy, {count} held-out prompts)"))
     if run.evaluation:
         at = run.evaluation
         machine = (at.get("machine") or {}).get("name", at["device"])
         how = Form(at["backend"], at["isa"], at["weight_format"]) if at.get("weight_format") else None
         found.append(("evaluated on", f"{machine} ({at['device']}), {at['dtype']}" + (f" ({how})" if how else "")))
-        found.append(("ceiling of plain decoding", f"{number(at['ceiling_tokens_per_s'], 1)} tokens/s at batch 1"))
+        found.append(("ceiling of plain decoding", f"{_number(at['ceiling_tokens_per_s'], 1)} tokens/s at batch 1"))
         for name, value in at.get("heldout", {}).items():
-            found.append((f"tokens per round, {name}", f"{number(value)} (batch 1, greedy)"))
+            found.append((f"tokens per round, {name}", f"{_number(value)} (batch 1, greedy)"))
     return found
 
 
@@ -91,15 +95,19 @@ def _training(run: RunData) -> str:
     return plot_grid(plots)
 
 
+def _number(value: Any, digits: int = 2) -> str:
+    """A dash for what is none."""
+    return "-" if not isinstance(value, int | float) else f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
+
+
 def _slots(values: Any) -> list[float]:
     return [float(value or 0.0) for value in values] if isinstance(values, list) else []
 
 
 def _served(served: Line) -> str:
-    histogram = served.get("accepted_histogram") or []
-    shares = [rounds / sum(histogram) for rounds in histogram] if sum(histogram) else []
+    groups = [("held out", shares(served.get("accepted_histogram") or []))]
     title = "Accepted drafts a round"
-    drawn = plot_grid([(title, bars(title, [("held out", shares)], xlabel="accepted drafts", ylabel="share of rounds"))])
+    drawn = plot_grid([(title, bars(title, groups, xlabel="accepted drafts", ylabel="share of rounds"))])
     return "\n".join([drawn, *(f"<pre>{escaped(text)}</pre>" for text in served.get("texts") or [])]).strip()
 
 
@@ -117,9 +125,7 @@ def _engine(rows: list[tuple[str, Result]]) -> str:
         title = f"Survival, T={temperature:g}"
         label = "share of rounds"
         plots.append((title, curves(title, curved, xlabel="first i drafts stood", ylabel=label, ylim=(0, 1))))
-        counted = [
-            (name, [rounds / sum(each.accepted_histogram) for rounds in each.accepted_histogram]) for name, each in shown
-        ]
+        counted = [(name, shares(each.accepted_histogram)) for name, each in shown]
         title = f"Accepted drafts a round, T={temperature:g}"
         plots.append((title, bars(title, counted, xlabel="accepted drafts", ylabel=label)))
     plots.append(("Speed-up, with 95% intervals over prompts", speedup_bars("speed-up", rows)))
@@ -129,39 +135,37 @@ def _engine(rows: list[tuple[str, Result]]) -> str:
 def _figures(run: RunData, rows: list[tuple[str, Result]]) -> str:
     if not rows:
         return ""
-    parts = [
-        '<p class="note">Speed-up is over plain decoding (none), same batch and process. identical: greedy answers that '
-        "equal plain decoding's, token for token. repeats: share of 8-grams that stood before in the same answer. Brackets: "
-        "95% bootstrap intervals over prompts.</p>",
-        table(("prompts", *COLUMNS), [(name, *row(result)) for name, result in rows]),
-    ]
+    in_sets = [Column("prompts", lambda row: row[0])]
+    in_sets += [replace(column, cell=lambda row, column=column: column.cell(row[1])) for column in COLUMNS]
+    parts = [f'<p class="note">{escaped(MEANING)}</p>', Table(in_sets, rows).html()]
     if any(result.lossless is False for _, result in rows):
         parts.insert(
             0, '<p><strong class="bad">NOT LOSSLESS: acceptance was mocked or lossy; quote nothing of this.</strong></p>'
         )
-    looping = [
-        (
-            name,
-            f"{each['temperature']:g}",
-            f"{each['looping_share']:.0%} of {each['num_answers']}",
-            estimate(each["tokens_per_round"], each["tokens_per_round_interval"]),
-            estimate(each["without_loops"], each["without_loops_interval"]),
-        )
-        for name, figures in run.sets.items()
-        for each in figures.get("looping", [])
-    ]
+    if any(result.sources for _, result in rows):
+        sources = sources_table([(f"{name}: {name_of(result)}", result) for name, result in rows])
+        parts.append(replace(sources, title="Rounds by source of drafts").html())
+    looping = [(name, each) for name, figures in run.sets.items() for each in figures.get("looping", [])]
     if looping:
-        parts.append("<h3>Answers that end in a loop</h3>")
-        parts.append('<p class="note">The last 32 tokens repeat with a period of at most 8: easy to draft, worth nothing.</p>')
-        parts.append(table(("prompts", "temp", "looping", "tokens/round", "without loops"), looping))
+        parts.append(Table(LOOPING, looping, title="Answers that end in a loop", notes=[LOOPING_MEANING]).html())
     return "\n".join(parts)
+
+
+LOOPING_MEANING = "The last 32 tokens repeat with a period of at most 8: easy to draft, worth nothing."
+LOOPING = (
+    Column("prompts", lambda row: row[0]),
+    Column("temp", lambda row: row[1]["temperature"], "{:g}", "right"),
+    Column("looping", lambda row: f"{row[1]['looping_share']:.0%} of {row[1]['num_answers']}"),
+    Column("tokens/round", lambda row: with_interval(row[1]["tokens_per_round"], row[1]["tokens_per_round_interval"])),
+    Column("without loops", lambda row: with_interval(row[1]["without_loops"], row[1]["without_loops_interval"])),
+)
 
 
 def _texts(run: RunData) -> str:
     parts = []
     for name, figures in run.sets.items():
         for each in figures.get("texts", []):
-            about = f"{each['num_tokens']} tokens, {each['tokens_per_round']:.2f} per round, T={each['temperature']:g}"
+            about = f"{each['num_tokens']} tokens, {_number(each['tokens_per_round'])} per round, T={each['temperature']:g}"
             about += ", ends in a loop" if each["is_loop"] else ""
             parts.append(
                 f"<article>\n<h3>{escaped(name)}: {escaped(each['request'])}</h3>\n"

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.bench.rundata import Line
 from paceline.tables import escaped
 
 STYLE = """
@@ -29,6 +28,7 @@ table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tab
 th, td { text-align: left; padding: .3rem .75rem .3rem 0; border-bottom: 1px solid color-mix(in srgb, CanvasText 15%, Canvas);
   vertical-align: top; }
 .figures th, .figures td { white-space: nowrap; }
+.figures .number { text-align: right; }
 pre { white-space: pre-wrap; margin: .25rem 0 0; padding: .75rem; font: .85rem/1.45 ui-monospace, monospace;
   background: color-mix(in srgb, CanvasText 6%, Canvas); border-radius: .375rem; }
 p.note { font-size: .9rem; margin: .25rem 0; }
@@ -57,42 +57,13 @@ def document(title: str, sections: Iterable[Section]) -> str:
     return HEAD.format(title=escaped(title)) + body + "\n</body>\n</html>\n"
 
 
-def number(value: Any, digits: int = 2) -> str:
-    """A dash for what is none."""
-    return "-" if not isinstance(value, int | float) else f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
-
-
-def estimate(value: Any, interval: Sequence[float | None] | None) -> str:
-    """A figure with its interval."""
-    low, high = interval or (None, None)
-    return number(value) + ("" if low is None or high is None else f" [{low:.2f}, {high:.2f}]")
-
-
 def plot_grid(plots: Iterable[tuple[str, str]]) -> str:
     """Titles and SVG elements side by side; "" when nothing was drawn."""
     drawn = [f"<figure><figcaption>{escaped(title)}</figcaption>\n{svg}\n</figure>" for title, svg in plots if svg]
     return '<div class="plots">\n' + "\n".join(drawn) + "\n</div>" if drawn else ""
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of figures that scrolls when it is too wide."""
-    head = "".join(f'<th scope="col">{escaped(name)}</th>' for name in columns)
-    body = "\n".join("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in cells) + "</tr>" for cells in rows)
-    return (
-        f'<div class="wide" tabindex="0"><table class="figures">\n<thead><tr>{head}</tr></thead>\n'
-        f"<tbody>\n{body}\n</tbody>\n</table></div>"
-    )
-
-
 def pair_table(pairs: Sequence[tuple[str, Any]]) -> str:
     """Names and values; "" without any."""
     lines = [f'<tr><th scope="row">{escaped(name)}</th><td>{escaped(value)}</td></tr>' for name, value in pairs]
     return "<table>\n" + "\n".join(lines) + "\n</table>" if lines else ""
-
-
-def flat(settings: Line, prefix: str = "") -> list[tuple[str, Any]]:
-    """{"bench": {"seed": 0}} -> [("bench.seed", 0)]"""
-    found: list[tuple[str, Any]] = []
-    for key, value in settings.items():
-        found += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
-    return found

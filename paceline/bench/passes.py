@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from paceline.engine.engine import Chunk, Engine
+from paceline.bench.drafting import Round, rounds_of
+from paceline.draft.base import Drafter
+from paceline.engine.engine import Engine
 from paceline.errors import ContextLengthError
 from paceline.prompts import Prompt
 from paceline.types import SamplingParams, Sequence
@@ -35,11 +37,16 @@ class Answer:
     text: str
     seconds: float
     """From its first work to its last token."""
-    num_rounds: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    histogram: list[int] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
     lossless: bool = True
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self.rounds)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(each.num_accepted for each in self.rounds)
 
 
 @dataclass(slots=True)
@@ -98,7 +105,14 @@ def run_pass(
             chunks = engine.step()
             _add_rounds(done, engine)
             for chunk in chunks:
-                _collect(chunk, texts, index_of, answers, done, on_answer)
+                seq = chunk.sequence
+                texts[seq.request_id].append(chunk.text)
+                if chunk.finish_reason is not None:
+                    text = "".join(texts.pop(seq.request_id))
+                    answers[index_of.pop(seq.request_id)] = _answer(seq, text, engine.drafter.name)
+                    done.prefill_s = (done.prefill_s or 0.0) + seq.timings.prefill_s
+                    if on_answer:
+                        on_answer()
     finally:
         for request_id in list(index_of):
             engine.abort(request_id)
@@ -114,37 +128,36 @@ def _add_rounds(done: Pass, engine: Engine) -> None:
         done.num_passes += 1
 
 
-def _collect(
-    chunk: Chunk,
-    texts: dict[int, list[str]],
-    index_of: dict[int, int],
-    answers: dict[int, Answer],
-    done: Pass,
-    on_answer: Callable[[], None] | None,
-) -> None:
-    seq = chunk.sequence
-    texts[seq.request_id].append(chunk.text)
-    if chunk.finish_reason is None:
-        return
-    answers[index_of.pop(seq.request_id)] = _answer(seq, "".join(texts.pop(seq.request_id)))
-    done.prefill_s = (done.prefill_s or 0.0) + seq.timings.prefill_s
-    if on_answer:
-        on_answer()
-
-
-def _answer(seq: Sequence, text: str) -> Answer:
+def _answer(seq: Sequence, text: str, drafter: str) -> Answer:
     began = seq.timings.arrival_s + seq.timings.queue_s
     seconds = (seq.timings.token_s[-1] if seq.timings.token_s else time.perf_counter()) - began
-    return Answer(
-        token_ids=seq.output_ids,
-        text=text,
-        seconds=seconds,
-        num_rounds=seq.num_rounds,
-        num_drafted=seq.num_drafted,
-        num_accepted=seq.num_accepted,
-        histogram=list(seq.accepted_histogram),
-        lossless=seq.lossless,
-    )
+    return Answer(seq.output_ids, text, seconds, rounds_of(seq, drafter), seq.lossless)
+
+
+class Engines:
+    """An engine for each drafter over one LLM's weights and cache: a drafter is bound, and its weights are packed, once."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._made: dict[str, tuple[Drafter, Engine]] = {}
+
+    def __getitem__(self, name: str) -> Drafter:
+        return self._made[name][0]
+
+    def add(self, name: str) -> None:
+        """Keep the drafter and the engine that the LLM has now."""
+        self._made[name] = self._llm.drafter, self._llm.engine
+
+    def use(self, name: str) -> Engine:
+        """Give the LLM this drafter and its engine, which has forgotten every prompt: a pass takes over no earlier work."""
+        llm = self._llm
+        llm.drafter, llm.engine = self._made[name]
+        llm.target.set_taps(llm.engine.drafter.tap_layers)
+        cache = llm.target.cache
+        for row in [cache.allocate(row) for row in cache.free_rows]:
+            if row is not None:  # what a row holds is void once it was given away
+                cache.free(row)
+        return llm.engine
 
 
 def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[list[Request], int]:

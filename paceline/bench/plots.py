@@ -7,16 +7,21 @@ import html
 import io
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.decode import Result, name_of
 from paceline.errors import CacheError, ConfigError
+from paceline.figures import Spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    Fill = Callable[[Axes], None]
 
 COLORS = ("#3b82c4", "#d55e00", "#0a9a72", "#b05fa5", "#a87b00", "#7f7f7f")
 """Told apart by colour-blind eyes, and at least 3:1 on a white page as on a dark one."""
@@ -42,45 +47,31 @@ STYLE: Any = {
 
 def draw(folder: Path, results: list[Result]) -> str | None:
     """survival.png and tokens_per_s.png; returns a notice instead when matplotlib is missing."""
+    drafted = [result for result in results if result.survival]
+    series = [
+        Series(name_of(each), range(1, len(each.survival) + 1), each.survival, color) for color, each in enumerate(drafted)
+    ]
+
+    def speed(axes: Axes) -> None:
+        rates = [result.tokens_per_s for result in results]
+        ranges = [result.tokens_per_s_range for result in results]
+        whiskers = [[rate - low for rate, (low, _) in zip(rates, ranges, strict=True)]]
+        whiskers += [[high - rate for rate, (_, high) in zip(rates, ranges, strict=True)]]
+        axes.barh([name_of(result) for result in results], rates, xerr=whiskers, capsize=3)
+        axes.invert_yaxis()
+        axes.set(xlabel="tokens per second (bars: median, whiskers: slowest and fastest repetition)")
+
+    survived = _lines(series, "i", "share of rounds whose first i drafts stood", (0, 1))
     try:
-        import matplotlib
-    except ImportError:
+        with _drawn(survived, width=7, height=4, has_legend=bool(series)) as figure:
+            figure.savefig(folder / "survival.png")
+        with _drawn(speed, width=7, height=1.5 + 0.4 * len(results)) as figure:
+            figure.savefig(folder / "tokens_per_s.png")
+    except ConfigError:
         return "no figures: pip install matplotlib to have them drawn"
-    matplotlib.use("Agg")
-    try:
-        _survival(folder / "survival.png", results)
-        _speed(folder / "tokens_per_s.png", results)
     except OSError as error:
         raise CacheError(f"cannot write the figures into {folder} ({error.strerror or error}): choose another --out") from error
     return None
-
-
-def _survival(path: Path, results: list[Result]) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for result in results:
-        if result.survival:
-            axes.plot(range(1, len(result.survival) + 1), result.survival, marker="o", label=name_of(result))
-    axes.set(xlabel="i", ylabel="share of rounds whose first i drafts stood", ylim=(0, 1))
-    if axes.lines:
-        axes.legend()
-    figure.savefig(path)
-
-
-def _speed(path: Path, results: list[Result]) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 1.5 + 0.4 * len(results)), layout="constrained")
-    axes = figure.subplots()
-    rates = [result.tokens_per_s for result in results]
-    below = [result.tokens_per_s - result.tokens_per_s_range[0] for result in results]
-    above = [result.tokens_per_s_range[1] - result.tokens_per_s for result in results]
-    axes.barh([name_of(result) for result in results], rates, xerr=[below, above], capsize=3)
-    axes.invert_yaxis()
-    axes.set(xlabel="tokens per second (bars: median, whiskers: slowest and fastest repetition)")
-    figure.savefig(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +90,61 @@ def curves(
 ) -> str:
     """Lines over a common axis, as an SVG element; "" when no series has a point."""
     shown = [each for each in series if len(each.x)]
-    if not shown:
-        return ""
+    return _svg(title, _lines(shown, xlabel, ylabel, ylim), has_legend=len(shown) > 1) if shown else ""
 
+
+def _lines(shown: list[Series], xlabel: str, ylabel: str, ylim: tuple[float, float | None] | None) -> Fill:
     def fill(axes: Axes) -> None:
         from matplotlib.ticker import EngFormatter, MaxNLocator
 
-        marker = "o" if max(len(each.x) for each in shown) <= FEW_POINTS else ""
+        marker = "o" if max((len(each.x) for each in shown), default=0) <= FEW_POINTS else ""
         for each in shown:
             style: dict[str, Any] = {"linestyle": "--", "linewidth": 1.0} if each.is_faint else {"linewidth": 1.6}
             color = COLORS[each.color % len(COLORS)]
             axes.plot(each.x, each.y, label=_short(each.label), color=color, marker=marker, markersize=3, **style)
         axes.set(xlabel=xlabel, ylabel=ylabel, ylim=ylim)
         places = [float(place) for each in shown for place in each.x]
-        if max(places) >= 1000 or all(place.is_integer() for place in places):
+        if max(places, default=0) >= 1000 or all(place.is_integer() for place in places):
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
-    return _svg(title, fill, has_legend=len(shown) > 1)
+    return fill
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlot:
+    """A quantity of a server over its load, a line for each contender and each of `lines`."""
+
+    title: str
+    ylabel: str
+    lines: dict[str, Callable[[Any], float | None]]
+    """What stands behind the contender's name -> how to take the value from a record; a p99 is drawn faint."""
+
+    @classmethod
+    def of_times(cls, title: str, unit: str, of: Callable[[Any], Spread]) -> LoadPlot:
+        """Median and p99 of seconds, shown in s or ms."""
+        scale = {"s": 1.0, "ms": 1e3}[unit]
+
+        def scaled(seconds: float | None) -> float | None:
+            return None if seconds is None else scale * seconds
+
+        return cls(title, unit, {" p50": lambda each: scaled(of(each).p50), " p99": lambda each: scaled(of(each).p99)})
+
+
+def load_plots(plots: Sequence[LoadPlot], found: Sequence[tuple[float, str, Any]], xlabel: str) -> list[tuple[str, str]]:
+    """Titles and SVG elements of records, each with its load and its contender's name; "" where there is nothing to draw."""
+    made = []
+    for plot in plots:
+        series = []
+        for name, take in plot.lines.items():
+            for color, contender in enumerate(dict.fromkeys(name for _, name, _ in found)):
+                own = [(x, take(record)) for x, of, record in found if of == contender]
+                points = sorted((x, y) for x, y in own if y is not None)
+                xs, ys = [x for x, _ in points], [y for _, y in points]
+                series.append(Series(contender + name, xs, ys, color, name.endswith("p99")))
+        title = f"{plot.title}, by {xlabel}"
+        made.append((title, curves(title, series, xlabel=xlabel, ylabel=plot.ylabel, ylim=(0, None))))
+    return made
 
 
 def bars(
@@ -173,11 +201,17 @@ def _short(label: str) -> str:
     return label if len(label) <= LONGEST_LABEL else "…" + label[1 - LONGEST_LABEL :]
 
 
-def _svg(title: str, fill: Callable[[Axes], None], *, has_legend: bool = False, height: float = 3.0) -> str:
-    """Draw on fresh axes: the same input gives the same bytes, and INK follows the page's own text colour.
+def _svg(title: str, fill: Fill, *, has_legend: bool = False, height: float = 3.0) -> str:
+    """An <svg> element in the page's text colour, the same bytes for the same input. Raises ConfigError without matplotlib."""
+    with _drawn(fill, height=height, has_legend=has_legend) as figure:
+        out = io.StringIO()
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    return _inline(out.getvalue(), title)
 
-    Raises ConfigError when matplotlib is missing.
-    """
+
+@contextmanager
+def _drawn(fill: Fill, *, width: float = WIDTH_INCHES, height: float = 3.0, has_legend: bool = False) -> Iterator[Figure]:
+    """A figure with one plot, to be saved within. Raises ConfigError when matplotlib is missing."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -185,7 +219,7 @@ def _svg(title: str, fill: Callable[[Axes], None], *, has_legend: bool = False, 
         raise ConfigError("drawing the report needs matplotlib: pip install paceline[plots]") from error
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
-        figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
+        figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots()
         fill(axes)
         axes.spines[["top", "right"]].set_visible(False)
@@ -193,9 +227,7 @@ def _svg(title: str, fill: Callable[[Axes], None], *, has_legend: bool = False, 
         axes.set_axisbelow(True)
         if has_legend:
             figure.legend(loc="outside lower center", ncols=2, frameon=False)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    return _inline(out.getvalue(), title)
+        yield figure
 
 
 def _inline(document: str, title: str) -> str:

@@ -21,8 +21,9 @@ from functools import partial
 from typing import Any
 
 from paceline.bench.config import ServingConfig
-from paceline.bench.serving_figures import Answer, Percentiles, read_answer, tokens_per_round
+from paceline.bench.serving_figures import Answer, read_answer, tokens_per_round
 from paceline.bench.sse import Client, Stream
+from paceline.figures import Spread
 from paceline.prompts import Prompt
 
 BASELINE = "off"
@@ -86,11 +87,11 @@ class ServingResult:
     tokens_per_s: float
     """Output tokens over the wall time of a pass: median over repetitions."""
     tokens_per_s_range: tuple[float, float]
-    first_token: Percentiles
-    inter_token: Percentiles
+    first_token: Spread
+    inter_token: Spread
     """Of each answer's mean time between tokens after the first."""
-    inter_chunk: Percentiles
-    total: Percentiles
+    inter_chunk: Spread
+    total: Spread
     tokens_per_round: float | None
     speedup: float | None
     """Mean time of an answer with speculation off over the one here, the same requests: median over repetitions."""
@@ -100,7 +101,7 @@ class ServingResult:
     """Share of prompt tokens that the server did not compute again."""
     client_cpu: float
     """Share of one core that this client took."""
-    late: Percentiles
+    late: Spread
     """How late requests were sent."""
 
 
@@ -201,16 +202,16 @@ class ServingBench:
             failures=dict(Counter(answer.error for answer in answers if answer.error).most_common()),
             tokens_per_s=statistics.median(rates),
             tokens_per_s_range=(min(rates), max(rates)),
-            first_token=Percentiles.of([each.first_s for each in whole]),
-            inter_token=Percentiles.of([each.inter_token_s for each in whole if each.inter_token_s is not None]),
-            inter_chunk=Percentiles.of([gap for each in whole for gap in each.chunk_gaps_s]),
-            total=Percentiles.of([each.total_s for each in whole]),
+            first_token=Spread.of([each.first_s for each in whole]),
+            inter_token=Spread.of([each.inter_token_s for each in whole if each.inter_token_s is not None]),
+            inter_chunk=Spread.of([gap for each in whole for gap in each.chunk_gaps_s]),
+            total=Spread.of([each.total_s for each in whole]),
             tokens_per_round=tokens_per_round(whole),
             speedup=_speedup(passes, baseline),
             identical=_identical(passes, baseline) if self.config.temperature == 0 else None,
             reused=sum(each.num_reused for each in whole) / num_prompt if num_prompt else None,
             client_cpu=sum(each.client_cpu_s for each in passes) / sum(each.wall_s for each in passes),
-            late=Percentiles.of([each.late_s for each in whole]),
+            late=Spread.of([each.late_s for each in whole]),
         )
 
 

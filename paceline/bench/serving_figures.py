@@ -1,4 +1,4 @@
-"""From what came over the wire to figures: an answer's times and counts, and percentiles over many answers.
+"""From what came over the wire to figures: an answer's times and counts.
 
 Times to the first token and to the end count from when a request was due. A chunk is what a server sends at once: with
 speculation it holds several tokens, so the time between chunks and the time between tokens are two things.
@@ -7,7 +7,6 @@ speculation it holds several tokens, so the time between chunks and the time bet
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -114,29 +113,6 @@ def _error_of(body: bytes) -> str:
         return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
         return " ".join(body.decode("utf-8", "replace").split())[:200] or "no message"
-
-
-@dataclass(frozen=True, slots=True)
-class Percentiles:
-    """Of a set of times, in seconds; None when it is empty."""
-
-    p50: float | None
-    p90: float | None
-    p99: float | None
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Percentiles:
-        ordered = sorted(values)
-        return cls(*(_quantile(ordered, share) for share in (0.5, 0.9, 0.99)))
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float | None:
-    """Linear between neighbours, as numpy's default."""
-    if not ordered:
-        return None
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    return ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
 
 
 def tokens_per_round(answers: Sequence[Answer]) -> float | None:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.config import StepsConfig
-from paceline.draft.base import Drafter, Observed
+from paceline.draft.base import Drafter
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.registry import make_drafter
 from paceline.engine.engine import Engine
@@ -27,8 +27,7 @@ from paceline.hardware import Machine
 from paceline.hub import resolve
 from paceline.model.backends import form_of
 from paceline.model.checkpoint import read_json
-from paceline.model.target import Target
-from paceline.types import Batch, DraftBlock, SamplingParams, Sequence
+from paceline.types import Batch, DraftBlock, SamplingParams
 from paceline.verify.mocked import MockedAcceptance
 
 if TYPE_CHECKING:
@@ -42,37 +41,23 @@ Size = tuple[int, int]
 
 
 class FilledDrafter(Drafter):
-    """A drafter whose drafts are filled up to what was asked for: the pass is as wide, the text means nothing."""
+    """A drafter whose drafts are filled up to what was asked for: the pass is as wide, the text means nothing.
 
-    name = "filled"
+    Everything else is the inner drafter's: its threads, its taps, its caches.
+    """
 
     def __init__(self, inner: Drafter, num_drafted: int) -> None:
         self.inner, self.num_drafted = inner, max(num_drafted, inner.num_drafted)
-        self.tap_layers = inner.tap_layers
 
-    def bind(self, target: Target) -> None:
-        self.inner.bind(target)
-
-    def cache_bytes(self, target: Target) -> int:
-        return self.inner.cache_bytes(target)
-
-    def start(self, seq: Sequence) -> None:
-        self.inner.start(seq)
-
-    def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        return self.inner.adopt(seq, source, length)
+    def __getattribute__(self, name: str) -> Any:
+        is_own = name in ("inner", "num_drafted", "propose") or name.startswith("__")
+        return object.__getattribute__(self, name) if is_own else getattr(self.inner, name)
 
     def propose(self, batch: Batch) -> DraftBlock:
         found = self.inner.propose(batch)
         limits = batch.draft_limits_B(self.num_drafted)
         filled = [tokens + [FILLER] * (limit - len(tokens)) for tokens, limit in zip(found.tokens_B, limits, strict=True)]
         return DraftBlock.certain(filled)
-
-    def observe(self, observed: list[Observed]) -> None:
-        self.inner.observe(observed)
-
-    def drop(self, seq: Sequence) -> None:
-        self.inner.drop(seq)
 
 
 @dataclass(slots=True)

@@ -5,44 +5,24 @@ from __future__ import annotations
 import statistics
 
 from paceline.bench.passes import Pass
-from paceline.figures import Estimate, bootstrap, ratio
+from paceline.figures import Estimate, bootstrap
 
 
-def tokens_per_round(done: Pass) -> Estimate:
-    """Accepted drafts plus the bonus token per round, weighted by tokens, with a bootstrap interval over answers."""
-    pairs = [(float(answer.num_accepted + answer.num_rounds), float(answer.num_rounds)) for answer in done.answers]
-    return ratio(pairs) if any(rounds for _, rounds in pairs) else Estimate(1.0)
+def speedup_over(ours: list[Pass], theirs: list[Pass]) -> Estimate:
+    """Ratio of tokens per second: the median over repetitions that ran side by side, with a bootstrap interval over prompts.
 
-
-def speedup_over(ours: list[Pass], theirs: list[Pass], batch: int) -> Estimate:
-    """Ratio of tokens per second: the median over repetitions that ran side by side.
-
-    The interval is a bootstrap over prompts at batch 1, where each answer has its own time; else the range over repetitions.
+    With more than one request in flight an answer's time passes while others run. All slots but the last few are full all the
+    time, so tokens over the sum of those times is throughput divided by the batch size, which cancels out of the ratio. What
+    the last slots waste is in the value only: the interval is scaled to stand around it.
     """
     ratios = [one.tokens_per_s / other.tokens_per_s for one, other in zip(ours, theirs, strict=True) if other.tokens_per_s]
     value = statistics.median(ratios) if ratios else 0.0
-    if batch > 1:
-        return Estimate(value, min(ratios), max(ratios)) if len(ratios) > 1 else Estimate(value)
-    interval = bootstrap(_tokens_and_seconds(ours, theirs), _rate_ratio)
-    return Estimate(value, *(interval or (None, None)))
-
-
-def speedup_over_prompts(ours: list[Pass], theirs: list[Pass], batch: int) -> Estimate:
-    """As `speedup_over`, with an interval over prompts at every batch size.
-
-    Beyond batch 1 an answer's time passes while others run. All slots but the last few are full all the time, so tokens over
-    the sum of those times is throughput divided by the batch size, and the batch size cancels out of the ratio. What the last
-    slots waste is in the value only: the interval is scaled to stand around it.
-    """
-    estimate = speedup_over(ours, theirs, batch)
-    if batch == 1:
-        return estimate
     items = _tokens_and_seconds(ours, theirs)
     interval, over_answers = bootstrap(items, _rate_ratio), _rate_ratio(items)
     if interval is None or not over_answers:
-        return Estimate(estimate.value)
-    scale = estimate.value / over_answers
-    return Estimate(estimate.value, interval[0] * scale, interval[1] * scale)
+        return Estimate(value)
+    scale = value / over_answers
+    return Estimate(value, interval[0] * scale, interval[1] * scale)
 
 
 def _tokens_and_seconds(ours: list[Pass], theirs: list[Pass]) -> list[tuple[float, ...]]:

@@ -17,6 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.bench.drafting import rounds_of
+from paceline.bench.passes import Engines
 from paceline.errors import ConfigError
 from paceline.figures import first_difference
 from paceline.types import SamplingParams, Sequence
@@ -126,23 +128,23 @@ def record(
     on_answer: Callable[[str], None] | None = None,
 ) -> Timing:
     """Answer `repeat` times each way with the drafter that `llm` has; leaves it as it was."""
-    drafter = llm.drafter
     warm_up = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens))
+    engines = Engines(llm)
+    engines.add("on")
+    llm.use_drafter("none")
+    engines.add("off")
     runs: dict[str, list[tuple[TimedAnswer, list[int]]]] = {"off": [], "on": []}
     try:
         for _ in range(repeat):
             for name, done in runs.items():
-                used = "none" if name == "off" else drafter
                 for each in (warm_up, params):
-                    llm.use_drafter(used)  # an engine that has not seen the prompt: it would take over its work
+                    engines.use(name)
                     sequence = _sequence(llm, prompt_ids, each)
-                done.append(
-                    (timed(sequence, llm.tokenizer.stream(), "none" if name == "off" else drafter.name), sequence.output_ids)
-                )
+                done.append((timed(sequence, llm.tokenizer.stream(), llm.drafter.name), sequence.output_ids))
                 if on_answer:
                     on_answer(f"speculation {name}")
     finally:
-        llm.use_drafter(drafter)
+        engines.use("on")
     (off, off_ids), (on, on_ids) = (sorted(done, key=lambda run: run[0].total_s)[len(done) // 2] for done in runs.values())
     return Timing(
         prompt=prompt,
@@ -169,8 +171,8 @@ def timed(sequence: Sequence, detokenizer: Any, drafter: str) -> TimedAnswer:
     """What a finished sequence remembers of its tokens; `detokenizer` is a fresh one."""
     ids = sequence.output_ids
     origins = [(0, False)]
-    for number, (_, num_accepted) in enumerate(sequence.rounds, start=1):
-        origins += [(number, True)] * num_accepted + [(number, False)]
+    for number, each in enumerate(rounds_of(sequence, drafter), start=1):
+        origins += [(number, True)] * each.num_accepted + [(number, False)]
     arrival_s, last = sequence.timings.arrival_s, len(ids) - 1
     is_ended = sequence.finish_reason == "stop"
     tokens = []

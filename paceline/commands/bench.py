@@ -9,12 +9,12 @@ from typing import Any
 
 from paceline.bench.config import BenchConfig
 from paceline.bench.decode import Bench, as_line
-from paceline.bench.report import WIDE, ceiling_line, table, write_run
+from paceline.bench.report import ceiling_line, table, write_run
 from paceline.commands.terminal import introduce, print_json, progress, say
 from paceline.engine.llm import LLM
 from paceline.hardware import this_machine
 from paceline.prompts import read_prompts
-from paceline.runlog import RunFolder, commit, versions, write_whole
+from paceline.runlog import RunFolder, write_whole
 
 BUILTIN_PROMPTS = Path(__file__).parent.parent / "bench" / "prompts.jsonl"
 
@@ -52,7 +52,7 @@ def bench_decode(ask: BenchAsk) -> None:
     notice = write_run(run, bench, machine, line)
     if notice:
         say(notice)
-    _print_table(line)
+    table(line["results"]).show()
     say(f"report, figures and raw runs: {run.path}")
     if ask.save_results:
         say(f"results: {_save(ask.save_results, run, line['device'])}")
@@ -65,22 +65,8 @@ def _described(ask: BenchAsk) -> dict[str, Any]:
     return {"llm": ask.settings, "bench": ask.config, "prompts": prompts, "limit": ask.limit}
 
 
-def _print_table(line: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        console.width = WIDE
-    console.print(table(line["results"], console.width))
-
-
 def _save(where: Path, run: RunFolder, device: str) -> Path:
-    """Copy the run's results.json, with what is needed to repeat it, to a file of its own."""
-    import json
-
+    """Copy the run's results.json to a file of its own."""
     file = where if where.suffix == ".json" else where / f"decode_{device}_{time.strftime('%Y-%m-%d')}.json"
-    results = json.loads((run.path / "results.json").read_text(encoding="utf-8"))
-    command = (run.path / "command.txt").read_text(encoding="utf-8").strip()
-    record = {"command": command, "versions": versions(), "commit": commit(), **results}
-    write_whole(file, json.dumps(record, indent=1) + "\n")
+    write_whole(file, (run.path / "results.json").read_text(encoding="utf-8"))
     return file

@@ -84,9 +84,7 @@ def bench_serving(ask: ServingAsk) -> None:
 
 
 def _report(ask: ServingAsk, run: RunFolder, bench: ServingBench, model: str, described: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    from paceline.bench.serving_report import WIDE, about, failure_lines, table, write_run
+    from paceline.bench.serving_report import about, failure_lines, table, write_run
 
     results = bench.results()
     line = {
@@ -97,10 +95,7 @@ def _report(ask: ServingAsk, run: RunFolder, bench: ServingBench, model: str, de
         "repeat": ask.config.repeat,
     }
     notice = write_run(run, bench, model, line, described)
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        console.width = WIDE
-    console.print(table(results, console.width))
+    table(results).show()
     say(about(bench, results))
     for failure in failure_lines(results):
         say(f"FAILED: {failure}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.commands.simulate import Setup, SimulateAsk, set_up
-from paceline.commands.simulate_serving_report import compared_rows, print_compared, print_loads, write_report
+from paceline.commands.simulate_serving_report import compared_rows, loads_table, write_report
 from paceline.commands.terminal import print_json, say
 from paceline.errors import ConfigError
 from paceline.runlog import RunFolder
@@ -86,7 +86,7 @@ def simulate_serving(ask: ServingSimulation) -> None:
     case = Case(jobs, setup.costs, server, _survival(ask), ask.seed, _prefill_s(ask))
     rates = ask.rates or (() if ask.concurrencies else _usual_rates(case))
     found = sweep(case, ask.policies, rates, ask.concurrencies)
-    print_loads(_title(setup, server), found, ask.as_json)
+    loads_table(found, _title(setup, server)).show(stderr=ask.as_json)
     _print_notes(setup, ask.as_json)
     line = _line(ask, setup, {"results": found})
     _write(ask, setup, line, found)
@@ -152,7 +152,7 @@ def _replay(ask: ServingSimulation, folder: Path) -> None:
     server = _server(ask, _rows_of(folder))
     survival = _survival(ask) if ask.acceptance else recorded_survival(passes)[: ask.max_draft]
     found = compare(passes, setup.costs, server, survival, seed=ask.seed, prefill_s=_prefill_s(ask))
-    print_compared(_title(setup, server), found, ask.as_json)
+    loads_table(found, _title(setup, server)).show(stderr=ask.as_json)
     within = sum(each.is_within for each in found)
     say(
         f"{within} of {len(found)} within {THROUGHPUT_WITHIN:.0%} of the measured throughput and {FIRST_TOKEN_WITHIN:.0%} of "

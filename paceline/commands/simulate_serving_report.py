@@ -6,51 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from paceline.bench.markup import Section, document, plot_grid
-from paceline.bench.markup import table as html_table
-from paceline.bench.plots import Series, curves
-from paceline.bench.report import markdown_table
+from paceline.bench.plots import LoadPlot, Series, curves, load_plots
 from paceline.errors import ConfigError
 from paceline.runlog import RunFolder
 from paceline.simulate.load import LoadFigures, Spread
 from paceline.simulate.replay import Compared
-from paceline.tables import escaped
+from paceline.tables import Column, Table, escaped
 
-WIDE = 170
-LOAD_COLUMNS = (
-    "load",
-    "drafts",
-    "tokens/s",
-    "first token ms",
-    "inter-token ms",
-    "answer s",
-    "in use",
-    "rows",
-    "queue",
-    "tokens/round",
-    "drafted",
-    "",
-)
-COMPARED_COLUMNS = (
-    "load",
-    "speculate",
-    "as",
-    "answers",
-    "tokens/s measured",
-    "simulated",
-    "error",
-    "first token ms measured",
-    "simulated",
-    "error",
-    "tokens/round measured",
-    "simulated",
-    "",
-)
-TIMES = ("first token ms", "inter-token ms", "answer s")
 NOTE = (
     "Times are mean / p50 / p99. first token and answer count from the request's arrival; inter-token is each answer's mean "
     "time between tokens after the first. in use: share of the time in which the server worked. rows: decoding together. "
@@ -58,41 +21,49 @@ NOTE = (
 )
 
 
-def load_row(each: LoadFigures) -> tuple[str, ...]:
-    """Under LOAD_COLUMNS."""
-    return (
-        each.load,
-        each.policy,
-        f"{each.tokens_per_s:,.1f}",
-        _cell(each.first_token, 1000, 0),
-        _cell(each.inter_token, 1000, 2),
-        _cell(each.total, 1, 2),
-        f"{each.utilisation:.0%}",
-        f"{each.mean_rows:.1f}",
-        f"{each.mean_queue:.1f} / {each.max_queue}",
-        f"{each.tokens_per_round:.2f}",
-        f"{each.drafted_per_round:.1f}",
-        f"saturated: can do {each.capacity_per_s:.3g} per second" if each.is_saturated else "",
-    )
+def _times(name: str, of: Callable[[LoadFigures], Spread], scale: float, digits: int) -> Column:
+    def text(each: LoadFigures) -> str:
+        values = (of(each).mean, of(each).p50, of(each).p99)
+        return " / ".join("-" if value is None else f"{scale * value:,.{digits}f}" for value in values)
+
+    return Column(name, text)
 
 
-def compared_row(each: Compared) -> tuple[str, ...]:
-    """Under COMPARED_COLUMNS."""
-    return (
-        each.load,
-        each.speculate,
-        each.policy,
-        str(each.num_requests),
-        f"{each.measured_tokens_per_s:,.1f}",
-        f"{each.simulated_tokens_per_s:,.1f}",
-        f"{each.throughput_error:+.0%}",
-        f"{1000 * each.measured_first_token_s:,.0f}",
-        f"{1000 * each.simulated_first_token_s:,.0f}",
-        f"{each.first_token_error:+.0%}",
-        f"{each.measured_tokens_per_round:.2f}",
-        f"{each.simulated_tokens_per_round:.2f}",
-        "" if each.is_within else "outside",
-    )
+LOAD_COLUMNS = (
+    Column("load", lambda each: each.load),
+    Column("drafts", lambda each: each.policy),
+    Column("tokens/s", lambda each: each.tokens_per_s, "{:,.1f}", "right"),
+    _times("first token ms", lambda each: each.first_token, 1000, 0),
+    _times("inter-token ms", lambda each: each.inter_token, 1000, 2),
+    _times("answer s", lambda each: each.total, 1, 2),
+    Column("in use", lambda each: each.utilisation, "{:.0%}", "right"),
+    Column("rows", lambda each: each.mean_rows, "{:.1f}", "right"),
+    Column("queue", lambda each: f"{each.mean_queue:.1f} / {each.max_queue}"),
+    Column("tokens/round", lambda each: each.tokens_per_round, "{:.2f}", "right"),
+    Column("drafted", lambda each: each.drafted_per_round, "{:.1f}", "right"),
+    Column("", lambda each: f"saturated: can do {each.capacity_per_s:.3g} per second" if each.is_saturated else ""),
+)
+COMPARED_COLUMNS = (
+    Column("load", lambda each: each.load),
+    Column("speculate", lambda each: each.speculate),
+    Column("as", lambda each: each.policy),
+    Column("answers", lambda each: each.num_requests, align="right"),
+    Column("tokens/s measured", lambda each: each.measured_tokens_per_s, "{:,.1f}", "right"),
+    Column("simulated", lambda each: each.simulated_tokens_per_s, "{:,.1f}", "right"),
+    Column("error", lambda each: each.throughput_error, "{:+.0%}", "right"),
+    Column("first token ms measured", lambda each: 1000 * each.measured_first_token_s, "{:,.0f}", "right"),
+    Column("simulated", lambda each: 1000 * each.simulated_first_token_s, "{:,.0f}", "right"),
+    Column("error", lambda each: each.first_token_error, "{:+.0%}", "right"),
+    Column("tokens/round measured", lambda each: each.measured_tokens_per_round, "{:.2f}", "right"),
+    Column("simulated", lambda each: each.simulated_tokens_per_round, "{:.2f}", "right"),
+    Column("", lambda each: "" if each.is_within else "outside"),
+)
+
+
+def loads_table(found: Sequence[LoadFigures] | Sequence[Compared], title: str = "") -> Table:
+    """A line for each load simulated, or for each compared with a measurement."""
+    is_loads = bool(found) and isinstance(found[0], LoadFigures)
+    return Table(LOAD_COLUMNS if is_loads else COMPARED_COLUMNS, found, title=title, width=170)
 
 
 def compared_rows(found: list[Compared]) -> list[dict[str, Any]]:
@@ -101,89 +72,38 @@ def compared_rows(found: list[Compared]) -> list[dict[str, Any]]:
     return [asdict(each) | {name: getattr(each, name) for name in errors} for each in found]
 
 
-def _cell(times: Spread, scale: float, digits: int) -> str:
-    values = (times.mean, times.p50, times.p99)
-    return " / ".join("-" if value is None else f"{scale * value:,.{digits}f}" for value in values)
-
-
-def print_loads(title: str, found: list[LoadFigures], to_stderr: bool) -> None:
-    """Of times the median and p99."""
-    columns = [f"{name} p50 / p99" if name in TIMES else name for name in LOAD_COLUMNS]
-    short = [
-        tuple(
-            cell.partition(" / ")[2] if name in TIMES else cell for name, cell in zip(LOAD_COLUMNS, load_row(each), strict=True)
-        )
-        for each in found
-    ]
-    _print(title, columns, short, to_stderr)
-
-
-def print_compared(title: str, found: list[Compared], to_stderr: bool) -> None:
-    _print(title, COMPARED_COLUMNS, [compared_row(each) for each in found], to_stderr)
-
-
-def _print(title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]], to_stderr: bool) -> None:
-    console = Console(stderr=to_stderr)
-    if not console.is_terminal:
-        console.width = WIDE
-    table = Table(*columns, box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
 def write_report(
     run: RunFolder, title: str, found: Sequence[LoadFigures] | Sequence[Compared], limits: list[str]
 ) -> str | None:
     """report.md and report.html; returns a notice when the page had to be left out."""
     loads = [each for each in found if isinstance(each, LoadFigures)]
     compared = [each for each in found if isinstance(each, Compared)]
-    columns = LOAD_COLUMNS if loads else COMPARED_COLUMNS
-    rows = [load_row(each) for each in loads] or [compared_row(each) for each in compared]
+    shown = loads_table(found)
     listed = "\n".join(f"- {sentence}" for sentence in limits)
-    run.report(f"# Simulated serving: {title}\n\n{NOTE}\n\n{markdown_table(columns, rows)}\n\n## Limits\n\n{listed}\n")
+    run.report(f"# Simulated serving: {title}\n\n{NOTE}\n\n{shown.markdown()}\n\n## Limits\n\n{listed}\n")
     try:
         plots = _load_plots(loads) if loads else _compared_plots(compared)
     except ConfigError as error:
         return f"no report.html: {error}"
-    figures = f'<p class="note">{escaped(NOTE)}</p>' + html_table(columns, rows)
+    figures = f'<p class="note">{escaped(NOTE)}</p>' + shown.html()
     notes = "".join(f"<p>{escaped(sentence)}</p>" for sentence in limits)
     sections = [Section("Under load", plot_grid(plots)), Section("Figures", figures), Section("Limits", notes)]
     run.write("report.html", document(f"Simulated serving: {title}", sections))
     return None
 
 
-Pick = Callable[[LoadFigures], float | None]
-_QUANTITIES: tuple[tuple[str, str, tuple[tuple[str, Pick, bool], ...]], ...] = (
-    ("Output", "tokens/s", (("", lambda each: each.tokens_per_s, False),)),
-    (
-        "Time to the first token",
-        "ms",
-        ((" p50", lambda each: _ms(each.first_token.p50), False), (" p99", lambda each: _ms(each.first_token.p99), True)),
-    ),
-    ("Time between tokens", "ms", ((" p50", lambda each: _ms(each.inter_token.p50), False),)),
-    ("Requests without a row", "mean", (("", lambda each: each.mean_queue, False),)),
+PLOTS = (
+    LoadPlot("Output", "tokens/s", {"": lambda each: each.tokens_per_s}),
+    LoadPlot.of_times("Time to the first token", "ms", lambda each: each.first_token),
+    LoadPlot.of_times("Time between tokens", "ms", lambda each: each.inter_token),
+    LoadPlot("Requests without a row", "mean", {"": lambda each: each.mean_queue}),
 )
 
 
 def _load_plots(found: list[LoadFigures]) -> list[tuple[str, str]]:
-    made: list[tuple[str, str]] = []
-    for xlabel, of in (("requests per second", lambda each: each.rate), ("requests in flight", lambda each: each.concurrency)):
-        shown = [each for each in found if of(each) is not None]
-        for title, ylabel, lines in _QUANTITIES:
-            series = [
-                Series(policy + name, *_points([each for each in shown if each.policy == policy], of, pick), color, is_faint)
-                for name, pick, is_faint in lines
-                for color, policy in enumerate(dict.fromkeys(each.policy for each in shown))
-            ]
-            full = f"{title}, by {xlabel}"
-            made.append((full, curves(full, series, xlabel=xlabel, ylabel=ylabel, ylim=(0, None))))
-    return made
-
-
-def _points(found: list[LoadFigures], of: Callable[[LoadFigures], float | None], pick: Pick) -> tuple[list[float], list[float]]:
-    pairs = sorted((x, y) for each in found if (x := of(each)) is not None and (y := pick(each)) is not None)
-    return [x for x, _ in pairs], [y for _, y in pairs]
+    opened = [(each.rate, each.policy, each) for each in found if each.rate is not None]
+    closed = [(float(each.concurrency), each.policy, each) for each in found if each.concurrency is not None]
+    return load_plots(PLOTS, opened, "requests per second") + load_plots(PLOTS, closed, "requests in flight")
 
 
 def _compared_plots(found: list[Compared]) -> list[tuple[str, str]]:
@@ -206,7 +126,3 @@ def _compared_plots(found: list[Compared]) -> list[tuple[str, str]]:
         ]
         made.append((title, curves(title, series, xlabel=f"measured {unit}", ylabel=f"simulated {unit}", ylim=(0, None))))
     return made
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else 1000 * seconds

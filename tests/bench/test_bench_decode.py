@@ -12,14 +12,15 @@ import pytest
 from paceline.bench import plots, report
 from paceline.bench.config import BenchConfig
 from paceline.bench.decode import Bench, as_line, ceiling_tokens_per_s
+from paceline.bench.drafting import Round, drafting, sources_table
 from paceline.bench.identity import differences
 from paceline.bench.passes import Answer, Pass, Request, run_pass
-from paceline.bench.summary import speedup_over, tokens_per_round
+from paceline.bench.summary import speedup_over
 from paceline.config import EngineConfig
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError, ContextLengthError, SamplingError
-from paceline.figures import add_histograms, bootstrap, first_difference, ratio, ratio_of_sums, repetition, survival
+from paceline.figures import bootstrap, first_difference, ratio, ratio_of_sums, repetition
 from paceline.hardware import Machine
 from paceline.prompts import Prompt
 from paceline.runlog import RunFolder
@@ -72,11 +73,14 @@ def test_what_is_measured_has_not_seen_the_warm_up() -> None:
         assert len(prefills) == 2, "the warm-up's and the measured one's"
 
 
-def test_survival_of_a_hand_made_histogram() -> None:
-    assert survival([5, 3, 2]) == [0.5, 0.2]
-    assert survival([5, 3, 2], num_drafted=4) == [0.5, 0.2, 0.0, 0.0]
-    assert survival([]) == []
-    assert add_histograms([[1, 2], [3], []]) == [4, 2]
+def test_a_drafter_is_bound_once_however_many_passes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Binding packs the weights of a drafter anew: seconds for each pass."""
+    bound: list[str] = []
+    before = ScriptedDrafter.bind
+    monkeypatch.setattr(ScriptedDrafter, "bind", lambda self, target: (bound.append(self.name), before(self, target))[1])
+    made = bench(BenchConfig(("none", "good"), (1, 2), (0.0, 1.0), max_tokens=8, repeat=3))
+    made.run()
+    assert len(bound) == 1
 
 
 def test_bootstrap_brackets_the_figure() -> None:
@@ -97,18 +101,37 @@ def test_repetition_and_first_difference() -> None:
     assert first_difference([1, 2], [1, 2, 3]) == 2
 
 
-def test_tokens_per_round_is_token_weighted() -> None:
-    answers = [Answer([], "", 1.0, num_rounds=1, num_accepted=4), Answer([], "", 1.0, num_rounds=9, num_accepted=0)]
-    assert tokens_per_round(Pass(answers)).value == 1.4
-    assert tokens_per_round(Pass([Answer([1], "", 1.0)])).value == 1.0
+def test_figures_of_drafting_weigh_by_rounds_and_tell_sources_apart() -> None:
+    answers = [[Round("dflash", 4, 4)], [Round("ngram", 2, 1)] * 3 + [Round("none", 0, 0)] * 6]
+    found = drafting(answers, num_drafted=4)
+    assert found.tokens_per_round == 1.7
+    assert found.tokens_per_round_interval == (pytest.approx(1 + 3 / 9), 5.0)
+    assert found.acceptance_rate == 0.7
+    assert found.accepted_histogram == [6, 3, 0, 0, 1]
+    assert found.survival == [0.4, 0.1, 0.1, 0.1]
+    assert found.sources == {
+        "dflash": {"share_of_rounds": 0.1, "tokens_per_round": 5.0, "acceptance_rate": 1.0},
+        "ngram": {"share_of_rounds": 0.3, "tokens_per_round": 2.0, "acceptance_rate": 0.5},
+        "none": {"share_of_rounds": 0.6, "tokens_per_round": 1.0, "acceptance_rate": None},
+    }
+    assert "| x | ngram | 30% | 2.00 | 50% |" in sources_table([("x", found)]).markdown()
+    assert drafting([[]]).tokens_per_round == 1.0, "an answer of one token, which is prefill's"
 
 
 def test_speedup_is_a_ratio_of_rates() -> None:
     fast = Pass([Answer([1] * 10, "", 1.0), Answer([1] * 10, "", 1.0)], wall_s=2.0)
     slow = Pass([Answer([1] * 10, "", 2.0), Answer([1] * 10, "", 4.0)], wall_s=6.0)
-    speedup = speedup_over([fast], [slow], batch=1)
+    speedup = speedup_over([fast], [slow])
     assert (speedup.value, speedup.low, speedup.high) == (pytest.approx(3.0), 2.0, 4.0)
-    assert speedup_over([fast], [slow], batch=2).low is None
+
+
+def test_beyond_batch_1_the_interval_is_over_prompts_and_stands_around_the_value() -> None:
+    fast = Pass([Answer([1] * 10, "", 1.0), Answer([1] * 10, "", 1.0)], wall_s=1.5)
+    slow = Pass([Answer([1] * 10, "", 2.0), Answer([1] * 10, "", 4.0)], wall_s=3.6)
+    found = speedup_over([fast], [slow])
+    assert (found.value, found.low, found.high) == (pytest.approx(2.4), pytest.approx(1.6), pytest.approx(3.2))
+    alone = speedup_over([Pass(fast.answers[:1], 1.0)], [Pass(slow.answers[:1], 2.0)])
+    assert (alone.value, alone.low) == (2.0, None)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -189,10 +212,11 @@ def test_report_and_json_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert report.write_run(run, made, MACHINE, line) is None
     text = (run.path / "report.md").read_text()
     assert "ceiling: test reads 1.0 GB/s" in text
-    assert "| good | 1 | 0 |" in text
+    assert "| good | 1 | 0 |" in text and "## Rounds by source of drafts" in text
     saved = json.loads((run.path / "results.json").read_text())
     assert [each["drafter"] for each in saved["results"]] == ["none", "good"]
     assert len(saved["runs"][0]["answers"]) == 3
+    assert {"command", "date", "processor", "versions", "commit"} <= set(saved)
 
 
 def test_figures_are_drawn_or_their_absence_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

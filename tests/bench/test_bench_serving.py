@@ -18,7 +18,7 @@ from small_llm import tiny_model
 from paceline import cli_bench
 from paceline.bench.config import ServingConfig
 from paceline.bench.serving import Contender, Load, ServingBench, arrivals
-from paceline.bench.serving_figures import Answer, Percentiles, read_answer, tokens_per_round
+from paceline.bench.serving_figures import Answer, read_answer, tokens_per_round
 from paceline.bench.sse import Client, Stream, read_reply
 from paceline.commands import bench_serving as console
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
@@ -110,12 +110,6 @@ def test_servers_that_tell_less() -> None:
     assert tokens_per_round([answer]) is None
     reply = read_reply(stream(head + data))
     assert reply and reply.body == data
-
-
-def test_percentiles() -> None:
-    assert Percentiles.of([]) == Percentiles(None, None, None)
-    assert Percentiles.of([3.0]) == Percentiles(3.0, 3.0, 3.0)
-    assert Percentiles.of([float(value) for value in range(100, -1, -1)]) == Percentiles(50.0, 90.0, 99.0)
 
 
 def test_arrivals_are_a_poisson_process() -> None:

@@ -17,6 +17,7 @@ from paceline.draft.base import NoDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
+from paceline.model.target import Target
 from paceline.simulate.calibrate import machine_of
 from paceline.simulate.measured import table_of
 from paceline.simulate.prefill import prefill_of_steps
@@ -96,6 +97,22 @@ def test_drafts_are_filled_up() -> None:
     drafter.start(seq)
     assert drafter.propose(Batch([seq])).tokens_B == [[FILLER] * 4]
     assert FilledDrafter(NoDrafter(), 6).num_drafted == 6
+
+
+def test_filling_up_changes_nothing_else_of_a_drafter() -> None:
+    """A drafter that computes on PyTorch's threads kept them to itself: it was measured with one thread."""
+
+    class Threaded(NgramDrafter):
+        def bind(self, target: Target) -> None:
+            self.has_own_threads = False
+            self.tap_layers = (1,)
+
+    drafter = FilledDrafter(Threaded(num_drafted=2), 6)
+    assert drafter.has_own_threads
+    drafter.bind(target())
+    assert not drafter.has_own_threads
+    assert drafter.tap_layers == (1,)
+    assert drafter.name == "ngram" and drafter.num_drafted == 6
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""What was drafted and what stood: the figures of acceptance, from the rounds of finished answers.
+
+The only place of the benchmarks that reads a sequence's rounds: `bench decode`, `evaluate` and `compare` take their figures
+from here, so that one name means one thing. Every figure weighs by rounds, and so by tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.figures import ratio, survival
+from paceline.tables import Column, Table
+from paceline.types import Sequence
+
+PLAIN = "none"
+"""The source of a round without drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round of one answer."""
+
+    source: str
+    """Where the drafts came from."""
+    num_drafted: int
+    num_accepted: int
+
+
+def rounds_of(seq: Sequence, drafter: str) -> list[Round]:
+    """The rounds of a finished sequence, in order."""
+    return [Round(drafter if drafted else PLAIN, drafted, accepted) for drafted, accepted in seq.rounds]
+
+
+@dataclass(slots=True, kw_only=True)
+class Drafting:
+    """The figures of some answers; those of a peer, which tells nothing of its rounds, are the defaults."""
+
+    tokens_per_round: float | None = None
+    """Accepted drafts plus the target's own token."""
+    tokens_per_round_interval: tuple[float | None, float | None] = (None, None)
+    """95%, a bootstrap over answers."""
+    acceptance_rate: float | None = None
+    """Accepted drafts over drafts; None when nothing was drafted."""
+    survival: list[float] = field(default_factory=list)
+    """survival[i - 1]: share of rounds whose first i drafts all stood."""
+    accepted_histogram: list[int] = field(default_factory=list)
+    """accepted_histogram[n]: rounds in which exactly n drafts stood."""
+    sources: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Source of drafts -> share of rounds, tokens per round and acceptance rate of the rounds that it drafted."""
+
+
+def drafting(answers: Many[Many[Round]], num_drafted: int = 0) -> Drafting:
+    """`answers`: the rounds of each; `num_drafted`: the most drafts of a round, so that survival tells of them all."""
+    rounds = [each for answer in answers for each in answer]
+    if not rounds:
+        return Drafting(tokens_per_round=1.0)
+    pairs = [(float(len(answer) + sum(each.num_accepted for each in answer)), float(len(answer))) for answer in answers]
+    per_round = ratio(pairs)
+    histogram = accepted_histogram(rounds)
+    sources = {}
+    for source in sorted({each.source for each in rounds}):
+        own = [each for each in rounds if each.source == source]
+        sources[source] = {
+            "share_of_rounds": len(own) / len(rounds),
+            "tokens_per_round": 1 + sum(each.num_accepted for each in own) / len(own),
+            "acceptance_rate": acceptance_rate(own),
+        }
+    return Drafting(
+        tokens_per_round=per_round.value,
+        tokens_per_round_interval=(per_round.low, per_round.high),
+        acceptance_rate=acceptance_rate(rounds),
+        survival=survival(histogram, num_drafted),
+        accepted_histogram=histogram,
+        sources=sources,
+    )
+
+
+def accepted_histogram(rounds: Many[Round]) -> list[int]:
+    """[n]: rounds in which exactly n drafts stood."""
+    counts = [each.num_accepted for each in rounds]
+    return [counts.count(number) for number in range(max(counts, default=-1) + 1)]
+
+
+def acceptance_rate(rounds: Many[Round]) -> float | None:
+    """Accepted drafts over drafts; None when nothing was drafted."""
+    num_drafted = sum(each.num_drafted for each in rounds)
+    return sum(each.num_accepted for each in rounds) / num_drafted if num_drafted else None
+
+
+def sources_table(named: Many[tuple[str, Drafting]]) -> Table:
+    """A line for each setting and source, for reports."""
+    rows = [(name, source, figures) for name, each in named for source, figures in each.sources.items()]
+    columns = (
+        Column("setting", lambda row: row[0]),
+        Column("drafts of", lambda row: row[1]),
+        Column("share of rounds", lambda row: row[2]["share_of_rounds"], "{:.0%}", "right"),
+        Column("tokens/round", lambda row: row[2]["tokens_per_round"], "{:.2f}", "right"),
+        Column("accepted", lambda row: row[2]["acceptance_rate"], "{:.0%}", "right"),
+    )
+    return Table(columns, rows)
