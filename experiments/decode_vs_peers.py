@@ -39,7 +39,7 @@ from paceline.bench.passes import make_requests
 from paceline.hardware import this_machine
 from paceline.hub import blocks_of, resolve
 from paceline.prompts import read_prompts
-from paceline.runlog import commit, plain, versions, write_whole
+from paceline.runlog import record_of, write_whole
 
 MODEL = "smollm2-135m"
 PEERS = ("transformers", "llama.cpp", "vllm")
@@ -59,7 +59,8 @@ class Suite:
         self.args = args
         self.streams = [int(word) for word in args.streams.split(",")]
         self.contenders: list[Contender] = []
-        self.versions = versions()
+        self.versions: dict[str, str] = {}
+        """Of the peers."""
         self._gguf_files: dict[str, Path] = {}
         self._vllm: Any = None
         llms = {kind: self._llm(kind) for kind in args.weights.split(",")}
@@ -133,12 +134,9 @@ class Suite:
         settings = {**vars(self.args), "prompts": Path(self.args.prompts).name}
         del settings["save_results"]
         words = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-        return plain(
+        return record_of(
             {
                 "command": shlex.join(["experiments/decode_vs_peers.sh", *words]),
-                "date": time.strftime("%Y-%m-%d %H:%M"),
-                "versions": self.versions,
-                "commit": commit(),
                 "model": MODEL,
                 "device": "cpu",
                 "machine": outcome.machine,
@@ -150,7 +148,8 @@ class Suite:
                 },
                 "results": outcome.results(),
                 "llama.cpp's own": self._own_benches(),
-            }
+            },
+            peers=self.versions,
         )
 
     def _own_benches(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from lossless_greedy import drafters, log
 from paceline import LLM, SamplingParams
 from paceline.engine.llm import Completion
 from paceline.prompts import read_prompts
+from paceline.runlog import record_of
 from paceline.types import GrammarSpec
 
 
@@ -134,7 +135,8 @@ def main() -> None:
         log.print(results[-1])
         for index in wrong[:5]:
             log.print(f"{index}: {answers[index].finish_reason} {answers[index].text!r}", markup=False)
-    print(json.dumps({"dtype": args.dtype, "temperature": args.temperature, "schemas": list(SCHEMAS), "results": results}))
+    figures = {"dtype": args.dtype, "temperature": args.temperature, "schemas": list(SCHEMAS), "results": results}
+    print(json.dumps(record_of(figures)))
     if any(result["wrong"] or result["different"] for result in results):
         raise SystemExit(1)
 

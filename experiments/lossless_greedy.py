@@ -31,6 +31,7 @@ from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
 from paceline.model.target import ForwardBatch
 from paceline.prompts import read_prompts
+from paceline.runlog import record_of
 
 NEAR_TIE = 1e-4
 log = Console(stderr=True)
@@ -133,7 +134,8 @@ def main() -> None:
         )
         log.print(f"{name}: {results[-1]} ({time.perf_counter() - started:.0f} s)")
     compared = "transformers" if args.dtype == "float32" else "none"
-    print(json.dumps({"dtype": args.dtype, "form": str(form_of(llm.target)), "reference": compared, "results": results}))
+    figures = {"dtype": args.dtype, "form": str(form_of(llm.target)), "reference": compared, "results": results}
+    print(json.dumps(record_of(figures)))
     if llm.target.is_width_invariant and args.dtype != "float32" and any(result["different"] for result in results):
         raise SystemExit("the native pass must give the same text with every drafter")
 

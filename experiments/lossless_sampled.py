@@ -18,6 +18,7 @@ from lossless_greedy import drafters, log
 from paceline import LLM, SamplingParams
 from paceline.model.target import ForwardBatch
 from paceline.prompts import read_prompts
+from paceline.runlog import record_of
 
 
 @torch.inference_mode()
@@ -70,7 +71,7 @@ def main() -> None:
             }
         )
         log.print(results[-1])
-    print(json.dumps({"completions": args.completions, "rule": args.rule, "results": results}))
+    print(json.dumps(record_of({"completions": args.completions, "rule": args.rule, "results": results})))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 
 from paceline.model.backends import load_target
 from paceline.model.target import ForwardBatch
+from paceline.runlog import record_of
 
 
 def resident_mb() -> float:
@@ -49,7 +50,8 @@ def main() -> None:
         "running": resident_mb() - before,
         "limit": 1.3 * weights + cache,
     }
-    print(json.dumps({name: round(value, 2) if isinstance(value, float) else value for name, value in result.items()}))
+    rounded = {name: round(value, 2) if isinstance(value, float) else value for name, value in result.items()}
+    print(json.dumps(record_of(rounded)))
 
 
 if __name__ == "__main__":

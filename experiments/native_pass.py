@@ -23,6 +23,7 @@ from paceline.hardware import Machine, this_machine
 from paceline.model.backends import load_target
 from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import ForwardBatch
+from paceline.runlog import record_of, write_results
 
 SHAPES = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (8, 1), (8, 4), (8, 8), (1, 256))
 """(rows, positions of each)"""
@@ -118,11 +119,11 @@ def main() -> None:
     }
     for what, spent in by_stage.items():
         print(f"{what}: " + ", ".join(f"{name} {ms:.2f}" for name, ms in spent.items()) + f"; {sum(spent.values()):.2f} ms")
-    result = json.dumps({"machine": machine.name, "bytes_per_s": machine.bytes_per_s, "flops_per_s": machine.flops_per_s,
-                         "dtype": args.dtype, "context": args.context, "passes": lines, "stages_ms": by_stage})  # fmt: skip
-    print(result)
+    asked = {"machine": machine, "dtype": args.dtype, "context": args.context}
+    figures = {**asked, "passes": lines, "stages_ms": by_stage}
+    print(json.dumps(record_of(figures)))
     if args.out:
-        args.out.write_text(result + "\n")
+        write_results(args.out, figures)
 
 
 if __name__ == "__main__":

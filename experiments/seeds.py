@@ -15,6 +15,7 @@ from lossless_greedy import drafters, log
 
 from paceline import LLM, SamplingParams
 from paceline.prompts import read_prompts
+from paceline.runlog import record_of
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def main() -> None:
         as_plain = sum(one == other for one, other in zip(together, plain, strict=True))
         results.append({"drafter": name, "prompts": len(prompts), "alone_as_in_batch": same, "as_plain": as_plain})
         log.print(results[-1])
-    print(json.dumps({"results": results}))
+    print(json.dumps(record_of({"results": results})))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from serving_soak import HOST, server
 
 from paceline import LLM, SamplingParams
 from paceline.prompts import Message, read_prompts
+from paceline.runlog import record_of
 
 LEAST_SHARE, MOST_HOST_S = 0.95, 1e-3
 WARM_UP = 3
@@ -135,7 +136,8 @@ def main() -> int:
         "engine_host_ms_by_round": 1e3 * spent["host_seconds"] / spent["rounds"],
         "ms_by_round": 1e3 * wall_s / spent["rounds"],
     }
-    print(json.dumps({name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}))
+    rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
+    print(json.dumps(record_of(rounded)))
     return int(share < LEAST_SHARE or elsewhere_s / spent["rounds"] >= MOST_HOST_S)
 
 

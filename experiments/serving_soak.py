@@ -31,6 +31,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.runlog import record_of
+
 HOST, CHAT = "127.0.0.1", "/v1/chat/completions"
 TIMEOUT_S = 600.0
 GONE = ("gone before the first token", "gone in the middle")
@@ -337,7 +339,8 @@ def main() -> int:
         "ended with status 0": stopped["exit status"] == 0,
     }
     show("checks", {name: "ok" if is_right else "FAILED" for name, is_right in checks.items()})
-    print(json.dumps({"passed": all(checks.values()), "started_s": round(started_s, 2), "checks": checks}))
+    figures = {"passed": all(checks.values()), "started_s": round(started_s, 2), "checks": checks}
+    print(json.dumps(record_of(figures)))
     return 0 if all(checks.values()) else 1
 
 

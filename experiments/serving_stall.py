@@ -16,6 +16,7 @@ import time
 
 from paceline import LLM, SamplingParams
 from paceline.pace import PrefillPace
+from paceline.runlog import record_of
 
 PROMPT_TOKENS = 1000
 MOST_ROUNDS = 3.0
@@ -75,7 +76,8 @@ def main() -> int:
         llm.engine._pace = PrefillPace(256, adapts=False)
     runs = [measure(llm, options.streams, run) for run in range(options.repeat + 1)][1:]
     figures = {name: round(statistics.median(run[name] for run in runs), 2) for name in runs[0]}
-    print(json.dumps({"streams": options.streams, "fixed": options.fixed, "dtype": llm.config.dtype, **figures}))
+    asked = {"streams": options.streams, "fixed": options.fixed, "dtype": llm.config.dtype}
+    print(json.dumps(record_of({**asked, **figures})))
     return int(figures["longest_gap_rounds"] > MOST_ROUNDS)
 
 

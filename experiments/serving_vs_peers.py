@@ -38,7 +38,7 @@ from paceline.bench.sse import Client
 from paceline.hardware import this_machine
 from paceline.hub import blocks_of, resolve
 from paceline.prompts import Prompt, read_prompts
-from paceline.runlog import commit, plain, versions, write_whole
+from paceline.runlog import write_results
 
 MODEL, HOST = "smollm2-135m", "127.0.0.1"
 OURS = "paceline + default"
@@ -279,16 +279,13 @@ def main() -> None:
     record = {
         "command": shlex.join(["experiments/serving_vs_peers.sh", "--prompts", settings["prompts"]]),
         "settings": {name: str(value) for name, value in settings.items() if name != "save_results"},
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "versions": versions(),
-        "commit": commit(),
         "model": MODEL,
         "machine": this_machine("cpu"),
         "results": results,
     }
     where: Path = args.save_results
     file = where if where.suffix == ".json" else where / f"serving_vs_peers_cpu_{time.strftime('%Y-%m-%d')}.json"
-    write_whole(file, json.dumps(plain(record), indent=1) + "\n")
+    write_results(file, record)
     print(f"results: {file}")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import CacheError
-from paceline.runlog import RunFolder, plain
+from paceline.runlog import RunFolder, plain, write_results
 
 
 def test_a_run_folder_holds_what_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,6 +20,36 @@ def test_a_run_folder_holds_what_was_asked(tmp_path: Path, monkeypatch: pytest.M
     assert config["path"] == str(tmp_path)
     assert "python" in config["versions"]
     assert (run.path / "command.txt").read_text() == "paceline train --target 'a model'\n"
+
+
+def test_a_result_file_says_what_made_it(tmp_path: Path) -> None:
+    """One writer for run folders and scripts; peers add their versions."""
+    run = RunFolder.create("bench", {}, tmp_path / "run")
+    files = [run.results({"rate": 2.5}), write_results(tmp_path / "script.json", {"rate": 2.5}, peers={"peer": "1.2"})]
+    for file in files:
+        record = json.loads(file.read_text())
+        assert record["rate"] == 2.5
+        assert set(record["processor"]) == {"name", "num_cores"} and record["processor"]["num_cores"] >= 1
+        assert {"python", "paceline", "torch"} <= set(record["versions"])
+        assert "commit" in record and record["command"] and record["date"]
+    assert json.loads(files[1].read_text())["versions"]["peer"] == "1.2"
+    assert files[0] == run.path / "results.json"
+
+
+def test_every_result_that_is_kept_says_what_made_it() -> None:
+    files = sorted((Path(__file__).parent.parent / "experiments" / "results").glob("*.json"))
+    assert files
+    for file in files:
+        record = json.loads(file.read_text())
+        assert record["versions"].keys() >= {"python", "torch"} and record["commit"] and record["command"], file.name
+        assert (record.get("processor") or record["machine"])["name"], file.name
+
+
+def test_every_script_that_prints_figures_says_what_made_them() -> None:
+    scripts = Path(__file__).parent.parent / "experiments"
+    for script in scripts.glob("*.py"):
+        text = script.read_text()
+        assert "versions()" not in text and "commit()" not in text, f"{script.name} has a writer of its own"
 
 
 def test_default_folders_never_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Matrix products with weights packed once for the device they run on.
 
 On CPU the weight is reordered into oneDNN's blocked layout, which at 1 to 16 rows is 1.4 times as fast as `F.linear` in
-bfloat16 and two to three times in float32 (experiments/matrix_paths.py, docs/LOG.md). Elsewhere, and where oneDNN lacks the
+bfloat16 and two to three times in float32 (docs/LOG.md). Elsewhere, and where oneDNN lacks the
 dtype, it is `F.linear`.
 """
 
