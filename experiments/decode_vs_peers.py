@@ -77,9 +77,8 @@ class Suite:
             {"transformers": self._add_transformers, "llama.cpp": self._add_llama, "vllm": self._add_vllm}[peer]()
 
     def _llm(self, kind: str) -> LLM:
-        weight_format = {"blocks": "auto", "dense": "dense"}[kind]
         settings = {"dtype": "bfloat16", "device": "cpu", "threads": self.args.threads, "max_batch": max(self.streams)}
-        return LLM(MODEL, drafter="none", weight_format=weight_format, **settings)
+        return LLM(MODEL, drafter="none", weight_format=kind, **settings)
 
     def _add_transformers(self) -> None:
         model = TransformersModel(MODEL)

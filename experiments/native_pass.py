@@ -85,7 +85,7 @@ def main() -> None:
     args = parser.parse_args()
     rows, longest = max(shape[0] for shape in SHAPES), max(shape[1] for shape in SHAPES)
     targets: dict[str, NativeDecoder] = {}
-    for form in ("auto", "dense"):
+    for form in ("blocks", "dense"):
         target = load_target(
             args.model, dtype=getattr(torch, args.dtype), num_rows=rows, max_len=args.context + longest, backend="native",
             weight_format=form,

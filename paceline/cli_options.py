@@ -19,7 +19,10 @@ Backend = Annotated[
 ]
 WeightFormat = Annotated[
     str,
-    Option(help="auto: quantised weights are read as stored; dense: expanded, the same numbers; q8_0, q4_1: rounded to these."),
+    Option(
+        help="blocks: quantised weights are read as stored; dense: expanded, the same numbers; auto: the faster of the two; "
+        "q8_0, q4_1: rounded to these."
+    ),
 ]
 Device = Annotated[str, Option(help="auto, cpu or cuda.")]
 Temperature = Annotated[float, Option(help="0 is greedy.")]

@@ -81,10 +81,10 @@ def this_machine(device: str = "cpu") -> Machine:
     with torch.inference_mode():
         if where.type == "cuda":
             properties = torch.cuda.get_device_properties(where)
-            name, memory_bytes, num_threads = properties.name, properties.total_memory, 0
+            name, capacity, num_threads = properties.name, properties.total_memory, 0
         else:
-            name, memory_bytes, num_threads = cpu_name(), _memory_bytes(), torch.get_num_threads()
-        return Machine(name, _read_bytes_per_s(where), _matmul_flops_per_s(where), num_threads, memory_bytes)
+            name, capacity, num_threads = cpu_name(), memory_bytes(), torch.get_num_threads()
+        return Machine(name, _read_bytes_per_s(where), _matmul_flops_per_s(where), num_threads, capacity)
 
 
 def _read_bytes_per_s(device: torch.device) -> float:
@@ -141,7 +141,8 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine() or "cpu"
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
+    """Of the whole machine; 0 where it cannot be asked."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not a Unix

@@ -67,7 +67,7 @@ def test_without_a_command_help_is_shown() -> None:
         (("generate", "hi", "--max-tokens", "many"), "--max-tokens"),
         (("generate", "hi", "--dtype", "int3"), "dtype"),
         (("generate", "hi", "--backend", "gpu"), "backend must be one of auto, native, torch"),
-        (("bench", "decode", "--weight-format", "int3"), "weight_format must be one of auto, dense"),
+        (("bench", "decode", "--weight-format", "int3"), "weight_format must be one of auto, blocks, dense"),
         (("generate", "hi", "--kv-memory", "lots"), "write it as 512M"),
         (("generate", "hi", "--json-schema", "{}", "--regex", "a"), "exclude each other"),
         (("generate", "hi", "--json-schema", "no such file"), "neither a schema nor a file"),

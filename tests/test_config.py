@@ -18,7 +18,7 @@ from paceline.errors import ConfigError
         ({"mocked_tokens_per_round": 0.5}, "the target's own token"),
         ({"rule": "typical"}, "rule must be one of"),
         ({"backend": "gpu"}, "backend must be one of auto, native, torch"),
-        ({"weight_format": "Q4_1"}, "weight_format must be one of auto, dense"),
+        ({"weight_format": "Q4_1"}, "weight_format must be one of auto, blocks, dense"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(wrong: dict[str, object], remedy: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 
 from paceline.errors import NativeError, UnsupportedModelError
+from paceline.hardware import memory_bytes
 from paceline.hub import blocks_of, resolve
 from paceline.model import native_lib
 from paceline.model.blocks import BlockKind, Blocks, quantise
-from paceline.model.checkpoint import check_tensors, load_config, load_tensors, random_tensors
+from paceline.model.checkpoint import check_tensors, expected_shapes, load_config, load_tensors, random_tensors
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
 from paceline.model.graphs import GraphDecoder
@@ -37,9 +39,9 @@ def load_target(
     """A ready target for a built-in name, a folder, a GGUF file or a hub id.
 
     `max_len` defaults to the model's own limit or 2048, the smaller. `weights="random"` reads only the config.
-    `backend` is "native", "torch", or "auto": native where it can be. `weight_format="dense"` has it expand the four- and
-    eight-bit blocks that "auto" leaves as the file has them; the numbers are the same. "q8_0" and "q4_1" round the matrices
-    that the file has in more bits: another model, which speculation leaves as it is.
+    `backend` is "native", "torch", or "auto": native where it can be. `weight_format="blocks"` leaves a GGUF file's four- and
+    eight-bit blocks as they are, "dense" expands them to the same numbers, "auto" takes the faster one (`_keeps_blocks`).
+    "q8_0" and "q4_1" round the matrices that the file has in more bits: another model, which speculation leaves as it is.
     Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, DownloadError, CacheError, or NativeError when the native
     pass was asked for and cannot run.
     """
@@ -59,10 +61,10 @@ def load_target(
     if _is_native("native" if is_rounded and backend == "auto" else backend, config, dtype, torch.device(device)):
         if weights == "random":
             stored = random_tensors(config)
-        elif weight_format == "dense":
-            stored = load_tensors(path)
-        else:
+        elif _keeps_blocks(weight_format, config, dtype):
             stored = load_tensors(blocks_of(path) or path, keep_blocks=True)
+        else:
+            stored = load_tensors(path)
         tensors = check_tensors(config, _rounded(stored, KINDS[weight_format]) if is_rounded else stored, path)
         target: Target = NativeDecoder(config, tensors, num_rows=num_rows, max_len=max_len, dtype=dtype)
     else:
@@ -82,6 +84,15 @@ KINDS: dict[str, BlockKind] = {"q8_0": "Q8_0", "q4_1": "Q4_1"}
 def _rounded(tensors: Iterable[tuple[str, Tensor | Blocks]], kind: BlockKind) -> Iterator[tuple[str, Tensor | Blocks]]:
     for name, tensor in tensors:
         yield name, tensor if isinstance(tensor, Blocks) else quantise(tensor, kind)
+
+
+def _keeps_blocks(weight_format: str, config: DecoderConfig, dtype: torch.dtype) -> bool:
+    """Whether a file's blocks stay as they are. "auto": where products take them so, which is then faster; elsewhere every
+    pass would expand them, and they stay only if a dense copy took more than half of the memory."""
+    if weight_format != "auto":
+        return weight_format != "dense"
+    dense_bytes = dtype.itemsize * sum(map(math.prod, expected_shapes(config).values()))
+    return native_lib.multiplies_blocks(dtype) or 2 * dense_bytes > memory_bytes()
 
 
 def _is_native(backend: str, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:

@@ -135,6 +135,11 @@ def require() -> ctypes.CDLL:
     return library
 
 
+def multiplies_blocks(dtype: torch.dtype) -> bool:
+    """Whether products take quantised blocks as they are; elsewhere each pass expands them to what a dense copy holds."""
+    return dtype == torch.bfloat16 and require().pn_in_use() == b"avx512"
+
+
 def check(status: int) -> None:
     """Raise NativeError with the library's own words when a call failed."""
     if status != 0:

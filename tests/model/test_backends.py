@@ -11,7 +11,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Quant
 from gguf_files import write_gguf
-from native_models import BASE, needs_library, restored, same_bits
+from native_models import BASE, ISAS, needs_library, restored, same_bits, use
 from small_llm import tiny_model
 
 from paceline.bench.report import ceiling_line
@@ -89,7 +89,7 @@ def test_random_weights_are_the_same_in_both(folder: Path) -> None:
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_of_a_gguf_file_are_read_as_they_are(gguf_file: Path, dtype: torch.dtype) -> None:
-    kept, dense = load_target(str(gguf_file), dtype=dtype), load_target(str(gguf_file), dtype=dtype, weight_format="dense")
+    kept, dense = (load_target(str(gguf_file), dtype=dtype, weight_format=format) for format in ("blocks", "dense"))
     name = str(dtype).removeprefix("torch.")
     assert (form_of(kept).weight_format, form_of(dense).weight_format) == (f"Q4_1+Q8_0+{name}", name)
     assert kept.weight_bytes < dense.weight_bytes
@@ -100,6 +100,22 @@ def test_blocks_of_a_gguf_file_are_read_as_they_are(gguf_file: Path, dtype: torc
         torch.testing.assert_close(numbers, exact, atol=1e-4, rtol=1e-4)
     else:
         assert (numbers - exact).abs().max() < 1.2 * (logits(dense) - exact).abs().max()
+
+
+@needs_library
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_auto_keeps_blocks_where_products_take_them(
+    gguf_file: Path, dtype: torch.dtype, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere every pass would expand them, three to eight times the time of reading a dense copy."""
+    dense = str(dtype).removeprefix("torch.")
+    use(isa)
+    is_faster = isa == "avx512" and dtype == torch.bfloat16
+    kept = f"Q4_1+Q8_0+{dense}"
+    assert form_of(load_target(str(gguf_file), dtype=dtype)).weight_format == (kept if is_faster else dense)
+    monkeypatch.setattr(backends, "memory_bytes", lambda: 1000)
+    assert form_of(load_target(str(gguf_file), dtype=dtype)).weight_format == kept
 
 
 @needs_library
@@ -185,7 +201,7 @@ def test_an_llm_says_how_it_computes_and_sets_the_threads(folder: Path, gguf_fil
         torch.set_num_threads(before)
     isa = form_of(llm.target).isa
     assert f" on cpu, float32 (weights float32, native {isa}), drafter none; weights " in introduce(llm)
-    llm.target = load_target(str(gguf_file))
+    llm.target = load_target(str(gguf_file), weight_format="blocks")
     machine = Machine("test", 1e9, {}, 1, 1)
     assert f"a pass reads {llm.target.weight_bytes / 1e6:.0f} MB of Q4_1+Q8_0+float32 weights" in ceiling_line(llm, machine)
 
