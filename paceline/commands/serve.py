@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.commands.terminal import introduce, say
 from paceline.engine.llm import LLM
@@ -14,11 +14,15 @@ from paceline.serve.settings import ServeConfig
 from paceline.types import GrammarSpec, SamplingParams
 
 try:
-    from paceline.serve.recording import Recorder, Traces
+    from paceline.serve.metrics import Metrics
     from paceline.serve.run import run
     from paceline.serve.worker import EngineWorker
 except ImportError as error:
     raise ConfigError(f"serving needs {error.name}: pip install 'paceline[serve]'") from error
+
+
+if TYPE_CHECKING:  # pyarrow is only needed where traces are
+    from paceline.serve.traces import TraceWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,42 +51,37 @@ def serve(ask: ServeAsk) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     name = ask.config.served_names[0] if ask.config.served_names else Path(ask.settings.get("model", "smollm2-135m")).name
     traces = _traces(ask.traces, name)
-    recorder = Recorder(name, traces)
+    metrics = Metrics(name, traces)
 
     def load() -> LLM:
         llm = LLM(**ask.settings)
-        traces.begin(llm.tokenizer)
+        if traces:
+            traces.begin(llm.tokenizer)
         return llm
 
     worker = EngineWorker(
         load,
         max_queue=ask.config.max_queue,
         deadline_s=ask.config.deadline or None,
-        observer=recorder,
+        observer=metrics,
         warm_up=warm_up,
         stream_interval_s=1e-3 * ask.config.stream_interval_ms,
     )
     try:
-        run(worker, ask.config, recorder, say=say, introduce=introduce)
+        run(worker, ask.config, metrics, say=say, introduce=introduce)
     finally:
-        traces.close()
+        if traces:
+            traces.close()
 
 
-def _traces(ask: TraceAsk | None, model: str) -> Traces:
+def _traces(ask: TraceAsk | None, model: str) -> TraceWriter | None:
     if ask is None:
-        return Traces()
+        return None
     from paceline.serve.traces import TraceWriter
 
-    return Traces(
-        lambda tokenizer: TraceWriter(
-            ask.folder,
-            model=model,
-            tokenizer=tokenizer,
-            sample=ask.sample,
-            redact=ask.redact,
-            max_bytes=ask.max_bytes,
-            max_age_s=86400 * ask.max_days,
-        )
+    max_age_s = 86400 * ask.max_days
+    return TraceWriter(
+        ask.folder, model=model, sample=ask.sample, redact=ask.redact, max_bytes=ask.max_bytes, max_age_s=max_age_s
     )
 
 
