@@ -50,15 +50,17 @@ class ForwardOutput:
     taps_TF: Tensor | None
     """[T, len(tap_layers) * hidden_size], outputs of the tapped layers side by side; None when nothing is tapped."""
     argmax_T: list[int] | None = None
-    """Of each row of logits the first token with the largest, where the pass has found it on its way."""
+    """As `best_T`, where the pass has found it on its way."""
 
     def best_T(self) -> list[int]:
-        """Of each row of logits the first token with the largest."""
+        """Of each row of logits the first token with the largest; -1 where that is not finite, or one of them is NaN."""
         if self.argmax_T is not None:
             return self.argmax_T
         assert self.logits_TV is not None
         # float32 first: PyTorch's argmax over bfloat16 is five times as slow on CPU, and widening changes no comparison
-        return self.logits_TV.float().argmax(-1).tolist()
+        logits_TV = self.logits_TV.float()
+        best_T1 = logits_TV.argmax(-1, keepdim=True)  # PyTorch takes NaN for the largest
+        return best_T1.masked_fill(~logits_TV.gather(-1, best_T1).isfinite(), -1).flatten().tolist()
 
 
 class Target(ABC):
