@@ -35,10 +35,29 @@ class ForwardBatch:
     """Logits of every token, only of each row's last one, or of none (a prefill chunk that is not the last)."""
     only_argmax: bool = False
     """Nobody will read more of the logits than where each row is largest: an implementation may leave them out."""
+    parents: list[int] | None = None
+    """A tree of tokens: for each the place of its parent among its row's tokens of this pass, -1 for one that follows the
+    cache; parents come first. None: every token follows the one before it."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def positions(self) -> list[int]:
+        """Where each token stands in its text: one behind its parent. (Its slot in the cache is start + place in its row.)"""
+        positions: list[int] = []
+        for start, count in zip(self.starts, self.counts, strict=True):
+            first = len(positions)
+            for place in range(count):
+                parent = place - 1 if self.parents is None else self.parents[first + place]
+                positions.append(start if parent < 0 else positions[first + parent] + 1)
+        return positions
+
+    def require_chains(self) -> None:
+        """Raises UnsupportedModelError for a tree: for implementations that compute chains only."""
+        if self.parents is not None:
+            raise UnsupportedModelError("trees of drafts cannot be checked here yet: use a drafter that proposes chains")
 
 
 @dataclass(slots=True)
