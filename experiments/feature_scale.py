@@ -20,13 +20,14 @@ import torch
 
 from paceline.model.backends import load_target
 from paceline.model.target import Target, head_weight
+from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimConfig
 from paceline.train.dataset import Corpus, read_corpus
 from paceline.train.features import cache_features
-from paceline.train.loop import Step, TrainConfig, Trainer
-from paceline.train.losses import Head, LossConfig
-from paceline.train.optim import OptimConfig
+from paceline.train.loop import Step, Trainer
+from paceline.train.losses import Head
 from paceline.train.scaling import ScaledFeatures, begin_without_mean, measure_scale, train_in_scaled_units
-from paceline.train.start import DrafterShape, network_for, scale_first_logits
+from paceline.train.start import network_for, scale_first_logits
+from paceline.train.trainable import DFlashTrainable
 
 MODEL = "smollm2-135m"
 Start = Literal["random", "target"]
@@ -47,7 +48,7 @@ def run(target: Target, corpus: Corpus, folder: Path, given: argparse.Namespace,
         if start == "random":
             begin_without_mean(network, mean_F)
         train, heldout = ScaledFeatures(train, scale_F), ScaledFeatures(heldout, scale_F)
-    config = TrainConfig(
+    config = LoopConfig(
         max_steps=given.steps,
         blocks_per_step=192,
         anchors=48,
@@ -57,9 +58,11 @@ def run(target: Target, corpus: Corpus, folder: Path, given: argparse.Namespace,
         checkpoint_minutes=1e9,
     )
     embedding_VD, head = target.embed(torch.arange(target.vocab_size)).clone(), Head(head_weight(target))
-    trainer = Trainer(network, raw, corpus, train, embedding_VD, head, config, folder=folder / f"{start}-{is_scaled}")
+    trainer = Trainer(
+        DFlashTrainable(network, raw), corpus, train, embedding_VD, head, config, folder=folder / f"{start}-{is_scaled}"
+    )
     trainer.heldout["heldout"] = (corpus.heldout, heldout)
-    scale_first_logits(network, trainer.first_hidden(), head)
+    scale_first_logits(network, head, *trainer.first_slots())
     curve: list[Any] = []
 
     def note(step: Step) -> None:

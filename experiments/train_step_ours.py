@@ -15,11 +15,13 @@ from train_step_batch import Batch, Settings, Step
 
 from paceline.draft.checkpoint import DFlashConfig, new_config
 from paceline.draft.dflash import DFlashNetwork
+from paceline.train.config import LoopConfig, LossConfig
 from paceline.train.dataset import Corpus, Document, num_valid_slots
 from paceline.train.features import Features
-from paceline.train.loop import TrainConfig, Trainer
-from paceline.train.losses import Head, LossConfig
+from paceline.train.loop import Trainer
+from paceline.train.losses import Head
 from paceline.train.packs import Chosen
+from paceline.train.trainable import DFlashTrainable
 
 
 class Prepared:
@@ -53,7 +55,7 @@ def trainer_for(settings: Settings, batch: Batch, attention: str) -> Trainer:
     raw["dflash_config"]["target_layer_ids"] = list(range(1, 1 + settings.features))
     network = DFlashNetwork.of(DFlashConfig.from_json(raw), {name: weight.clone() for name, weight in batch.weights.items()})
     documents = [Document(str(index), ids.cpu().int().numpy(), 0) for index, ids in enumerate(batch.input_ids)]
-    config = TrainConfig(
+    config = LoopConfig(
         epochs=1e6,
         blocks_per_step=settings.anchors * settings.sequences,
         anchors=settings.anchors,
@@ -63,7 +65,15 @@ def trainer_for(settings: Settings, batch: Batch, attention: str) -> Trainer:
     )
     head = Head(batch.embedding.to(settings.torch_dtype))
     features = Prepared(batch.taps)
-    return Trainer(network, raw, Corpus(documents, []), features, batch.embedding, head, config, folder=Path("unused"))
+    return Trainer(
+        DFlashTrainable(network, raw, attention),
+        Corpus(documents, []),
+        features,
+        batch.embedding,
+        head,
+        config,
+        folder=Path("unused"),
+    )
 
 
 def paceline_step(settings: Settings, batch: Batch, attention: str) -> Step:

@@ -57,7 +57,7 @@ class RunFolder:
         when there is none."""
         if not (Path(path) / "config.json").is_file():
             raise CacheError(f"{path} is not a run folder (no config.json): check the path")
-        _drop_cut_line(Path(path) / "metrics.jsonl")
+        drop_cut_line(Path(path) / "metrics.jsonl")
         return cls(Path(path))
 
     def log(self, **figures: Any) -> None:
@@ -90,7 +90,8 @@ class RunFolder:
         return path
 
 
-def _drop_cut_line(file: Path) -> None:
+def drop_cut_line(file: Path) -> None:
+    """Cut off a last line that a crash left without its end."""
     with _writing(file):
         data = file.read_bytes() if file.exists() else b""
         whole = data.rfind(b"\n") + 1

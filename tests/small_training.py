@@ -13,12 +13,13 @@ from paceline.model.checkpoint import random_tensors
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
 from paceline.model.target import head_weight
+from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimConfig
 from paceline.train.dataset import Corpus, Document
 from paceline.train.features import Features, FeatureSource, OnlineFeatures
-from paceline.train.loop import TrainConfig, Trainer
-from paceline.train.losses import Head, LossConfig
-from paceline.train.optim import OptimConfig
-from paceline.train.start import DrafterShape, network_for
+from paceline.train.loop import Trainer
+from paceline.train.losses import Head
+from paceline.train.start import network_for
+from paceline.train.trainable import DFlashTrainable
 
 VOCAB, HIDDEN = 24, 32
 SHAPE = DecoderConfig(
@@ -57,14 +58,14 @@ class Poisoned:
         return Features(features.taps_SF * float("nan"), features.final_SD) if number == self.number else features
 
 
-def config(**changes: Any) -> TrainConfig:
+def config(**changes: Any) -> LoopConfig:
     """Steps of eight blocks in packs of four, no autocast."""
     values: dict[str, Any] = {"max_steps": 8, "blocks_per_step": 8, "anchors": 3, "blocks_per_pack": 4, "autocast": False}
     values |= {"loss": LossConfig("ce"), "optim": OptimConfig(lr=3e-3), "checkpoint_minutes": 1e9} | changes
-    return TrainConfig(**values)
+    return LoopConfig(**values)
 
 
-def trainer(folder: Path, settings: TrainConfig | None = None, *, poisoned: int | None = None, **options: Any) -> Trainer:
+def trainer(folder: Path, settings: LoopConfig | None = None, *, poisoned: int | None = None, **options: Any) -> Trainer:
     """A new drafter of one layer and blocks of four over ten documents; `options` as Trainer's."""
     settings = settings or config()
     target = tiny_decoder()
@@ -76,9 +77,8 @@ def trainer(folder: Path, settings: TrainConfig | None = None, *, poisoned: int 
     )
     if poisoned is not None:
         features = Poisoned(features, poisoned)
-    return Trainer(
-        network, raw, corpus, features, embedding(target), head_of(target, network), settings, folder=folder, **options
-    )
+    drafter = DFlashTrainable(network, raw, settings.attention)
+    return Trainer(drafter, corpus, features, embedding(target), head_of(target, network), settings, folder=folder, **options)
 
 
 def embedding(target: Decoder) -> torch.Tensor:

@@ -5,51 +5,20 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Any
 
-import typer
-
-from paceline.commands.options import Changed, Opt, Without, options
-from paceline.commands.shared import System, note_without_effect, with_model
 from paceline.commands.terminal import interruptible, introduce, say
-from paceline.config import EngineConfig
+from paceline.engine.engine import Chunk
+from paceline.engine.llm import LLM, GenerationStats
 from paceline.errors import ContextLengthError, PromptError
 from paceline.types import SamplingParams
-
-if TYPE_CHECKING:
-    from paceline.engine.engine import Chunk
-    from paceline.engine.llm import LLM
 
 HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer, Ctrl-D leaves"
 
 
-NOT_ASKED = Without(
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "stop_token_ids",
-    "ignore_eos",
-    "logprobs",
-    "max_drafted",
-    "grammar",
-)
-
-
-@options
-def chat(
-    engine: Annotated[EngineConfig, Without("max_batch", "prefill_chunk", "weights", "mocked_tokens_per_round")],
-    sampling: Annotated[SamplingParams, NOT_ASKED, Changed(max_tokens=Opt(default=512))],
-    name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.")] = None,
-    system: System = None,
-) -> None:
-    """Talk with the model: /reset forgets, /exit or Ctrl-D leaves, Ctrl-C stops an answer.
-
-    Example: paceline chat --temperature 0.7 --system "Answer in one sentence."
-    """
-    note_without_effect(sampling)
-    from paceline.engine.llm import LLM
-
-    llm = LLM.of(with_model(engine, name))
+def chat(settings: dict[str, Any], params: SamplingParams, system: str | None = None) -> None:
+    """Read turns and answer them until the input ends."""
+    llm = LLM(**settings)
     say(introduce(llm))
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
@@ -64,7 +33,7 @@ def chat(
         elif line.startswith("/") and " " not in line:
             say(f"no such command {line}: {HELP}")
         else:
-            messages = _turn(llm, messages, line, sampling)
+            messages = _turn(llm, messages, line, params)
 
 
 def _turn(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingParams) -> list[dict[str, str]]:
@@ -80,8 +49,6 @@ def _turn(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingP
 
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
     """Stream one answer; after Ctrl-C what was said so far stays said."""
-    from paceline.engine.llm import GenerationStats
-
     texts, stats = [], None
     with interruptible() as is_interrupted, contextlib.closing(_chunks(llm, messages, params)) as chunks:
         for chunk in chunks:

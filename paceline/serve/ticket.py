@@ -5,31 +5,50 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
-from paceline.serve.engine import Engine
+from paceline.engine.engine import Engine
 from paceline.types import Constraint, FinishReason, SamplingParams, Sequence, TokenLogprob
 
+Outcome = Literal["stop", "length", "abort", "error"]
 
-class Observer:
-    """Is told what the worker does; this one ignores it.
 
-    All but `refused` are called by the engine's thread: they must be quick and never wait.
-    """
+class Observer(Protocol):
+    """Who watches the worker. All but `refused` are called by the engine's thread: they must be quick and never wait."""
 
     def step(self, engine: Engine, seconds: float) -> None:
-        """An engine step took `seconds`; `engine.rounds` holds its round, if there was one. Its chunks are told next."""
+        """An engine step took `seconds`; `engine.rounds` holds its round, if there was one."""
+        ...
 
     def chunk(self, sequence: Sequence, num_tokens: int, now: float) -> None:
         """A request gained tokens at `now` (perf_counter)."""
+        ...
 
-    def finished(self, sequence: Sequence, outcome: FinishReason, tag: str | None) -> None:
+    def finished(self, sequence: Sequence, outcome: Outcome, tag: str | None) -> None:
         """A request has left the engine; its sequence will not change any more."""
+        ...
 
     def refused(self, reason: str) -> None:
-        """A request was turned away before it reached the engine; `reason` is one of the server's own few words. Any thread."""
+        """A request was turned away before it reached the engine; called from either side."""
+        ...
 
     def crashed(self) -> None:
         """The engine failed and is built anew."""
+        ...
+
+
+class NoObserver:
+    """Watches nothing."""
+
+    def step(self, engine: Engine, seconds: float) -> None: ...
+
+    def chunk(self, sequence: Sequence, num_tokens: int, now: float) -> None: ...
+
+    def finished(self, sequence: Sequence, outcome: Outcome, tag: str | None) -> None: ...
+
+    def refused(self, reason: str) -> None: ...
+
+    def crashed(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +69,7 @@ class Event:
     """Which of the ticket's jobs."""
     token_ids: list[int]
     text: str
-    num_accepted: int
+    num_drafted: int
     """How many of the tokens, the first ones, are drafts that stood."""
     logprobs: list[TokenLogprob]
     finish_reason: FinishReason | None
@@ -61,7 +80,7 @@ class Event:
 class Ticket:
     """The answers to one API request as they grow. Read by one task of the event loop, which closes it in any case."""
 
-    def __init__(self, jobs: list[Job], abort: Callable[[Ticket], None], *, tag: str | None, deadline: float) -> None:
+    def __init__(self, jobs: list[Job], abort: Callable[[Ticket], None], *, tag: str | None, deadline: float | None) -> None:
         self.jobs, self.tag, self.deadline = jobs, tag, deadline
         self.num_left = len(jobs)
         self.request_ids: list[int] = []

@@ -50,22 +50,16 @@ class Layout:
         return torch.cat([torch.arange(length, device=device) for length in self.context_lens])
 
 
-class _Rotary:
-    """Rotates the queries and keys of a pack; cos and sin are looked up once and shared by all layers."""
-
-    def __init__(self, config: DFlashConfig, layout: Layout, dtype: torch.dtype) -> None:
-        longest = max(max(layout.context_lens), 1 + max(int(anchors_A.max()) for anchors_A in layout.anchors))
-        tables = rope_tables(config.shape, longest + layout.block_size)
-        device = layout.anchors[0].device
-        self.block, self.context = (
-            self._signed(*(table.to(device)[positions][:, None].to(dtype) for table in tables))
-            for positions in (layout.block_positions(), layout.context_positions())
-        )
-
-    @staticmethod
-    def _signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _rotary(config: DFlashConfig, layout: Layout, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """(cos, signed sin) of all slots and of all context positions, looked up once for all layers."""
+    longest = max(max(layout.context_lens), 1 + max(int(anchors_A.max()) for anchors_A in layout.anchors))
+    tables = rope_tables(config.shape, longest + layout.block_size)
+    found, device = [], layout.anchors[0].device
+    for positions in (layout.block_positions(), layout.context_positions()):
+        cos, sin = (table.to(device)[positions][:, None].to(dtype) for table in tables)
         half = cos.shape[-1] // 2
-        return cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+        found.append((cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)))
+    return found
 
 
 class _PackedAttention(ABC):
@@ -73,15 +67,15 @@ class _PackedAttention(ABC):
 
     def __init__(self, config: DFlashConfig, layout: Layout, dtype: torch.dtype) -> None:
         self.config, self.layout = config, layout
-        self._rotary = _Rotary(config, layout, dtype)
+        self._block, self._context = _rotary(config, layout, dtype)
         kinds = [(config.shape.window(index), config.is_causal[index]) for index in range(config.shape.num_layers)]
         plans = {kind: self._plan(*kind) for kind in set(kinds)}
         self._plans = [plans[kind] for kind in kinds]
 
     def __call__(self, layer: int, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor:
-        query_THD = rotate(query_THD, *self._rotary.block)
-        own = (rotate(own[0], *self._rotary.block), own[1])
-        context = (rotate(context[0], *self._rotary.context), context[1])
+        query_THD = rotate(query_THD, *self._block)
+        own = (rotate(own[0], *self._block), own[1])
+        context = (rotate(context[0], *self._context), context[1])
         return self._attend(self._plans[layer], query_THD, own, context)
 
     @abstractmethod

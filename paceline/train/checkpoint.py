@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.draft.checkpoint import read_checkpoint, write_checkpoint
+from paceline.draft.checkpoint import write_checkpoint
 from paceline.errors import CacheError, ConfigError, PacelineError
+from paceline.model.checkpoint import load_tensors, read_json
 from paceline.runlog import plain, write_whole
-from paceline.train.optim import Optimisers
 
 LATEST = "latest"
 FREE_TO_CHANGE = ("checkpoint_minutes", "heldout_every", "gradient_checkpointing", "parallel")
@@ -36,21 +36,13 @@ class Checkpoint:
     trainer: dict[str, Any]
     """step, place in the data, seconds so far, config, counts."""
 
-    def network_tensors(self) -> dict[str, Tensor]:
-        """The weights. Raises CacheError when they cannot be read."""
+    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Those of the network and of the optimisers. Raises CacheError when they cannot be read."""
         try:
-            _, tensors = read_checkpoint(self.folder)
-        except PacelineError as error:
+            read_json(self.folder / "config.json")
+            return dict(load_tensors(self.folder)), load_file(self.folder / "optimiser.safetensors")
+        except (PacelineError, OSError, SafetensorError) as error:
             raise CacheError(f"{self.folder} cannot be read ({error}): delete {self.folder.parent} to start again") from error
-        return tensors
-
-    def restore(self, optimisers: Optimisers) -> None:
-        """Fill the optimisers' state; they must have taken no step yet. Raises CacheError when it cannot be read."""
-        try:
-            stored = load_file(self.folder / "optimiser.safetensors")
-        except (OSError, SafetensorError) as error:
-            raise CacheError(f"{self.folder} cannot be read ({error}): delete {self.folder.parent} to start again") from error
-        optimisers.fill(stored)
 
 
 def save_checkpoint(
@@ -81,16 +73,6 @@ def save_checkpoint(
         if old != newest:
             shutil.rmtree(old, ignore_errors=True)
     return newest
-
-
-def optimiser_tensors(optimisers: Optimisers) -> dict[str, Tensor]:
-    """The state of all optimisers by name, the tensors themselves; `save_checkpoint` wants them whole."""
-    return {
-        f"{name}.{key}": tensor
-        for name, state in optimisers.states()
-        for key, tensor in state.items()
-        if isinstance(tensor, Tensor)
-    }
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:

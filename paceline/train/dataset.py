@@ -60,8 +60,8 @@ class Corpus:
 def read_corpus(sources: Iterable[Path], max_len: int, heldout_share: float = 0.02, max_heldout: int = 256) -> Corpus:
     """Documents of answer folders or files, each once; conversations are held out by a hash of their key's prompt.
 
-    Answers are cut at `max_len` tokens and where they start to repeat themselves for the third time: a loop teaches nothing
-    new, and flatters every figure. Raises PromptError when nothing is left to learn from.
+    Answers are cut at `max_len` tokens and where they start to repeat themselves for the third time: repeated text teaches
+    nothing new and makes every figure look better than it is. Raises PromptError when nothing is left to learn from.
     """
     found: list[tuple[str, Document]] = []
     seen: set[tuple[str, int]] = set()

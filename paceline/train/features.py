@@ -60,7 +60,7 @@ class OnlineFeatures:
         target.set_taps((*tap_layers, last) if needs_final and not self._has_final else tap_layers)
 
         self._last: tuple[list[int], Tensor, int, int] | None = None
-        """Tokens of the document before, its taps, its row, and which giving away of the row that was."""
+        """Of the document before: tokens, taps, row, and the row's generation, which tells whether another has had the row."""
 
     def of(self, number: int) -> Features:
         tokens, cache = self._documents[number].tokens.tolist(), self._target.cache

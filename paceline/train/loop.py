@@ -17,19 +17,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from paceline.draft.dflash import DFlashNetwork
-from paceline.errors import ConfigError, TrainingError
-from paceline.train.attention import make_attention
-from paceline.train.checkpoint import check_same_config, latest_checkpoint, optimiser_tensors, save_checkpoint
+from paceline.errors import TrainingError
+from paceline.train.checkpoint import check_same_config, latest_checkpoint, save_checkpoint
+from paceline.train.config import LoopConfig
 from paceline.train.dataset import Corpus, Document, Place, StepPlanner
 from paceline.train.features import FeatureSource
-from paceline.train.losses import Head, LossConfig, LossVocabulary, SlotMetrics, head_loss
-from paceline.train.optim import OptimConfig, Optimisers, learning_rate_share
+from paceline.train.losses import Head, LossVocabulary, SlotMetrics, Slots, head_loss
+from paceline.train.optim import Optimisers, learning_rate_share
 from paceline.train.packs import Chosen, Pack, Packer, heldout_anchors
-from paceline.train.parallel import WAYS, make_parallel, recompute_layers
+from paceline.train.parallel import make_parallel, recompute_layers
 from paceline.train.ranks import Ranks
+from paceline.train.trainable import Trainable
 
 HELDOUT_ANCHORS = 8
 REGRESSION = 0.97
@@ -37,48 +36,14 @@ REGRESSION = 0.97
 
 
 @dataclass(frozen=True, slots=True)
-class TrainConfig:
-    """How a drafter is trained; all but the last fields decide what is learned, and a resumed run must repeat them."""
-
-    epochs: float = 6.0
-    """Passes over the documents, each with new anchors."""
-    max_steps: int | None = None
-    """Stop here instead."""
-    max_minutes: float | None = None
-    """Stop after this time at the latest; the learning rate falls with whichever end is nearer."""
-    blocks_per_step: int = 512
-    anchors: int = 64
-    """Blocks per document and epoch, at random places (the paper: 512 of 3,072 tokens)."""
-    blocks_per_pack: int = 128
-    """Blocks in one forward and backward; a step adds up its packs."""
-    loss: LossConfig = field(default_factory=LossConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    autocast: bool = True
-    """Multiply in bfloat16; weights and their updates stay float32."""
-    attention: str = "auto"
-    gradient_checkpointing: bool = False
-    """Compute each layer again in the backward pass instead of keeping it."""
-    seed: int = 0
-    heldout_every: int = 50
-    """Steps between looks at the held-out documents."""
-    checkpoint_minutes: float = 5.0
-    parallel: str = "auto"
-    """replicated (auto), or sharded: how several processes hold the network."""
-
-    def __post_init__(self) -> None:
-        counts = (self.blocks_per_step, self.anchors, self.blocks_per_pack, self.heldout_every)
-        if min(counts) < 1 or self.epochs <= 0:
-            raise ConfigError("epochs, blocks_per_step, anchors, blocks_per_pack and heldout_every must be above 0")
-        if self.parallel not in WAYS:
-            raise ConfigError(f"parallel must be one of {', '.join(WAYS)}, not {self.parallel!r}")
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
     """What one step did."""
 
     number: int
+    share_done: float
+    """Of the whole run, 0 to 1."""
     figures: dict[str, Any]
+    """What metrics.jsonl gets; `heldout` and `ood` only at steps that looked at those documents."""
 
 
 @dataclass(slots=True)
@@ -96,36 +61,34 @@ class Trainer:
 
     def __init__(
         self,
-        network: DFlashNetwork,
-        raw: dict[str, Any],
+        drafter: Trainable,
         corpus: Corpus,
         features: FeatureSource,
         embedding_VD: Tensor,
         head: Head,
-        config: TrainConfig,
+        config: LoopConfig,
         *,
         folder: Path,
         peak_flops: float | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        self.network, self.raw, self.config, self.folder = network, raw, config, folder
+        self.drafter, self.network, self.config, self.folder = drafter, drafter.network, config, folder
         self.embedding_VD, self.head, self.ranks = embedding_VD, head, ranks or Ranks()
         self.device = embedding_VD.device
         self.corpus, self.state = corpus, _State()
-        shape = network.config
         self.planner = StepPlanner(
             corpus.train,
             blocks_per_step=config.blocks_per_step,
             anchors=config.anchors,
-            block_size=shape.block_size,
+            block_size=drafter.block_size,
             seed=config.seed,
         )
-        self.packer = Packer(shape, corpus.train, features, self.device)
+        self.packer = Packer(drafter.block_size, corpus.train, features, self.device)
         self.parallel = make_parallel(config.parallel, self.ranks, self.device)
         if config.gradient_checkpointing:
-            recompute_layers(network)
-        self.parallel.prepare(network)
-        self.optimisers = Optimisers(network, config.optim)
+            recompute_layers(drafter.layers)
+        self.parallel.prepare(drafter)
+        self.optimisers = Optimisers(self.network, config.optim)
         self.vocabulary = self._loss_vocabulary()
         self.heldout: dict[str, tuple[list[Document], FeatureSource]] = {}
         """Name -> documents and features looked at every `heldout_every` steps; `ood` is watched for regressions."""
@@ -136,10 +99,10 @@ class Trainer:
         return self.config.max_steps or max(1, round(self.config.epochs * self.planner.steps_per_epoch))
 
     @property
-    def progress(self) -> float:
-        """Share of the run done, by steps or by minutes, whichever is further."""
-        by_steps = self.state.step / self.total_steps
-        return by_steps if not self.config.max_minutes else max(by_steps, self.state.seconds / 60 / self.config.max_minutes)
+    def share_done(self) -> float:
+        """Of the run, by steps or by minutes, whichever is further; 1 at its end."""
+        by_minutes = self.state.seconds / 60 / self.config.max_minutes if self.config.max_minutes else 0.0
+        return min(1.0, max(self.state.step / self.total_steps, by_minutes))
 
     def resume(self) -> bool:
         """Go on from the newest checkpoint, if there is one. Raises ConfigError when it was begun with other settings."""
@@ -148,8 +111,9 @@ class Trainer:
             return False
         stored = checkpoint.trainer
         check_same_config(self._identity(), stored["identity"], self.folder)
-        self.parallel.load(self.network, checkpoint.network_tensors())
-        checkpoint.restore(self.optimisers)
+        weights, states = checkpoint.tensors()
+        self.parallel.load(self.network, weights)
+        self.optimisers.fill(states)
         self.parallel.place_states(self.optimisers)
         state = stored["state"]
         self.state = _State(**{**state, "place": Place(**state["place"])})
@@ -160,12 +124,12 @@ class Trainer:
     ) -> None:
         """Train to the end, with checkpoints on the way and there. Raises TrainingError on a loss that is no number."""
         last_saved = time.monotonic()
-        while self.progress < 1.0:
+        while self.share_done < 1.0:
             figures = self._step()
-            is_last = self.progress >= 1.0
+            is_last = self.share_done >= 1.0
             if self.heldout and (self.state.step % self.config.heldout_every == 0 or is_last):
                 figures |= self._look(notice)
-            on_step(Step(self.state.step, figures))
+            on_step(Step(self.state.step, self.share_done, figures))
             if is_last or self.parallel.most(time.monotonic() - last_saved) > 60 * self.config.checkpoint_minutes:
                 self.save()
                 last_saved = time.monotonic()
@@ -174,10 +138,10 @@ class Trainer:
         """Write a checkpoint (the first process does). Raises CacheError when the disk refuses; the last good one stays."""
         if not self.state.step:
             return
-        weights, optimisers = self.weights(), self.parallel.whole(optimiser_tensors(self.optimisers).items())
+        weights, optimisers = self.weights(), self.parallel.whole(self.optimisers.states())
         if self.ranks.is_first:
             trainer = {"step": self.state.step, "state": asdict(self.state), "identity": self._identity()}
-            save_checkpoint(self.folder, self.raw, weights, optimisers, trainer)
+            save_checkpoint(self.folder, self.drafter.raw, weights, optimisers, trainer)
 
     def weights(self) -> dict[str, Tensor]:
         """The network's tensors, float32, on the first process; all must ask."""
@@ -187,7 +151,7 @@ class Trainer:
         documents = zlib.crc32("\n".join(document.key for document in self.corpus.train).encode())
         return {
             **asdict(self.config),
-            "drafter": self.raw,
+            "drafter": self.drafter.raw,
             "num_documents": len(self.corpus.train),
             "documents": f"{documents:08x}",
         }
@@ -201,8 +165,7 @@ class Trainer:
         self.parallel.sum_gradients(self.network)
         norm = self.parallel.clip(self.network, config.optim.clip)
         self._check_finite(loss, norm, chosen)
-        share = min(1.0, self.progress)
-        rate = self.optimisers.step(learning_rate_share(share))
+        rate = self.optimisers.step(learning_rate_share(self.share_done))
         num_blocks = sum(len(anchors_A) for _, anchors_A in chosen)
         num_tokens = sum(len(self.corpus.train[number]) for number, _ in chosen)
         seconds = self.parallel.most(time.perf_counter() - began)
@@ -232,7 +195,7 @@ class Trainer:
 
     def forward_backward(self, chosen: list[Chosen], num_slots: int, head: Head) -> tuple[float, SlotMetrics]:
         """Add the gradients of this process's share of a step of `num_slots` slots, pack by pack; their share of its loss."""
-        metrics, loss = SlotMetrics.zero(self.network.config.block_size - 1), 0.0
+        metrics, loss = SlotMetrics.zero(self.drafter.block_size - 1), 0.0
         pieces = self.parallel.pieces(chosen, self.config.blocks_per_pack)
         for number, piece in enumerate(pieces):
             is_measured = number == 0 and piece.weight > 0
@@ -244,32 +207,21 @@ class Trainer:
 
     def pack_loss(self, pack: Pack, head: Head, num_slots: float, is_measured: bool = True) -> tuple[Tensor, SlotMetrics]:
         """Loss of one pack as its share of a step of `num_slots` slots, and its metrics."""
-        return head_loss(self._hidden(pack), pack.slots, head, self.config.loss, num_slots, is_measured)
-
-    def _hidden(self, pack: Pack) -> Tensor:
-        """Final hidden states of a pack's slots, anchors left out: [A * K, D]."""
-        config, drafter = self.config, self.network.config
-        dtype = torch.bfloat16 if config.autocast else torch.float32
-        attend = make_attention(config.attention, drafter, pack.layout, dtype)
-        embedded_TD = F.embedding(pack.tokens_T, self.embedding_VD).float()
-        if drafter.input_embedding_scale != 1.0:
-            embedded_TD = embedded_TD * drafter.input_embedding_scale
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=config.autocast):
-            taps_NF = pack.taps_NF if config.autocast else pack.taps_NF.float()
-            hidden_TD = self.network(embedded_TD, taps_NF, attend)
-        return hidden_TD.unflatten(0, (-1, drafter.block_size))[:, 1:].flatten(0, 1)
+        hidden_TD = self.drafter.hidden(pack, self.embedding_VD, self.config.autocast)
+        return head_loss(hidden_TD, pack.slots, head, self.config.loss, num_slots, is_measured)
 
     @torch.no_grad()
-    def first_hidden(self) -> Tensor:
-        """Final hidden states [T, D] of the first document's blocks, before anything is learned."""
+    def first_slots(self) -> tuple[Tensor, Slots]:
+        """Hidden states [T, D] and labels of the first document's blocks, before anything is learned."""
         chosen, _, _ = self.planner.step(Place())
-        return self._hidden(self.packer.pack(chosen[:1]))
+        pack = self.packer.pack(chosen[:1])
+        return self.drafter.hidden(pack, self.embedding_VD, self.config.autocast), pack.slots
 
     @torch.no_grad()
     def evaluate(self, documents: list[Document], features: FeatureSource) -> dict[str, Any]:
         """Figures over held-out documents, teacher-forced: every process looks at its share."""
-        packer = Packer(self.network.config, documents, features, self.device)
-        metrics = SlotMetrics.zero(self.network.config.block_size - 1)
+        packer = Packer(self.drafter.block_size, documents, features, self.device)
+        metrics = SlotMetrics.zero(self.drafter.block_size - 1)
         for piece in self.parallel.pieces(heldout_anchors(documents, HELDOUT_ANCHORS), self.config.blocks_per_pack):
             _, measured = self.pack_loss(packer.pack(piece.chosen), self.head, 1.0, is_measured=piece.weight > 0)
             metrics.add(measured)
@@ -321,7 +273,6 @@ class Trainer:
 
     def flops_per_block(self, head: Head) -> float:
         """Floating-point operations of forward and backward of one block; attention left out, some 3%."""
-        shape, config = self.network.config.shape, self.network.config
-        matrices = sum(parameter.numel() for parameter in self.network.layers.parameters() if parameter.ndim == 2)
-        slots = config.block_size - 1
-        return 6.0 * matrices * config.block_size + 4.0 * slots * shape.hidden_size * len(head.weight_VD)
+        tensors = [parameter for layer in self.drafter.layers for parameter in layer.parameters()]
+        matrices, size = sum(tensor.numel() for tensor in tensors if tensor.ndim == 2), self.drafter.block_size
+        return 6.0 * matrices * size + 4.0 * (size - 1) * head.weight_VD.numel()

@@ -21,45 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.errors import ConfigError
+from paceline.train.config import LossConfig
 
-LOSSES = ("ce", "d-pace", "kl", "lk", "lk-hybrid")
-NEEDS_TARGET_PROBS = ("kl", "lk", "lk-hybrid")
 CHUNK_ROWS = 256
 NUM_RECALLED = 16
 EPS = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class LossConfig:
-    """Which loss, and its numbers."""
-
-    name: str = "d-pace"
-    gamma: float | None = None
-    """Decay of `ce` and `kl` in slots; None takes the paper's: 4 for blocks of 8, 5 for 10, 7 for 16, in between by size."""
-    alpha: float = 0.5
-    """Floor of `d-pace`: 0 follows the drafter's own confidence, 1 weighs a slot by the slots behind it alone."""
-    vocab: int | None = None
-    """Tokens that ce and d-pace compare with in a step; None takes all. Fewer are faster and noisier."""
-
-    def __post_init__(self) -> None:
-        checks = (
-            (self.name not in LOSSES, f"loss must be one of {', '.join(LOSSES)}, not {self.name!r}"),
-            (self.gamma is not None and self.gamma <= 0, "gamma must be above 0"),
-            (not 0 <= self.alpha <= 1, "alpha must be between 0 and 1"),
-            (self.vocab is not None and self.vocab < 2, "the loss vocabulary must have at least 2 tokens"),
-            (
-                self.vocab is not None and self.name in NEEDS_TARGET_PROBS,
-                f"loss {self.name} compares whole distributions: leave the loss vocabulary out",
-            ),
-        )
-        for is_wrong, remedy in checks:
-            if is_wrong:
-                raise ConfigError(remedy)
-
-    @property
-    def needs_target_probs(self) -> bool:
-        return self.name in NEEDS_TARGET_PROBS
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,46 +75,38 @@ class Head:
 
 @dataclass(slots=True)
 class SlotMetrics:
-    """Sums over blocks, to be added up over packs and processes; `rates` divides.
-
-    counts_K valid slots; first_K and near_K those whose token was the most likely, or among the 16 most likely;
-    standing_K the slots up to which every token was the most likely.
-    """
+    """Sums over blocks, to be added up over packs and processes; `rates` divides."""
 
     loss: float
-    counts_K: Tensor
-    first_K: Tensor
-    near_K: Tensor
-    standing_K: Tensor
+    sums_4K: Tensor
+    """Per slot: how many were valid; whose token was the most likely; whose was among the 16 most likely; and up to which every
+    token was the most likely."""
 
     @classmethod
     def zero(cls, num_slots: int) -> SlotMetrics:
-        return cls(0.0, *(torch.zeros(num_slots, dtype=torch.float64) for _ in range(4)))
+        return cls(0.0, torch.zeros(4, num_slots, dtype=torch.float64))
 
     def add(self, other: SlotMetrics) -> None:
-        self.loss += other.loss
-        for name in ("counts_K", "first_K", "near_K", "standing_K"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.loss, self.sums_4K = self.loss + other.loss, self.sums_4K + other.sums_4K
 
     def flat(self) -> Tensor:
         """[1 + 4 K], for a sum over processes."""
-        tensors = [torch.tensor([self.loss], dtype=torch.float64), self.counts_K, self.first_K, self.near_K, self.standing_K]
-        return torch.cat([tensor.double().cpu() for tensor in tensors])
+        return torch.cat([torch.tensor([self.loss], dtype=torch.float64), self.sums_4K.flatten()])
 
     @classmethod
     def of_flat(cls, flat: Tensor) -> SlotMetrics:
-        return cls(float(flat[0]), *flat[1:].chunk(4))
+        return cls(float(flat[0]), flat[1:].unflatten(0, (4, -1)))
 
     def rates(self) -> dict[str, Any]:
         """eal = 1 + sum_k P(slots 1..k all right), accuracy, recall@1 and recall@16 per slot; the loss per slot."""
-        counts_K = self.counts_K.clamp(min=1)
-        recall1_K = self.first_K / counts_K
+        counts_K, first_K, near_K, standing_K = self.sums_4K
+        counts_K = counts_K.clamp(min=1)
         return {
             "loss": self.loss / float(counts_K.sum()),
-            "eal": 1.0 + float((self.standing_K / counts_K).sum()),
-            "accuracy": float(self.first_K.sum() / counts_K.sum()),
-            "recall1": [round(value, 4) for value in recall1_K.tolist()],
-            "recall16": [round(value, 4) for value in (self.near_K / counts_K).tolist()],
+            "eal": 1.0 + float((standing_K / counts_K).sum()),
+            "accuracy": float(first_K.sum() / counts_K.sum()),
+            "recall1": [round(value, 4) for value in (first_K / counts_K).tolist()],
+            "recall16": [round(value, 4) for value in (near_K / counts_K).tolist()],
         }
 
 
@@ -212,7 +170,7 @@ def _chunk(
             with torch.no_grad():
                 loss, grad, metrics = _cross_entropy(hidden_RD, learned, head, config, needs_grad, is_measured)
     if metrics is not None:
-        metrics.counts_K = slots.valid_AK.sum(0).double().cpu()  # a token the head lacks is missed, not left out
+        metrics.sums_4K[0] = slots.valid_AK.sum(0)  # a token the head lacks is missed, not left out
     return loss, grad, metrics
 
 
@@ -308,7 +266,7 @@ def _measure(logits_RV: Tensor, label_R1: Tensor, valid_AK: Tensor) -> SlotMetri
     first_AK = (logits_RV.max(-1).indices == label_R1[:, 0]).view(valid_AK.shape) & valid_AK
     near_AK = (rank_AK < NUM_RECALLED) & valid_AK
     standing_AK = first_AK.cumprod(dim=1)
-    return SlotMetrics(0.0, *(each.sum(0).double().cpu() for each in (valid_AK, first_AK, near_AK, standing_AK)))
+    return SlotMetrics(0.0, torch.stack([each.sum(0) for each in (valid_AK, first_AK, near_AK, standing_AK)]).double().cpu())
 
 
 def _count(mask_RV: Tensor) -> Tensor:

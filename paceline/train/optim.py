@@ -4,40 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from paceline.errors import ConfigError
+from paceline.train.config import OptimConfig
 
-OPTIMISERS = ("adamw", "muon")
 WARM_UP_SHARE = 0.04
 LAST_SHARE = 0.05
 """The cosine ends at this share of the peak."""
 VECTOR_BOOST = 3.0
 """Norm weights learn this times as fast: they are few."""
 FINAL_NORM, FINAL_BOOST = "norm.weight", 10.0
-"""The scale of all logits: it begins small, so that the first loss is, and has far to go."""
-
-
-@dataclass(frozen=True, slots=True)
-class OptimConfig:
-    """Which optimiser, and its numbers."""
-
-    name: str = "adamw"
-    lr: float = 6e-4
-    """Peak learning rate; for muon too, whose steps are scaled to AdamW's size."""
-    weight_decay: float = 0.01
-    beta2: float = 0.98
-    clip: float = 1.0
-    """Largest norm of the gradient; longer ones are scaled down."""
-
-    def __post_init__(self) -> None:
-        if self.name not in OPTIMISERS:
-            raise ConfigError(f"optimiser must be one of {', '.join(OPTIMISERS)}, not {self.name!r}")
-        if self.lr <= 0 or self.clip <= 0:
-            raise ConfigError("learning rate and clip must be above 0")
+"""This weight, if a network has it, sets the scale of all logits. It begins small, to keep the first loss low, and grows."""
 
 
 class Optimisers:
@@ -71,13 +50,13 @@ class Optimisers:
             optimiser.zero_grad(set_to_none=True)
         return self._lr * lr_share
 
-    def states(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """(name of optimiser and parameter number, its state tensors), in a fixed order; created by the first step."""
+    def states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of all states as (`name.key`, tensor), in a fixed order; the first step makes them."""
         for name, _, state in self._each():
-            yield name, state
+            yield from ((f"{name}.{key}", tensor) for key, tensor in state.items() if isinstance(tensor, torch.Tensor))
 
     def fill(self, stored: dict[str, torch.Tensor]) -> None:
-        """Take up states kept as `name.key`: moments go where their parameter is, the count of steps stays on the CPU."""
+        """Take up what `states` gave: moments go where their parameter is, the count of steps stays on the CPU."""
         for name, parameter, state in self._each():
             for key, tensor in stored.items():
                 if key.startswith(f"{name}."):

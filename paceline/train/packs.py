@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.draft.checkpoint import DFlashConfig
 from paceline.train.attention import Layout
 from paceline.train.dataset import Document, labels_of
 from paceline.train.features import FeatureSource
@@ -28,25 +27,25 @@ class Pack:
     """Inputs and labels of A blocks from some documents, K = block_size - 1 slots each."""
 
     layout: Layout
-    tokens_T: Tensor
-    """Block inputs: anchor, then masks; T = A * block_size."""
+    anchors_A: Tensor
+    """Token ids of the anchors."""
     taps_NF: Tensor
     """Features of all contexts, cut behind each document's last anchor."""
     slots: Slots
 
 
 class Packer:
-    """Makes packs of a drafter's blocks from documents and their features."""
+    """Makes packs from documents and their features."""
 
     def __init__(
-        self, config: DFlashConfig, documents: list[Document], features: FeatureSource, device: torch.device | str = "cpu"
+        self, block_size: int, documents: list[Document], features: FeatureSource, device: torch.device | str = "cpu"
     ) -> None:
-        self._config, self._documents, self._features, self._device = config, documents, features, device
+        self._block_size, self._documents, self._features, self._device = block_size, documents, features, device
 
     def pack(self, chosen: list[Chosen]) -> Pack:
         """One pack of these documents and anchors."""
-        size, anchors = self._config.block_size, [anchors_A for _, anchors_A in chosen]
-        labels, valid, taps, finals, inputs = [], [], [], [], []
+        size, device, anchors = self._block_size, self._device, [anchors_A for _, anchors_A in chosen]
+        labels, valid, taps, finals, tokens = [], [], [], [], []
         for number, anchors_A in chosen:
             document, features = self._documents[number], self._features.of(number)
             labels_AK, valid_AK = labels_of(document, anchors_A, size)
@@ -56,19 +55,14 @@ class Packer:
             if features.final_SD is not None:
                 before_AK = np.minimum(anchors_A[:, None] + np.arange(size - 1), len(document) - 1)
                 finals.append(features.final_SD[torch.from_numpy(before_AK)])
-            inputs.append(document.tokens[anchors_A])
-        anchor_tokens = torch.from_numpy(np.concatenate(inputs)).long()
-        tokens_AB = torch.full((len(anchor_tokens), size), self._config.mask_token_id)
-        tokens_AB[:, 0] = anchor_tokens
-        layout = Layout(
-            tuple(len(taps_NF) for taps_NF in taps), tuple(torch.from_numpy(each).to(self._device) for each in anchors), size
-        )
+            tokens.append(document.tokens[anchors_A])
+        layout = Layout(tuple(map(len, taps)), tuple(torch.from_numpy(each).to(device) for each in anchors), size)
         slots = Slots(
-            torch.from_numpy(np.concatenate(labels)).to(self._device),
-            torch.from_numpy(np.concatenate(valid)).to(self._device),
-            torch.cat(finals).to(self._device) if finals else None,
+            torch.from_numpy(np.concatenate(labels)).to(device),
+            torch.from_numpy(np.concatenate(valid)).to(device),
+            torch.cat(finals).to(device) if finals else None,
         )
-        return Pack(layout, tokens_AB.flatten().to(self._device), torch.cat(taps).to(self._device), slots)
+        return Pack(layout, torch.from_numpy(np.concatenate(tokens)).long().to(device), torch.cat(taps).to(device), slots)
 
 
 def split_into_packs(chosen: list[Chosen], blocks_per_pack: int) -> Iterator[list[Chosen]]:

@@ -17,20 +17,20 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.draft.dflash import DFlashNetwork
 from paceline.train.optim import Optimisers
 from paceline.train.packs import Chosen, split_into_packs
 from paceline.train.ranks import Ranks
-
-WAYS = ("auto", "replicated", "sharded")
+from paceline.train.trainable import Trainable
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The blocks of one pack, and what their loss counts: 1, or 0 for one that only keeps this process beside the others."""
+    """The blocks of one pack, and the weight of their loss: 1, or 0 where a process computes a block only because all processes
+    must take the same number of pieces."""
 
     chosen: list[Chosen]
     weight: float = 1.0
@@ -42,8 +42,8 @@ class Alone:
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.ranks, self.device = ranks, device
 
-    def prepare(self, network: DFlashNetwork) -> None:
-        """Lay the network out, in place, before optimisers take its parameters."""
+    def prepare(self, drafter: Trainable) -> None:
+        """Lay its network out, in place, before optimisers take the parameters."""
 
     def pieces(self, chosen: list[Chosen], blocks_per_pack: int) -> list[Piece]:
         """This process's packs of a step's blocks."""
@@ -54,10 +54,10 @@ class Alone:
         """Add the gradients of one piece to those of the step; `is_last` says that it was the step's last."""
         loss.backward()
 
-    def sum_gradients(self, network: DFlashNetwork) -> None:
+    def sum_gradients(self, network: nn.Module) -> None:
         """After the last piece: make the gradients those of all processes."""
 
-    def clip(self, network: DFlashNetwork, longest: float) -> float:
+    def clip(self, network: nn.Module, longest: float) -> float:
         """Scale the gradients down to this norm; returns the norm before."""
         return float(nn.utils.clip_grad_norm_(network.parameters(), longest))
 
@@ -73,11 +73,11 @@ class Alone:
         """Copies in main memory, gathered on the first process; nothing on the others."""
         return {name: tensor.detach().cpu().clone() for name, tensor in tensors if self.ranks.is_first}
 
-    def weights(self, network: DFlashNetwork) -> dict[str, Tensor]:
+    def weights(self, network: nn.Module) -> dict[str, Tensor]:
         """Its `state_dict`, as `whole` gives it."""
         return self.whole(network.state_dict().items())
 
-    def load(self, network: DFlashNetwork, tensors: dict[str, Tensor]) -> None:
+    def load(self, network: nn.Module, tensors: dict[str, Tensor]) -> None:
         """Fill the network with whole tensors that every process has read."""
         parameters = dict(network.named_parameters())
         network.load_state_dict({name: self._like(parameters[name], tensor) for name, tensor in tensors.items()})
@@ -95,10 +95,8 @@ class Alone:
 class Replicated(Alone):
     """The whole network on every process."""
 
-    def sum_gradients(self, network: DFlashNetwork) -> None:
+    def sum_gradients(self, network: nn.Module) -> None:
         """As one flat message; a process without blocks adds zeros."""
-        import torch.distributed as dist
-
         parameters = list(network.parameters())
         flat = torch.cat([_gradient(parameter).flatten() for parameter in parameters])
         dist.all_reduce(flat)
@@ -106,15 +104,11 @@ class Replicated(Alone):
             parameter.grad = part.view_as(parameter)
 
     def sum(self, numbers: Tensor) -> Tensor:
-        import torch.distributed as dist
-
         numbers = numbers.to(self.device)
         dist.all_reduce(numbers)
         return numbers.cpu()
 
     def most(self, number: float) -> float:
-        import torch.distributed as dist
-
         value = torch.tensor([number], dtype=torch.float64, device=self.device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return float(value)
@@ -129,18 +123,18 @@ class Sharded(Replicated):
     _network: Any = None
     """The network as FSDP2 made it: its class is a new one, its parameters are DTensors."""
 
-    def prepare(self, network: DFlashNetwork) -> None:
+    def prepare(self, drafter: Trainable) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         mesh = init_device_mesh(self.device.type, (self.ranks.world,))
-        for module in (*network.layers, network):
+        for module in (*drafter.layers, drafter.network):
             # The root too is freed after its forward: what reads or writes weights between steps finds the shards.
             sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
             assert isinstance(sharded, FSDPModule)
             sharded.set_gradient_divide_factor(1.0)  # a sum, where FSDP2 would take the mean
             sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-        self._network = network
+        self._network = drafter.network
 
     def pieces(self, chosen: list[Chosen], blocks_per_pack: int) -> list[Piece]:
         """As many as the process with the most; a single block without weight fills up."""
@@ -154,10 +148,10 @@ class Sharded(Replicated):
         self._network.set_requires_gradient_sync(is_last)
         loss.backward()
 
-    def sum_gradients(self, network: DFlashNetwork) -> None:
+    def sum_gradients(self, network: nn.Module) -> None:
         """Done by the last `backward`."""
 
-    def clip(self, network: DFlashNetwork, longest: float) -> float:
+    def clip(self, network: nn.Module, longest: float) -> float:
         from torch.distributed.tensor import DTensor
 
         parameters = list(network.parameters())
@@ -176,13 +170,13 @@ class Sharded(Replicated):
             copies |= super().whole([(name, gathered)])
         return copies
 
-    def weights(self, network: DFlashNetwork) -> dict[str, Tensor]:
+    def weights(self, network: nn.Module) -> dict[str, Tensor]:
         from torch.distributed.tensor.experimental import implicit_replication
 
         with implicit_replication():  # for state_dict hooks that compute with plain tensors (scaling.py)
             return super().weights(network)
 
-    def load(self, network: DFlashNetwork, tensors: dict[str, Tensor]) -> None:
+    def load(self, network: nn.Module, tensors: dict[str, Tensor]) -> None:
         from torch.distributed.tensor.experimental import implicit_replication
 
         with implicit_replication():
@@ -203,9 +197,9 @@ def make_parallel(way: str, ranks: Ranks, device: torch.device) -> Alone:
     return (Sharded if way == "sharded" else Replicated)(ranks, device)
 
 
-def recompute_layers(network: DFlashNetwork) -> None:
-    """Keep only the inputs of each draft layer for the backward pass, and compute the rest there again."""
-    for layer in network.layers:
+def recompute_layers(layers: Iterable[nn.Module]) -> None:
+    """Keep only the inputs of each layer for the backward pass, and compute the rest there again."""
+    for layer in layers:
         # Nothing in a layer is random: no generator state to keep.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
@@ -216,8 +210,6 @@ def process_group(ranks: Ranks, device: str) -> Iterator[Callable[[], None]]:
     if ranks.world == 1:
         yield lambda: None
         return
-    import torch.distributed as dist
-
     is_gpu = device != "cpu" and torch.cuda.is_available()
     if is_gpu:
         torch.cuda.set_device(ranks.local)

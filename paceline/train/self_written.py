@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import CacheError, PromptError, SamplingError, UnsupportedModelError
-from paceline.runlog import write_whole
+from paceline.prompts import read_prompts
+from paceline.runlog import drop_cut_line
 from paceline.types import SamplingParams, Sequence
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class PromptWriter:
         Raises PromptError when the target hardly ever writes a usable one or the file is damaged, CacheError when the disk
         refuses.
         """
-        done = SelfWritten(_whole_lines(self.file))
+        done = SelfWritten(_written(self.file))
         for prompt in done.prompts:
             on_prompt(prompt)
         num_found = len(done.prompts)
@@ -188,23 +189,7 @@ def _normalised(prompt: str) -> str:
     return " ".join(re.findall(r"\w+", prompt.lower()))
 
 
-def _whole_lines(file: Path) -> list[str]:
-    """Prompts of an earlier run; a line cut short by a crash, perhaps within a character, is taken back."""
-    try:
-        data = file.read_bytes() if file.exists() else b""
-    except OSError as error:
-        raise CacheError(f"cannot read {file} ({error}): choose another --out") from error
-    whole = data[: data.rfind(b"\n") + 1]
-    lines = whole.split(b"\n")[:-1]
-    prompts = [_prompt_of(line, f"{file}, line {number}") for number, line in enumerate(lines, start=1)]
-    if whole != data:
-        write_whole(file, whole.decode("utf-8"))
-    return prompts
-
-
-def _prompt_of(line: bytes, where: str) -> str:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise PromptError(f"{where}: not a prompt written by the target: delete the line, or choose another --out") from error
-    return str(prompt)
+def _written(file: Path) -> list[str]:
+    """Prompts of an earlier run; a last line cut short by a crash is taken back."""
+    drop_cut_line(file)
+    return [prompt.turns[0] for prompt in read_prompts(file)] if file.exists() and file.stat().st_size else []

@@ -7,58 +7,32 @@ loss is about log(vocabulary), not 30.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from math import log
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from paceline.draft.checkpoint import DFlashConfig, check_fit, default_layer_ids, new_config, read_checkpoint
+from paceline.draft.checkpoint import DFlashConfig, check_fit, default_layer_ids, new_config, read_checkpoint, read_draft_ids
 from paceline.draft.dflash import DFlashNetwork
+from paceline.draft.registry import SHIPPED
 from paceline.errors import ConfigError
 from paceline.hub import resolve
 from paceline.model.checkpoint import load_tensors
 from paceline.model.config import DecoderConfig
-from paceline.model.target import Target
-from paceline.train.losses import Head
+from paceline.model.target import Target, head_weight
+from paceline.train.config import DrafterShape
+from paceline.train.dataset import Corpus
+from paceline.train.losses import Head, Slots
 
 FIRST_LOGITS_DEVIATION = 1.0
 """At most: of normal logits that know nothing this alone costs half a nat."""
 FIRST_LOSS_MARGIN = 0.5
 """Nats above log(vocabulary) that the first loss may be."""
 MEASURED_SLOTS, BISECTIONS = 256, 10
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterShape:
-    """What a new drafter looks like; sizes not named are the target's."""
-
-    num_layers: int = 3
-    block_size: int = 8
-    num_taps: int | None = None
-    """Tapped target layers; None takes as many as layers, at least 5 if the target has them."""
-    tap_layers: tuple[int, ...] | None = None
-    """Exactly these instead."""
-    start: Literal["random", "target"] = "random"
-    is_causal: bool | None = None
-    """Whether slots see only the slots before them; None leaves it to the format: bidirectional."""
-    sliding_window: int | None = None
-    """All layers see this many positions; None sees everything."""
-    mask_token_id: int | None = None
-    """None takes the vocabulary's last id."""
-    draft_vocab: int | None = None
-    """Draft only among this many tokens, the most frequent in the answers; None drafts among all."""
-
-    def __post_init__(self) -> None:
-        if self.num_layers < 1 or self.block_size < 2:
-            raise ConfigError("a drafter has at least 1 layer and blocks of at least 2")
-        if self.start not in ("random", "target"):
-            raise ConfigError(f"start must be random or target, not {self.start!r}")
-        if self.draft_vocab is not None and self.draft_vocab < 2:
-            raise ConfigError("the draft vocabulary must have at least 2 tokens")
 
 
 def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
@@ -101,6 +75,48 @@ def _tap_layers(num_layers: int, shape: DrafterShape) -> tuple[int, ...]:
     number = min(shape.num_taps or max(5, shape.num_layers), num_layers)
     ids = default_layer_ids(num_layers, number) if num_layers > 4 else range(number)
     return tuple(sorted({min(max(layer, 0), num_layers - 1) for layer in ids}))
+
+
+def init_folder(init: str | None, target_name: str) -> Path | None:
+    """Where the drafter to be continued lies; None when a new one is made. Raises ConfigError when there is none."""
+    if init is None:
+        return None
+    folder = SHIPPED / target_name if init == "default" else Path(init).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"--init {init}: there is no drafter in {folder}: give a folder with config.json")
+    return folder
+
+
+def head_of(target: Target, config: DFlashConfig, draft_ids: Tensor | None) -> Head:
+    """The target's head as the drafter uses it, or its rows of `draft_ids`."""
+    weight_VD = head_weight(target)
+    if draft_ids is not None:
+        draft_ids = draft_ids.to(weight_VD.device)
+        weight_VD = weight_VD[draft_ids]
+    return Head(weight_VD, config.output_multiplier, config.final_logit_softcapping, draft_ids)
+
+
+def most_frequent(number: int | None, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:
+    """Ids of the most frequent tokens, ascending: a new drafter's draft vocabulary; None for all tokens."""
+    if number is None or number >= target.vocab_size:
+        return None
+    counts_V = torch.from_numpy(corpus.token_counts(target.vocab_size))
+    chosen = torch.argsort(counts_V, descending=True, stable=True)[:number].sort().values
+    share = float(counts_V[chosen].sum() / counts_V.sum())
+    say(f"drafting among {number} of {target.vocab_size} tokens, {share:.1%} of what the answers hold")
+    return chosen
+
+
+def continued_draft_ids(init: Path | None, corpus: Corpus, target: Target) -> Tensor | None:
+    """The draft vocabulary of a drafter that began as `init`: that of `init`, and every token of the new answers.
+
+    None, all tokens, when `init` drafts among all. The head's rows are the target's: tokens may join at any time.
+    """
+    known = None if init is None else read_draft_ids(init)
+    if known is None:
+        return None
+    new = torch.from_numpy(corpus.token_counts(target.vocab_size)).nonzero().flatten()
+    return torch.cat([known, new.to(known.dtype)]).unique()
 
 
 def network_for(
@@ -158,18 +174,18 @@ def _copy_layers(network: DFlashNetwork, target_name: str) -> None:
 
 
 @torch.no_grad()
-def scale_first_logits(network: DFlashNetwork, hidden_TD: Tensor, head: Head, labels_T: Tensor | None = None) -> float:
-    """Scale the final norm so that logits deviate by about one, or less if the first loss asks for it; returns the factor.
+def scale_first_logits(network: DFlashNetwork, head: Head, hidden_TD: Tensor, slots: Slots) -> float:
+    """Scale the final norm so that the first loss is near log(vocabulary); returns the factor.
 
-    hidden_TD [T, D]: final hidden states of first blocks; labels_T [T]: the tokens they should predict. All slots of a new
-    drafter look alike, like the mask token, and favour its neighbours, tokens that nobody writes: logits that deviate by one
-    would still cost nats. The loss is convex in the factor: a bisection finds the largest that keeps it near log(vocabulary).
+    hidden_TD [T, D]: hidden states of the first blocks' slots. Logits get a standard deviation of about one. A new drafter says
+    nearly the same in all slots, and what it says is wrong, so even such logits may cost too much: then the factor is the
+    largest, found by bisection, with a loss below the limit (the loss is convex in the factor).
     """
-    hidden_TD = hidden_TD[:MEASURED_SLOTS]
+    rows_T, reached_T = head.local(slots.labels_AK.flatten())
+    is_learned_T = slots.valid_AK.flatten() & reached_T
+    hidden_TD, labels_T = hidden_TD[is_learned_T][:MEASURED_SLOTS], rows_T[is_learned_T][:MEASURED_SLOTS]
     deviation = float(head.logits(hidden_TD).float().std(dim=-1).mean())
-    factor = FIRST_LOGITS_DEVIATION / max(deviation, 1e-6)
-    if labels_T is not None:
-        factor = _largest_factor(hidden_TD, head, labels_T[:MEASURED_SLOTS], factor)
+    factor = _largest_factor(hidden_TD, head, labels_T, FIRST_LOGITS_DEVIATION / max(deviation, 1e-6))
     network.norm.weight.mul_(factor)
     return factor
 

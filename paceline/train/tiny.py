@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from paceline.errors import CacheError
 from paceline.model.checkpoint import load_config, random_tensors
+from paceline.runlog import write_whole
 
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|mask|>"]
 CONFIG: dict[str, Any] = {
@@ -56,3 +57,10 @@ def write_tiny_target(folder: Path, seed: int = 0) -> Path:
     except OSError as error:
         raise CacheError(f"cannot write the tiny target to {folder} ({error}): choose another --out") from error
     return folder
+
+
+def write_tiny_prompts(file: Path) -> Path:
+    """Prompts for that target; written once. Raises CacheError when the disk refuses."""
+    if not file.exists():
+        write_whole(file, "".join(f'{{"prompt": "Say something about number {n}."}}\n' for n in range(96)))
+    return file

@@ -7,6 +7,7 @@ once; decoding meets each anchor as a round does, after observing every position
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,17 +15,18 @@ import pytest
 import torch
 from draft.test_dflash import PROMPT, VARIANTS, Recording, network, raw_config, targets
 from torch import Tensor
-from torch.nn import functional as F
 
 from paceline.draft.base import Observed
 from paceline.draft.dflash import DFlashNetwork, scale_logits
 from paceline.model.decoder import Decoder
 from paceline.model.target import ForwardBatch, head_weight
-from paceline.train.attention import WAYS, make_attention
+from paceline.train.attention import WAYS
+from paceline.train.config import LossConfig
 from paceline.train.dataset import Document
 from paceline.train.features import OnlineFeatures
-from paceline.train.losses import Head, LossConfig, head_loss
-from paceline.train.packs import Packer
+from paceline.train.losses import Head, head_loss
+from paceline.train.packs import Pack, Packer
+from paceline.train.trainable import DFlashTrainable
 from paceline.types import Batch, SamplingParams, Sequence
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
@@ -36,15 +38,21 @@ DOCUMENTS = [
 CHOSEN = [(0, np.array([3, 4, 9, 12, 20, 29])), (1, np.array([1, 7, 8, 21]))]
 
 
+def packed(net: DFlashNetwork, target: Decoder) -> Pack:
+    features = OnlineFeatures(target, DOCUMENTS, net.config.target_layer_ids, False)
+    return Packer(net.config.block_size, DOCUMENTS, features).pack(CHOSEN)
+
+
+def embedding(target: Decoder) -> Tensor:
+    return target.embed(torch.arange(target.vocab_size))
+
+
 def trained(net: DFlashNetwork, target: Decoder, way: str) -> Tensor:
     """Logits [blocks, K, V] of all blocks at once, as the loop computes them."""
     config = net.config
-    pack = Packer(config, DOCUMENTS, OnlineFeatures(target, DOCUMENTS, config.target_layer_ids, False)).pack(CHOSEN)
-    embedded_TD = F.embedding(pack.tokens_T, target.embed(torch.arange(target.vocab_size))) * config.input_embedding_scale
-    hidden_TD = net(embedded_TD, pack.taps_NF, make_attention(way, config, pack.layout, torch.float32))
-    slots_TD = hidden_TD.unflatten(0, (-1, config.block_size))[:, 1:]
+    hidden_TD = DFlashTrainable(net, {}, way).hidden(packed(net, target), embedding(target), False)
     head = Head(head_weight(target), config.output_multiplier, config.final_logit_softcapping)
-    return head.logits(slots_TD)
+    return head.logits(hidden_TD).unflatten(0, (-1, config.block_size - 1))
 
 
 def decoded(net: DFlashNetwork, target: Decoder, *, chunk: int) -> Tensor:
@@ -85,11 +93,10 @@ def test_every_slot_of_several_anchors_as_decoding_sees_it(keys: dict[str, Any])
 def test_one_position_off_would_be_noticed() -> None:
     net, (_, target) = network(raw_config()), targets()
     expected = decoded(net, target, chunk=100)
-    pack = Packer(net.config, DOCUMENTS, OnlineFeatures(target, DOCUMENTS, net.config.target_layer_ids, False)).pack(CHOSEN)
-    embedded_TD = F.embedding(pack.tokens_T, target.embed(torch.arange(target.vocab_size)))
-    attend = make_attention("split", net.config, pack.layout, torch.float32)
-    hidden_TD = net(embedded_TD, pack.taps_NF.roll(1, 0), attend)
-    shifted = scale_logits(target.head(hidden_TD.unflatten(0, (-1, 8))[:, 1:]), net.config)
+    pack = packed(net, target)
+    shifted_pack = replace(pack, taps_NF=pack.taps_NF.roll(1, 0))
+    hidden_TD = DFlashTrainable(net, {}, "split").hidden(shifted_pack, embedding(target), False)
+    shifted = scale_logits(target.head(hidden_TD.unflatten(0, (-1, 7))), net.config)
     assert (shifted - expected).abs().amax(-1).min() > 1e-3
 
 
@@ -98,12 +105,9 @@ def test_training_counts_the_drafts_that_decoding_makes(name: str) -> None:
     """recall@1 of the loop is the share of labels among the drafts; the labels stand where the drafts are verified."""
     net, (_, target) = network(raw_config(**VARIANTS[name])), targets()
     drafts = decoded(net, target, chunk=3).argmax(-1)
-    pack = Packer(net.config, DOCUMENTS, OnlineFeatures(target, DOCUMENTS, net.config.target_layer_ids, False)).pack(CHOSEN)
+    pack = packed(net, target)
     with torch.no_grad():
-        embedded_TD = F.embedding(pack.tokens_T, target.embed(torch.arange(target.vocab_size)))
-        embedded_TD = embedded_TD * net.config.input_embedding_scale
-        hidden_TD = net(embedded_TD, pack.taps_NF, make_attention("split", net.config, pack.layout, torch.float32))
-        slots_TD = hidden_TD.unflatten(0, (-1, net.config.block_size))[:, 1:].flatten(0, 1)
+        slots_TD = DFlashTrainable(net, {}, "split").hidden(pack, embedding(target), False)
         head = Head(head_weight(target), net.config.output_multiplier, net.config.final_logit_softcapping)
         _, metrics = head_loss(slots_TD, pack.slots, head, LossConfig("ce"), 1.0)
     hits, counts, block = torch.zeros(7), torch.zeros(7), 0
@@ -114,4 +118,4 @@ def test_training_counts_the_drafts_that_decoding_makes(name: str) -> None:
                 hits[slot] += int(drafts[block, slot]) == label
                 counts[slot] += 1
             block += 1
-    assert metrics.counts_K.tolist() == counts.tolist() and metrics.first_K.tolist() == hits.tolist()
+    assert metrics.sums_4K[:2].tolist() == [counts.tolist(), hits.tolist()]

@@ -17,9 +17,8 @@ from paceline.draft.dflash import DFlashDrafter
 from paceline.errors import CacheError, ConfigError, TrainingError
 from paceline.train import checkpoint as module
 from paceline.train.checkpoint import latest_checkpoint
+from paceline.train.config import LossConfig, OptimConfig
 from paceline.train.loop import Step, Trainer
-from paceline.train.losses import LossConfig
-from paceline.train.optim import OptimConfig
 
 EVERY_STEP = -1.0
 """Minutes between checkpoints, to have one after each step."""
@@ -185,7 +184,7 @@ def test_a_poisoned_document_stops_the_run_and_the_last_good_step_stands(tmp_pat
     assert "\n" not in message
     stored = latest_checkpoint(tmp_path / "sick")
     assert stored is not None and stored.trainer["step"] == 4
-    assert all(tensor.isfinite().all() for tensor in stored.network_tensors().values())
+    assert all(tensor.isfinite().all() for tensor in stored.tensors()[0].values())
     assert all(tensor.isfinite().all() for tensor in load_file(stored.folder / "optimiser.safetensors").values())
     (tmp_path / "sick").rename(tmp_path / "cured")
     cured, expected = trainer(tmp_path / "cured", settings), run(healthy)

@@ -32,20 +32,21 @@ from paceline.draft.checkpoint import DFlashConfig, new_config
 from paceline.draft.dflash import DFlashNetwork
 from paceline.errors import ConfigError
 from paceline.train.checkpoint import latest_checkpoint
+from paceline.train.config import LoopConfig, OptimConfig
 from paceline.train.dataset import Corpus, Document
 from paceline.train.features import Features
-from paceline.train.loop import Step, TrainConfig, Trainer
+from paceline.train.loop import Step, Trainer
 from paceline.train.losses import Head
-from paceline.train.optim import OptimConfig
 from paceline.train.parallel import Alone, Piece, Replicated, Sharded, make_parallel, process_group
 from paceline.train.ranks import Ranks
 from paceline.train.scaling import train_in_scaled_units
+from paceline.train.trainable import DFlashTrainable
 
 HIDDEN, VOCAB, TAPS, STEPS, KILLED_AT = 32, 96, (1, 3), 6, 4
 PATIENCE = 300
 """Seconds, on a machine with other work too, after which two processes count as deadlocked and say where they are."""
 
-BASE = TrainConfig(max_steps=STEPS, blocks_per_step=24, anchors=5, blocks_per_pack=10, autocast=False, checkpoint_minutes=1e6)
+BASE = LoopConfig(max_steps=STEPS, blocks_per_step=24, anchors=5, blocks_per_pack=10, autocast=False, checkpoint_minutes=1e6)
 SCENARIOS = {
     "base": BASE,
     "muon": replace(BASE, max_steps=3, optim=OptimConfig("muon")),
@@ -67,7 +68,7 @@ class RandomFeatures:
         return Features(torch.randn(len(self._documents[number]), len(TAPS) * HIDDEN, generator=generator), None)
 
 
-def make_trainer(config: TrainConfig, folder: Path, ranks: Ranks | None = None) -> Trainer:
+def make_trainer(config: LoopConfig, folder: Path, ranks: Ranks | None = None) -> Trainer:
     raw = new_config(
         HIDDEN, VOCAB, 6,
         num_layers=2, block_size=4, mask_token_id=VOCAB - 1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -83,7 +84,7 @@ def make_trainer(config: TrainConfig, folder: Path, ranks: Ranks | None = None) 
     network = DFlashNetwork.random(DFlashConfig.from_json(raw))
     train_in_scaled_units(network, torch.exp2(torch.arange(len(TAPS) * HIDDEN) % 3 - 1.0))
     trainer = Trainer(
-        network, raw, Corpus(documents[:13], documents[13:]),
+        DFlashTrainable(network, raw), Corpus(documents[:13], documents[13:]),
         RandomFeatures(documents), weight_VD, Head(weight_VD), config, folder=folder, ranks=ranks,
     )  # fmt: skip
     trainer.heldout["heldout"] = (documents[13:], RandomFeatures(documents[13:]))  # one: a second process has none
@@ -265,7 +266,7 @@ def test_ways_by_name() -> None:
     assert [type(make_parallel(way, two, device)) for way in ("auto", *WAYS)] == [Replicated, Replicated, Sharded]
     assert type(make_parallel("sharded", Ranks(), device)) is Alone
     with pytest.raises(ConfigError, match="auto, replicated, sharded"):
-        TrainConfig(parallel="both")
+        LoopConfig(parallel="both")
 
 
 def test_recomputed_layers_give_the_same_gradients_and_keep_less(tmp_path: Path) -> None:

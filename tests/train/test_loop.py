@@ -13,12 +13,11 @@ from small_training import HIDDEN, VOCAB, config, documents, embedding, tiny_dec
 from torch.nn import functional as F
 
 from paceline.errors import ConfigError
-from paceline.train.attention import make_attention
+from paceline.train.config import LOSSES, LoopConfig, LossConfig, OptimConfig
 from paceline.train.dataset import Place
 from paceline.train.features import OnlineFeatures
-from paceline.train.loop import Step, TrainConfig, Trainer
-from paceline.train.losses import LOSSES, LossConfig
-from paceline.train.optim import OptimConfig, learning_rate_share
+from paceline.train.loop import Step, Trainer
+from paceline.train.optim import learning_rate_share
 from paceline.train.packs import heldout_anchors
 
 
@@ -90,9 +89,7 @@ def test_the_first_figures_are_cross_entropy_by_hand(tmp_path: Path) -> None:
     chosen, num_slots, _ = one.planner.step(Place())
     pack = one.packer.pack(chosen)
     with torch.no_grad():
-        inputs = F.embedding(pack.tokens_T, embedding(target))
-        attend = make_attention("split", one.network.config, pack.layout, torch.float32)
-        logits = target.head(one.network(inputs, pack.taps_NF, attend)).unflatten(0, (-1, 4))[:, 1:]
+        logits = target.head(one.drafter.hidden(pack, embedding(target), False)).unflatten(0, (-1, 3))
     labels, valid = pack.slots.labels_AK, pack.slots.valid_AK
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
     weights = torch.exp(-torch.arange(3) / 2.0)
@@ -126,8 +123,8 @@ class TestEnds:
     def test_minutes_end_a_run_too(self, tmp_path: Path) -> None:
         one = trainer(tmp_path, config(max_steps=100, max_minutes=1.0))
         one.state = replace(one.state, seconds=59.9999)
-        assert one.progress == pytest.approx(0.99999, abs=1e-4)
-        assert len(steps_of(one)) == 1 and one.progress >= 1.0
+        assert one.share_done == pytest.approx(0.99999, abs=1e-4)
+        assert len(steps_of(one)) == 1 and one.share_done >= 1.0
         assert (tmp_path / "latest").read_text() == "step-000001\n", "its end is kept"
 
     def test_the_learning_rate_warms_up_and_falls(self, tmp_path: Path) -> None:
@@ -187,7 +184,7 @@ def test_weight_decay_spares_norms_and_gradients_are_clipped(tmp_path: Path) -> 
 @pytest.mark.parametrize("changes", [{"epochs": 0.0}, {"blocks_per_step": 0}, {"anchors": 0}, {"heldout_every": 0}])
 def test_impossible_settings_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="must be above 0"):
-        TrainConfig(**changes)
+        LoopConfig(**changes)
     with pytest.raises(ConfigError, match="optimiser must be one of adamw, muon"):
         OptimConfig("sgd")
 

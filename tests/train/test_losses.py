@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from paceline.errors import ConfigError
 from paceline.train import losses
-from paceline.train.losses import LOSSES, Head, LossConfig, LossVocabulary, SlotMetrics, Slots, default_gamma, head_loss
+from paceline.train.config import LOSSES, LossConfig
+from paceline.train.losses import Head, LossVocabulary, SlotMetrics, Slots, default_gamma, head_loss
 
 VOCAB, HIDDEN, SLOTS, BLOCKS = 23, 6, 5, 7
 
@@ -87,7 +88,7 @@ def test_chunks_change_nothing(name: str, rows: int, monkeypatch: pytest.MonkeyP
         loss.backward()
         found.append((loss.detach(), hidden_TD.grad))
         _, metrics = head_loss(hidden_TD.detach(), slots, Head(weight_VD), LossConfig(name), 9.0)
-        assert metrics.counts_K.tolist() == slots.valid_AK.sum(0).tolist(), "without gradients every chunk is measured"
+        assert metrics.sums_4K[0].tolist() == slots.valid_AK.sum(0).tolist(), "without gradients every chunk is measured"
     torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=1e-5)
 
 
@@ -167,7 +168,7 @@ def test_figures_counted_by_hand() -> None:
     twice = SlotMetrics.zero(3)
     twice.add(metrics)
     twice.add(SlotMetrics.of_flat(metrics.flat()))
-    assert twice.rates() == rates and twice.counts_K.tolist() == [6, 6, 4]
+    assert twice.rates() == rates and twice.sums_4K[0].tolist() == [6, 6, 4]
 
 
 def test_of_equal_logits_the_one_that_drafting_takes_counts() -> None:
@@ -175,7 +176,7 @@ def test_of_equal_logits_the_one_that_drafting_takes_counts() -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]])
     _, metrics = head_loss(logits, slots, Head(torch.eye(3)), LossConfig("ce"), 2.0)
     taken = int(logits[0].max(-1).indices)
-    assert metrics.first_K.tolist() == [float(taken == 2), float(taken == 1)]
+    assert metrics.sums_4K[1].tolist() == [float(taken == 2), float(taken == 1)]
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -268,6 +269,6 @@ def test_a_token_the_head_lacks_is_missed_and_teaches_nothing() -> None:
     slots = Slots(torch.tensor([[2, 5, 8]]), torch.ones(1, 3, dtype=torch.bool))
     loss, metrics = head_loss(hidden, slots, Head(weight, columns=ids), LossConfig("ce"), 3.0)
     loss.backward()
-    assert metrics.counts_K.tolist() == [1, 1, 1]
-    assert metrics.first_K[1] == 0 and metrics.standing_K.tolist()[1:] == [0, 0]
+    assert metrics.sums_4K[0].tolist() == [1, 1, 1]
+    assert metrics.sums_4K[1][1] == 0 and metrics.sums_4K[3].tolist()[1:] == [0, 0]
     assert hidden.grad is not None and not hidden.grad[1].any() and hidden.grad[0].any()

@@ -19,15 +19,18 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.cli import app
-from paceline.commands import train
-from paceline.commands.train import continued_draft_ids
+from paceline.config import EngineConfig
 from paceline.draft.checkpoint import new_config
 from paceline.draft.dflash import DFlashConfig, DFlashDrafter, DFlashNetwork
 from paceline.errors import CacheError, ConfigError, DrafterMismatchError, PromptError
 from paceline.runlog import RunFolder
+from paceline.train import train, train_run
 from paceline.train.answers import Answer, AnswerShards
+from paceline.train.config import LoopConfig, TrainConfig
 from paceline.train.scaling import ScaledFeatures
+from paceline.train.start import continued_draft_ids
 from paceline.train.tiny import CONFIG, write_tiny_target
+from paceline.train.trainable import DFlashTrainable
 
 TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1")
 FORWARD = ("--max-steps", "30")
@@ -126,6 +129,20 @@ def test_a_finished_run_is_not_trained_again(finished: tuple[Path, dict[str, Any
     assert len(RunFolder(run).metrics()) == num_lines
 
 
+def test_training_is_a_library_call(finished: tuple[Path, dict[str, Any], float], tmp_path: Path, capsys: Any) -> None:
+    target = EngineConfig(device="cpu", dtype="float32", threads=1)
+    answers, loop = (finished[0] / "regenerate" / "answers",), LoopConfig(max_steps=2)
+    result = train(TrainConfig(tmp_path, target, answers=answers, scale="tiny", features="online", loop=loop))
+    assert tuple(capsys.readouterr()) == ("", ""), "it shows nothing by itself"
+    assert (result.steps, result.run, len(figures(tmp_path))) == (2, tmp_path, 2)
+    assert DFlashDrafter.from_folder(result.drafter).block_size == 8 and 1.0 <= result.heldout["heldout"] <= 8.0
+
+
+def test_importing_it_is_quick() -> None:
+    code = "import sys, paceline.train, paceline.commands.train; assert not {'torch', 'pyarrow'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_run_with_other_settings_is_refused(finished: tuple[Path, dict[str, Any], float]) -> None:
     with pytest.raises(ConfigError, match=r"begun with other settings \(loss.name: 'd-pace' there, 'ce' now\)"):
         paceline(*TINY, *FORWARD, "--out", finished[0], "--loss", "ce")
@@ -150,13 +167,13 @@ def test_the_network_reads_scaled_features_and_the_checkpoint_real_ones(
     class Seen(Exception):
         pass
 
-    def look(network: DFlashNetwork, raw: Any, corpus: Any, features: ScaledFeatures, *rest: Any, **options: Any) -> None:
-        scale_F = features._scale_F
+    def look(drafter: DFlashTrainable, corpus: Any, features: ScaledFeatures, *rest: Any, **options: Any) -> None:
+        scale_F, network = features._scale_F, drafter.network
         assert not torch.equal(scale_F, torch.ones_like(scale_F)), "the test needs features of several scales"
         torch.testing.assert_close(network.state_dict()["fc.weight"], network.fc.weight * scale_F)
         raise Seen
 
-    monkeypatch.setattr(train, "Trainer", look)
+    monkeypatch.setattr(train_run, "Trainer", look)
     with pytest.raises(Seen):
         paceline(*TINY, "--answers", finished[0] / "regenerate" / "answers", "--out", tmp_path, "--features", "online")
 
@@ -198,8 +215,8 @@ def test_bad_options_are_refused_before_anything_is_loaded(
     def loaded(*args: Any, **options: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("paceline.commands.train.load_target", loaded)
-    monkeypatch.setattr("paceline.commands.regenerate._load", loaded)
+    monkeypatch.setattr("paceline.train.train_run.load_target", loaded)
+    monkeypatch.setattr("paceline.train.regenerate_run._load", loaded)
     with pytest.raises(error, match=message):
         paceline("train", "--target", write_tiny_target(tmp_path / "target"), "--out", tmp_path / "run", *words)
 

@@ -14,12 +14,13 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError, PromptError
 from paceline.prompts import Prompt
 from paceline.train.answers import Answer, AnswerShards
-from paceline.train.ranks import Ranks
+from paceline.train.config import AnswerConfig
 from paceline.types import SamplingParams, Sequence
 
 if TYPE_CHECKING:
@@ -30,29 +31,6 @@ IN_FLIGHT_PER_ROW = 2
 """Requests handed to the engine per cache row, so that a row that frees is taken at once."""
 WRITE_EVERY_S = 60.0
 """A shard may hold fewer conversations than that: what a slow target said in a minute is too good to lose."""
-
-
-@dataclass(frozen=True, slots=True)
-class RegenerateConfig:
-    """How the target answers."""
-
-    max_tokens: int = 256
-    """Longest answer, in tokens."""
-    max_prompt_tokens: int = 512
-    """Longer prompts are left out, and counted."""
-    temperatures: tuple[float, ...] = (0.0,)
-    """Each prompt is answered once at each of these."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1 or self.max_prompt_tokens < 1:
-            raise ConfigError("max_tokens and max_prompt_tokens must be at least 1")
-        if not self.temperatures:
-            raise ConfigError("give at least one temperature")
-        for temperature in self.temperatures:
-            SamplingParams(temperature=temperature, seed=self.seed)
-        if len({f"{temperature:g}" for temperature in self.temperatures}) < len(self.temperatures):
-            raise ConfigError(f"temperatures must differ from each other, unlike {self.temperatures}")
 
 
 @dataclass(slots=True)
@@ -70,11 +48,15 @@ class _Conversation:
 
 @dataclass(slots=True)
 class Regenerated:
-    """What a call did."""
+    """What one process did."""
 
+    answers: Path
+    """Folder of the answers, those of all processes."""
     num_answers: int = 0
     num_tokens: int = 0
     """Tokens the target wrote."""
+    wall_s: float = 0.0
+    tokens_per_s: float = 0.0
     num_found: int = 0
     """Conversations that an earlier run had finished."""
     num_too_long: int = 0
@@ -90,7 +72,7 @@ class Regenerator:
     Raises ConfigError when the engine's cache is too small for the longest prompt and answer.
     """
 
-    def __init__(self, llm: LLM, shards: AnswerShards, config: RegenerateConfig, ranks: Ranks | None = None) -> None:
+    def __init__(self, llm: LLM, shards: AnswerShards, config: AnswerConfig) -> None:
         needed, max_len = config.max_prompt_tokens + config.max_tokens, llm.target.cache.max_len
         if needed > max_len:
             raise ConfigError(
@@ -98,20 +80,19 @@ class Regenerator:
                 "or lower them"
             )
         self.llm, self.shards, self.config = llm, shards, config
-        self.ranks = ranks or Ranks()
-        self.done = Regenerated()
+        self.done = Regenerated(shards.folder)
         self._flying: dict[int, _Conversation] = {}
         self._finished: list[Answer] = []
         self._num_unwritten = 0
         self._written_s = time.monotonic()
 
     def run(self, prompts: list[Prompt], on_answer: Callable[[Answer | None], None] = lambda answer: None) -> Regenerated:
-        """Answer this rank's share; `on_answer` hears of every answer, and None for a conversation that needs no work.
+        """Answer these prompts; `on_answer` hears of every answer, and None for a conversation that needs no work.
 
         Raises CacheError when a shard cannot be written, PromptError when the chat template refuses a prompt or a shard is
         damaged; what earlier shards hold stays.
         """
-        self.done = Regenerated()
+        self.done, started_at = Regenerated(self.shards.folder), time.perf_counter()
         waiting = self._missing(prompts, on_answer)
         in_flight = self.llm.target.cache.num_rows * IN_FLIGHT_PER_ROW
         try:
@@ -128,21 +109,21 @@ class Regenerator:
                 for request_id in self._flying:
                     self.llm.engine.abort(request_id)
                 self._flying.clear()
+        self.done.wall_s = time.perf_counter() - started_at
+        self.done.tokens_per_s = self.done.num_tokens / self.done.wall_s
         return self.done
 
     def num_conversations(self, prompts: list[Prompt]) -> int:
         """How many conversations `run` will report to `on_answer`: each by None, or by an answer whose turn is 0."""
-        return len(self._shared_out(prompts))
+        return len(self._unique(prompts))
 
-    def _shared_out(self, prompts: list[Prompt]) -> dict[str, tuple[Prompt, float]]:
-        """Key -> what to ask: this rank's share. Repeated prompts go first, or two ranks would both answer them."""
-        pairs = itertools.product(prompts, self.config.temperatures)
-        unique = {_key(*pair): pair for pair in pairs}
-        return dict(itertools.islice(unique.items(), self.ranks.rank, None, self.ranks.world))
+    def _unique(self, prompts: list[Prompt]) -> dict[str, tuple[Prompt, float]]:
+        """Key -> what to ask, repeated prompts once."""
+        return {_key(*pair): pair for pair in itertools.product(prompts, self.config.temperatures)}
 
     def _missing(self, prompts: list[Prompt], on_answer: Callable[[Answer | None], None]) -> Iterator[_Conversation]:
         found = self.shards.keys() | {answer.key for answer in self._finished}
-        for key, (prompt, temperature) in self._shared_out(prompts).items():
+        for key, (prompt, temperature) in self._unique(prompts).items():
             if key in found:
                 self.done.num_found += 1
             elif self._fits(conversation := self._open(prompt, key, temperature)):

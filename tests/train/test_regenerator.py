@@ -13,9 +13,10 @@ from small_llm import EOS, Parrot, Talker, fake_llm, tiny_model
 from paceline.engine.llm import LLM
 from paceline.errors import CacheError, ConfigError, PromptError, SamplingError
 from paceline.prompts import Prompt
-from paceline.train import regenerate
+from paceline.train import regenerator as module
 from paceline.train.answers import Answer, AnswerShards
-from paceline.train.regenerate import RegenerateConfig, Regenerator
+from paceline.train.config import AnswerConfig
+from paceline.train.regenerator import Regenerator
 from paceline.types import SamplingParams
 
 TURNS = [("Hi.", "And then?", "Why?"), ("Name a colour.", "Another one."), ("Sing!",), ("Count to ten.", "Go on.")]
@@ -32,7 +33,7 @@ def by_place(answers: AnswerShards) -> dict[tuple[str, int], tuple[Any, ...]]:
     return {(answer.key, answer.turn): astuple(answer) for answer in answers}
 
 
-def chatted(llm: LLM, prompt: Prompt, temperature: float, config: RegenerateConfig) -> list[tuple[list[int], list[int], str]]:
+def chatted(llm: LLM, prompt: Prompt, temperature: float, config: AnswerConfig) -> list[tuple[list[int], list[int], str]]:
     """The same conversation through LLM.chat, one request at a time: prompt ids, answer ids and text of each turn."""
     key = f"test/{prompt.id}#{crc32(repr(prompt.turns).encode()):08x}@{temperature:g}"
     params = SamplingParams(temperature=temperature, max_tokens=config.max_tokens, seed=config.seed ^ crc32(key.encode()))
@@ -52,7 +53,7 @@ def test_answers_are_those_of_chat_one_by_one(kind: str, tmp_path: Path) -> None
         llm = fake_llm()
     else:
         llm = LLM(str(tiny_model(tmp_path / "model")), drafter="none", dtype="float32", device="cpu", max_batch=3)
-    config = RegenerateConfig(max_tokens=12, max_prompt_tokens=200, temperatures=(0.0, 0.9), seed=3)
+    config = AnswerConfig(max_tokens=12, max_prompt_tokens=200, temperatures=(0.0, 0.9), seed=3)
     shards = AnswerShards(tmp_path / "answers")
     done = Regenerator(llm, shards, config).run(prompts())
     found: dict[str, list[Answer]] = {}
@@ -76,7 +77,7 @@ def test_answers_are_those_of_chat_one_by_one(kind: str, tmp_path: Path) -> None
 
 def test_a_later_turn_follows_the_targets_own_answer(tmp_path: Path) -> None:
     llm, shards = fake_llm(Parrot("assistant: ", [*b"I see.", EOS])), AnswerShards(tmp_path)
-    done = Regenerator(llm, shards, RegenerateConfig(20, 100)).run(prompts(("Hello", "More"), system="Be brief."))
+    done = Regenerator(llm, shards, AnswerConfig(20, 100)).run(prompts(("Hello", "More"), system="Be brief."))
     first, second = shards
     tokenizer = llm.tokenizer
     assert tokenizer.decode(first.prompt_ids) == "system: Be brief.\nuser: Hello\nassistant: "
@@ -88,7 +89,7 @@ def test_a_later_turn_follows_the_targets_own_answer(tmp_path: Path) -> None:
 
 def test_a_conversation_ends_when_the_next_turn_does_not_fit(tmp_path: Path) -> None:
     llm, shards = fake_llm(Parrot("assistant: ", [*b"I see.", EOS])), AnswerShards(tmp_path)
-    done = Regenerator(llm, shards, RegenerateConfig(20, 30)).run(prompts(("Hello", "More")))
+    done = Regenerator(llm, shards, AnswerConfig(20, 30)).run(prompts(("Hello", "More")))
     assert (done.num_answers, done.num_cut_short, done.num_too_long) == (1, 1, 0)
 
 
@@ -96,14 +97,14 @@ def test_an_end_token_that_is_not_marked_special_is_no_text(tmp_path: Path) -> N
     """GGUF files often say so of <|im_end|>; here the letter z ends an answer."""
     llm, shards = fake_llm(Parrot("assistant: ", [*b"I see.z"])), AnswerShards(tmp_path)
     llm.engine.eos_token_ids = (ord("z"),)
-    Regenerator(llm, shards, RegenerateConfig(20, 100)).run(prompts(("Hello",)))
+    Regenerator(llm, shards, AnswerConfig(20, 100)).run(prompts(("Hello",)))
     (answer,) = shards
     assert (answer.text, answer.answer_ids[-1]) == ("I see.", ord("z"))
 
 
 def test_prompts_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
     llm, heard = fake_llm(), []
-    regenerator = Regenerator(llm, AnswerShards(tmp_path), RegenerateConfig(8, 40))
+    regenerator = Regenerator(llm, AnswerShards(tmp_path), AnswerConfig(8, 40))
     given = prompts(("short",), ("x" * 50,), ("y" * 60,), ("brief",))
     done = regenerator.run(given, heard.append)
     assert (done.num_answers, done.num_too_long) == (2, 2)
@@ -114,8 +115,8 @@ def test_prompts_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_heard", [1, 4, 9])
 def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_heard: int) -> None:
-    monkeypatch.setattr(regenerate, "CONVERSATIONS_PER_SHARD", 2)
-    config = RegenerateConfig(max_tokens=16, max_prompt_tokens=150, temperatures=(0.0, 0.8))
+    monkeypatch.setattr(module, "CONVERSATIONS_PER_SHARD", 2)
+    config = AnswerConfig(max_tokens=16, max_prompt_tokens=150, temperatures=(0.0, 0.8))
     whole = AnswerShards(tmp_path / "whole")
     Regenerator(fake_llm(Talker(num_rows=2)), whole, config).run(prompts())
 
@@ -146,14 +147,14 @@ def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
 
 
 def test_a_slow_target_is_written_down_every_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regenerate, "WRITE_EVERY_S", -1.0)
-    Regenerator(fake_llm(), AnswerShards(tmp_path), RegenerateConfig(4, 100)).run(prompts())
+    monkeypatch.setattr(module, "WRITE_EVERY_S", -1.0)
+    Regenerator(fake_llm(), AnswerShards(tmp_path), AnswerConfig(4, 100)).run(prompts())
     assert len(list(tmp_path.glob("*.parquet"))) == len(TURNS)
 
 
 def test_a_full_disk_keeps_what_was_said_for_the_next_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regenerate, "CONVERSATIONS_PER_SHARD", 1)
-    config, shards = RegenerateConfig(8, 100), AnswerShards(tmp_path / "answers")
+    monkeypatch.setattr(module, "CONVERSATIONS_PER_SHARD", 1)
+    config, shards = AnswerConfig(8, 100), AnswerShards(tmp_path / "answers")
     regenerator = Regenerator(fake_llm(), shards, config)
     (tmp_path / "answers").write_text("a file where the folder should be")
     with pytest.raises(CacheError, match="free space or choose another --out"):
@@ -169,14 +170,14 @@ def test_a_damaged_shard_stops_the_run_before_it_begins(tmp_path: Path) -> None:
     (tmp_path / "answers-r1-00000.parquet").write_bytes(b"PAR1")
     llm = fake_llm()
     with pytest.raises(PromptError, match="delete it and run regenerate again"):
-        Regenerator(llm, AnswerShards(tmp_path), RegenerateConfig(8, 100)).run(prompts())
+        Regenerator(llm, AnswerShards(tmp_path), AnswerConfig(8, 100)).run(prompts())
     assert not llm.engine.has_work
 
 
 def test_keys_tell_conversations_apart(tmp_path: Path) -> None:
     """The same question under another system message is another conversation; equal ones are answered once."""
     shards = AnswerShards(tmp_path)
-    regenerator = Regenerator(fake_llm(), shards, RegenerateConfig(4, 100))
+    regenerator = Regenerator(fake_llm(), shards, AnswerConfig(4, 100))
     regenerator.run([*prompts(("Hi.",)), *prompts(("Hi.",)), *prompts(("Hi.",), system="A"), *prompts(("Hi.",), system="B")])
     keys = shards.keys()
     assert len(keys) == len(list(shards)) == 3
@@ -192,7 +193,7 @@ def test_a_prompt_that_the_template_refuses_is_named(tmp_path: Path) -> None:
     shards = AnswerShards(tmp_path / "answers")
     given = [*prompts(("Hi.",)), *prompts(("Hi.",), system="A")]
     with pytest.raises(PromptError, match="test, prompt 0: the model's chat template failed .no system"):
-        Regenerator(llm, shards, RegenerateConfig(4, 100)).run(given)
+        Regenerator(llm, shards, AnswerConfig(4, 100)).run(given)
 
 
 def test_impossible_values() -> None:
@@ -204,6 +205,6 @@ def test_impossible_values() -> None:
         ({"seed": -1}, SamplingError, "seed must be"),
     ]:
         with pytest.raises(error, match=said):
-            RegenerateConfig(**values)  # pyright: ignore[reportArgumentType]
+            AnswerConfig(**values)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="need 600 tokens of cache, a row holds 512: raise max_len"):
-        Regenerator(fake_llm(), AnswerShards(Path("none")), RegenerateConfig(100, 500))
+        Regenerator(fake_llm(), AnswerShards(Path("none")), AnswerConfig(100, 500))

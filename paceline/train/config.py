@@ -1,0 +1,259 @@
+"""What a drafter's training is asked for: one frozen dataclass per part, all of them checked when they are made.
+
+`TrainConfig` is what `train` takes, `RegenerateConfig` what `regenerate` takes; the others are parts of these two. The
+options of the commands are these fields, and their help is the docstring under each field. Nothing here needs PyTorch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError
+from paceline.types import SamplingParams
+
+LOSSES = ("ce", "d-pace", "kl", "lk", "lk-hybrid")
+NEEDS_TARGET_PROBS = ("kl", "lk", "lk-hybrid")
+OPTIMISERS = ("adamw", "muon")
+ATTENTION = ("split", "sdpa", "flex")
+PARALLEL = ("auto", "replicated", "sharded")
+FEATURES = ("auto", "online", "cached")
+SCALES = ("default", "tiny")
+DEFAULT_SELF_WRITTEN = 1000
+"""Prompts that the target writes itself when none are given."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerConfig:
+    """How the target answers the prompts."""
+
+    max_tokens: int = 256
+    """Longest answer, in tokens."""
+    max_prompt_tokens: int = 512
+    """Longer prompts are left out."""
+    temperatures: tuple[float, ...] = (0.0,)
+    """Comma-separated; each prompt is answered once at each."""
+    seed: int = 0
+    """Another seed, other sampled answers."""
+
+    def __post_init__(self) -> None:
+        different = {f"{temperature:g}" for temperature in self.temperatures}
+        _check(
+            (self.max_tokens < 1 or self.max_prompt_tokens < 1, "max_tokens and max_prompt_tokens must be at least 1"),
+            (not self.temperatures, "give at least one temperature"),
+        )
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature, seed=self.seed)
+        _check(
+            (len(different) < len(self.temperatures), f"temperatures must differ from each other, unlike {self.temperatures}")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptsConfig:
+    """Which prompts the target answers."""
+
+    prompts: tuple[str, ...] = ()
+    """JSON lines, Parquet, folder of traces or data set id; may be repeated."""
+    limit: int | None = None
+    """Only the first prompts of each source."""
+    self_written: int = 0
+    """Also answer this many prompts that the target writes itself."""
+    openers: Path | None = None
+    """Text file: beginnings of self-written prompts, one a line."""
+
+    def __post_init__(self) -> None:
+        _check((self.self_written < 0, "the number of self-written prompts must be 0 or more"))
+
+    @property
+    def num_self_written(self) -> int:
+        """As asked for; without any prompts a default number."""
+        return self.self_written or (0 if self.prompts else DEFAULT_SELF_WRITTEN)
+
+
+@dataclass(frozen=True, slots=True)
+class RegenerateConfig:
+    """What `regenerate` does: the target answers prompts into a folder."""
+
+    out: Path
+    """Run folder; the same command again goes on where it stopped."""
+    target: EngineConfig = field(default_factory=EngineConfig)
+    """Which model answers, and how it runs; its drafter, `max_batch` and `max_len` are chosen by `regenerate`."""
+    asked: PromptsConfig = field(default_factory=PromptsConfig)
+    answering: AnswerConfig = field(default_factory=AnswerConfig)
+    max_batch: int = 32
+    """Answers written at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossConfig:
+    """Which loss, and its numbers; losses.py has the formulas."""
+
+    name: str = "d-pace"
+    """ce, d-pace, kl, lk or lk-hybrid."""
+    gamma: float | None = None
+    """Decay of ce and kl in slots [default: by block size]. The paper's: 4 for blocks of 8, 5 for 10, 7 for 16."""
+    alpha: float = 0.5
+    """Floor of d-pace's confidence: 0 follows the drafter's own confidence, 1 does not look at it."""
+    vocab: int | None = None
+    """Tokens that ce and d-pace compare with in a step [default: all]. Fewer are faster and noisier."""
+
+    def __post_init__(self) -> None:
+        _check(
+            (self.name not in LOSSES, f"loss must be one of {', '.join(LOSSES)}, not {self.name!r}"),
+            (self.gamma is not None and self.gamma <= 0, "gamma must be above 0"),
+            (not 0 <= self.alpha <= 1, "alpha must be between 0 and 1"),
+            (self.vocab is not None and self.vocab < 2, "the loss vocabulary must have at least 2 tokens"),
+            (
+                self.vocab is not None and self.needs_target_probs,
+                f"loss {self.name} compares whole distributions: leave the loss vocabulary out",
+            ),
+        )
+
+    @property
+    def needs_target_probs(self) -> bool:
+        return self.name in NEEDS_TARGET_PROBS
+
+
+@dataclass(frozen=True, slots=True)
+class OptimConfig:
+    """Which optimiser, and its numbers."""
+
+    name: str = "adamw"
+    """adamw, or muon for the matrices."""
+    lr: float = 6e-4
+    """Peak learning rate. For muon too: its steps are scaled to AdamW's size."""
+    weight_decay: float = 0.01
+    beta2: float = 0.98
+    clip: float = 1.0
+    """Largest norm of the gradient; a longer one is scaled down."""
+
+    def __post_init__(self) -> None:
+        _check(
+            (self.name not in OPTIMISERS, f"optimiser must be one of {', '.join(OPTIMISERS)}, not {self.name!r}"),
+            (self.lr <= 0 or self.clip <= 0, "learning rate and clip must be above 0"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoopConfig:
+    """How the steps go. A resumed run must have the same values, but for those that `checkpoint.FREE_TO_CHANGE` names."""
+
+    epochs: float = 6.0
+    """Passes over the documents, each with new anchors."""
+    max_steps: int | None = None
+    """Stop after this many steps instead."""
+    max_minutes: float | None = None
+    """Stop training after this time at the latest. The learning rate falls with steps or time, whichever ends first."""
+    blocks_per_step: int = 512
+    """Blocks between two updates."""
+    anchors: int = 64
+    """Blocks per document and epoch, at random places. The paper has 512 in 3,072 tokens."""
+    blocks_per_pack: int = 128
+    """Blocks computed at once; a step adds up its packs."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    autocast: bool = True
+    """Multiply in bfloat16. Weights and their updates stay float32."""
+    attention: str = "auto"
+    """auto, split, sdpa or flex."""
+    gradient_checkpointing: bool = False
+    """Less memory, more time. Each layer is computed again in the backward pass instead of being kept."""
+    seed: int = 0
+    """Data order, anchors, first weights."""
+    heldout_every: int = 50
+    """Steps between looks at held-out documents."""
+    checkpoint_minutes: float = 5.0
+    """Minutes between checkpoints."""
+    parallel: str = "auto"
+    """Several processes (torchrun): replicated, or sharded by FSDP2."""
+
+    def __post_init__(self) -> None:
+        counts = (self.blocks_per_step, self.anchors, self.blocks_per_pack, self.heldout_every)
+        _check(
+            (
+                min(counts) < 1 or self.epochs <= 0,
+                "epochs, blocks_per_step, anchors, blocks_per_pack and heldout_every must be above 0",
+            ),
+            (self.parallel not in PARALLEL, f"parallel must be one of {', '.join(PARALLEL)}, not {self.parallel!r}"),
+            (
+                self.attention not in ("auto", *ATTENTION),
+                f"attention must be auto, {', '.join(ATTENTION)}, not {self.attention!r}",
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterShape:
+    """What a new drafter looks like; sizes not named are the target's."""
+
+    num_layers: int = 3
+    """Draft layers."""
+    block_size: int = 8
+    """Anchor and drafts together."""
+    num_taps: int | None = None
+    """Target layers the drafter reads [default: 5, or as many as layers]."""
+    tap_layers: tuple[int, ...] | None = None
+    """Exactly these target layers, comma-separated, 0-based."""
+    start: Literal["random", "target"] = "random"
+    """Begin with random layers, or with the target's: target."""
+    is_causal: bool | None = None
+    """Whether slots see only slots before them. None leaves it to the format: they see both ways."""
+    sliding_window: int | None = None
+    """Positions that draft layers see [default: all]."""
+    mask_token_id: int | None = None
+    """Token id that stands for a slot to be drafted [default: the last]."""
+    draft_vocab: int | None = None
+    """Draft among the most frequent tokens only, this many."""
+
+    def __post_init__(self) -> None:
+        _check(
+            (self.num_layers < 1 or self.block_size < 2, "a drafter has at least 1 layer and blocks of at least 2"),
+            (self.start not in ("random", "target"), f"start must be random or target, not {self.start!r}"),
+            (self.draft_vocab is not None and self.draft_vocab < 2, "the draft vocabulary must have at least 2 tokens"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """What `train` does: prompts in, drafter out."""
+
+    out: Path
+    """Run folder; the same command again goes on where it stopped."""
+    target: EngineConfig = field(default_factory=EngineConfig)
+    """The model to be sped up, and how it runs; only model, device, dtype, threads, backend and weight_format are read."""
+    asked: PromptsConfig = field(default_factory=PromptsConfig)
+    answers: tuple[Path, ...] = ()
+    """Answers of regenerate, or a server's traces; may be repeated."""
+    init: str | None = None
+    """Continue this drafter: a folder, or default for the one that ships."""
+    scale: str = "default"
+    """tiny: every stage in a minute on a random target."""
+    ood: tuple[str, ...] = ()
+    """Prompts of another kind, watched but not learned; may be repeated."""
+    max_len: int = 1024
+    """Longest document, prompt and answer, in tokens."""
+    features: str = "auto"
+    """Hidden states: online, cached on disk, or auto. auto keeps them when documents are seen again and the disk has room."""
+    answering: AnswerConfig = field(default_factory=AnswerConfig)
+    shape: DrafterShape = field(default_factory=DrafterShape)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+
+    def __post_init__(self) -> None:
+        _check(
+            (self.scale not in SCALES, f"scale must be one of {', '.join(SCALES)}, not {self.scale!r}"),
+            (
+                bool(self.loop.loss.vocab and self.shape.draft_vocab),
+                "a draft vocabulary is a smaller loss vocabulary already: leave --loss-vocab out",
+            ),
+            (self.features not in FEATURES, f"features must be auto, online or cached, not {self.features!r}"),
+        )
+
+
+def _check(*checks: tuple[bool, str]) -> None:
+    """Raises ConfigError with the remedy of the first check that is true."""
+    for is_wrong, remedy in checks:
+        if is_wrong:
+            raise ConfigError(remedy)

@@ -1,0 +1,275 @@
+"""The run `train`: prompts in, drafter out. Stages, each resumed where a killed run left it:
+
+regenerate   runs/x/regenerate/answers/   the target answers the prompts (regenerate_run.py)
+features     runs/x/features-<what>/      its hidden states, when they are kept on disk
+train        runs/x/checkpoints/          then runs/x/drafter/, bfloat16, z-lab's format
+serve        runs/x/heldout.json          held-out prompts in the real engine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.config import resolve
+from paceline.draft.checkpoint import write_checkpoint
+from paceline.draft.dflash import DFlashDrafter
+from paceline.engine.llm import LLM
+from paceline.errors import CacheError
+from paceline.hardware import this_machine
+from paceline.hub import resolve as resolve_model
+from paceline.model.backends import load_target
+from paceline.model.target import Target
+from paceline.model.tokenizer import Tokenizer
+from paceline.progress import Progress
+from paceline.prompts import read_prompts
+from paceline.runlog import RunFolder
+from paceline.train.config import LoopConfig, PromptsConfig, RegenerateConfig, TrainConfig
+from paceline.train.dataset import Corpus, Document, check_answers, check_vocabulary, read_corpus
+from paceline.train.features import FeatureSource, OnlineFeatures, cache_features, check_room, fingerprint, num_feature_bytes
+from paceline.train.lock import only_run
+from paceline.train.loop import Trainer
+from paceline.train.parallel import process_group
+from paceline.train.ranks import Ranks
+from paceline.train.regenerate_run import run as regenerate
+from paceline.train.scaling import ScaledFeatures, begin_without_mean, stored_scale, train_in_scaled_units
+from paceline.train.served import serve_heldout
+from paceline.train.start import continued_draft_ids, head_of, init_folder, most_frequent, network_for, scale_first_logits
+from paceline.train.tiny import write_tiny_prompts, write_tiny_target
+from paceline.train.tracker import newest_rates, tracked
+from paceline.train.trainable import DFlashTrainable
+
+HELDOUT_SHARE, MAX_HELDOUT = 0.02, 128
+SERVED_PROMPTS, SERVED_BATCH = 16, 8
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What a training run came to."""
+
+    drafter: Path
+    """Folder of the finished drafter."""
+    run: Path
+    steps: int
+    blocks: int
+    eal: float | None
+    """Newest expected accepted length: on held-out documents where there are some, else on those of the last step."""
+    loss: float | None
+    heldout: dict[str, float] = field(default_factory=dict)
+    """Tokens per round of held-out prompts, served by the real engine. Only the first process of several serves."""
+
+
+def run(config: TrainConfig, progress: Progress) -> TrainResult:
+    """As `paceline.train.train`."""
+    _check_inputs(config)
+    ranks = Ranks.here()
+    with (
+        only_run(config.out, "training", ranks, progress.say),
+        process_group(ranks, config.target.device) as wait,
+    ):
+        config = _at_scale(config, ranks)
+        wait()
+        return _Stages(config, ranks, wait, progress).run()
+
+
+def _check_inputs(config: TrainConfig) -> None:
+    """What can be known to be wrong before hours are spent on it."""
+    init_folder(config.init, config.target.model)
+    for source in config.ood:
+        read_prompts(source, config.asked.limit)
+    if config.answers:
+        tokenizer = Tokenizer.from_path(resolve_model(config.target.model)) if config.scale == "default" else None
+        check_answers(config.answers, tokenizer and tokenizer.decode)
+
+
+def _at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
+    """`tiny` replaces the target by a random one and shrinks everything, unless it was asked for otherwise."""
+    if config.scale == "default":
+        return config
+    folder, file = config.out / "target", config.out / "prompts.jsonl"
+    if ranks.is_first:
+        write_tiny_target(folder)
+    prompts = config.asked.prompts
+    if not prompts and not config.answers:
+        prompts = (str(write_tiny_prompts(file) if ranks.is_first else file),)
+    steps = config.loop.max_steps
+    return replace(
+        config,
+        target=replace(config.target, model=str(folder)),
+        asked=replace(config.asked, prompts=prompts),
+        loop=replace(config.loop, epochs=2.0, max_steps=steps, blocks_per_step=128, anchors=16, heldout_every=10),
+        shape=replace(config.shape, num_layers=2, num_taps=2),
+        answering=replace(config.answering, max_tokens=48, max_prompt_tokens=128),
+        max_len=256,
+    )
+
+
+class _Stages:
+    """The stages of one process of a run."""
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, wait: Callable[[], None], progress: Progress) -> None:
+        self.config, self.ranks, self.wait, self.everyone = config, ranks, wait, progress
+        self.progress = progress if ranks.is_first else Progress()
+
+    def run(self) -> TrainResult:
+        config, progress = self.config, self.progress
+        answers, ood = self._answers()
+        corpus = read_corpus(answers, config.max_len, HELDOUT_SHARE, MAX_HELDOUT)
+        num_places = sum(document.num_anchors for document in corpus.train)
+        progress.say(
+            f"{len(corpus.train)} documents to learn from ({num_places} places for blocks), {len(corpus.heldout)} held out; "
+            f"{corpus.num_loops_cut} cut where they repeat themselves, {corpus.num_too_short} too short"
+        )
+        folder = self._open()
+        target = self._load_target()
+        check_vocabulary(corpus, target.vocab_size)
+        result = self._train(corpus, ood, target, folder)
+        del target
+        if self.ranks.is_first:
+            result = replace(result, heldout=self._serve(result.drafter, corpus, folder))
+        model, drafter = config.target.model, result.drafter
+        progress.say(f'drafter: {drafter}; try it: paceline generate --model {model} --drafter {drafter} "..."')
+        return result
+
+    def _answers(self) -> tuple[list[Path], Path | None]:
+        """Folders of answers: those given, and those that this run has the target write; and of out-of-distribution ones."""
+        config, folders = self.config, list(self.config.answers)
+        if config.asked.prompts or config.asked.self_written or not folders:
+            folders.append(self._regenerate(config.asked, "regenerate"))
+        ood = self._regenerate(PromptsConfig(config.ood, config.asked.limit), "ood") if config.ood else None
+        self.wait()
+        return folders, ood
+
+    def _regenerate(self, asked: PromptsConfig, name: str) -> Path:
+        config = self.config
+        return regenerate(RegenerateConfig(config.out / name, config.target, asked, config.answering), self.everyone).answers
+
+    def _open(self) -> RunFolder:
+        config = self.config
+        if not self.ranks.is_first:
+            return RunFolder(config.out)
+        if (config.out / "checkpoints" / "latest").exists():
+            return RunFolder.open(config.out)
+        described = {"target": config.target.model, "prompts": config.asked.prompts, "answers": config.answers}
+        described |= {"init": config.init, "train": config.loop, "shape": config.shape, "regenerate": config.answering}
+        return RunFolder.create("train", described, config.out)
+
+    def _load_target(self) -> Target:
+        settings = resolve(self.config.target)
+        if settings.threads or self.ranks.world > 1:
+            torch.set_num_threads(settings.threads or 1)
+        device = f"cuda:{self.ranks.local}" if settings.device == "cuda" and self.ranks.world > 1 else settings.device
+        return load_target(
+            settings.model,
+            dtype=getattr(torch, settings.dtype),
+            device=device,
+            max_len=self.config.max_len,
+            backend=settings.backend,
+            weight_format=settings.weight_format,
+        )
+
+    def _train(self, corpus: Corpus, ood: Path | None, target: Target, run: RunFolder) -> TrainResult:
+        """The loop, its figures into metrics.jsonl; the finished drafter in `out/drafter`."""
+        config, progress = self.config, self.progress
+        draft_ids = most_frequent(config.shape.draft_vocab, corpus, target, progress.say)
+        trainer = self._trainer(corpus, ood, target, draft_ids)
+        if config.loop.loss.vocab and trainer.vocabulary is None:
+            progress.say("note: the loss vocabulary has no effect: it is not smaller than the target's")
+        if config.loop.parallel == "sharded" and self.ranks.world == 1:
+            progress.say("note: --parallel sharded has no effect on one process: start several with torchrun")
+        if trainer.state.step:
+            progress.say(f"going on after step {trainer.state.step}")
+        if self.ranks.is_first:
+            with tracked(run, trainer, progress) as on_step:
+                trainer.run(on_step, progress.say)
+        else:
+            trainer.run()
+        folder, weights = config.out / "drafter", trainer.weights()
+        if self.ranks.is_first:
+            if draft_ids is None:
+                draft_ids = continued_draft_ids(init_folder(config.init, config.target.model), corpus, target)
+            halved = {name: tensor.bfloat16() for name, tensor in weights.items()}
+            write_checkpoint(folder, trainer.drafter.raw, halved, draft_ids)
+        return TrainResult(folder, run.path, trainer.state.step, trainer.state.num_blocks, **newest_rates(run, trainer))
+
+    def _trainer(self, corpus: Corpus, ood: Path | None, target: Target, draft_ids: Tensor | None) -> Trainer:
+        """A new drafter, `init`, or the newest checkpoint; with features of the documents in one scale."""
+        config, loop = self.config, self.config.loop
+        init = init_folder(config.init, config.target.model)
+        raw, network = network_for(target, config.target.model, config.shape, init, loop.seed)
+        network.to(target.device)
+        head = head_of(target, network.config, draft_ids)
+        embedding_VD = target.embed(torch.arange(target.vocab_size, device=target.device)).clone()
+        features_of = partial(self._features, target, network.config.target_layer_ids)
+        features = features_of(corpus.train, "features")
+        scale_F, mean_F = stored_scale(config.out / "feature-scale.safetensors", features, corpus.train, self.ranks.is_first)
+        self.wait()
+        train_in_scaled_units(network, scale_F)
+        if init is None and config.shape.start == "random":
+            begin_without_mean(network, mean_F)
+        trainer = Trainer(
+            DFlashTrainable(network, raw, loop.attention), corpus, ScaledFeatures(features, scale_F), embedding_VD, head, loop,
+            folder=config.out / "checkpoints", peak_flops=_peak_flops(target, loop), ranks=self.ranks,
+        )  # fmt: skip
+        watched = {"heldout": corpus.heldout, "ood": read_corpus([ood], config.max_len, 0.0).train[:MAX_HELDOUT] if ood else []}
+        for name, documents in watched.items():
+            if documents:
+                trainer.heldout[name] = documents, ScaledFeatures(features_of(documents, f"features-{name}"), scale_F)
+        if not trainer.resume() and init is None:
+            scale_first_logits(network, head, *trainer.first_slots())
+        return trainer
+
+    def _features(self, target: Target, taps: tuple[int, ...], documents: list[Document], name: str) -> FeatureSource:
+        """Online or cached, as asked or as it pays."""
+        config, needs_final = self.config, self.config.loop.loss.needs_target_probs
+        num_bytes = num_feature_bytes(documents, target, taps, needs_final)
+        if config.features == "online" or (config.features == "auto" and not self._pays(num_bytes)):
+            return OnlineFeatures(target, documents, taps, needs_final)
+        mark = fingerprint(config.target.model, target.dtype, documents, taps, needs_final)
+        folder = config.out / f"{name}-{mark}"
+        own = sum(1 for index in range(len(documents)) if index // 32 % self.ranks.world == self.ranks.rank)
+        self.progress.say(f"features of {len(documents)} documents: {num_bytes / 1e9:.2f} GB in {folder}")
+        with self.progress.bar("features", own) as advance:
+            on_document = partial(advance, "features")
+            source = cache_features(
+                folder, target, documents, taps, needs_final=needs_final, ranks=self.ranks, on_document=on_document
+            )
+        self.wait()
+        return source
+
+    def _pays(self, num_bytes: int) -> bool:
+        """Whether documents are seen more than once and the disk has room for their features."""
+        if self.config.loop.epochs <= 1.0 and self.config.loop.max_steps is None:
+            return False
+        try:
+            check_room(self.config.out, num_bytes)
+        except CacheError:
+            self.progress.say("note: the disk has no room for features: the target computes them anew every epoch")
+            return False
+        return True
+
+    def _serve(self, drafter: Path, corpus: Corpus, run: RunFolder) -> dict[str, float]:
+        """Tokens per round over held-out prompts in the real engine."""
+        documents, target = corpus.heldout[:SERVED_PROMPTS], self.config.target
+        if not documents:
+            return {}
+        self.progress.say(f"serving {len(documents)} held-out prompts")
+        max_tokens = self.config.answering.max_tokens
+        longest = max(document.answer_start for document in documents) + max_tokens
+        llm = LLM.of(replace(target, drafter="none", max_batch=SERVED_BATCH, max_len=longest))
+        served = serve_heldout(llm, DFlashDrafter.from_folder(drafter), documents, max_tokens)
+        run.write_json("heldout.json", served)
+        self.progress.say(
+            f"held-out prompts, served: {served.tokens_per_round:.2f} tokens per round over {served.num_rounds} rounds"
+        )
+        return {"heldout": served.tokens_per_round}
+
+
+def _peak_flops(target: Target, loop: LoopConfig) -> float | None:
+    machine = this_machine(target.device.type)
+    return machine.flops_per_s.get("bfloat16" if loop.autocast else "float32")

@@ -1,0 +1,95 @@
+"""Two runs in one folder: the second is refused and told what to do; a run that died does not stand in the way."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli import app
+from paceline.errors import ConfigError
+from paceline.train import lock
+from paceline.train.lock import only_run
+from paceline.train.ranks import Ranks
+
+TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1", "--features", "online")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.2)
+
+
+def paceline(*words: object) -> None:
+    app([str(word) for word in words], prog_name="paceline", standalone_mode=False)
+
+
+def held(folder: Path, ranks: Ranks | None = None, doing: str = "training") -> contextlib.AbstractContextManager[None]:
+    return only_run(folder, doing, ranks or Ranks(), lambda text: None)
+
+
+def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    """Through the command, with a first run that is killed."""
+    run, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
+    words = [sys.executable, "-m", "paceline", *TINY, "--out", str(run), "--max-steps", "1000000"]
+    first = subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 300
+        while first.poll() is None and time.monotonic() < deadline and not (metrics.exists() and metrics.read_bytes()):
+            time.sleep(0.05)
+        assert first.poll() is None, "the test needs a first run that is at work"
+        with pytest.raises(ConfigError, match=rf"another run is training here: .*run \(pid {first.pid}\): wait until it ends"):
+            paceline(*TINY, "--out", run, "--max-steps", "1")
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    with held(run):
+        pass
+
+
+def test_answering_is_kept_apart_too(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Hi"}\n')
+    words = ("--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "run", "--device", "cpu")
+    with (
+        held(tmp_path / "run", doing="answering"),
+        pytest.raises(ConfigError, match=rf"another run is answering here: .*run \(pid {os.getpid()}\)"),
+    ):
+        paceline("regenerate", *words)
+
+
+def test_processes_of_one_torchrun_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with held(tmp_path, Ranks(1, 2)):
+        with held(tmp_path, Ranks(0, 2)):
+            with pytest.raises(ConfigError, match="another run is training here"), held(tmp_path):
+                pass
+            monkeypatch.setenv("MASTER_PORT", "29501")
+            with pytest.raises(ConfigError, match="another run is training here"), held(tmp_path, Ranks(0, 2)):
+                pass
+        with pytest.raises(ConfigError, match="another run is training here"), held(tmp_path):
+            pass
+    with held(tmp_path), pytest.raises(ConfigError, match="another run"), held(tmp_path, Ranks(0, 2)):
+        pass
+    with held(tmp_path, Ranks(0, 2)):
+        pass
+
+
+def test_a_disk_without_locks_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    said: list[str] = []
+    with only_run(tmp_path, "training", Ranks(), said.append):
+        assert len(said) == 1 and "knows no locks" in said[0]
