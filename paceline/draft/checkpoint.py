@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -20,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.errors import CacheError, DrafterMismatchError, ModelFileError, UnsupportedModelError
-from paceline.model.checkpoint import FAMILIES, decoder_config, load_tensors, read_json
-from paceline.model.config import DecoderConfig
+from paceline.model.checkpoint import FAMILIES, check_finite, decoder_config, load_tensors, read_json
+from paceline.model.config import MAX_SIZE, DecoderConfig
 from paceline.model.target import Target
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -53,6 +54,7 @@ class DFlashConfig:
     def from_json(cls, raw: dict[str, Any], path: Path | str = "config.json") -> DFlashConfig:
         """Raises UnsupportedModelError for another format or architecture, ModelFileError for a missing or impossible key."""
         path = Path(path)
+        _check_types(raw, path)
         _check_supported(raw, path)
         values = FAMILIES["Qwen3ForCausalLM"] | {"vocab_size": 1} | raw
         shape = decoder_config(values, True, path)
@@ -81,7 +83,6 @@ class DFlashConfig:
         wrong = (
             (num_distinct < len(self.target_layer_ids), "target_layer_ids names a layer twice"),
             (not self.target_layer_ids, "target_layer_ids is missing and num_target_layers, which would give it, too"),
-            (any(not isinstance(layer, int) for layer in self.target_layer_ids), "target_layer_ids must be layer numbers"),
             (not isinstance(self.block_size, int) or self.block_size < 2, "block_size must be 2 or more"),
             (not isinstance(self.mask_token_id, int) or self.mask_token_id < 0, "mask_token_id is missing or no token id"),
         )
@@ -168,8 +169,8 @@ def check_fit(config: DFlashConfig, target: Target, draft_ids: Tensor | None = N
 
 def is_dflash(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a DFlash drafter, in whichever format and version."""
-    names = [*(raw.get("architectures") or []), str(raw.get("speculators_model_type"))]
-    return "dflash_config" in raw or any("dflash" in str(name).lower() for name in names)
+    names = f"{raw.get('architectures')} {raw.get('speculators_model_type')}"
+    return "dflash_config" in raw or "dflash" in names.lower()
 
 
 def read_checkpoint(folder: Path | str) -> tuple[DFlashConfig, dict[str, Tensor]]:
@@ -179,7 +180,14 @@ def read_checkpoint(folder: Path | str) -> tuple[DFlashConfig, dict[str, Tensor]
     """
     folder = Path(folder).expanduser()
     config = DFlashConfig.from_json(read_json(folder / "config.json"), folder)
-    return config, dict(load_tensors(folder))
+    tensors = dict(load_tensors(folder))
+    if config.shape.num_layers > len(tensors):
+        raise ModelFileError(
+            f"{folder} holds {len(tensors)} tensors for {config.shape.num_layers} layers: fetch the drafter again"
+        )
+    for name, tensor in tensors.items():
+        check_finite(name, tensor, folder)
+    return config, tensors
 
 
 def read_draft_ids(folder: Path | str) -> Tensor | None:
@@ -239,6 +247,20 @@ def _publish(scratch: Path, folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
+_KINDS: tuple[tuple[str, type, int], ...] = (
+    ("vocab_size", int, 1),
+    ("num_target_layers", int, 1),
+    ("target_layer_ids", list, -MAX_SIZE),
+    ("block_size", int, -MAX_SIZE),
+    ("mask_token_id", int, -MAX_SIZE),
+    ("max_window_layers", int, 0),
+    ("input_embedding_scale", float, -MAX_SIZE),
+    ("output_multiplier", float, -MAX_SIZE),
+    ("final_logit_softcapping", float, -MAX_SIZE),
+)
+"""Keys of the format that are numbers, or lists of them, and the least each may be."""
+
+
 def _draft_value(raw: Mapping[str, Any], name: str, default: Any) -> Any:
     """From dflash_config first, then the top level."""
     return (raw.get("dflash_config") or {}).get(name, raw.get(name, default))
@@ -255,6 +277,22 @@ def _causal_layers(values: Mapping[str, Any], num_layers: int) -> tuple[bool, ..
     return tuple(kind == "sliding_attention" for kind in types)
 
 
+def _check_types(raw: Mapping[str, Any], path: Path) -> None:
+    """Raises ModelFileError naming a key of the format whose value is of another kind. None is as good as no key."""
+    nested = raw.get("dflash_config") or {}
+    if not isinstance(nested, dict):
+        raise ModelFileError(f"{path}: dflash_config must be an object: correct config.json")
+    for key, kind, least in _KINDS:
+        for value in (raw.get(key), nested.get(key)):
+            values = value if kind is list and isinstance(value, list) else [value]
+            wanted = (int, float) if kind is float else int
+            is_right = (kind is not list or isinstance(value, list)) and all(
+                isinstance(one, wanted) and not isinstance(one, bool) and least <= one < MAX_SIZE for one in values
+            )
+            if value is not None and not is_right:
+                raise ModelFileError(f"{path}: {key} cannot be {reprlib.repr(value)}: correct config.json")
+
+
 def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
     if "speculators_model_type" in raw:
         raise UnsupportedModelError(
@@ -262,6 +300,8 @@ def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
             "give a checkpoint in z-lab's format (architectures: DFlashDraftModel)"
         )
     names = raw.get("architectures") or [ARCHITECTURE]
+    if not isinstance(names, list):
+        raise ModelFileError(f"{path}: architectures must be a list: correct config.json")
     if ARCHITECTURE not in names or raw.get("model_type", "qwen3") != "qwen3":
         raise UnsupportedModelError(
             f"{path}: drafter architecture {names[0]} on model_type {raw.get('model_type')} is not implemented: "
@@ -271,5 +311,6 @@ def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
         raise UnsupportedModelError(f"{path}: quantised drafters and activations other than silu are not implemented")
     types = raw.get("layer_types")
     known = {"full_attention", "sliding_attention"}
-    if types is not None and (len(types) != raw.get("num_hidden_layers") or not set(types) <= known):
+    is_list = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
+    if types is not None and (not is_list or len(types) != raw.get("num_hidden_layers") or not set(types) <= known):
         raise ModelFileError(f"{path}: layer_types must name full_attention or sliding_attention once a layer: correct it")

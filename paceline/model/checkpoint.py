@@ -7,6 +7,8 @@ Face name, `check_tensors` refuses what does not fit the config. Weights are saf
 from __future__ import annotations
 
 import json
+import math
+import reprlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -17,8 +19,8 @@ from torch import Tensor
 
 from paceline.errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
 from paceline.model import gguf
-from paceline.model.blocks import Weight
-from paceline.model.config import DecoderConfig
+from paceline.model.blocks import Blocks, Weight
+from paceline.model.config import LARGEST, MAX_LAYERS, MAX_SIZE, DecoderConfig
 from paceline.model.gguf_file import is_gguf
 from paceline.model.rope import check_rope
 
@@ -58,7 +60,8 @@ def load_config(path: Path | str) -> DecoderConfig:
         return gguf.load_config(path)
     raw = read_json(path / "config.json")
     architecture = _supported_architecture(raw, path)
-    return decoder_config(FAMILIES[architecture] | raw, raw.get("tie_word_embeddings") is True, path)
+    values = FAMILIES[architecture] | raw | {"family": FAMILIES[architecture]["family"]}
+    return decoder_config(values, raw.get("tie_word_embeddings") is True, path)
 
 
 @overload
@@ -125,6 +128,7 @@ def check_tensors(
                 "config and weights are of different models, fetch the model again"
             )
         missing.pop(name, None)
+        check_finite(name, tensor, source)
         yield name, tensor
     if missing:
         raise ModelFileError(
@@ -132,8 +136,28 @@ def check_tensors(
         )
 
 
+def check_finite(name: str, weight: Weight, source: Path | str) -> None:
+    """Raises ModelFileError when a tensor holds NaN or an infinity, or no fractions at all. A sum is the cheapest look."""
+    if isinstance(weight, Blocks):
+        block_bytes, scale_bytes = (34, 2) if weight.kind == "Q8_0" else (20, 4)
+        scales = weight.data.view(-1, block_bytes)[:, :scale_bytes].contiguous().view(torch.float16)
+        return check_finite(name, scales, source)
+    if not weight.is_floating_point() or weight.is_complex():
+        raise ModelFileError(f"{source}: tensor {name!r} holds {weight.dtype}, not fractions: fetch the model again")
+    values = weight.float() if weight.element_size() == 1 else weight
+    is_finite = not values.numel() or math.isfinite(values.sum()) or bool(torch.stack(torch.aminmax(values)).isfinite().all())
+    if not is_finite:  # a sum may overflow where no value is infinite, the extremes cannot
+        raise ModelFileError(
+            f"{source}: tensor {name!r} holds NaN or an infinity: the training that made it failed, or the file is damaged; "
+            "use another checkpoint"
+        )
+    return None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ModelFileError when it is missing, unreadable or something else."""
+    if path.exists() and not path.is_file():
+        raise ModelFileError(f"{path} is no regular file: give a Hugging Face model folder or a .gguf file")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -152,8 +176,8 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
         if (folder / name).is_file():
             value = read_json(folder / name).get("eos_token_id")
             ids += value if isinstance(value, list) else [] if value is None else [value]
-    if any(not _is_int(token) for token in ids):
-        raise ModelFileError(f"{folder}: eos_token_id must be an id or a list of ids (got {ids!r}): correct the config")
+    if any(not _is_int(token) or not 0 <= token <= MAX_SIZE for token in ids):
+        raise ModelFileError(f"{folder}: eos_token_id must be an id or a list of ids (got {_short(ids)}): correct the config")
     return tuple(dict.fromkeys(ids))
 
 
@@ -167,9 +191,9 @@ def _existing(path: Path | str) -> Path:
 def _supported_architecture(raw: dict[str, Any], path: Path) -> str:
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else f"model_type {raw.get('model_type')!r}"
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise UnsupportedModelError(
-            f"{path}: architecture {name} is not implemented (known: {', '.join(FAMILIES)}): "
+            f"{path}: architecture {name!s:.80} is not implemented (known: {', '.join(FAMILIES)}): "
             "the Transformers fallback runs it from a safetensors folder"
         )
     for key, plain in (
@@ -192,13 +216,9 @@ def decoder_config(values: dict[str, Any], tied: bool, path: Path) -> DecoderCon
     num_kv_heads = (
         _positive(values, "num_key_value_heads", path) if values.get("num_key_value_heads") is not None else num_heads
     )
-    if num_heads % num_kv_heads or head_dim % 2 or head_dim == 0:
-        raise ModelFileError(
-            f"{path}: {num_heads} heads of {head_dim} over {num_kv_heads} key heads do not divide evenly: correct config.json"
-        )
     theta, scaling = _rope(values, max_position, path)
     biased = values.get("attention_bias") is True and family in ("llama", "qwen3")
-    return DecoderConfig(
+    config = DecoderConfig(
         family=family,
         vocab_size=_positive(values, "vocab_size", path),
         hidden_size=hidden_size,
@@ -218,6 +238,8 @@ def decoder_config(values: dict[str, Any], tied: bool, path: Path) -> DecoderCon
         qk_norm=family == "qwen3",
         windows=_windows(values, path),
     )
+    config.check_heads(path)
+    return config
 
 
 def _rope(values: dict[str, Any], max_position: int, path: Path) -> tuple[float, dict[str, Any] | None]:
@@ -229,16 +251,21 @@ def _rope(values: dict[str, Any], max_position: int, path: Path) -> tuple[float,
         raise UnsupportedModelError(f"{path}: partial or per-layer rope is not implemented: use the Transformers fallback")
     scaling = {key: value for key, value in given.items() if key not in ("type", "rope_theta", "partial_rotary_factor")}
     scaling.setdefault("rope_type", given.get("type", "default"))
+    if not isinstance(scaling["rope_type"], str):
+        raise ModelFileError(f"{path}: rope_type must be a name (got {_short(scaling['rope_type'])}): correct config.json")
     if scaling["rope_type"] in ("llama3", "yarn"):
         scaling.setdefault("original_max_position_embeddings", values.get("original_max_position_embeddings", max_position))
     if (
         scaling["rope_type"] == "yarn"
         and scaling.get("factor") is None
         and _is_int(scaling["original_max_position_embeddings"])
+        and scaling["original_max_position_embeddings"] > 0
     ):
         scaling["factor"] = max_position / scaling["original_max_position_embeddings"]
     check_rope(scaling)
     theta = _number(given if given.get("rope_theta") is not None else values, "rope_theta", 10000.0, path)
+    if theta <= 1:
+        raise ModelFileError(f"{path}: rope_theta must be larger than 1 (got {theta}): correct config.json")
     return theta, None if scaling["rope_type"] == "default" else scaling
 
 
@@ -254,8 +281,11 @@ def _windows(values: dict[str, Any], path: Path) -> tuple[int | None, ...]:
     if family == "mistral":
         return (window,) * num_layers
     first = values.get("max_window_layers", 28)
+    if not _is_int(first):
+        raise ModelFileError(f"{path}: max_window_layers must be a whole number (got {_short(first)}): correct config.json")
     types = values.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    if len(types) != num_layers or not set(types) <= {"sliding_attention", "full_attention"}:
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
         raise UnsupportedModelError(f"{path}: layer_types {_short(types)} is not implemented: use the Transformers fallback")
     windows = tuple(window if kind == "sliding_attention" else None for kind in types)
     return windows if any(windows) else ()
@@ -331,7 +361,7 @@ def _read_shard(file: Path, names: list[str] | None) -> Iterator[tuple[str, Tens
             with safe_open(file, framework="pt") as shard:
                 for name in wanted[first : first + _TENSORS_PER_MAP]:
                     yield name, shard.get_tensor(name)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelFileError(f"{file} is truncated or damaged ({error}): delete it and fetch the model again") from error
 
 
@@ -340,21 +370,23 @@ def _is_int(value: object) -> bool:
 
 
 def _positive(values: dict[str, Any], key: str, path: Path) -> int:
-    value = values.get(key)
-    if not _is_int(value) or value < 1:  # pyright: ignore[reportOptionalOperand]
-        raise ModelFileError(f"{path}: config.json needs {key!r} as a positive whole number (got {_short(value)}): correct it")
-    return int(value)  # pyright: ignore[reportArgumentType]
+    value: Any = values.get(key)
+    most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
+    if not _is_int(value) or not 1 <= value <= most:
+        raise ModelFileError(
+            f"{path}: config.json needs {key!r} as a positive whole number, at most {most} (got {_short(value)}): correct it"
+        )
+    return value
 
 
 def _number(values: dict[str, Any], key: str, default: float, path: Path) -> float:
     value = values.get(key)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:
         raise ModelFileError(f"{path}: config.json needs {key!r} as a positive number (got {_short(value)}): correct it")
     return float(value)
 
 
 def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return reprlib.repr(value)

@@ -7,13 +7,14 @@ The layout is Hugging Face's half split (the frequencies twice, side by side), t
 from __future__ import annotations
 
 import math
+import reprlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.errors import ModelFileError, UnsupportedModelError
-from paceline.model.config import DecoderConfig
+from paceline.model.config import LARGEST, DecoderConfig
 
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -23,6 +24,9 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "factors": ("factors",),
 }
 """The rope types we know and the numbers each needs. "factors" is GGUF's: a divisor for every frequency."""
+
+OPTIONAL_KEYS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+"""yarn's numbers that may be left out."""
 
 
 def rope_tables(config: DecoderConfig, max_len: int) -> tuple[Tensor, Tensor]:
@@ -63,11 +67,13 @@ def check_rope(scaling: dict[str, Any]) -> None:
             f"rope type {rope_type!r} is not implemented (known: default, linear, llama3, yarn): "
             "the Transformers fallback runs such a safetensors folder"
         )
-    for key in ROPE_KEYS[rope_type]:
+    for key in (*ROPE_KEYS[rope_type], *(key for key in OPTIONAL_KEYS if scaling.get(key) is not None)):
         values = scaling.get(key)
-        for value in values if isinstance(values, (list, tuple)) and values else [values]:
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise ModelFileError(f"rope type {rope_type!r} needs a positive {key!r} in the model's config (got {value!r})")
+        for value in values if key == "factors" and isinstance(values, (list, tuple)) and values else [values]:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:
+                raise ModelFileError(
+                    f"rope type {rope_type!r} needs a positive {key!r} in the model's config (got {reprlib.repr(value)})"
+                )
 
 
 def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:

@@ -242,7 +242,7 @@ def _from_gguf(path: Path) -> Tokenizer:
 def _token_text(value: Any) -> str | None:
     """A special token as text; configs hold it plain or as an AddedToken object."""
     text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
+    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else None
 
 
 def _folder_template(folder: Path, config: dict[str, Any]) -> str | None:
@@ -255,7 +255,11 @@ def _folder_template(folder: Path, config: dict[str, Any]) -> str | None:
             raise ModelFileError(f"{file} cannot be read ({error}): fetch the model again") from error
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        named = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict) and isinstance(entry.get("name"), str)
+        }
         template = named.get("default")
     return template if isinstance(template, str) else None
 

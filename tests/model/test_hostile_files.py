@@ -1,0 +1,203 @@
+"""Files that are absurd or hostile are refused in one line, before anything large is allocated or anything waits."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_files import byte_level_vocabulary, write_gguf
+from model_folders import transformers_model, write_config, write_weights
+from safetensors.torch import save_file
+
+from paceline.draft.checkpoint import is_dflash, new_config, read_checkpoint
+from paceline.errors import ModelFileError, PacelineError
+from paceline.model.blocks import Blocks
+from paceline.model.checkpoint import check_finite, check_tensors, eos_token_ids, load_config, load_tensors, read_json
+from paceline.model.rope import rope_tables
+from paceline.model.tokenizer import Tokenizer
+
+JUNK: tuple[Any, ...] = ("x", -1, 0, 10**9, 10**400, 1.5, float("inf"), float("nan"), None, True, [], [[1]], {}, {"a": [{}]})
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": 10**6},
+        {"num_hidden_layers": 10**9, "architecture": "MistralForCausalLM", "sliding_window": 4},
+        {"vocab_size": 10**400},
+        {"rope_theta": float("inf")},
+        {"rope_theta": 10**400},
+        {"rope_theta": 1, "rope_scaling": YARN},
+        {"rms_norm_eps": float("nan")},
+        {"architectures": [["x"]]},
+        {"rope_scaling": {"rope_type": ["yarn"]}},
+        {"rope_scaling": YARN | {"original_max_position_embeddings": 0, "factor": None}},
+        {"rope_scaling": YARN | {"factor": float("inf")}},
+        {"rope_scaling": YARN | {"beta_fast": "x"}},
+        {"rope_scaling": YARN | {"attention_factor": [1]}},
+        {"architecture": "Qwen2ForCausalLM", "use_sliding_window": True, "max_window_layers": "x"},
+        {"architecture": "Qwen2ForCausalLM", "use_sliding_window": True, "layer_types": [{}, {}]},
+        {"architecture": "Qwen2ForCausalLM", "use_sliding_window": True, "layer_types": 5},
+    ],
+)
+def test_absurd_configs(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(PacelineError) as caught:
+        load_config(write_config(tmp_path, **changes))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_a_key_of_ours_in_a_config_means_nothing(tmp_path: Path) -> None:
+    assert load_config(write_config(tmp_path, family="qwen3")).family == "llama"
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_fifos_and_folders_are_not_waited_for(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ModelFileError, match="no regular file"):
+        read_json(tmp_path / name)
+    os.mkfifo(tmp_path / "model.gguf")
+    for read in (load_config, Tokenizer.from_path):
+        with pytest.raises(PacelineError):
+            read(tmp_path / "model.gguf")
+
+
+def test_fuzzed_configs(tmp_path: Path) -> None:
+    """Whatever a key of a model's or drafter's config holds, it is read or refused."""
+    rng = random.Random(1)
+    write_config(tmp_path, "Qwen3ForCausalLM", rope_scaling=dict(YARN), use_sliding_window=True, sliding_window=8)
+    base = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": 1, "layer_types": ["full_attention"] * 2}
+    drafter = new_config(32, 96, 8, num_layers=2, head_dim=16)
+    for _ in range(300):
+        for raw, read in ((base, _read_all), (drafter, read_checkpoint)):
+            changed = json.loads(json.dumps(raw))
+            for _ in range(rng.randint(1, 2)):
+                part = rng.choice([changed] + [value for value in changed.values() if isinstance(value, dict)])
+                if part:
+                    part[rng.choice(list(part))] = copy.deepcopy(rng.choice(JUNK))
+            (tmp_path / "config.json").write_text(json.dumps(changed))
+            is_dflash(changed)
+            with contextlib.suppress(PacelineError):
+                read(tmp_path)
+
+
+def _read_all(folder: Path) -> None:
+    config = load_config(folder)
+    eos_token_ids(folder)
+    if config.head_dim < 4096:
+        rope_tables(config, 4)
+
+
+def test_fuzzed_gguf_headers(tmp_path: Path) -> None:
+    """Bytes of the header changed, lengths and offsets among them; the file is read or refused, and nothing else."""
+    rng, path = random.Random(2), tmp_path / "model.gguf"
+    write_gguf(path, transformers_model("Qwen2ForCausalLM"), "qwen2", **byte_level_vocabulary(300))
+    whole, header = (
+        path.read_bytes(),
+        path.stat().st_size - 4 * sum(p.numel() for p in transformers_model("Qwen2ForCausalLM").parameters()),
+    )
+    for _ in range(60):
+        data = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.choice([rng.randrange(header), rng.randrange(1200), rng.randrange(header - 2000, header - 8)])
+            change = rng.choice([b"\x00", b"\xff", b"\xff" * 8, b"\x00\x00\x00\x80", struct.pack("<Q", rng.randrange(2**63))])
+            data[at : at + len(change)] = change
+        path.write_bytes(data)
+        for read in (load_config, Tokenizer.from_path, lambda file: list(load_tensors(file))):
+            with contextlib.suppress(PacelineError):
+                read(path)
+
+
+def _gguf(num_tensors: int = 1, kind: int = 0, offset: int = 0, size: int = 8, value: bytes = b"") -> bytes:
+    head = struct.pack("<4sIQQ", b"GGUF", 3, num_tensors, 1 if value else 0) + value
+    return head + struct.pack("<Q1sIQIQ", 1, b"t", 1, size, kind, offset) + bytes(256)
+
+
+ENTRY = struct.pack("<Q1sI", 1, b"k", 9)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        _gguf(num_tensors=2**63),
+        _gguf(offset=2**64 - 32),
+        _gguf(offset=2**63),
+        _gguf(offset=7),
+        _gguf(offset=4096),
+        _gguf(size=2**62),
+        _gguf(size=0),
+        _gguf(kind=999),
+        _gguf(kind=8, size=33),
+        _gguf(value=ENTRY + struct.pack("<IQ", 8, 2**63)),
+        _gguf(value=ENTRY + struct.pack("<IQ", 4, 2**61)),
+        _gguf(value=ENTRY + struct.pack("<IQ", 9, 3)),
+        _gguf(value=ENTRY + struct.pack("<IQQ", 8, 1, 2**64 - 1)),
+    ],
+)
+def test_absurd_gguf_headers(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(data)
+    with pytest.raises(ModelFileError, match="no whole GGUF file"):
+        list(load_tensors(tmp_path / "a.gguf"))
+
+
+@pytest.mark.parametrize(("key", "value"), [("block_count", 2**31), ("block_count", 10**6), ("embedding_length", 2**31)])
+def test_absurd_gguf_sizes(key: str, value: int, tmp_path: Path) -> None:
+    path, model = tmp_path / "a.gguf", transformers_model("Qwen2ForCausalLM")
+    write_gguf(path, model, "qwen2")
+    name = f"qwen2.{key}".encode()
+    data = path.read_bytes()
+    at = data.index(name) + len(name) + 4
+    path.write_bytes(data[:at] + struct.pack("<I", value) + data[at + 4 :])
+    with pytest.raises(ModelFileError, match=key):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"w": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 8]}},
+        {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 2**63]}},
+        {"w": {"dtype": "X9", "shape": [2], "data_offsets": [0, 8]}},
+        {"w": 5},
+        [],
+    ],
+)
+def test_absurd_safetensors_headers(header: Any, tmp_path: Path) -> None:
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    with pytest.raises(ModelFileError, match=r"model\.safetensors"):
+        list(load_tensors(tmp_path))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_no_numbers(value: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of a target, a small model that drafts, and a drafter; the error names the tensor."""
+    weights = {name: tensor.to(dtype) for name, tensor in write_weights(tmp_path).items()}
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name][3, 5] = value
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelFileError, match=f"{name}.*NaN or an infinity"):
+        list(check_tensors(load_config(tmp_path), load_tensors(tmp_path), tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(new_config(32, 96, 8, num_layers=2, head_dim=16)))
+    with pytest.raises(ModelFileError, match=f"{name}.*NaN or an infinity"):
+        read_checkpoint(tmp_path)
+
+
+def test_which_weights_are_numbers() -> None:
+    check_finite("w", torch.full((4, 4), 6e4, dtype=torch.float16), "x")  # their sum is not finite in float16
+    scales = torch.zeros(2, 34, dtype=torch.uint8)
+    check_finite("w", Blocks(scales, (2, 32), "Q8_0"), "x")
+    scales[1, :2] = torch.tensor([0, 0x7C], dtype=torch.uint8)
+    for weight in (Blocks(scales, (2, 32), "Q8_0"), torch.ones(3, dtype=torch.int32)):
+        with pytest.raises(ModelFileError, match="'w'"):
+            check_finite("w", weight, "x")
