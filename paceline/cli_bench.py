@@ -1,4 +1,4 @@
-"""The commands `bench serving` and `bench steps`. Options are read here; `commands/` does the work."""
+"""The command `bench serving`. Options are read here; `commands/` does the work."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from paceline.cli_options import (
     KvMemory,
     MaxLen,
     MaxTokens,
-    Model,
     Option,
     Threads,
     WeightFormat,
     Weights,
     numbers,
-    settings_of,
 )
 from paceline.errors import ConfigError
 
@@ -137,42 +135,6 @@ def _contenders(text: str | None) -> tuple[str, ...]:
     return names
 
 
-def bench_steps(
-    model: Model = None,
-    drafter: Annotated[str, Option(help="As --drafter of generate; random-dflash drafts as many as are measured.")] = "default",
-    batch: Annotated[str, Option(help="Rows that decode together, comma-separated.")] = "1,2,4,8",
-    positions: Annotated[int, Option(help="Widest pass of a row: one more than the longest draft.")] = 17,
-    context: Annotated[int, Option(help="Tokens in each row's cache.")] = 256,
-    repeat: Annotated[int, Option(help="Times each size is measured; figures are medians.")] = 15,
-    tokens_per_round: Annotated[float, Option(help="Mocked acceptance, the bonus token included.")] = 2.0,
-    out: Annotated[Path | None, Option(help="Run folder [default: runs/bench-steps-<time>].")] = None,
-    dtype: Dtype = "auto",
-    backend: Backend = "auto",
-    weight_format: WeightFormat = "auto",
-    max_len: MaxLen = None,
-    threads: Threads = None,
-    device: Device = "auto",
-    weights: Weights = "checkpoint",
-    as_json: Json = False,
-) -> None:
-    """Seconds of verifying, drafting and the host for each number of rows and positions, in turns: for simulate --calibrate.
-
-    Acceptance is mocked: the text means nothing, the times are those of the engine's own rounds.
-
-    Example: paceline bench steps --drafter random-dflash --context 256
-    """
-    given = dict(locals())
-    settings = settings_of({**given, "drafter": "none", "kv_memory": None}, model)
-    settings = {name: value for name, value in settings.items() if name != "drafter" and value is not None}
-    from paceline.bench.config import StepsConfig
-    from paceline.commands.bench_steps import StepsAsk
-    from paceline.commands.bench_steps import bench_steps as run
-
-    batches = tuple(int(value) for value in numbers("--batch", batch, whole=True))
-    run(StepsAsk(settings, StepsConfig(batches, positions, context, repeat, tokens_per_round), drafter, out, as_json))
-
-
 def add_commands(app: typer.Typer) -> None:
     """Register the commands of this module."""
     app.command("serving")(bench_serving)
-    app.command("steps")(bench_steps)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, overload
 
 import typer
 
 from paceline.errors import ConfigError
-from paceline.types import GrammarSpec
 
 Option = typer.Option
 Model = Annotated[str | None, Option("--model", help="Built-in name, folder, GGUF file or hub id [default: smollm2-135m].")]
@@ -88,23 +86,6 @@ def size(option: str, text: str | None) -> int | None:
     except ValueError:
         raise ConfigError(f"{option} {text} is no size: write it as 512M, 2G or a number of bytes") from None
     return int(value)
-
-
-def grammar_of(json_schema: str | None, regex: str | None) -> GrammarSpec | None:
-    """What --json-schema (a file, or the schema itself) or --regex asks for."""
-    if json_schema and regex:
-        raise ConfigError("--json-schema and --regex exclude each other: leave one out")
-    if regex:
-        return GrammarSpec("regex", regex)
-    if not json_schema:
-        return None
-    text = json_schema.strip()
-    if not text.startswith("{"):
-        try:
-            text = Path(text).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--json-schema {text!r} is neither a schema nor a file that can be read: {error}") from error
-    return GrammarSpec("json_object") if text == "{}" else GrammarSpec("json_schema", text)
 
 
 def numbers(option: str, text: str, *, whole: bool = False) -> list[float]:

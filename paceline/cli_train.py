@@ -66,20 +66,7 @@ def evaluate(
     run(EvaluateAsk(drafter, settings, config, tuple(prompts or ()), limit, out, as_json))
 
 
-def report(
-    folder: Annotated[Path, typer.Argument(help="Run folder of train or evaluate.")],
-    as_json: Json = False,
-) -> None:
-    """One HTML page of a run: curves, figures, survival, texts; no network, no server.
-
-    Example: paceline report runs/mine
-    """
-    from paceline.commands.report import report as run
-
-    run(folder, as_json)
-
-
 def add_commands(app: typer.Typer) -> None:
     """Register the commands of this module."""
-    for command in (train, regenerate, evaluate, report):
+    for command in (train, regenerate, evaluate):
         app.command()(command)

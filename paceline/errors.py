@@ -15,6 +15,7 @@ The command line prints that line and exits with code 2; anything else is a bug 
     ├── SamplingError         (ValueError)         impossible sampling values
     ├── PromptError           (ValueError)         a prompt or prompt file that cannot be read
     ├── ConfigError           (ValueError)         an unknown or contradictory setting
+    ├── NumericsError         (ArithmeticError)    a model whose numbers are not finite
     ├── TrainingError         (ArithmeticError)    a loss or gradient that is no number
     └── NativeError           (RuntimeError)       the native library is missing or refused a call
 """
@@ -66,6 +67,10 @@ class PromptError(PacelineError, ValueError):
 
 class ConfigError(PacelineError, ValueError):
     """An unknown or contradictory setting."""
+
+
+class NumericsError(PacelineError, ArithmeticError):
+    """A model's numbers are not finite: its weights are damaged, or too large for their dtype."""
 
 
 class TrainingError(PacelineError, ArithmeticError):

@@ -57,6 +57,9 @@ class FakeCache(KVCache):
             self.tokens[row][new:old] = [DEAD] * (old - new)
             self.num_rolled_back += old - new
 
+    def _move(self, row: int, start: int, slots: list[int]) -> None:
+        self.tokens[row][start : start + len(slots)] = [self.tokens[row][start + slot] for slot in slots]
+
     def free(self, row: int) -> None:
         super().free(row)
         if not self.keeps_freed:
@@ -147,6 +150,7 @@ class FakeTarget(Target):
         return torch.cat(taps, dim=-1)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        batch.require_chains()
         assert len(set(batch.rows)) == len(batch.rows), "a row stands twice in one batch"
         assert sum(batch.counts) == len(batch.tokens), "counts and tokens disagree"
         self.calls.append(batch)

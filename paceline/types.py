@@ -18,7 +18,7 @@ from paceline.errors import SamplingError
 if TYPE_CHECKING:  # tensors are only named here, so that `import paceline.types` stays cheap
     from torch import Tensor
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 GrammarKind = Literal["json_object", "json_schema", "regex"]
 
 
@@ -188,6 +188,8 @@ class Sequence:
     """The model's own end tokens, unless the request ignores them, and the request's stop_token_ids."""
     constraint: Constraint | None = None
     """The state of `params.grammar`, while the request is alive."""
+    error: Exception | None = None
+    """Why the request ended with finish_reason "error"."""
 
     def __post_init__(self) -> None:
         self.seed = self.params.seed if self.params.seed is not None else int.from_bytes(os.urandom(7), "little")
@@ -282,6 +284,8 @@ class Verdict:
     """Whether the rule that decided keeps the target's distribution."""
     kept_B: list[list[int]] | None = None
     """Of each row which drafts stand, root to leaf; None: its first `num_accepted`."""
+    failed_B: list[str | None] | None = None
+    """Of each row why it cannot go on: then nothing of it stands and its next token is -1. None: all rows are well."""
 
 
 @dataclass(slots=True)

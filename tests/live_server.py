@@ -19,7 +19,7 @@ from paceline.engine.llm import LLM
 from paceline.model.target import ForwardBatch, ForwardOutput
 from paceline.serve.run import Server, listen, make_server
 from paceline.serve.settings import ServeConfig
-from paceline.serve.ticket import NoObserver
+from paceline.serve.ticket import Observer
 from paceline.serve.worker import EngineWorker
 
 
@@ -35,7 +35,7 @@ class SlowTalker(Talker):
         return super().forward(batch)
 
 
-class Counting(NoObserver):
+class Counting(Observer):
     """Counts what happened."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Counting(NoObserver):
 class Live:
     """A server that runs: its address, and its insides for a test to look at."""
 
-    def __init__(self, factory: Callable[[], LLM], config: ServeConfig, **options: Any) -> None:
+    def __init__(self, factory: Callable[[], Any], config: ServeConfig, **options: Any) -> None:
         self.seen = Counting()
         self.llms: list[LLM] = []
         self._factory = factory
@@ -147,7 +147,7 @@ class Live:
 
 
 @contextlib.contextmanager
-def serving(factory: Callable[[], LLM] | None = None, **settings: Any) -> Iterator[Live]:
+def serving(factory: Callable[[], Any] | None = None, **settings: Any) -> Iterator[Live]:
     """A server over a fake engine, or over what `factory` makes; settings are ServeConfig's."""
     live = Live(factory or talker(), ServeConfig(port=0, **settings))
     try:

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 from small_llm import tiny_model
 
-from paceline import cli, cli_options
-from paceline.errors import ConfigError, PromptError
-from paceline.types import GrammarSpec
+from paceline.bench.beside import BesideTransformers
+from paceline.commands.generate import model_and_prompt
+from paceline.commands.shared import grammar_of, note_without_effect
+from paceline.errors import PromptError
+from paceline.types import GrammarSpec, SamplingParams
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,10 +45,10 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
 def test_a_schema_is_a_file_or_itself(tmp_path: Path) -> None:
     schema, file = '{"type": "array"}', tmp_path / "schema.json"
     file.write_text(schema + "\n")
-    assert cli_options.grammar_of(schema, None) == cli_options.grammar_of(str(file), None) == GrammarSpec("json_schema", schema)
-    assert cli_options.grammar_of(" {} ", None) == GrammarSpec("json_object")
-    assert cli_options.grammar_of(None, "[ab]") == GrammarSpec("regex", "[ab]")
-    assert cli_options.grammar_of(None, None) is None
+    assert grammar_of(schema, None) == grammar_of(str(file), None) == GrammarSpec("json_schema", schema)
+    assert grammar_of(" {} ", None) == GrammarSpec("json_object")
+    assert grammar_of(None, "[ab]") == GrammarSpec("regex", "[ab]")
+    assert grammar_of(None, None) is None
 
 
 def test_without_a_command_help_is_shown() -> None:
@@ -63,15 +65,15 @@ def test_without_a_command_help_is_shown() -> None:
         (("generate", "  "), "the prompt is empty"),
         (("generate", "a", "b", "c"), "put the prompt in quotes"),
         (("generate", "hi", "--temperature", "-1"), "temperature must be 0"),
-        (("generate", "hi", "--max-tokens", "0"), "max_tokens must be at least 1"),
+        (("generate", "hi", "--max-tokens", "0"), "--max-tokens must be at least 1"),
         (("generate", "hi", "--max-tokens", "many"), "--max-tokens"),
         (("generate", "hi", "--dtype", "int3"), "dtype"),
-        (("generate", "hi", "--backend", "gpu"), "backend must be one of auto, native, torch"),
-        (("bench", "decode", "--weight-format", "int3"), "weight_format must be one of auto, blocks, dense"),
+        (("generate", "hi", "--backend", "gpu"), "--backend must be one of auto, native, torch"),
+        (("bench", "decode", "--weight-format", "int3"), "--weight-format must be one of auto, blocks, dense"),
         (("generate", "hi", "--kv-memory", "lots"), "write it as 512M"),
         (("generate", "hi", "--json-schema", "{}", "--regex", "a"), "exclude each other"),
         (("generate", "hi", "--json-schema", "no such file"), "neither a schema nor a file"),
-        (("generate", "hi", "--mock", "0.5"), "mocked_tokens_per_round"),
+        (("generate", "hi", "--mock", "0.5"), "--mock must be at least 1"),
         (("generate", "hi", "--raw", "--system", "x"), "--system needs the chat template"),
         (("generate", "hi", "--no-such-option"), "--no-such-option"),
         (("generate", "hi", "--against", "vllm"), "--against knows transformers only"),
@@ -112,6 +114,14 @@ def test_an_answer_beside_plain_decoding_and_transformers(tmp_path: Path) -> Non
     assert json.loads(done.stdout)["transformers"]["speedup"] > 0
 
 
+@pytest.mark.parametrize("num_same", [0, 7])
+def test_other_tokens_than_transformers_are_explained(num_same: int) -> None:
+    line = BesideTransformers(10.0, 2.0, num_same).line("bfloat16")
+    assert "the same 0" not in line and ("the first 7 tokens are the same" in line) == (num_same == 7)
+    assert "almost equally likely" in line and "--dtype float32" in line
+    assert "NOT the same tokens" in BesideTransformers(10.0, 2.0, num_same).line("float32")
+
+
 def test_with_json_an_error_is_json_too() -> None:
     done = paceline("generate", "", "--json")
     assert done.returncode == 2
@@ -131,34 +141,20 @@ def test_models_are_listed(tmp_path: Path) -> None:
     assert "smollm2-135m  fetched at first use" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [("512M", 512 * 2**20), ("2g", 2**31), ("1.5GB", 3 * 2**29), ("1GiB", 2**30), ("4096", 4096), (None, None)],
-)
-def test_sizes(text: str | None, num_bytes: int | None) -> None:
-    assert cli_options.size("--kv-memory", text) == num_bytes
-
-
-@pytest.mark.parametrize("text", ["", "M", "-1G", "nan", "inf", "2X"])
-def test_no_sizes(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no size"):
-        cli_options.size("--kv-memory", text)
-
-
 def test_model_and_prompt(tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("from a file")
-    assert cli._model_and_prompt(["hi"], None, None) == (None, "hi")
-    assert cli._model_and_prompt(["tiny", "hi"], None, None) == ("tiny", "hi")
-    assert cli._model_and_prompt(["hi"], "tiny", None) == ("tiny", "hi")
-    assert cli._model_and_prompt(["tiny"], None, file) == ("tiny", "from a file")
-    assert cli._model_and_prompt([], "tiny", file) == ("tiny", "from a file")
+    assert model_and_prompt(["hi"], False, None) == (None, "hi")
+    assert model_and_prompt(["tiny", "hi"], False, None) == ("tiny", "hi")
+    assert model_and_prompt(["hi"], True, None) == (None, "hi")
+    assert model_and_prompt(["tiny"], False, file) == ("tiny", "from a file")
+    assert model_and_prompt([], True, file) == (None, "from a file")
     with pytest.raises(PromptError, match="quotes"):
-        cli._model_and_prompt(["one", "two"], "tiny", None)
+        model_and_prompt(["one", "two"], True, None)
 
 
 def test_options_without_effect_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    cli._sampling({"temperature": 0.0, "top_p": 0.9})
+    note_without_effect(SamplingParams(top_p=0.9))
     assert "--top-p has no effect at temperature 0" in capsys.readouterr().err
 
 

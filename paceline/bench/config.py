@@ -72,7 +72,6 @@ class MockConfig:
     def __post_init__(self) -> None:
         most = max(self.tokens_per_round, default=PLAIN)
         checks = (
-            (not self.tokens_per_round, "--mock-tokens-per-round is empty: write it as 1,2,4,8"),
             (
                 not all(math.isfinite(each) and each >= 1 for each in self.tokens_per_round),
                 "--mock-tokens-per-round counts the bonus token: every value must be at least 1",

@@ -21,6 +21,7 @@ from paceline.bench.identity import Difference, differences, share_identical
 from paceline.bench.passes import Engines, Pass, make_requests, run_pass
 from paceline.bench.peers import PEERS, TransformersPeer
 from paceline.bench.summary import bytes_per_s, median_of, speedup_over, stages
+from paceline.draft.registry import make_drafter
 from paceline.errors import ConfigError
 from paceline.figures import repetition
 from paceline.hardware import Machine
@@ -106,8 +107,9 @@ class Bench:
         options = {} if self.config.num_drafted is None else {"num_drafted": self.config.num_drafted}
         engines = Engines(self.llm)
         for name in self.config.drafters:
-            self.llm.use_drafter(name, **({} if name == BASELINE else options))
-            engines.add(name)
+            target_name = self.llm.config.model
+            drafter = make_drafter(name, self.llm.target, target_name=target_name, **({} if name == BASELINE else options))
+            engines.add(name, drafter)
         return engines
 
     def _settings(self) -> list[Setting]:

@@ -29,8 +29,11 @@ class Round:
 
 
 def rounds_of(seq: Sequence, drafter: str) -> list[Round]:
-    """The rounds of a finished sequence, in order."""
-    return [Round(drafter if drafted else PLAIN, drafted, accepted) for drafted, accepted in seq.rounds]
+    """The rounds of a finished sequence, in order; one that does not tell its source is of `drafter`."""
+    made = []
+    for drafted, accepted, *told in seq.rounds:
+        made.append(Round(told[0] if told else drafter if drafted else PLAIN, drafted, accepted))
+    return made
 
 
 @dataclass(slots=True, kw_only=True)

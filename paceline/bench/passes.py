@@ -144,9 +144,8 @@ class Engines:
     def __getitem__(self, name: str) -> Drafter:
         return self._made[name][0]
 
-    def add(self, name: str) -> None:
-        """Keep the drafter and the engine that the LLM has now."""
-        self._made[name] = self._llm.drafter, self._llm.engine
+    def add(self, name: str, drafter: Drafter) -> None:
+        self._made[name] = drafter, self._llm.new_engine(drafter)
 
     def use(self, name: str) -> Engine:
         """Give the LLM this drafter and its engine, which has forgotten every prompt: a pass takes over no earlier work."""

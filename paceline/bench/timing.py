@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.bench.drafting import rounds_of
 from paceline.bench.passes import Engines
+from paceline.draft.base import NoDrafter
 from paceline.errors import ConfigError
 from paceline.figures import first_difference
 from paceline.types import SamplingParams, Sequence
@@ -130,9 +131,8 @@ def record(
     """Answer `repeat` times each way with the drafter that `llm` has; leaves it as it was."""
     warm_up = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens))
     engines = Engines(llm)
-    engines.add("on")
-    llm.use_drafter("none")
-    engines.add("off")
+    engines.add("on", llm.drafter)
+    engines.add("off", NoDrafter())
     runs: dict[str, list[tuple[TimedAnswer, list[int]]]] = {"off": [], "on": []}
     try:
         for _ in range(repeat):

@@ -1,72 +1,102 @@
-"""`paceline bench decode`: load once, state the ceiling, run, write the run folder, print the table."""
+"""`paceline bench decode` and `paceline bench steps`: the options of `paceline.bench.runs`, and its figures as JSON."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from paceline.bench.config import BenchConfig
-from paceline.bench.decode import Bench, as_line
-from paceline.bench.report import ceiling_line, table, write_run
-from paceline.commands.terminal import introduce, print_json, progress, say
-from paceline.engine.llm import LLM
-from paceline.hardware import this_machine
-from paceline.prompts import read_prompts
-from paceline.runlog import RunFolder, write_whole
+import typer
 
-BUILTIN_PROMPTS = Path(__file__).parent.parent / "bench" / "prompts.jsonl"
+from paceline.bench.config import BenchConfig, MockConfig, StepsConfig
+from paceline.commands.options import Changed, Only, Opt, Without, options
+from paceline.commands.shared import MOCK, Json, Limit, PromptSource
+from paceline.commands.terminal import TerminalProgress, print_json, say
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError
 
-
-@dataclass(frozen=True, slots=True)
-class BenchAsk:
-    """A `bench decode` command, its options read."""
-
-    settings: dict[str, Any]
-    """Keyword arguments of LLM."""
-    config: BenchConfig
-    prompts: str | None = None
-    limit: int | None = None
-    out: Path | None = None
-    save_results: Path | None = None
-    """Folder or file for one JSON of figures, versions, commit and raw runs."""
-    as_json: bool = False
+NAMES = Changed(
+    drafters=Opt(comma=True),
+    batches=Opt("--batch"),
+    temperatures=Opt("--temperature"),
+    seed=Opt(default=None, help="Base of the requests' seeds; without, each is drawn."),
+)
+MOCK_NAMES = Changed(tokens_per_round=Opt("--mock-tokens-per-round", default=()), prompt_tokens=Opt("--mock-prompt-tokens"))
+MEASURED = Opt(help="As --drafter of generate; random-dflash drafts as many as are measured.")
+NO_MOCK = "does not go with --mock-tokens-per-round: leave one of them out"
 
 
-def bench_decode(ask: BenchAsk) -> None:
-    """Run the benchmark and report it."""
-    prompts = read_prompts(ask.prompts or BUILTIN_PROMPTS, ask.limit)
-    run = RunFolder.create("bench-decode", _described(ask), ask.out)
-    llm = LLM(drafter="none", max_batch=max(ask.config.batches), **ask.settings)
-    machine = this_machine(llm.config.device)
-    say(introduce(llm))
-    say(ceiling_line(llm, machine))
-    bench = Bench(llm, prompts, ask.config, notice=say)
-    with progress("decoding", bench.num_answers) as advance:
-        bench.run(
-            on_answer=lambda setting: advance(str(setting)),
-            on_pass=lambda setting, done: run.log(**asdict(setting), tokens_per_s=done.tokens_per_s, wall_s=done.wall_s),
-        )
-    line = as_line(bench, machine)
-    notice = write_run(run, bench, machine, line)
-    if notice:
-        say(notice)
-    table(line["results"]).show()
-    say(f"report, figures and raw runs: {run.path}")
-    if ask.save_results:
-        say(f"results: {_save(ask.save_results, run, line['device'])}")
-    if ask.as_json:
-        print_json({**line, "run": run.path})
+@options
+def bench_decode(
+    engine: Annotated[EngineConfig, Without("drafter", "max_batch", "kv_memory", "num_drafted", "prefill_chunk"), MOCK],
+    config: Annotated[BenchConfig, NAMES],
+    mocked: Annotated[MockConfig, Only("tokens_per_round", "prompt_tokens"), MOCK_NAMES],
+    prompts: PromptSource = None,
+    limit: Limit = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-decode-<time>].")] = None,
+    save_results: Annotated[Path | None, typer.Option(help="Also write one JSON file of figures and raw runs, here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Tokens per second and acceptance: prompts x drafters x temperatures x batch sizes, against plain decoding.
+
+    Example: paceline bench decode --limit 4 --drafters none,ngram --batch 1,4 --max-tokens 64
+    """
+    if mocked.tokens_per_round:
+        refused = {
+            "prompts": prompts,
+            "limit": limit,
+            "against": config.against,
+            "mock": engine.mocked_tokens_per_round,
+            "save-results": save_results,
+        }
+        for name, value in refused.items():
+            if value not in (None, ()):
+                raise ConfigError(f"--{name} {NO_MOCK}")
+        drafter = next((name for name in config.drafters if name not in ("none", "default")), mocked.drafter)
+        same = {name: getattr(config, name) for name in ("batches", "max_tokens", "repeat", "num_drafted")}
+        mocked = replace(mocked, drafter=drafter, **same)
+        from paceline.bench import runs
+
+        line = runs.bench_mock(engine, mocked, out, TerminalProgress())
+    else:
+        from paceline.bench import runs
+
+        line = runs.bench_decode(engine, config, prompts, limit, out, TerminalProgress())
+        if save_results:
+            say(f"results: {_save(save_results, line['run'], line['device'])}")
+    if as_json:
+        print_json(line)
 
 
-def _described(ask: BenchAsk) -> dict[str, Any]:
-    prompts = ask.prompts or "built-in"
-    return {"llm": ask.settings, "bench": ask.config, "prompts": prompts, "limit": ask.limit}
-
-
-def _save(where: Path, run: RunFolder, device: str) -> Path:
+def _save(where: Path, run: Path, device: str) -> Path:
     """Copy the run's results.json to a file of its own."""
+    from paceline.runlog import write_whole
+
     file = where if where.suffix == ".json" else where / f"decode_{device}_{time.strftime('%Y-%m-%d')}.json"
-    write_whole(file, (run.path / "results.json").read_text(encoding="utf-8"))
+    write_whole(file, (run / "results.json").read_text(encoding="utf-8"))
     return file
+
+
+@options
+def bench_steps(
+    engine: Annotated[
+        EngineConfig,
+        Without("max_batch", "kv_memory", "num_drafted", "speculate", "rule", "mocked_tokens_per_round", "prefill_chunk"),
+        Changed(drafter=MEASURED),
+    ],
+    config: Annotated[StepsConfig, Changed(batches=Opt("--batch"), max_positions=Opt("--positions"))],
+    out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-steps-<time>].")] = None,
+    as_json: Json = False,
+) -> None:
+    """Seconds of verifying, drafting and the host for each number of rows and positions, in turns: for simulate --calibrate.
+
+    Acceptance is mocked: the text means nothing, the times are those of the engine's own rounds.
+
+    Example: paceline bench steps --drafter random-dflash --context 256
+    """
+    from paceline.bench import runs
+
+    line = runs.bench_steps(engine, config, out, TerminalProgress())
+    if as_json:
+        print_json(line)

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-import webbrowser
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from paceline.commands.shared import Json
 from paceline.commands.terminal import print_json, say
 from paceline.errors import ConfigError
-from paceline.hardware import this_machine
-from paceline.runlog import write_whole
-from paceline.simulate.calculator import data, page
 
 
-def calculator(out: Path, open_it: bool = False, measure: bool = False, as_json: bool = False) -> None:
-    """`measure`: also offer the machine at hand. Raises ConfigError for a folder, CacheError for what cannot be written."""
+def calculator(
+    out: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("calculator.html"),
+    open_it: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    this_machine: Annotated[bool, typer.Option("--this-machine", help="Also offer the machine at hand, measured.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the calculator: predictions of `paceline simulate` with sliders and charts, in one HTML file.
+
+    The file opens from disk, needs no server and no network, and can be hosted as it is. docs/calculator.md describes it.
+
+    Example: paceline calculator --out calculator.html --open
+    """
     if out.is_dir():
         raise ConfigError(f"--out {out} is a folder: name a file in it, such as {out / 'calculator.html'}")
-    machine = this_machine() if measure else None
+    import webbrowser
+
+    from paceline import hardware
+    from paceline.runlog import write_whole
+    from paceline.simulate.calculator import data, page
+
+    machine = hardware.this_machine() if this_machine else None
     write_whole(out, page(machine))
     tables = data(machine)
     models, machines = list(tables["models"]), list(tables["machines"])

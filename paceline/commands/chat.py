@@ -5,20 +5,51 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Generator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from paceline.commands.options import Changed, Opt, Without, options
+from paceline.commands.shared import System, note_without_effect, with_model
 from paceline.commands.terminal import interruptible, introduce, say
-from paceline.engine.engine import Chunk
-from paceline.engine.llm import LLM, GenerationStats
+from paceline.config import EngineConfig
 from paceline.errors import ContextLengthError, PromptError
 from paceline.types import SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Chunk
+    from paceline.engine.llm import LLM
 
 HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer, Ctrl-D leaves"
 
 
-def chat(settings: dict[str, Any], params: SamplingParams, system: str | None = None) -> None:
-    """Read turns and answer them until the input ends."""
-    llm = LLM(**settings)
+NOT_ASKED = Without(
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+    "max_drafted",
+    "grammar",
+)
+
+
+@options
+def chat(
+    engine: Annotated[EngineConfig, Without("max_batch", "prefill_chunk", "weights", "mocked_tokens_per_round")],
+    sampling: Annotated[SamplingParams, NOT_ASKED, Changed(max_tokens=Opt(default=512))],
+    name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.")] = None,
+    system: System = None,
+) -> None:
+    """Talk with the model: /reset forgets, /exit or Ctrl-D leaves, Ctrl-C stops an answer.
+
+    Example: paceline chat --temperature 0.7 --system "Answer in one sentence."
+    """
+    note_without_effect(sampling)
+    from paceline.engine.llm import LLM
+
+    llm = LLM.of(with_model(engine, name))
     say(introduce(llm))
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
@@ -33,7 +64,7 @@ def chat(settings: dict[str, Any], params: SamplingParams, system: str | None = 
         elif line.startswith("/") and " " not in line:
             say(f"no such command {line}: {HELP}")
         else:
-            messages = _turn(llm, messages, line, params)
+            messages = _turn(llm, messages, line, sampling)
 
 
 def _turn(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingParams) -> list[dict[str, str]]:
@@ -49,6 +80,8 @@ def _turn(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingP
 
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
     """Stream one answer; after Ctrl-C what was said so far stays said."""
+    from paceline.engine.llm import GenerationStats
+
     texts, stats = [], None
     with interruptible() as is_interrupted, contextlib.closing(_chunks(llm, messages, params)) as chunks:
         for chunk in chunks:

@@ -2,67 +2,91 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
-from paceline.bench.timing import NAME, Timing, read_timing, record
-from paceline.bench.timing_page import page
-from paceline.bench.timing_svg import check_speed, svg
-from paceline.commands.terminal import print_json, progress, say
+import typer
+
+from paceline.commands.generate import encode
+from paceline.commands.options import Only, Without, options
+from paceline.commands.shared import MOCK, Json, Raw, System, check_template, prompt_of, with_model
+from paceline.commands.terminal import introduce, print_json, progress, say
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError
 from paceline.runlog import RunFolder, write_whole
 from paceline.types import SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.bench.timing import Timing
 
 PAGE = "compare.html"
 
 
-@dataclass(frozen=True, slots=True)
-class CompareAsk:
-    """A `compare` command, its options read and checked."""
+@options
+def compare(
+    engine: Annotated[EngineConfig, Without("max_batch", "prefill_chunk", "kv_memory", "rule"), MOCK],
+    sampling: Annotated[SamplingParams, Only("temperature", "max_tokens", "seed", "ignore_eos")],
+    prompt: Annotated[str | None, typer.Argument(help="What to ask; - is stdin.")] = None,
+    recorded: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN_FOLDER", help="Draw a recorded run again; nothing is asked.")
+    ] = None,
+    repeat: Annotated[int, typer.Option(help="Answers each way, in turns; the one of median time is kept.")] = 3,
+    raw: Raw = False,
+    system: System = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/compare-<time>, or that of --from].")] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also an animated SVG, for a README.")] = None,
+    svg_speed: Annotated[
+        float | None,
+        typer.Option(help="Times as fast as it was, in the SVG: 0.5 is slow motion [default: so that the eye can follow]."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """One prompt with speculation off and on, every token at the time it came: a page that replays both side by side.
 
-    prompt: str
-    settings: dict[str, Any]
-    """Keyword arguments of LLM."""
-    params: SamplingParams
-    system: str | None = None
-    raw: bool = False
-    repeat: int = 3
-    out: Path | None = None
-    svg: Path | None = None
-    svg_speed: float | None = None
-    as_json: bool = False
+    The page is one file, compare.html in the run folder; it needs no server and no network.
+
+    Example: paceline compare "Why is the sky blue?" --max-tokens 96 --svg demo.svg
+    """
+    from paceline.bench.timing import NAME, read_timing
+    from paceline.bench.timing_svg import check_speed
+
+    check_speed(svg_speed)
+    if recorded is not None:
+        if prompt is not None:
+            raise ConfigError("--from draws what was recorded: leave the prompt out")
+        run = RunFolder(out or (recorded if recorded.is_dir() else recorded.parent))
+        _draw(run, read_timing(recorded), svg, svg_speed, as_json)
+        return
+    text = prompt_of(prompt, "paceline compare")
+    check_template(raw, system)
+    if repeat < 1:
+        raise ConfigError(f"--repeat must be at least 1, not {repeat}")
+    if engine.drafter == "none" or engine.num_drafted == 0:
+        raise ConfigError("nothing to compare without drafts: choose another --drafter or --num-drafted")
+    timing = _record(with_model(engine, None), sampling, text, system, raw, repeat)
+    described = {"llm": engine, "sampling": sampling, "system": system, "raw": raw, "repeat": repeat}
+    run = RunFolder.create("compare", described, out)
+    run.write_json(NAME, timing)
+    _draw(run, timing, svg, svg_speed, as_json)
 
 
-def compare(ask: CompareAsk) -> None:
-    """Ask both ways, record, draw."""
-    from paceline.commands.generate import Ask, encode
-    from paceline.commands.terminal import introduce
+def _record(engine: EngineConfig, sampling: SamplingParams, prompt: str, system: str | None, raw: bool, repeat: int) -> Timing:
+    from paceline.bench.timing import record
     from paceline.engine.llm import LLM
     from paceline.hardware import this_machine
 
-    check_speed(ask.svg_speed)
-    llm = LLM(**ask.settings)
+    llm = LLM.of(engine)
     say(introduce(llm))
-    token_ids = encode(llm, Ask(ask.prompt, ask.settings, ask.params, ask.system, ask.raw))
+    token_ids = encode(llm, prompt, system, raw)
     machine = this_machine(llm.config.device)
-    with progress("answering", 2 * ask.repeat) as advance:
-        timing = record(
-            llm, token_ids, ask.params, prompt=ask.prompt, machine=machine.name, repeat=ask.repeat, on_answer=advance
-        )
-    described = {"llm": ask.settings, "sampling": ask.params, "system": ask.system, "raw": ask.raw, "repeat": ask.repeat}
-    run = RunFolder.create("compare", described, ask.out)
-    run.write_json(NAME, timing)
-    _draw(run, timing, ask.svg, ask.svg_speed, ask.as_json)
-
-
-def show(recorded: Path, out: Path | None, picture: Path | None, svg_speed: float | None, as_json: bool) -> None:
-    """Draw what was recorded, into its own folder or into `out`. Raises ConfigError when there is nothing to draw."""
-    check_speed(svg_speed)
-    timing = read_timing(recorded)
-    _draw(RunFolder(out or (recorded if recorded.is_dir() else recorded.parent)), timing, picture, svg_speed, as_json)
+    with progress("answering", 2 * repeat) as advance:
+        return record(llm, token_ids, sampling, prompt=prompt, machine=machine.name, repeat=repeat, on_answer=advance)
 
 
 def _draw(run: RunFolder, timing: Timing, picture: Path | None, svg_speed: float | None, as_json: bool) -> None:
+    from paceline.bench.timing_page import page
+    from paceline.bench.timing_svg import svg
+
     made = {"page": run.write(PAGE, page(timing))}
     if picture is not None:
         write_whole(picture, svg(timing, svg_speed))

@@ -3,118 +3,129 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from paceline.bench.identity import logits_after
-from paceline.bench.passes import Answer, Request
-from paceline.bench.peers import TransformersPeer
+import typer
+
+from paceline.commands.options import Without, options
+from paceline.commands.shared import (
+    MOCK,
+    Json,
+    Raw,
+    System,
+    check_template,
+    grammar_of,
+    is_named,
+    not_empty,
+    note_without_effect,
+    prompt_of,
+    with_model,
+)
 from paceline.commands.terminal import introduce, print_json, say, stats_lines, weights_read_per_s
-from paceline.engine.llm import LLM, Completion, GenerationStats
-from paceline.figures import first_difference
-from paceline.hardware import Machine, this_machine
-from paceline.model.backends import form_of
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError, PromptError
 from paceline.types import SamplingParams
 
-WARM_UP_TOKENS = 8
+if TYPE_CHECKING:
+    from paceline.engine.llm import LLM, Completion
+    from paceline.hardware import Machine
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A `generate` command, its options read and checked."""
+@options
+def generate(
+    engine: Annotated[EngineConfig, Without("max_batch", "prefill_chunk"), MOCK],
+    sampling: Annotated[SamplingParams, Without("logit_bias", "stop_token_ids", "max_drafted", "grammar")],
+    words: Annotated[list[str] | None, typer.Argument(metavar="[MODEL] PROMPT", help="PROMPT - is stdin.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
+    system: System = None,
+    raw: Raw = False,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|TEXT", help="The answer is JSON of this schema; {} for any object. Needs paceline[serve]."),
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="The answer matches this from end to end. Needs paceline[serve].")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Also decode plainly in this process; show both speeds.")] = False,
+    against: Annotated[str | None, typer.Option(help="transformers: run its generate on the same prompt too.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Answer one prompt, streamed; speed and acceptance go to stderr.
 
-    prompt: str
-    settings: dict[str, Any]
-    """Keyword arguments of LLM, the model's name among them."""
-    params: SamplingParams
-    system: str | None = None
-    raw: bool = False
-    compare: bool = False
-    as_json: bool = False
-    against: str | None = None
+    Example: paceline generate "Why is the sky blue?" --max-tokens 64 --compare
+    """
+    model, prompt = model_and_prompt(words or [], is_named(engine), prompt_file)
+    sampling = replace(sampling, grammar=grammar_of(json_schema, regex))
+    note_without_effect(sampling)
+    check_template(raw, system)
+    if against and (against != "transformers" or not sampling.is_greedy):
+        raise ConfigError("--against knows transformers only, and greedy answers only: leave it or --temperature out")
+    if sampling.logprobs is not None and not as_json:
+        say("note: --logprobs shows only with --json")
+    from paceline.bench.beside import BesidePlain, answer_plainly, ask_transformers
+    from paceline.engine.llm import LLM
+    from paceline.hardware import this_machine
 
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Plain decoding of the same prompt in the same process."""
-
-    plain: Completion
-    speedup: float
-    identical: bool | None
-    """Whether the tokens are the same; None when sampled, where only the distribution has to be."""
-    first_difference: int | None = None
-    """Tokens that are still the same, where they are not all the same."""
-    top2_gap: float | None = None
-    """Best logit minus second-best at the first difference: how nearly the target was undecided there."""
-
-
-def generate(ask: Ask) -> None:
-    """Answer, stream, report."""
-    llm = LLM(**ask.settings)
+    llm = LLM.of(with_model(engine, model))
     say(introduce(llm))
-    token_ids = encode(llm, ask)
-    plain = _plain(llm, token_ids, ask.params) if ask.compare else None
-    completion = _stream(llm, token_ids, ask)
-    comparison = _compare(llm, completion, plain, ask.params) if plain else None
-    peer = _peer(llm, ask, token_ids) if ask.against else None
+    token_ids = encode(llm, prompt, system, raw)
+    plain = answer_plainly(llm, token_ids, sampling) if compare else None
+    completion = _stream(llm, token_ids, sampling, as_json)
+    beside_plain = BesidePlain.of(llm, completion, plain, sampling) if plain else None
+    beside_peer = ask_transformers(llm, completion, sampling) if against else None
     machine = this_machine(llm.config.device)
     for line in stats_lines(completion.stats, llm.target.weight_bytes, machine):
         say(line)
-    if comparison:
-        say(_comparison_line(completion.stats, comparison, llm.config.dtype, llm.target.is_width_invariant))
-    if peer:
-        say(_peer_line(completion, peer, llm.config.dtype))
-    if ask.as_json:
-        print_json(as_line(llm, ask, completion, machine, comparison) | _peer_figures(completion, peer))
+    if beside_plain:
+        say(beside_plain.line(completion.stats.tokens_per_s, llm.config.dtype, llm.target.is_width_invariant))
+    if beside_peer:
+        say(beside_peer.line(llm.config.dtype))
+    if as_json:
+        print_json(
+            as_line(llm, completion, machine)
+            | ({"logprobs": completion.logprobs} if sampling.logprobs is not None else {})
+            | (asdict(beside_plain) if beside_plain else {})
+            | (beside_peer.as_json() if beside_peer else {})
+        )
 
 
-def _peer(llm: LLM, ask: Ask, token_ids: list[int]) -> Answer:
-    """What Transformers says to the same tokens, after a warm-up."""
-    transformers, request = TransformersPeer(llm), [Request("prompt", token_ids)]
-    transformers.run("transformers", request, WARM_UP_TOKENS, True)
-    return transformers.run("transformers", request, ask.params.max_tokens, ask.params.ignore_eos).answers[0]
+def model_and_prompt(words: list[str], has_model: bool, prompt_file: Path | None) -> tuple[str | None, str]:
+    """One word is the prompt, two are model and prompt; a prompt file takes the prompt's place."""
+    words = list(words)
+    if prompt_file is None:
+        prompt = prompt_of(words.pop() if words else None, "paceline generate")
+    else:
+        prompt = not_empty(_read(prompt_file))
+    if len(words) > 1 or (words and has_model):
+        raise PromptError("too many words: put the prompt in quotes, after the model's name if you give one")
+    return (words[0] if words else None), prompt
 
 
-def _peer_line(completion: Completion, peer: Answer, dtype: str) -> str:
-    speed, same = len(peer.token_ids) / peer.seconds, first_difference(completion.token_ids, peer.token_ids)
-    text = "the same tokens" if same is None else f"the same {same} first tokens: {dtype} is rounded elsewhere there"
-    return f"Transformers {speed:.1f} tokens/s: {completion.stats.tokens_per_s / speed:.1f}x as fast, {text}"
-
-
-def _peer_figures(completion: Completion, peer: Answer | None) -> dict[str, Any]:
-    if peer is None:
-        return {}
-    speed = len(peer.token_ids) / peer.seconds
-    return {"transformers": {"tokens_per_s": speed, "speedup": completion.stats.tokens_per_s / speed}}
-
-
-def encode(llm: LLM, ask: Ask) -> list[int]:
-    """Token ids of the prompt, through the chat template unless raw."""
-    if ask.raw:
-        return llm.tokenizer.encode(ask.prompt)
-    system = [{"role": "system", "content": ask.system}] if ask.system else []
-    return llm.encode_chat([*system, {"role": "user", "content": ask.prompt}])
-
-
-def _plain(llm: LLM, token_ids: list[int], params: SamplingParams) -> Completion:
-    """Plain decoding, after a warm-up of it and of the drafter; leaves the drafter as it was."""
-    drafter = llm.drafter
-    warm_up = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens), logprobs=None)
-    llm.generate_ids([token_ids], warm_up)
-    llm.use_drafter("none")
+def _read(path: Path) -> str:
     try:
-        llm.generate_ids([token_ids], warm_up)
-        return llm.generate_ids([token_ids], params)[0]
-    finally:
-        llm.use_drafter(drafter)
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PromptError(f"cannot read the prompt file {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise PromptError(f"the prompt file {path} is not UTF-8 text: convert it first") from error
 
 
-def _stream(llm: LLM, token_ids: list[int], ask: Ask) -> Completion:
+def encode(llm: LLM, prompt: str, system: str | None, raw: bool) -> list[int]:
+    """Token ids of the prompt, through the chat template unless raw."""
+    if raw:
+        return llm.tokenizer.encode(prompt)
+    opening = [{"role": "system", "content": system}] if system else []
+    return llm.encode_chat([*opening, {"role": "user", "content": prompt}])
+
+
+def _stream(llm: LLM, token_ids: list[int], sampling: SamplingParams, as_json: bool) -> Completion:
     """Text as it comes: to stdout, or to stderr when stdout is for the JSON line."""
-    out = sys.stderr if ask.as_json else sys.stdout
+    from paceline.engine.llm import Completion, GenerationStats
+
+    out = sys.stderr if as_json else sys.stdout
     texts = []
     sequence = None
-    for chunk in llm.stream(token_ids, ask.params):
+    for chunk in llm.stream(token_ids, sampling):
         texts.append(chunk.text)
         print(chunk.text, end="", file=out, flush=True)
         sequence = chunk.sequence
@@ -122,41 +133,16 @@ def _stream(llm: LLM, token_ids: list[int], ask: Ask) -> Completion:
     text = "".join(texts)
     if not text.endswith("\n"):
         print(file=out, flush=True)
-    reason, stats = sequence.finish_reason, GenerationStats.of(sequence)
-    return Completion(text, sequence.output_ids, reason, stats, sequence.logprobs, token_ids)
+    stats = GenerationStats.of(sequence)
+    return Completion(text, sequence.output_ids, sequence.finish_reason, stats, sequence.logprobs, token_ids)
 
 
-def _compare(llm: LLM, completion: Completion, plain: Completion, params: SamplingParams) -> Comparison:
-    speed = plain.stats.tokens_per_s
-    speedup = completion.stats.tokens_per_s / speed if speed else 0.0
-    if not params.is_greedy:
-        return Comparison(plain, speedup, None)
-    at = first_difference(completion.token_ids, plain.token_ids)
-    if at is None:
-        return Comparison(plain, speedup, True)
-    best, second = logits_after(llm.target, plain.prompt_token_ids + plain.token_ids[:at]).topk(2).values.tolist()
-    return Comparison(plain, speedup, False, at, best - second)
-
-
-def _comparison_line(stats: GenerationStats, comparison: Comparison, dtype: str, is_exact: bool) -> str:
-    same = {None: "sampled: texts need not agree", True: "token-identical", False: "not token-identical"}[comparison.identical]
-    if comparison.top2_gap is not None:
-        same += (
-            f" after {comparison.first_difference} tokens, where {dtype} has the top two logits {comparison.top2_gap:.3f} apart"
-        )
-        same += "" if is_exact or dtype == "float32" else "; --backend native, or --dtype float32, is exact"
-    return (
-        f"plain {comparison.plain.stats.tokens_per_s:.1f} tokens/s, with drafts {stats.tokens_per_s:.1f} tokens/s: "
-        f"{comparison.speedup:.2f}x, {same}"
-    )
-
-
-def as_line(
-    llm: LLM, ask: Ask, completion: Completion, machine: Machine, comparison: Comparison | None = None
-) -> dict[str, Any]:
+def as_line(llm: LLM, completion: Completion, machine: Machine) -> dict[str, Any]:
     """The command's JSON object."""
+    from paceline.model.backends import form_of
+
     stats, times = completion.stats, completion.stats.timings
-    line: dict[str, Any] = {
+    return {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
@@ -180,12 +166,3 @@ def as_line(
         "bytes_per_s": weights_read_per_s(stats, llm.target.weight_bytes),
         "machine": machine,
     }
-    if ask.params.logprobs is not None:
-        line["logprobs"] = completion.logprobs
-    if comparison:
-        line["plain_tokens_per_s"] = comparison.plain.stats.tokens_per_s
-        line["speedup"] = comparison.speedup
-        line["identical"] = comparison.identical
-        line["first_difference"] = comparison.first_difference
-        line["top2_gap"] = comparison.top2_gap
-    return line

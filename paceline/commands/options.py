@@ -133,7 +133,7 @@ class _Asked:
                 _typer_type(kind, is_comma),
                 typer.Option(
                     *names,
-                    help=opt.help if opt.help is not None else _help(owner, field.name),
+                    help=(opt.help or _help(owner, field.name)) + " May be repeated." * (kind.is_tuple and not is_comma),
                     metavar=opt.metavar or _metavar(kind, is_comma),
                 ),
             ],

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from paceline.bench.html import page
-from paceline.bench.rundata import read_run
+import typer
+
+from paceline.commands.shared import Json
 from paceline.commands.terminal import print_json, say
-from paceline.runlog import plain, write_whole
 
 
-def report(folder: str | Path, as_json: bool = False) -> dict[str, Any]:
-    """Write FOLDER/report.html; returns its path as "report".
+def report(
+    folder: Annotated[Path, typer.Argument(help="Run folder of train or evaluate.")],
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """One HTML page of a run: curves, figures, survival, texts; no network, no server.
 
-    Raises ConfigError when there is nothing to report or matplotlib is missing, CacheError when the page cannot be written.
+    Example: paceline report runs/mine
     """
-    run = read_run(Path(folder))
+    from paceline.bench.html import page
+    from paceline.bench.rundata import read_run
+    from paceline.runlog import plain, write_whole
+
+    run = read_run(folder)
     file = run.path / "report.html"
     write_whole(file, page(run))
     say(f"report: {file}")

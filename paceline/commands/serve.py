@@ -2,87 +2,133 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
+import inspect
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.terminal import introduce, say
-from paceline.engine.llm import LLM
+from paceline.config import EngineConfig
 from paceline.errors import ConfigError
-from paceline.serve.settings import ServeConfig
+from paceline.serve.settings import ServeConfig, TraceConfig, read_api_keys, speculation
 from paceline.types import GrammarSpec, SamplingParams
 
-try:
-    from paceline.serve.recording import Recorder, Traces
-    from paceline.serve.run import run
-    from paceline.serve.worker import EngineWorker
-except ImportError as error:
-    raise ConfigError(f"serving needs {error.name}: pip install 'paceline[serve]'") from error
+if TYPE_CHECKING:
+    from paceline.engine.llm import LLM
+    from paceline.serve.traces import TraceWriter
+
+NAMES = {
+    "api_keys": Opt("--api-key"),
+    "cors_origins": Opt("--cors-origin"),
+    "allowed_hosts": Opt("--allowed-host"),
+    "served_names": Opt("--served-name"),
+    "max_body_bytes": Opt("--max-body"),
+}
+TRACE_NAMES = {
+    "folder": Opt("--traces"),
+    "sample": Opt("--trace-sample"),
+    "redact": Opt("--trace-redact"),
+    "max_bytes": Opt("--trace-size"),
+    "max_days": Opt("--trace-days"),
+}
 
 
-@dataclass(frozen=True, slots=True)
-class TraceAsk:
-    """Where traces go, which ones, and how long they stay."""
+def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
+    """Values of the file become the options' defaults, so that what stands on the command line wins."""
+    if path is None:
+        return None
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError("--config needs PyYAML: pip install 'paceline[serve]'") from error
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--config {path} cannot be read as YAML ({reason})") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path} holds no options: write one a line, as in port: 8000")
+    known = {name for name in inspect.signature(serve).parameters if name != "config"}
+    settings = {str(name).replace("-", "_"): value for name, value in values.items()}
+    if unknown := sorted(set(settings) - known):
+        raise ConfigError(
+            f"--config {path} names {unknown[0]!r}, which is no option of serve: choose from {', '.join(sorted(known))}"
+        )
+    ctx.default_map = {**(ctx.default_map or {}), **settings}
+    return path
 
-    folder: Path
-    sample: float = 1.0
-    redact: tuple[str, ...] = ()
-    max_bytes: int = 2**30
-    max_days: float = 30.0
 
+@options
+def serve(
+    engine: Annotated[EngineConfig, Without("prefill_chunk", "speculate", "mocked_tokens_per_round")],
+    serving: Annotated[ServeConfig, Without("body_seconds", "header_seconds", "write_seconds"), Changed(**NAMES)],
+    tracing: Annotated[TraceConfig, Changed(**TRACE_NAMES)],
+    config: Annotated[
+        Path | None,
+        typer.Option(callback=_read_config, is_eager=True, help="YAML file of these options; the command line wins."),
+    ] = None,
+    speculate: Annotated[
+        str, typer.Option(help="auto: draft as many tokens as pay; full: as many as may; off; or a number, always.")
+    ] = "auto",
+    api_key_file: Annotated[Path | None, typer.Option(help="File of keys, one a line.")] = None,
+) -> None:
+    """Serve the model to OpenAI clients: chat and text completions, streamed, with a page to try it.
 
-@dataclass(frozen=True, slots=True)
-class ServeAsk:
-    """A `serve` command, its options read and checked."""
+    Example: paceline serve --port 8000
+    """
+    engine = replace(engine, **speculation(speculate, engine.num_drafted, engine.drafter))
+    serving = replace(serving, api_keys=read_api_keys(serving.api_keys, api_key_file))
+    import logging
 
-    settings: dict[str, Any]
-    """Keyword arguments of LLM, the model's name among them."""
-    config: ServeConfig
-    traces: TraceAsk | None = None
+    try:
+        from paceline.serve.metrics import Metrics
+        from paceline.serve.run import run
+        from paceline.serve.worker import EngineWorker
+    except ImportError as error:
+        raise ConfigError(f"serving needs {error.name}: pip install 'paceline[serve]'") from error
+    from paceline.engine.llm import LLM
 
-
-def serve(ask: ServeAsk) -> None:
-    """Load the model, answer until a signal comes."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    name = ask.config.served_names[0] if ask.config.served_names else Path(ask.settings.get("model", "smollm2-135m")).name
-    traces = _traces(ask.traces, name)
-    recorder = Recorder(name, traces)
+    name = serving.served_names[0] if serving.served_names else Path(engine.model).name
+    traces = _traces(tracing, name)
+    metrics = Metrics(name, traces)
 
     def load() -> LLM:
-        llm = LLM(**ask.settings)
-        traces.begin(llm.tokenizer)
+        llm = LLM.of(engine)
+        if traces:
+            traces.begin(llm.tokenizer)
         return llm
 
     worker = EngineWorker(
         load,
-        max_queue=ask.config.max_queue,
-        deadline_s=ask.config.deadline or None,
-        observer=recorder,
+        max_queue=serving.max_queue,
+        deadline_s=serving.deadline or None,
+        observer=metrics,
         warm_up=warm_up,
-        stream_interval_s=1e-3 * ask.config.stream_interval_ms,
+        stream_interval_s=1e-3 * serving.stream_interval_ms,
     )
     try:
-        run(worker, ask.config, recorder, say=say, introduce=introduce)
+        run(worker, serving, metrics, say=say, introduce=introduce)
     finally:
-        traces.close()
+        if traces:
+            traces.close()
 
 
-def _traces(ask: TraceAsk | None, model: str) -> Traces:
-    if ask is None:
-        return Traces()
+def _traces(tracing: TraceConfig, model: str) -> TraceWriter | None:
+    if tracing.folder is None:
+        return None
     from paceline.serve.traces import TraceWriter
 
-    return Traces(
-        lambda tokenizer: TraceWriter(
-            ask.folder,
-            model=model,
-            tokenizer=tokenizer,
-            sample=ask.sample,
-            redact=ask.redact,
-            max_bytes=ask.max_bytes,
-            max_age_s=86400 * ask.max_days,
-        )
+    return TraceWriter(
+        tracing.folder,
+        model=model,
+        sample=tracing.sample,
+        redact=tracing.redact,
+        max_bytes=tracing.max_bytes,
+        max_age_s=86400 * tracing.max_days,
     )
 
 

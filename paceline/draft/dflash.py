@@ -13,6 +13,7 @@ for decoding, with its cache: `dflash_torch.py` on any device, `dflash_native.py
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -26,7 +27,7 @@ from paceline.draft.dflash_native import NativePath
 from paceline.draft.dflash_path import DraftPath, Drafts
 from paceline.draft.dflash_torch import TorchPath
 from paceline.draft.pending import MOST, PIECE, PendingFeatures
-from paceline.errors import ConfigError, ModelFileError
+from paceline.errors import ConfigError, ModelFileError, NumericsError
 from paceline.model.config import DecoderConfig
 from paceline.model.fused import rms_norm, swiglu
 from paceline.model.logits import sample, target_probs
@@ -308,7 +309,7 @@ class DFlashDrafter(Drafter):
                 logits_KV = self._over_all_tokens(scale_logits(logits_BKV[slot, :limit], self.config))
                 block.tokens_B[index], block.probs_B[index] = _sampled(seq, logits_KV)
             else:
-                best_K = best_BK[slot][:limit]
+                best_K = list(takewhile(lambda token: token >= 0, best_BK[slot][:limit]))  # -1: logits that are not finite
                 block.tokens_B[index] = best_K if self._ids is None else [self._ids[best] for best in best_K]
         return block
 
@@ -329,8 +330,14 @@ def _features(observed: list[Observed]) -> Tensor:
     return torch.cat([one.taps_NF for one in observed if one.taps_NF is not None])
 
 
-def _sampled(seq: Sequence, logits_KV: Tensor) -> tuple[list[int], Tensor]:
-    """Drafts drawn from the request's own distribution over the drafter's logits, and that distribution [K, V]."""
+def _sampled(seq: Sequence, logits_KV: Tensor) -> tuple[list[int], Tensor | None]:
+    """Drafts drawn from the request's own distribution over the drafter's logits, and that distribution [K, V].
+
+    None where logits are not finite.
+    """
     probs_KV = target_probs(logits_KV, seq.params)
     draws = [rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, slot) for slot in range(len(probs_KV))]
-    return [sample(probs_V, draw) for probs_V, draw in zip(probs_KV, draws, strict=True)], probs_KV
+    try:
+        return [sample(probs_V, draw) for probs_V, draw in zip(probs_KV, draws, strict=True)], probs_KV
+    except NumericsError:
+        return [], None

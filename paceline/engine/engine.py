@@ -18,7 +18,7 @@ from paceline.engine.draft_length import DraftLengths
 from paceline.engine.grammar import Grammars
 from paceline.engine.judge import MockedJudge, RuleJudge
 from paceline.engine.prefix import PrefixReuse
-from paceline.engine.round import Judge, decode_round, record
+from paceline.engine.round import Judge, decode_round, raise_failed, record
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.text import Detokenizer, TextStream
 from paceline.errors import ContextLengthError, PromptError, SamplingError
@@ -173,6 +173,7 @@ class Engine:
         seq.cached_len = end
         if is_last:
             verdict = self.judge(batch, DraftBlock.certain([[]]), out)
+            raise_failed(verdict)
             self.scheduler.start_decoding(seq)
             seq.accept(verdict.next_token_B)
             seq.lossless &= verdict.lossless

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from paceline.errors import NumericsError
 from paceline.model.logits import draw, logprobs_of, penalise, target_probs
 from paceline.model.target import ForwardOutput
 from paceline.types import Batch, DraftBlock, Sequence, Verdict
@@ -29,7 +30,10 @@ class RuleJudge:
     def __call__(self, batch: Batch, draft: DraftBlock, out: ForwardOutput) -> Verdict:
         plain = [_is_plain(seq) for seq in batch.sequences]
         argmax_T = out.best_T() if any(plain) else []
-        accepted, bonus, begin = [], [], 0
+        accepted: list[int] = []
+        bonus: list[int] = []
+        failed: dict[int, str] = {}
+        begin = 0
         for index, (seq, tokens) in enumerate(zip(batch.sequences, draft.tokens_B, strict=True)):
             end = begin + len(tokens) + 1
             if plain[index]:
@@ -37,10 +41,16 @@ class RuleJudge:
             else:
                 assert out.logits_TV is not None
                 row_verdict = self._judge_row(seq, tokens, draft.probs_B[index], out.logits_TV[begin:end])
+            if row_verdict.next_token == _NONE:
+                logits_JV = None if plain[index] or out.logits_TV is None else out.logits_TV[begin:end]
+                failed[index] = _why(seq, row_verdict.num_accepted, logits_JV)
+                row_verdict = RowVerdict(0, _NONE)
             accepted.append(row_verdict.num_accepted)
             bonus.append(row_verdict.next_token)
             begin = end
         verdict = Verdict(accepted, bonus, self.rule.lossless)
+        if failed:
+            verdict.failed_B = [failed.get(index) for index in range(len(batch))]
         if out.logits_TV is not None:
             report_logprobs(batch, draft, verdict, out.logits_TV)
         return verdict
@@ -64,7 +74,10 @@ class RuleJudge:
             draw=lambda slot: draw(logits_JV[slot], seq.params, uniforms.sample(slot)),
             target_probs=lambda: target_probs(logits_JV, seq.params),
         )
-        return self.rule.verify(row)
+        try:
+            return self.rule.verify(row)
+        except NumericsError:
+            return RowVerdict(0, _NONE)
 
 
 class MockedJudge(RuleJudge):
@@ -72,6 +85,22 @@ class MockedJudge(RuleJudge):
 
     def __init__(self, acceptance: MockedAcceptance) -> None:
         super().__init__(acceptance.rule)
+
+
+_NONE = -1
+"""In place of a token where there is none to choose; `ForwardOutput.best_T` has it too."""
+
+
+def _why(seq: Sequence, num_accepted: int, logits_JV: Tensor | None) -> str:
+    """Why there is no token to choose; `logits_JV` are the model's own, before penalties and grammar, if they matter."""
+    best_J = [_NONE] * (num_accepted + 1) if logits_JV is None else ForwardOutput(logits_JV, None).best_T()
+    if _NONE not in best_J:
+        return f"no token is left to choose at position {len(seq.tokens) + num_accepted}: logit_bias or the grammar forbids all"
+    slot = num_accepted if logits_JV is None else best_J.index(_NONE)
+    return (
+        f"the model's logits are not finite at position {len(seq.tokens) + slot}: its weights are damaged, or too large for "
+        "their dtype; check the model's files, or try float32"
+    )
 
 
 def _no_probs() -> Tensor:
@@ -89,7 +118,7 @@ def report_logprobs(batch: Batch, draft: DraftBlock, verdict: Verdict, logits_TV
     begin = 0
     rows = zip(batch.sequences, draft.tokens_B, verdict.num_accepted_B, verdict.next_token_B, strict=True)
     for seq, drafted, num_accepted, bonus in rows:
-        if seq.params.logprobs is not None:
+        if seq.params.logprobs is not None and bonus != _NONE:
             for offset, token in enumerate([*drafted[:num_accepted], bonus]):
                 seq.logprobs.append(logprobs_of(logits_TV[begin + offset], token, seq.params.logprobs))
         begin += len(drafted) + 1

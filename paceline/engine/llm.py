@@ -173,6 +173,12 @@ class LLM:
         self.drafter = make_drafter(drafter, self.target, target_name=self.config.model, **options)
         self.engine = self.new_engine(self.drafter)
 
+    def renew(self) -> None:
+        """After an engine failed: the same weights and drafter, an empty cache, a new engine."""
+        cache = self.target.cache
+        self.target.allocate_cache(cache.num_rows, cache.max_len)
+        self.engine = self.new_engine(self.drafter)
+
     def encode_chat(self, messages: list[Message]) -> list[int]:
         """Token ids of a conversation through the model's chat template. Raises PromptError on malformed messages."""
         return self.tokenizer.encode_chat(check_messages(messages))

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from paceline.draft.base import Drafter, Observed
 from paceline.engine.grammar import within_grammars
+from paceline.errors import NumericsError
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 from paceline.types import Batch, DraftBlock, RoundStats, Sequence, Verdict
 
@@ -31,6 +32,7 @@ def decode_round(batch: Batch, target: Target, drafter: Drafter, judge: Judge) -
     drafted = time.perf_counter()
     out = target.forward(verify_input(batch, draft, judge.only_argmax(batch)))
     verdict = judge(batch, draft, out)
+    raise_failed(verdict)
     verified = time.perf_counter()
     firsts = [seq.cached_len for seq in batch.sequences]
     num_committed_B = commit(batch, draft, verdict)
@@ -44,6 +46,13 @@ def decode_round(batch: Batch, target: Target, drafter: Drafter, judge: Judge) -
         verify_s=verified - drafted,
         host_s=time.perf_counter() - verified,
     )
+
+
+def raise_failed(verdict: Verdict) -> None:
+    """NumericsError with the first reason why a row cannot go on."""
+    for reason in verdict.failed_B or ():
+        if reason is not None:
+            raise NumericsError(reason)
 
 
 def verify_input(batch: Batch, draft: DraftBlock, only_argmax: bool = False) -> ForwardBatch:

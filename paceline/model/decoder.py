@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.errors import ContextLengthError
-from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of
+from paceline.model.attention import AttentionPlan, CacheWriter, Rope
 from paceline.model.config import DecoderConfig
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.linear import PackedLinear, RMSNorm
@@ -95,9 +95,10 @@ class Decoder(Target):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        batch.require_chains()
         plans = {window: self._plan(batch, window) for window in self.windows}
         writer = CacheWriter(batch.rows, batch.starts, batch.counts, self.device)
-        tables = self.rope.tables(positions_of(batch.starts, batch.counts))
+        tables = self.rope.tables(batch.positions)
         hidden_TD, taps_TF = self.run_layers(torch.tensor(batch.tokens, device=self.device), plans, writer, tables)
         self.cache.append(batch.rows, batch.counts)
         return self._finish(batch, hidden_TD, taps_TF)

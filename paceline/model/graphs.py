@@ -97,6 +97,7 @@ class GraphDecoder(Decoder):
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         if batch.logits != "all" or max(batch.counts) > MAX_COUNT:
             return super().forward(batch)
+        batch.require_chains()
         count = _power_of_two(max(batch.counts))
         num_rows = _power_of_two(max(batch.rows) + 1, limit=self.cache.num_rows)
         needed = max(self.cache.lengths[:num_rows]) + count

@@ -147,6 +147,7 @@ class HFTarget(Target):
     @torch.no_grad()
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Run the rows one after another; see Target.forward."""
+        batch.require_chains()
         self.cache.append(batch.rows, batch.counts)
         logits: list[Tensor] = []
         taps: list[Tensor] = []

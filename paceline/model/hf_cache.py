@@ -119,6 +119,12 @@ class HFCache(KVCache):
         for row, length in zip(rows, lengths, strict=True):
             self._rows[row].truncate(length)
 
+    def _move(self, row: int, start: int, slots: list[int]) -> None:
+        state = self._rows[row]
+        kept = [state.tokens[start + slot] for slot in slots]
+        state.truncate(start)
+        state.tokens += kept  # they are pending: the next pass runs them again
+
     def row(self, row: int) -> Row:
         """What an allocated row holds."""
         return self._rows[row]

@@ -73,6 +73,21 @@ class KVCache(ABC):
             assert 0 <= length <= self.lengths[row], f"row {row}: rollback from {self.lengths[row]} to {length}"
             self.lengths[row] = length
 
+    def keep(self, rows: list[int], starts: list[int], slots: list[list[int]]) -> None:
+        """Of what each row holds from its start on, keep these slots, counted from there and ascending, moved together.
+
+        The general form of `rollback`, for passes over trees: the slots are a path from the root.
+        """
+        for row, start, kept in zip(rows, starts, slots, strict=True):
+            assert kept == sorted(set(kept)) and all(0 <= slot < self.lengths[row] - start for slot in kept)
+            if kept != list(range(len(kept))):
+                self._move(row, start, kept)
+        self.rollback(rows, [start + len(kept) for start, kept in zip(starts, slots, strict=True)])
+
+    def _move(self, row: int, start: int, slots: list[int]) -> None:
+        """Position start + i of the row becomes what stands at start + slots[i]."""
+        raise NotImplementedError(f"{type(self).__name__} does not move positions")
+
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Zeros; on CPU mapped, so that memory is taken page by page as rows fill instead of all at start."""
@@ -127,6 +142,10 @@ class StaticKVCache(KVCache):
                 size = whole * tensor.shape[4]
                 flat[:, row, :, :size] = flat[:, source, :, :size]
         self.lengths[row] = length
+
+    def _move(self, row: int, start: int, slots: list[int]) -> None:
+        for tensor in (self.keys, self.values):
+            tensor[:, row, :, start : start + len(slots)] = tensor[:, row, :, [start + slot for slot in slots]]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each [rows, kv_heads, max_len, head_dim]."""

@@ -10,13 +10,14 @@ already stood in the answer: speculation stays exact.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.errors import SamplingError
+from paceline.errors import NativeError, NumericsError, SamplingError
 from paceline.model import native_lib
 from paceline.types import SamplingParams, TokenLogprob
 
@@ -161,10 +162,13 @@ def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
     """The token that `uniform` in [0, 1) chooses of `target_probs`, as `sample` would but for rounding; float logits [V].
 
     One native call where there is the library: nothing but the logits is as long as the vocabulary and read twice.
-    Raises NativeError when the largest logit is not a finite number.
+    Raises NumericsError when the largest logit is not a finite number, or one is NaN.
     """
     if logits_V.device.type == "cpu" and logits_V.dtype == torch.float32 and native_lib.load() is not None:
-        return native_lib.draw(logits_V.contiguous(), params, uniform)
+        try:
+            return native_lib.draw(logits_V.contiguous(), params, uniform)
+        except NativeError as error:
+            raise error if torch.isfinite(logits_V.max()) else NumericsError(_NOT_FINITE) from error
     return sample(target_probs(logits_V.unsqueeze(0), params)[0], uniform)
 
 
@@ -172,18 +176,21 @@ def sample(weights_V: Tensor, draw: float) -> int:
     """The token where the running sum of `weights_V` passes `draw` (in [0, 1)) of the whole: inverse transform sampling.
 
     Weights are probabilities or any non-negative numbers with a positive sum; a token of weight 0 is never returned, not even
-    where rounding puts `draw` times the sum onto the sum.
+    where rounding puts `draw` times the sum onto the sum. Raises NumericsError when the sum is not a positive, finite number.
     """
     num_blocks = -(-len(weights_V) // _BLOCK)
     padded_NB = F.pad(weights_V, (0, num_blocks * _BLOCK - len(weights_V))).view(num_blocks, _BLOCK)
     mass_N = padded_NB.sum(1, dtype=torch.float64).cumsum(0)  # a running sum over the whole takes fifty times as long
     whole = float(mass_N[-1])
+    if not 0 < whole < math.inf:
+        raise NumericsError(_NOT_FINITE)
     block = _passes(mass_N, draw * whole)
     before = float(mass_N[block - 1]) if block else 0.0
     return block * _BLOCK + _passes(padded_NB[block].cumsum(0, dtype=torch.float64), draw * whole - before)
 
 
 _BLOCK = 256
+_NOT_FINITE = "this is no distribution: its numbers are not finite, or all of them are zero"
 
 
 def _passes(mass_N: Tensor, wanted: float) -> int:

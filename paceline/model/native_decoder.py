@@ -84,6 +84,7 @@ class NativeDecoder(Target):
         return self._weights.head
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        batch.require_chains()
         wanted = _logit_rows(batch)
         taps_TF = None
         if self.tap_layers:
@@ -114,10 +115,24 @@ class NativeDecoder(Target):
         return self._logits[:num_rows]
 
 
+class NativeKVCache(StaticKVCache):
+    """The same tensors as the library lays them out: see `keys` and `values` of Attention in `native/kernels.h`."""
+
+    def _move(self, row: int, start: int, slots: list[int]) -> None:
+        together = 2 if self.keys.dtype == torch.bfloat16 else 1
+        _, _, _, positions, padded = self.keys.shape
+        keys = self.keys.view(*self.keys.shape[:3], positions // native.KEYS, padded // together, native.KEYS, together)
+        values = self.values.view(*self.values.shape[:3], positions // together, padded, together)
+        new = torch.arange(start, start + len(slots))
+        old = start + torch.tensor(slots)
+        for tensor, size in ((keys, native.KEYS), (values, together)):
+            tensor[:, row, :, new // size, :, new % size] = tensor[:, row, :, old // size, :, old % size]
+
+
 def native_cache(config: DecoderConfig, num_rows: int, max_len: int, dtype: torch.dtype, slack: int = 0) -> StaticKVCache:
     """Keys and values of all layers, heads and rows padded as the library wants them."""
     head_dim, slack = _padded(config, max_len, slack)
-    return StaticKVCache(config.num_layers, num_rows, config.num_kv_heads, max_len, head_dim, dtype, slack=slack)
+    return NativeKVCache(config.num_layers, num_rows, config.num_kv_heads, max_len, head_dim, dtype, slack=slack)
 
 
 def cache_bytes(config: DecoderConfig, num_rows: int, max_len: int, dtype: torch.dtype, slack: int = 0) -> int:

@@ -35,10 +35,29 @@ class ForwardBatch:
     """Logits of every token, only of each row's last one, or of none (a prefill chunk that is not the last)."""
     only_argmax: bool = False
     """Nobody will read more of the logits than where each row is largest: an implementation may leave them out."""
+    parents: list[int] | None = None
+    """A tree of tokens: for each the place of its parent among its row's tokens of this pass, -1 for one that follows the
+    cache; parents come first. None: every token follows the one before it."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def positions(self) -> list[int]:
+        """Where each token stands in its text: one behind its parent. (Its slot in the cache is start + place in its row.)"""
+        positions: list[int] = []
+        for start, count in zip(self.starts, self.counts, strict=True):
+            first = len(positions)
+            for place in range(count):
+                parent = place - 1 if self.parents is None else self.parents[first + place]
+                positions.append(start if parent < 0 else positions[first + parent] + 1)
+        return positions
+
+    def require_chains(self) -> None:
+        """Raises UnsupportedModelError for a tree: for implementations that compute chains only."""
+        if self.parents is not None:
+            raise UnsupportedModelError("trees of drafts cannot be checked here yet: use a drafter that proposes chains")
 
 
 @dataclass(slots=True)
@@ -50,15 +69,17 @@ class ForwardOutput:
     taps_TF: Tensor | None
     """[T, len(tap_layers) * hidden_size], outputs of the tapped layers side by side; None when nothing is tapped."""
     argmax_T: list[int] | None = None
-    """Of each row of logits the first token with the largest, where the pass has found it on its way."""
+    """As `best_T`, where the pass has found it on its way."""
 
     def best_T(self) -> list[int]:
-        """Of each row of logits the first token with the largest."""
+        """Of each row of logits the first token with the largest; -1 where that is not finite, or one of them is NaN."""
         if self.argmax_T is not None:
             return self.argmax_T
         assert self.logits_TV is not None
         # float32 first: PyTorch's argmax over bfloat16 is five times as slow on CPU, and widening changes no comparison
-        return self.logits_TV.float().argmax(-1).tolist()
+        logits_TV = self.logits_TV.float()
+        best_T1 = logits_TV.argmax(-1, keepdim=True)  # PyTorch takes NaN for the largest
+        return best_T1.masked_fill(~logits_TV.gather(-1, best_T1).isfinite(), -1).flatten().tolist()
 
 
 class Target(ABC):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +16,15 @@ from paceline.model import gguf_file, gguf_tokenizer
 from paceline.model.checkpoint import eos_token_ids, read_json
 
 if TYPE_CHECKING:
-    import jinja2
     import tokenizers
+
+    from paceline.model.chat_template import ChatTemplate
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: [{"role": "user", "content": "..."}, ...]."""
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 REPLACEMENT = "\ufffd"
-MAX_REPEATED = 10_000_000
-"""Longest string or list a chat template may build with `*`: a template is a stranger's code."""
 
 _LONG_TEXT = 4096
 """Characters from which on a text is encoded as a batch of one: only that lets other threads run meanwhile."""
@@ -48,7 +46,7 @@ class Tokenizer:
         self.chat_template = chat_template
         self.special_tokens = dict(special_tokens or {})
         """bos_token, eos_token, unk_token and pad_token as text, those the model has; chat templates read them."""
-        self._compiled: jinja2.Template | None = None
+        self._compiled: ChatTemplate | None = None
 
     @classmethod
     def from_path(cls, path: Path | str) -> Tokenizer:
@@ -98,20 +96,12 @@ class Tokenizer:
             raise PromptError(
                 "this model has no chat template: use --raw (or generate() instead of chat()) to send the text as it is"
             )
-        # Templates can raise nearly any ordinary error on messages they do not expect: all become one line.
-        import jinja2
+        if self._compiled is None:
+            from paceline.model.chat_template import ChatTemplate  # only here: most commands render no template
 
-        try:
-            if self._compiled is None:
-                self._compiled = _environment().from_string(self.chat_template)
-            context = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
-            return self._compiled.render(
-                {"tools": None, "documents": None} | self.special_tokens | context | dict(variables or {})
-            )
-        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError) as error:
-            raise _template_error(error) from error
-        except (TypeError, ValueError, SyntaxError) as error:
-            raise _template_error(error) from error
+            self._compiled = ChatTemplate(self.chat_template)
+        context = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
+        return self._compiled.render({"tools": None, "documents": None} | self.special_tokens | context | dict(variables or {}))
 
     def encode_chat(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a conversation, ready for the answer; the template brings its own special tokens. Raises PromptError."""
@@ -272,52 +262,3 @@ def _check_messages(messages: Messages) -> None:
             raise PromptError(
                 f"each message needs a role and a content, as in {{'role': 'user', 'content': '...'}} (got {message!r:.80})"
             )
-
-
-def _template_error(error: Exception) -> PromptError:
-    reason = " ".join(str(error).split())[:200] or type(error).__name__
-    return PromptError(f"the model's chat template failed ({reason}): check the messages' roles and contents, or use --raw")
-
-
-def _environment() -> jinja2.Environment:
-    """The sandbox chat templates are written for: Transformers' settings, filters and functions, and a cap on `*` and `**`."""
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Sandbox(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset(["*", "**"])
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if operator == "**" or any(
-                _length(a) * b > MAX_REPEATED for a, b in ((left, right), (right, left)) if isinstance(b, int)
-            ):
-                raise jinja2.exceptions.SecurityError(f"operator {operator} builds too large a value")
-            return super().call_binop(context, operator, left, right)
-
-    class Generation(Extension):
-        """`{% generation %}` marks the assistant's text for training; when prompting it changes nothing."""
-
-        tags = {"generation"}  # noqa: RUF012  (jinja2's own attribute)
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(
-        value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    environment.filters["tojson"] = tojson  # jinja2's own escapes HTML
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, (str, list, tuple, bytes)) else 0

@@ -11,12 +11,12 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from paceline.engine.llm import GenerationStats
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.failures import ApiError, RequestFailed, dump
 from paceline.serve.protocol import Sampling
@@ -31,33 +31,35 @@ log = logging.getLogger("paceline.serve")
 
 
 class Reply(ABC):
-    """One answer as it grows."""
+    """One answer as it grows: events are taken, and what they brought is shown as a choice, piece by piece or all at once."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, *, tells_tokens: bool = False) -> None:
         self.index, self.tokenizer = index, tokenizer
-        self.text = ""
-        self.logprobs: list[TokenLogprob] = []
         self.sequence: Sequence | None = None
         """Set when the answer is complete."""
-        self._unsent: list[TokenLogprob] = []
+        self._text = ""
+        self._logprobs: list[TokenLogprob] = []
         self._pieces: list[dict[str, Any]] = []
         self._detokenizer = tokenizer.stream() if tells_tokens else None
 
     def take(self, event: Event) -> None:
         """Add an event."""
-        self.text += event.text
-        self.logprobs += event.logprobs
-        self._unsent += event.logprobs
+        self._text += event.text
+        self._logprobs += event.logprobs
         if event.finish_reason is not None:
             self.sequence = event.sequence
         if self._detokenizer:
             texts = [self._detokenizer.push([token]) for token in event.token_ids]
-            self._pieces += [{"text": text, "drafted": place < event.num_drafted} for place, text in enumerate(texts)]
+            self._pieces += [{"text": text, "drafted": place < event.num_accepted} for place, text in enumerate(texts)]
 
-    def unsent_logprobs(self) -> list[TokenLogprob]:
-        """Those of the tokens since the last call."""
-        unsent, self._unsent = self._unsent, []
-        return unsent
+    def choice(self, *, is_stream: bool) -> dict[str, Any] | None:
+        """What came since the last call, in the words of the endpoint; None when there is nothing to show yet."""
+        text, self._text = self._text, ""
+        choice = self._shown(text, is_stream)
+        if choice is None:
+            return None
+        logprobs, self._logprobs = self._logprobs, []
+        return {"index": self.index, **choice, "logprobs": self._shown_logprobs(logprobs), "finish_reason": self._reason()}
 
     def unsent_pieces(self) -> list[dict[str, Any]]:
         """Text and origin of each token since the last call."""
@@ -67,13 +69,15 @@ class Reply(ABC):
     def token_text(self, token: int) -> str:
         return self.tokenizer.decode([token], skip_special=False)
 
-    @abstractmethod
-    def delta(self, event: Event) -> dict[str, Any] | None:
-        """The streamed choice for an event just taken; None when there is nothing to show yet."""
+    def _reason(self) -> str | None:
+        return self.sequence.finish_reason if self.sequence else None
 
     @abstractmethod
-    def whole(self) -> dict[str, Any]:
-        """The finished choice."""
+    def _shown(self, text: str, is_stream: bool) -> dict[str, Any] | None:
+        """The part of a choice that holds its text; None when there is nothing to show yet."""
+
+    @abstractmethod
+    def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None: ...
 
 
 class Exchange:
@@ -102,7 +106,7 @@ class Exchange:
             while events := await self._ticket.read():
                 for event in events:
                     self._replies[event.index].take(event)
-            body = self._head | {"choices": [reply.whole() for reply in self._replies], "usage": self._usage()}
+            body = self._head | {"choices": [reply.choice(is_stream=False) for reply in self._replies], "usage": self._usage()}
             if self._request.return_metrics:
                 body["metrics"] = self._metrics()
             if self._request.paceline_timings:
@@ -137,7 +141,7 @@ class Exchange:
     def _chunk(self, head: dict[str, Any], event: Event, with_usage: bool) -> bytes:
         reply = self._replies[event.index]
         reply.take(event)
-        choice = reply.delta(event)
+        choice = reply.choice(is_stream=True)
         if choice is None:
             return b""
         chunk = head | {"choices": [choice]}
@@ -167,14 +171,12 @@ class Exchange:
     def _metrics(self) -> dict[str, Any]:
         """vLLM's block of speculation figures, over all answers of the request."""
         sequences = [reply.sequence for reply in self._replies if reply.sequence]
-        num_rounds, num_drafted = sum(seq.num_rounds for seq in sequences), sum(seq.num_drafted for seq in sequences)
-        num_accepted = sum(seq.num_accepted for seq in sequences)
-        longest = max((len(seq.accepted_histogram) for seq in sequences), default=0)
-        histograms = [seq.accepted_histogram + [0] * (longest - len(seq.accepted_histogram)) for seq in sequences]
+        histograms = [seq.accepted_histogram for seq in sequences]
+        num_drafted, num_accepted = sum(seq.num_drafted for seq in sequences), sum(seq.num_accepted for seq in sequences)
         figures = {
-            "mean_acceptance_length": 1.0 + num_accepted / num_rounds if num_rounds else 1.0,
+            "mean_acceptance_length": _tokens_per_round(sequences),
             "draft_acceptance_rate": num_accepted / num_drafted if num_drafted else 0.0,
-            "acceptance_histogram": [sum(counts) for counts in zip(*histograms, strict=True)],
+            "acceptance_histogram": [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)],
         }
         return {"speculative_decoding": figures}
 
@@ -187,15 +189,22 @@ def _origin(reply: Reply) -> dict[str, Any]:
 def _timings(reply: Reply) -> dict[str, Any]:
     """Where an answer's time went. Seconds; `first_token_s` counts from the request's arrival at the engine."""
     assert reply.sequence is not None
-    stats, times = GenerationStats.of(reply.sequence), reply.sequence.timings
+    seq, times = reply.sequence, reply.sequence.timings
+    total_s = max(times.token_s, default=times.arrival_s) - times.arrival_s
+    computing_s = total_s - times.queue_s
     return {
         **{name: getattr(times, name) for name in ("queue_s", "prefill_s", "draft_s", "verify_s", "host_s")},
-        "first_token_s": stats.time_to_first_token_s,
-        "total_s": stats.total_s + times.queue_s,
-        "tokens_per_s": stats.tokens_per_s,
-        "tokens_per_round": stats.tokens_per_round,
-        "lossless": stats.lossless,
+        "first_token_s": times.first_token_s - times.arrival_s,
+        "total_s": total_s,
+        "tokens_per_s": seq.num_output / computing_s if computing_s > 0 else 0.0,
+        "tokens_per_round": _tokens_per_round([seq]),
+        "lossless": seq.lossless,
     }
+
+
+def _tokens_per_round(sequences: list[Sequence]) -> float:
+    num_rounds = sum(seq.num_rounds for seq in sequences)
+    return 1.0 + sum(seq.num_accepted for seq in sequences) / num_rounds if num_rounds else 1.0
 
 
 def finite(logprob: float) -> float:

@@ -15,8 +15,9 @@ from starlette.responses import FileResponse, Response
 
 import paceline
 from paceline.serve.answers import ClientGone, EventStream, Exchange, unless_gone
-from paceline.serve.chat import ChatReply, chat_jobs, encode_plain_chat
+from paceline.serve.chat import ChatReply, chat_jobs, encode_chat
 from paceline.serve.completions import TextReply, check_ids, completion_jobs
+from paceline.serve.engine import ModelInfo
 from paceline.serve.failures import ApiError, NotServing, RequestFailed, RequestRefused, error_response, json_response
 from paceline.serve.protocol import (
     ChatRequest,
@@ -29,7 +30,7 @@ from paceline.serve.protocol import (
 )
 from paceline.serve.security import Gate
 from paceline.serve.settings import ServeConfig
-from paceline.serve.worker import EngineWorker, Served
+from paceline.serve.worker import EngineWorker
 
 PAGE = Path(__file__).parent / "page" / "index.html"
 API_PAGE = PAGE.with_name("api.html")
@@ -147,10 +148,10 @@ def _add_system(app: FastAPI, worker: EngineWorker, metrics: Rendered | None) ->
 
 def _names(worker: EngineWorker, config: ServeConfig) -> tuple[str, ...]:
     """What clients may call the model; a folder's path stays at home."""
-    return config.served_names or (Path(worker.serving().model).name,)
+    return config.served_names or (Path(worker.serving().name).name,)
 
 
-def _check_model(name: str | None, worker: EngineWorker, config: ServeConfig) -> tuple[str, Served]:
+def _check_model(name: str | None, worker: EngineWorker, config: ServeConfig) -> tuple[str, ModelInfo]:
     """The served name that was asked for. Raises ApiError."""
     names = _names(worker, config)
     if name is not None and name not in names:
@@ -162,37 +163,37 @@ def _check_model(name: str | None, worker: EngineWorker, config: ServeConfig) ->
 def _add_tokens(app: FastAPI, worker: EngineWorker, config: ServeConfig) -> None:
     @app.get("/v1/models", tags=["OpenAI"])
     async def models() -> Response:
-        served = worker.serving()
-        common = {"object": "model", "created": 0, "owned_by": "paceline", "max_model_len": served.max_len}
-        return json_response({"object": "list", "data": [{"id": name, **common} for name in _names(worker, config)]})
+        return json_response({"object": "list", "data": [_described(name, worker) for name in _names(worker, config)]})
 
     @app.get("/v1/models/{name:path}", tags=["OpenAI"])
     async def model(name: str) -> Response:
-        name, served = _check_model(name, worker, config)
-        return json_response(
-            {"id": name, "object": "model", "created": 0, "owned_by": "paceline", "max_model_len": served.max_len}
-        )
+        return json_response(_described(_check_model(name, worker, config)[0], worker))
 
     @app.post("/tokenize", tags=["tokens"], response_model=TokenizeAnswer)
     async def tokenize(body: TokenizeRequest) -> Response:
-        _, served = _check_model(body.model, worker, config)
+        _, model = _check_model(body.model, worker, config)
         if (body.prompt is None) == (body.messages is None):
             raise RequestRefused("give either prompt or messages", param="prompt")
-        tokens = await asyncio.to_thread(_tokens, body, served)
-        return json_response({"count": len(tokens), "max_model_len": served.max_len, "tokens": tokens})
+        tokens = await asyncio.to_thread(_tokens, body, model)
+        return json_response({"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens})
 
     @app.post("/detokenize", tags=["tokens"], response_model=DetokenizeAnswer)
     async def detokenize(body: DetokenizeRequest) -> Response:
-        _, served = _check_model(body.model, worker, config)
-        ids = check_ids(body.tokens, served)
-        return json_response({"prompt": await asyncio.to_thread(served.tokenizer.decode, ids, False)})
+        _, model = _check_model(body.model, worker, config)
+        ids = check_ids(body.tokens, model)
+        return json_response({"prompt": await asyncio.to_thread(model.tokenizer.decode, ids, False)})
 
 
-def _tokens(body: TokenizeRequest, served: Served) -> list[int]:
+def _described(name: str, worker: EngineWorker) -> dict[str, object]:
+    max_len = worker.serving().max_len
+    return {"id": name, "object": "model", "created": 0, "owned_by": "paceline", "max_model_len": max_len}
+
+
+def _tokens(body: TokenizeRequest, model: ModelInfo) -> list[int]:
     if body.prompt is None:
-        return encode_plain_chat(body.messages or [], served.tokenizer)
+        return encode_chat(body.messages or [], model.tokenizer)
     try:
-        return served.tokenizer.encode(body.prompt, bool(body.add_special_tokens))
+        return model.tokenizer.encode(body.prompt, bool(body.add_special_tokens))
     except paceline.PacelineError as error:
         raise RequestRefused(str(error), param="prompt") from error
 
@@ -200,18 +201,18 @@ def _tokens(body: TokenizeRequest, served: Served) -> list[int]:
 def _add_answers(app: FastAPI, worker: EngineWorker, config: ServeConfig) -> None:
     @app.post("/v1/chat/completions", tags=["OpenAI"])
     async def chat(body: ChatRequest, http: Request, tag: Tag = None) -> Response:
-        name, served = _check_model(body.model, worker, config)
-        jobs = await worker.compiled(await asyncio.to_thread(chat_jobs, body, served, config))
-        replies = [ChatReply(index, served.tokenizer, body) for index in range(len(jobs))]
+        name, model = _check_model(body.model, worker, config)
+        jobs = await worker.compiled(await asyncio.to_thread(chat_jobs, body, model, config))
+        replies = [ChatReply(index, model.tokenizer, body) for index in range(len(jobs))]
         ticket = worker.submit(jobs, _kept(tag))
         return await _respond(http, Exchange("chat.completion", "chatcmpl", name, body, ticket, [*replies]), body.stream)
 
     @app.post("/v1/completions", tags=["OpenAI"])
     async def complete(body: CompletionRequest, http: Request, tag: Tag = None) -> Response:
-        name, served = _check_model(body.model, worker, config)
-        jobs, echoes = await asyncio.to_thread(completion_jobs, body, served, config)
+        name, model = _check_model(body.model, worker, config)
+        jobs, echoes = await asyncio.to_thread(completion_jobs, body, model, config)
         jobs = await worker.compiled(jobs)
-        replies = [TextReply(index, served.tokenizer, body, echo) for index, echo in enumerate(echoes)]
+        replies = [TextReply(index, model.tokenizer, body, echo) for index, echo in enumerate(echoes)]
         ticket = worker.submit(jobs, _kept(tag))
         num_prompts = len(jobs) // (body.n or 1)
         exchange = Exchange("text_completion", "cmpl", name, body, ticket, [*replies], num_prompts)

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.answers import Reply, finite
+from paceline.serve.engine import ModelInfo
 from paceline.serve.failures import RequestRefused
-from paceline.serve.protocol import ChatRequest, Message
+from paceline.serve.protocol import ChatRequest, Message, Tool
 from paceline.serve.sampling import check_characters, grammar_of, jobs_of
 from paceline.serve.settings import ServeConfig
-from paceline.serve.ticket import Event, Job
-from paceline.serve.tools import Call, CallParser, forced_schema, prompt_messages, read_call, tools_of
-from paceline.serve.worker import Served
+from paceline.serve.ticket import Job
+from paceline.serve.tools import Call, CallParser, forced_schema, prompt_messages, read_call, text_of, tools_of
 from paceline.types import GrammarSpec, TokenLogprob
 
 
-def chat_jobs(request: ChatRequest, served: Served, config: ServeConfig) -> list[Job]:
+def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig) -> list[Job]:
     """A conversation as jobs; renders and encodes, so it belongs in a thread. Raises RequestRefused."""
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestRefused("top_logprobs needs logprobs: true", param="top_logprobs")
-    check_characters(map(_text, request.messages), served)
+    check_characters(map(text_of, request.messages), model)
     forced, grammar = forced_schema(request), grammar_of(request)
     if forced is not None and grammar is not None:
         raise RequestRefused("tool_choice asks for a call, response_format for something else", param="response_format")
     return jobs_of(
         request,
-        [encode_chat(request, served.tokenizer)],
-        served,
+        [encode_chat(request.messages, model.tokenizer, tools_of(request), request.chat_template_kwargs)],
+        model,
         config,
         max_tokens=request.max_completion_tokens or request.max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
@@ -36,30 +37,15 @@ def chat_jobs(request: ChatRequest, served: Served, config: ServeConfig) -> list
     )
 
 
-def _text(message: Message) -> str:
-    content = message.content or ""
-    return content if isinstance(content, str) else "".join(part.text or "" for part in content)
-
-
-def encode_chat(request: ChatRequest, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of the conversation, tools included."""
-    template = getattr(tokenizer, "chat_template", None)
-    messages, variables = prompt_messages(request.messages, tools_of(request), template)
-    return encode_messages(messages, tokenizer, (request.chat_template_kwargs or {}) | variables)
-
-
-def encode_messages(messages: list[dict[str, Any]], tokenizer: Tokenizer, variables: dict[str, Any] | None = None) -> list[int]:
-    """Through the model's chat template. Raises RequestRefused when it refuses."""
+def encode_chat(
+    messages: list[Message], tokenizer: Tokenizer, tools: Sequence[Tool] = (), variables: dict[str, Any] | None = None
+) -> list[int]:
+    """Token ids of a conversation through the model's chat template. Raises RequestRefused when the template refuses."""
+    rendered, more = prompt_messages(messages, tools, getattr(tokenizer, "chat_template", None))
     try:
-        return tokenizer.encode_chat(messages, variables)
+        return tokenizer.encode_chat(rendered, (variables or {}) | more)
     except PacelineError as error:
         raise RequestRefused(str(error), param="messages") from error
-
-
-def encode_plain_chat(messages: list[Message], tokenizer: Tokenizer) -> list[int]:
-    """As `encode_chat`, without tools."""
-    plain, _ = prompt_messages(messages, [], getattr(tokenizer, "chat_template", None))
-    return encode_messages(plain, tokenizer)
 
 
 class ChatReply(Reply):
@@ -75,37 +61,20 @@ class ChatReply(Reply):
         self._forced_text = ""
         self._is_begun = False
 
-    def delta(self, event: Event) -> dict[str, Any] | None:
-        text, calls = self._part(event.text, event.finish_reason is not None)
-        if not text and not calls and event.finish_reason is None:
+    def _shown(self, text: str, is_stream: bool) -> dict[str, Any] | None:
+        text, calls = self._part(text, self.sequence is not None)
+        if not text and not calls and self.sequence is None:
             return None
-        delta: dict[str, Any] = {} if self._is_begun else {"role": "assistant", "content": ""}
-        if text:
-            delta["content"] = text
-        if calls:
-            delta["tool_calls"] = [{"index": self._num_calls + place} | call.as_json() for place, call in enumerate(calls)]
-        self._is_begun = True
+        numbered = [
+            call.as_json() | ({"index": self._num_calls + place} if is_stream else {}) for place, call in enumerate(calls)
+        ]
         self._num_calls += len(calls)
-        return {
-            "index": self.index,
-            "delta": delta,
-            "logprobs": self._shown_logprobs(self.unsent_logprobs()),
-            "finish_reason": self._reason(event.finish_reason),
-        }
-
-    def whole(self) -> dict[str, Any]:
-        text, calls = self._part(self.text, True)
-        self._num_calls = len(calls)
-        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
-        if calls:
-            message["tool_calls"] = [call.as_json() for call in calls]
-        assert self.sequence is not None
-        return {
-            "index": self.index,
-            "message": message,
-            "logprobs": self._shown_logprobs(self.logprobs),
-            "finish_reason": self._reason(self.sequence.finish_reason),
-        }
+        called = {"tool_calls": numbered} if calls else {}
+        if not is_stream:
+            return {"message": {"role": "assistant", "content": None if calls and not text else text, "refusal": None} | called}
+        delta: dict[str, Any] = {} if self._is_begun else {"role": "assistant", "content": ""}
+        self._is_begun = True
+        return {"delta": delta | ({"content": text} if text else {}) | called}
 
     def _part(self, text: str, is_last: bool) -> tuple[str, list[Call]]:
         """Text to show and calls to report, now that `text` has come."""
@@ -123,7 +92,8 @@ class ChatReply(Reply):
             shown, calls = shown + rest, calls + more
         return shown, calls
 
-    def _reason(self, reason: str | None) -> str | None:
+    def _reason(self) -> str | None:
+        reason = super()._reason()
         return "tool_calls" if reason == "stop" and self._num_calls else reason
 
     def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:

@@ -7,19 +7,19 @@ from typing import Any
 from paceline.errors import PacelineError
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.answers import Reply, finite
+from paceline.serve.engine import ModelInfo
 from paceline.serve.failures import RequestRefused
 from paceline.serve.protocol import CompletionRequest
 from paceline.serve.sampling import check_characters, grammar_of, jobs_of
 from paceline.serve.settings import ServeConfig
-from paceline.serve.ticket import Event, Job
-from paceline.serve.worker import Served
+from paceline.serve.ticket import Job
 from paceline.types import TokenLogprob
 
 MAX_TOKENS = 16
 """OpenAI's default."""
 
 
-def completion_jobs(request: CompletionRequest, served: Served, config: ServeConfig) -> tuple[list[Job], list[str]]:
+def completion_jobs(request: CompletionRequest, model: ModelInfo, config: ServeConfig) -> tuple[list[Job], list[str]]:
     """Jobs, prompt after prompt, and with `echo` the text to put before each answer. Belongs in a thread.
 
     Raises RequestRefused.
@@ -32,18 +32,18 @@ def completion_jobs(request: CompletionRequest, served: Served, config: ServeCon
         raise RequestRefused("echo does not go with logprobs: prompts are not scored", param="echo")
     given = _prompts(request.prompt)
     for prompt in given:
-        check_characters([prompt] if isinstance(prompt, str) else [], served)
-    prompts = [_encode(prompt, served) for prompt in given]
+        check_characters([prompt] if isinstance(prompt, str) else [], model)
+    prompts = [_encode(prompt, model) for prompt in given]
     jobs = jobs_of(
         request,
         prompts,
-        served,
+        model,
         config,
         max_tokens=request.max_tokens or MAX_TOKENS,
         logprobs=request.logprobs,
         grammar=grammar_of(request),
     )
-    echoes = [served.tokenizer.decode(prompt) if request.echo else "" for prompt in prompts]
+    echoes = [model.tokenizer.decode(prompt) if request.echo else "" for prompt in prompts]
     return jobs, [echo for echo in echoes for _ in range(request.n or 1)]
 
 
@@ -57,21 +57,21 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
     return [each for each in prompt if not isinstance(each, int)]
 
 
-def _encode(prompt: str | list[int], served: Served) -> list[int]:
+def _encode(prompt: str | list[int], model: ModelInfo) -> list[int]:
     try:
-        ids = served.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     except PacelineError as error:
         raise RequestRefused(str(error), param="prompt") from error
     if not ids:
         raise RequestRefused("the prompt is empty: give some text", param="prompt")
-    return check_ids(ids, served)
+    return check_ids(ids, model)
 
 
-def check_ids(ids: list[int], served: Served) -> list[int]:
+def check_ids(ids: list[int], model: ModelInfo) -> list[int]:
     """Raises RequestRefused on a token that the model does not have."""
-    wrong = next((token for token in ids if not 0 <= token < served.vocab_size), None)
+    wrong = next((token for token in ids if not 0 <= token < model.vocab_size), None)
     if wrong is not None:
-        raise RequestRefused(f"token {wrong} is outside the model's vocabulary of {served.vocab_size}")
+        raise RequestRefused(f"token {wrong} is outside the model's vocabulary of {model.vocab_size}")
     return ids
 
 
@@ -83,20 +83,13 @@ class TextReply(Reply):
         self._has_logprobs = request.logprobs is not None
         self._unsent_echo, self._offset = echo, 0
 
-    def delta(self, event: Event) -> dict[str, Any] | None:
-        if not event.text and event.finish_reason is None:
+    def _shown(self, text: str, is_stream: bool) -> dict[str, Any] | None:
+        if not text and self.sequence is None:
             return None
-        return self._choice(event.text, self.unsent_logprobs(), event.finish_reason)
-
-    def whole(self) -> dict[str, Any]:
-        assert self.sequence is not None
-        return self._choice(self.text, self.logprobs, self.sequence.finish_reason)
-
-    def _choice(self, text: str, logprobs: list[TokenLogprob], reason: str | None) -> dict[str, Any]:
         echo, self._unsent_echo = self._unsent_echo, ""
-        return {"index": self.index, "text": echo + text, "logprobs": self._shown(logprobs), "finish_reason": reason}
+        return {"text": echo + text}
 
-    def _shown(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
+    def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
         if not self._has_logprobs:
             return None
         tokens = [self.token_text(each.token_id) for each in logprobs]

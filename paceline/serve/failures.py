@@ -4,6 +4,7 @@ ApiError                       status  code
 ├── RequestRefused             400     invalid_value, context_length_exceeded, ...: the request is at fault
 ├── QueueFull                  429     queue_full, with Retry-After
 ├── NotServing                 503     loading, draining, failed
+├── RequestFailed              500     request_failed: the engine failed on this request alone
 ├── EngineCrashed              500     engine_crashed: the engine failed under this request and is built anew
 └── DeadlinePassed             504     deadline_exceeded
 """
@@ -79,10 +80,15 @@ class NotServing(ApiError):
 
 
 class RequestFailed(ApiError):
-    """Something unforeseen ended this request, and no other."""
+    """A fault ended this request, and no other."""
 
-    def __init__(self) -> None:
-        super().__init__(500, "the server failed on this request: its log says why", kind="server_error", code="request_failed")
+    def __init__(self, message: str = "the server failed on this request: its log says why") -> None:
+        super().__init__(500, message, kind="server_error", code="request_failed")
+
+    @classmethod
+    def of(cls, error: Exception | None) -> RequestFailed:
+        """What the engine says of it. Exceptions that are not our own may tell more than a client should know."""
+        return cls(str(error)) if isinstance(error, PacelineError) else cls()
 
 
 class EngineCrashed(ApiError):

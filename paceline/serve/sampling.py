@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.serve.engine import ModelInfo
 from paceline.serve.failures import RequestRefused
 from paceline.serve.protocol import ResponseFormat, Sampling
 from paceline.serve.settings import ServeConfig
 from paceline.serve.ticket import Job
-from paceline.serve.worker import Served
 from paceline.types import GrammarSpec, SamplingParams
 
 MIN_TEMPERATURE = 1e-4
@@ -27,7 +27,7 @@ MAX_TOKEN_CHARACTERS = 64
 def jobs_of(
     request: Sampling,
     prompts: list[list[int]],
-    served: Served,
+    model: ModelInfo,
     config: ServeConfig,
     *,
     max_tokens: int | None,
@@ -41,40 +41,40 @@ def jobs_of(
     n = request.n or 1
     if n > config.max_n:
         raise RequestRefused(f"n must be at most {config.max_n} on this server, not {n}", param="n")
-    common = _params(request, served, logprobs, grammar)
+    common = _params(request, model, logprobs, grammar)
     jobs = []
     for prompt in prompts:
-        _check_length(len(prompt), served, config)
-        room = served.max_len - len(prompt)
+        _check_length(len(prompt), model, config)
+        room = model.max_len - len(prompt)
         each = replace(common, max_tokens=max_tokens or min(room, config.default_max_tokens or room))
         seeds = [None if each.seed is None else (each.seed + index) % 2**63 for index in range(n)]
         jobs += [Job(prompt, replace(each, seed=seed)) for seed in seeds]
-    if len(jobs) > served.num_rows + config.max_queue:
+    if len(jobs) > model.num_rows + config.max_queue:
         raise RequestRefused(f"{len(jobs)} answers in one request are more than this server queues: send fewer prompts")
     return jobs
 
 
-def check_characters(texts: Iterable[str], served: Served) -> None:
+def check_characters(texts: Iterable[str], model: ModelInfo) -> None:
     """Refuse what cannot fit before time is spent on it. Raises RequestRefused."""
     num_characters = sum(map(len, texts))
-    if num_characters > MAX_TOKEN_CHARACTERS * served.max_len:
-        message = f"the prompt has {num_characters:,} characters, far more than {served.max_len} tokens hold: shorten it"
+    if num_characters > MAX_TOKEN_CHARACTERS * model.max_len:
+        message = f"the prompt has {num_characters:,} characters, far more than {model.max_len} tokens hold: shorten it"
         raise RequestRefused(message, param="messages", code="context_length_exceeded")
 
 
-def _check_length(num_tokens: int, served: Served, config: ServeConfig) -> None:
-    most = min(served.max_len - 1, config.max_prompt_tokens or served.max_len)
+def _check_length(num_tokens: int, model: ModelInfo, config: ServeConfig) -> None:
+    most = min(model.max_len - 1, config.max_prompt_tokens or model.max_len)
     if num_tokens > most:
         message = f"the prompt has {num_tokens} tokens, this server takes at most {most}: shorten it"
         raise RequestRefused(message, param="messages", code="context_length_exceeded")
 
 
-def _params(request: Sampling, served: Served, logprobs: int | None, grammar: GrammarSpec | None) -> SamplingParams:
+def _params(request: Sampling, model: ModelInfo, logprobs: int | None, grammar: GrammarSpec | None) -> SamplingParams:
     temperature = 1.0 if request.temperature is None else request.temperature
     try:
         return SamplingParams(
             temperature=0.0 if temperature < MIN_TEMPERATURE else temperature,
-            top_k=min(max(request.top_k or 0, 0), served.vocab_size),
+            top_k=min(max(request.top_k or 0, 0), model.vocab_size),
             top_p=1.0 if request.top_p is None else request.top_p,
             min_p=request.min_p or 0.0,
             repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
@@ -85,7 +85,7 @@ def _params(request: Sampling, served: Served, logprobs: int | None, grammar: Gr
             stop=_stop(request.stop),
             stop_token_ids=tuple(request.stop_token_ids or ()),
             ignore_eos=bool(request.ignore_eos),
-            logprobs=None if logprobs is None else min(logprobs, served.vocab_size),
+            logprobs=None if logprobs is None else min(logprobs, model.vocab_size),
             grammar=grammar,
             max_drafted=_max_drafted(request.speculate),
         )

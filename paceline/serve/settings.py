@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.config import Bytes
 from paceline.errors import ConfigError
 
 KEY_VARIABLE = "PACELINE_API_KEY"
@@ -16,19 +17,19 @@ class ServeConfig:
     """Where the server listens, whom it lets in, and what it takes at most. Raises ConfigError on impossible values."""
 
     host: str = "127.0.0.1"
-    """Loopback unless asked otherwise."""
+    """Address to listen on; 0.0.0.0 is every interface."""
     port: int = 8000
-    """0 takes a free one."""
+    """Port; 0 takes a free one."""
     api_keys: tuple[str, ...] = ()
-    """Any of these opens the API; none: open to all who reach the port."""
+    """Key that opens the API; without any, all who reach the port may use it. PACELINE_API_KEY too."""
     cors_origins: tuple[str, ...] = ()
-    """Web pages of these origins may call the API from a browser."""
+    """Origin whose web pages may call the API from a browser."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names clients may call the server by, `*` for any. Empty: the loopback's on a loopback address, else any."""
+    """Name clients may call the server by, * for any [default: on a loopback address its names, else any]."""
     served_names: tuple[str, ...] = ()
-    """What clients call the model; the model's own name when empty."""
-    max_body_bytes: int = 4 * 2**20
-    """Longest request body."""
+    """What clients call the model [default: its own name]."""
+    max_body_bytes: Bytes = 4 * 2**20
+    """Longest request body: 512K, 4M or bytes."""
     body_seconds: float = 30.0
     """A body must have arrived by then."""
     header_seconds: float = 15.0
@@ -36,19 +37,19 @@ class ServeConfig:
     write_seconds: float = 60.0
     """A client that takes nothing of what is written for so long is hung up on."""
     max_prompt_tokens: int | None = None
-    """Longest prompt; None leaves it to the cache."""
+    """Longest prompt, in tokens [default: what the cache holds]."""
     default_max_tokens: int | None = None
-    """Longest chat answer when the request says nothing; None lets it fill the context."""
+    """Longest chat answer when the request sets no limit [default: the context]."""
     max_n: int = 8
-    """Most answers to one request."""
+    """Most answers to one prompt."""
     max_queue: int = 256
-    """Most answers waiting for a row; what comes then is told to come back later."""
+    """Most answers waiting for a row; what comes then gets status 429."""
     deadline: float = 600.0
     """Seconds in which a request must be finished; 0 is no limit."""
     drain_seconds: float = 30.0
-    """On SIGTERM, answers under way get this long to finish."""
+    """Seconds that answers under way may take after SIGTERM."""
     stream_interval_ms: float = 16.0
-    """How long a token may be held back to travel with the next round's: a frame of a screen. 0 sends each round's at once."""
+    """How long a token may wait for the next round's, to be sent together; 0 sends each round's at once."""
 
     def __post_init__(self) -> None:
         checks = (
@@ -71,6 +72,26 @@ class ServeConfig:
         for is_wrong, remedy in checks:
             if is_wrong:
                 raise ConfigError(remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceConfig:
+    """Which traces of requests are kept, and how long. Raises ConfigError where there is no folder for them."""
+
+    folder: Path | None = None
+    """Keep traces of requests in this folder, for training [default: none]."""
+    sample: float = 1.0
+    """Share of requests that are traced."""
+    redact: tuple[str, ...] = ()
+    """Regex whose matches are taken out of traces."""
+    max_bytes: Bytes = 2**30
+    """Most disk space of all traces; the oldest go."""
+    max_days: float = 30.0
+    """Older traces go."""
+
+    def __post_init__(self) -> None:
+        if self.folder is None and (self.sample != 1.0 or self.redact):
+            raise ConfigError("--trace-sample and --trace-redact need --traces FOLDER")
 
 
 def read_api_keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:

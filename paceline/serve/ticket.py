@@ -5,50 +5,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
 
-from paceline.engine.engine import Engine
+from paceline.serve.engine import Engine
 from paceline.types import Constraint, FinishReason, SamplingParams, Sequence, TokenLogprob
 
-Outcome = Literal["stop", "length", "abort", "error"]
 
+class Observer:
+    """Is told what the worker does; this one ignores it.
 
-class Observer(Protocol):
-    """Who watches the worker. All but `refused` are called by the engine's thread: they must be quick and never wait."""
+    All but `refused` are called by the engine's thread: they must be quick and never wait.
+    """
 
     def step(self, engine: Engine, seconds: float) -> None:
-        """An engine step took `seconds`; `engine.rounds` holds its round, if there was one."""
-        ...
+        """An engine step took `seconds`; `engine.rounds` holds its round, if there was one. Its chunks are told next."""
 
     def chunk(self, sequence: Sequence, num_tokens: int, now: float) -> None:
         """A request gained tokens at `now` (perf_counter)."""
-        ...
 
-    def finished(self, sequence: Sequence, outcome: Outcome, tag: str | None) -> None:
+    def finished(self, sequence: Sequence, outcome: FinishReason, tag: str | None) -> None:
         """A request has left the engine; its sequence will not change any more."""
-        ...
 
     def refused(self, reason: str) -> None:
-        """A request was turned away before it reached the engine; called from either side."""
-        ...
+        """A request was turned away before it reached the engine; `reason` is one of the server's own few words. Any thread."""
 
     def crashed(self) -> None:
         """The engine failed and is built anew."""
-        ...
-
-
-class NoObserver:
-    """Watches nothing."""
-
-    def step(self, engine: Engine, seconds: float) -> None: ...
-
-    def chunk(self, sequence: Sequence, num_tokens: int, now: float) -> None: ...
-
-    def finished(self, sequence: Sequence, outcome: Outcome, tag: str | None) -> None: ...
-
-    def refused(self, reason: str) -> None: ...
-
-    def crashed(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +50,7 @@ class Event:
     """Which of the ticket's jobs."""
     token_ids: list[int]
     text: str
-    num_drafted: int
+    num_accepted: int
     """How many of the tokens, the first ones, are drafts that stood."""
     logprobs: list[TokenLogprob]
     finish_reason: FinishReason | None
@@ -80,7 +61,7 @@ class Event:
 class Ticket:
     """The answers to one API request as they grow. Read by one task of the event loop, which closes it in any case."""
 
-    def __init__(self, jobs: list[Job], abort: Callable[[Ticket], None], *, tag: str | None, deadline: float | None) -> None:
+    def __init__(self, jobs: list[Job], abort: Callable[[Ticket], None], *, tag: str | None, deadline: float) -> None:
         self.jobs, self.tag, self.deadline = jobs, tag, deadline
         self.num_left = len(jobs)
         self.request_ids: list[int] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,7 @@ def _call_schema(tool: Tool, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompt_messages(
-    messages: list[Message], tools: list[Tool], template: str | None
+    messages: list[Message], tools: Sequence[Tool], template: str | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Messages and variables for the chat template."""
     is_native = bool(template and re.search(r"\btools\b", template))

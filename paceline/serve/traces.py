@@ -80,7 +80,7 @@ class _Trace:
 
 
 class TraceWriter:
-    """Writes shards of traces into a folder, from a thread that begins at once and ends with `close`.
+    """Writes shards of traces into a folder, from a thread of its own that ends with `close`.
 
     The folder may be used by several writers, and by readers, at the same time.
     """
@@ -90,7 +90,7 @@ class TraceWriter:
         folder: Path | str,
         *,
         model: str,
-        tokenizer: TraceTokenizer,
+        tokenizer: TraceTokenizer | None = None,
         sample: float = 1.0,
         max_bytes: int = 1 << 30,
         max_age_s: float = 30 * 86400.0,
@@ -99,19 +99,20 @@ class TraceWriter:
         rows_per_file: int = 512,
         flush_s: float = 30.0,
     ) -> None:
-        """`sample` of all requests are traced. The oldest shards go when all of them take more than `max_bytes`, or are older
-        than `max_age_s`. Raises ConfigError on impossible values; a folder that cannot be written only costs traces."""
+        """Begins with `tokenizer`, or when `begin` brings one.
+
+        `sample` of all requests are traced. The oldest shards go when all of them take more than `max_bytes`, or are older than
+        `max_age_s`. Raises ConfigError on impossible values; a folder that cannot be written only costs traces.
+        """
         _check(sample=sample, max_bytes=max_bytes, max_age_s=max_age_s, queue_size=queue_size)
         _check(rows_per_file=rows_per_file, flush_s=flush_s)
         if sample > 1.0:
             raise ConfigError(f"sample is a share of all requests, at most 1, not {sample}")
-        patterns = tuple(redact)
         self.folder = Path(folder)
         self.written = 0
         self.dropped = {"queue": 0, "disk": 0, "redaction": 0, "error": 0}
         """Traces lost, by what lost them: a full queue, a disk that refused, a match that could not be taken out, an error."""
-        self._model, self._tokenizer, self._sample = model, tokenizer, sample
-        self._redactor = Redactor(patterns, tokenizer) if patterns else None
+        self._model, self._sample, self._patterns = model, sample, tuple(redact)
         self._max_bytes, self._max_age_s = max_bytes, max_age_s
         self._rows_per_file, self._flush_s = rows_per_file, flush_s
         self._random = random.Random()
@@ -119,8 +120,17 @@ class TraceWriter:
         self._num_rows = self._num_shards = 0
         self._is_failing = self._is_closing = False
         self._queue: queue.Queue[_Trace | None] = queue.Queue(queue_size)
-        self._thread = threading.Thread(target=self._run, name="paceline-traces", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if tokenizer is not None:
+            self.begin(tokenizer)
+
+    def begin(self, tokenizer: TraceTokenizer) -> None:
+        """Start writing, once. Raises ConfigError on patterns that cannot be used."""
+        if self._thread is None:
+            self._tokenizer = tokenizer
+            self._redactor = Redactor(self._patterns, tokenizer) if self._patterns else None
+            self._thread = threading.Thread(target=self._run, name="paceline-traces", daemon=True)
+            self._thread.start()
 
     def offer(self, sequence: Sequence, outcome: str, tag: str | None = None) -> None:
         """Trace a finished request, whose sequence changes no more; never waits, never raises.
@@ -142,7 +152,8 @@ class TraceWriter:
         self._is_closing = True
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)  # wakes it; a full queue does, too
-        self._thread.join(timeout_s)
+        if self._thread:
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         rows: list[dict[str, Any]] = []
@@ -150,7 +161,7 @@ class TraceWriter:
         while not (self._is_closing and self._queue.empty()):
             trace = self._next(due)
             if trace is not None:
-                rows += self._rows(trace)
+                rows += filter(None, [self._safe_row(trace)])
             if len(rows) >= self._rows_per_file or time.monotonic() >= due:
                 self._flush(rows)
                 rows, due = [], time.monotonic() + self._flush_s
@@ -162,18 +173,16 @@ class TraceWriter:
         except queue.Empty:
             return None
 
-    def _rows(self, trace: _Trace) -> list[dict[str, Any]]:
-        """The trace as a row; none when it cannot be made into one."""
+    def _safe_row(self, trace: _Trace) -> dict[str, Any] | None:
+        """The trace as a row; None, and counted, when it cannot be made into one."""
         try:
             row = self._row(trace)
+            self.dropped["redaction"] += row is None
+            return row
         except Exception:  # whatever is odd about one request must not end the tracing of all others
             log.exception("a trace is lost")
             self.dropped["error"] += 1
-            return []
-        if row is None:
-            self.dropped["redaction"] += 1
-            return []
-        return [row]
+            return None
 
     def _row(self, trace: _Trace) -> dict[str, Any] | None:
         """None when what should be redacted cannot be taken out."""
@@ -191,7 +200,6 @@ class TraceWriter:
         self._num_rows += 1
         prompt = np.array(prompt_ids, np.int32)
         times = seq.timings
-        drafted, accepted = np.array(seq.rounds, np.int32).reshape(-1, 2).T
         return {
             # Up to the @ it names the prompt: what is asked twice is held out twice, or not at all.
             "key": f"{SOURCE}/{_digest(prompt)}@{seq.params.temperature:g}#{self._run_id}-{self._num_rows}",
@@ -207,8 +215,8 @@ class TraceWriter:
             "ended": int(trace.ended * 1000),
             "sampling": json.dumps(sampling),
             "seed": seq.seed,
-            "drafted": drafted,
-            "accepted": accepted,
+            "drafted": [one[0] for one in seq.rounds],
+            "accepted": [one[1] for one in seq.rounds],
             "num_reused": seq.num_reused,
             **{f"{name}_s": getattr(times, f"{name}_s") for name in ("queue", "prefill", "draft", "verify", "host")},
             "first_token_s": times.first_token_s - times.arrival_s if times.first_token_s else None,

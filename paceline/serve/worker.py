@@ -1,17 +1,17 @@
-"""One thread owns the engine; the event loop hands it requests and reads what becomes of them.
+"""One thread owns the engine; the event loop hands it requests and gets their answers.
 
 Requests go in as commands through a queue, answers come back as one call of the event loop per engine step. Neither side
-waits for the other: the engine sleeps only when it has nothing to do. An exception out of a step ends every request in flight
-with EngineCrashed; the engine is then built anew and goes on with what waits.
+waits for the other: the engine sleeps only when it has nothing to do. A request that fails alone gets an error of its own. An
+exception out of a step ends every answer that has begun with EngineCrashed; the engine is then built anew, with the drafter
+that it had, and goes on with the requests that wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import heapq
-import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -19,17 +19,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from paceline.config import EngineConfig
-from paceline.engine.engine import Chunk, Engine
-from paceline.engine.grammar import Grammars
-from paceline.engine.llm import LLM
 from paceline.errors import PacelineError
-from paceline.model.tokenizer import Tokenizer
+from paceline.serve.engine import Engine, Model, ModelInfo
 from paceline.serve.failures import DeadlinePassed, EngineCrashed, NotServing, QueueFull, RequestFailed, RequestRefused
 from paceline.serve.outbox import Addressed, Outbox
-from paceline.serve.ticket import Event, Job, NoObserver, Observer, Ticket
+from paceline.serve.ticket import Event, Job, Observer, Ticket
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Chunk
+
+M = TypeVar("M", bound=Model)
 
 State = Literal["loading", "ready", "restarting", "draining", "stopped", "failed"]
 COMPILERS = 2
@@ -41,58 +42,35 @@ STEADY_SECONDS = 10.0
 log = logging.getLogger("paceline.serve")
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What the event loop may know of the engine; holds none of its memory."""
-
-    model: str
-    tokenizer: Tokenizer
-    config: EngineConfig
-    max_len: int
-    """Tokens of prompt and answer together."""
-    num_rows: int
-    """Answers made at once."""
-    vocab_size: int
-    grammars: Grammars
-
-    @classmethod
-    def of(cls, llm: LLM) -> Served:
-        cache, engine = llm.target.cache, llm.engine
-        sizes = cache.max_len, cache.num_rows, llm.target.vocab_size
-        return cls(llm.config.model, llm.tokenizer, llm.config, *sizes, engine.grammars)
-
-
 @dataclass(slots=True)
 class _Live:
-    """A request inside the engine."""
+    """A request inside the engine, and what of it was handed over."""
 
     ticket: Ticket
     index: int
+    num_tokens: int = 0
     num_accepted: int = 0
-    num_logprobs: int = 0
-    has_begun: bool = False
-    """Its first token is on its way."""
 
 
-class EngineWorker:
+class EngineWorker(Generic[M]):
     """The engine's thread and the way in and out of it. All public methods belong to the event loop."""
 
     def __init__(
         self,
-        factory: Callable[[], LLM],
+        factory: Callable[[], M],
         *,
         max_queue: int = 256,
         deadline_s: float | None = None,
         observer: Observer | None = None,
-        warm_up: Callable[[LLM], None] | None = None,
+        warm_up: Callable[[M], None] | None = None,
         stream_interval_s: float = 0.0,
     ) -> None:
-        """`factory` builds the engine, in the engine's thread, at the start and when it fails soon after; `warm_up` is called
-        with each engine before its first request. Tokens may be held back for `stream_interval_s`, as `Outbox` says."""
+        """`factory` loads the model, in the engine's thread, at the start and when its engine fails soon after; `warm_up` is
+        called with each engine before its first request. Tokens may be held back for `stream_interval_s`, as `Outbox` says."""
         self.state: State = "loading"
-        self.served: Served | None = None
+        self.info: ModelInfo | None = None
         self.failure: Exception | None = None
-        self.observer = observer or NoObserver()
+        self.observer = observer or Observer()
         self.max_queue, self.deadline_s = max_queue, deadline_s
         self._factory, self._warm_up = factory, warm_up
         self._compiling = ThreadPoolExecutor(COMPILERS, "paceline-grammar")
@@ -100,13 +78,17 @@ class EngineWorker:
         self._idle = asyncio.Event()
         self._settled = asyncio.Event()
         self._mean_s = 1.0
-        self._commands: deque[Callable[[LLM], None]] = deque()
+        self._model: M | None = None
+        """For the engine's thread only, as all below."""
+        self._own_drafter: Any = None
+        """The one that the model was loaded with."""
+        self._grammars: Any = None
+        self._commands: deque[Callable[[], None]] = deque()
         self._condition = threading.Condition()
         self._is_stopping = False
         self._outbox = Outbox(partial(self._tell, self._deliver), stream_interval_s)
         self._live: dict[int, _Live] = {}
-        self._deadlines: list[tuple[float, int, Ticket]] = []
-        self._order = itertools.count()
+        self._deadlines: deque[Ticket] = deque()
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
 
     # The event loop's side
@@ -117,19 +99,17 @@ class EngineWorker:
         self._idle.set()
         self._thread.start()
 
-    async def loaded(self) -> Served:
-        """Wait for the engine. Raises what kept it from loading."""
+    async def loaded(self) -> None:
+        """Wait for the model. Raises what kept it from loading."""
         await self._settled.wait()
         if self.failure:
             raise self.failure
-        assert self.served is not None
-        return self.served
 
-    def serving(self) -> Served:
-        """The engine's facts. Raises NotServing unless requests are taken now."""
-        if self.state not in ("ready", "restarting") or self.served is None:
+    def serving(self) -> ModelInfo:
+        """The model. Raises NotServing unless requests are taken now."""
+        if self.state not in ("ready", "restarting") or self.info is None:
             raise NotServing(self.state)
-        return self.served
+        return self.info
 
     @property
     def num_open(self) -> int:
@@ -155,7 +135,7 @@ class EngineWorker:
         if num_open + len(jobs) > num_rows + self.max_queue:
             self.observer.refused("queue_full")
             raise QueueFull(retry_after_s=max(1, round(self._mean_s * (num_open - num_rows) / num_rows)))
-        deadline = time.perf_counter() + self.deadline_s if self.deadline_s else None
+        deadline = time.perf_counter() + self.deadline_s if self.deadline_s else math.inf
         ticket = Ticket(jobs, self.abort, tag=tag, deadline=deadline)
         self._open.add(ticket)
         self._idle.clear()
@@ -164,12 +144,12 @@ class EngineWorker:
 
     def abort(self, ticket: Ticket) -> None:
         """Drop what is unfinished of a ticket."""
-        self._post(partial(self._abort, ticket))
+        self._post(partial(self._drop, ticket, NotServing("aborted")))
 
-    async def call(self, function: Callable[[LLM], Any]) -> Any:
+    async def call(self, function: Callable[[M], Any]) -> Any:
         """Run a function in the engine's thread between two steps; returns its result, raises its exception."""
         future: asyncio.Future[Any] = self._loop.create_future()
-        self._post(partial(_answer, self._loop, future, function))
+        self._post(partial(self._answer, future, function))
         return await future
 
     async def drain(self, seconds: float) -> None:
@@ -191,7 +171,7 @@ class EngineWorker:
         self._compiling.shutdown(wait=False, cancel_futures=True)
         self.state = "stopped"
 
-    def _post(self, command: Callable[[LLM], None]) -> None:
+    def _post(self, command: Callable[[], None]) -> None:
         with self._condition:
             self._commands.append(command)
             self._condition.notify()
@@ -218,8 +198,8 @@ class EngineWorker:
         if not self._open:
             self._idle.set()
 
-    def _settle(self, state: State, served: Served | None, failure: Exception | None) -> None:
-        self.served, self.failure = served or self.served, failure
+    def _settle(self, state: State, info: ModelInfo | None = None, failure: Exception | None = None) -> None:
+        self.info, self.failure = info or self.info, failure
         if self.state in ("loading", "ready", "restarting"):
             self.state = state
         if state == "failed":
@@ -232,40 +212,57 @@ class EngineWorker:
     # The thread's side
 
     def _run(self) -> None:
-        steady: LLM | None = None
-        grammars: Grammars | None = None
+        steady: M | None = None
+        swapped: Any = None
         failures = 0
         while not self._is_stopping:
             try:
-                llm = _renewed(steady) if steady else self._factory()
-                grammars = llm.engine.grammars = grammars or llm.engine.grammars  # has read the vocabulary
-                if self._warm_up:
-                    self._warm_up(llm)
-                gc.collect()
-                gc.freeze()  # a full collection would walk through all that was imported, in the middle of a step
-            except Exception as error:  # noqa: BLE001  (whatever keeps a model from loading is for the owner to see)
+                model = self._load(steady, swapped)
+            except Exception as error:
                 steady, failures = None, failures + 1
-                if self.served is None or failures == MAX_LOADS:
+                if self.info is None or failures == MAX_LOADS:
                     self._tell(self._settle, "failed", None, error)
                     return
+                log.exception("the engine cannot be built anew, try %d of %d", failures, MAX_LOADS)
+                if failures == MAX_LOADS - 1:
+                    swapped = None  # the last try is made with the drafter from the start
                 time.sleep(0.2 * failures)
                 continue
-            steady, failures = None, 0
-            self._tell(self._settle, "ready", Served.of(llm), None)
+            steady, failures, self._model = None, 0, model
+            self._tell(self._settle, "ready", ModelInfo.of(model))
             began = time.monotonic()
             try:
-                self._serve(llm)
+                self._serve(model)
             except BaseException:
                 log.exception("the engine failed and is built anew")
-                self._crash(llm)
-                steady = llm if time.monotonic() - began >= STEADY_SECONDS else None
-            del llm
+                self._crash(model)
+                swapped = None if model.drafter is self._own_drafter else model.drafter
+                steady = model if time.monotonic() - began >= STEADY_SECONDS else None
+            del model
+            self._model = None
             gc.unfreeze()
             gc.collect()
 
-    def _serve(self, llm: LLM) -> None:
+    def _load(self, steady: M | None, swapped: Any) -> M:
+        """A model that is ready to serve: `steady` with a new engine, else a new one, with the drafter that was swapped in."""
+        if steady:
+            steady.renew()
+        model = steady or self._factory()
+        self._grammars = model.engine.grammars = self._grammars or model.engine.grammars
+        if not steady:
+            self._own_drafter = model.drafter
+            if swapped is not None:
+                model.use_drafter(swapped)
+        if self._warm_up:
+            self._warm_up(model)
+        gc.collect()
+        gc.freeze()  # a full collection would walk through all that was imported, in the middle of a step
+        return model
+
+    def _serve(self, model: M) -> None:
+        engine = model.engine
         while True:
-            if not self._commands and not llm.engine.has_work:
+            if not self._commands and not engine.has_work:
                 with self._condition:
                     while not self._commands:
                         if self._is_stopping:
@@ -274,84 +271,87 @@ class EngineWorker:
             if self._commands:
                 self._outbox.flush()
             while self._commands:
-                self._commands.popleft()(llm)
-            if llm.engine.has_work:
+                self._commands.popleft()()
+                engine = model.engine
+            if engine.has_work:
                 started = time.perf_counter()
-                chunks = llm.engine.step()
+                chunks = engine.step()
                 now = time.perf_counter()
-                self._watch(self.observer.step, llm.engine, now - started)
+                self._watch(self.observer.step, engine, now - started)
                 if chunks:
-                    self._hand_over(chunks, now, now - started, llm.engine)
-            if self._deadlines:
-                self._expire(llm)
+                    self._hand_over(chunks, now, now - started, is_prefilling=bool(engine.scheduler.prefilling))
+            if not self._live:
+                self._deadlines.clear()
+            while self._deadlines and self._deadlines[0].deadline <= time.perf_counter():
+                self._drop(self._deadlines.popleft(), DeadlinePassed(self.deadline_s or 0.0))
 
-    def _add(self, ticket: Ticket, llm: LLM) -> None:
+    @property
+    def _engine(self) -> Engine:
+        assert self._model is not None
+        return self._model.engine
+
+    def _add(self, ticket: Ticket) -> None:
         try:
             for index, job in enumerate(ticket.jobs):
-                request_id = llm.engine.add(job.prompt_ids, job.params, job.constraint)
+                request_id = self._engine.add(job.prompt_ids, job.params, job.constraint)
                 ticket.request_ids.append(request_id)
                 self._live[request_id] = _Live(ticket, index)
         except PacelineError as error:
             self._watch(self.observer.refused, "invalid")
-            self._drop(ticket, llm, RequestRefused.of(error))
-            return
+            self._drop(ticket, RequestRefused.of(error))
         except Exception:
             log.exception("a request could not be queued")
-            self._drop(ticket, llm, RequestFailed())
-            llm.engine.check_integrity()  # an engine that was harmed is built anew
-            return
-        if ticket.deadline is not None:
-            heapq.heappush(self._deadlines, (ticket.deadline, next(self._order), ticket))
+            self._drop(ticket, RequestFailed())
+            self._engine.check_integrity()  # an engine that was harmed is built anew
+        else:
+            self._deadlines.append(ticket)
 
-    def _abort(self, ticket: Ticket, llm: LLM) -> None:
-        self._drop(ticket, llm, NotServing("aborted"))
-
-    def _drop(self, ticket: Ticket, llm: LLM, error: Exception) -> None:
+    def _drop(self, ticket: Ticket, error: Exception) -> None:
+        """End what is unfinished of a ticket; nothing when all of it is done."""
         for request_id in ticket.request_ids:
             if self._live.pop(request_id, None):
-                seq = llm.engine.abort(request_id)
+                seq = self._engine.abort(request_id)
                 if seq is not None:
                     self._watch(self.observer.finished, seq, "abort", ticket.tag)
         self._outbox.send([(ticket, error)])
 
-    def _expire(self, llm: LLM) -> None:
-        now = time.perf_counter()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            ticket = heapq.heappop(self._deadlines)[2]
-            if any(request_id in self._live for request_id in ticket.request_ids):
-                self._drop(ticket, llm, DeadlinePassed(self.deadline_s or 0.0))
-        if not self._live:
-            self._deadlines.clear()
-
-    def _hand_over(self, chunks: list[Chunk], now: float, step_s: float, engine: Engine) -> None:
+    def _hand_over(self, chunks: list[Chunk], now: float, step_s: float, *, is_prefilling: bool) -> None:
         events: list[Addressed] = []
-        is_urgent = bool(engine.scheduler.prefilling)  # the next step may take far longer
+        failed: list[tuple[Ticket, Exception]] = []
+        is_urgent = is_prefilling  # the next step may take far longer
         for chunk in chunks:
-            seq = chunk.sequence
+            seq, num_tokens, reason = chunk.sequence, len(chunk.token_ids), chunk.finish_reason
             live = self._live.get(seq.request_id)
             if live is None:
                 continue
-            num_drafted = min(seq.num_accepted - live.num_accepted, len(chunk.token_ids))
-            logprobs = seq.logprobs[live.num_logprobs :] if seq.params.logprobs is not None else []
-            live.num_accepted, live.num_logprobs = seq.num_accepted, live.num_logprobs + len(logprobs)
-            event = Event(live.index, chunk.token_ids, chunk.text, num_drafted, logprobs, chunk.finish_reason, seq)
-            events.append((live.ticket, event))
-            is_urgent = is_urgent or chunk.finish_reason is not None or not live.has_begun
-            live.has_begun = True
+            if reason == "error":
+                log.error("a request failed: %s", seq.error)
+                failed.append((live.ticket, RequestFailed.of(seq.error)))
+                continue
+            # The first chunk is the prompt's own token, whatever the round behind it has already brought to the sequence.
+            is_first, before = not live.num_tokens, live.num_tokens
+            num_accepted = 0 if is_first else min(seq.num_accepted - live.num_accepted, num_tokens)
+            live.num_tokens, live.num_accepted = before + num_tokens, live.num_accepted + num_accepted
+            logprobs = seq.logprobs[before : live.num_tokens] if seq.params.logprobs is not None else []
+            events.append((live.ticket, Event(live.index, chunk.token_ids, chunk.text, num_accepted, logprobs, reason, seq)))
+            is_urgent = is_urgent or is_first or reason is not None
         self._outbox.put(events, now, step_s, is_urgent=is_urgent)
         for chunk in chunks:
             seq = chunk.sequence
-            self._watch(self.observer.chunk, seq, len(chunk.token_ids), now)
+            if chunk.finish_reason != "error":
+                self._watch(self.observer.chunk, seq, len(chunk.token_ids), now)
             if chunk.finish_reason is not None and (live := self._live.pop(seq.request_id, None)):
                 self._watch(self.observer.finished, seq, chunk.finish_reason, live.ticket.tag)
+        for ticket, error in failed:
+            self._drop(ticket, error)
 
-    def _crash(self, llm: LLM) -> None:
+    def _crash(self, model: M) -> None:
         """What had begun is lost; requests of which nothing had begun go to the next engine, in their order."""
-        scheduler = llm.engine.scheduler
-        waiting = {seq.request_id for seq in scheduler.waiting}
+        requests = model.engine.scheduler
+        waiting = {seq.request_id for seq in requests.waiting}
         tickets = list(dict.fromkeys(live.ticket for live in self._live.values()))
         kept = [ticket for ticket in tickets if ticket.num_left == len(ticket.jobs) and waiting.issuperset(ticket.request_ids)]
-        for seq in (*scheduler.waiting, *scheduler.prefilling, *scheduler.running):
+        for seq in (*requests.waiting, *requests.prefilling, *requests.running):
             if (live := self._live.get(seq.request_id)) and live.ticket not in kept:
                 self._watch(self.observer.finished, seq, "error", live.ticket.tag)
         self._live.clear()
@@ -360,11 +360,26 @@ class EngineWorker:
             ticket.request_ids.clear()
             self._commands.appendleft(partial(self._add, ticket))
         self._watch(self.observer.crashed)
-        self._tell(self._settle, "restarting", None, None)
+        self._tell(self._settle, "restarting")
         self._outbox.send([(ticket, EngineCrashed()) for ticket in tickets if ticket not in kept])
 
+    def _answer(self, future: asyncio.Future[Any], function: Callable[[M], Any]) -> None:
+        def settle(result: Any, error: Exception | None) -> None:
+            if future.cancelled():
+                return
+            if error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        assert self._model is not None
+        try:
+            self._tell(settle, function(self._model), None)
+        except Exception as error:  # noqa: BLE001  (it is raised again where `call` was awaited)
+            self._tell(settle, None, error)
+
     def _watch(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Whoever watches may fail without harm to the requests."""
+        """An observer may fail without harm to the requests."""
         try:
             call(*arguments)
         except Exception:
@@ -374,26 +389,3 @@ class EngineWorker:
         """Call on the event loop; nothing when it has ended."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *arguments)
-
-
-def _renewed(llm: LLM) -> LLM:
-    """The same weights with an empty cache, a new drafter and a new engine."""
-    cache = llm.target.cache
-    llm.target.allocate_cache(cache.num_rows, cache.max_len)
-    llm.use_drafter(llm.config.drafter, num_drafted=llm.config.num_drafted)
-    return llm
-
-
-def _answer(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], function: Callable[[LLM], Any], llm: LLM) -> None:
-    def settle(result: Any, error: Exception | None) -> None:
-        if future.cancelled():
-            return
-        if error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    try:
-        loop.call_soon_threadsafe(settle, function(llm), None)
-    except Exception as error:  # noqa: BLE001  (it is raised again where `call` was awaited)
-        loop.call_soon_threadsafe(settle, None, error)

@@ -51,7 +51,7 @@ def rejection(row: CheckedRow) -> RowVerdict:
     """Reads whole distributions only where the next token is drawn."""
     target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
     for slot, chance in enumerate(accept_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)):
-        if row.uniforms.accept(slot) >= chance:
+        if not row.uniforms.accept(slot) < chance:  # so put, a chance that is NaN rejects
             return RowVerdict(slot, _draw_residual(row, slot, residual_after(row, slot, target_probs_JV), target_probs_JV))
     return RowVerdict(num_drafted, sample(target_probs_JV[num_drafted], row.uniforms.sample(num_drafted)))
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.bench import plots, report
+from paceline.bench import decode, plots, report
 from paceline.bench.config import BenchConfig
 from paceline.bench.decode import Bench, as_line, ceiling_tokens_per_s
 from paceline.bench.drafting import Round, drafting, sources_table
@@ -31,22 +31,31 @@ MACHINE = Machine("test", 1e9, {}, 1, 1)
 
 
 class FakeLLM:
-    """As much of an LLM as a benchmark uses: drafters `none`, `good` and `bad`."""
+    """As much of an LLM as a benchmark uses."""
 
     def __init__(self, max_len: int = 256) -> None:
         self.target = FakeTarget(vocab_size=258, num_rows=4, max_len=max_len)
         self.tokenizer = ByteTokenizer()
         self.config = EngineConfig(model="fake", device="cpu", dtype="float32")
-        self.use_drafter("none")
+        self.drafter = NoDrafter()
+        self.engine = self.new_engine(self.drafter)
 
-    def use_drafter(self, drafter: str | Drafter, **options: Any) -> None:
-        named = {"none": NoDrafter(), "good": ScriptedDrafter(self.target, 4, accuracy=0.9)}
-        named["bad"] = ScriptedDrafter(self.target, 4, mode="adversarial")
-        self.drafter = named[drafter] if isinstance(drafter, str) else drafter
-        self.engine = Engine(self.target, cast(Any, self.tokenizer), self.drafter, eos_token_ids=(257,))
+    def new_engine(self, drafter: Drafter) -> Engine:
+        return Engine(self.target, cast(Any, self.tokenizer), drafter, eos_token_ids=(257,))
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         return self.tokenizer.encode_chat(messages)
+
+
+def make_drafter(name: str, target: FakeTarget, **options: Any) -> Drafter:
+    if name == "none":
+        return NoDrafter()
+    return ScriptedDrafter(target, 4, mode="adversarial") if name == "bad" else ScriptedDrafter(target, 4, accuracy=0.9)
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "make_drafter", make_drafter)
 
 
 def prompts(*turns: tuple[str, ...]) -> list[Prompt]:

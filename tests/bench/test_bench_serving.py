@@ -351,7 +351,7 @@ def test_a_server_that_never_answers_is_a_failure() -> None:
 def test_defaults_of_started_servers_are_those_of_the_command() -> None:
     import inspect
 
-    from paceline.cli_serve import serve
+    from paceline.commands.serve import serve
 
     ours, theirs = inspect.signature(cli_bench.bench_serving).parameters, inspect.signature(serve).parameters
     for name, default in cli_bench.DEFAULTS.items():

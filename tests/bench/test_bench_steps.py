@@ -146,7 +146,7 @@ def test_the_command_and_what_follows_it(tmp_path: Path) -> None:
     steps = json.loads(done.stdout.splitlines()[-1])
     assert len(steps["verify"]) == 8 and len(steps["draft"]) == 6
     assert steps["drafter_parameters"] > 1e6
-    assert (tmp_path / "report.md").read_text().count("\n| ") == 5
+    assert (tmp_path / "report.md").read_text().count("\n| ") == 6
     done = runner.invoke(app, ["simulate", "--calibrate", str(tmp_path), "--json"], catch_exceptions=False)
     assert json.loads(done.stdout.splitlines()[-1])["host_s"] > 0
     predict = ["simulate", "--calibration", str(tmp_path), "--context", "40", "--json"]

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from paceline.bench import decode
 from paceline.bench import evaluate as library
 from paceline.bench.config import BenchConfig
 from paceline.bench.decode import Bench, introduction
@@ -32,7 +33,7 @@ CONFIG = BenchConfig(batches=(1, 2), temperatures=(0.0, 1.0), max_tokens=40, ign
 
 
 class FakeLLM:
-    """As much of an LLM as an evaluation uses; every name but `none` is a drafter that is right 9 times of 10."""
+    """As much of an LLM as an evaluation uses."""
 
     num_made = 0
 
@@ -42,16 +43,25 @@ class FakeLLM:
         self.tokenizer = ByteTokenizer()
         self.config = EngineConfig(model=model, device="cpu", dtype="float32")
         self.cache_bytes = 0
-        self.use_drafter(drafter)
+        self.drafter = NoDrafter()
+        self.engine = self.new_engine(self.drafter)
 
-    def use_drafter(self, drafter: str | Drafter, **options: Any) -> None:
-        if isinstance(drafter, str):
-            drafter = NoDrafter() if drafter == "none" else ScriptedDrafter(self.target, 4, accuracy=0.9)
-        self.drafter = drafter
-        self.engine = Engine(self.target, cast(Any, self.tokenizer), drafter, eos_token_ids=(257,))
+    def new_engine(self, drafter: Drafter) -> Engine:
+        return Engine(self.target, cast(Any, self.tokenizer), drafter, eos_token_ids=(257,))
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         return self.tokenizer.encode_chat(messages)
+
+
+def make_drafter(name: str, target: FakeTarget, **options: Any) -> Drafter:
+    if name == "none":
+        return NoDrafter()
+    return ScriptedDrafter(target, 4, mode="adversarial") if name == "bad" else ScriptedDrafter(target, 4, accuracy=0.9)
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "make_drafter", make_drafter)
 
 
 def prompts(*turns: str) -> list[Prompt]:

@@ -251,6 +251,20 @@ def test_greedy_and_sampled_rows_in_one_batch() -> None:
     assert certain.propose(Batch([seq])) == type(block).certain([block.tokens_B[0]])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_drafted_from_logits_that_are_not_finite(kind: Any) -> None:
+    _, target = targets(kind=kind)
+    broken = network(raw_config())
+    with torch.no_grad():
+        broken.norm.weight[0] = float("nan")
+    drafter = DFlashDrafter(broken)
+    ready(target, drafter)
+    rows = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8, seed=5)]
+    block = drafter.propose(Batch([admit(target, drafter, PROMPT, params) for params in rows]))
+    assert block.tokens_B[1] == [] and block.probs_B[1] is None
+    assert all(0 <= token < VOCAB for token in block.tokens_B[0])
+
+
 def test_checkpoint_goes_round_unchanged(tmp_path: Path) -> None:
     raw = raw_config(note={"kept": [1, None]}, is_causal=False)
     state = {name: tensor.bfloat16() for name, tensor in network(raw).state_dict().items()}

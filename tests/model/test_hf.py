@@ -170,6 +170,18 @@ def test_rollback_to_any_earlier_length(named):
         assert_close(out.logits_TV[-1], reference(model, truth[: length + 4]).logits[0, -1])
 
 
+def test_kept_slots_are_a_text_of_their_own(named):
+    _, model = named
+    target = HFTarget(model, 1, MAX_LEN)
+    row = target.cache.allocate()
+    feed(target, row, list(range(9)), "none")
+    feed(target, row, list(range(20, 27)), "none")
+    target.cache.keep([row], [9], [[0, 2, 5]])
+    assert target.cache.lengths[row] == 12
+    kept = feed(target, row, [3, 4]).logits_TV
+    assert_close(kept, reference(model, [*range(9), 20, 22, 25, 3, 4]).logits[0, -2:])
+
+
 def test_rows_do_not_cross_talk(named):
     _, model = named
     rng = random.Random(3)

@@ -10,7 +10,7 @@ import torch
 from native_models import ISAS, needs_library, restored, use
 from torch import Tensor
 
-from paceline.errors import NativeError
+from paceline.errors import NumericsError
 from paceline.model.logits import draw, sample, target_probs
 from paceline.types import SamplingParams
 
@@ -78,5 +78,16 @@ def test_what_is_masked_is_never_drawn() -> None:
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_distribution_is_refused(wrong: float) -> None:
-    with pytest.raises(NativeError, match="not a finite number"):
+    with pytest.raises(NumericsError, match="no distribution"):
         draw(torch.full((9,), wrong), SamplingParams(temperature=1.0), 0.5)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_one_nan_is_enough_to_refuse(isa: str) -> None:
+    use(isa)
+    for size in (9, 700):
+        for at in (0, 7, size - 1):
+            logits_V = torch.zeros(size)
+            logits_V[at] = float("nan")
+            with pytest.raises(NumericsError, match="no distribution"):
+                draw(logits_V, SamplingParams(temperature=1.0), 0.5)

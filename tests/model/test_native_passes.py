@@ -19,7 +19,7 @@ from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
 from paceline.model.native_decoder import NativeDecoder, cache_view
 from paceline.model.native_lib import CPass, pointer
-from paceline.model.target import ForwardBatch
+from paceline.model.target import ForwardBatch, ForwardOutput
 
 pytestmark = needs_library
 DTYPES = [torch.float32, torch.bfloat16]
@@ -212,3 +212,19 @@ def check_cache(native: NativeDecoder, before: list[Tensor], batch: ForwardBatch
             if is_value and is_paired and end % 2:
                 expected[:, row, :, end, :head_dim] = 0
         assert same_bits(expected, now)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("name", "place"), [("lm_head.weight", 3), ("lm_head.weight", 90), ("model.embed_tokens.weight", 3)])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_have_no_largest(wrong: float, name: str, place: int, isa: str) -> None:
+    """-1 in place of a token, as PyTorch's path has it, however many threads share the head."""
+    use(isa)
+    config = replace(BASE, num_layers=1)
+    weights = dict(random_weights(config))
+    weights[name] = weights[name].clone()
+    weights[name][place] = wrong
+    native = native_decoder(config, weights, torch.float32)
+    native.cache.allocate()
+    out = native.forward(ForwardBatch([0], [0], [3], [1, 2, 3]))
+    assert out.logits_TV is not None and out.argmax_T == ForwardOutput(out.logits_TV, None).best_T() == [-1, -1, -1]

@@ -7,7 +7,7 @@ import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -172,7 +172,11 @@ def test_times_between_chunks() -> None:
 
 
 def test_refusals_crashes_and_traces() -> None:
-    metrics = Metrics("tiny", SimpleNamespace(written=5, dropped={"queue": 2, "disk": 0}))
+    offered: list[Any] = []
+    metrics = Metrics(
+        "tiny",
+        cast(Any, SimpleNamespace(written=5, dropped={"queue": 2, "disk": 0}, offer=lambda *ended: offered.append(ended))),
+    )
     metrics.refused("queue_full")
     metrics.refused("queue_full")
     metrics.refused("body_size")
@@ -180,8 +184,9 @@ def test_refusals_crashes_and_traces() -> None:
     timed.engine.add([1, 2], SamplingParams(max_tokens=9))
     timed.step()
     seq = timed.engine.scheduler.running[0]
-    metrics.finished(seq, "error")
+    metrics.finished(seq, "error", "tag")
     metrics.crashed()
+    assert offered == [(seq, "error", "tag")]
     seen = scrape(metrics)
     assert seen["paceline:refused_total", ("queue_full",)] == 2 and seen["paceline:refused_total", ("body_size",)] == 1
     assert seen["paceline:worker_restarts_total", ()] == 1 and seen["vllm:request_success_total", ("error",)] == 1
@@ -229,7 +234,7 @@ def test_a_step_of_sixteen_requests_costs_tens_of_microseconds() -> None:
 
 
 def exported() -> set[str]:
-    metrics = Metrics("tiny", SimpleNamespace(written=0, dropped={"queue": 0}))
+    metrics = Metrics("tiny", cast(Any, SimpleNamespace(written=0, dropped={"queue": 0})))
     metrics.refused("queue_full")
     return {name for name, _ in scrape(metrics)}
 

@@ -98,7 +98,7 @@ def test_every_kind_of_parameter_and_odd_text(tmp_path: Path) -> None:
 
 def test_a_request_that_cannot_be_written_costs_itself_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     broken = sequence()
-    broken.rounds = [(1, 2, 3)]  # pyright: ignore[reportAttributeAccessIssue]
+    broken.rounds = [(1,)]  # pyright: ignore[reportAttributeAccessIssue]
     one = writer(tmp_path)
     one.offer(broken, "stop")
     one.offer(sequence(), "stop")

@@ -11,14 +11,17 @@ from typing import Any, cast
 
 import openai
 import pytest
-from live_server import Live, asked, break_engine, serving, talker, wait_until
+from live_server import Live, SlowTalker, asked, break_engine, serving, talker, wait_until
 from small_llm import fake_llm
 
 from paceline import SamplingParams
+from paceline.draft.base import NoDrafter
+from paceline.engine.engine import Engine
 from paceline.errors import ModelNotFoundError
 from paceline.serve.run import make_server
 from paceline.serve.settings import ServeConfig
 from paceline.serve.worker import EngineWorker
+from paceline.testing import ScriptedDrafter
 
 LONG = {"max_tokens": 200, "temperature": 0}
 
@@ -28,6 +31,12 @@ def in_threads(number: int, call: Any) -> list[threading.Thread]:
     for thread in threads:
         thread.start()
     return threads
+
+
+def in_engine(live: Live, function: Any) -> Any:
+    """What a function returns that runs in the engine's thread."""
+    assert live._loop
+    return asyncio.run_coroutine_threadsafe(live.worker.call(function), live._loop).result(30)
 
 
 def test_greedy_answers_equal_the_offline_ones_in_company() -> None:
@@ -180,6 +189,62 @@ def test_weights_that_served_long_are_kept_over_a_crash(monkeypatch: pytest.Monk
         live.llm.engine.check_integrity()
 
 
+@pytest.mark.parametrize(("steady_s", "num_loads"), [(0.0, 1), (60.0, 3)])
+def test_a_crash_forgets_no_swapped_drafter(monkeypatch: pytest.MonkeyPatch, steady_s: float, num_loads: int) -> None:
+    monkeypatch.setattr("paceline.serve.worker.STEADY_SECONDS", steady_s)
+    with serving(talker()) as live:
+        swapped = NoDrafter()
+        in_engine(live, lambda llm: llm.use_drafter(swapped))
+        for _ in range(2):
+            break_engine(live)
+            assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 500
+            assert live.post("/v1/chat/completions", asked(max_tokens=30))[0] == 200
+            assert live.llm.drafter is swapped
+            assert live.llm.engine.drafter is swapped
+        assert len(live.llms) == num_loads and live.seen.num_crashes == 2
+        wait_until(live.is_idle)
+        live.llm.engine.check_integrity()
+
+
+def test_a_swapped_drafter_that_cannot_be_used_again_does_not_end_the_server() -> None:
+    class Once(NoDrafter):
+        num_bound = 0
+
+        def bind(self, target: Any) -> None:
+            self.num_bound += 1
+            if self.num_bound > 1:
+                raise RuntimeError("only once")
+
+    with serving(talker()) as live:
+        in_engine(live, lambda llm: llm.use_drafter(Once()))
+        break_engine(live)
+        assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 500
+        assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 200
+        assert type(live.llm.drafter) is NoDrafter
+
+
+def test_the_first_token_is_no_draft_and_has_its_own_logprob() -> None:
+    """Beside a running answer the first token and the round behind it come out of one step, in two chunks."""
+    target = SlowTalker(0.005, num_rows=2, max_len=256)
+
+    def drafting() -> Any:
+        llm = fake_llm(target)
+        llm.engine = Engine(target, llm.tokenizer, ScriptedDrafter(target, 3, accuracy=1.0))
+        return llm
+
+    with serving(drafting, stream_interval_ms=0.0) as live:
+        other = live.open_stream(asked(**LONG))
+        wait_until(lambda: live.llm.engine.scheduler.running)
+        body = asked("x", max_tokens=9, temperature=0, stream=True, paceline_timings=True, logprobs=True)
+        events = live.post("/v1/chat/completions", body)[1].decode().split("\n\n")
+        chunks = [json.loads(event[6:]) for event in events if event.startswith("data: {")]
+        other.close()
+    drafted = [token["drafted"] for chunk in chunks for token in chunk["paceline"]["tokens"]]
+    assert drafted == [False, True, True, True, False, True, True, True, False]
+    for chunk in chunks:
+        assert len(chunk["choices"][0]["logprobs"]["content"]) == len(chunk["paceline"]["tokens"])
+
+
 def test_what_waits_during_a_restart_is_answered_afterwards() -> None:
     made = []
 
@@ -313,12 +378,8 @@ def test_an_idle_engine_sleeps() -> None:
 
 def test_functions_run_between_two_steps() -> None:
     with serving(talker()) as live:
-        assert live._loop
-
-        async def ask() -> str:
-            return await live.worker.call(lambda llm: f"{llm.config.model} in {threading.current_thread().name}")
-
-        assert asyncio.run_coroutine_threadsafe(ask(), live._loop).result(10) == "fake in paceline-engine"
+        name = in_engine(live, lambda llm: f"{llm.config.model} in {threading.current_thread().name}")
+        assert name == "fake in paceline-engine"
 
 
 def test_until_the_model_is_loaded_the_server_says_so() -> None:

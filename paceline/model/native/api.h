@@ -75,7 +75,7 @@ struct PnPass {
     const int32_t* logit_rows;   // indices into [0, T)
     float* logits;               // [num_logit_rows, logits_stride], or null when only the argmax is wanted
     int64_t logits_stride;
-    int32_t* argmax;             // [num_logit_rows] or null; of equal logits the lowest index
+    int32_t* argmax;             // [num_logit_rows] or null; of equal logits the lowest index, -1 where the largest is not finite or one is NaN
     float* stage_s;              // PN_NUM_STAGES seconds to add to, or null
 };
 

@@ -347,7 +347,7 @@ void Forward::head(int thread, Rows input, int begin, int end) {
         float value;
         const int index = first + kernels_.argmax(y + row * ldy, count, &value);
         Best& best = model_.best[size_t(thread * rows + row)];
-        if (value > best.value || (value == best.value && index < best.index)) best = {value, index};
+        if (value > best.value || std::isnan(value) || (value == best.value && index < best.index)) best = {value, index};
     }
 }
 
@@ -357,9 +357,10 @@ void Forward::finish() {
         Best best = model_.best[size_t(row)];
         for (int thread = 1; thread < pool_.size(); ++thread) {
             const Best& other = model_.best[size_t(thread * pass_.num_logit_rows + row)];
-            if (other.value > best.value || (other.value == best.value && other.index < best.index)) best = other;
+            const bool is_better = other.value > best.value || (other.value == best.value && other.index < best.index);
+            if (is_better || std::isnan(other.value)) best = other;
         }
-        pass_.argmax[row] = best.index;
+        pass_.argmax[row] = std::isfinite(best.value) ? best.index : -1;
     }
 }
 

@@ -86,7 +86,7 @@ struct Kernels {
     void (*key)(const HeadInput& in, int padded, void* keys, int position);
     void (*value)(const float* x, int head_dim, int padded, void* values, int position, bool clear_next);
     // The first index of the largest of x[0..size), and that value
-    int (*argmax)(const float* x, int size, float* best);
+    int (*argmax)(const float* x, int size, float* best);  // `best` is NaN where any of them is
     // out[i] = e^((x[i] - most) * inverse), 0 below `least`; the sum of every kSummed of them
     void (*exponentials)(const float* x, int size, float most, float inverse, float least, float* out, float* sums);
     // One row of a matrix as floats [cols], rounded as the weights of a product are

@@ -371,14 +371,20 @@ void put_value(const float* x, int head_dim, int padded, void* values, int posit
 inline int argmax(const float* x, int size, float* best) {
     const float none = -__builtin_inff();
     vf top = splat(none);
+    vi is_nan = {};
     int at = 0;
-    for (; at + kWidth <= size; at += kWidth) top = larger(load(x + at), top);
+    for (; at + kWidth <= size; at += kWidth) {
+        const vf each = load(x + at);
+        top = larger(each, top);
+        is_nan |= each != each;
+    }
     float value = max_of(top);
-    for (int rest = at; rest < size; ++rest) value = x[rest] > value ? x[rest] : value;
+    for (int lane = 0; lane < kWidth; ++lane) value = is_nan[lane] ? __builtin_nanf("") : value;
+    for (int rest = at; rest < size; ++rest) value = x[rest] > value || x[rest] != x[rest] ? x[rest] : value;
     *best = value;
     for (int index = 0; index < size; ++index)
         if (x[index] == value) return index;
-    return 0;  // nothing but NaN
+    return 0;  // NaN
 }
 
 inline void exponentials(const float* x, int size, float most, float inverse, float least, float* out, float* sums) {

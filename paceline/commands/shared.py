@@ -1,0 +1,79 @@
+"""Options that several commands have in common, and how prompts and grammars are read from the command line."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.commands.options import Changed, Opt
+from paceline.commands.terminal import say
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError, PromptError
+from paceline.types import GrammarSpec, SamplingParams
+
+Json = Annotated[bool, typer.Option("--json", help="Last line of stdout is one JSON object; everything else goes to stderr.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")]
+System = Annotated[str | None, typer.Option(help="System message.")]
+PromptSource = Annotated[str | None, typer.Option(help="JSON lines, Parquet or data set id [default: a small built-in set].")]
+Limit = Annotated[int | None, typer.Option(help="Only the first prompts.")]
+MOCK = Changed(mocked_tokens_per_round=Opt("--mock", metavar="TOKENS_PER_ROUND"))
+
+
+def with_model(engine: EngineConfig, word: str | None) -> EngineConfig:
+    """For one answer at a time; the model may be named by a word in place of --model."""
+    return replace(engine, model=word if word and not is_named(engine) else engine.model, max_batch=1)
+
+
+def is_named(engine: EngineConfig) -> bool:
+    """Whether --model names another model than the default."""
+    return engine.model != EngineConfig().model
+
+
+def prompt_of(word: str | None, example: str) -> str:
+    """A prompt as it was typed, or stdin for `-`. Raises PromptError when there is none; `example` shows how to give one."""
+    if word is None:
+        raise PromptError(f'there is no prompt: give one, as in {example} "Why is the sky blue?", or - for stdin')
+    if word == "-":
+        return not_empty(sys.stdin.buffer.read().decode("utf-8", "replace"))
+    return not_empty(word.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
+
+
+def not_empty(prompt: str) -> str:
+    """Raises PromptError for a prompt without a letter."""
+    if not prompt.strip():
+        raise PromptError("the prompt is empty: give some text")
+    return prompt
+
+
+def check_template(raw: bool, system: str | None) -> None:
+    """Raises ConfigError: a system message has no place in raw text."""
+    if raw and system:
+        raise ConfigError("--system needs the chat template: leave --raw out")
+
+
+def grammar_of(json_schema: str | None, regex: str | None) -> GrammarSpec | None:
+    """What --json-schema (a file, or the schema itself) or --regex asks for."""
+    if json_schema and regex:
+        raise ConfigError("--json-schema and --regex exclude each other: leave one out")
+    if regex:
+        return GrammarSpec("regex", regex)
+    if not json_schema:
+        return None
+    text = json_schema.strip()
+    if not text.startswith("{"):
+        try:
+            text = Path(text).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--json-schema {text!r} is neither a schema nor a file that can be read: {error}") from error
+    return GrammarSpec("json_object") if text == "{}" else GrammarSpec("json_schema", text)
+
+
+def note_without_effect(sampling: SamplingParams) -> None:
+    """Say which options do nothing at temperature 0."""
+    for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        if sampling.is_greedy and getattr(sampling, name) != off:
+            say(f"note: --{name.replace('_', '-')} has no effect at temperature 0")

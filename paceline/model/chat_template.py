@@ -1,0 +1,340 @@
+"""Chat templates: programs of strangers, rendered in Jinja's sandbox within limits of time, text and size.
+
+`Tokenizer.apply_chat_template` compiles one and renders it, in any thread. Loops, calls and filters are steps, and the time is
+looked at every few of them; what an operation would build is estimated before it is built.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from types import GeneratorType
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace, pass_context
+from jinja2.visitor import NodeTransformer
+
+from paceline.errors import PromptError
+
+MAX_TEMPLATE = 200_000
+"""Characters of a template; the longest known have 30,000."""
+MAX_TEXT = 10_000_000
+"""Characters of a rendered prompt, and of every text on the way."""
+MAX_ITEMS = 250_000
+"""Elements of a list or dictionary, those of its elements included."""
+MAX_BITS = 4096
+"""Of a whole number."""
+MAX_S = 2.0
+"""Seconds of processor time for one prompt; common ones take a thousandth of one."""
+
+STEP, CONCAT, WEIGHED = "paceline step", "paceline concat", "paceline weighed"
+"""Filters that only we can call: no template can write a name with a space."""
+REFUSED = frozenset({"decode", "encode", "format_map", "maketrans", "to_bytes", "translate"})
+HTML_FILTERS = ("pprint", "urlize", "wordwrap", "xmlattr")
+"""Methods and filters that can take very long, and that no prompt needs."""
+GROWING = frozenset(
+    {"batch", "center", "expandtabs", "indent", "ljust", "replace", "rjust", "round", "slice", "tojson", "zfill"}
+)
+"""Methods and filters whose result may be as long as their arguments multiplied."""
+FIELD = re.compile(r"%(?:\([^)]{0,99}\))?([-+ #.*\d]*)|\{([^{}]*)")
+"""A place in a format string, and what it says about its width."""
+STRUCTURAL = frozenset(
+    {"count", "d", "default", "first", "items", "last", "length", "list", "map", "reject", "rejectattr", "reverse", "select"}
+    | {"selectattr", STEP, WEIGHED}
+)
+"""Filters that look at no element, or only at one after another."""
+
+
+class ChatTemplate:
+    """A compiled template. Raises PromptError when it is none."""
+
+    def __init__(self, source: str) -> None:
+        if len(source) > MAX_TEMPLATE:
+            raise PromptError(
+                f"the model's chat template has {len(source):,} characters, more than {MAX_TEMPLATE:,}: use --raw"
+            )
+        self._template = _one_line_errors(lambda: _environment().from_string(source))
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """Raises PromptError when the template refuses the messages, is broken, or goes beyond a limit."""
+        return _one_line_errors(lambda: self._template.render(variables))
+
+
+def _one_line_errors(work: Callable[[], Any]) -> Any:
+    """Templates can raise nearly any ordinary error on messages they do not expect: all become one line."""
+    _spent.begin()
+    try:
+        return work()
+    except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError) as error:
+        raise _refusal(error) from error
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise _refusal(error) from error
+
+
+def _refusal(error: Exception) -> PromptError:
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    return PromptError(f"the model's chat template failed ({reason}): check the messages' roles and contents, or use --raw")
+
+
+class _Spent(threading.local):
+    """What the rendering of this thread has used."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self.num_steps, self.num_chars, self.end_s = 0, 0, time.thread_time() + MAX_S
+
+    def step(self, num_chars: int = 0) -> None:
+        self.num_steps += 1
+        self.num_chars += num_chars
+        if self.num_chars > MAX_TEXT:
+            raise SecurityError(f"it writes more than {MAX_TEXT:,} characters")
+        if not self.num_steps % 16 and time.thread_time() > self.end_s:
+            raise SecurityError(f"it takes more than {MAX_S:g} s")
+
+
+_spent = _Spent()
+
+
+def _weigh(value: Any) -> int:
+    """Characters and elements of a nested value, each as often as it is reached. Raises SecurityError beyond the limits."""
+    num_items = num_chars = 0
+    left = [value]
+    while left:
+        one = left.pop()
+        num_items += 1
+        if isinstance(one, str):
+            num_chars += len(one)
+        elif isinstance(one, dict):
+            left += one.keys()
+            left += one.values()
+        elif isinstance(one, (list, tuple, set, frozenset)):
+            left += one
+        elif isinstance(one, Namespace):
+            raise SecurityError("a namespace is no value to write or compare")
+        if num_items + len(left) > MAX_ITEMS or num_chars > MAX_TEXT:
+            raise SecurityError("a value is too large")
+    return num_items + num_chars
+
+
+def _checked(value: Any) -> Any:
+    """The value itself, when its length is within the limits."""
+    if isinstance(value, (str, bytes)):
+        if len(value) > MAX_TEXT:
+            raise SecurityError(f"a text has more than {MAX_TEXT:,} characters")
+    elif isinstance(value, (list, tuple, dict)) and len(value) > MAX_ITEMS:
+        raise SecurityError(f"a list has more than {MAX_ITEMS:,} elements")
+    return value
+
+
+def _check_growth(name: str, values: list[Any]) -> None:
+    """Refuse a method or filter whose result would be too large; `values` are what it works on, then its arguments."""
+    if name in REFUSED or (name == "sum" and any(map(_is_sized, values[1:]))):
+        raise SecurityError(f"{name!r} is not for chat templates")
+    if name == "join":
+        items, separator = sorted(values[:2], key=lambda value: isinstance(value, str)) if len(values) > 1 else (values[0], "")
+        size = _weigh(items) + len(items) * len(separator) if isinstance(separator, str) and _is_sized(items) else 0
+    elif name == "replace" and len(values) > 2 and all(isinstance(value, str) for value in values[:3]):
+        size = len(values[0]) + values[0].count(values[1]) * len(values[2])
+    elif name == "format" and isinstance(values[0], str):
+        size = _formatted_size(values[0], values[1:])
+    elif name in GROWING:
+        size = math.prod(max(1, abs(value) if isinstance(value, int) else _weigh(value)) for value in values)
+    else:
+        size = 0 if name in STRUCTURAL else sum(_weigh(value) for value in values if _is_sized(value))
+    if size > MAX_TEXT:
+        raise SecurityError(f"{name!r} would build too large a value")
+
+
+def _is_sized(value: Any) -> bool:
+    return isinstance(value, (list, tuple, dict))
+
+
+def _formatted_size(form: str, values: list[Any]) -> int:
+    """The most characters that a format string makes of these values. A width of `*` is refused."""
+    fields = [percent or braces for percent, braces in FIELD.findall(form)]
+    if any("*" in field for field in fields):
+        raise SecurityError("a width of '*' is not for chat templates")
+    widest = max((int(digits) for field in fields for digits in re.findall(r"\d{1,9}", field)), default=0)
+    if re.search(r":[^{}]*\{", form):  # a width that comes from the values
+        widest += sum(abs(value) for value in values if isinstance(value, int))
+    return len(form) + (form.count("%") + form.count("{")) * (widest + sum(map(_weigh, values)))
+
+
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter or test that is a step, and builds nothing large. The wrapper keeps what Jinja notes on the function."""
+    skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    @functools.wraps(function)
+    def bounded(*args: Any, **options: Any) -> Any:
+        _spent.step()
+        given = [list(itertools.islice(value, MAX_ITEMS + 1)) if isinstance(value, GeneratorType) else value for value in args]
+        _check_growth(name, [*given[skipped:], *options.values()])
+        return _checked(function(*given, **options))
+
+    return bounded
+
+
+@pass_context
+def _stepped(_context: Any, num_chars: int) -> None:
+    """Takes the context so that Jinja calls it at every pass, not once when it compiles."""
+    _spent.step(num_chars)
+
+
+@pass_context
+def _written(_context: Any, value: Any) -> str:
+    """Jinja's `finalize`: every value that is written passes here."""
+    text = value if isinstance(value, str) else _text(value)
+    _spent.step(len(text))
+    return text
+
+
+def _text(value: Any) -> str:
+    _weigh(value)
+    return str(value)
+
+
+def _concat(values: list[Any]) -> str:
+    texts = [value if isinstance(value, str) else _text(value) for value in values]
+    if sum(map(len, texts)) > MAX_TEXT:
+        raise SecurityError(f"a text has more than {MAX_TEXT:,} characters")
+    return "".join(texts)
+
+
+def _weighed(value: Any) -> Any:
+    if not isinstance(value, str):
+        _weigh(value)
+    return value
+
+
+class _Steps(NodeTransformer):
+    """Makes steps of loop bodies, macros and constant text, and sends what Jinja compiles to bare Python through filters."""
+
+    def visit_Output(self, node: nodes.Output) -> Any:
+        self.generic_visit(node)
+        num_chars = sum(len(piece.data) for piece in node.nodes if isinstance(piece, nodes.TemplateData))
+        return [_step(num_chars), node] if num_chars else node
+
+    def visit_For(self, node: Any) -> Any:
+        self.generic_visit(node)
+        node.body.insert(0, _step(0))
+        return node
+
+    visit_Macro = visit_CallBlock = visit_Block = visit_For
+
+    def visit_Concat(self, node: nodes.Concat) -> Any:
+        self.generic_visit(node)
+        return _filtered(nodes.List(node.nodes), CONCAT)
+
+    def visit_Compare(self, node: nodes.Compare) -> Any:
+        """Two nested values may take as long to compare as to write."""
+        self.generic_visit(node)
+        if not isinstance(node.expr, nodes.Const) and not all(isinstance(one.expr, nodes.Const) for one in node.ops):
+            node.expr = _filtered(node.expr, WEIGHED)
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> Any:
+        self.generic_visit(node)
+        if not isinstance(node.key, nodes.Const):
+            node.key = _filtered(node.key, WEIGHED)
+        return node
+
+
+def _filtered(node: nodes.Expr, name: str) -> Any:
+    return nodes.Filter(node, name, [], [], None, None)
+
+
+def _step(num_chars: int) -> Any:
+    return nodes.ExprStmt(_filtered(nodes.Const(num_chars), STEP))
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with limits."""
+
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
+
+    def _generate(self, source: nodes.Template, *args: Any, **options: Any) -> str:
+        changed = _Steps().visit(source)
+        changed.set_environment(self)
+        return super()._generate(changed, *args, **options)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **options: Any) -> Any:  # named as Jinja's own
+        _spent.step()
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, (str, bytes, int)):
+            _check_growth(__obj.__name__, [owner, *args, *options.values()])
+        return _checked(super().call(__context, __obj, *args, **options))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def bounded(*args: Any, **options: Any) -> str:
+            _check_growth(value.__name__, [value.__self__, *args, *options.values()])
+            return wrapped(*args, **options)
+
+        return bounded
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        sizes = [len(value) if hasattr(value, "__len__") else None for value in (left, right)]
+        numbers = [value for value in (left, right) if isinstance(value, int)]
+        if operator == "**" or any(value.bit_length() > MAX_BITS for value in numbers):
+            raise SecurityError(f"operator {operator} builds too large a number")
+        if operator == "*" and any(sizes) and numbers:
+            most = MAX_TEXT if isinstance(left, str) or isinstance(right, str) else MAX_ITEMS
+            if sum(size or 0 for size in sizes) * max(numbers) > most:
+                raise SecurityError("operator * builds too large a value")
+        if operator == "%" and isinstance(left, str):
+            _check_growth("format", [left, *(right if isinstance(right, tuple) else [right])])
+        return _checked(super().call_binop(context, operator, left, right))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        return super().getitem(obj, _weighed(argument) if isinstance(argument, tuple) else argument)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's text for training; when prompting it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2's own attribute)
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> jinja2.Environment:
+    """The sandbox chat templates are written for: Transformers' settings, filters and functions."""
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_written)
+    environment.filters["tojson"] = _tojson  # jinja2's own escapes HTML
+    for name in HTML_FILTERS:
+        del environment.filters[name]
+    for functions in (environment.filters, environment.tests):
+        functions |= {name: _bounded(name, function) for name, function in functions.items()}
+    environment.filters |= {STEP: _stepped, CONCAT: _concat, WEIGHED: _weighed}
+    del environment.globals["lipsum"]
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return environment

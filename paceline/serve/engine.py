@@ -1,0 +1,126 @@
+"""What the server needs of a model and its engine: `paceline.LLM` is one, and another may stand in its place.
+
+Everything belongs to the engine's thread, but for `Grammars.compile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from paceline.config import EngineConfig
+from paceline.model.tokenizer import Tokenizer
+from paceline.types import Constraint, GrammarSpec, RoundStats, SamplingParams, Sequence
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Chunk
+
+
+class Grammars(Protocol):
+    def compile(self, spec: GrammarSpec) -> Constraint:
+        """Fresh state for one answer, from any thread. Raises SamplingError on a grammar that cannot be followed."""
+        ...
+
+
+class Cache(Protocol):
+    num_rows: int
+    """Answers made at once."""
+    max_len: int
+    """Tokens of prompt and answer together."""
+    lengths: list[int]
+    """Positions in use, by row."""
+
+
+class Target(Protocol):
+    vocab_size: int
+
+    @property
+    def cache(self) -> Cache: ...
+
+
+class Requests(Protocol):
+    """The requests in the engine: without a row, with a part of their prompt read, with an answer under way."""
+
+    @property
+    def waiting(self) -> Collection[Sequence]: ...
+
+    @property
+    def prefilling(self) -> Collection[Sequence]: ...
+
+    @property
+    def running(self) -> Collection[Sequence]: ...
+
+
+class Engine(Protocol):
+    rounds: list[RoundStats]
+    """The rounds of the latest step: at most one."""
+    grammars: Any
+    """`Grammars`; those of an engine that failed are given to the next, since they have read the vocabulary."""
+
+    @property
+    def scheduler(self) -> Requests: ...
+
+    @property
+    def target(self) -> Target: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(self, prompt_ids: list[int], params: SamplingParams, constraint: Constraint | None) -> int:
+        """Queue a request; returns its id. Raises PacelineError on bad input, and then nothing has changed."""
+        ...
+
+    def abort(self, request_id: int) -> Sequence | None:
+        """Drop a request; returns its sequence, or None when it is done or unknown."""
+        ...
+
+    def step(self) -> list[Chunk]:
+        """What each request gained. One that fails alone gets a chunk with finish_reason "error" and has its `sequence.error`;
+        an exception means that the engine is lost."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raises when the engine is harmed."""
+        ...
+
+
+class Model(Protocol):
+    """A loaded model with its engine."""
+
+    config: EngineConfig
+    tokenizer: Tokenizer
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def drafter(self) -> Any: ...
+
+    def use_drafter(self, drafter: Any, /) -> None:
+        """Draft with another from now on."""
+        ...
+
+    def renew(self) -> None:
+        """After a crash: the same weights and drafter, an empty cache, a new engine."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the event loop may know of the model; holds none of its memory."""
+
+    name: str
+    tokenizer: Tokenizer
+    max_len: int
+    """Tokens of prompt and answer together."""
+    num_rows: int
+    """Answers made at once."""
+    vocab_size: int
+    grammars: Grammars
+
+    @classmethod
+    def of(cls, model: Model) -> ModelInfo:
+        target, grammars = model.engine.target, model.engine.grammars
+        sizes = target.cache.max_len, target.cache.num_rows, target.vocab_size
+        return cls(model.config.model, model.tokenizer, *sizes, grammars)
