@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 NATIVE := paceline/model/native
-NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/*.cpp $(NATIVE)/*.h $(NATIVE)/*.inl)
+NATIVE_CODE := $(wildcard $(NATIVE)/*.cpp $(NATIVE)/*.h $(NATIVE)/*.inl)
+NATIVE_SOURCES := $(NATIVE)/build.py $(NATIVE_CODE)
 SANITIZED := $(CURDIR)/build/native/libpaceline_native_sanitize.so
 
 .PHONY: setup demo test check format bench docs native sanitize wheel clean
@@ -35,12 +36,14 @@ test: $(READY)  ## the test suite
 check: $(READY)  ## what CI runs: format, lint, types, tests
 	$(BIN)/ruff format --check paceline tests experiments docs setup.py
 	$(BIN)/ruff check paceline tests experiments docs setup.py
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE_CODE)
 	$(BIN)/pyright
 	$(BIN)/python -m pytest
 
 format: $(READY)
 	$(BIN)/ruff format paceline tests experiments docs setup.py
 	$(BIN)/ruff check --fix paceline tests experiments docs setup.py
+	$(BIN)/clang-format -i $(NATIVE_CODE)
 
 bench: $(READY)  ## plain and speculative speed beside Transformers, one stream
 	bash experiments/decode_vs_transformers.sh

@@ -16,32 +16,32 @@ struct PnModel;
 
 // One decoder layer. Matrices [out, in]; q, k, v stacked, gate and up stacked, each padded to multiples of 16 rows.
 struct PnLayer {
-    const float* input_norm;   // [hidden]
-    const float* mlp_norm;     // [hidden]
-    const float* q_norm;       // [head_dim] or null
-    const float* k_norm;       // [head_dim] or null
+    const float* input_norm;  // [hidden]
+    const float* mlp_norm;    // [hidden]
+    const float* q_norm;      // [head_dim] or null
+    const float* k_norm;      // [head_dim] or null
     const PnMatrix* qkv;
     const PnMatrix* output;
     const PnMatrix* gate_up;
     const PnMatrix* down;
-    const float* qkv_bias;     // in the rows of qkv, or null
-    const float* output_bias;  // [hidden] or null
-    const float* gate_up_bias; // in the rows of gate_up, or null
-    const float* down_bias;    // [hidden] or null
-    int32_t window;            // 0: sees everything
-    int32_t is_causal;         // 0: new tokens of a row see each other both ways
+    const float* qkv_bias;      // in the rows of qkv, or null
+    const float* output_bias;   // [hidden] or null
+    const float* gate_up_bias;  // in the rows of gate_up, or null
+    const float* down_bias;     // [hidden] or null
+    int32_t window;             // 0: sees everything
+    int32_t is_causal;          // 0: new tokens of a row see each other both ways
 };
 
 struct PnConfig {
     int32_t num_layers, hidden_size, inner_size, num_heads, num_kv_heads, head_dim;
-    int32_t dtype;             // PN_F32 or PN_BF16: activations, cache and taps
+    int32_t dtype;  // PN_F32 or PN_BF16: activations, cache and taps
     float eps;
-    const PnLayer* layers;     // copied
-    const PnMatrix* embedding; // may be null when only hidden states are given
+    const PnLayer* layers;      // copied
+    const PnMatrix* embedding;  // may be null when only hidden states are given
     float embedding_scale;
-    const PnMatrix* head;      // may be null
-    const float* final_norm;   // [hidden]
-    const float* cos;          // [max_len, head_dim], half-split
+    const PnMatrix* head;     // may be null
+    const float* final_norm;  // [hidden]
+    const float* cos;         // [max_len, head_dim], half-split
     const float* sin;
     // DFlash drafters: features of the target -> keys and values of all layers. Null otherwise.
     const PnMatrix* fc;          // [hidden, features]
@@ -66,21 +66,32 @@ struct PnPass {
     const int32_t* rows;
     const int32_t* starts;
     const int32_t* counts;
-    const int32_t* tokens;       // [T] or null
-    const float* hidden;         // [T, hidden] instead of tokens
+    const int32_t* tokens;  // [T] or null
+    const float* hidden;    // [T, hidden] instead of tokens
     int32_t num_taps;
-    const int32_t* tap_layers;   // ascending slots need not be: slot s holds layer tap_layers[s]
-    void* taps;                  // [T, num_taps * hidden] in the model's dtype
+    const int32_t* tap_layers;  // ascending slots need not be: slot s holds layer tap_layers[s]
+    void* taps;                 // [T, num_taps * hidden] in the model's dtype
     int32_t num_logit_rows;
-    const int32_t* logit_rows;   // indices into [0, T)
-    float* logits;               // [num_logit_rows, logits_stride], or null when only the argmax is wanted
+    const int32_t* logit_rows;  // indices into [0, T)
+    float* logits;              // [num_logit_rows, logits_stride], or null when only the argmax is wanted
     int64_t logits_stride;
-    int32_t* argmax;             // [num_logit_rows] or null; of equal logits the lowest index, -1 where the largest is not finite or one is NaN
-    float* stage_s;              // PN_NUM_STAGES seconds to add to, or null
+    int32_t*
+        argmax;  // [num_logit_rows] or null; of equal logits the lowest index, -1 where the largest is not finite or one is NaN
+    float* stage_s;  // PN_NUM_STAGES seconds to add to, or null
 };
 
-enum PnStage { PN_STAGE_EMBED, PN_STAGE_NORM, PN_STAGE_QKV, PN_STAGE_ROPE, PN_STAGE_ATTEND, PN_STAGE_OUTPUT, PN_STAGE_GATE_UP,
-               PN_STAGE_DOWN, PN_STAGE_HEAD, PN_NUM_STAGES };
+enum PnStage {
+    PN_STAGE_EMBED,
+    PN_STAGE_NORM,
+    PN_STAGE_QKV,
+    PN_STAGE_ROPE,
+    PN_STAGE_ATTEND,
+    PN_STAGE_OUTPUT,
+    PN_STAGE_GATE_UP,
+    PN_STAGE_DOWN,
+    PN_STAGE_HEAD,
+    PN_NUM_STAGES
+};
 
 PN_API int32_t pn_abi_version(void);
 PN_API const char* pn_last_error(void);
@@ -113,7 +124,8 @@ PN_API int32_t pn_matrix_multiply(const PnMatrix* matrix, int32_t dtype, const f
 // A token of the distribution softmax(logits / temperature), cut to what is at least min_p times as likely as the most likely
 // token, then to the top_k most likely (0: all), then to the fewest of these that reach top_p; of equals the lowest ids. `draw`
 // in [0, 1) chooses: the running sum in the order of ids that passes it. -1 when the largest logit is not finite.
-PN_API int32_t pn_draw(const float* logits, int32_t size, float temperature, float min_p, int32_t top_k, float top_p, double draw);
+PN_API int32_t pn_draw(const float* logits, int32_t size, float temperature, float min_p, int32_t top_k, float top_p,
+                       double draw);
 
 PN_API PnModel* pn_model_new(const PnConfig* config);
 PN_API void pn_model_free(PnModel* model);

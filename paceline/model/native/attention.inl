@@ -46,8 +46,8 @@ inline void attend_rows(const Attention& a, int row) {
         const T* block = static_cast<const T*>(a.values) + int64_t(key) * a.padded_head_dim;
         const int bytes = kKeys * a.padded_head_dim * int(sizeof(T));  // needed next: asked for now
         for (int at = 0; at < bytes; at += 64) __builtin_prefetch(reinterpret_cast<const uint8_t*>(block) + at);
-        score_keys<Rows>(static_cast<const T*>(a.keys) + int64_t(key) * a.padded_head_dim, query, a.query_stride, a.padded_head_dim, a.scale,
-                         scores + key, ldscores);
+        score_keys<Rows>(static_cast<const T*>(a.keys) + int64_t(key) * a.padded_head_dim, query, a.query_stride,
+                         a.padded_head_dim, a.scale, scores + key, ldscores);
     }
     for (int index = 0; index < Rows; ++index)
         softmax<T>(scores + index * ldscores, begin, first_key(a, row + index), end_key(a, row + index), padded_end);

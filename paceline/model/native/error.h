@@ -8,7 +8,9 @@ int32_t fail(const char* message);  // -1
 template <class T = void>
 struct Null {
     template <class U>
-    operator U*() const { return nullptr; }
+    operator U*() const {
+        return nullptr;
+    }
 };
 inline Null<> fail_null(const char* message) {
     fail(message);

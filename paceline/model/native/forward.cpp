@@ -15,15 +15,16 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kStagesPerLayer = 12;
-constexpr int kAskedFor = 8192;     // bytes of the next weights
-constexpr int kLeastHeadPieces = 4; // sixteen rows each, that a thread takes at a time
-constexpr int kOwnInputs = 16;      // tokens up to which every thread norms all of them
-constexpr int kHeadPieces = 16;     // of the head that a thread makes at a time
+constexpr int kAskedFor = 8192;      // bytes of the next weights
+constexpr int kLeastHeadPieces = 4;  // sixteen rows each, that a thread takes at a time
+constexpr int kOwnInputs = 16;       // tokens up to which every thread norms all of them
+constexpr int kHeadPieces = 16;      // of the head that a thread makes at a time
 
 class Forward {
 public:
     Forward(PnModel& model, const PnCache& cache, const PnPass& pass, Pool& pool)
-        : model_(model), config_(model.config), cache_(cache), pass_(pass), pool_(pool), kernels_(*kernels_for(config_.dtype)) {}
+        : model_(model), config_(model.config), cache_(cache), pass_(pass), pool_(pool), kernels_(*kernels_for(config_.dtype)) {
+    }
 
     int32_t prepare();
     void run(int thread);
@@ -40,7 +41,8 @@ private:
     void gate_up(int thread, const PnLayer& layer, Rows input, int piece);
     void head(int thread, Rows input, int begin, int end);
     void tap(int token, int layer_index, bool is_normed);
-    void product(int thread, const PnMatrix& matrix, int begin, int end, Rows x, float* y, int columns, bool accumulate, const float* bias);
+    void product(int thread, const PnMatrix& matrix, int begin, int end, Rows x, float* y, int columns, bool accumulate,
+                 const float* bias);
 
     // A matrix that a later stage begins with; gate and up are two parts that are walked through side by side.
     struct Next {
@@ -52,7 +54,9 @@ private:
     void ask_for(const Next& next, int thread) const;
     Next after(int layer) const;
 
-    uint8_t* element(const Buffer& buffer, int64_t index) const { return buffer.as<uint8_t>() + index * model_.element_bytes(); }
+    uint8_t* element(const Buffer& buffer, int64_t index) const {
+        return buffer.as<uint8_t>() + index * model_.element_bytes();
+    }
     uint8_t* cached(void* base, int layer_index, int row, int head) const {
         const int64_t at = layer_index * cache_.layer_stride + row * cache_.row_stride + head * cache_.head_stride;
         return static_cast<uint8_t*>(base) + at * model_.element_bytes();
@@ -74,13 +78,16 @@ int32_t Forward::prepare() {
     model_.token_row.clear(), model_.token_position.clear(), model_.tasks.clear();
     for (int index = 0; index < pass_.num_rows; ++index) {
         const int start = pass_.starts[index], count = pass_.counts[index];
-        if (pass_.rows[index] < 0 || pass_.rows[index] >= cache_.num_rows || start < 0 || count < 1 || start > cache_.max_len - count)
+        if (pass_.rows[index] < 0 || pass_.rows[index] >= cache_.num_rows || start < 0 || count < 1 ||
+            start > cache_.max_len - count)
             return fail("a row's tokens do not fit the cache");
         max_end_ = std::max(max_end_, start + count);
         for (int head = 0; head < config_.num_heads; ++head)
             for (int query = 0; query < count; query += kMaxQueries)
-                model_.tasks.push_back({index, head, int(model_.token_row.size()) + query, std::min(kMaxQueries, count - query)});
-        for (int offset = 0; offset < count; ++offset) model_.token_row.push_back(index), model_.token_position.push_back(start + offset);
+                model_.tasks.push_back(
+                    {index, head, int(model_.token_row.size()) + query, std::min(kMaxQueries, count - query)});
+        for (int offset = 0; offset < count; ++offset)
+            model_.token_row.push_back(index), model_.token_position.push_back(start + offset);
     }
     num_tokens_ = int(model_.token_row.size());
     if (num_tokens_ == 0) return fail("a pass needs at least one token");
@@ -88,11 +95,13 @@ int32_t Forward::prepare() {
     if (pass_.tokens) {
         if (!config_.embedding) return fail("the model has no embedding");
         for (int token = 0; token < num_tokens_; ++token)
-            if (pass_.tokens[token] < 0 || pass_.tokens[token] >= config_.embedding->rows) return fail("a token is outside the vocabulary");
+            if (pass_.tokens[token] < 0 || pass_.tokens[token] >= config_.embedding->rows)
+                return fail("a token is outside the vocabulary");
     }
     if (pass_.num_logit_rows && !config_.head) return fail("the model has no head");
     for (int index = 0; index < pass_.num_logit_rows; ++index)
-        if (pass_.logit_rows[index] < 0 || pass_.logit_rows[index] >= num_tokens_) return fail("a logit row is outside the pass");
+        if (pass_.logit_rows[index] < 0 || pass_.logit_rows[index] >= num_tokens_)
+            return fail("a logit row is outside the pass");
     return reserve();
 }
 
@@ -105,7 +114,9 @@ int32_t Forward::reserve() {
     ok &= model_.query.at_least(tokens * size_t(config_.num_heads * model_.padded_head_dim()) * element) != nullptr;
     ok &= model_.attended.at_least(tokens * size_t(padded_cols(queries)) * element) != nullptr;
     ok &= model_.gated.at_least(tokens * size_t(padded_cols(config_.inner_size)) * element) != nullptr;
-    ok &= model_.logit_input.at_least(size_t(pass_.num_logit_rows) * size_t(padded_cols(config_.hidden_size)) * element) != nullptr || !pass_.num_logit_rows;
+    ok &= model_.logit_input.at_least(size_t(pass_.num_logit_rows) * size_t(padded_cols(config_.hidden_size)) * element) !=
+              nullptr ||
+          !pass_.num_logit_rows;
     int widest = std::max({padded_cols(config_.hidden_size), padded_cols(queries), padded_cols(config_.inner_size)});
     while (int(model_.threads.size()) < pool_.size()) model_.threads.push_back(std::make_unique<ThreadBuffers>());
     const size_t columns = std::max(tokens * 2 * kWide, size_t(pass_.num_logit_rows) * kHeadPieces * kWide);
@@ -117,7 +128,8 @@ int32_t Forward::reserve() {
         ok &= own.scores.at_least(round_up(size_t(max_end_), 64) * kMaxQueries * 4) != nullptr;
         ok &= own.columns.at_least(columns * 4) != nullptr;
         ok &= own.planes.at_least(size_t(kOwnInputs) * size_t(plane_bytes(widest))) != nullptr;
-        ok &= own.input.at_least(size_t(std::min(num_tokens_, kOwnInputs)) * size_t(padded_cols(config_.hidden_size)) * element) != nullptr;
+        ok &= own.input.at_least(size_t(std::min(num_tokens_, kOwnInputs)) * size_t(padded_cols(config_.hidden_size)) *
+                                 element) != nullptr;
     }
     if (!ok) return fail("out of memory");
     const size_t stages = model_.layers.size() * kStagesPerLayer + 4;
@@ -152,9 +164,11 @@ void Forward::ask_for(const Next& next, int thread) const {
 }
 
 void Forward::run(int thread) {
-    share(thread, PN_STAGE_EMBED, num_tokens_, 1, [&](int begin, int end) {
-        for (int token = begin; token < end; ++token) embed(token);
-    }, {model_.layers[0].qkv, 1, 1});
+    share(thread, PN_STAGE_EMBED, num_tokens_, 1,
+          [&](int begin, int end) {
+              for (int token = begin; token < end; ++token) embed(token);
+          },
+          {model_.layers[0].qkv, 1, 1});
     for (int index = 0; index < int(model_.layers.size()); ++index) layer(thread, index);
     const int last = int(model_.layers.size()) - 1;
     share(thread, PN_STAGE_NORM, num_tokens_ + pass_.num_logit_rows, 1, [&](int begin, int end) {
@@ -171,7 +185,8 @@ void Forward::run(int thread) {
     if (!pass_.num_logit_rows) return;
     const Rows input = rows_for(thread, *config_.head, model_.logit_input, config_.hidden_size, pass_.num_logit_rows);
     share(thread, PN_STAGE_HEAD, config_.head->num_pieces(), kLeastHeadPieces, [&](int begin, int end) {
-        for (int first = begin; first < end; first += kHeadPieces) head(thread, input, first, std::min(first + kHeadPieces, end));
+        for (int first = begin; first < end; first += kHeadPieces)
+            head(thread, input, first, std::min(first + kHeadPieces, end));
     });
 }
 
@@ -183,35 +198,57 @@ Forward::Next Forward::after(int index) const {
 void Forward::layer(int thread, int index) {
     const PnLayer& layer = model_.layers[size_t(index)];
     const int hidden_size = config_.hidden_size, columns = model_.query_rows() + 2 * model_.kv_rows();
-    const Rows input = rows_for(thread, *layer.qkv, normed_input(thread, layer.input_norm, index - 1), hidden_size, num_tokens_);
+    const Rows input =
+        rows_for(thread, *layer.qkv, normed_input(thread, layer.input_norm, index - 1), hidden_size, num_tokens_);
     share(thread, PN_STAGE_QKV, layer.qkv->num_pieces(), 1, [&](int begin, int end) {
         product(thread, *layer.qkv, begin, end, input, model_.qkv.as<float>(), columns, false, layer.qkv_bias);
     });
     share(thread, PN_STAGE_ROPE, num_tokens_ * (config_.num_heads + 2 * config_.num_kv_heads), 4, [&](int begin, int end) {
         for (int item = begin; item < end; ++item) rotate(index, item);
     });
-    share(thread, PN_STAGE_ATTEND, int(model_.tasks.size()), 1, [&](int begin, int end) {
-        for (int task = begin; task < end; ++task) attend(thread, index, model_.tasks[size_t(task)]);
-    }, {layer.output, 1, 1});
+    share(thread, PN_STAGE_ATTEND, int(model_.tasks.size()), 1,
+          [&](int begin, int end) {
+              for (int task = begin; task < end; ++task) attend(thread, index, model_.tasks[size_t(task)]);
+          },
+          {layer.output, 1, 1});
     const Rows attended = rows_for(thread, *layer.output, model_.attended, config_.num_heads * config_.head_dim, num_tokens_);
-    share(thread, PN_STAGE_OUTPUT, layer.output->num_pieces(), 1, [&](int begin, int end) {
-        product(thread, *layer.output, begin, end, attended, model_.hidden.as<float>(), hidden_size, true, layer.output_bias);
-    }, {layer.gate_up, 1, 2});
-    const Rows gated_input = rows_for(thread, *layer.gate_up, normed_input(thread, layer.mlp_norm, -1), hidden_size, num_tokens_);
-    share(thread, PN_STAGE_GATE_UP, layer.gate_up->num_pieces() / 2, 1, [&](int begin, int end) {
-        for (int piece = begin; piece < end; ++piece) gate_up(thread, layer, gated_input, piece);
-    }, {layer.down, 1, 1});
+    share(thread, PN_STAGE_OUTPUT, layer.output->num_pieces(), 1,
+          [&](int begin, int end) {
+              product(thread, *layer.output, begin, end, attended, model_.hidden.as<float>(), hidden_size, true,
+                      layer.output_bias);
+          },
+          {layer.gate_up, 1, 2});
+    const Rows gated_input =
+        rows_for(thread, *layer.gate_up, normed_input(thread, layer.mlp_norm, -1), hidden_size, num_tokens_);
+    share(thread, PN_STAGE_GATE_UP, layer.gate_up->num_pieces() / 2, 1,
+          [&](int begin, int end) {
+              for (int piece = begin; piece < end; ++piece) gate_up(thread, layer, gated_input, piece);
+          },
+          {layer.down, 1, 1});
     const Rows gated = rows_for(thread, *layer.down, model_.gated, config_.inner_size, num_tokens_);
-    share(thread, PN_STAGE_DOWN, layer.down->num_pieces(), 1, [&](int begin, int end) {
-        product(thread, *layer.down, begin, end, gated, model_.hidden.as<float>(), hidden_size, true, layer.down_bias);
-    }, after(index));
+    share(
+        thread, PN_STAGE_DOWN, layer.down->num_pieces(), 1,
+        [&](int begin, int end) {
+            product(thread, *layer.down, begin, end, gated, model_.hidden.as<float>(), hidden_size, true, layer.down_bias);
+        },
+        after(index));
 }
 
 // Pieces [begin, end) of a matrix times every token; y is [tokens, columns].
 void Forward::product(int thread, const PnMatrix& matrix, int begin, int end, Rows x, float* y, int columns, bool accumulate,
                       const float* bias) {
-    const Product product = {&matrix, matrix.group_of_piece(begin), matrix.group_of_piece(end), x.data, x.row_bytes, num_tokens_, y, columns, 0,
-                             columns, accumulate, bias};
+    const Product product = {&matrix,
+                             matrix.group_of_piece(begin),
+                             matrix.group_of_piece(end),
+                             x.data,
+                             x.row_bytes,
+                             num_tokens_,
+                             y,
+                             columns,
+                             0,
+                             columns,
+                             accumulate,
+                             bias};
     kernels_.multiply(product, model_.threads[size_t(thread)]->expanded.as<void>());
 }
 
@@ -223,7 +260,8 @@ Rows Forward::rows_for(int thread, const PnMatrix& matrix, const Buffer& x, int 
     const Buffer& to = is_shared ? model_.planes : model_.threads[size_t(thread)]->planes;
     const Rows out = {to.as<void>(), plane_bytes(padded)};
     const auto make = [&](int begin, int end) {
-        for (int row = begin; row < end; ++row) kernels_.planes(element(x, int64_t(row) * padded), padded, to.as<uint8_t>() + row * out.row_bytes);
+        for (int row = begin; row < end; ++row)
+            kernels_.planes(element(x, int64_t(row) * padded), padded, to.as<uint8_t>() + row * out.row_bytes);
     };
     if (is_shared) share(thread, PN_STAGE_NORM, count, 1, make);
     else make(0, count);
@@ -250,7 +288,8 @@ const Buffer& Forward::normed_input(int thread, const float* weight, int tapped_
     const auto norm = [&](int begin, int end) {
         for (int token = begin; token < end; ++token) {
             if (is_shared || thread == token % pool_.size()) tap(token, tapped_layer, false);
-            kernels_.norm(hidden(token), weight, config_.hidden_size, padded, config_.eps, element(to, int64_t(token) * padded));
+            kernels_.norm(hidden(token), weight, config_.hidden_size, padded, config_.eps,
+                          element(to, int64_t(token) * padded));
         }
     };
     if (is_shared) share(thread, PN_STAGE_NORM, num_tokens_, 1, norm);
@@ -263,7 +302,8 @@ void Forward::tap(int token, int layer_index, bool is_normed) {
     const int size = config_.hidden_size;
     for (int slot = 0; slot < pass_.num_taps; ++slot) {
         if (pass_.tap_layers[slot] != layer_index) continue;
-        uint8_t* to = static_cast<uint8_t*>(pass_.taps) + (int64_t(token) * pass_.num_taps + slot) * size * model_.element_bytes();
+        uint8_t* to =
+            static_cast<uint8_t*>(pass_.taps) + (int64_t(token) * pass_.num_taps + slot) * size * model_.element_bytes();
         if (is_normed) kernels_.norm(hidden(token), config_.final_norm, size, size, config_.eps, to);
         else kernels_.convert(hidden(token), size, size, to);
     }
@@ -272,9 +312,11 @@ void Forward::tap(int token, int layer_index, bool is_normed) {
 // One head of one token: queries to their buffer, keys and values to the cache.
 void Forward::rotate(int index, int item) {
     const PnLayer& layer = model_.layers[size_t(index)];
-    const int heads = config_.num_heads, kv_heads = config_.num_kv_heads, head_dim = config_.head_dim, padded = model_.padded_head_dim();
+    const int heads = config_.num_heads, kv_heads = config_.num_kv_heads, head_dim = config_.head_dim,
+              padded = model_.padded_head_dim();
     const int token = item / (heads + 2 * kv_heads), head = item % (heads + 2 * kv_heads);
-    const int row_index = model_.token_row[size_t(token)], position = model_.token_position[size_t(token)], row = pass_.rows[row_index];
+    const int row_index = model_.token_row[size_t(token)], position = model_.token_position[size_t(token)],
+              row = pass_.rows[row_index];
     const float* from = model_.qkv.as<float>() + int64_t(token) * (model_.query_rows() + 2 * model_.kv_rows());
     const int64_t table = int64_t(position) * head_dim;
     HeadInput in = {from + head * head_dim, layer.q_norm, config_.eps, config_.cos + table, config_.sin + table, head_dim};
@@ -294,7 +336,8 @@ void Forward::rotate(int index, int item) {
 void Forward::attend(int thread, int index, const Task& task) {
     const PnLayer& layer = model_.layers[size_t(index)];
     const int row = pass_.rows[task.row_index], head_dim = config_.head_dim, padded = model_.padded_head_dim();
-    const int kv_head = task.head / (config_.num_heads / config_.num_kv_heads), position = model_.token_position[size_t(task.first_query)];
+    const int kv_head = task.head / (config_.num_heads / config_.num_kv_heads),
+              position = model_.token_position[size_t(task.first_query)];
     const int written = pass_.starts[task.row_index] + pass_.counts[task.row_index];
     Attention attention;
     attention.query = element(model_.query, (int64_t(task.first_query) * config_.num_heads + task.head) * padded);
@@ -322,15 +365,27 @@ void Forward::gate_up(int thread, const PnLayer& layer, Rows input, int piece) {
     const PnMatrix& matrix = *layer.gate_up;
     const int half = matrix.num_pieces() / 2, column = piece * kWide;
     const float* bias = layer.gate_up_bias;
-    Product product = {&matrix, matrix.group_of_piece(piece), matrix.group_of_piece(piece + 1), input.data, input.row_bytes, num_tokens_, gates, kWide,
-                       matrix.group_of_piece(piece), kWide, false, bias ? bias + column : nullptr};
+    Product product = {&matrix,
+                       matrix.group_of_piece(piece),
+                       matrix.group_of_piece(piece + 1),
+                       input.data,
+                       input.row_bytes,
+                       num_tokens_,
+                       gates,
+                       kWide,
+                       matrix.group_of_piece(piece),
+                       kWide,
+                       false,
+                       bias ? bias + column : nullptr};
     kernels_.multiply(product, own.expanded.as<void>());
-    product.first_group = product.base_group = matrix.group_of_piece(half + piece), product.last_group = matrix.group_of_piece(half + piece + 1);
+    product.first_group = product.base_group = matrix.group_of_piece(half + piece),
+    product.last_group = matrix.group_of_piece(half + piece + 1);
     product.y = ups, product.bias = bias ? bias + half * kWide + column : nullptr;
     kernels_.multiply(product, own.expanded.as<void>());
     const int size = std::min(kWide, config_.inner_size - column), stride = padded_cols(config_.inner_size);
     for (int token = 0; token < num_tokens_; ++token)
-        kernels_.gate(gates + token * kWide, ups + token * kWide, size, element(model_.gated, int64_t(token) * stride + column));
+        kernels_.gate(gates + token * kWide, ups + token * kWide, size,
+                      element(model_.gated, int64_t(token) * stride + column));
 }
 
 void Forward::head(int thread, Rows input, int begin, int end) {
@@ -340,7 +395,9 @@ void Forward::head(int thread, Rows input, int begin, int end) {
     float* y = pass_.logits ? pass_.logits + first : own.columns.as<float>();
     const int64_t ldy = pass_.logits ? pass_.logits_stride : kHeadPieces * kWide;
     const int first_group = matrix.group_of_piece(begin);
-    const Product product = {&matrix, first_group, matrix.group_of_piece(end), input.data, input.row_bytes, rows, y, ldy, first_group, count, false, nullptr};
+    const Product product = {
+        &matrix, first_group, matrix.group_of_piece(end), input.data, input.row_bytes, rows, y, ldy, first_group, count,
+        false,   nullptr};
     kernels_.multiply(product, own.expanded.as<void>());
     if (!pass_.argmax) return;
     for (int row = 0; row < rows; ++row) {

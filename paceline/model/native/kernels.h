@@ -14,15 +14,16 @@ namespace pn {
 struct Product {
     const PnMatrix* matrix;
     int first_group, last_group;
-    const void* x;        // rows in the model's dtype, zero from cols to padded_cols; of quantised matrices planes, where there are any
-    int64_t row_bytes;    // from one row of x to the next
+    const void*
+        x;  // rows in the model's dtype, zero from cols to padded_cols; of quantised matrices planes, where there are any
+    int64_t row_bytes;  // from one row of x to the next
     int num_rows;
-    float* y;             // [num_rows, ldy]: the column of group g is group_rows (g - base_group)
+    float* y;  // [num_rows, ldy]: the column of group g is group_rows (g - base_group)
     int64_t ldy;
-    int base_group;       // 0, or first_group for a buffer of this piece only
-    int num_columns;      // nothing is written at or behind this column of y
-    bool accumulate;      // add to y, a residual
-    const float* bias;    // by column of y, or null
+    int base_group;     // 0, or first_group for a buffer of this piece only
+    int num_columns;    // nothing is written at or behind this column of y
+    bool accumulate;    // add to y, a residual
+    const float* bias;  // by column of y, or null
 };
 
 // A row of inputs in sixteen-bit fixed point, one scale for each block of 32: integer products with codes are exact, and bfloat16
@@ -33,19 +34,19 @@ constexpr int kPlaneRange = 127 * 256 + 127;  // of an element, either way: its 
 
 // Queries of one head and one row of the cache: query i stands at position `position + i` and sees [first_i, end_i).
 struct Attention {
-    const void* query;    // [num_queries, query_stride], head_dim padded
+    const void* query;  // [num_queries, query_stride], head_dim padded
     int64_t query_stride;
     int num_queries;
-    const void* keys;     // of this row and head: [positions / 16][padded / together][16][together], together 2 for bfloat16
-    const void* values;   // [positions / together][padded][together]
+    const void* keys;    // of this row and head: [positions / 16][padded / together][16][together], together 2 for bfloat16
+    const void* values;  // [positions / together][padded][together]
     int head_dim, padded_head_dim;
     int position;
-    int end;              // positions [0, end) are written; a causal query sees up to itself
-    int window;           // 0: everything
+    int end;     // positions [0, end) are written; a causal query sees up to itself
+    int window;  // 0: everything
     bool is_causal;
     float scale;
-    float* scores;        // scratch: num_queries x round_up(end, 64)
-    void* out;            // [num_queries, out_stride] in the model's dtype
+    float* scores;  // scratch: num_queries x round_up(end, 64)
+    void* out;      // [num_queries, out_stride] in the model's dtype
     int64_t out_stride;
 };
 

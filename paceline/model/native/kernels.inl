@@ -128,7 +128,8 @@ void expand_codes(int format, const PnPanel& panel, const uint8_t* group, int fi
                 __builtin_memcpy(codes + 4, is_q8 ? from + 64 : from, 4);
                 for (int at = 0; at < 8; ++at) {
                     const int code = is_q8 ? codes[at] : at < 4 ? codes[at] & 15 : codes[at] >> 4;
-                    values[col + at] = float(code) * scale + minimum;  // the product is exact: rounding once or twice is the same
+                    values[col + at] =
+                        float(code) * scale + minimum;  // the product is exact: rounding once or twice is the same
                 }
             }
             for (int at = 0; at < kBlock; at += kWidth) put_vector(out + at, load(values + at));
@@ -231,7 +232,7 @@ struct WideRows {
     const uint8_t* group;
     const uint8_t* x;  // of the matrix's first block
     int64_t row_bytes;
-    int num_blocks;    // of the matrix
+    int num_blocks;  // of the matrix
     bool asks_ahead;
 };
 template <int Most>
@@ -239,7 +240,8 @@ inline void wide_rows(const WideRows& in, int row, int size, const Output& outpu
     if constexpr (Most > 0) {
         if (size != Most) return wide_rows<Most - 1>(in, row, size, output);
         float sums[Most][kWide];
-        wide_tile<Most>(in.format, in.panel, in.group, in.x + row * in.row_bytes, in.row_bytes, in.num_blocks, sums, in.asks_ahead);
+        wide_tile<Most>(in.format, in.panel, in.group, in.x + row * in.row_bytes, in.row_bytes, in.num_blocks, sums,
+                        in.asks_ahead);
         for (int index = 0; index < Most; ++index) output.write_wide(row + index, sums[index]);
     }
 }
@@ -249,10 +251,15 @@ void multiply(const Product& product, void* scratch) {
     const PnMatrix& matrix = *product.matrix;
     for (int index = 0; index < matrix.num_panels; ++index) {
         const PnPanel& panel = matrix.panels[index];
-        const Inputs<T> in = {static_cast<const T*>(product.x) + panel.first_block * kBlock, product.row_bytes / int64_t(sizeof(T)), product.num_rows};
+        const Inputs<T> in = {static_cast<const T*>(product.x) + panel.first_block * kBlock,
+                              product.row_bytes / int64_t(sizeof(T)), product.num_rows};
         for (int group = product.first_group; group < product.last_group; ++group) {
             const int column = (group - product.base_group) * matrix.group_rows;
-            Output output = {product.y + column, product.ldy, column, product.num_columns, product.accumulate || index > 0,
+            Output output = {product.y + column,
+                             product.ldy,
+                             column,
+                             product.num_columns,
+                             product.accumulate || index > 0,
                              index == 0 ? product.bias : nullptr};
             const uint8_t* data = panel.group(group);
             if (matrix.format == element_format(in.x)) {
@@ -264,7 +271,8 @@ void multiply(const Product& product, void* scratch) {
                 const int most = kMaxWide<T> > 0 ? kMaxWide<T> : 1, tiles = (product.num_rows + most - 1) / most;
                 for (int tile = 0, row = 0; tile < tiles; ++tile) {
                     const int size = (product.num_rows - row + tiles - tile - 1) / (tiles - tile);
-                    wide_rows<kMaxWide<T>>({matrix.format, panel, data, static_cast<const uint8_t*>(product.x), product.row_bytes, matrix.num_blocks, tile == 0},
+                    wide_rows<kMaxWide<T>>({matrix.format, panel, data, static_cast<const uint8_t*>(product.x),
+                                            product.row_bytes, matrix.num_blocks, tile == 0},
                                            row, size, output);
                     row += size;
                 }
@@ -419,8 +427,10 @@ void row(const PnMatrix& matrix, int row, float* out) {
         else {
             const int byte = group[code_byte(matrix.format, size_t(block), size_t(slot), col % kBlock)];
             if (matrix.format == PN_Q8_0) value = half_at(scales, block * kWide + slot) * float(byte - 128);
-            else value = half_at(scales, 2 * block * kWide + slot) * float(byte >> code_shift(matrix.format, col % kBlock) & 15) +
-                         half_at(scales, (2 * block + 1) * kWide + slot);
+            else
+                value =
+                    half_at(scales, 2 * block * kWide + slot) * float(byte >> code_shift(matrix.format, col % kBlock) & 15) +
+                    half_at(scales, (2 * block + 1) * kWide + slot);
         }
         T rounded;
         put(&rounded, 0, value);
@@ -430,7 +440,8 @@ void row(const PnMatrix& matrix, int row, float* out) {
 
 template <class T>
 const Kernels* table(const char* name) {
-    static const Kernels kernels = {name, multiply<T>, attend<T>, norm<T>, convert<T>, kPlanes<T>, gate<T>, put_query<T>, put_key<T>, put_value<T>, argmax, exponentials, row<T>};
+    static const Kernels kernels = {name,         multiply<T>, attend<T>,    norm<T>, convert<T>,   kPlanes<T>, gate<T>,
+                                    put_query<T>, put_key<T>,  put_value<T>, argmax,  exponentials, row<T>};
     return &kernels;
 }
 

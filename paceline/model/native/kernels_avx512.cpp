@@ -9,7 +9,7 @@ namespace pn {
 namespace {
 
 constexpr int kWidth = 16;
-constexpr int kMaxTile = 6;   // 24 sums, 4 weights, 1 activation: of 32 registers
+constexpr int kMaxTile = 6;  // 24 sums, 4 weights, 1 activation: of 32 registers
 typedef uint16_t bfloat;
 typedef Lanes<16>::Floats vf;
 typedef Lanes<16>::Ints vi;
@@ -196,8 +196,8 @@ inline void wide_tile_of(const PnPanel& panel, const uint8_t* group, const uint8
 }
 
 template <int Rows>
-inline void wide_tile(int format, const PnPanel& panel, const uint8_t* group, const uint8_t* x, int64_t row_bytes, int num_blocks,
-                      float (*sums)[kWide], bool asks_ahead) {
+inline void wide_tile(int format, const PnPanel& panel, const uint8_t* group, const uint8_t* x, int64_t row_bytes,
+                      int num_blocks, float (*sums)[kWide], bool asks_ahead) {
     if (format == PN_Q4_1) wide_tile_of<Rows, PN_Q4_1>(panel, group, x, row_bytes, num_blocks, sums, asks_ahead);
     else wide_tile_of<Rows, PN_Q8_0>(panel, group, x, row_bytes, num_blocks, sums, asks_ahead);
 }
@@ -223,7 +223,9 @@ inline void planes_of(const void* x, int padded_cols, void* out) {
         const float most = bfloat_to_float(bits);  // of NaNs one of them: the scale and all that follows are NaN
         const bool is_zero = most < kLeastElement;
         const __m512 inverse = _mm512_set1_ps(is_zero ? 0.0f : float(kPlaneRange) / most);
-        const auto whole = [&](int at) { return _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps((__m512)widen(from + at), inverse))); };
+        const auto whole = [&](int at) {
+            return _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps((__m512)widen(from + at), inverse)));
+        };
         const __m512i words = _mm512_inserti64x4(_mm512_castsi256_si512(whole(0)), whole(kWidth), 1);
         const __m512i high = _mm512_srai_epi16(_mm512_add_epi16(words, _mm512_set1_epi16(128)), 8);
         _mm256_storeu_si256((__m256i*)bytes, _mm512_cvtepi16_epi8(high));
@@ -249,5 +251,6 @@ const Kernels* avx512_kernels(int dtype) { return dtype == PN_F32 ? table<float>
 }  // namespace pn
 
 #else
-#error "compile this file with -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vnni -mfma -mf16c, or leave it out"
+#error \
+    "compile this file with -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vnni -mfma -mf16c, or leave it out"
 #endif

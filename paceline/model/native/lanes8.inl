@@ -3,9 +3,9 @@
 namespace pn {
 namespace {
 
-constexpr int kMaxTile = 2;   // 8 sums, 4 weights, 1 activation: of 16 registers
+constexpr int kMaxTile = 2;  // 8 sums, 4 weights, 1 activation: of 16 registers
 template <class T>
-constexpr int kMaxWide = 0;   // no integer products: codes are expanded
+constexpr int kMaxWide = 0;  // no integer products: codes are expanded
 template <class T>
 constexpr void (*kPlanes)(const void*, int, void*) = nullptr;
 
@@ -22,7 +22,8 @@ inline void narrow(bfloat* to, vf value) {  // to the nearest, ties to even; a N
     Lanes<8>::Words words;
     __builtin_memcpy(&words, &value, sizeof words);
     const Lanes<8>::Words rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16, quiet = words >> 16 | 0x40;
-    const Lanes<8>::Halves halves = __builtin_convertvector((words & 0x7fffffff) > 0x7f800000 ? quiet : rounded, Lanes<8>::Halves);
+    const Lanes<8>::Halves halves =
+        __builtin_convertvector((words & 0x7fffffff) > 0x7f800000 ? quiet : rounded, Lanes<8>::Halves);
     __builtin_memcpy(to, &halves, sizeof halves);
 }
 
@@ -49,7 +50,8 @@ inline void tile(const T* weights, int64_t row_stride, int64_t block_stride, int
             vf weight[kGroup];
             each<kGroup>([&](auto lane) {
                 weight[lane] = fetch(weights + lane * row_stride + part);
-                if (ahead >> lane & 1) __builtin_prefetch(reinterpret_cast<const uint8_t*>(weights + lane * row_stride + part) + kAhead);
+                if (ahead >> lane & 1)
+                    __builtin_prefetch(reinterpret_cast<const uint8_t*>(weights + lane * row_stride + part) + kAhead);
             });
             each<Rows>([&](auto row) {
                 const vf value = fetch(x + row * ldx + part);
@@ -78,7 +80,8 @@ inline vf second_of(const bfloat* pairs) {
 }
 
 inline vf add_pairs(vf sum, const bfloat* pairs, const bfloat* factors) {
-    return fma(second_of(pairs), vf{} + bfloat_to_float(factors[1]), fma(first_of(pairs), vf{} + bfloat_to_float(factors[0]), sum));
+    return fma(second_of(pairs), vf{} + bfloat_to_float(factors[1]),
+               fma(first_of(pairs), vf{} + bfloat_to_float(factors[0]), sum));
 }
 inline vf add_pairs(vf sum, const float* values, const float* factor) { return fma(fetch(values), vf{} + *factor, sum); }
 

@@ -9,8 +9,9 @@ namespace pn {
 
 namespace {
 
-constexpr size_t kQ8Bytes = 2 + kBlock;          // ggml's block_q8_0: scale, 32 int8
-constexpr size_t kQ4Bytes = 2 + 2 + kBlock / 2;  // ggml's block_q4_1: scale, minimum, columns 0-15 in low and 16-31 in high nibbles
+constexpr size_t kQ8Bytes = 2 + kBlock;  // ggml's block_q8_0: scale, 32 int8
+constexpr size_t kQ4Bytes =
+    2 + 2 + kBlock / 2;  // ggml's block_q4_1: scale, minimum, columns 0-15 in low and 16-31 in high nibbles
 
 size_t element_bytes(int format) { return format == PN_F32 ? 4 : 2; }
 
@@ -22,11 +23,13 @@ struct Place {
     size_t slot;  // row within the group
 
     Place(const PnMatrix& matrix, int row, int number)
-        : panel(matrix.panel_of(number)), group(panel.group(row / matrix.group_rows)), block(size_t(number - panel.first_block)),
-          slot(size_t(row % matrix.group_rows)) {}
+        : panel(matrix.panel_of(number)), group(panel.group(row / matrix.group_rows)),
+          block(size_t(number - panel.first_block)), slot(size_t(row % matrix.group_rows)) {}
     uint8_t* dense(size_t row_bytes) const { return group + (block * kGroup + slot) * row_bytes; }
     uint8_t* scale() const { return group + panel.codes_bytes + (block * kWide + slot) * 2; }  // of PN_Q8_0
-    uint8_t* scale(int part) const { return group + panel.codes_bytes + ((block * 2 + size_t(part)) * kWide + slot) * 2; }  // of PN_Q4_1
+    uint8_t* scale(int part) const {
+        return group + panel.codes_bytes + ((block * 2 + size_t(part)) * kWide + slot) * 2;
+    }  // of PN_Q4_1
 };
 
 void put_code(const Place& place, int format, int col, unsigned code) {
@@ -70,7 +73,8 @@ void fill_q4(PnMatrix& matrix, int row, const uint8_t* from) {
         const Place place(matrix, row, block);
         memcpy(place.scale(0), from, 2);
         memcpy(place.scale(1), from + 2, 2);
-        for (int col = 0; col < kBlock; ++col) put_code(place, PN_Q4_1, col, col < 16 ? from[4 + col] & 15u : unsigned(from[4 + col % 16]) >> 4);
+        for (int col = 0; col < kBlock; ++col)
+            put_code(place, PN_Q4_1, col, col < 16 ? from[4 + col] & 15u : unsigned(from[4 + col % 16]) >> 4);
     }
 }
 
@@ -85,7 +89,8 @@ void copy_row(const PnMatrix& from, int from_row, PnMatrix& to, int to_row) {
         }
         for (int col = 0; col < kBlock; ++col) put_code(target, from.format, col, code_at(source, from.format, col));
         if (from.format == PN_Q8_0) memcpy(target.scale(), source.scale(), 2);
-        else for (int part = 0; part < 2; ++part) memcpy(target.scale(part), source.scale(part), 2);
+        else
+            for (int part = 0; part < 2; ++part) memcpy(target.scale(part), source.scale(part), 2);
     }
 }
 
@@ -93,11 +98,14 @@ void copy_row(const PnMatrix& from, int from_row, PnMatrix& to, int to_row) {
 uint8_t* lay_out(PnMatrix& matrix) {
     const int format = matrix.format;
     const size_t scales = format == PN_Q8_0 ? kWide * 2 : format == PN_Q4_1 ? 2 * kWide * 2 : 0;
-    const size_t codes = format == PN_Q4_1 ? kWide * kBlock / 2 : format == PN_Q8_0 ? kWide * kBlock : kGroup * kBlock * element_bytes(format);
+    const size_t codes = format == PN_Q4_1   ? kWide * kBlock / 2
+                         : format == PN_Q8_0 ? kWide * kBlock
+                                             : kGroup * kBlock * element_bytes(format);
     for (int index = 0; index < matrix.num_panels; ++index) {
         PnPanel& panel = matrix.panels[index];
         panel.first_block = index * kPanelBlocks;
-        panel.num_blocks = matrix.num_blocks - panel.first_block < kPanelBlocks ? matrix.num_blocks - panel.first_block : kPanelBlocks;
+        panel.num_blocks =
+            matrix.num_blocks - panel.first_block < kPanelBlocks ? matrix.num_blocks - panel.first_block : kPanelBlocks;
         panel.codes_bytes = size_t(panel.num_blocks) * codes;
         panel.group_bytes = round_up(size_t(panel.num_blocks) * (codes + scales), 64);
         matrix.num_bytes += size_t(matrix.num_groups) * panel.group_bytes;
@@ -120,7 +128,10 @@ float half_to_float(uint16_t half) {
         const float value = float(mantissa) * 5.9604644775390625e-8f;  // 2^-24
         return sign ? -value : value;
     }
-    union { uint32_t bits; float number; } both;
+    union {
+        uint32_t bits;
+        float number;
+    } both;
     both.bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13;
     return both.number;
 }
@@ -138,7 +149,8 @@ PnMatrix* pn_matrix_new(int32_t rows, int32_t cols, int32_t format) {
     if (!matrix) return fail_null("out of memory");
     matrix->rows = rows, matrix->cols = cols, matrix->format = format;
     matrix->group_rows = is_dense ? kGroup : kWide;
-    matrix->num_groups = (rows + matrix->group_rows - 1) / matrix->group_rows, matrix->num_blocks = (cols + kBlock - 1) / kBlock;
+    matrix->num_groups = (rows + matrix->group_rows - 1) / matrix->group_rows,
+    matrix->num_blocks = (cols + kBlock - 1) / kBlock;
     matrix->num_panels = (matrix->num_blocks + kPanelBlocks - 1) / kPanelBlocks;
     matrix->panels = new (std::nothrow) PnPanel[size_t(matrix->num_panels)];
     uint8_t* data = matrix->panels ? lay_out(*matrix) : nullptr;
@@ -162,7 +174,8 @@ int64_t pn_matrix_bytes(const PnMatrix* matrix) { return int64_t(matrix->num_byt
 int32_t pn_matrix_fill(PnMatrix* matrix, int32_t first_row, int32_t num_rows, int32_t source, const void* data) {
     const bool is_dense = matrix->is_dense() && (source == PN_F32 || source == PN_BF16);
     if (source != matrix->format && !is_dense) return fail("this source does not fit the matrix's format");
-    if (num_rows < 1 || first_row < 0 || first_row > matrix->num_groups * matrix->group_rows - num_rows) return fail("rows beyond the matrix");
+    if (num_rows < 1 || first_row < 0 || first_row > matrix->num_groups * matrix->group_rows - num_rows)
+        return fail("rows beyond the matrix");
     const size_t blocks = size_t(matrix->num_blocks);
     const size_t row_bytes = source == PN_Q8_0   ? blocks * kQ8Bytes
                              : source == PN_Q4_1 ? blocks * kQ4Bytes

@@ -13,8 +13,8 @@
 
 #include "api.h"
 
-constexpr int kGroup = 4;   // rows of a dense group
-constexpr int kWide = 16;   // rows of a quantised group; stacked matrices begin at multiples of it
+constexpr int kGroup = 4;  // rows of a dense group
+constexpr int kWide = 16;  // rows of a quantised group; stacked matrices begin at multiples of it
 constexpr int kBlock = 32;
 
 constexpr int kPanelBlocks = 24;  // 768 columns: eight rows of inputs take 12 KB
@@ -65,11 +65,17 @@ inline int code_shift(int format, int col) { return format == PN_Q4_1 && col / 4
 
 float half_to_float(uint16_t half);
 inline float bfloat_to_float(uint16_t value) {
-    union { uint32_t bits; float number; } both = {uint32_t(value) << 16};
+    union {
+        uint32_t bits;
+        float number;
+    } both = {uint32_t(value) << 16};
     return both.number;
 }
 inline uint16_t float_to_bfloat(float value) {
-    union { float number; uint32_t bits; } both = {value};
+    union {
+        float number;
+        uint32_t bits;
+    } both = {value};
     if ((both.bits & 0x7fffffffu) > 0x7f800000u) return uint16_t(both.bits >> 16 | 0x40);  // a NaN stays one
     return uint16_t((both.bits + 0x7fff + (both.bits >> 16 & 1)) >> 16);
 }

@@ -19,27 +19,32 @@ const char* fault_of(const PnMatrix& matrix, int dtype) {
 const char* fault_of(const PnMatrix* matrix, int rows, int cols, int dtype) {
     if (!matrix) return "a matrix is missing";
     if (const char* fault = fault_of(*matrix, dtype)) return fault;
-    return padded_rows(matrix->rows) == padded_rows(rows) && matrix->cols == cols ? nullptr : "a matrix does not have the config's shape";
+    return padded_rows(matrix->rows) == padded_rows(rows) && matrix->cols == cols ? nullptr
+                                                                                  : "a matrix does not have the config's shape";
 }
 
 const char* fault_of(const PnModel& model) {
     const PnConfig& config = model.config;
-    if (config.num_layers < 1 || config.hidden_size < 1 || config.inner_size < 1 || config.num_heads < 1 || config.num_kv_heads < 1)
+    if (config.num_layers < 1 || config.hidden_size < 1 || config.inner_size < 1 || config.num_heads < 1 ||
+        config.num_kv_heads < 1)
         return "sizes must be positive";
-    if (config.head_dim < 2 || config.head_dim % 2 || config.head_dim > kMaxHeadDim) return "the head dimension must be even and at most 1024";
+    if (config.head_dim < 2 || config.head_dim % 2 || config.head_dim > kMaxHeadDim)
+        return "the head dimension must be even and at most 1024";
     if (config.num_heads % config.num_kv_heads) return "heads must be a multiple of key heads";
     if (config.dtype != PN_F32 && config.dtype != PN_BF16) return "the dtype must be float32 or bfloat16";
     const int queries = config.num_heads * config.head_dim;
     for (const PnLayer& layer : model.layers) {
         if (!layer.input_norm || !layer.mlp_norm || layer.window < 0) return "a layer is incomplete";
-        for (const char* fault : {fault_of(layer.qkv, model.query_rows() + 2 * model.kv_rows(), config.hidden_size, config.dtype),
-                                  fault_of(layer.output, config.hidden_size, queries, config.dtype),
-                                  fault_of(layer.gate_up, 2 * padded_rows(config.inner_size), config.hidden_size, config.dtype),
-                                  fault_of(layer.down, config.hidden_size, config.inner_size, config.dtype)})
+        for (const char* fault :
+             {fault_of(layer.qkv, model.query_rows() + 2 * model.kv_rows(), config.hidden_size, config.dtype),
+              fault_of(layer.output, config.hidden_size, queries, config.dtype),
+              fault_of(layer.gate_up, 2 * padded_rows(config.inner_size), config.hidden_size, config.dtype),
+              fault_of(layer.down, config.hidden_size, config.inner_size, config.dtype)})
             if (fault) return fault;
     }
     if (!config.final_norm || !config.cos || !config.sin) return "norm or rotary tables are missing";
-    if (config.embedding && config.embedding->cols != config.hidden_size) return "the embedding does not have the config's shape";
+    if (config.embedding && config.embedding->cols != config.hidden_size)
+        return "the embedding does not have the config's shape";
     if (config.head && config.head->cols != config.hidden_size) return "the head does not have the config's shape";
     if (const char* fault = config.head ? fault_of(*config.head, config.dtype) : nullptr) return fault;
     if (!config.fc) return nullptr;
@@ -52,14 +57,16 @@ const char* fault_of(const PnModel& model) {
 class Inject {
 public:
     Inject(PnModel& model, const PnCache& cache, const int32_t* rows, const void* features, Pool& pool)
-        : model_(model), config_(model.config), cache_(cache), rows_(rows), features_(static_cast<const uint8_t*>(features)), pool_(pool),
-          kernels_(*kernels_for(config_.dtype)), num_tokens_(int(model.token_row.size())) {}
+        : model_(model), config_(model.config), cache_(cache), rows_(rows), features_(static_cast<const uint8_t*>(features)),
+          pool_(pool), kernels_(*kernels_for(config_.dtype)), num_tokens_(int(model.token_row.size())) {}
 
     int32_t prepare() {
         const size_t tokens = size_t(num_tokens_), element = size_t(model_.element_bytes());
         const int features = padded_cols(config_.fc->cols), hidden = padded_cols(config_.hidden_size);
-        bool ok = model_.features.at_least(tokens * size_t(features) * element) && model_.hidden.at_least(tokens * size_t(config_.hidden_size) * 4) &&
-                  model_.input.at_least(tokens * size_t(hidden) * element) && model_.qkv.at_least(tokens * size_t(columns()) * 4) &&
+        bool ok = model_.features.at_least(tokens * size_t(features) * element) &&
+                  model_.hidden.at_least(tokens * size_t(config_.hidden_size) * 4) &&
+                  model_.input.at_least(tokens * size_t(hidden) * element) &&
+                  model_.qkv.at_least(tokens * size_t(columns()) * 4) &&
                   model_.planes.at_least(tokens * size_t(plane_bytes(std::max(features, hidden))));
         while (int(model_.threads.size()) < pool_.size()) model_.threads.push_back(std::make_unique<ThreadBuffers>());
         for (int thread = 0; thread < pool_.size(); ++thread)
@@ -79,8 +86,8 @@ public:
         });
         product(thread, 1, *config_.fc, model_.features, model_.hidden, hidden_size, nullptr);
         share(thread, 3, num_tokens_, 1, [&](int token) {
-            kernels_.norm(model_.hidden.as<float>() + int64_t(token) * hidden_size, config_.hidden_norm, hidden_size, padded, config_.eps,
-                          model_.input.as<uint8_t>() + int64_t(token) * padded * element);
+            kernels_.norm(model_.hidden.as<float>() + int64_t(token) * hidden_size, config_.hidden_norm, hidden_size, padded,
+                          config_.eps, model_.input.as<uint8_t>() + int64_t(token) * padded * element);
         });
         product(thread, 4, *config_.context_kv, model_.input, model_.qkv, columns(), config_.context_bias);
         share(thread, 6, num_tokens_ * 2 * config_.num_layers * config_.num_kv_heads, 4, [&](int item) { put(item); });
@@ -105,19 +112,31 @@ private:
     }
 
     // Two stages: the inputs as the matrix takes them, and the product.
-    void product(int thread, int stage, const PnMatrix& matrix, const Buffer& x, const Buffer& y, int columns, const float* bias) {
+    void product(int thread, int stage, const PnMatrix& matrix, const Buffer& x, const Buffer& y, int columns,
+                 const float* bias) {
         const int padded = matrix.padded_cols();
         const int64_t row_bytes = int64_t(padded) * model_.element_bytes();
         Rows in = {x.as<void>(), row_bytes};
         if (takes_planes(matrix, kernels_)) {
             in = {model_.planes.as<void>(), plane_bytes(padded)};
             share(thread, stage, num_tokens_, 1, [&](int token) {
-                kernels_.planes(x.as<uint8_t>() + token * row_bytes, padded, model_.planes.as<uint8_t>() + token * in.row_bytes);
+                kernels_.planes(x.as<uint8_t>() + token * row_bytes, padded,
+                                model_.planes.as<uint8_t>() + token * in.row_bytes);
             });
         }
         pieces(stage + 1, matrix.num_pieces(), 1, thread, [&](int begin, int end) {
-            const Product product = {&matrix, matrix.group_of_piece(begin), matrix.group_of_piece(end), in.data, in.row_bytes, num_tokens_, y.as<float>(), columns, 0,
-                                     columns, false, bias};
+            const Product product = {&matrix,
+                                     matrix.group_of_piece(begin),
+                                     matrix.group_of_piece(end),
+                                     in.data,
+                                     in.row_bytes,
+                                     num_tokens_,
+                                     y.as<float>(),
+                                     columns,
+                                     0,
+                                     columns,
+                                     false,
+                                     bias};
             kernels_.multiply(product, model_.threads[size_t(thread)]->expanded.as<void>());
         });
         pool_.barrier();
@@ -129,16 +148,20 @@ private:
         const bool is_value = item / kv_heads / config_.num_layers % 2;
         const int token = item / kv_heads / config_.num_layers / 2, position = model_.token_position[size_t(token)];
         const int row = rows_[model_.token_row[size_t(token)]];
-        const float* from = model_.qkv.as<float>() + int64_t(token) * columns() + (is_value * config_.num_layers + layer) * model_.kv_rows() + head * head_dim;
+        const float* from = model_.qkv.as<float>() + int64_t(token) * columns() +
+                            (is_value * config_.num_layers + layer) * model_.kv_rows() + head * head_dim;
         const int64_t at = layer * cache_.layer_stride + row * cache_.row_stride + head * cache_.head_stride;
         void* to = static_cast<uint8_t*>(is_value ? cache_.values : cache_.keys) + at * model_.element_bytes();
         if (is_value) {
-            const bool is_last = token + 1 == num_tokens_ || model_.token_row[size_t(token)] != model_.token_row[size_t(token + 1)];
+            const bool is_last =
+                token + 1 == num_tokens_ || model_.token_row[size_t(token)] != model_.token_row[size_t(token + 1)];
             kernels_.value(from, head_dim, padded, to, position, is_last);
             return;
         }
         const int64_t table = int64_t(position) * head_dim;
-        kernels_.key({from, model_.layers[size_t(layer)].k_norm, config_.eps, config_.cos + table, config_.sin + table, head_dim}, padded, to, position);
+        kernels_.key(
+            {from, model_.layers[size_t(layer)].k_norm, config_.eps, config_.cos + table, config_.sin + table, head_dim},
+            padded, to, position);
     }
 
     PnModel& model_;
@@ -165,8 +188,18 @@ struct Multiply {
 
     void run(int thread) {
         pieces.each(matrix.num_pieces(), pool.size(), 1, thread, [&](int begin, int end) {
-            const Product product = {&matrix, matrix.group_of_piece(begin), matrix.group_of_piece(end), in.data, in.row_bytes, num_tokens, out, matrix.rows, 0,
-                                     matrix.rows, false, nullptr};
+            const Product product = {&matrix,
+                                     matrix.group_of_piece(begin),
+                                     matrix.group_of_piece(end),
+                                     in.data,
+                                     in.row_bytes,
+                                     num_tokens,
+                                     out,
+                                     matrix.rows,
+                                     0,
+                                     matrix.rows,
+                                     false,
+                                     nullptr};
             kernels.multiply(product, scratch[size_t(thread)]->as<void>());
         });
     }
@@ -188,7 +221,8 @@ int32_t multiply(const PnMatrix& matrix, int dtype, const float* x, int num_toke
         work.kernels.convert(x + int64_t(token) * matrix.cols, matrix.cols, padded, row);
         if (has_planes) work.kernels.planes(row, padded, work.planes.as<uint8_t>() + token * plane_bytes(padded));
     }
-    work.in = has_planes ? Rows{work.planes.as<void>(), plane_bytes(padded)} : Rows{work.x.as<void>(), int64_t(padded) * element};
+    work.in =
+        has_planes ? Rows{work.planes.as<void>(), plane_bytes(padded)} : Rows{work.x.as<void>(), int64_t(padded) * element};
     pool.run([](void* self, int thread) { static_cast<Multiply*>(self)->run(thread); }, &work);
     return 0;
 }
@@ -214,14 +248,15 @@ PnModel* pn_model_new(const PnConfig* config) {
 
 void pn_model_free(PnModel* model) { delete model; }
 
-int32_t pn_inject(PnModel* model, const PnCache* cache, int32_t num_rows, const int32_t* rows, const int32_t* starts, const int32_t* counts,
-                  const void* features) {
+int32_t pn_inject(PnModel* model, const PnCache* cache, int32_t num_rows, const int32_t* rows, const int32_t* starts,
+                  const int32_t* counts, const void* features) {
     if (!model->config.fc) return fail("this model takes no features");
     Turn turn;
     try {
         model->token_row.clear(), model->token_position.clear();
         for (int index = 0; index < num_rows; ++index) {
-            if (rows[index] < 0 || rows[index] >= cache->num_rows || starts[index] < 0 || counts[index] < 0 || starts[index] > cache->max_len - counts[index])
+            if (rows[index] < 0 || rows[index] >= cache->num_rows || starts[index] < 0 || counts[index] < 0 ||
+                starts[index] > cache->max_len - counts[index])
                 return fail("a row's tokens do not fit the cache");
             for (int offset = 0; offset < counts[index]; ++offset)
                 model->token_row.push_back(index), model->token_position.push_back(starts[index] + offset);

@@ -18,7 +18,9 @@ public:
     // Null when there is no memory.
     void* at_least(size_t bytes);
     template <class T>
-    T* as() const { return static_cast<T*>(data_); }
+    T* as() const {
+        return static_cast<T*>(data_);
+    }
 
 private:
     void* data_ = nullptr;

@@ -114,18 +114,21 @@ int32_t pn_draw(const float* logits, int32_t size, float temperature, float min_
     float most = 0;
     if (size < 1) return fail("a distribution needs a token");
     kernels.argmax(logits, size, &most);
-    if (!std::isfinite(most) || !(temperature > 0)) return fail("the largest logit is not a finite number, or the temperature not above 0");
+    if (!std::isfinite(most) || !(temperature > 0))
+        return fail("the largest logit is not a finite number, or the temperature not above 0");
     try {
         thread_local Weights weights;
         thread_local std::vector<Choice> choices;
         weights.size = size;
         weights.each.resize(size_t(size));
         weights.sums.resize(size_t((size + kSummed - 1) / kSummed));
-        kernels.exponentials(logits, size, most, 1.0f / std::max(temperature, 1e-10f), min_p, weights.each.data(), weights.sums.data());
+        kernels.exponentials(logits, size, most, 1.0f / std::max(temperature, 1e-10f), min_p, weights.each.data(),
+                             weights.sums.data());
         if ((top_k < 1 || top_k >= size) && top_p >= 1) return draw_of_all(weights, draw);
         keep_likeliest(weights, top_k, top_p, choices);
         std::sort(choices.begin(), choices.end(), [](const Choice& a, const Choice& b) { return a.id < b.id; });
-        const int index = passes(0, int(choices.size()), draw * mass_of(choices), [&](int at) { return double(choices[size_t(at)].weight); });
+        const int index =
+            passes(0, int(choices.size()), draw * mass_of(choices), [&](int at) { return double(choices[size_t(at)].weight); });
         return choices[size_t(index)].id;
     } catch (const std::bad_alloc&) {
         return fail("out of memory");
