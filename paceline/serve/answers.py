@@ -10,11 +10,12 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from paceline.model.tokenizer import Tokenizer
@@ -88,6 +89,7 @@ class Exchange:
     ) -> None:
         """`kind` is the object's type in OpenAI's words, `prefix` begins its id."""
         self._ticket, self._replies, self._request = ticket, replies, request
+        self.is_stream = bool(request.stream)
         self._num_each = len(replies) // num_prompts
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
         self._first: list[Event] = []
@@ -110,7 +112,7 @@ class Exchange:
             if self._request.return_metrics:
                 body["metrics"] = self._metrics()
             if self._request.paceline_timings:
-                told = [_origin(reply) | _timings(reply) for reply in self._replies]
+                told = [{"drafted": seq.num_accepted, "tokens": seq.num_output} | _timings(seq) for seq in self._sequences]
                 body["paceline"] = told[0] if len(told) == 1 else told
             return body
         finally:
@@ -124,7 +126,8 @@ class Exchange:
         try:
             events = self._first
             while events:
-                yield b"".join(self._chunk(head, event, with_usage) for event in events)
+                if piece := b"".join(self._chunk(head, event, with_usage) for event in events):
+                    yield piece
                 events = await self._ticket.read()
             if with_usage or self._request.return_metrics:
                 last = head | {"choices": []} | ({"usage": self._usage()} if with_usage else {})
@@ -150,13 +153,16 @@ class Exchange:
         if self._request.paceline_timings:
             pieces = reply.unsent_pieces()
             told = {"drafted": sum(piece["drafted"] for piece in pieces), "tokens": pieces}
-            chunk["paceline"] = told | (_timings(reply) if reply.sequence else {})
+            chunk["paceline"] = told | (_timings(reply.sequence) if reply.sequence else {})
         return _event(chunk)
+
+    @property
+    def _sequences(self) -> list[Sequence]:
+        return [reply.sequence for reply in self._replies if reply.sequence]
 
     def _usage(self) -> dict[str, Any]:
         """The prompt counts once, however many answers it got."""
-        sequences = [reply.sequence for reply in self._replies if reply.sequence]
-        firsts = sequences[:: self._num_each]
+        sequences, firsts = self._sequences, self._sequences[:: self._num_each]
         num_prompt, num_output = sum(seq.prompt_len for seq in firsts), sum(seq.num_output for seq in sequences)
         accepted = sum(seq.num_accepted for seq in sequences)
         rejected = sum(seq.num_drafted for seq in sequences) - accepted
@@ -170,8 +176,7 @@ class Exchange:
 
     def _metrics(self) -> dict[str, Any]:
         """vLLM's block of speculation figures, over all answers of the request."""
-        sequences = [reply.sequence for reply in self._replies if reply.sequence]
-        histograms = [seq.accepted_histogram for seq in sequences]
+        sequences, histograms = self._sequences, [seq.accepted_histogram for seq in self._sequences]
         num_drafted, num_accepted = sum(seq.num_drafted for seq in sequences), sum(seq.num_accepted for seq in sequences)
         figures = {
             "mean_acceptance_length": _tokens_per_round(sequences),
@@ -181,15 +186,9 @@ class Exchange:
         return {"speculative_decoding": figures}
 
 
-def _origin(reply: Reply) -> dict[str, Any]:
-    assert reply.sequence is not None
-    return {"drafted": reply.sequence.num_accepted, "tokens": reply.sequence.num_output}
-
-
-def _timings(reply: Reply) -> dict[str, Any]:
+def _timings(seq: Sequence) -> dict[str, Any]:
     """Where an answer's time went. Seconds; `first_token_s` counts from the request's arrival at the engine."""
-    assert reply.sequence is not None
-    seq, times = reply.sequence, reply.sequence.timings
+    times = seq.timings
     total_s = max(times.token_s, default=times.arrival_s) - times.arrival_s
     computing_s = total_s - times.queue_s
     return {
@@ -215,19 +214,15 @@ def _event(value: dict[str, Any]) -> bytes:
     return b"data: " + dump(value) + b"\n\n"
 
 
-class ClientGone(Exception):
-    """The client hung up; nobody is left to answer."""
-
-
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`; it is cancelled and ClientGone raised when the client hangs up first."""
+    """The result of `work`; it is cancelled and ClientDisconnect raised when the client hangs up first."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_hung_up(receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGone
+        raise ClientDisconnect
     finally:
         for each in (task, watch):
             each.cancel()
@@ -239,27 +234,16 @@ async def _hung_up(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """A response of server-sent events that ends when the client hangs up."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, pieces: AsyncIterator[bytes], close: Callable[[], None]) -> None:
-        self._pieces, self._close = pieces, close
-        self.status_code, self.background = 200, None
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(self, exchange: Exchange) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(exchange.stream(), headers=headers, media_type="text/event-stream")
+        self._close = exchange.close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await unless_gone(receive, self._send(send))
-        except ClientGone:
-            return
+            await super().__call__(scope, receive, send)
         finally:
             self._close()
-
-    async def _send(self, send: Send) -> None:
-        async for piece in self._pieces:
-            if piece:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})

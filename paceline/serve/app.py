@@ -11,10 +11,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
 
 import paceline
-from paceline.serve.answers import ClientGone, EventStream, Exchange, unless_gone
+from paceline.serve.answers import EventStream, Exchange, unless_gone
 from paceline.serve.chat import ChatReply, chat_jobs, encode_chat
 from paceline.serve.completions import TextReply, check_ids, completion_jobs
 from paceline.serve.engine import ModelInfo
@@ -34,8 +35,6 @@ from paceline.serve.worker import EngineWorker
 
 PAGE = Path(__file__).parent / "page" / "index.html"
 API_PAGE = PAGE.with_name("api.html")
-MAX_TAG = 128
-"""Characters of `x-paceline-tag` that are kept."""
 Tag = Annotated[str | None, Header(alias="x-paceline-tag", description="Kept with the request's trace.")]
 
 
@@ -77,8 +76,8 @@ def _add_failures(app: FastAPI) -> None:
     async def refused(request: Request, error: ApiError) -> Response:
         return error_response(error)
 
-    @app.exception_handler(ClientGone)
-    async def gone(request: Request, error: ClientGone) -> Response:
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # nobody reads it
 
     @app.exception_handler(RequestValidationError)
@@ -88,11 +87,8 @@ def _add_failures(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         messages = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not for {request.url.path}"}
-        headers = dict(error.headers or {})
-        message = messages.get(error.status_code, str(error.detail))
-        return error_response(
-            ApiError(error.status_code, message, code="not_found" if error.status_code == 404 else None, headers=headers)
-        )
+        message, code = messages.get(error.status_code, str(error.detail)), "not_found" if error.status_code == 404 else None
+        return error_response(ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})))
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
@@ -104,10 +100,9 @@ def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
     if "json" not in content_type.lower():  # asked for, since pages of other origins may send any other type unasked
         return RequestRefused("send the body as JSON, with the header Content-Type: application/json", code="invalid_json")
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"][1:]]
     if first["type"] == "json_invalid":
         return RequestRefused("the body is no valid JSON", code="invalid_json")
-    name = ".".join(place) or None
+    name = ".".join(str(part) for part in first["loc"][1:]) or None
     message = f"{name or 'body'}: {first['msg']}" if name or first["loc"] else first["msg"]
     return RequestRefused(message[:500], param=name)
 
@@ -204,8 +199,7 @@ def _add_answers(app: FastAPI, worker: EngineWorker, config: ServeConfig) -> Non
         name, model = _check_model(body.model, worker, config)
         jobs = await worker.compiled(await asyncio.to_thread(chat_jobs, body, model, config))
         replies = [ChatReply(index, model.tokenizer, body) for index in range(len(jobs))]
-        ticket = worker.submit(jobs, _kept(tag))
-        return await _respond(http, Exchange("chat.completion", "chatcmpl", name, body, ticket, [*replies]), body.stream)
+        return await _respond(http, Exchange("chat.completion", "chatcmpl", name, body, worker.submit(jobs, tag), [*replies]))
 
     @app.post("/v1/completions", tags=["OpenAI"])
     async def complete(body: CompletionRequest, http: Request, tag: Tag = None) -> Response:
@@ -213,10 +207,10 @@ def _add_answers(app: FastAPI, worker: EngineWorker, config: ServeConfig) -> Non
         jobs, echoes = await asyncio.to_thread(completion_jobs, body, model, config)
         jobs = await worker.compiled(jobs)
         replies = [TextReply(index, model.tokenizer, body, echo) for index, echo in enumerate(echoes)]
-        ticket = worker.submit(jobs, _kept(tag))
         num_prompts = len(jobs) // (body.n or 1)
-        exchange = Exchange("text_completion", "cmpl", name, body, ticket, [*replies], num_prompts)
-        return await _respond(http, exchange, body.stream)
+        return await _respond(
+            http, Exchange("text_completion", "cmpl", name, body, worker.submit(jobs, tag), [*replies], num_prompts)
+        )
 
     @app.post("/v1/embeddings", tags=["OpenAI"], status_code=400)
     async def embeddings() -> Response:
@@ -224,17 +218,13 @@ def _add_answers(app: FastAPI, worker: EngineWorker, config: ServeConfig) -> Non
         raise RequestRefused(message, code="unsupported_endpoint")
 
 
-def _kept(tag: str | None) -> str | None:
-    return tag[:MAX_TAG] if tag else None
-
-
-async def _respond(http: Request, exchange: Exchange, is_stream: bool | None) -> Response:
+async def _respond(http: Request, exchange: Exchange) -> Response:
     """Answer at once or as it grows; what the client does not wait for is aborted."""
     try:
-        if not is_stream:
+        if not exchange.is_stream:
             return json_response(await unless_gone(http.receive, exchange.whole()))
         await unless_gone(http.receive, exchange.begin())
     except BaseException:
         exchange.close()
         raise
-    return EventStream(exchange.stream(), exchange.close)
+    return EventStream(exchange)

@@ -30,10 +30,7 @@ def completion_jobs(request: CompletionRequest, model: ModelInfo, config: ServeC
         raise RequestRefused("best_of must equal n: answers are not ranked", param="best_of")
     if request.echo and request.logprobs is not None:
         raise RequestRefused("echo does not go with logprobs: prompts are not scored", param="echo")
-    given = _prompts(request.prompt)
-    for prompt in given:
-        check_characters([prompt] if isinstance(prompt, str) else [], model)
-    prompts = [_encode(prompt, model) for prompt in given]
+    prompts = [_encode(prompt, model) for prompt in _prompts(request.prompt)]
     jobs = jobs_of(
         request,
         prompts,
@@ -58,6 +55,7 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
 
 
 def _encode(prompt: str | list[int], model: ModelInfo) -> list[int]:
+    check_characters([prompt] if isinstance(prompt, str) else [], model)
     try:
         ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     except PacelineError as error:

@@ -24,12 +24,11 @@ class Grammars(Protocol):
 
 
 class Cache(Protocol):
+    """Rows of `max_len` positions each; `lengths` says how many of them are in use."""
+
     num_rows: int
-    """Answers made at once."""
     max_len: int
-    """Tokens of prompt and answer together."""
     lengths: list[int]
-    """Positions in use, by row."""
 
 
 class Target(Protocol):
@@ -40,7 +39,7 @@ class Target(Protocol):
 
 
 class Requests(Protocol):
-    """The requests in the engine: without a row, with a part of their prompt read, with an answer under way."""
+    """Those in the engine: without a row of the cache, with a part of their prompt read, with an answer under way."""
 
     @property
     def waiting(self) -> Collection[Sequence]: ...

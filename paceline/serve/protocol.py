@@ -41,28 +41,26 @@ class Function(Open):
     strict: bool | None = None
 
 
+class CalledFunction(Open):
+    name: str
+    arguments: str = "{}"
+
+
 class Tool(Open):
     type: Literal["function"] = "function"
     function: Function
 
 
-class NamedFunction(Open):
-    name: str
-
-
 class NamedTool(Open):
+    """Of the function only the name is read."""
+
     type: Literal["function"] = "function"
-    function: NamedFunction
+    function: CalledFunction
 
 
 class ContentPart(Open):
     type: str
     text: str | None = None
-
-
-class CalledFunction(Open):
-    name: str
-    arguments: str = "{}"
 
 
 class ToolCall(Open):

@@ -9,19 +9,18 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from functools import partial
 from types import FrameType
 from typing import Any, cast
 
 import uvicorn
 
-from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.serve.app import Rendered, create_app
 from paceline.serve.connection import connections
 from paceline.serve.settings import ServeConfig
-from paceline.serve.worker import EngineWorker
+from paceline.serve.worker import EngineWorker, M
 
 SWITCH_SECONDS = 0.0005
 """How long the event loop may keep the interpreter while the engine waits for it; the usual 5 ms would be felt in a round."""
@@ -94,32 +93,27 @@ def make_server(worker: EngineWorker, config: ServeConfig, metrics: Rendered | N
 
 
 def run(
-    worker: EngineWorker,
+    worker: EngineWorker[M],
     config: ServeConfig,
     metrics: Rendered | None = None,
     *,
     say: Callable[[str], None],
-    introduce: Callable[[LLM], str],
+    introduce: Callable[[M], str],
 ) -> None:
     """Serve until a signal comes. Raises what kept the model from loading, or the engine from coming back."""
     sys.setswitchinterval(SWITCH_SECONDS)
     with listen(config) as bound:
-        asyncio.run(_run(make_server(worker, config, metrics), worker, config, bound, Greeting(say, introduce)))
+        greeting = partial(_greet, worker, config, bound, say, introduce)
+        asyncio.run(_run(make_server(worker, config, metrics), worker, bound, greeting))
     if worker.failure:
         raise worker.failure
 
 
-@dataclass(frozen=True, slots=True)
-class Greeting:
-    """What is said at the start, and to whom."""
-
-    say: Callable[[str], None]
-    introduce: Callable[[LLM], str]
-
-
-async def _run(server: Server, worker: EngineWorker, config: ServeConfig, bound: socket.socket, greeting: Greeting) -> None:
+async def _run(
+    server: Server, worker: EngineWorker[M], bound: socket.socket, greet: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
     worker.start()
-    tasks = [asyncio.create_task(_greet(worker, config, bound, greeting)), asyncio.create_task(_supervise(server, worker))]
+    tasks = [asyncio.create_task(greet()), asyncio.create_task(_supervise(server, worker))]
     try:
         await server.serve(sockets=[bound])
     finally:
@@ -128,16 +122,22 @@ async def _run(server: Server, worker: EngineWorker, config: ServeConfig, bound:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _greet(worker: EngineWorker, config: ServeConfig, bound: socket.socket, greeting: Greeting) -> None:
+async def _greet(
+    worker: EngineWorker[M],
+    config: ServeConfig,
+    bound: socket.socket,
+    say: Callable[[str], None],
+    introduce: Callable[[M], str],
+) -> None:
     host, port = bound.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    greeting.say(f"listening on {address}, loading the model")
+    say(f"listening on {address}, loading the model")
     await worker.loaded()
-    greeting.say(await worker.call(greeting.introduce))
-    greeting.say(f"ready: open {address}/ in a browser, or")
+    say(await worker.call(introduce))
+    say(f"ready: open {address}/ in a browser, or")
     key = ' -H "Authorization: Bearer $PACELINE_API_KEY"' if config.api_keys else ""
     body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}'
-    greeting.say(f"curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")
+    say(f"curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")
 
 
 async def _supervise(server: Server, worker: EngineWorker) -> None:

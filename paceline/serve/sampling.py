@@ -87,16 +87,10 @@ def _params(request: Sampling, model: ModelInfo, logprobs: int | None, grammar: 
             ignore_eos=bool(request.ignore_eos),
             logprobs=None if logprobs is None else min(logprobs, model.vocab_size),
             grammar=grammar,
-            max_drafted=_max_drafted(request.speculate),
+            max_drafted=0 if request.speculate == "off" else request.speculate if isinstance(request.speculate, int) else None,
         )
     except PacelineError as error:
         raise RequestRefused.of(error) from error
-
-
-def _max_drafted(speculate: str | int | None) -> int | None:
-    if speculate == "off":
-        return 0
-    return speculate if isinstance(speculate, int) else None
 
 
 def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -117,7 +111,12 @@ def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
 
 def grammar_of(request: Sampling) -> GrammarSpec | None:
     """What the answer has to be, if the request says so. Raises RequestRefused when it says so twice, or by halves."""
-    specs = [spec for spec in (_format(request.response_format), *_guided(request)) if spec]
+    guided_json = request.guided_json
+    specs = [spec] if (spec := _format(request.response_format)) else []
+    if request.guided_regex is not None:
+        specs.append(GrammarSpec("regex", request.guided_regex))
+    if guided_json is not None:
+        specs.append(GrammarSpec("json_schema", guided_json if isinstance(guided_json, str) else compact(guided_json)))
     if len(specs) > 1:
         raise RequestRefused("only one of response_format, guided_regex and guided_json can hold", param="response_format")
     if not specs:
@@ -141,16 +140,6 @@ def _format(form: ResponseFormat | None) -> GrammarSpec | None:
     if form.json_schema is None:
         raise RequestRefused('response_format of type "json_schema" needs the field json_schema', param="response_format")
     return GrammarSpec("json_schema", compact(form.json_schema.schema_))
-
-
-def _guided(request: Sampling) -> list[GrammarSpec]:
-    specs = []
-    if request.guided_regex is not None:
-        specs.append(GrammarSpec("regex", request.guided_regex))
-    if request.guided_json is not None:
-        text = request.guided_json if isinstance(request.guided_json, str) else compact(request.guided_json)
-        specs.append(GrammarSpec("json_schema", text))
-    return specs
 
 
 def compact(value: Any) -> str:

@@ -104,8 +104,10 @@ class TraceWriter:
         `sample` of all requests are traced. The oldest shards go when all of them take more than `max_bytes`, or are older than
         `max_age_s`. Raises ConfigError on impossible values; a folder that cannot be written only costs traces.
         """
-        _check(sample=sample, max_bytes=max_bytes, max_age_s=max_age_s, queue_size=queue_size)
-        _check(rows_per_file=rows_per_file, flush_s=flush_s)
+        sizes = {"sample": sample, "max_bytes": max_bytes, "max_age_s": max_age_s, "queue_size": queue_size}
+        for name, value in (sizes | {"rows_per_file": rows_per_file, "flush_s": flush_s}).items():
+            if not value > 0:
+                raise ConfigError(f"{name} of traces must be above 0, not {value}")
         if sample > 1.0:
             raise ConfigError(f"sample is a share of all requests, at most 1, not {sample}")
         self.folder = Path(folder)
@@ -159,19 +161,13 @@ class TraceWriter:
         rows: list[dict[str, Any]] = []
         due = time.monotonic()
         while not (self._is_closing and self._queue.empty()):
-            trace = self._next(due)
-            if trace is not None:
-                rows += filter(None, [self._safe_row(trace)])
+            with contextlib.suppress(queue.Empty):
+                trace = self._queue.get(timeout=max(0.0, due - time.monotonic()))
+                rows += filter(None, [trace and self._safe_row(trace)])
             if len(rows) >= self._rows_per_file or time.monotonic() >= due:
                 self._flush(rows)
                 rows, due = [], time.monotonic() + self._flush_s
         self._flush(rows)
-
-    def _next(self, due: float) -> _Trace | None:
-        try:
-            return self._queue.get(timeout=max(0.0, due - time.monotonic()))
-        except queue.Empty:
-            return None
 
     def _safe_row(self, trace: _Trace) -> dict[str, Any] | None:
         """The trace as a row; None, and counted, when it cannot be made into one."""
@@ -199,17 +195,19 @@ class TraceWriter:
             sampling = _redacted(sampling, redactor)
         self._num_rows += 1
         prompt = np.array(prompt_ids, np.int32)
+        digest = hashlib.blake2b(prompt.tobytes(), digest_size=8).hexdigest()
+        is_ended = bool(answer_ids) and answer_ids[-1] in seq.eos_token_ids
         times = seq.timings
         return {
             # Up to the @ it names the prompt: what is asked twice is held out twice, or not at all.
-            "key": f"{SOURCE}/{_digest(prompt)}@{seq.params.temperature:g}#{self._run_id}-{self._num_rows}",
+            "key": f"{SOURCE}/{digest}@{seq.params.temperature:g}#{self._run_id}-{self._num_rows}",
             "source": SOURCE,
             "turn": 0,
             "temperature": seq.params.temperature,
             "prompt_ids": prompt,
             "answer_ids": np.array(answer_ids, np.int32),
             "finish_reason": outcome,
-            "text": self._tokenizer.decode(_spoken(answer_ids, seq)),
+            "text": self._tokenizer.decode(answer_ids[:-1] if is_ended else answer_ids),  # the end token is no text
             "model": self._model,
             "tag": tag and tag.encode(errors="replace").decode(),
             "ended": int(trace.ended * 1000),
@@ -271,12 +269,6 @@ class TraceWriter:
             num_bytes -= size
 
 
-def _check(**values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise ConfigError(f"{name} of traces must be above 0, not {value}")
-
-
 def _given(params: SamplingParams) -> dict[str, Any]:
     """What differs from the defaults; -inf of a bias as JSON's readers take it."""
     values = {name: value for name, value in asdict(params).items() if value != _DEFAULTS[name]}
@@ -295,15 +287,6 @@ def _redacted(value: Any, redactor: Redactor) -> Any:
     if isinstance(value, list | tuple):
         return [_redacted(each, redactor) for each in value]
     return redactor.text(value) if isinstance(value, str) else value
-
-
-def _spoken(answer_ids: list[int], seq: Sequence) -> list[int]:
-    """Without the token that only says that this is the end."""
-    return answer_ids[:-1] if answer_ids and answer_ids[-1] in seq.eos_token_ids else answer_ids
-
-
-def _digest(prompt: np.ndarray[Any, np.dtype[np.int32]]) -> str:
-    return hashlib.blake2b(prompt.tobytes(), digest_size=8).hexdigest()
 
 
 def _private(path: str, flags: int) -> int:

@@ -35,6 +35,8 @@ M = TypeVar("M", bound=Model)
 State = Literal["loading", "ready", "restarting", "draining", "stopped", "failed"]
 COMPILERS = 2
 """Grammars that are compiled at once: a large one takes seconds, which neither the engine nor other requests wait for."""
+MAX_TAG = 128
+"""Characters of a request's tag that are kept."""
 MAX_LOADS = 3
 """Tries to build an engine after a crash before the worker gives up."""
 STEADY_SECONDS = 10.0
@@ -136,7 +138,7 @@ class EngineWorker(Generic[M]):
             self.observer.refused("queue_full")
             raise QueueFull(retry_after_s=max(1, round(self._mean_s * (num_open - num_rows) / num_rows)))
         deadline = time.perf_counter() + self.deadline_s if self.deadline_s else math.inf
-        ticket = Ticket(jobs, self.abort, tag=tag, deadline=deadline)
+        ticket = Ticket(jobs, self.abort, tag=tag[:MAX_TAG] if tag else None, deadline=deadline)
         self._open.add(ticket)
         self._idle.clear()
         self._post(partial(self._add, ticket))
