@@ -124,7 +124,7 @@ def test_ctrl_c_ends_an_idle_server(running: tuple[subprocess.Popen[str], int]) 
 def test_options_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     for text, said in (
-        ("host: 127.0.0.1\nmax-queue: -1\n", "max_queue must be 0 or more"),
+        ("host: 127.0.0.1\nmax-queue: -1\n", "--max-queue must be 0 or more"),
         ("api-key: [a, 'ü']\n", "ASCII"),
         ("speed: 3\n", "'speed', which is no option"),
         ("[1", "cannot be read as YAML"),
