@@ -106,10 +106,10 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0 every answer has a seed of its own")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--speculate", default="full", help="auto chooses draft lengths; full always drafts all it may")
+    parser.add_argument("--plan", default="fixed", help="auto: the drafts that pay; fixed: all in every round; fixed:K")
     parser.add_argument("--drafters", default="default,ngram", help="comma-separated")
     args = parser.parse_args()
-    llm = LLM(args.model, drafter="none", dtype=args.dtype, max_batch=args.batch, speculate=args.speculate)
+    llm = LLM(args.model, drafter="none", dtype=args.dtype, max_batch=args.batch, plan=args.plan)
     prompts, params, schemas = requests(llm, args)
     plain: list[list[int]] = []
     results = []

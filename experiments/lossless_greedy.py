@@ -101,12 +101,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--weight-format", default="auto")
-    parser.add_argument("--speculate", default="full", help="auto chooses draft lengths; full always drafts all it may")
+    parser.add_argument("--plan", default="fixed", help="auto: the drafts that pay; fixed: all in every round; fixed:K")
     parser.add_argument("--drafters", default="", help="comma-separated; all when empty")
     args = parser.parse_args()
     share = -(-args.limit // len(args.prompts))
     messages = [prompt.messages for path in args.prompts for prompt in read_prompts(path, limit=share)][: args.limit]
-    how = {"backend": args.backend, "weight_format": args.weight_format, "speculate": args.speculate}
+    how = {"backend": args.backend, "weight_format": args.weight_format, "plan": args.plan}
     llm = LLM(args.model, drafter="none", dtype=args.dtype, max_batch=args.batch, **how)
     prompts = [llm.encode_chat(list(each)) for each in messages]
     params = SamplingParams(max_tokens=args.max_tokens)

@@ -15,7 +15,7 @@ import sys
 import time
 
 from paceline import LLM, SamplingParams
-from paceline.pace import PrefillPace
+from paceline.plan import FixedPlanner
 from paceline.runlog import record_of
 
 PROMPT_TOKENS = 1000
@@ -73,7 +73,7 @@ def main() -> int:
     options = parser.parse_args()
     llm = LLM(options.model, drafter=options.drafter, dtype=options.dtype, max_batch=options.streams + 1, max_len=2048)
     if options.fixed:
-        llm.engine._pace = PrefillPace(256, adapts=False)
+        llm.engine.planner = FixedPlanner()
     runs = [measure(llm, options.streams, run) for run in range(options.repeat + 1)][1:]
     figures = {name: round(statistics.median(run[name] for run in runs), 2) for name in runs[0]}
     asked = {"streams": options.streams, "fixed": options.fixed, "dtype": llm.config.dtype}

@@ -40,7 +40,10 @@ JsonSchema = Annotated[
 ]
 Regex = Annotated[str | None, Option(help="The answer matches this from end to end. Needs paceline[serve].")]
 NumDrafted = Annotated[int | None, Option(help="Most tokens drafted per round; the drafter's own number when left out.")]
-Speculate = Annotated[str, Option(help="auto: draft as many tokens as pay, look repeats up; full: always as many as may.")]
+Plan = Annotated[
+    str,
+    Option(help="auto: the drafts that pay, look repeats up; fixed:K: K drafts in every round; fixed: all."),
+]
 MaxLen = Annotated[int | None, Option(help="Tokens of prompt and answer together [default: the model's limit, at most 2048].")]
 KvMemory = Annotated[str | None, Option(help="Most memory for KV caches: 512M, 2G or bytes.")]
 Threads = Annotated[int | None, Option(help="CPU threads.")]

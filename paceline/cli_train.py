@@ -54,7 +54,7 @@ def evaluate(
 
     Example: paceline evaluate runs/mine/drafter --prompts questions.jsonl --limit 20
     """
-    settings = settings_of({**locals(), "drafter": "none", "num_drafted": None, "speculate": "full"}, model)
+    settings = settings_of({**locals(), "drafter": "none", "num_drafted": None, "plan": "fixed"}, model)
     del settings["drafter"]
     batches = tuple(int(value) for value in numbers("--batch", batch, whole=True))
     temperatures = tuple(numbers("--temperature", temperature))

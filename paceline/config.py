@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
 from paceline.errors import ConfigError
+from paceline.plan import num_fixed
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BACKENDS = ("auto", "native", "torch")
 WEIGHT_FORMATS = ("auto", "blocks", "dense", "q8_0", "q4_1")
-SPECULATE = ("auto", "full")
 RULES = ("auto", "match", "rejection", "block")
 Bytes = Annotated[int, "bytes"]
 """A number of bytes; on the command line it may be written 512M."""
@@ -45,10 +45,10 @@ class EngineConfig:
     """Most memory for all KV caches together, the drafter's too: 512M, 2G or bytes. Lowers `max_batch` until they fit."""
     num_drafted: int | None = None
     """Most tokens drafted per round [default: the drafter's own number]."""
-    speculate: Annotated[str, SPECULATE] = "auto"
-    """auto drafts in each round as many tokens as bring the most tokens per second here, none when none do, and what an n-gram
-    lookup finds where that promises more (unless `num_drafted` is given); full always as many as the drafter may. Sampled
-    requests with a seed always draft in full: their text depends on the number."""
+    plan: str = "auto"
+    """auto checks in each round the drafts that bring the most tokens per second here, none when none do, and what an n-gram
+    lookup finds where that promises more (unless `num_drafted` is given); fixed:K the drafter's first K in every round, fixed
+    all that it may: nothing then depends on the clock."""
     rule: Annotated[str, RULES] = "auto"
     """How sampled drafts are verified: match (certain drafts), rejection or block; auto takes the best that is lossless."""
     mocked_tokens_per_round: float | None = None
@@ -76,6 +76,8 @@ class EngineConfig:
         for is_wrong, remedy in checks:
             if is_wrong:
                 raise ConfigError(remedy)
+        if self.plan != "auto":
+            num_fixed(self.plan)
 
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:
@@ -92,7 +94,6 @@ _CHOICES = {
     "backend": BACKENDS,
     "weight_format": WEIGHT_FORMATS,
     "weights": ("checkpoint", "random"),
-    "speculate": SPECULATE,
     "rule": RULES,
 }
 

@@ -11,7 +11,7 @@ import math
 import os
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from paceline.errors import SamplingError
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # tensors are only named here, so that `import paceline.types
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 GrammarKind = Literal["json_object", "json_schema", "regex"]
+RowKind = Literal["greedy", "sampled", "seeded"]
+NONE = "none"
+"""The source of a round in which a row checked no drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +154,23 @@ class Constraint(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Whose drafts a row checks in a round, and how many at most."""
+
+    source: str = NONE
+    count: int = 0
+
+
+class Round(NamedTuple):
+    """What became of one row's drafts in a round."""
+
+    num_drafted: int
+    num_accepted: int
+    source: str = NONE
+    """Whose drafts they were: "dflash", "ngram", ..., or "none" when there were none."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request on its way: its tokens, its place in the cache, its counts and its clock."""
@@ -175,13 +195,8 @@ class Sequence:
     num_accepted: int = 0
     accepted_histogram: list[int] = field(default_factory=list)
     """accepted_histogram[n]: rounds in which exactly n drafts stood."""
-    rounds: list[tuple[int, int]] = field(default_factory=list)
-    """Drafted and accepted, round by round."""
+    rounds: list[Round] = field(default_factory=list)
     lossless: bool = True
-    max_drafted: int | None = None
-    """Most drafts of the next round, as the engine chose; None leaves it to the drafter."""
-    takes_free: bool = False
-    """Whether these are to be the drafts that its drafter has at hand for nothing (`Drafter.free_chance`)."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
     eos_token_ids: tuple[int, ...] = ()
@@ -195,6 +210,12 @@ class Sequence:
         self.seed = self.params.seed if self.params.seed is not None else int.from_bytes(os.urandom(7), "little")
 
     @property
+    def kind(self) -> RowKind:
+        """How its drafts are made and judged: a seed's text is plain decoding's, whatever is drafted, so that its drafts are
+        certain ones; a sampled request without a seed may have them drawn."""
+        return "greedy" if self.params.is_greedy else "sampled" if self.params.seed is None else "seeded"
+
+    @property
     def num_output(self) -> int:
         return len(self.tokens) - self.prompt_len
 
@@ -206,6 +227,11 @@ class Sequence:
     def num_remaining(self) -> int:
         """Tokens this sequence may still produce."""
         return self.params.max_tokens - self.num_output
+
+    def most_drafted(self, num_drafted: int) -> int:
+        """Drafts of a round at most, of a drafter that can make `num_drafted`: the last token is always the target's own."""
+        most = num_drafted if self.params.max_drafted is None else min(num_drafted, self.params.max_drafted)
+        return max(min(most, self.num_remaining - 1), 0)
 
     def accept(self, tokens: list[int]) -> list[int]:
         """Append tokens up to the first that ends the answer; returns those taken. All but the last stand in the cache."""
@@ -230,6 +256,11 @@ class Batch:
     """The running sequences of one round, in the order of every `_B` list and tensor of that round."""
 
     sequences: list[Sequence]
+    takes_B: list[Take] | None = None
+    """What each row drafts, as a planner chose; None leaves it to the drafter."""
+    whole_blocks: bool = True
+    """Whether a block drafter drafts its whole block, however few of its slots are asked for, so that drafts do not depend on
+    who else drafts."""
 
     @property
     def rows(self) -> list[int]:
@@ -245,15 +276,8 @@ class Batch:
 
     def draft_limits_B(self, num_drafted: int) -> list[int]:
         """No more drafts than were chosen or asked for, nor than the request may still produce besides the bonus token."""
-        return [
-            min(
-                num_drafted,
-                seq.num_remaining - 1,
-                num_drafted if seq.max_drafted is None else seq.max_drafted,
-                num_drafted if seq.params.max_drafted is None else seq.params.max_drafted,
-            )
-            for seq in self.sequences
-        ]
+        counts_B = [num_drafted] * len(self) if self.takes_B is None else [take.count for take in self.takes_B]
+        return [min(count, seq.most_drafted(num_drafted)) for seq, count in zip(self.sequences, counts_B, strict=True)]
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -268,10 +292,21 @@ class DraftBlock:
     probs_B: list[Tensor | None]
     """For each row the distribution each draft was sampled from, [len(tokens), V], or None when the drafts are
     certain (argmax, n-gram): then the proposal is one-hot."""
+    sure_B: list[list[float] | None] | None = None
+    """For each row the log-probability of the drafter's most likely token at each slot, all known before any token is drawn;
+    None for drafters that cannot say, and for rows that drafted nothing."""
 
     @classmethod
     def certain(cls, tokens_B: list[list[int]]) -> DraftBlock:
         return cls(tokens_B, [None] * len(tokens_B))
+
+    def cut(self, widths_B: list[int]) -> DraftBlock:
+        """The first drafts of each row."""
+        if all(len(tokens) <= width for tokens, width in zip(self.tokens_B, widths_B, strict=True)):
+            return self
+        pairs = list(zip(self.tokens_B, self.probs_B, widths_B, strict=True))
+        probs_B = [probs[:width] if probs is not None and width else None for _, probs, width in pairs]
+        return DraftBlock([tokens[:width] for tokens, _, width in pairs], probs_B, self.sure_B)
 
 
 @dataclass(slots=True)
@@ -293,8 +328,15 @@ class RoundStats:
     """One round of one batch. `lossless` is False when a lossy rule or a mocked acceptance made it."""
 
     num_drafted_B: list[int]
+    """Drafts that were proposed to be checked."""
     num_accepted_B: list[int]
     lossless: bool
     draft_s: float = 0.0
     verify_s: float = 0.0
     host_s: float = 0.0
+    source_B: list[str] = field(default_factory=list)
+    """Whose drafts each row checked."""
+    num_checked_B: list[int] = field(default_factory=list)
+    """Drafts in the verify pass: fewer than proposed where a grammar refused some."""
+    sure_B: list[list[float] | None] | None = None
+    """As DraftBlock.sure_B, of all that was drafted."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import tokenizers
 import torch
@@ -59,6 +60,7 @@ def fake_llm(target: Target | None = None, *, tokenizer: Any = None) -> LLM:
     llm.config = EngineConfig(model="fake", drafter="none", device="cpu", dtype="float32", prefill_chunk=16)
     llm.tokenizer = cast(Any, tokenizer or ByteTokenizer())
     llm.target, llm.drafter = target or Talker(), NoDrafter()
+    llm.pass_costs, llm._planners, llm._inboxes = None, WeakKeyDictionary(), {}
     llm.engine = llm.new_engine(llm.drafter)
     return llm
 

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "paceline"
 
 LAYERS = [
-    {"types", "errors", "config", "figures", "hardware", "pace", "runlog", "rng", "prompts", "progress", "tables"},
+    {"types", "errors", "config", "figures", "hardware", "learned", "plan", "runlog", "rng", "prompts", "progress", "tables"},
     {"hub", "model", "simulate"},
     {"draft", "verify"},
     {"engine"},
@@ -37,7 +37,8 @@ TORCH_FREE_AT_IMPORT = [
     "config",
     "figures",
     "hardware",
-    "pace",
+    "learned",
+    "plan",
     "runlog",
     "rng",
     "prompts",
@@ -58,7 +59,7 @@ SIDEWAYS = {
     ("bench", "train"),
     ("bench", "serve"),
 }
-STANDS_ALONE = {"simulate": {"types", "errors", "config", "figures", "hardware", "pace", "tables", "simulate"}}
+STANDS_ALONE = {"simulate": {"types", "errors", "config", "figures", "hardware", "learned", "plan", "tables", "simulate"}}
 """Parts that import nothing else of ours, and no torch."""
 
 

@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from paceline.serve.traces import TraceWriter
 from paceline.testing import ByteTokenizer
-from paceline.types import SamplingParams, Sequence, Timings
+from paceline.types import Round, SamplingParams, Sequence, Timings
 
 MAIL = r"[\w.+-]+@[\w-]+\.[\w.-]+"
 BYTES = ByteTokenizer()
@@ -22,7 +22,7 @@ def sequence(prompt: str = "Say it.", answer: str = "It.", **changes: Any) -> Se
     params = SamplingParams(**({"seed": 5} | changes))
     seq = Sequence(0, prompt_ids + list(answer.encode()) + [257], len(prompt_ids), params, eos_token_ids=(257,))
     seq.timings = Timings(arrival_s=time.perf_counter() - 1.0, first_token_s=time.perf_counter() - 0.75, draft_s=0.125)
-    seq.rounds = [(3, 2), (3, 0), (1, 1)]
+    seq.rounds = [Round(3, 2), Round(3, 0), Round(1, 1)]
     return seq
 
 

@@ -12,28 +12,7 @@ from typing import Any
 
 from paceline.figures import ratio, survival
 from paceline.tables import Column, Table
-from paceline.types import Sequence
-
-PLAIN = "none"
-"""The source of a round without drafts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One round of one answer."""
-
-    source: str
-    """Where the drafts came from."""
-    num_drafted: int
-    num_accepted: int
-
-
-def rounds_of(seq: Sequence, drafter: str) -> list[Round]:
-    """The rounds of a finished sequence, in order; one that does not tell its source is of `drafter`."""
-    made = []
-    for drafted, accepted, *told in seq.rounds:
-        made.append(Round(told[0] if told else drafter if drafted else PLAIN, drafted, accepted))
-    return made
+from paceline.types import Round
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from paceline.bench.drafting import Round, rounds_of
 from paceline.draft.base import Drafter
 from paceline.engine.engine import Engine
 from paceline.errors import ContextLengthError
 from paceline.prompts import Prompt
-from paceline.types import SamplingParams, Sequence
+from paceline.types import Round, SamplingParams, Sequence
 
 if TYPE_CHECKING:
     from paceline.engine.llm import LLM
@@ -109,7 +108,7 @@ def run_pass(
                 texts[seq.request_id].append(chunk.text)
                 if chunk.finish_reason is not None:
                     text = "".join(texts.pop(seq.request_id))
-                    answers[index_of.pop(seq.request_id)] = _answer(seq, text, engine.drafter.name)
+                    answers[index_of.pop(seq.request_id)] = _answer(seq, text)
                     done.prefill_s = (done.prefill_s or 0.0) + seq.timings.prefill_s
                     if on_answer:
                         on_answer()
@@ -128,10 +127,10 @@ def _add_rounds(done: Pass, engine: Engine) -> None:
         done.num_passes += 1
 
 
-def _answer(seq: Sequence, text: str, drafter: str) -> Answer:
+def _answer(seq: Sequence, text: str) -> Answer:
     began = seq.timings.arrival_s + seq.timings.queue_s
     seconds = (seq.timings.token_s[-1] if seq.timings.token_s else time.perf_counter()) - began
-    return Answer(seq.output_ids, text, seconds, rounds_of(seq, drafter), seq.lossless)
+    return Answer(seq.output_ids, text, seconds, seq.rounds, seq.lossless)
 
 
 class Engines:
@@ -145,6 +144,7 @@ class Engines:
         return self._made[name][0]
 
     def add(self, name: str, drafter: Drafter) -> None:
+        """Make an engine for this drafter. Raises DrafterMismatchError."""
         self._made[name] = drafter, self._llm.new_engine(drafter)
 
     def use(self, name: str) -> Engine:

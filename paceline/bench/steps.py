@@ -27,6 +27,7 @@ from paceline.hardware import Machine
 from paceline.hub import resolve
 from paceline.model.backends import form_of
 from paceline.model.checkpoint import read_json
+from paceline.plan import FixedPlanner
 from paceline.types import Batch, DraftBlock, SamplingParams
 from paceline.verify.mocked import MockedAcceptance
 
@@ -46,11 +47,13 @@ class FilledDrafter(Drafter):
     Everything else is the inner drafter's: its threads, its taps, its caches.
     """
 
+    is_at_hand = False
+
     def __init__(self, inner: Drafter, num_drafted: int) -> None:
         self.inner, self.num_drafted = inner, max(num_drafted, inner.num_drafted)
 
     def __getattribute__(self, name: str) -> Any:
-        is_own = name in ("inner", "num_drafted", "propose") or name.startswith("__")
+        is_own = name in ("inner", "num_drafted", "is_at_hand", "propose") or name.startswith("__")
         return object.__getattribute__(self, name) if is_own else getattr(self.inner, name)
 
     def propose(self, batch: Batch) -> DraftBlock:
@@ -155,8 +158,7 @@ class StepBench:
         return time.perf_counter() - started
 
     def _hold(self, width: int) -> None:
-        for seq in (*self._engine.scheduler.running, *self._engine.scheduler.prefilling):
-            seq.max_drafted = width
+        self._engine.planner = FixedPlanner(width, self.llm.config.prefill_chunk, whole_blocks=False)
 
     def as_json(self, machine: Machine, model_config: dict[str, Any] | None = None) -> dict[str, Any]:
         """The file: medians over the runs. Times of drafts are those of the drafter's own widths only."""

@@ -17,7 +17,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.drafting import rounds_of
 from paceline.bench.passes import Engines
 from paceline.draft.base import NoDrafter
 from paceline.errors import ConfigError
@@ -25,7 +24,8 @@ from paceline.figures import first_difference
 from paceline.types import SamplingParams, Sequence
 
 if TYPE_CHECKING:
-    from paceline.engine.llm import LLM
+    from paceline.draft.base import NoDrafter
+from paceline.engine.llm import LLM
 
 NAME = "timing.json"
 VERSION = 1
@@ -171,7 +171,7 @@ def timed(sequence: Sequence, detokenizer: Any, drafter: str) -> TimedAnswer:
     """What a finished sequence remembers of its tokens; `detokenizer` is a fresh one."""
     ids = sequence.output_ids
     origins = [(0, False)]
-    for number, each in enumerate(rounds_of(sequence, drafter), start=1):
+    for number, each in enumerate(sequence.rounds, start=1):
         origins += [(number, True)] * each.num_accepted + [(number, False)]
     arrival_s, last = sequence.timings.arrival_s, len(ids) - 1
     is_ended = sequence.finish_reason == "stop"

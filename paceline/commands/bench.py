@@ -82,7 +82,7 @@ def _save(where: Path, run: Path, device: str) -> Path:
 def bench_steps(
     engine: Annotated[
         EngineConfig,
-        Without("max_batch", "kv_memory", "num_drafted", "speculate", "rule", "mocked_tokens_per_round", "prefill_chunk"),
+        Without("max_batch", "kv_memory", "num_drafted", "plan", "rule", "mocked_tokens_per_round", "prefill_chunk"),
         Changed(drafter=MEASURED),
     ],
     config: Annotated[StepsConfig, Changed(batches=Opt("--batch"), max_positions=Opt("--positions"))],

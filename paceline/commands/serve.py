@@ -63,7 +63,7 @@ def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
 
 @options
 def serve(
-    engine: Annotated[EngineConfig, Without("prefill_chunk", "speculate", "mocked_tokens_per_round")],
+    engine: Annotated[EngineConfig, Without("prefill_chunk", "plan", "mocked_tokens_per_round")],
     serving: Annotated[ServeConfig, Without("body_seconds", "header_seconds", "write_seconds"), Changed(**NAMES)],
     tracing: Annotated[TraceConfig, Changed(**TRACE_NAMES)],
     config: Annotated[

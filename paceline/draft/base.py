@@ -9,7 +9,6 @@ the next `propose` must not see them unless they were verified.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,8 +45,8 @@ class Drafter(ABC):
     name: str = ""
     num_drafted: int = 0
     """The most tokens drafted per round (block_size - 1)."""
-    chooses_length: bool = False
-    """Whether it knows best itself how much to draft: the engine then leaves the choice to it."""
+    is_at_hand: bool = False
+    """Whether its drafts cost next to nothing to make, and it can tell beforehand how likely they are to stand (`chance`)."""
     has_own_threads: bool = True
     """Whether it has nothing to compute that PyTorch's threads would be worth having for."""
     tap_layers: tuple[int, ...] = ()
@@ -58,9 +57,6 @@ class Drafter(ABC):
 
         Raises DrafterMismatchError naming both values when hidden size, vocabulary or layer ids differ.
         """
-
-    def learn_costs(self, seconds_of: Callable[[int], float]) -> None:
-        """Seconds of a target pass by its number of positions, as measured here: for drafters that choose their own length."""
 
     def cache_bytes(self, target: Target) -> int:
         """Bytes of cache this drafter adds to the KV budget for a target."""
@@ -75,14 +71,20 @@ class Drafter(ABC):
         running, or that was dropped and whose row no other has been given since; or `seq.row` itself."""
         return 0 if self.tap_layers else length
 
-    def free_chance(self, seq: Sequence) -> float:
-        """Chance that each of the drafts it has at hand for nothing stands if those before it do; 0.0 when it has none. While a
-        sequence `takes_free`, `propose` gives it those."""
+    def can_draft(self, seq: Sequence) -> bool:
+        """Whether it knows all of the sequence that it needs: one that it did not observe from its beginning it may not."""
+        return True
+
+    def chance(self, seq: Sequence) -> float:
+        """Of a drafter with drafts at hand: the chance that each stands if those before it do; 0.0 when it has none now."""
         return 0.0
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftBlock:
-        """Guess up to `num_drafted` tokens after each sequence's anchor; never more than `batch.draft_limits_B`."""
+        """Guess up to `num_drafted` tokens after each sequence's anchor; never more than `batch.draft_limits_B`.
+
+        Greedy requests and those with a seed get certain drafts: the text of a seed is plain decoding's, whatever is drafted.
+        """
 
     def observe(self, observed: list[Observed]) -> None:
         """Learn newly verified positions; those of a round come for all sequences of the batch at once, batch order."""

@@ -12,6 +12,7 @@ for decoding, with its cache: `dflash_torch.py` on any device, `dflash_native.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
@@ -27,7 +28,7 @@ from paceline.draft.dflash_native import NativePath
 from paceline.draft.dflash_path import DraftPath, Drafts
 from paceline.draft.dflash_torch import TorchPath
 from paceline.draft.pending import MOST, PIECE, PendingFeatures
-from paceline.errors import ConfigError, ModelFileError, NumericsError
+from paceline.errors import ConfigError, ModelFileError
 from paceline.model.config import DecoderConfig
 from paceline.model.fused import rms_norm, swiglu
 from paceline.model.logits import sample, target_probs
@@ -181,7 +182,7 @@ def make_path(network: DFlashNetwork, target: Target, draft_ids: Tensor | None) 
 
 
 class DFlashDrafter(Drafter):
-    """A DFlash v1 drafter. Greedy requests get certain drafts, sampled ones drafts with their distribution."""
+    """A DFlash v1 drafter. Greedy and seeded requests get certain drafts, sampled ones drafts with their distribution."""
 
     name = "dflash"
 
@@ -205,6 +206,8 @@ class DFlashDrafter(Drafter):
             raise ConfigError(f"draft_sampling must be sample or greedy, not {draft_sampling!r}")
         self.draft_sampling, self.draft_ids = draft_sampling, draft_ids
         self.tap_layers = self.config.target_layer_ids
+        self._target: Target | None = None
+        self._bound_cache: object | None = None
 
     @classmethod
     def from_folder(
@@ -227,10 +230,15 @@ class DFlashDrafter(Drafter):
 
     @torch.no_grad()
     def bind(self, target: Target) -> None:
+        """As Drafter.bind. Bound to the same cache again it keeps its packed matrices and forgets all rows."""
         check_fit(self.config, target, self.draft_ids)
-        self._target = target
+        if self._target is target and self._bound_cache is target.cache:
+            self._path.cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
+        else:
+            self._path = make_path(self.network, target, self.draft_ids)
+        self._target, self._bound_cache = target, target.cache
+        self._vocab_size, self._overwrites_taps = target.vocab_size, target.overwrites_taps
         self._ids = None if self.draft_ids is None else self.draft_ids.tolist()
-        self._path = make_path(self.network, target, self.draft_ids)
         self.has_own_threads = isinstance(self._path, NativePath)
         self._pending = PendingFeatures()
         self._fresh: set[int] = set()
@@ -253,9 +261,8 @@ class DFlashDrafter(Drafter):
             row = one.sequence.row
             if row in self._fresh:
                 self._reset(row, 0)
-            waiting = self._path.cache.lengths[row] + self._pending.count(row)
-            assert one.start == waiting, "positions must be observed once, in order"
-            if self._target.overwrites_taps:
+            assert one.start == self._num_observed(row), "positions must be observed once, in order"
+            if self._overwrites_taps:
                 one = Observed(one.sequence, one.start, one.count, one.taps_TF[one.begin : one.begin + one.count].clone())
             self._pending.add(one)
             if (excess := self._pending.count(row) - MOST) > 0:
@@ -287,7 +294,15 @@ class DFlashDrafter(Drafter):
         counts = [sum(one.count for one in observed) for observed in taken]
         self._path.inject(waiting, starts, counts, _features([one for observed in taken for one in observed]))
 
+    def can_draft(self, seq: Sequence) -> bool:
+        """Whether every position before the anchor was observed."""
+        return seq.row not in self._fresh and self._num_observed(seq.row) == seq.cached_len
+
+    def _num_observed(self, row: int) -> int:
+        return self._path.cache.lengths[row] + self._pending.count(row)
+
     def propose(self, batch: Batch) -> DraftBlock:
+        """As Drafter.propose; a slot whose logits are not finite numbers ends its row's drafts."""
         limits = batch.draft_limits_B(self.num_drafted)
         drafting = [index for index, limit in enumerate(limits) if limit > 0]
         block = DraftBlock.certain([[] for _ in limits])
@@ -296,21 +311,30 @@ class DFlashDrafter(Drafter):
         sequences = [batch.sequences[index] for index in drafting]
         rows, anchors = [seq.row for seq in sequences], [seq.tokens[-1] for seq in sequences]
         self._inject(rows)
-        assert [self._path.cache.lengths[row] for row in rows] == [seq.cached_len for seq in sequences]
-        sampled = [self.draft_sampling == "sample" and not seq.params.is_greedy for seq in sequences]
+        drawn = [self.draft_sampling == "sample" and seq.kind == "sampled" for seq in sequences]
         width = max(limits)
-        # Slots that nobody reads are left out where the engine chose how many: it costs less than a hundredth of what is kept.
-        size = 1 + width if all(seq.max_drafted is not None for seq in sequences) else self.block_size
-        best_BK, logits_BKV = self._draft(rows, anchors, width, size, any(sampled))
+        size = self.block_size if batch.whole_blocks else 1 + width  # slots that nobody reads are left out
+        says_sure = not batch.whole_blocks
+        best_BK, logits_BKV = self._draft(rows, anchors, width, size, says_sure or any(drawn))
+        if logits_BKV is not None:
+            logits_BKV = scale_logits(logits_BKV, self.config)
+        sure_BK = _sureness(logits_BKV) if says_sure and logits_BKV is not None and not all(drawn) else None
+        sure_B: list[list[float] | None] = [None] * len(limits)
+        block.sure_B = sure_B if says_sure else None
         for slot, (seq, index) in enumerate(zip(sequences, drafting, strict=True)):
             limit = limits[index]
-            if sampled[slot]:
+            if drawn[slot]:
                 assert logits_BKV is not None
-                logits_KV = self._over_all_tokens(scale_logits(logits_BKV[slot, :limit], self.config))
-                block.tokens_B[index], block.probs_B[index] = _sampled(seq, logits_KV)
+                probs_KV = target_probs(self._over_all_tokens(logits_BKV[slot, :limit]), seq.params)
+                sure = probs_KV.amax(-1).log_().tolist()
+                num_finite = _num_finite(sure)
+                block.tokens_B[index] = _drawn(seq, probs_KV[:num_finite])
+                block.probs_B[index] = probs_KV[:num_finite] if num_finite else None
             else:
                 best_K = list(takewhile(lambda token: token >= 0, best_BK[slot][:limit]))  # -1: logits that are not finite
+                sure = sure_BK[slot][: len(best_K)] if sure_BK else None
                 block.tokens_B[index] = best_K if self._ids is None else [self._ids[best] for best in best_K]
+            sure_B[index] = sure[: _num_finite(sure)] if sure and says_sure else None
         return block
 
     def _draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
@@ -319,7 +343,7 @@ class DFlashDrafter(Drafter):
     def _over_all_tokens(self, logits_KV: Tensor) -> Tensor:
         if self.draft_ids is None:
             return logits_KV
-        every_KV = logits_KV.new_full((len(logits_KV), self._target.vocab_size), float("-inf"))
+        every_KV = logits_KV.new_full((len(logits_KV), self._vocab_size), float("-inf"))
         return every_KV.index_copy_(1, self.draft_ids.to(logits_KV.device), logits_KV)
 
 
@@ -330,14 +354,18 @@ def _features(observed: list[Observed]) -> Tensor:
     return torch.cat([one.taps_NF for one in observed if one.taps_NF is not None])
 
 
-def _sampled(seq: Sequence, logits_KV: Tensor) -> tuple[list[int], Tensor | None]:
-    """Drafts drawn from the request's own distribution over the drafter's logits, and that distribution [K, V].
+def _sureness(logits_BKV: Tensor) -> list[list[float]]:
+    """Log-probability of each slot's most likely token; NaN or infinite where the logits are."""
+    logits_BKV = logits_BKV.float()
+    return (logits_BKV.amax(-1) - logits_BKV.logsumexp(-1)).tolist()
 
-    None where logits are not finite.
-    """
-    probs_KV = target_probs(logits_KV, seq.params)
+
+def _num_finite(values: list[float]) -> int:
+    """How many come before the first that is no finite number."""
+    return next((count for count, value in enumerate(values) if not math.isfinite(value)), len(values))
+
+
+def _drawn(seq: Sequence, probs_KV: Tensor) -> list[int]:
+    """A draft of each slot, drawn from its distribution."""
     draws = [rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, slot) for slot in range(len(probs_KV))]
-    try:
-        return [sample(probs_V, draw) for probs_V, draw in zip(probs_KV, draws, strict=True)], probs_KV
-    except NumericsError:
-        return [], None
+    return [sample(probs_V, draw) for probs_V, draw in zip(probs_KV, draws, strict=True)]

@@ -101,7 +101,8 @@ class TorchPath:
         hidden_BJD = self.run_block(rows, embedded_TD).unflatten(0, (len(rows), size))
         slots_TD = self._final_norm(hidden_BJD[:, 1 : 1 + width].flatten(0, 1))
         logits_BKV = self._head(slots_TD).unflatten(0, (len(rows), width))
-        best_BK = logits_BKV.max(-1).indices.tolist()  # as argmax, which is six times as slow in bfloat16 on CPU
+        largest, best = logits_BKV.max(-1)  # as argmax, which is six times as slow in bfloat16 on CPU
+        best_BK = best.masked_fill_(~largest.isfinite(), -1).tolist()
         return best_BK, logits_BKV if with_logits else None
 
     def run_block(self, rows: list[int], hidden_TD: Tensor) -> Tensor:

@@ -1,22 +1,18 @@
 """N-gram drafter (prompt lookup): what followed the last time the text went like this, in prompt or answer.
 
 No model: hash maps from the last n tokens to where they last stood, kept up token by token. The longest n that is found
-wins. How much is drafted follows from how far back the match reaches and how this sequence's drafts fared lately:
+wins. How likely its drafts are to stand follows from how far back the match reaches and how this sequence's drafts fared:
 
-    a = distrusted + (trusted - distrusted) * trust      chance that a draft stands, from MATCH_CLASSES by the match's reach
+    chance = distrusted + (trusted - distrusted) * trust      MATCH_CLASSES, by how many tokens match
     trust: share of drafts accepted, fading by 0.85 a round, 0.8 at first
-    draft the K that maximises (B + a + a^2 + ... + a^K) / (cost of a pass over B + K positions), B rows running
 
-So copying soon drafts as much as is allowed, and text that only seems to repeat itself costs one spare position a round.
-The figures come from replayed texts (docs/LOG.md). Everything is kept per row: a text does not depend on its neighbours.
+How many are checked is the planner's choice (`paceline/plan.py`). Everything is kept per row: a text does not depend on its
+neighbours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
 
 from paceline.draft.base import Drafter, Observed
 from paceline.errors import ConfigError
@@ -24,8 +20,7 @@ from paceline.types import Batch, DraftBlock, Sequence
 
 MATCH_CLASSES = ((1, 0.12, 0.6), (2, 0.4, 0.9), (4, 0.55, 0.95), (16, 0.9, 0.98))
 """(least tokens that match, chance that a draft stands when none did lately, when all did)."""
-PASS_COSTS = ((1, 1.0), (4, 1.08), (8, 1.22), (16, 1.5))
-"""Cost of a target pass over so many positions, in one-token passes: the 135M model on two CPU cores."""
+MOST_DRAFTED = 16
 _FADE, _FIRST_TRUST = 0.85, 0.8
 
 
@@ -37,8 +32,6 @@ class _Row:
     """Per n: the last n tokens -> the position after where they last stood, the text's very end excepted."""
     num_indexed: int = 0
     trust: float = _FIRST_TRUST
-    follower: int | None = None
-    """Where the text went on after the match that was found last."""
     num_pending: int = 0
     """Drafts of the round under way."""
 
@@ -47,29 +40,16 @@ class NgramDrafter(Drafter):
     """Drafts the continuation of the longest earlier match; nothing when fewer than `min_match` tokens match."""
 
     name = "ngram"
-    chooses_length = True
+    is_at_hand = True
 
-    def __init__(
-        self,
-        *,
-        num_drafted: int | None = None,
-        min_match: int = 1,
-        pass_costs: tuple[tuple[int, float], ...] = PASS_COSTS,
-    ) -> None:
-        """`pass_costs`: (positions, cost) points of the target pass, ascending, cost 1.0 at one position.
-
-        Raises ConfigError on a negative num_drafted or a min_match below 1.
-        """
-        self.num_drafted = 16 if num_drafted is None else num_drafted
+    def __init__(self, *, num_drafted: int | None = None, min_match: int = 1) -> None:
+        """`num_drafted`: tokens of a continuation at most. Raises ConfigError when it is negative or min_match below 1."""
+        self.num_drafted = MOST_DRAFTED if num_drafted is None else num_drafted
         if self.num_drafted < 0 or min_match < 1:
             raise ConfigError(f"ngram needs num_drafted >= 0 and min_match >= 1 (got {num_drafted}, {min_match})")
         self.min_match = min_match
         self._sizes = [size for size in (8, 5, 3, 2, 1) if size > min_match] + [min_match]
-        self._cost_of: Callable[[int], float] = partial(_cost, pass_costs)
         self._rows: dict[int, _Row] = {}
-
-    def learn_costs(self, seconds_of: Callable[[int], float]) -> None:
-        self._cost_of = seconds_of
 
     def start(self, seq: Sequence) -> None:
         self._rows[seq.row] = _Row([{} for _ in self._sizes])
@@ -85,26 +65,22 @@ class NgramDrafter(Drafter):
                 row.num_pending = 0
             self._index(row, one.sequence.tokens, one.start + one.count)
 
+    def chance(self, seq: Sequence) -> float:
+        row = self._rows[seq.row]
+        follower = self._find(row, seq.tokens)
+        return 0.0 if follower is None else _acceptance(_reach(seq.tokens, follower), row.trust)
+
     def propose(self, batch: Batch) -> DraftBlock:
-        limits = batch.draft_limits_B(self.num_drafted)
-        pairs = zip(batch.sequences, limits, strict=True)
-        return DraftBlock.certain([self._draft(seq, limit, len(batch)) for seq, limit in pairs])
+        pairs = zip(batch.sequences, batch.draft_limits_B(self.num_drafted), strict=True)
+        return DraftBlock.certain([self._draft(seq, limit) if limit else [] for seq, limit in pairs])
 
-    def _draft(self, seq: Sequence, limit: int, num_rows: int) -> list[int]:
-        chance = self.free_chance(seq) if limit > 0 else 0.0
-        return self.continuation(seq, self._best_count(chance, limit, num_rows)) if chance else []
-
-    def free_chance(self, seq: Sequence) -> float:
+    def _draft(self, seq: Sequence, count: int) -> list[int]:
         row = self._rows[seq.row]
-        row.follower = self._find(row, seq.tokens)
-        return 0.0 if row.follower is None else _acceptance(_reach(seq.tokens, row.follower), row.trust)
-
-    def continuation(self, seq: Sequence, count: int) -> list[int]:
-        """So many tokens of what followed the match that `free_chance` has found in this round."""
-        row = self._rows[seq.row]
-        assert row.follower is not None
+        follower = self._find(row, seq.tokens)
+        if follower is None:
+            return []
         row.num_pending = count
-        return _continuation(seq.tokens, row.follower, count)
+        return _continuation(seq.tokens, follower, count)
 
     def _index(self, row: _Row, tokens: list[int], end: int) -> None:
         """Enter every n-gram whose last token stands before `end` and has a follower."""
@@ -121,16 +97,6 @@ class NgramDrafter(Drafter):
             if follower is not None:
                 return follower
         return None
-
-    def _best_count(self, acceptance: float, limit: int, num_rows: int) -> int:
-        best, best_rate = 0, num_rows / self._cost_of(num_rows)
-        expected, survival = float(num_rows), 1.0
-        for count in range(1, limit + 1):
-            survival *= acceptance
-            expected += survival
-            if (rate := expected / self._cost_of(num_rows + count)) > best_rate:
-                best, best_rate = count, rate
-        return best
 
 
 def _reach(tokens: list[int], follower: int) -> int:
@@ -151,10 +117,3 @@ def _continuation(tokens: list[int], follower: int, count: int) -> list[int]:
     while len(drafts) < count:
         drafts.append(drafts[len(drafts) - period])
     return drafts
-
-
-def _cost(points: tuple[tuple[int, float], ...], positions: int) -> float:
-    """Straight lines between the points, the last one prolonged."""
-    pairs = list(pairwise(points))
-    (left, low), (right, high) = next((pair for pair in pairs if positions <= pair[1][0]), pairs[-1])
-    return low + (high - low) * (positions - left) / (right - left)

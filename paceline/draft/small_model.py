@@ -19,7 +19,7 @@ from paceline.types import Batch, DraftBlock, Sequence
 
 
 class SmallModelDrafter(Drafter):
-    """Greedy requests get certain drafts, sampled ones drafts with the model's distribution under the same settings."""
+    """Greedy and seeded requests get certain drafts, sampled ones drafts with their distribution under the same settings."""
 
     name = "small_model"
 
@@ -75,7 +75,7 @@ class SmallModelDrafter(Drafter):
             logits_BV = self._next_logits(sequences, [block.tokens_B[index] for index in drafting])
             best_B = logits_BV.max(-1).indices.tolist()
             for index, seq, best, logits_V in zip(drafting, sequences, best_B, logits_BV, strict=True):
-                token = best if seq.params.is_greedy else _sampled(seq, logits_V, probs_BK[index])
+                token = best if seq.kind != "sampled" else _drawn(seq, logits_V, probs_BK[index])
                 block.tokens_B[index].append(token)
             drafting = [index for index in drafting if len(block.tokens_B[index]) < limits[index]]
         for index, probs_K in probs_BK.items():
@@ -104,7 +104,7 @@ class SmallModelDrafter(Drafter):
         return ForwardBatch(rows, starts, counts, tokens, "last" if logits == "last" else "none")
 
 
-def _sampled(seq: Sequence, logits_V: Tensor, probs_K: list[Tensor]) -> int:
+def _drawn(seq: Sequence, logits_V: Tensor, probs_K: list[Tensor]) -> int:
     """One draft drawn from the request's distribution over these logits; the distribution is appended to `probs_K`."""
     probs_V = target_probs(logits_V[None], seq.params)[0]
     draw = rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, len(probs_K))

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,7 +13,8 @@ from typing import Protocol
 import torch
 
 from paceline.draft.base import Drafter, NoDrafter, Observed
-from paceline.engine.draft_length import DraftLengths
+from paceline.draft.ngram import NgramDrafter
+from paceline.draft.pool import LOOKUP_MATCH, Pool
 from paceline.engine.grammar import Grammars
 from paceline.engine.judge import MockedJudge, RuleJudge
 from paceline.engine.prefix import PrefixReuse
@@ -23,7 +23,7 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.text import Detokenizer, TextStream
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.model.target import ForwardBatch, Target
-from paceline.pace import PrefillPace
+from paceline.plan import FixedPlanner, Plan, Planner, Row
 from paceline.types import Batch, Constraint, DraftBlock, FinishReason, RoundStats, SamplingParams, Sequence
 
 
@@ -36,6 +36,7 @@ class Chunk:
     text: str
     """Text now final; may lag behind the tokens (half a character, the beginning of a stop string)."""
     finish_reason: FinishReason | None = None
+    """"error" when the model failed at this request; `sequence.error` says how."""
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class TextTokenizer(Protocol):
 
 
 class Engine:
-    """Continuous batching over one target and one drafter; `lengths` chooses how much is drafted, else the drafter does."""
+    """Continuous batching over one target; `planner` decides what each step does."""
 
     def __init__(
         self,
@@ -61,25 +62,38 @@ class Engine:
         drafter: Drafter | None = None,
         *,
         judge: Judge | None = None,
-        lengths: DraftLengths | None = None,
+        planner: Planner | None = None,
+        lookups: bool = False,
         eos_token_ids: tuple[int, ...] = (),
         prefill_chunk: int = 256,
     ) -> None:
+        """`planner` None drafts as much as the drafter may in every round, chunks of `prefill_chunk` prompt tokens. `lookups`
+        offers n-gram lookups beside a drafter that has to compute its drafts."""
         self.target, self.tokenizer = target, tokenizer
-        self.drafter = drafter or NoDrafter()
+        self.planner = planner or FixedPlanner(most_chunk=prefill_chunk)
+        self.pool = Pool(target, drafter or NoDrafter(), NgramDrafter(min_match=LOOKUP_MATCH) if lookups else None)
         self.judge = judge or RuleJudge()
-        self.lengths = lengths
-        self._pace = PrefillPace(prefill_chunk, adapts=target.is_width_invariant)
         self.eos_token_ids = eos_token_ids
-        target.set_taps(self.drafter.tap_layers)
-        self.drafter.bind(target)
         self.scheduler = Scheduler(target.cache)
-        self.prefix = PrefixReuse(target, self.drafter) if target.is_width_invariant else None
+        self.prefix = PrefixReuse(target, self.pool) if target.is_width_invariant else None
         self.grammars = Grammars(tokenizer, target.vocab_size, eos_token_ids)
         self.rounds: list[RoundStats] = []
         """The rounds of the latest step: at most one."""
         self._requests: dict[int, _Request] = {}
         self._ids = itertools.count()
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter that new requests get."""
+        return self.pool.drafter
+
+    def swap(self, drafter: Drafter) -> None:
+        """Give `drafter` to requests from now on; those that run, or have been given a row, keep the one they began with.
+
+        Raises DrafterMismatchError, and leaves everything as it was, when it does not fit the target.
+        """
+        self.pool.swap(drafter)
+        self.planner.forget(drafter.name)
 
     @property
     def has_work(self) -> bool:
@@ -134,7 +148,7 @@ class Engine:
     def step(self) -> list[Chunk]:
         """One prefill chunk and one decode round at most; returns what each request gained."""
         self.rounds = []
-        if not (self.target.has_own_threads and self.drafter.has_own_threads):
+        if not (self.target.has_own_threads and self.pool.has_own_threads):
             return self._advance()
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the others would spin after each operation, on the cores that the next pass needs
@@ -144,27 +158,35 @@ class Engine:
             torch.set_num_threads(num_threads)
 
     def _advance(self) -> list[Chunk]:
-        has_chunk = bool(self.scheduler.prefilling)
-        chunks = self._prefill()
+        plan = self._plan()
+        chunks = self._prefill(plan.chunk)
         begun = {chunk.sequence.request_id for chunk in chunks}
         if not chunks or any(seq.request_id not in begun for seq in self.scheduler.running):
-            chunks += self._decode(has_chunk)  # a first token that delays nobody goes out before its first round
+            chunks += self._decode(plan)  # a first token that delays nobody goes out before its first round
         self._admit()
         return chunks
 
+    def _plan(self) -> Plan:
+        reading = self.scheduler.prefilling
+        prompt_left = reading[0].prompt_len - reading[0].cached_len if reading else 0
+        return self.planner.next([self._row(seq) for seq in self.scheduler.running], len(reading), prompt_left)
+
+    def _row(self, seq: Sequence) -> Row:
+        return Row(seq.request_id, seq.kind, self.pool.offers(seq, seq.kind, self.planner))
+
     def _admit(self) -> None:
         for seq in self.scheduler.admit(self.prefix.best_row if self.prefix else None):
-            self.drafter.start(seq)
+            self.pool.start(seq)
             if self.prefix:
                 self.prefix.admitted(seq)
 
-    def _prefill(self) -> list[Chunk]:
+    def _prefill(self, num_tokens: int) -> list[Chunk]:
         if not self.scheduler.prefilling:
             return []
         seq = self.scheduler.prefilling[0]
         started = time.perf_counter()
         begin = seq.cached_len
-        end = min(begin + self._pace.size(len(self.scheduler.running)), seq.prompt_len)
+        end = min(begin + num_tokens, seq.prompt_len)
         is_last, batch = end == seq.prompt_len, Batch([seq])
         tokens, logits = seq.tokens[begin:end], "last" if is_last else "none"
         out = self.target.forward(
@@ -177,40 +199,42 @@ class Engine:
             self.scheduler.start_decoding(seq)
             seq.accept(verdict.next_token_B)
             seq.lossless &= verdict.lossless
-        self.drafter.observe([Observed(seq, begin, end - begin, out.taps_TF)])
+        self.pool.observe([Observed(seq, begin, end - begin, out.taps_TF)])
         now = time.perf_counter()
         seq.timings.prefill_s += now - started
-        self._pace.prefilled(end - begin, now - started)
+        self.planner.prefilled(end - begin, now - started)
         if not is_last:
             return []
         seq.timings.first_token_s = now
         return [self._publish(seq, now)]
 
-    def _decode(self, beside_chunk: bool) -> list[Chunk]:
+    def _decode(self, plan: Plan) -> list[Chunk]:
         batch = self.scheduler.batch()
         if not batch.sequences:
             return []
-        started = time.perf_counter()
-        if self.lengths:
-            most_s = self._pace.most_round_s if beside_chunk else math.inf
-            self.lengths.choose(batch, len(self.scheduler.prefilling), self.drafter.free_chance, most_s)
-        stats = decode_round(batch, self.target, self.drafter, self.judge)
-        if self.lengths:
-            self.lengths.record(batch, stats)
+        for place, seq in enumerate(batch.sequences):
+            if place == len(plan.rows) or plan.rows[place].key != seq.request_id:
+                self.planner.join(plan, place, self._row(seq))  # its prompt ended in this step
+        batch.takes_B, batch.whole_blocks = plan.drafts, plan.whole_blocks
+        stats = decode_round(batch, self.target, self.pool, self.judge, lambda draft: self._narrow(plan, draft))
+        self.planner.learn(plan, stats)
         self.rounds.append(stats)
         now = time.perf_counter()
         chunks = []
-        for seq, drafted, accepted in zip(batch.sequences, stats.num_drafted_B, stats.num_accepted_B, strict=True):
-            record(seq, drafted, accepted)
+        for seq, drafted, accepted, source in zip(
+            batch.sequences, stats.num_drafted_B, stats.num_accepted_B, stats.source_B, strict=True
+        ):
+            record(seq, drafted, accepted, source)
             seq.timings.draft_s += stats.draft_s
             seq.timings.verify_s += stats.verify_s
             chunks.append(self._publish(seq, now))
-        ended = time.perf_counter()
-        host_s = stats.host_s + ended - now
-        self._pace.decoded(ended - started, beside_chunk=beside_chunk)
+        host_s = stats.host_s + time.perf_counter() - now
         for seq in batch.sequences:
             seq.timings.host_s += host_s
         return chunks
+
+    def _narrow(self, plan: Plan, draft: DraftBlock) -> list[int]:
+        return self.planner.narrow(plan, draft.sure_B or [None] * len(plan.drafts))
 
     def _publish(self, seq: Sequence, now: float) -> Chunk:
         """Decode the new tokens, end the answer at a stop string, release what is done."""
@@ -235,7 +259,7 @@ class Engine:
         if seq.row >= 0:
             if self.prefix:
                 self.prefix.released(seq)
-            self.drafter.drop(seq)
+            self.pool.drop(seq)
         self.scheduler.remove(seq)
         if seq.constraint is not None and seq.constraint.has_failed and seq.finish_reason == "stop":
             seq.finish_reason = "length"  # cut short: this is not what was asked for

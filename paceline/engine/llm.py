@@ -7,6 +7,7 @@ out[0].text, out[0].stats.tokens_per_round
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +18,19 @@ import torch
 
 from paceline.config import EngineConfig, resolve
 from paceline.draft.base import Drafter
-from paceline.draft.lookup_first import LookupFirst
 from paceline.draft.registry import make_drafter
-from paceline.engine.draft_length import DraftLengths, PassCosts
 from paceline.engine.engine import Chunk, Engine
 from paceline.engine.judge import MockedJudge, RuleJudge
+from paceline.engine.passes import measure_passes
 from paceline.engine.round import Judge
 from paceline.errors import MemoryBudgetError, PromptError
 from paceline.hub import resolve as resolve_model
+from paceline.learned import PassCosts
 from paceline.model import native_lib
 from paceline.model.backends import load_target
 from paceline.model.target import DEFAULT_MAX_LEN, Target
 from paceline.model.tokenizer import Tokenizer
+from paceline.plan import AdaptivePlanner, FixedPlanner, Planner, num_fixed
 from paceline.types import FinishReason, SamplingParams, Sequence, Timings, TokenLogprob
 from paceline.verify.mocked import MockedAcceptance
 from paceline.verify.table import rule_named
@@ -132,8 +134,11 @@ class LLM:
         self.target = _load(self.config)
         self.drafter = make_drafter(drafter, self.target, target_name=config.model, num_drafted=self.config.num_drafted)
         _fit_budget(self.config, self.target, self.drafter)
-        self._costs: PassCosts | None = None
-        self._lengths: WeakKeyDictionary[Drafter, DraftLengths] = WeakKeyDictionary()
+        self.pass_costs: PassCosts | None = None
+        """Seconds of target passes as measured when a plan first needed them."""
+        self._planners: WeakKeyDictionary[Drafter, Planner] = WeakKeyDictionary()
+        self._inboxes: dict[int, deque[Chunk]] = {}
+        """Chunks of the requests that `generate` and `stream` wait for, whoever made the step they came from."""
         self.engine = self.new_engine(self.drafter)
 
     @property
@@ -144,34 +149,46 @@ class LLM:
     def new_engine(self, drafter: Drafter, judge: Judge | None = None) -> Engine:
         """An engine over the same weights and cache with another drafter or rule; use one engine at a time.
 
-        Where draft lengths are chosen and no number is asked for, lookups stand beside a drafter that takes its time.
+        Where the plan adapts and no number of drafts is asked for, lookups stand beside a drafter that computes.
         """
-        lengths = None if judge or self.config.mocked_tokens_per_round else self._lengths_of(drafter)
+        planner = None if judge else self._planner_of(drafter)
         return Engine(
             self.target,
             self.tokenizer,
-            LookupFirst(drafter) if lengths and self.config.num_drafted is None else drafter,
+            drafter,
             judge=judge or _judge(self.config),
-            lengths=lengths,
+            planner=planner,
+            lookups=isinstance(planner, AdaptivePlanner) and self.config.num_drafted is None,
             eos_token_ids=self.tokenizer.eos_token_ids,
             prefill_chunk=self.config.prefill_chunk,
         )
 
-    def _lengths_of(self, drafter: Drafter) -> DraftLengths | None:
-        """What chooses draft lengths; what it has learned of a drafter stays with the drafter."""
-        if self.config.speculate != "auto" or drafter.num_drafted == 0:
-            return None
-        if self._costs is None:
-            self._costs = PassCosts.measure(self.target, self.target.cache.num_rows * (1 + drafter.num_drafted))
-        if drafter.chooses_length:
-            drafter.learn_costs(self._costs.seconds)
-            return None
-        return self._lengths.setdefault(drafter, DraftLengths(self._costs, drafter.num_drafted))
+    def _planner_of(self, drafter: Drafter) -> Planner:
+        """What it has learned of a drafter stays with the drafter."""
+        chunk = self.config.prefill_chunk
+        if self.config.plan != "auto":
+            return FixedPlanner(num_fixed(self.config.plan), chunk)
+        if self.config.mocked_tokens_per_round is not None:
+            return FixedPlanner(most_chunk=chunk)
+        if self.pass_costs is None and drafter.num_drafted:
+            self.pass_costs = measure_passes(self.target, self.target.cache.num_rows * (1 + drafter.num_drafted))
+        if drafter not in self._planners:
+            costs, adapts = self.pass_costs or PassCosts([(1, 1.0)]), self.target.is_width_invariant
+            self._planners[drafter] = AdaptivePlanner(costs, most_chunk=chunk, adapts_chunks=adapts)
+        return self._planners[drafter]
+
+    def make_drafter(self, drafter: str | Drafter | None, **options: Any) -> Drafter:
+        """The drafter of this name for this target; `options` go to its constructor. Raises what `draft.registry` does."""
+        return make_drafter(drafter, self.target, target_name=self.config.model, **options)
 
     def use_drafter(self, drafter: str | Drafter | None, **options: Any) -> None:
-        """Swap the drafter; nothing may be running."""
-        self.drafter = make_drafter(drafter, self.target, target_name=self.config.model, **options)
-        self.engine = self.new_engine(self.drafter)
+        """Give new requests another drafter; those that run keep theirs. Raises what making and binding it raises, and leaves
+        everything as it was then."""
+        made = self.make_drafter(drafter, **options)
+        self.engine.swap(made)
+        self.drafter = made
+        if not self.engine.has_work:
+            self.engine.planner = self._planner_of(made)
 
     def renew(self) -> None:
         """After an engine failed: the same weights and drafter, an empty cache, a new engine."""
@@ -211,32 +228,56 @@ class LLM:
         texts: dict[int, list[str]] = {}
         try:
             for prompt, own in zip(prompts, each, strict=True):
-                ids.append(self.engine.add(prompt, own))
+                ids.append(self._add(prompt, own))
                 texts[ids[-1]] = []
             while len(done) < len(ids):
-                for chunk in self.engine.step():
+                for chunk in self._next_chunks(ids):
+                    if chunk.sequence.error:
+                        raise chunk.sequence.error
                     _collect(chunk, texts, done)
                     if on_chunk:
                         on_chunk(chunk)
         finally:
-            for request_id in ids:
-                if request_id not in done:
-                    self.engine.abort(request_id)
+            self._forget(ids)
         return [done[request_id] for request_id in ids]
 
     def stream(self, prompt: list[Message] | str | list[int], params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Chunks of one answer as they are committed: messages go through the chat template, a string is raw text."""
-        request_id = self.engine.add(self._ids_of(prompt), params)
+        """Chunks of one answer as they are committed: messages go through the chat template, a string is raw text.
+
+        Several streams may be read in turns, and other answers made between two chunks: each gets its own.
+        """
+        ids = [self._add(self._ids_of(prompt), params)]
         is_done = False
         try:
             while not is_done:
-                for chunk in self.engine.step():
-                    if chunk.sequence.request_id == request_id:
-                        is_done = chunk.finish_reason is not None
-                        yield chunk
+                for chunk in self._next_chunks(ids):
+                    if chunk.sequence.error:
+                        raise chunk.sequence.error
+                    is_done = chunk.finish_reason is not None
+                    yield chunk
         finally:
-            if not is_done:
-                self.engine.abort(request_id)
+            self._forget(ids)
+
+    def _add(self, prompt_ids: list[int], params: SamplingParams | None) -> int:
+        request_id = self.engine.add(prompt_ids, params)
+        self._inboxes[request_id] = deque()
+        return request_id
+
+    def _next_chunks(self, ids: list[int]) -> Iterator[Chunk]:
+        """What has come for these requests; makes a step of the engine when nothing has."""
+        if not any(self._inboxes[request_id] for request_id in ids):
+            for chunk in self.engine.step():
+                if (inbox := self._inboxes.get(chunk.sequence.request_id)) is not None:
+                    inbox.append(chunk)
+        for request_id in ids:
+            while self._inboxes[request_id]:
+                yield self._inboxes[request_id].popleft()
+
+    def _forget(self, ids: list[int]) -> None:
+        """The caller is done with these requests; those that are not finished are aborted."""
+        for request_id in ids:
+            del self._inboxes[request_id]
+            self.engine.abort(request_id)
 
     def _ids_of(self, prompt: list[Message] | str | list[int]) -> list[int]:
         if isinstance(prompt, str):

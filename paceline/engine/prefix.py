@@ -7,7 +7,7 @@ the same bits in any company (`Target.is_width_invariant`): then reuse changes n
 
 from __future__ import annotations
 
-from paceline.draft.base import Drafter
+from paceline.draft.pool import Pool
 from paceline.model.target import Target
 from paceline.types import Sequence
 
@@ -18,8 +18,8 @@ LEAST = 16
 class PrefixReuse:
     """What every row of the cache holds. `Engine` tells it of admissions and releases."""
 
-    def __init__(self, target: Target, drafter: Drafter) -> None:
-        self._target, self._drafter = target, drafter
+    def __init__(self, target: Target, drafters: Pool) -> None:
+        self._target, self._drafters = target, drafters
         self._left: dict[int, tuple[list[int], int]] = {}
         """Row without a sequence -> tokens it still holds, and which giving away of the row that was."""
         self._running: dict[int, Sequence] = {}
@@ -33,13 +33,13 @@ class PrefixReuse:
         return best if best is not None and lengths[best] >= LEAST else None
 
     def admitted(self, seq: Sequence) -> None:
-        """Take over what is known of the prompt; `seq.row` is allocated and the drafter has started it."""
+        """Take over what is known of the prompt; `seq.row` is allocated and its drafter has started it."""
         # Its own row was just given to it, and holds what it held before.
         held = self._still_held(seq.row) | {row: other.tokens[: other.cached_len] for row, other in self._running.items()}
         lengths = {row: _common(tokens, seq) for row, tokens in held.items()}
         source = max(lengths, key=lambda row: (lengths[row], row == seq.row), default=None)
         if source is not None and lengths[source] >= LEAST:
-            length = self._drafter.adopt(seq, source, lengths[source])
+            length = self._drafters.adopt(seq, source, lengths[source])
             if length:
                 self._target.cache.adopt(source, seq.row, length)
                 seq.cached_len = seq.num_reused = length

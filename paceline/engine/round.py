@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
-from paceline.draft.base import Drafter, Observed
+from paceline.draft.base import Observed
 from paceline.engine.grammar import within_grammars
 from paceline.errors import NumericsError
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
-from paceline.types import Batch, DraftBlock, RoundStats, Sequence, Verdict
+from paceline.types import NONE, Batch, DraftBlock, Round, RoundStats, Sequence, Take, Verdict
 
 
 class Judge(Protocol):
@@ -24,10 +25,24 @@ class Judge(Protocol):
         ...
 
 
-def decode_round(batch: Batch, target: Target, drafter: Drafter, judge: Judge) -> RoundStats:
+class Source(Protocol):
+    """Where drafts come from: a drafter, or a pool of them."""
+
+    def propose(self, batch: Batch) -> DraftBlock: ...
+
+    def observe(self, observed: list[Observed]) -> None: ...
+
+
+Narrow = Callable[[DraftBlock], list[int]]
+"""How many drafts of each row to check, told from what is known before any token is drawn (`Planner.narrow`)."""
+
+
+def decode_round(batch: Batch, target: Target, drafter: Source, judge: Judge, narrow: Narrow | None = None) -> RoundStats:
     """One round for every sequence of the batch: draft K tokens, verify J = K+1 positions, commit what stands."""
     started = time.perf_counter()
     proposed = drafter.propose(batch)
+    if narrow:
+        proposed = proposed.cut(narrow(proposed))
     draft = within_grammars(batch, proposed)
     drafted = time.perf_counter()
     out = target.forward(verify_input(batch, draft, judge.only_argmax(batch)))
@@ -38,6 +53,7 @@ def decode_round(batch: Batch, target: Target, drafter: Drafter, judge: Judge) -
     num_committed_B = commit(batch, draft, verdict)
     target.cache.rollback(batch.rows, batch.cached_len_B)
     drafter.observe(_observed(batch, draft, firsts, num_committed_B, out))
+    takes_B = batch.takes_B or [Take(NONE)] * len(batch)
     return RoundStats(
         num_drafted_B=[len(tokens) for tokens in proposed.tokens_B],
         num_accepted_B=[count - 1 for count in num_committed_B],
@@ -45,6 +61,9 @@ def decode_round(batch: Batch, target: Target, drafter: Drafter, judge: Judge) -
         draft_s=drafted - started,
         verify_s=verified - drafted,
         host_s=time.perf_counter() - verified,
+        source_B=[take.source if tokens else NONE for take, tokens in zip(takes_B, proposed.tokens_B, strict=True)],
+        num_checked_B=[len(tokens) for tokens in draft.tokens_B],
+        sure_B=proposed.sure_B,
     )
 
 
@@ -79,12 +98,12 @@ def commit(batch: Batch, draft: DraftBlock, verdict: Verdict) -> list[int]:
     return gained
 
 
-def record(seq: Sequence, num_drafted: int, num_accepted: int) -> None:
+def record(seq: Sequence, num_drafted: int, num_accepted: int, source: str) -> None:
     """Count a round in the sequence's own statistics."""
     seq.num_rounds += 1
     seq.num_drafted += num_drafted
     seq.num_accepted += num_accepted
-    seq.rounds.append((num_drafted, num_accepted))
+    seq.rounds.append(Round(num_drafted, num_accepted, source))
     missing = num_accepted + 1 - len(seq.accepted_histogram)
     seq.accepted_histogram.extend([0] * missing)
     seq.accepted_histogram[num_accepted] += 1

@@ -113,11 +113,11 @@ def read_api_keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:
 def speculation(text: str, num_drafted: int | None, drafter: str) -> dict[str, object]:
     """`--speculate` as settings of the engine: auto; full; off; or a number, drafted in every round. Raises ConfigError."""
     if text in ("auto", "full"):
-        return {"speculate": text, "num_drafted": num_drafted, "drafter": drafter}
+        return {"plan": "auto" if text == "auto" else "fixed", "num_drafted": num_drafted, "drafter": drafter}
     if text in ("off", "0"):
-        return {"speculate": "full", "num_drafted": None, "drafter": "none"}
+        return {"plan": "fixed", "num_drafted": None, "drafter": "none"}
     if text.isdecimal() and text.isascii():
         if num_drafted is not None:
             raise ConfigError("--num-drafted and --speculate N both say how much to draft: leave one out")
-        return {"speculate": "full", "num_drafted": int(text), "drafter": drafter}
+        return {"plan": "fixed", "num_drafted": int(text), "drafter": drafter}
     raise ConfigError(f"--speculate {text!r} is not known: choose auto, full, off or a number of drafts")

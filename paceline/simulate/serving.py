@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import ConfigError
-from paceline.pace import PrefillPace
+from paceline.learned import ChunkSizes
 from paceline.simulate.arrivals import Job, Survival
 from paceline.simulate.costs import StepCosts
 from paceline.simulate.policies import Policy, StepSeconds, check_survival, num_accepted
@@ -38,7 +38,7 @@ class ServerShape:
     prefill_chunk: int | None = 256
     """Prompt tokens of a step at most; None prefills a prompt at once."""
     prefill_adapts: bool = False
-    """Chunks beside running requests keep to their rounds' time (`pace.py`)."""
+    """Chunks beside running requests keep to their rounds' time (`plan.py`)."""
     request_s: float = 0.0
     """Seconds that a request spends outside the engine before its first token: HTTP, tokenizing. Others do not wait for it."""
 
@@ -175,7 +175,7 @@ class _Loop:
         self._now = self._busy_s = self._row_seconds = self._prefill_s = 0.0
         self._num_rounds, self._has_chunk = 0, False
         chunk = server.prefill_chunk or max((job.prompt_tokens for job in jobs), default=1)
-        self._pace = PrefillPace(chunk, adapts=server.prefill_adapts)
+        self._pace = ChunkSizes(chunk, adapts=server.prefill_adapts)
 
     def run(self) -> Outcome:
         while self._coming or self._waiting or self._prefilling or self._running:

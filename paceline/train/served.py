@@ -15,6 +15,7 @@ from paceline.types import SamplingParams
 
 if TYPE_CHECKING:
     from paceline.engine.llm import LLM
+from paceline.plan import FixedPlanner
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ def serve_heldout(
 ) -> HeldoutFigures:
     """Answer the documents' prompts greedily with this drafter. Raises ContextLengthError when one does not fit the cache."""
     llm.use_drafter(drafter)
-    llm.engine.lengths = None  # the drafter is measured, not what it brings on this machine
+    llm.engine.planner = FixedPlanner()  # the drafter is measured, not what it brings on this machine
     prompts = [document.tokens[: document.answer_start].tolist() for document in documents]
     answers = llm.generate_ids(prompts, SamplingParams(max_tokens=max_tokens))
     stats = [answer.stats for answer in answers]

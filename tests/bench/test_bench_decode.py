@@ -12,7 +12,7 @@ import pytest
 from paceline.bench import decode, plots, report
 from paceline.bench.config import BenchConfig
 from paceline.bench.decode import Bench, as_line, ceiling_tokens_per_s
-from paceline.bench.drafting import Round, drafting, sources_table
+from paceline.bench.drafting import drafting, sources_table
 from paceline.bench.identity import differences
 from paceline.bench.passes import Answer, Pass, Request, run_pass
 from paceline.bench.summary import speedup_over
@@ -25,7 +25,7 @@ from paceline.hardware import Machine
 from paceline.prompts import Prompt
 from paceline.runlog import RunFolder
 from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
-from paceline.types import SamplingParams
+from paceline.types import Round, SamplingParams
 
 MACHINE = Machine("test", 1e9, {}, 1, 1)
 
@@ -111,7 +111,7 @@ def test_repetition_and_first_difference() -> None:
 
 
 def test_figures_of_drafting_weigh_by_rounds_and_tell_sources_apart() -> None:
-    answers = [[Round("dflash", 4, 4)], [Round("ngram", 2, 1)] * 3 + [Round("none", 0, 0)] * 6]
+    answers = [[Round(4, 4, "dflash")], [Round(2, 1, "ngram")] * 3 + [Round(0, 0, "none")] * 6]
     found = drafting(answers, num_drafted=4)
     assert found.tokens_per_round == 1.7
     assert found.tokens_per_round_interval == (pytest.approx(1 + 3 / 9), 5.0)

@@ -22,7 +22,7 @@ from paceline.simulate.calibrate import machine_of
 from paceline.simulate.measured import table_of
 from paceline.simulate.prefill import prefill_of_steps
 from paceline.testing import FakeTarget
-from paceline.types import Batch, SamplingParams, Sequence
+from paceline.types import Batch, SamplingParams, Sequence, Take
 
 MACHINE = Machine("test", 1e9, {"bfloat16": 1e9}, 1, 1)
 
@@ -93,9 +93,9 @@ def test_the_spread_tells_a_disturbed_machine() -> None:
 
 def test_drafts_are_filled_up() -> None:
     drafter = FilledDrafter(NgramDrafter(num_drafted=2), 6)
-    seq = Sequence(0, [1, 2, 3], 3, SamplingParams(max_tokens=50), row=0, cached_len=2, max_drafted=4)
+    seq = Sequence(0, [1, 2, 3], 3, SamplingParams(max_tokens=50), row=0, cached_len=2)
     drafter.start(seq)
-    assert drafter.propose(Batch([seq])).tokens_B == [[FILLER] * 4]
+    assert drafter.propose(Batch([seq], [Take("filled", 4)])).tokens_B == [[FILLER] * 4]
     assert FilledDrafter(NoDrafter(), 6).num_drafted == 6
 
 

@@ -13,7 +13,6 @@ from paceline.bench import decode
 from paceline.bench import evaluate as library
 from paceline.bench.config import BenchConfig
 from paceline.bench.decode import Bench, introduction
-from paceline.bench.drafting import Round
 from paceline.bench.evaluate import Evaluation, evaluate, evaluation_config, set_figures
 from paceline.commands import evaluate as command
 from paceline.config import EngineConfig
@@ -27,6 +26,7 @@ from paceline.prompts import Prompt
 from paceline.runlog import RunFolder
 from paceline.tables import Table
 from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
+from paceline.types import Round
 
 MACHINE = Machine("test", 1e9, {}, 1, 1)
 CONFIG = BenchConfig(batches=(1, 2), temperatures=(0.0, 1.0), max_tokens=40, ignore_eos=True)
@@ -155,9 +155,9 @@ def test_loops_are_told_apart_from_the_rest() -> None:
     made = run_bench(evaluation_config("good", BenchConfig(max_tokens=40, ignore_eos=True)))
     answers = made.passes[made.settings[1]][0].answers
     for answer in answers[:2]:
-        answer.token_ids, answer.rounds = [9] * 40, [Round("good", 4, 4)] * 8
+        answer.token_ids, answer.rounds = [9] * 40, [Round(4, 4, "good")] * 8
     for answer in answers[2:]:
-        answer.token_ids, answer.rounds = list(range(40)), [Round("good", 4, 1)] * 20
+        answer.token_ids, answer.rounds = list(range(40)), [Round(4, 1, "good")] * 20
     (looping,) = set_figures(made).looping
     assert looping.looping_share == pytest.approx(0.4)
     assert looping.tokens_per_round == pytest.approx((2 * 40 + 3 * 40) / (2 * 8 + 3 * 20))

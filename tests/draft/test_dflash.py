@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import transformers
 from round_loop import GreedyJudge, admit, generate, ready
 
 from paceline.draft.checkpoint import DFlashConfig, default_layer_ids, new_config
-from paceline.draft.dflash import DFlashDrafter, DFlashNetwork, Drafts, scale_logits
+from paceline.draft.dflash import DFlashDrafter, DFlashNetwork, scale_logits
+from paceline.draft.dflash_path import Drafts
 from paceline.engine.round import decode_round
 from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError
 from paceline.model import native_lib
@@ -21,7 +23,7 @@ from paceline.model.decoder import Decoder
 from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import ForwardBatch
 from paceline.train.attention import Layout, make_attention
-from paceline.types import Batch, SamplingParams
+from paceline.types import Batch, SamplingParams, Take
 
 VOCAB, HIDDEN, TARGET_LAYERS = 11, 32, 6
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
@@ -160,8 +162,8 @@ def test_decode_path_equals_the_trainable_network(keys: dict[str, Any], kind: An
     drafter = Recording(network(raw_config(**keys)))
     ready(target, drafter)
     seq = admit(target, drafter, PROMPT, SamplingParams(max_tokens=40))
-    seq.max_drafted = chosen
-    drafter.propose(Batch([seq]))
+    takes = None if chosen is None else [Take("dflash", chosen)]
+    drafter.propose(Batch([seq], takes, whole_blocks=chosen is None))
 
     config, context = drafter.config, len(PROMPT)
     size = config.block_size if chosen is None else 1 + chosen
@@ -235,7 +237,7 @@ def test_greedy_and_sampled_rows_in_one_batch() -> None:
     _, target = targets()
     drafter = Recording(network(raw_config()))
     ready(target, drafter)
-    rows = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8, top_k=4, seed=5)]
+    rows = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8, top_k=4)]
     sequences = [admit(target, drafter, PROMPT, params) for params in rows]
     block = drafter.propose(Batch(sequences))
     assert block.probs_B[0] is None and block.tokens_B[0] == drafter.logits[0].argmax(-1).tolist()
@@ -245,10 +247,12 @@ def test_greedy_and_sampled_rows_in_one_batch() -> None:
     assert (probs > 0).sum(-1).tolist() == [4] * 7
     assert all(probs[slot, token] > 0 for slot, token in enumerate(block.tokens_B[1]))
     assert drafter.propose(Batch(sequences[1:])).tokens_B == block.tokens_B[1:], "draws depend on seed and place only"
+    sequences[1].params = replace(rows[1], seed=5)
+    assert drafter.propose(Batch(sequences[1:])) == block.certain([block.tokens_B[0]]), "a seed's drafts are certain"
     certain = DFlashDrafter(drafter.network, draft_sampling="greedy")
     ready(target, certain)
     seq = admit(target, certain, PROMPT, rows[1])
-    assert certain.propose(Batch([seq])) == type(block).certain([block.tokens_B[0]])
+    assert certain.propose(Batch([seq])) == block.certain([block.tokens_B[0]])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -381,7 +385,7 @@ class TestDraftVocabulary:
         _, target = targets(kind=kind)
         drafter = Recording(network(raw_config()), **options)
         ready(target, drafter)
-        rows = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8, seed=5)]
+        rows = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8)]
         block = drafter.propose(Batch([admit(target, drafter, PROMPT, params) for params in rows]))
         return drafter, [block.tokens_B, block.probs_B]
 

@@ -10,10 +10,15 @@ from hypothesis import strategies as st
 from round_loop import generate
 
 from paceline.draft.base import Observed
-from paceline.draft.ngram import PASS_COSTS, NgramDrafter, _continuation, _cost
+from paceline.draft.ngram import NgramDrafter, _continuation
 from paceline.errors import ConfigError
+from paceline.learned import PassCosts
+from paceline.plan import AdaptivePlanner, Offer, Row
 from paceline.testing import FakeTarget
-from paceline.types import Batch, SamplingParams, Sequence
+from paceline.types import Batch, RoundStats, SamplingParams, Sequence
+
+PASS_COSTS = PassCosts(((1, 1.0), (4, 1.08), (8, 1.22), (16, 1.5)))
+"""Of a pass over so many positions, in passes of one: a small model on two cores."""
 
 
 def started(drafter: NgramDrafter, prompt: list[int], max_tokens: int = 100, row: int = 0) -> Sequence:
@@ -29,17 +34,22 @@ def drafts(drafter: NgramDrafter, *sequences: Sequence) -> list[list[int]]:
 
 
 def replay(drafter: NgramDrafter, prompt: list[int], answer: list[int]) -> tuple[float, list[int]]:
-    """Tokens per unit of pass cost when the target answers `answer`, and the number of drafts of each round."""
+    """Tokens per unit of pass cost when the target answers `answer` and a planner chooses; drafts of each round."""
     seq = started(drafter, prompt, len(answer))
+    planner = AdaptivePlanner(PASS_COSTS)
     cost, lengths = 0.0, []
     while seq.num_output < len(answer):
-        rest = answer[seq.num_output :]
-        tokens = drafts(drafter, seq)[0]
+        rest, most = answer[seq.num_output :], seq.most_drafted(drafter.num_drafted)
+        chance = drafter.chance(seq)
+        plan = planner.next([Row(0, "greedy", [Offer("ngram", (chance,) * most)] if chance and most else [])])
+        tokens = drafter.propose(Batch([seq], plan.drafts)).tokens_B[0]
         same = next((index for index, token in enumerate(tokens) if token != rest[index]), len(tokens))
         begin = seq.cached_len
         seq.accept(rest[: same + 1])
         drafter.observe([Observed(seq, begin, seq.cached_len - begin, None)])
-        cost += _cost(PASS_COSTS, 1 + len(tokens))
+        spent = PASS_COSTS.seconds(1 + len(tokens))
+        planner.learn(plan, RoundStats([len(tokens)], [same], True, verify_s=spent, num_checked_B=[len(tokens)]))
+        cost += spent
         lengths.append(len(tokens))
     return len(answer) / cost, lengths
 
@@ -136,12 +146,3 @@ def test_generated_text_is_the_target_s_own() -> None:
     answers, rounds = generate(target, NgramDrafter(), prompts, 60, chunk=2)
     assert answers == [target.greedy(prompt, 60) for prompt in prompts]
     assert len(rounds) < 40, "so small a model loops, and loops are found"
-
-
-def test_drafts_are_shorter_where_many_share_a_pass() -> None:
-    """By the costs it was told: alone it copies on, beside seven others a position costs more than it brings."""
-    drafter = NgramDrafter()
-    drafter.learn_costs(lambda positions: max(8.0, float(positions)))
-    sequences = [started(drafter, [1, 2, 3, 4, 5, 6] * 4, row=row) for row in range(8)]
-    assert len(drafts(drafter, sequences[0])[0]) >= 7
-    assert drafts(drafter, *sequences) == [[]] * 8

@@ -25,7 +25,7 @@ MAX_TOKENS = 48
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     # dense: beside a target read in blocks the drafter is rounded to eight bits
-    return LLM(MODEL, dtype="float32", max_batch=1, max_len=256, speculate="full", weight_format="dense")
+    return LLM(MODEL, dtype="float32", max_batch=1, max_len=256, plan="fixed", weight_format="dense")
 
 
 def test_it_is_the_default_and_small(llm: LLM) -> None:

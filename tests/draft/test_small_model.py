@@ -48,9 +48,10 @@ def test_its_cache_holds_exactly_verified_tokens() -> None:
 def test_sampled_rows_bring_their_distribution() -> None:
     target, drafter = decoder(), SmallModelDrafter(decoder(), num_drafted=4)
     ready(target, drafter)
-    sampling = SamplingParams(max_tokens=40, temperature=0.7, top_k=3, seed=9)
+    sampling = SamplingParams(max_tokens=40, temperature=0.7, top_k=3)
     greedy = admit(target, drafter, PROMPTS[0], SamplingParams(max_tokens=3))
     sampled = admit(target, drafter, PROMPTS[0], sampling)
+    sampled.seed = 9
     block = drafter.propose(Batch([greedy, sampled]))
     assert [len(tokens) for tokens in block.tokens_B] == [1, 4] and block.probs_B[0] is None
     probs = block.probs_B[1]
@@ -59,7 +60,9 @@ def test_sampled_rows_bring_their_distribution() -> None:
 
     alone_target, alone = decoder(), SmallModelDrafter(decoder(), num_drafted=4)
     ready(alone_target, alone)
-    repeated = alone.propose(Batch([admit(alone_target, alone, PROMPTS[0], sampling)]))
+    again = admit(alone_target, alone, PROMPTS[0], sampling)
+    again.seed = 9
+    repeated = alone.propose(Batch([again]))
     assert repeated.tokens_B[0] == block.tokens_B[1]
 
 
@@ -81,6 +84,6 @@ def test_mismatches() -> None:
 def test_no_gradients_are_kept() -> None:
     target, drafter = decoder(), SmallModelDrafter(decoder())
     ready(target, drafter)
-    seq = admit(target, drafter, PROMPTS[0], SamplingParams(max_tokens=9, temperature=1.0, seed=1))
+    seq = admit(target, drafter, PROMPTS[0], SamplingParams(max_tokens=9, temperature=1.0))
     probs = drafter.propose(Batch([seq])).probs_B[0]
     assert probs is not None and not probs.requires_grad and probs.dtype == torch.float32

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from paceline.engine.engine import Engine
+from paceline.learned import PassCosts
 from paceline.model.target import ForwardBatch, ForwardOutput
-from paceline.pace import LEAST, PrefillPace
+from paceline.plan import AdaptivePlanner
 from paceline.testing import ByteTokenizer, FakeTarget
 from paceline.types import SamplingParams
 
@@ -30,7 +31,8 @@ class Clocked(FakeTarget):
 def engine_of(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Engine, Clocked]:
     target = Clocked(vocab_size=258, num_rows=8, max_len=2048, **options)
     monkeypatch.setattr(time, "perf_counter", lambda: target.now)
-    return Engine(target, ByteTokenizer()), target
+    planner = AdaptivePlanner(PassCosts(((1, 4.1e-3), (101, 14.1e-3))), adapts_chunks=target.is_width_invariant)
+    return Engine(target, ByteTokenizer(), planner=planner), target
 
 
 def test_running_streams_wait_less_than_three_rounds_for_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,21 +82,6 @@ def test_where_bits_depend_on_the_chunk_its_size_depends_on_nothing(monkeypatch:
     while engine.has_work:
         engine.step()
     assert [len(call.tokens) for call in target.calls if len(call.tokens) > 3] == [256, 256, 256, 232]
-
-
-def test_one_disturbance_moves_the_size_by_little() -> None:
-    pace = PrefillPace(256, adapts=True)
-    for _ in range(20):
-        pace.prefilled(64, 64 * 0.3e-3)
-        pace.decoded(0.01)
-    before = pace.size(3)
-    assert before == 33
-    pace.decoded(5.0)
-    assert pace.size(3) <= 1.25 * before
-    assert pace.size(0) == 256
-    pace.prefilled(64, 1e9)
-    pace.prefilled(64, 1e9)
-    assert LEAST <= pace.size(3) < before
 
 
 def test_answers_of_one_token_do_not_hold_up_the_others() -> None:

@@ -138,7 +138,7 @@ def test_any_order_of_events_gives_the_text_without_reuse(accuracy: float | None
 def test_the_native_pass_with_a_drafter_that_reads_features(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Text and drafts to the bit: what a sequence adopts is what it would have computed."""
     folder = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-    llm = LLM(str(folder), drafter="none", dtype=dtype, backend="native", max_batch=3, max_len=256, speculate="full")
+    llm = LLM(str(folder), drafter="none", dtype=dtype, backend="native", max_batch=3, max_len=256, plan="fixed")
     drafter = DFlashDrafter.random(llm.target, head_dim=8, block_size=5)
     system = "You are a patient teacher who explains everything with apples. "
     prompts = [

@@ -1,0 +1,326 @@
+"""What rounds teach a planner (`plan.py`): how often drafts stand, and what passes and drafts cost. No PyTorch.
+
+`Chances` holds, for one source of drafts, the chance of each place in the draft, by how sure the drafter is of it.
+`RoundCosts` holds seconds of target passes by their number of positions, and of drafting.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+
+PRIORS = {"greedy": 0.75, "sampled": 0.5, "seeded": 0.5}
+"""Chance that the first draft of a row of each kind stands, of which nothing is known."""
+_PRIOR_WEIGHT = 4.0
+"""How many tries of a place its prior counts for; behind the first place the prior is the chance of the place before."""
+_KEEP = 0.98
+"""What is left of a place's tries after each round: the latest 50 count."""
+_SURE_EDGES = tuple(math.log(share) for share in (0.05, 0.12, 0.22, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.985))
+"""Bounds of the classes of how sure a drafter is: log-probability of its best token."""
+_CLASS_WEIGHT, _CELL_WEIGHT, _SURE_KEEP = 4.0, 12.0, 0.995
+"""A class of sureness starts from the place's average with this weight, a class at one place from the class; old tries fade."""
+
+TRIAL_SHARE = 0.01
+"""Share of the time that may go into drafts that do not seem to pay, to see whether they do by now."""
+FIRST_TRIALS = 4.0
+"""Time that trials may take at the beginning, in rounds without drafts."""
+PLAIN_EVERY = 64
+"""A round without drafts now and then, to know what one takes; more often at the beginning."""
+REST = 8
+"""Rounds of several rows in which computed drafts are not weighed again after they were not worth it: weighing takes time."""
+LEAST_CHUNK = 8
+"""Prompt tokens of a chunk at least: what smaller ones spare they cost again."""
+_RECENT = 0.97
+"""What is left of older rounds in the rate of recent ones with each new one."""
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Tries and successes, older ones counting less."""
+
+    tried: float = 0.0
+    stood: float = 0.0
+
+    def add(self, stood: float, keep: float) -> None:
+        self.tried = keep * self.tried + 1.0
+        self.stood = keep * self.stood + stood
+
+    def fade(self) -> None:
+        self.tried, self.stood = _KEEP * self.tried, _KEEP * self.stood
+
+    def chance(self, prior: float, weight: float) -> float:
+        return (weight * prior + self.stood) / (weight + self.tried)
+
+
+class Chances:
+    """Chances that the drafts of one source stand, each given that those before it do."""
+
+    def __init__(self, num_places: int, prior: float) -> None:
+        self._prior = prior
+        self._tallies = [_Tally() for _ in range(num_places)]
+        self.places = [prior] * num_places
+        """By place in the draft, whatever the drafter thought of it."""
+        self._classes: dict[int, _Tally] = {}
+        self._cells: dict[tuple[int, int], _Tally] = {}
+
+    def of(self, sure: Sequence[float]) -> list[float]:
+        """By place, given the log-probability of the drafter's best token at each."""
+        return [self._chance(place, bisect_left(_SURE_EDGES, each)) for place, each in enumerate(sure)]
+
+    def _chance(self, place: int, kind: int) -> float:
+        found = self._classes.get(kind)
+        chance = found.chance(self.places[place], _CLASS_WEIGHT) if found else self.places[place]
+        cell = self._cells.get((place, kind))
+        return cell.chance(chance, _CELL_WEIGHT) if cell else chance
+
+    def record(self, num_checked: int, num_kept: int, sure: Sequence[float] | None = None) -> None:
+        """One row's drafts of a round: the first `num_checked` were checked, the first `num_kept` stood.
+
+        A slot that was drafted but not checked counts as what its sureness promised: what is checked is what was
+        likely to stand, and would make the place look better than it is.
+        """
+        chances = self.of(sure[: len(self.places)]) if sure is not None else []
+        reached = min(num_kept + 1, num_checked, len(self.places))
+        for tally in self._tallies[reached:]:
+            tally.fade()  # a place that is no longer reached becomes as good as the one before it
+        for place in range(reached):
+            stood = float(place < num_kept)
+            self._tallies[place].add(stood, _KEEP)
+            if place < len(chances) and sure is not None:
+                kind = bisect_left(_SURE_EDGES, sure[place])
+                self._classes.setdefault(kind, _Tally()).add(stood, _SURE_KEEP)
+                self._cells.setdefault((place, kind), _Tally()).add(stood, _SURE_KEEP)
+        if num_kept == num_checked:
+            for place in range(num_checked, len(chances)):
+                self._tallies[place].add(chances[place], 1.0)
+        chance = self._prior
+        for place, tally in enumerate(self._tallies):
+            chance = self.places[place] = tally.chance(chance, _PRIOR_WEIGHT)
+
+
+class PassCosts:
+    """Seconds of a target pass by its number of positions: straight lines between measured points."""
+
+    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
+        """`points`: (positions, seconds), positions ascending, at least one."""
+        assert points
+        rising, least = [], math.inf
+        for size, seconds in reversed(points):  # a smaller pass never takes more: that would be another program's doing
+            least = min(least, seconds)
+            rising.append((size, least))
+        self._points = rising[::-1] if len(rising) > 1 else [rising[0], (2 * rising[0][0], 2 * rising[0][1])]
+        self._known: list[float] = []
+
+    def seconds(self, num_positions: int) -> float:
+        while len(self._known) <= num_positions:
+            self._known.append(self._at(len(self._known)))
+        return self._known[num_positions]
+
+    def _at(self, num_positions: int) -> float:
+        pairs = list(pairwise(self._points))
+        (left, low), (right, high) = next((pair for pair in pairs if num_positions <= pair[1][0]), pairs[-1])
+        return max(low + (high - low) * (num_positions - left) / (right - left), 1e-9)
+
+
+@dataclass(slots=True)
+class RoundCosts:
+    """What rounds of one kind take, in seconds of the machine as it was when `passes` were measured.
+
+    `slowness` follows the machine's pace, which changes within seconds; a factor for each size of pass corrects the measured
+    table, from neighbouring rounds of different sizes, which ran at the same pace.
+    """
+
+    passes: PassCosts
+    slowness: float = 1.0
+    """How much longer than measured passes take now, what the host does in a round included."""
+    _num_seen: int = 0
+    _factors: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """By class of size: how far the table is out beside other sizes, and how often that was seen."""
+    _pass_s: dict[int, float] = field(default_factory=dict)
+    """By positions, until the factors change."""
+    _draft_s: dict[tuple[str, int], float] = field(default_factory=dict)
+    """By source and number of rows that draft."""
+    _has_drafted: set[str] = field(default_factory=set)
+    _latest: tuple[int | None, float] = (None, 0.0)
+    """Size class of the latest round, and its time over the table's."""
+
+    def pass_s(self, num_positions: int) -> float:
+        """Seconds of a round without its drafting."""
+        known = self._pass_s.get(num_positions)
+        if known is None:
+            factor = self._factor(_size_class(num_positions))
+            known = self._pass_s[num_positions] = self.passes.seconds(num_positions) * factor
+        return known
+
+    def _factor(self, size: int) -> float:
+        """That of this size; between known sizes in proportion, beyond them that of the nearest."""
+        if size in self._factors or not self._factors:
+            return self._factors.get(size, (1.0, 0))[0]
+        below = max((each for each in self._factors if each < size), default=None)
+        above = min((each for each in self._factors if each > size), default=None)
+        if below is None or above is None:
+            return self._factors[below if above is None else above][0]  # pyright: ignore[reportArgumentType]
+        low, high = self._factors[below][0], self._factors[above][0]
+        return low * (high / low) ** ((size - below) / (above - below))
+
+    def drafting_s(self, source: str, num_rows: int) -> float:
+        """Seconds of drafting for so many rows; scaled from the nearest number that is known, 0 before the first."""
+        if num_rows == 0:
+            return 0.0
+        known = self._draft_s.get((source, num_rows))
+        if known is not None:
+            return known
+        numbers = [rows for name, rows in self._draft_s if name == source]
+        if not numbers:
+            return 0.0
+        nearest = min(numbers, key=lambda rows: abs(rows - num_rows))
+        return self._draft_s[source, nearest] * max(1.0 + 0.5 * (num_rows - nearest) / nearest, 0.5)
+
+    def record(self, num_positions: int, pass_s: float, drafting: dict[str, int], draft_s: float) -> None:
+        """A round: its pass and host work, and `draft_s` of drafting for the rows of each source that had to compute."""
+        self._pass_s.clear()
+        size, measured = _size_class(num_positions), pass_s / self.passes.seconds(num_positions)
+        ratio = measured / (self._factor(size) * self.slowness)
+        if self._num_seen == 0:
+            self.slowness, ratio = max(measured, 1e-6), 1.0
+        self.slowness *= 1.0 + max(0.1, 1.0 / (1 + self._num_seen)) * (min(max(ratio, 0.5), 2.0) - 1.0)
+        if size != self._latest[0]:
+            self._compare(size, measured)
+        self._latest = size, measured
+        self._num_seen += 1
+        if len(drafting) == 1:  # who spent it is not known when several sources drafted
+            ((source, num_rows),) = drafting.items()
+            self._record_drafting(source, num_rows, draft_s / self.slowness)
+
+    def _record_drafting(self, source: str, num_rows: int, spent: float) -> None:
+        if source not in self._has_drafted:  # the first draft touches memory for the first time: no measure
+            self._has_drafted.add(source)
+            return
+        known = self._draft_s.get((source, num_rows))
+        self._draft_s[source, num_rows] = spent if not known else known + 0.1 * (min(spent, 4 * known) - known)
+
+    def _compare(self, size: int, measured: float) -> None:
+        """Correct two sizes by how neighbouring rounds of theirs compare. What the first comparisons say counts whole, later
+        ones move a little, and one that is far off no more than others."""
+        before, measured_before = self._latest
+        if before is None:
+            return
+        off = math.log(measured * self._factor(before) / (measured_before * self._factor(size)))
+        num_seen = min(self._factors.get(each, (1.0, 0))[1] for each in (size, before))
+        most = max(0.3, 3.0 / (1 + num_seen))
+        step = 0.5 * min(max(off, -most), most) * max(0.06, 1.0 / (1 + num_seen))
+        for each, by in ((size, step), (before, -step)):
+            self._factors[each] = self._factor(each) * math.exp(by), self._factors.get(each, (1.0, 0))[1] + 1
+
+
+@lru_cache(maxsize=4096)
+def _size_class(num_positions: int) -> int:
+    """Two classes for each doubling."""
+    return round(2 * math.log2(max(num_positions, 1)))
+
+
+@dataclass(slots=True)
+class Rate:
+    """Tokens and seconds of recent rounds."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, tokens: float, seconds: float) -> None:
+        self.tokens, self.seconds = _RECENT * self.tokens + tokens, _RECENT * self.seconds + seconds
+
+
+@dataclass(slots=True)
+class Truth:
+    """How far the chances that a source tells itself were right: drafts that were expected to stand, and that stood."""
+
+    expected: float = 4.0
+    stood: float = 4.0
+
+    def add(self, chances: Sequence[float], num_kept: int) -> None:
+        tried = chances[: num_kept + 1]
+        self.expected = _RECENT * self.expected + sum(tried)
+        self.stood = _RECENT * self.stood + num_kept
+
+    def right(self, chances: tuple[float, ...]) -> tuple[float, ...]:
+        factor = (4.0 + self.stood) / (4.0 + self.expected)
+        return tuple(min(chance * factor, 0.99) for chance in chances)
+
+
+@dataclass(slots=True)
+class RoundRecord:
+    """What was learned of rounds whose rows are all greedy, or of the others: to draw tokens takes its own time."""
+
+    costs: RoundCosts
+    rates: dict[int, Rate] = field(default_factory=dict)
+    """By number of rows."""
+    num_drafted: int = 0
+    """Rounds with computed drafts since the last one without drafts."""
+    plain_every: int = 2
+    trial_s: float = field(init=False)
+    """Seconds that trials may still take."""
+    turn: int = 0
+    """Whose turn the next trial is."""
+    _rest: tuple[int, int] = (0, 0)
+    """Rounds left, and of how many rows."""
+
+    def __post_init__(self) -> None:
+        self.trial_s = FIRST_TRIALS * self.costs.pass_s(1)
+
+    def rate(self, num_rows: int) -> float:
+        """Tokens per second that rounds of so many rows reach anyway."""
+        plain, recent = num_rows / self.costs.pass_s(num_rows), self.rates.get(num_rows)
+        return max(plain, recent.tokens / recent.seconds) if recent and recent.seconds else plain
+
+    def record(self, num_rows: int, num_tokens: int, seconds: float, is_trial: bool) -> None:
+        """A round: tokens it brought, seconds it took on the machine as it was measured."""
+        self.rates.setdefault(num_rows, Rate()).add(num_tokens, seconds)
+        plain_s = self.costs.pass_s(num_rows)
+        self.trial_s = min(self.trial_s + TRIAL_SHARE * seconds, FIRST_TRIALS * plain_s)
+        if is_trial:
+            self.trial_s -= max(seconds - plain_s, 0.0)
+
+    def rest(self, num_rows: int) -> None:
+        """Computed drafts were not worth their time for so many rows."""
+        self._rest = (REST if num_rows > 1 else 0, num_rows)
+
+    def rests(self, num_rows: int) -> bool:
+        """Whether they need not be weighed in this round."""
+        left, resting_rows = self._rest
+        self._rest = max(left - 1, 0), resting_rows
+        return left > 0 and resting_rows == num_rows
+
+
+class ChunkSizes:
+    """Sizes of prefill chunks: all that fits when nobody decodes, else what takes about one round, so that a stream waits two
+    rounds for its next token."""
+
+    def __init__(self, most: int, adapts: bool) -> None:
+        self._most, self._adapts = most, adapts
+        self._token_s = self._round_s = 0.0
+
+    def size(self, num_running: int) -> int:
+        if not (self._adapts and num_running and self._token_s and self._round_s):
+            return self._most
+        return min(max(int(self._round_s / self._token_s), LEAST_CHUNK), self._most)
+
+    @property
+    def most_round_s(self) -> float:
+        """Seconds of a round beside a chunk that drafts may lengthen it to: what rounds usually take."""
+        return self._round_s if self._adapts and self._round_s else math.inf
+
+    def prefilled(self, num_tokens: int, seconds: float) -> None:
+        self._token_s = _towards(self._token_s, seconds / num_tokens, 2.0)
+
+    def decoded(self, seconds: float, *, beside_chunk: bool) -> None:
+        """A longer round counts little, and so does one after a chunk, which left other things in the caches."""
+        self._round_s = _towards(self._round_s, seconds, 1.25, 0.05 if beside_chunk else 0.2)
+
+
+def _towards(known: float, seen: float, most: float, weight: float = 0.2) -> float:
+    """A running average; one value counts as `most` times what is known at most, so that one disturbance moves it by little."""
+    return known + weight * (min(seen, most * known) - known) if known else seen

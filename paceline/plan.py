@@ -1,0 +1,362 @@
+"""What a step does next: how much of a prompt, and which drafts every running row has checked. No PyTorch.
+
+    plan = planner.next(rows)                  # Row: a sequence and what it could check (Offer) -> Plan
+    widths = planner.narrow(plan, sure_B)      # after drafting: how many drafts of each row are worth checking
+    planner.learn(plan, stats)                 # what the round took and which drafts stood
+
+The engine executes a plan with the real target, `simulate` with a cost model: the same object decides in both. A draft is
+checked when the tokens it is expected to bring are worth its time at the rate that rounds reach anyway:
+
+    expected tokens > rate * extra seconds        rate: tokens per second without drafts, or of recent rounds where that is more
+
+All of it is known before a round's tokens are drawn: how sure a drafter is of a slot is read off its distribution, never off
+the token that was drawn. So a plan changes nothing of what is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paceline.errors import ConfigError
+from paceline.learned import PLAIN_EVERY, PRIORS, Chances, ChunkSizes, PassCosts, RoundCosts, RoundRecord, Truth
+from paceline.types import RoundStats, RowKind, Take
+
+MARGIN = 0.02
+"""Drafts must promise this share more tokens than their time costs: estimates err."""
+LEAST_GAIN = 0.01
+"""Chance to stand of a draft that is looked at: to weigh those behind it takes longer than they are worth."""
+SPARE = 2
+"""Slots that a block drafter drafts beyond those that are worth checking on average: it may be sure of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a row could check next."""
+
+    source: str
+    """Whose drafts: "dflash", "ngram", ..."""
+    chances: tuple[float, ...]
+    """Chance that each draft stands, given that those before it do; as many as the row may check."""
+    cost_s: float = 0.0
+    """Seconds to make them for this row alone; 0 for drafts that are at hand."""
+
+
+@dataclass(slots=True)
+class Row:
+    """A running sequence as a planner sees it."""
+
+    key: int
+    """Tells it from others."""
+    kind: RowKind
+    """Drafts of each kind of row stand as often as they do."""
+    offers: list[Offer] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step: `chunk` tokens of the prompt that is being read, and what each row checks."""
+
+    chunk: int
+    rows: list[Row]
+    drafts: list[Take]
+    num_rows: int
+    """Rows that decode, those that are about to join included."""
+    whole_blocks: bool = False
+    """Whether block drafters draft their whole block, so that drafts do not depend on how many are checked."""
+    is_trial: bool = False
+    """Drafts to learn whether they pay by now."""
+
+
+class Planner(Protocol):
+    """Decides what the steps of one engine do; the module's docstring has the order of calls."""
+
+    def offer(self, source: str, kind: RowKind, most: int) -> Offer:
+        """What a source that computes its drafts promises a row of this kind that may check `most` of them."""
+        ...
+
+    def next(self, rows: list[Row], num_joining: int = 0, prompt_left: int = 0) -> Plan:
+        """The next step: `num_joining` rows are about to decode too, `prompt_left` tokens of a prompt wait to be read."""
+        ...
+
+    def join(self, plan: Plan, place: int, row: Row) -> None:
+        """A row whose prompt ended in this step decodes too."""
+        ...
+
+    def narrow(self, plan: Plan, sure_B: Sequence[Sequence[float] | None]) -> list[int]:
+        """How many drafts of each row to check, now that drafters have said how sure they are of each slot: the
+        log-probability of its most likely token, None where nothing of the kind is known."""
+        ...
+
+    def learn(self, plan: Plan, stats: RoundStats) -> None:
+        """A round is over."""
+        ...
+
+    def prefilled(self, num_tokens: int, seconds: float) -> None:
+        """A chunk of a prompt was run."""
+        ...
+
+    def forget(self, source: str) -> None:
+        """Another drafter drafts under this name from now on: what was learned of it holds no more."""
+        ...
+
+
+@dataclass(slots=True)
+class FixedPlanner:
+    """As many drafts in every round, the first offer's, and chunks of one size: nothing depends on the clock.
+
+    `num_drafted` None checks all that is offered.
+    """
+
+    num_drafted: int | None = None
+    most_chunk: int = 256
+    whole_blocks: bool = True
+
+    def offer(self, source: str, kind: RowKind, most: int) -> Offer:
+        return Offer(source, (1.0,) * most)
+
+    def next(self, rows: list[Row], num_joining: int = 0, prompt_left: int = 0) -> Plan:
+        drafts = [self._take(row) for row in rows]
+        return Plan(min(self.most_chunk, prompt_left), rows, drafts, len(rows) + num_joining, self.whole_blocks)
+
+    def _take(self, row: Row) -> Take:
+        if not row.offers or self.num_drafted == 0:
+            return Take()
+        most = len(row.offers[0].chances)
+        return Take(row.offers[0].source, most if self.num_drafted is None else min(self.num_drafted, most))
+
+    def join(self, plan: Plan, place: int, row: Row) -> None:
+        plan.rows.insert(place, row)
+        plan.drafts.insert(place, self._take(row))
+
+    def narrow(self, plan: Plan, sure_B: Sequence[Sequence[float] | None]) -> list[int]:
+        return [take.count for take in plan.drafts]
+
+    def learn(self, plan: Plan, stats: RoundStats) -> None: ...
+
+    def prefilled(self, num_tokens: int, seconds: float) -> None: ...
+
+    def forget(self, source: str) -> None: ...
+
+
+def num_fixed(plan: str) -> int | None:
+    """The K of `fixed:K`; None of `fixed`: as many as the drafter may. Raises ConfigError for anything else."""
+    name, _, number = plan.partition(":")
+    if name == "fixed" and ((number.isascii() and number.isdecimal()) or plan == "fixed"):
+        return int(number) if number else None
+    raise ConfigError(f"plan must be auto, fixed or fixed:K (at most K drafts in every round), not {plan!r}")
+
+
+class AdaptivePlanner:
+    """Most tokens per second by what rounds have taught; never below plain decoding but for short trials."""
+
+    def __init__(self, passes: PassCosts, *, most_chunk: int = 256, adapts_chunks: bool = True) -> None:
+        """`passes`: seconds of a target pass, as measured at the start. `adapts_chunks` only for a target that gives a token
+        the same bits in chunks of any size, so that no text depends on it."""
+        self._kinds = {name: RoundRecord(RoundCosts(passes)) for name in ("greedy", "drawn")}
+        self._chances: dict[tuple[str, str], Chances] = {}
+        """By source and kind of row."""
+        self._lifts: dict[tuple[str, str], float] = {}
+        """Tokens that a row gains on average because its drafts are cut where their drafter is unsure of them."""
+        self._truths: dict[tuple[str, str], Truth] = {}
+        self._chunks = ChunkSizes(most_chunk, adapts_chunks)
+
+    def prefilled(self, num_tokens: int, seconds: float) -> None:
+        self._chunks.prefilled(num_tokens, seconds)
+
+    def offer(self, source: str, kind: RowKind, most: int) -> Offer:
+        places = self._known(source, kind, most).places
+        drafting_s = self._kinds["greedy" if kind == "greedy" else "drawn"].costs.drafting_s(source, 1)
+        return Offer(source, tuple(places[:most]), max(drafting_s, 1e-9))
+
+    def _known(self, source: str, kind: RowKind, most: int) -> Chances:
+        known = self._chances.get((source, kind))
+        if known is None or len(known.places) < most:
+            known = self._chances[source, kind] = Chances(max(most, 1), PRIORS[kind])
+        return known
+
+    def next(self, rows: list[Row], num_joining: int = 0, prompt_left: int = 0) -> Plan:
+        kind, num_rows = self._kind(rows), len(rows) + num_joining
+        chunk = min(self._chunks.size(len(rows)), prompt_left)
+        plan = Plan(chunk, rows, [Take() for _ in rows], num_rows)
+        if not rows or kind.num_drafted >= kind.plain_every:
+            return plan
+        may_compute = not kind.rests(num_rows)
+        rate = kind.rate(num_rows)
+        most_s = self._chunks.most_round_s / kind.costs.slowness if prompt_left else math.inf
+        wants = [
+            want
+            for place, row in enumerate(rows)
+            if (want := self._best(kind, rate, num_rows, place, row, may_compute)) is not None
+        ]
+        counts = _share_out(kind.costs, rate, num_rows, wants, most_s)
+        for want, count in zip(wants, counts, strict=True):
+            if count:
+                more = SPARE if want.offer.cost_s else 0  # a block costs hardly more with the slots that may prove sure
+                plan.drafts[want.place] = Take(want.offer.source, min(count + more, len(want.offer.chances)))
+        if may_compute and not any(count and want.offer.cost_s for want, count in zip(wants, counts, strict=True)):
+            kind.rest(num_rows)
+            if not any(counts) and not prompt_left:
+                self._try(kind, plan)
+        return plan
+
+    def join(self, plan: Plan, place: int, row: Row) -> None:
+        plan.rows.insert(place, row)
+        plan.drafts.insert(place, Take())
+
+    def _kind(self, rows: list[Row]) -> RoundRecord:
+        return self._kinds["greedy" if all(row.kind == "greedy" for row in rows) else "drawn"]
+
+    def _best(self, kind: RoundRecord, rate: float, num_rows: int, place: int, row: Row, may_compute: bool) -> _Want | None:
+        """The offer that would bring the most over its time if no other row checked any."""
+        best, most = None, 0.0
+        for offer in row.offers:
+            if offer.cost_s and not may_compute:
+                continue
+            if truth := self._truths.get((offer.source, row.kind)):
+                offer = Offer(offer.source, truth.right(offer.chances))
+            lift = self._lifts.get((offer.source, row.kind), 0.0) if offer.cost_s else 0.0
+            surplus = lift + _surplus(kind.costs, rate, num_rows, offer.chances) - rate * offer.cost_s
+            if surplus > most:
+                best, most = _Want(place, offer, lift), surplus
+        return best
+
+    def _try(self, kind: RoundRecord, plan: Plan) -> None:
+        """Let one row draft though it does not seem to pay, when trials have taken little time of late."""
+        for place in range(len(plan.rows)):
+            place = (place + kind.turn) % len(plan.rows)
+            offer = next((offer for offer in plan.rows[place].offers if offer.cost_s and offer.chances), None)
+            if offer is None:
+                continue
+            count = min(3, len(offer.chances))
+            costs = kind.costs
+            extra_s = offer.cost_s + costs.pass_s(plan.num_rows + count) - costs.pass_s(plan.num_rows)
+            if extra_s <= kind.trial_s:
+                plan.drafts[place], plan.is_trial = Take(offer.source, count), True
+                kind.turn += 1
+            return
+
+    def narrow(self, plan: Plan, sure_B: Sequence[Sequence[float] | None]) -> list[int]:
+        if all(sure is None for sure in sure_B):
+            return [take.count for take in plan.drafts]
+        kind = self._kind(plan.rows)
+        rate = kind.rate(plan.num_rows)
+        wants, fixed = [], 0
+        widths = [take.count for take in plan.drafts]
+        for place, (row, take, sure) in enumerate(zip(plan.rows, plan.drafts, sure_B, strict=True)):
+            if not take.count or sure is None:
+                fixed += take.count
+                continue
+            known = self._known(take.source, row.kind, take.count)
+            offer = Offer(take.source, tuple(known.of(sure[: take.count])))
+            average = _surplus(kind.costs, rate, plan.num_rows, known.places[: take.count])
+            lift = _surplus(kind.costs, rate, plan.num_rows, offer.chances) - average
+            before = self._lifts.get((take.source, row.kind), 0.0)
+            self._lifts[take.source, row.kind] = max(before + 0.05 * (lift - before), 0.0)
+            wants.append(_Want(place, offer))
+        if not plan.is_trial:
+            counts = _share_out(kind.costs, rate, plan.num_rows, wants, math.inf, fixed, margin=0.0)
+            for want, count in zip(wants, counts, strict=True):
+                widths[want.place] = count
+        return widths
+
+    def learn(self, plan: Plan, stats: RoundStats) -> None:
+        kind, num_rows = self._kind(plan.rows), len(plan.rows)
+        costs, computing = kind.costs, Counter[str]()
+        sure_B = stats.sure_B or [None] * num_rows
+        outcomes = zip(plan.rows, plan.drafts, stats.num_drafted_B, stats.num_accepted_B, sure_B, strict=True)
+        for row, take, num_drafted, num_kept, sure in outcomes:
+            if not take.count:
+                continue
+            offer = next(offer for offer in row.offers if offer.source == take.source)
+            if offer.cost_s:
+                computing[take.source] += 1
+                self._known(take.source, row.kind, take.count).record(num_drafted, num_kept, sure)
+            elif num_drafted:
+                self._truths.setdefault((take.source, row.kind), Truth()).add(offer.chances[:num_drafted], num_kept)
+        costs.record(num_rows + sum(stats.num_checked_B), stats.verify_s + stats.host_s, computing, stats.draft_s)
+        round_s = stats.draft_s + stats.verify_s + stats.host_s
+        kind.record(num_rows, num_rows + sum(stats.num_accepted_B), round_s / costs.slowness, plan.is_trial)
+        if computing:
+            kind.num_drafted += 1
+        elif not any(stats.num_checked_B):
+            kind.plain_every = min(2 * kind.plain_every, PLAIN_EVERY) if kind.num_drafted else kind.plain_every
+            kind.num_drafted = 0
+        self._chunks.decoded(round_s, beside_chunk=plan.chunk > 0)
+
+    def forget(self, source: str) -> None:
+        """Another drafter drafts under this name from now on."""
+        for records in (self._chances, self._lifts, self._truths):
+            for key in [key for key in records if key[0] == source]:
+                del records[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Want:
+    """The offer that the row at `place` of the plan would take; `lift`: tokens that it brings beyond what its average chances
+    say, because its drafts are cut where the drafter is unsure."""
+
+    place: int
+    offer: Offer
+    lift: float = 0.0
+
+
+def _gains(chances: Sequence[float]) -> list[float]:
+    """Chance that each draft is kept, falling."""
+    kept, gains = 1.0, []
+    for chance in chances:
+        kept *= chance
+        if kept < LEAST_GAIN:
+            break
+        gains.append(kept)
+    return gains
+
+
+def _surplus(costs: RoundCosts, rate: float, num_rows: int, chances: Sequence[float]) -> float:
+    """Most tokens over the time of checking that drafts with these chances bring to a round in which nobody else has any."""
+    best, expected, plain_s = 0.0, 0.0, costs.pass_s(num_rows)
+    for count, gain in enumerate(_gains(chances), start=1):
+        expected += gain
+        best = max(best, expected - rate * (costs.pass_s(num_rows + count) - plain_s))
+    return best
+
+
+def _share_out(
+    costs: RoundCosts,
+    rate: float,
+    num_rows: int,
+    wants: list[_Want],
+    most_s: float,
+    num_fixed: int = 0,
+    margin: float = MARGIN,
+) -> list[int]:
+    """How many drafts of each want to check together: gains in falling order, as long as the surplus of all grows.
+
+    `num_fixed` drafts are checked anyway. The round takes `most_s` at most.
+    """
+    counts = [0] * len(wants)
+    gains: list[tuple[float, int]] = []
+    for index, want in enumerate(wants):
+        kept = _gains(want.offer.chances)
+        gains += [(gain + (want.lift if slot == 0 else 0.0), index) for slot, gain in enumerate(kept)]
+    gains.sort(reverse=True)
+    base = num_rows + num_fixed
+    base_s, drafting_s, expected = costs.pass_s(base), 0.0, 0.0
+    best, best_count, drafting = margin * num_rows, 0, Counter[str]()
+    for count, (gain, index) in enumerate(gains, start=1):
+        offer = wants[index].offer
+        expected += gain
+        if offer.cost_s and not counts[index]:
+            drafting[offer.source] += 1
+            drafting_s = sum(costs.drafting_s(source, rows) for source, rows in drafting.items())
+        counts[index] += 1
+        round_s = costs.pass_s(base + count) + drafting_s
+        if round_s > most_s:
+            break
+        if (surplus := expected - rate * (round_s - base_s)) > best:
+            best, best_count = surplus, count
+    taken = Counter(index for _, index in gains[:best_count])
+    return [taken[index] for index in range(len(wants))]

@@ -1,0 +1,110 @@
+"""One LLM, several callers: every chunk reaches the request it belongs to, and drafters are swapped while requests run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_llm import tiny_model
+
+from paceline import LLM, SamplingParams
+from paceline.draft.dflash import DFlashDrafter
+from paceline.engine.engine import Chunk
+from paceline.errors import DrafterMismatchError
+from paceline.testing import FakeTarget
+
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def llm(folder: Path) -> LLM:
+    return LLM(str(folder), drafter="ngram", dtype="float32", device="cpu", max_batch=4, max_len=256, plan="fixed:3")
+
+
+def tokens_of(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def alone(llm: LLM, *prompts: list[int]) -> list[list[int]]:
+    return [llm.generate_ids([prompt], PARAMS)[0].token_ids for prompt in prompts]
+
+
+def test_two_streams_read_in_turns(llm: LLM) -> None:
+    expected = alone(llm, [1, 2, 3], [4, 5])
+    streams, found = [llm.stream([1, 2, 3], PARAMS), llm.stream([4, 5], PARAMS)], [[], []]
+    for _ in range(100):
+        for place, stream in enumerate(streams):
+            found[place] += next(stream, Chunk(None, [], "")).token_ids  # pyright: ignore[reportArgumentType]
+    assert found == expected and not llm.engine.has_work
+
+
+def test_one_stream_read_after_the_other(llm: LLM) -> None:
+    expected = alone(llm, [1, 2, 3], [4, 5])
+    first, second = llm.stream([1, 2, 3], PARAMS), llm.stream([4, 5], PARAMS)
+    begun = [next(first), next(second)]
+    rest = list(first)  # its steps make the other's tokens too
+    assert [tokens_of([begun[0], *rest]), tokens_of([begun[1], *second])] == expected
+
+
+def test_answers_made_between_two_chunks_and_inside_a_callback(llm: LLM) -> None:
+    expected = alone(llm, [1, 2, 3], [4, 5], [6, 7, 8])
+    stream = llm.stream([1, 2, 3], PARAMS)
+    chunks = [next(stream)]
+    inside: list[list[int]] = []
+
+    def answer_another(chunk: Chunk) -> None:
+        if not inside:
+            inside.append([])
+            inside[0] += llm.generate_ids([[6, 7, 8]], PARAMS)[0].token_ids
+
+    between = llm.generate_ids([[4, 5]], PARAMS, answer_another)[0].token_ids
+    assert [tokens_of(chunks + list(stream)), between, *inside] == expected
+
+
+def test_a_stream_that_is_dropped_is_aborted_and_leaves_nothing(llm: LLM) -> None:
+    stream = llm.stream([1, 2, 3], PARAMS)
+    next(stream)
+    stream.close()
+    assert not llm.engine.has_work and not llm._inboxes
+
+
+def test_a_drafter_swapped_while_an_answer_runs(llm: LLM) -> None:
+    """The answer goes on with the drafter that it began with; the next one has the new one."""
+    expected = alone(llm, [1, 2, 3], [4, 5])
+    stream = llm.stream([1, 2, 3], PARAMS)
+    chunks = [next(stream)]
+    llm.use_drafter("random-dflash")
+    assert isinstance(llm.drafter, DFlashDrafter) and llm.engine.drafter is llm.drafter
+    other = llm.generate_ids([[4, 5]], PARAMS)[0]
+    chunks += stream
+    assert [tokens_of(chunks), other.token_ids] == expected
+    assert {one.source for one in chunks[-1].sequence.rounds} <= {"ngram", "none"}
+    assert llm.generate_ids([[4, 5]], PARAMS)[0].token_ids == expected[1] and llm.engine.pool.drafters == [llm.drafter]
+
+
+def test_a_refused_drafter_changes_nothing(llm: LLM, folder: Path) -> None:
+    """The target goes on tapping the layers that the drafter in use reads."""
+    llm.use_drafter("random-dflash")
+    before, taps = llm.drafter, llm.target.tap_layers
+    misfit = DFlashDrafter.random(FakeTarget(vocab_size=258, hidden_size=64))
+    with pytest.raises(DrafterMismatchError):
+        llm.use_drafter(misfit)
+    assert llm.drafter is before and llm.engine.drafter is before and llm.target.tap_layers == taps
+    expected = LLM(str(folder), drafter="none", dtype="float32", device="cpu").generate_ids([[1, 2, 3]], PARAMS)
+    assert llm.generate_ids([[1, 2, 3]], PARAMS)[0].token_ids == expected[0].token_ids
+
+
+def test_what_was_packed_is_kept_when_an_engine_is_made_anew(llm: LLM) -> None:
+    drafter = DFlashDrafter.random(llm.target)
+    engines = [llm.new_engine(drafter) for _ in range(2)]
+    path = drafter._path
+    engines.append(llm.new_engine(drafter))
+    assert drafter._path is path
+    llm.target.allocate_cache(2, 128)
+    llm.new_engine(drafter)
+    assert drafter._path is not path

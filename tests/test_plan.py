@@ -1,0 +1,282 @@
+"""The planner: the most tokens per second by what is known, never below plain decoding, nothing decided by the drawn token."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.learned import LEAST_CHUNK, PLAIN_EVERY, Chances, ChunkSizes, PassCosts, RoundCosts
+from paceline.plan import AdaptivePlanner, FixedPlanner, Offer, Plan, Planner, Row, num_fixed
+from paceline.types import RoundStats, RowKind, Take
+
+FLAT = PassCosts(((1, 1.0), (64, 1.0)))
+"""A pass costs the same for any number of positions: all drafts are free."""
+STEEP = PassCosts(((1, 1.0), (64, 64.0)))
+"""Every position costs as much as a pass of one: no draft pays."""
+
+
+def row(planner: Planner, *, most: int = 7, kind: RowKind = "greedy", lookup: float = 0.0) -> Row:
+    offers = [planner.offer("dflash", kind, most)] if most else []
+    return Row(0, kind, offers + ([Offer("ngram", (lookup,) * 16)] if lookup else []))
+
+
+def counts(plan: Plan) -> list[int]:
+    return [take.count for take in plan.drafts]
+
+
+def stats(
+    plan: Plan, accepted: list[int], verify_s: float, draft_s: float = 0.0, checked: list[int] | None = None
+) -> RoundStats:
+    checked = checked or counts(plan)
+    return RoundStats(checked, accepted, True, draft_s=draft_s, verify_s=verify_s, num_checked_B=checked)
+
+
+class Machine:
+    """Rounds of one row on a simulated machine: passes and drafting take given times, drafts stand with given chances."""
+
+    def __init__(self, planner: Planner, pass_s: PassCosts, draft_s: float, *, num_rows: int = 1, seed: int = 0) -> None:
+        self.planner, self.pass_s, self.draft_s, self.num_rows = planner, pass_s, draft_s, num_rows
+        self.random = random.Random(seed)
+        self.tokens = self.seconds = 0.0
+        self.num_drafting = 0
+
+    def rounds(
+        self, number: int, chances: list[float], lookup: float = 0.0, kind: RowKind = "greedy", slow: float = 1.0
+    ) -> float:
+        """Tokens per second of so many rounds; `slow`: how much longer everything takes now."""
+        began = self.tokens, self.seconds
+        for _ in range(number):
+            rows = [row(self.planner, most=len(chances), lookup=lookup) for _ in range(self.num_rows)]
+            plan = self.planner.next(rows)
+            accepted = [self._kept(take, chances, lookup) for take in plan.drafts]
+            drafting = sum(take.source == "dflash" and take.count > 0 for take in plan.drafts)
+            self.num_drafting += drafting > 0
+            draft_s = slow * self.draft_s * (1 + 0.3 * (drafting - 1)) if drafting else 0.0
+            verify_s = slow * self.pass_s.seconds(self.num_rows + sum(counts(plan))) * self.random.uniform(0.97, 1.06)
+            self.planner.learn(plan, stats(plan, accepted, verify_s, draft_s))
+            self.tokens += self.num_rows + sum(accepted)
+            self.seconds += verify_s + draft_s
+        return (self.tokens - began[0]) / (self.seconds - began[1])
+
+    def _kept(self, take: Take, chances: list[float], lookup: float) -> int:
+        each = [lookup] * 16 if take.source == "ngram" else chances
+        return next((place for place in range(take.count) if self.random.random() >= each[place]), take.count)
+
+
+class TestFixed:
+    @pytest.mark.parametrize(("text", "number"), [("fixed", None), ("fixed:0", 0), ("fixed:5", 5)])
+    def test_names(self, text: str, number: int | None) -> None:
+        assert num_fixed(text) == number
+
+    @pytest.mark.parametrize("text", ["", "fixed:", "fixed:-1", "fixed:x", "fixed:٣", "full", "5", "auto:3"])
+    def test_other_names_are_refused(self, text: str) -> None:
+        with pytest.raises(ConfigError, match="auto, fixed or fixed:K"):
+            num_fixed(text)
+
+    def test_the_same_in_every_round_whatever_rounds_took(self) -> None:
+        for number, most, expected in ((None, 7, 7), (3, 7, 3), (9, 7, 7), (0, 7, 0), (None, 0, 0)):
+            planner = FixedPlanner(number, 64)
+            for seconds in (1e-3, 10.0):
+                plan = planner.next([row(planner, most=most, lookup=0.9 if most else 0.0)], prompt_left=100)
+                assert counts(plan) == [expected] and plan.chunk == 64 and plan.whole_blocks
+                assert planner.narrow(plan, [[-9.0] * most]) == counts(plan)
+                planner.learn(plan, stats(plan, [0], seconds))
+
+
+class TestChoice:
+    def test_free_drafts_are_all_taken_and_dear_ones_none(self) -> None:
+        assert counts((planner := AdaptivePlanner(FLAT)).next([row(planner)])) == [7]
+        assert counts((planner := AdaptivePlanner(STEEP)).next([row(planner, most=0, lookup=0.9)])) == [0]
+
+    @pytest.mark.parametrize("slope", [0.02, 0.05, 0.1, 0.2, 0.35])
+    def test_the_best_number_by_the_formula(self, slope: float) -> None:
+        """A lookup whose drafts stand with a chance of 0.75: the count that brings the most over the plain rate."""
+        costs = [1.0 + slope * count for count in range(17)]
+        surplus = [sum(0.75**place for place in range(1, count + 1)) - (costs[count] - 1.0) for count in range(17)]
+        best = max(range(17), key=surplus.__getitem__)
+        planner = AdaptivePlanner(PassCosts(list(enumerate(costs, start=1))))
+        assert counts(planner.next([row(planner, most=0, lookup=0.75)])) == [best]
+
+    def test_a_lookup_wins_where_it_promises_more_for_its_time(self) -> None:
+        planner = AdaptivePlanner(PassCosts(((1, 1.0), (32, 1.6))))
+        machine = Machine(planner, PassCosts(((1, 1.0), (32, 1.6))), 0.4)
+        machine.rounds(100, [0.7] * 7)
+        assert planner.next([row(planner, lookup=0.95)]).drafts[0].source == "ngram"
+        assert planner.next([row(planner, lookup=0.1)]).drafts[0].source == "dflash"
+
+    def test_several_rows_share_a_pass_by_what_each_promises(self) -> None:
+        """Few positions are cheap: they go to the row whose drafts stand."""
+        planner = AdaptivePlanner(PassCosts(((1, 1.0), (8, 1.2), (9, 6.0), (16, 12.0))))
+        rows = [row(planner, most=0, lookup=0.3), row(planner, most=0, lookup=0.95)]
+        few, many = counts(planner.next(rows))
+        assert few + many == 6 and many > few
+
+    def test_who_is_about_to_join_counts(self) -> None:
+        planner = AdaptivePlanner(PassCosts(((1, 1.0), (8, 1.05), (9, 2.0), (16, 9.0))))
+        assert counts(planner.next([row(planner, most=0, lookup=0.9)])) == [7]
+        assert counts(planner.next([row(planner, most=0, lookup=0.9)], num_joining=7)) == [0]
+
+    def test_beside_a_chunk_drafts_do_not_lengthen_the_round(self) -> None:
+        planner = AdaptivePlanner(PassCosts(((1, 1.0), (16, 2.0))))
+        machine = Machine(planner, PassCosts(((1, 1.0), (16, 2.0))), 0.1)
+        machine.rounds(40, [0.0] * 7)
+        assert counts(planner.next([row(planner, most=0, lookup=0.98)]))[0] > 5
+        assert counts(planner.next([row(planner, most=0, lookup=0.98)], prompt_left=500))[0] <= 2
+
+
+class TestNeverBelowPlain:
+    @pytest.mark.parametrize("num_rows", [1, 4, 8])
+    @pytest.mark.parametrize("table", ["right", "flat", "steep"])
+    @pytest.mark.parametrize("chances", [[0.02] * 7, [0.3, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1], [0.8, 0.75, 0.7, 0.7, 0.6, 0.6, 0.6]])
+    def test_whatever_the_drafter_and_the_start_up_table(self, chances: list[float], table: str, num_rows: int) -> None:
+        """A bad drafter, or a table measured while another program ran: from the first round on at least 0.97 of plain."""
+        true = PassCosts(((1, 3.0), (2, 3.2), (4, 3.9), (8, 6.0), (16, 11.0), (32, 22.0), (64, 44.0)))
+        told = {"right": true, "flat": PassCosts(((1, 100.0), (64, 115.0))), "steep": PassCosts(((1, 1.0), (64, 64.0)))}[table]
+        machine = Machine(AdaptivePlanner(told), true, 1.4, num_rows=num_rows)
+        first = machine.rounds(300, chances)
+        later = machine.rounds(2000, chances)
+        plain = num_rows / (true.seconds(num_rows) * 1.015)
+        assert first > 0.93 * plain and later > 0.97 * plain
+        if chances[0] > 0.5 and num_rows == 1:
+            assert later > 1.2 * plain
+
+    def test_drafting_stops_within_a_few_rounds_and_comes_back(self) -> None:
+        true = PassCosts(((1, 1.0), (8, 1.6), (16, 2.6)))
+        machine = Machine(AdaptivePlanner(true), true, 0.4)
+        good, bad = [0.85] * 7, [0.03] * 7
+        assert machine.rounds(300, good) > 1.5
+        machine.rounds(60, bad)
+        before = machine.num_drafting
+        assert machine.rounds(1000, bad) > 0.97 * 0.985
+        assert machine.num_drafting - before < 60
+        machine.rounds(700, good)
+        assert machine.rounds(200, good) > 1.5
+
+    def test_a_busy_machine_is_no_reason_to_stop_or_to_begin(self) -> None:
+        true = PassCosts(((1, 1.0), (8, 1.6), (16, 2.6)))
+        quiet, busy = (Machine(AdaptivePlanner(true), true, 0.4) for _ in range(2))
+        chances = [0.8, 0.7, 0.6, 0.5, 0.5, 0.5, 0.5]
+        quiet.rounds(400, chances)
+        for slow in (1.0, 3.0, 1.0, 7.0, 2.0, 1.0, 4.0, 1.0):
+            busy.rounds(50, chances, slow=slow)
+        assert busy.tokens == pytest.approx(quiet.tokens, rel=0.15)
+
+    def test_a_round_without_drafts_now_and_then_tells_what_one_takes(self) -> None:
+        planner, plain = AdaptivePlanner(FLAT), []
+        for number in range(400):
+            plan = planner.next([row(planner)])
+            plain += [number] * (counts(plan) == [0])
+            planner.learn(plan, stats(plan, counts(plan), 1.0))
+        gaps = [later - sooner for sooner, later in itertools.pairwise(plain)]
+        assert plain[0] <= 8 and max(gaps) <= PLAIN_EVERY + 1 and len(plain) < 14
+
+
+class TestSureness:
+    """Of a slot that the drafter is sure of more is expected, once rounds have shown that it is right to be."""
+
+    def taught(self) -> AdaptivePlanner:
+        planner, draws = AdaptivePlanner(PassCosts(((1, 1.0), (8, 2.4)))), random.Random(1)
+        for _ in range(600):
+            plan = planner.next([row(planner)])
+            if not counts(plan)[0]:
+                plan.drafts[0] = Take("dflash", 7)
+            sure = [math.log(draws.choice([0.1, 0.5, 0.95])) for _ in range(7)]
+            kept = next((place for place, each in enumerate(sure) if draws.random() >= math.exp(each)), 7)
+            done = stats(plan, [min(kept, counts(plan)[0])], 1.0 + 0.2 * counts(plan)[0], 0.2)
+            done.sure_B = [sure[: counts(plan)[0]]]
+            planner.learn(plan, done)
+        return planner
+
+    def test_what_is_sure_is_checked_and_what_is_not_is_left_out(self) -> None:
+        planner = self.taught()
+        plan = planner.next([row(planner)])
+        plan.drafts = [Take("dflash", 7)]
+        high, low = math.log(0.95), math.log(0.1)
+        assert planner.narrow(plan, [[high] * 7])[0] >= 5
+        assert planner.narrow(plan, [[low] * 7]) == [0]
+        assert planner.narrow(plan, [[high, high, low, high, high, high, high]]) == [2]
+
+    def test_the_chances_become_what_they_are(self) -> None:
+        known = self.taught()._chances["dflash", "greedy"]
+        found = known.of([math.log(0.1), math.log(0.5), math.log(0.95)])
+        assert found[0] < 0.3 and 0.3 < found[1] < 0.7 and found[2] > 0.8
+
+    def test_where_nothing_is_known_a_place_has_its_average(self) -> None:
+        chances = Chances(3, 0.5)
+        assert chances.of([-1.0, -2.0, -0.1]) == chances.places == [0.5] * 3
+
+    def test_places_that_were_left_out_count_as_what_was_promised(self) -> None:
+        """Else only slots that looked good would be known, and all would seem good."""
+        honest, blind = Chances(2, 0.5), Chances(2, 0.5)
+        for _ in range(300):
+            for each in (honest, blind):
+                each.record(2, 2, [math.log(0.95)] * 2)
+            honest.record(0, 0, [math.log(0.1)] * 2)
+            blind.record(0, 0)
+            for each in (honest, blind):
+                each.record(1, 0, [math.log(0.1)])
+        assert honest.places[1] < blind.places[1]
+
+    def test_rows_of_which_nothing_is_known_keep_what_was_planned(self) -> None:
+        planner = AdaptivePlanner(FLAT)
+        plan = planner.next([row(planner), row(planner, most=0, lookup=0.9)])
+        assert planner.narrow(plan, [None, None]) == counts(plan)
+
+
+class TestCosts:
+    def test_straight_lines_between_points_and_beyond(self) -> None:
+        costs = PassCosts(((1, 2.0), (2, 3.0), (4, 9.0)))
+        assert [costs.seconds(count) for count in (1, 2, 3, 4, 6)] == [2.0, 3.0, 6.0, 9.0, 15.0]
+
+    def test_a_smaller_pass_never_takes_more(self) -> None:
+        assert PassCosts(((1, 5.0), (2, 3.0), (4, 9.0))).seconds(1) == 3.0
+
+    def test_one_point_is_enough(self) -> None:
+        assert PassCosts(((1, 2.0),)).seconds(3) == pytest.approx(6.0)
+
+    def test_time_of_drafting_is_learned_but_for_the_first_time(self) -> None:
+        costs = RoundCosts(FLAT)
+        costs.record(1, 1.0, {"dflash": 1}, 50.0)
+        assert costs.drafting_s("dflash", 1) == 0.0
+        costs.record(1, 1.0, {"dflash": 1}, 0.5)
+        assert costs.drafting_s("dflash", 1) == pytest.approx(0.5)
+        assert 0.5 < costs.drafting_s("dflash", 4) < 4 * 0.5 and costs.drafting_s("other", 1) == 0.0
+
+    def test_a_wrong_table_is_corrected_by_neighbouring_rounds(self) -> None:
+        costs = RoundCosts(FLAT)
+        for number in range(400):
+            size = 1 if number % 2 else 8
+            costs.record(size, 1.0 + 0.2 * (size - 1), {}, 0.0)
+        assert costs.pass_s(8) / costs.pass_s(1) == pytest.approx(2.4, rel=0.05)
+
+
+class TestChunks:
+    def test_a_chunk_takes_about_a_round_beside_others(self) -> None:
+        sizes = ChunkSizes(256, adapts=True)
+        assert sizes.size(0) == sizes.size(4) == 256
+        for _ in range(50):
+            sizes.prefilled(32, 0.032)
+            sizes.decoded(0.05, beside_chunk=False)
+        assert sizes.size(0) == 256 and 45 <= sizes.size(4) <= 55
+        for _ in range(50):
+            sizes.decoded(0.001, beside_chunk=False)
+        assert sizes.size(4) == LEAST_CHUNK
+
+    def test_never_smaller_where_bits_depend_on_it(self) -> None:
+        sizes = ChunkSizes(256, adapts=False)
+        sizes.prefilled(32, 1.0)
+        sizes.decoded(0.001, beside_chunk=False)
+        assert sizes.size(4) == 256 and sizes.most_round_s == math.inf
+
+    def test_one_disturbance_moves_it_by_little(self) -> None:
+        sizes = ChunkSizes(256, adapts=True)
+        for _ in range(50):
+            sizes.prefilled(32, 0.032)
+            sizes.decoded(0.05, beside_chunk=False)
+        before = sizes.size(4)
+        sizes.decoded(30.0, beside_chunk=False)
+        assert sizes.size(4) <= 1.06 * before
