@@ -142,7 +142,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
         AdaptivePlanner, "narrow", lambda self, step, sure_B: [take.count for take in step.drafts]
     ),
     "slots to spare": constant(plan, "SPARE", 0),
-    "gain of cutting (lift)": lambda: mock.patch.object(AdaptivePlanner, "_lifts_kept", False, create=True),
+    "what cutting gains (lift)": constant(plan, "LIFT_WEIGHT", 0.0),
     "rate of recent rounds": lambda: mock.patch.object(learned.RoundRecord, "rate", _one_rate),
     "margin": constant(plan, "MARGIN", 0.0),
     "trials": constant(learned, "TRIAL_SHARE", 0.0),

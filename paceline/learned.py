@@ -284,6 +284,12 @@ class RoundRecord:
         if is_trial:
             self.trial_s -= max(seconds - plain_s, 0.0)
 
+    def rested(self) -> None:
+        """A round without drafts: the next one that is only there to know what one takes may come later."""
+        if self.num_drafted:
+            self.plain_every = min(2 * self.plain_every, PLAIN_EVERY)
+        self.num_drafted = 0
+
     def rest(self, num_rows: int) -> None:
         """Computed drafts were not worth their time for so many rows."""
         self._rest = (REST if num_rows > 1 else 0, num_rows)

@@ -22,13 +22,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.errors import ConfigError
-from paceline.learned import PLAIN_EVERY, PRIORS, Chances, ChunkSizes, PassCosts, RoundCosts, RoundRecord, Truth
+from paceline.learned import PRIORS, Chances, ChunkSizes, PassCosts, RoundCosts, RoundRecord, Truth
 from paceline.types import RoundStats, RowKind, Take
 
 MARGIN = 0.02
 """Drafts must promise this share more tokens than their time costs: estimates err."""
 LEAST_GAIN = 0.01
 """Chance to stand of a draft that is looked at: to weigh those behind it takes longer than they are worth."""
+LIFT_WEIGHT = 0.05
+"""Of the latest round in what cutting unsure drafts gains on average."""
 SPARE = 2
 """Slots that a block drafter drafts beyond those that are worth checking on average: it may be sure of them."""
 
@@ -192,7 +194,7 @@ class AdaptivePlanner:
             for place, row in enumerate(rows)
             if (want := self._best(kind, rate, num_rows, place, row, may_compute)) is not None
         ]
-        counts = _share_out(kind.costs, rate, num_rows, wants, most_s)
+        counts = _share_out(kind.costs, rate, num_rows, wants, most_s, margin=MARGIN)
         for want, count in zip(wants, counts, strict=True):
             if count:
                 more = SPARE if want.offer.cost_s else 0  # a block costs hardly more with the slots that may prove sure
@@ -255,10 +257,10 @@ class AdaptivePlanner:
             average = _surplus(kind.costs, rate, plan.num_rows, known.places[: take.count])
             lift = _surplus(kind.costs, rate, plan.num_rows, offer.chances) - average
             before = self._lifts.get((take.source, row.kind), 0.0)
-            self._lifts[take.source, row.kind] = max(before + 0.05 * (lift - before), 0.0)
+            self._lifts[take.source, row.kind] = max(before + LIFT_WEIGHT * (lift - before), 0.0)
             wants.append(_Want(place, offer))
         if not plan.is_trial:
-            counts = _share_out(kind.costs, rate, plan.num_rows, wants, math.inf, fixed, margin=0.0)
+            counts = _share_out(kind.costs, rate, plan.num_rows, wants, math.inf, fixed)
             for want, count in zip(wants, counts, strict=True):
                 widths[want.place] = count
         return widths
@@ -283,8 +285,7 @@ class AdaptivePlanner:
         if computing:
             kind.num_drafted += 1
         elif not any(stats.num_checked_B):
-            kind.plain_every = min(2 * kind.plain_every, PLAIN_EVERY) if kind.num_drafted else kind.plain_every
-            kind.num_drafted = 0
+            kind.rested()
         self._chunks.decoded(round_s, beside_chunk=plan.chunk > 0)
 
     def forget(self, source: str) -> None:
@@ -331,7 +332,7 @@ def _share_out(
     wants: list[_Want],
     most_s: float,
     num_fixed: int = 0,
-    margin: float = MARGIN,
+    margin: float = 0.0,
 ) -> list[int]:
     """How many drafts of each want to check together: gains in falling order, as long as the surplus of all grows.
 

@@ -18,7 +18,7 @@ from paceline.draft.pool import LOOKUP_MATCH, Pool
 from paceline.engine.grammar import Grammars
 from paceline.engine.judge import MockedJudge, RuleJudge
 from paceline.engine.prefix import PrefixReuse
-from paceline.engine.round import Judge, decode_round, raise_failed, record
+from paceline.engine.round import Judge, decode_round, fail, record
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.text import Detokenizer, TextStream
 from paceline.errors import ContextLengthError, PromptError, SamplingError
@@ -195,7 +195,9 @@ class Engine:
         seq.cached_len = end
         if is_last:
             verdict = self.judge(batch, DraftBlock.certain([[]]), out)
-            raise_failed(verdict)
+            fail(batch, verdict)
+            if seq.error:
+                return [self._publish(seq, time.perf_counter())]
             self.scheduler.start_decoding(seq)
             seq.accept(verdict.next_token_B)
             seq.lossless &= verdict.lossless
@@ -258,7 +260,7 @@ class Engine:
     def _release(self, seq: Sequence) -> None:
         if seq.row >= 0:
             if self.prefix:
-                self.prefix.released(seq)
+                self.prefix.released(seq, is_sound=seq.error is None)
             self.pool.drop(seq)
         self.scheduler.remove(seq)
         if seq.constraint is not None and seq.constraint.has_failed and seq.finish_reason == "stop":

@@ -47,9 +47,9 @@ class PrefixReuse:
         self._left.pop(seq.row, None)
         self._running[seq.row] = seq
 
-    def released(self, seq: Sequence) -> None:
-        """The sequence is about to leave `seq.row`."""
-        if self._running.pop(seq.row, None) is not None:
+    def released(self, seq: Sequence, *, is_sound: bool = True) -> None:
+        """The sequence is about to leave `seq.row`, whose keys and values others may use if they are sound."""
+        if self._running.pop(seq.row, None) is not None and is_sound:
             self._left[seq.row] = seq.tokens[: seq.cached_len], self._target.cache.generations[seq.row]
 
     def _still_held(self, given: int | None = None) -> dict[int, list[int]]:

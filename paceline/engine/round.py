@@ -47,7 +47,6 @@ def decode_round(batch: Batch, target: Target, drafter: Source, judge: Judge, na
     drafted = time.perf_counter()
     out = target.forward(verify_input(batch, draft, judge.only_argmax(batch)))
     verdict = judge(batch, draft, out)
-    raise_failed(verdict)
     verified = time.perf_counter()
     firsts = [seq.cached_len for seq in batch.sequences]
     num_committed_B = commit(batch, draft, verdict)
@@ -56,7 +55,7 @@ def decode_round(batch: Batch, target: Target, drafter: Source, judge: Judge, na
     takes_B = batch.takes_B or [Take(NONE)] * len(batch)
     return RoundStats(
         num_drafted_B=[len(tokens) for tokens in proposed.tokens_B],
-        num_accepted_B=[count - 1 for count in num_committed_B],
+        num_accepted_B=[max(count - 1, 0) for count in num_committed_B],
         lossless=verdict.lossless,
         draft_s=drafted - started,
         verify_s=verified - drafted,
@@ -67,11 +66,11 @@ def decode_round(batch: Batch, target: Target, drafter: Source, judge: Judge, na
     )
 
 
-def raise_failed(verdict: Verdict) -> None:
-    """NumericsError with the first reason why a row cannot go on."""
-    for reason in verdict.failed_B or ():
+def fail(batch: Batch, verdict: Verdict) -> None:
+    """End the requests that cannot go on; the others are none the worse."""
+    for seq, reason in zip(batch.sequences, verdict.failed_B or (), strict=False):
         if reason is not None:
-            raise NumericsError(reason)
+            seq.finish_reason, seq.error = "error", NumericsError(reason)
 
 
 def verify_input(batch: Batch, draft: DraftBlock, only_argmax: bool = False) -> ForwardBatch:
@@ -87,12 +86,14 @@ def verify_input(batch: Batch, draft: DraftBlock, only_argmax: bool = False) -> 
 def commit(batch: Batch, draft: DraftBlock, verdict: Verdict) -> list[int]:
     """Append the accepted drafts and the bonus token to each sequence, up to a token that ends it.
 
-    Returns how many tokens each row gained (at least 1). `cached_len` follows: all of the sequence but its last token.
+    Returns how many tokens each row gained: at least 1, but 0 of a request that failed. `cached_len` follows: all of the
+    sequence but its last token.
     """
+    fail(batch, verdict)
     gained = []
     rows = zip(batch.sequences, draft.tokens_B, verdict.num_accepted_B, verdict.next_token_B, strict=True)
     for seq, drafted, num_accepted, bonus in rows:
-        tokens = seq.accept([*drafted[:num_accepted], bonus])
+        tokens = [] if seq.error else seq.accept([*drafted[:num_accepted], bonus])
         seq.lossless &= verdict.lossless
         gained.append(len(tokens))
     return gained
@@ -115,6 +116,7 @@ def _observed(
     """The anchor and the accepted drafts of each row: positions that the verify pass has put into the cache for good."""
     observed, begin = [], 0
     for seq, tokens, first, count in zip(batch.sequences, draft.tokens_B, firsts, num_committed_B, strict=True):
-        observed.append(Observed(seq, first, count, out.taps_TF, begin))
+        if count:
+            observed.append(Observed(seq, first, count, out.taps_TF, begin))
         begin += 1 + len(tokens)
     return observed

@@ -124,5 +124,6 @@ def test_a_damaged_target_ends_in_an_error_not_in_an_empty_answer(num_sound: int
     engine.add(prompt, SamplingParams(temperature=temperature, max_tokens=8, seed=1))
     for _ in range(num_sound):
         engine.step()
-    with pytest.raises(NumericsError, match=rf"not finite at position {len(prompt) + num_sound}"):
-        engine.step()
+    (chunk,) = engine.step()
+    assert chunk.finish_reason == "error" and isinstance(chunk.sequence.error, NumericsError)
+    assert f"not finite at position {len(prompt) + num_sound}" in str(chunk.sequence.error)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from small_llm import tiny_model
+from torch import Tensor
 
 from paceline import LLM, SamplingParams
 from paceline.draft.dflash import DFlashDrafter
-from paceline.engine.engine import Chunk
-from paceline.errors import DrafterMismatchError
-from paceline.testing import FakeTarget
+from paceline.engine.engine import Chunk, Engine
+from paceline.errors import DrafterMismatchError, NumericsError
+from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
 
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 
@@ -108,3 +111,37 @@ def test_what_was_packed_is_kept_when_an_engine_is_made_anew(llm: LLM) -> None:
     llm.target.allocate_cache(2, 128)
     llm.new_engine(drafter)
     assert drafter._path is not path
+
+
+class Failing(FakeTarget):
+    """Its logits are NaN where the last token in the cache is `bad`."""
+
+    bad = 13
+
+    def logits_after(self, tokens: Sequence[int]) -> Tensor:
+        logits = super().logits_after(tokens)
+        return logits * float("nan") if tokens[-1] == self.bad else logits
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("prompt", [[4, 13], [4, 5, 6]])
+def test_a_request_whose_logits_are_no_numbers_ends_with_an_error_and_alone(temperature: float, prompt: list[int]) -> None:
+    """In its prompt, or in the middle of its answer; the neighbours' texts are what they would be."""
+    target = Failing(vocab_size=16, num_rows=3, is_width_invariant=True)
+    engine = Engine(target, ByteTokenizer(), ScriptedDrafter(target, accuracy=0.8))
+    params = SamplingParams(max_tokens=400, temperature=temperature, seed=1, ignore_eos=True)
+    calm = SamplingParams(max_tokens=8, ignore_eos=True, logit_bias={13: -math.inf})
+    others = [engine.add([number, 2], calm) for number in (1, 2)]
+    broken = engine.add(prompt, params)
+    texts: dict[int, list[int]] = {}
+    ends: dict[int, object] = {}
+    while engine.has_work:
+        for chunk in engine.step():
+            texts.setdefault(chunk.sequence.request_id, []).extend(chunk.token_ids)
+            if chunk.finish_reason:
+                ends[chunk.sequence.request_id] = (chunk.finish_reason, type(chunk.sequence.error))
+        engine.check_integrity()
+    assert ends == {broken: ("error", NumericsError), **dict.fromkeys(others, ("length", type(None)))}
+    assert all(len(texts[number]) == 8 for number in others)
+    assert prompt[-1] != 13 or not texts[broken]
+    assert target.cache.num_free == 3
