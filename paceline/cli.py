@@ -12,8 +12,6 @@ import typer
 
 import paceline
 from paceline.cli_bench import add_commands as add_benchmarks
-from paceline.cli_simulate import add_commands as add_simulating
-from paceline.cli_simulate_serving import add_commands as add_serving_simulation
 from paceline.cli_train import add_commands as add_training
 from paceline.commands.bench import bench_decode, bench_steps
 from paceline.commands.calculator import calculator
@@ -22,6 +20,8 @@ from paceline.commands.compare import compare
 from paceline.commands.generate import generate
 from paceline.commands.report import report
 from paceline.commands.serve import serve
+from paceline.commands.simulate import simulate
+from paceline.commands.simulate_serving import simulate_serving
 from paceline.errors import PacelineError
 
 app = typer.Typer(
@@ -71,8 +71,8 @@ app.command()(compare)
 add_training(app)
 app.command()(report)
 app.command()(serve)
-add_serving_simulation(app)
-add_simulating(app)
+app.command()(simulate_serving)
+app.command()(simulate)
 app.command()(calculator)
 app.command()(models)
 

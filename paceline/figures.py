@@ -71,7 +71,7 @@ def shares(histogram: Sequence[int]) -> list[float]:
     return [rounds / num_rounds for rounds in histogram] if num_rounds else []
 
 
-def survival(histogram: Sequence[int], num_drafted: int = 0) -> list[float]:
+def survival(histogram: Sequence[float], num_drafted: int = 0) -> list[float]:
     """survival_i for i = 1..num_drafted: the share of rounds whose first i drafts all stood.
 
     Rounds near the end of an answer draft fewer tokens and count as rounds all the same, so short answers lower the tail a

@@ -21,8 +21,6 @@ LAYERS = [
         "cli",
         "cli_bench",
         "cli_options",
-        "cli_simulate",
-        "cli_simulate_serving",
         "cli_train",
         "__main__",
     },
@@ -47,8 +45,6 @@ TORCH_FREE_AT_IMPORT = [
     "cli",
     "cli_bench",
     "cli_options",
-    "cli_simulate",
-    "cli_simulate_serving",
     "cli_train",
 ]
 SIDEWAYS = {

@@ -1,32 +1,33 @@
-"""What people read of `paceline simulate-serving`: the tables, report.md, and report.html with charts."""
+"""What people read of `paceline simulate-serving`: the table, report.md, and report.html with charts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable
 
 from paceline.bench.markup import Section, document, plot_grid
 from paceline.bench.plots import LoadPlot, Series, curves, load_plots
 from paceline.errors import ConfigError
+from paceline.figures import Spread
 from paceline.runlog import RunFolder
-from paceline.simulate.load import LoadFigures, Spread
+from paceline.simulate.answer import ServerAnswer
+from paceline.simulate.load import LoadFigures
 from paceline.simulate.replay import Compared
 from paceline.tables import Column, Table, escaped
 
 NOTE = (
-    "Times are mean / p50 / p99. first token and answer count from the request's arrival; inter-token is each answer's mean "
+    "Times are p50 / p99 (mean). first token and answer count from the request's arrival; inter-token is each answer's mean "
     "time between tokens after the first. in use: share of the time in which the server worked. rows: decoding together. "
     "queue: requests without a row, mean / most. saturated: more comes than it can finish; times depend on how long that lasts."
 )
 
 
 def _times(name: str, of: Callable[[LoadFigures], Spread], scale: float, digits: int) -> Column:
-    def text(each: LoadFigures) -> str:
-        values = (of(each).mean, of(each).p50, of(each).p99)
-        return " / ".join("-" if value is None else f"{scale * value:,.{digits}f}" for value in values)
+    def cell(each: LoadFigures) -> str:
+        values = (of(each).p50, of(each).p99, of(each).mean)
+        p50, p99, mean = ("-" if value is None else f"{scale * value:,.{digits}f}" for value in values)
+        return f"{p50} / {p99} ({mean})"
 
-    return Column(name, text)
+    return Column(name, cell, cut=" (")
 
 
 LOAD_COLUMNS = (
@@ -60,35 +61,26 @@ COMPARED_COLUMNS = (
 )
 
 
-def loads_table(found: Sequence[LoadFigures] | Sequence[Compared], title: str = "") -> Table:
-    """A line for each load simulated, or for each compared with a measurement."""
-    is_loads = bool(found) and isinstance(found[0], LoadFigures)
-    return Table(LOAD_COLUMNS if is_loads else COMPARED_COLUMNS, found, title=title, width=170)
+def figures_table(answer: ServerAnswer) -> Table:
+    """A line for each simulated load, or for each that was compared with a measurement."""
+    title = f"{answer.setup.title}, {answer.server.max_rows} rows"
+    columns, rows = (COMPARED_COLUMNS, answer.compared) if answer.compared else (LOAD_COLUMNS, answer.loads)
+    return Table(columns, rows, title=title, width=180)
 
 
-def compared_rows(found: list[Compared]) -> list[dict[str, Any]]:
-    """With the errors, for JSON."""
-    errors = ("throughput_error", "first_token_error", "is_within")
-    return [asdict(each) | {name: getattr(each, name) for name in errors} for each in found]
-
-
-def write_report(
-    run: RunFolder, title: str, found: Sequence[LoadFigures] | Sequence[Compared], limits: list[str]
-) -> str | None:
+def write_report(run: RunFolder, answer: ServerAnswer) -> str | None:
     """report.md and report.html; returns a notice when the page had to be left out."""
-    loads = [each for each in found if isinstance(each, LoadFigures)]
-    compared = [each for each in found if isinstance(each, Compared)]
-    shown = loads_table(found)
-    listed = "\n".join(f"- {sentence}" for sentence in limits)
-    run.report(f"# Simulated serving: {title}\n\n{NOTE}\n\n{shown.markdown()}\n\n## Limits\n\n{listed}\n")
+    title, table = f"Simulated serving: {answer.setup.title}", figures_table(answer)
+    listed = "\n".join(f"- {sentence}" for sentence in answer.limits)
+    run.report(f"# {title}\n\n{NOTE}\n\n{table.markdown()}\n\n## Limits\n\n{listed}\n")
     try:
-        plots = _load_plots(loads) if loads else _compared_plots(compared)
+        plots = _compared_plots(answer.compared) if answer.compared else _load_plots(answer.loads)
     except ConfigError as error:
         return f"no report.html: {error}"
-    figures = f'<p class="note">{escaped(NOTE)}</p>' + shown.html()
-    notes = "".join(f"<p>{escaped(sentence)}</p>" for sentence in limits)
+    figures = f'<p class="note">{escaped(NOTE)}</p>' + table.html()
+    notes = "".join(f"<p>{escaped(sentence)}</p>" for sentence in answer.limits)
     sections = [Section("Under load", plot_grid(plots)), Section("Figures", figures), Section("Limits", notes)]
-    run.write("report.html", document(f"Simulated serving: {title}", sections))
+    run.write("report.html", document(title, sections))
     return None
 
 
@@ -108,18 +100,11 @@ def _load_plots(found: list[LoadFigures]) -> list[tuple[str, str]]:
 
 def _compared_plots(found: list[Compared]) -> list[tuple[str, str]]:
     """Simulated over measured, with the line where they are the same."""
+    rates = [(each.measured_tokens_per_s, each.simulated_tokens_per_s) for each in found]
+    firsts = [(1e3 * each.measured_first_token_s, 1e3 * each.simulated_first_token_s) for each in found]
     made = []
-    for title, unit, scale, pairs in (
-        ("Output", "tokens/s", 1.0, [(each.measured_tokens_per_s, each.simulated_tokens_per_s) for each in found]),
-        (
-            "Time to the first token, p50",
-            "ms",
-            1e3,
-            [(each.measured_first_token_s, each.simulated_first_token_s) for each in found],
-        ),
-    ):
-        points = sorted((scale * x, scale * y) for x, y in pairs)
-        most = max(max(pair) for pair in points)
+    for title, unit, pairs in (("Output", "tokens/s", rates), ("Time to the first token, p50", "ms", firsts)):
+        points, most = sorted(pairs), max(map(max, pairs))
         series = [
             Series("simulated", [x for x, _ in points], [y for _, y in points]),
             Series("as measured", [0.0, most], [0.0, most], 5, True),

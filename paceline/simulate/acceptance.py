@@ -6,12 +6,13 @@ first i drafts all stood, the product of the first i. Measured curves rise with 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from paceline.errors import ConfigError
+from paceline.figures import survival
+from paceline.simulate.files import is_amount
 
 Kind = Literal["constant", "conditional", "survival", "histogram"]
 
@@ -22,9 +23,9 @@ class Acceptance:
 
     conditional: tuple[float, ...]
     kind: Kind = "conditional"
-    """What it was made from."""
+    """The form in which it was given."""
     num_rounds: int = 0
-    """Rounds that were recorded; 0 when none were."""
+    """Number of recorded rounds; 0 when it was not recorded."""
 
     def __post_init__(self) -> None:
         if not self.conditional:
@@ -35,7 +36,7 @@ class Acceptance:
 
     @property
     def depth(self) -> int:
-        """Drafts whose chance was given; a constant holds for every depth, and has 0."""
+        """Number of drafts whose chance was given; 0 for a constant, which holds for every draft."""
         return 0 if self.kind == "constant" else len(self.conditional)
 
     def at(self, place: int) -> float:
@@ -76,13 +77,12 @@ def from_survival(shares: Sequence[float]) -> Acceptance:
 def from_histogram(counts: Sequence[float]) -> Acceptance:
     """`counts[n]`: rounds in which exactly n drafts stood, as bench results and traces record them.
 
-    Rounds that drafted fewer than the most count as if they had drafted it all: the tail is a little low.
+    Rounds that drafted fewer tokens than the longest count as if they had drafted as many, so the tail is a little low.
     Raises ConfigError without rounds or without drafts.
     """
-    is_counts = all(isinstance(count, int | float) and math.isfinite(count) and count >= 0 for count in counts)
-    if not is_counts or len(counts) < 2 or sum(counts) == 0:
+    if not all(map(is_amount, counts)) or len(counts) < 2 or sum(counts) == 0:
         raise ConfigError("the histogram needs counts of rounds with 0, 1, 2, ... accepted drafts, at least two of them")
-    shares = [sum(counts[place:]) / sum(counts) for place in range(1, len(counts))]
+    shares = survival(counts)
     while len(shares) > 1 and shares[-1] == 0:
         shares.pop()
     return replace(from_survival(shares), kind="histogram", num_rounds=int(sum(counts)))

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from paceline.errors import ConfigError
+from paceline.figures import add_histograms, tokens_per_round
 
 Survival = tuple[float, ...]
 """survival[i]: share of rounds whose first i + 1 drafts would all stand; one for each draft that may be made, 0 beyond."""
@@ -19,21 +20,54 @@ LONGEST = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
+class Rounds:
+    """Some rounds of a recorded run: how many tokens they drafted and how many of these stood."""
+
+    num_rounds: int = 0
+    num_drafted_total: int = 0
+    """Drafts of all these rounds."""
+    histogram: tuple[int, ...] = ()
+    """histogram[n]: rounds in which exactly n drafts stood."""
+
+    @classmethod
+    def sum(cls, parts: Iterable[Rounds]) -> Rounds:
+        found = list(parts)
+        histogram = tuple(add_histograms([each.histogram for each in found]))
+        return cls(sum(each.num_rounds for each in found), sum(each.num_drafted_total for each in found), histogram)
+
+    @property
+    def drafted_per_round(self) -> float:
+        return self.num_drafted_total / self.num_rounds if self.num_rounds else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """1 without a round."""
+        return tokens_per_round(self.histogram) or 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """One request."""
 
-    arrival_s: float
-    """Seconds after the beginning; a closed loop sends when an earlier answer is done and does not look at it."""
+    arrives_at: float
+    """Seconds after the beginning. A closed loop ignores it: it sends when an earlier answer is done."""
     prompt_tokens: int
     """Prompt tokens that have to be computed; those found in a prefix cache are not."""
     answer_tokens: int
     survival: Survival | None = None
-    """Its own, where it is known."""
+    """Its own survival curve, where it is known."""
+    rounds_by_source: dict[str, Rounds] = field(default_factory=dict)
+    """Its rounds in a recorded run by the source of their drafts ("dflash", "ngram", "none"); empty where it is not known."""
+
+    def share_of(self, source: str) -> float:
+        """Share of its recorded rounds whose drafts came from `source`; 0 where it is not known."""
+        found = self.rounds_by_source.get(source, Rounds()).num_rounds
+        return found / max(Rounds.sum(self.rounds_by_source.values()).num_rounds, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution of numbers of tokens."""
+    """A distribution of token counts."""
 
     low: int
     high: int
@@ -91,4 +125,4 @@ def workload(number: int, prompt: Lengths, answer: Lengths, seed: int) -> list[J
 
 def arriving(jobs: Sequence[Job], times: Sequence[float]) -> list[Job]:
     """The same requests at these times."""
-    return [replace(job, arrival_s=time) for job, time in zip(jobs, times, strict=True)]
+    return [replace(job, arrives_at=time) for job, time in zip(jobs, times, strict=True)]

@@ -1,33 +1,39 @@
-"""Fit the roofline's overheads to measured step times, and tell how well it then predicts sizes it has not seen.
+"""Fit the roofline's factors and overheads to measured step times, and measure how well it predicts sizes that were left out.
 
     paceline bench steps --drafter random-dflash --out runs/steps
     paceline simulate --calibrate runs/steps            ->  runs/steps/calibration.json
 
-For a given ratio of reading to computing the fit is linear, and least squares without negative terms solve it; the ratio is
-searched. Errors count in shares of each time, so that small passes weigh as much as large ones.
+For a given ratio of reading to computing the fit is linear: least squares without negative terms. The ratio is searched.
+Errors are shares of each time, so that small passes weigh as much as large ones.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
+from paceline.simulate import catalogue
 from paceline.simulate.calibrated import CalibratedCosts, Calibration, DraftFit, PassFit
+from paceline.simulate.config import CostsConfig
 from paceline.simulate.formats import FORMATS
-from paceline.simulate.measured import TimeTable
+from paceline.simulate.hf_config import shape_of
+from paceline.simulate.measured import TimeTable, read_steps, table_of
 from paceline.simulate.nnls import nnls
 from paceline.simulate.roofline import Deployment, works_of
+from paceline.simulate.setup import deployment_of, machine_named
 from paceline.simulate.shapes import ModelShape, Precisions
 
 HELD_OUT = 3
-"""One size of so many is held out."""
+"""One size of so many is left out of the fit."""
 FEWEST = 6
+"""Sizes that a fit needs at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +65,8 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """A size that the fit has not seen: tokens per second go with 1 / seconds."""
+class HeldOut:
+    """A size that was left out of the fit; tokens per second go with 1 / seconds."""
 
     batch: float
     positions: float
@@ -77,14 +83,64 @@ class Point:
 class Report:
     """How well sizes are predicted that were left out of the fit."""
 
-    held_out: list[Point]
-    mean_error: float
-    """Mean of the errors' sizes."""
-    worst_error: float
+    held_out: list[HeldOut]
+
+    @property
+    def mean_error(self) -> float:
+        """Mean of the errors without their signs."""
+        return statistics.fmean(abs(point.error) for point in self.held_out)
+
+    @property
+    def worst_error(self) -> float:
+        return max(abs(point.error) for point in self.held_out)
+
+    def as_json(self) -> dict[str, Any]:
+        points = [{**asdict(point), "error": point.error} for point in self.held_out]
+        return {"mean_error": self.mean_error, "worst_error": self.worst_error, "points": points}
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A calibration, its error on sizes that were left out, and what it was fitted to."""
+
+    steps: Steps
+    costs: CalibratedCosts
+    report: Report
+
+    @property
+    def calibration(self) -> Calibration:
+        return self.costs.calibration
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self.calibration.as_json(), "held_out": self.report.as_json()}
+
+
+def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
+    """Fit to the step times of runs of `paceline bench steps`. Raises PacelineError."""
+    files = [read_steps(path) for path in paths]
+    steps, shape = steps_of(files), _measured_shape(config, files[0])
+    measured = replace(shape, precisions=precisions_of(files[0], shape.precisions))
+    machine = machine_of(files[0]) if config.hardware is None else None
+    deployment = deployment_of(config, measured, machine or machine_named(config.hardware))
+    costs = CalibratedCosts(shape, deployment, fit(steps, shape, deployment))
+    return Fitted(steps, costs, check(steps, shape, deployment))
+
+
+def _measured_shape(config: CostsConfig, steps: dict[str, Any]) -> ModelShape:
+    """--model, else the config that was measured, else the measured model's name."""
+    if config.model:
+        return catalogue.find(config.model)
+    if isinstance(steps.get("config"), dict):
+        return shape_of(steps["config"], str(steps.get("model", "")))
+    if not steps.get("model"):
+        raise ConfigError("the step times do not say which model they are of: give --model")
+    return catalogue.find(str(steps["model"]))
 
 
 def steps_of(files: Sequence[dict[str, Any]]) -> Steps:
-    """Raises ConfigError when there are too few times to fit."""
+    """Raises ConfigError for values that are no times, and when there are too few of them to fit."""
+    for steps in files:
+        table_of(steps)  # refuses values that are no times
     verify = [each for steps in files for each in _observations(steps, "verify")]
     if len({each.size for each in verify}) < FEWEST:
         raise ConfigError(f"a calibration needs the times of at least {FEWEST} sizes: run paceline bench steps with more")
@@ -101,8 +157,8 @@ def steps_of(files: Sequence[dict[str, Any]]) -> Steps:
 
 def _observations(steps: dict[str, Any], key: str) -> list[Observation]:
     points = steps.get(key) or []
-    if points:
-        TimeTable.of(points, key)  # refuses what is no time
+    if key == "rounds" and points:
+        TimeTable.of(points, key)
     return [Observation(batch, width, float(steps.get("context") or 0), spent) for batch, width, spent in points]
 
 
@@ -143,17 +199,14 @@ def fit_pass(times: list[Observation], shape: ModelShape, deployment: Deployment
 
 def _part_seconds(each: Observation, shape: ModelShape, deployment: Deployment) -> list[tuple[float, float]]:
     """Reading and arithmetic of each part at the machine's full rates."""
-    works = works_of(shape, deployment, each.batch, each.width, each.context)
-    return [
-        (work.num_bytes / deployment.bytes_per_s, work.flops / deployment.flops_per_s(work.number_format)) for work in works
-    ]
+    return [deployment.seconds(work) for work in works_of(shape, deployment, each.batch, each.width, each.context)]
 
 
 def reached(costs: CalibratedCosts, context: float) -> tuple[float, float]:
-    """Shares of the machine's bandwidth, in a pass of one position, and of its arithmetic, from one of 64 to one of 128.
+    """Share of the machine's bandwidth in a pass of one position, and of its arithmetic from a pass of 64 to one of 128.
 
-    What a pass costs whatever its size counts against the bandwidth, what each position costs against the arithmetic: sizes
-    of one model seldom tell these apart, so the fitted factors alone say little.
+    What a pass costs whatever its size lowers the first share, what each position costs lowers the second. The fitted factors
+    alone say little, since sizes of one model seldom tell such overheads from slower reading or computing.
     """
 
     def at(positions: float) -> tuple[float, float, float]:
@@ -217,17 +270,14 @@ def check(steps: Steps, shape: ModelShape, deployment: Deployment) -> Report:
         host_s=steps.host_s,
     )
     costs = CalibratedCosts(shape, deployment, fit(kept, shape, deployment))
-    points = []
-    for each in measured_rounds(steps):
-        if each.size not in held:
-            continue
-        draft_s = costs.draft_s(each.batch, round(each.width) - 1, each.context)
-        predicted_s = costs.verify_s(each.batch, each.width, each.context) + draft_s + costs.host_s
-        points.append(Point(each.batch, each.width, each.seconds, predicted_s))
+    points = [
+        HeldOut(each.batch, each.width, each.seconds, costs.round_s(each.batch, round(each.width) - 1, each.context))
+        for each in measured_rounds(steps)
+        if each.size in held
+    ]
     if not points:
         raise ConfigError("no size was left to predict: measure more sizes with paceline bench steps")
-    errors = [abs(point.error) for point in points]
-    return Report(points, statistics.fmean(errors), max(errors))
+    return Report(points)
 
 
 def held_out_sizes(steps: Steps) -> set[tuple[float, float]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ModelNotFoundError, UnsupportedModelError
+from paceline.simulate.files import read_json
 from paceline.simulate.hf_config import shape_of
 from paceline.simulate.shapes import ModelShape, from_json
 
@@ -84,14 +85,8 @@ def served_name(model: str) -> str:
 
 
 def _from_file(file: Path) -> ModelShape:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelNotFoundError(f"there is no {file}: give a config.json, a folder with one, or a catalogue name") from error
-    except OSError as error:
-        raise ModelNotFoundError(f"cannot read {file} ({error.strerror or error}): check its permissions") from error
-    except ValueError as error:
-        raise UnsupportedModelError(f"{file} is not JSON ({error}): give the model's config.json") from error
+    remedy = "give a config.json, a folder with one, or a catalogue name"
+    config = read_json(file, remedy, ModelNotFoundError, UnsupportedModelError)
     if not isinstance(config, dict):
         raise UnsupportedModelError(f"{file} is no JSON object: give the model's config.json")
     if "attention" in config and "dense" in config:

@@ -1,6 +1,6 @@
-"""What drafting costs: a share of a plain target pass, or from the drafter's own size.
+"""Seconds of drafting: a share of a plain target pass, or from the drafter's own size.
 
-Autoregressive drafters (MTP, EAGLE, a small model) pay for each token, block drafters (DFlash) once for each block.
+Autoregressive drafters (MTP, EAGLE, a small model) run once for each draft, block drafters (DFlash) once for each block.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paceline.simulate.roofline import distinct_experts
 
 @dataclass(frozen=True, slots=True)
 class FractionDrafter:
-    """Costs `fraction` of a plain target pass at the same batch; D = c*g, or c*ceil(g/block)."""
+    """A drafter pass takes `fraction` of a plain target pass at the same batch."""
 
     fraction: float
     block: int | None = None
@@ -25,25 +25,26 @@ class FractionDrafter:
             raise ConfigError(f"--drafter-cost must be 0 or more of a target pass, such as 0.1, not {self.fraction:g}")
         _check_block(self.block)
 
-    def draft_s(self, num_drafted: int, plain_s: float) -> float:
-        """`plain_s`: a target pass of one position for each sequence."""
+    def draft_s(self, num_drafted: int, batch: float, plain_s: float) -> float:
+        """Seconds of drafting for `batch` sequences; `plain_s`: a target pass of one position for each of them."""
         return self.fraction * plain_s * passes(num_drafted, self.block)
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeDrafter:
-    """A drafter's own roofline: the larger of its arithmetic and its reading, for each of its passes.
+    """A drafter's own roofline: each of its passes takes the larger of its arithmetic and its reading.
 
     t_mtp(g, B) = g * max(2*active*B/R, b*resident(B)/BW);   t_dflash(B) = max(2*P*B*D/R, b*P/BW) with D positions a block.
     """
 
     dense: float
-    """Parameters read whole in every pass, the head included."""
+    """Parameters that every pass reads, the head included."""
     flops_per_s: float
     bytes_per_s: float
     num_bytes: float = 2.0
     """Of one parameter."""
     block: int | None = None
+    """Drafts of one drafter pass; None drafts one token a pass."""
     num_experts: int = 0
     experts_per_token: int = 0
     expert: float = 0.0
@@ -60,7 +61,8 @@ class ShapeDrafter:
             return self.dense
         return self.dense + distinct_experts(self.num_experts, self.experts_per_token, tokens, 1.0) * self.expert
 
-    def draft_s(self, num_drafted: int, batch: float) -> float:
+    def draft_s(self, num_drafted: int, batch: float, plain_s: float = 0.0) -> float:
+        """Seconds of drafting for `batch` sequences; the target's `plain_s` does not matter."""
         tokens = batch * (self.block or 1)
         computing = 2.0 * (self.dense + self.experts_per_token * self.expert) * tokens / self.flops_per_s
         reading = self.num_bytes * self.resident(tokens) / self.bytes_per_s

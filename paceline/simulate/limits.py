@@ -19,6 +19,11 @@ MEASURED = (
     "Measured: step times are interpolated between measured sizes and continued beyond them; they hold for that machine, "
     "model, drafter and context only.",
 )
+SERVER = (
+    "Simulated server: one prefill chunk and one round a step, first come first served, no prefix cache, answers of known "
+    "length; HTTP and tokenizing only as --request-overhead says.",
+    "Every round's acceptance is drawn anew from one curve: real requests differ from one another, and so do their rounds.",
+)
 CALIBRATED = (
     "Calibrated: the roofline with factors and overheads fitted to measured steps; for another model, machine or drafter than "
     "those it is an estimate.",
@@ -80,10 +85,11 @@ def acceptance_limits(acceptance: Acceptance, load: Load) -> list[str]:
     return limits
 
 
-def memory_warning(need: MemoryNeed, load: Load, num_gpus: int, name: str) -> str | None:
+def memory_warning(need: MemoryNeed, load: Load, deployment: Deployment) -> str | None:
     """A sentence when weights and caches do not fit."""
     if need.fits:
         return None
+    num_gpus, name = deployment.num_gpus, deployment.machine.name
     needed = (need.weight_bytes + need.cache_bytes) / 1e9
     each = need.memory_bytes / num_gpus
     fewest = -(-int(need.weight_bytes + need.cache_bytes) // int(each))

@@ -1,15 +1,15 @@
 """The measured model: step times of a machine instead of a roofline, from `paceline bench steps` or any file of that form.
 
-    {"verify": [[batch, positions, seconds], ...], "draft": [[batch, num_drafted, seconds], ...], "host_s": 0.0004}
+    {"verify": [[batch, positions, seconds], ...], "draft": [[batch, num_drafted, seconds], ...], "host_s": 0.0004,
+     "prefill": [[tokens, seconds], ...]}
 
-Between measured points times are interpolated along straight lines, and never fall when there is more to do: a shorter time of
-a larger pass was another program's doing. Beyond the widest they go on as steeply as between the last two; more rows than were
-measured count as wider passes of as many positions.
+Between measured points times lie on straight lines, and they never fall when there is more to do: where a larger pass was
+faster, another program had slowed the smaller one down. Beyond the widest point they go on as steeply as between the last two;
+a batch larger than any measured counts as wider passes of as many positions.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
-
-Point = tuple[float, float, float]
+from paceline.simulate.files import is_amount, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +64,24 @@ class StepTable:
     """A machine's measured steps for one model and drafter."""
 
     verify: TimeTable
-    draft: TimeTable | None = None
+    draft: TimeTable | None
+    """None when no drafter was measured."""
+    prefill: TimeTable
+    """A chunk of one prompt, by its tokens."""
     host_s: float = 0.0
-    """Of a round outside target and drafter."""
+    """Seconds of a round outside target and drafter."""
     context: float = 0.0
     """Tokens in the cache of each sequence while it was measured; 0 when not told."""
     title: str = ""
     """Model and machine, for people."""
+    prefill_adapts: bool = False
+    """Whether the engine that was measured shortens the chunks of a prompt beside running requests."""
+
+    @property
+    def max_draft(self) -> int | None:
+        """Most drafts of a round that were measured; None when only plain passes were."""
+        _, _, _, widest = (self.draft or self.verify).span
+        return int(widest) - (self.draft is None) or None
 
 
 def read_table(path: Path) -> StepTable:
@@ -82,14 +92,7 @@ def read_table(path: Path) -> StepTable:
 def read_steps(path: Path) -> dict[str, Any]:
     """The JSON object of a table. Raises ConfigError when there is none."""
     file = path / "steps.json" if path.is_dir() else path
-    try:
-        steps = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no {file}: paceline bench steps --out FOLDER makes one") from error
-    except OSError as error:
-        raise ConfigError(f"cannot read {file} ({error.strerror or error}): check its permissions") from error
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON ({error}): make it again with paceline bench steps") from error
+    steps = read_json(file, "paceline bench steps --out FOLDER makes one")
     if isinstance(steps, list):
         steps = {"verify": steps}
     if not isinstance(steps, dict) or not isinstance(steps.get("verify"), list):
@@ -101,23 +104,46 @@ def table_of(steps: dict[str, Any], title: str = "") -> StepTable:
     """Raises ConfigError for values that are no times."""
     draft = steps.get("draft") or []
     host_s, context = steps.get("host_s", 0.0), steps.get("context", 0)
-    if not all(isinstance(value, int | float) and math.isfinite(value) and value >= 0 for value in (host_s, context)):
+    if not (is_amount(host_s) and is_amount(context)):
         raise ConfigError("host_s and context of the table must be numbers of 0 or more")
     machine = steps.get("machine")
     told = (steps.get("model"), machine.get("name") if isinstance(machine, dict) else machine)
-    names = [name for name in told if isinstance(name, str)]
+    verify = TimeTable.of(steps["verify"])
     return StepTable(
-        verify=TimeTable.of(steps["verify"]),
+        verify=verify,
         draft=TimeTable.of(draft, "draft") if draft else None,
+        prefill=TimeTable.of(_prefill(steps), "prefill"),
         host_s=float(host_s),
         context=float(context),
-        title=" on ".join(names) or title,
+        title=" on ".join(name for name in told if isinstance(name, str)) or title,
+        prefill_adapts=steps.get("prefill_adapts") is True,
     )
 
 
-def _checked(point: Sequence[float], what: str) -> Point:
-    is_point = isinstance(point, list | tuple) and len(point) == 3 and all(isinstance(each, int | float) for each in point)
-    if not is_point or not all(math.isfinite(each) and each > 0 for each in point):
+def _prefill(steps: dict[str, Any]) -> list[list[float]]:
+    """[1, tokens, seconds] of chunks: as measured, else from target passes, whose time depends on their tokens alone.
+
+    A straight line through the larger half of the passes goes on beyond them: the last two alone may have any slope.
+    """
+    measured = steps.get("prefill") or []
+    if not isinstance(measured, list):
+        raise ConfigError("prefill of the table must be [[tokens, seconds], ...]")
+    if measured:
+        return [[1, *point] if isinstance(point, list) else [] for point in measured]
+    points = sorted((batch * positions, seconds) for batch, positions, seconds in steps["verify"])
+    larger = [point for point in points if point[0] >= points[-1][0] / 2]
+    mean_x, mean_y = (math.fsum(values) / len(larger) for values in zip(*larger, strict=True))
+    spread = math.fsum((x - mean_x) ** 2 for x, _ in larger)
+    if spread > 0:
+        slope = max(math.fsum((x - mean_x) * (y - mean_y) for x, y in larger) / spread, 0.0)
+        fitted = [(x, mean_y + slope * (x - mean_x)) for x in (larger[-1][0], 2 * larger[-1][0])]
+        points = [point for point in points if point[0] < larger[-1][0]] + fitted
+    return [[1, tokens, seconds] for tokens, seconds in points]
+
+
+def _checked(point: Sequence[float], what: str) -> tuple[float, float, float]:
+    is_point = isinstance(point, list | tuple) and len(point) == 3
+    if not is_point or not all(is_amount(each) and each > 0 for each in point):
         raise ConfigError(f"{what} time {point!r} is not [batch, positions, seconds] with numbers above 0")
     return float(point[0]), float(point[1]), float(point[2])
 
@@ -133,11 +159,8 @@ def _rising(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...
 
 def _line(points: Sequence[tuple[float, float]], at: float) -> float:
     """Straight lines through the points; flat before the first, as steep as the last two after the last."""
-    places = [place for place, _ in points]
-    if at <= places[0]:
+    if at <= points[0][0] or len(points) == 1:
         return points[0][1]
-    if len(points) == 1:
-        return points[0][1]
-    right = min(bisect_left(places, at), len(points) - 1)
+    right = min(bisect_left([place for place, _ in points], at), len(points) - 1)
     (low, before), (high, after) = points[right - 1], points[right]
     return before + (after - before) * (at - low) / (high - low)

@@ -16,27 +16,27 @@ def nnls(columns: Matrix, wanted: Matrix, tolerance: float = 1e-12) -> Matrix:
     scale = np.where(lengths > 0, lengths, 1.0)
     scaled = columns / scale
     solution = np.zeros(columns.shape[1])
-    is_free = np.zeros(columns.shape[1], dtype=bool)
+    is_used = np.zeros(columns.shape[1], dtype=bool)
     for _ in range(10 * columns.shape[1]):
         gradient = scaled.T @ (wanted - scaled @ solution)
-        gradient[is_free] = -np.inf
+        gradient[is_used] = -np.inf
         best = int(np.argmax(gradient))
         if gradient[best] <= tolerance * max(float(np.linalg.norm(wanted)), 1e-300):
             break
-        is_free[best] = True
-        solution = _inner(scaled, wanted, solution, is_free)
+        is_used[best] = True
+        solution = _inner(scaled, wanted, solution, is_used)
     return solution / scale
 
 
-def _inner(scaled: Matrix, wanted: Matrix, solution: Matrix, is_free: Matrix) -> Matrix:
-    """Least squares over the free columns; those that would turn negative are put back at 0. Changes `is_free`."""
+def _inner(scaled: Matrix, wanted: Matrix, solution: Matrix, is_used: Matrix) -> Matrix:
+    """Least squares over the used columns; those that would turn negative get 0 and leave `is_used`."""
     while True:
         trial = np.zeros_like(solution)
-        trial[is_free] = np.linalg.lstsq(scaled[:, is_free], wanted, rcond=None)[0]
-        low = is_free & (trial <= 0)
+        trial[is_used] = np.linalg.lstsq(scaled[:, is_used], wanted, rcond=None)[0]
+        low = is_used & (trial <= 0)
         if not low.any():
             return trial
         step = np.min(solution[low] / np.maximum(solution[low] - trial[low], 1e-300))
         solution = solution + step * (trial - solution)
-        is_free &= solution > 1e-14
-        solution[~is_free] = 0.0
+        is_used &= solution > 1e-14
+        solution[~is_used] = 0.0

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.figures import add_histograms
 from paceline.simulate.acceptance import Acceptance, constant, from_conditional, from_histogram, from_survival
 
 WRITTEN: dict[str, Callable[[list[float]], Acceptance]] = {
@@ -55,9 +56,8 @@ def read_acceptance(path: Path, drafter: str = "") -> Acceptance:
     lines = _json_lines(file)
     if len(lines) == 1 and isinstance(lines[0].get("results"), list):
         return from_histogram(_best_histogram(lines[0]["results"], drafter, file))
-    found = [line["accepted_histogram"] for line in lines if line.get("accepted_histogram")]
-    if found:
-        return from_histogram(_added(found))
+    if found := [line["accepted_histogram"] for line in lines if line.get("accepted_histogram")]:
+        return from_histogram(add_histograms(found))
     rounds = [pair for line in lines for pair in _pairs(line.get("drafted"), line.get("accepted"))]
     if not rounds:
         raise ConfigError(f"{file} holds no accepted_histogram: give the folder of paceline bench decode, or a trace")
@@ -65,7 +65,7 @@ def read_acceptance(path: Path, drafter: str = "") -> Acceptance:
 
 
 def from_rounds(rounds: Iterable[tuple[int, int]]) -> Acceptance:
-    """From (drafted, accepted) of each round; the chance of a place is taken from rounds that drafted that far."""
+    """From (drafted, accepted) of each round: the chance of a draft is counted over the rounds that drafted that far."""
     pairs = [(drafted, accepted) for drafted, accepted in rounds if drafted > 0]
     if not pairs:
         raise ConfigError("no round drafted anything: record a run with a drafter")
@@ -87,11 +87,6 @@ def _best_histogram(results: Sequence[dict[str, Any]], drafter: str, file: Path)
     return max(chosen, key=lambda result: float(result.get("tokens_per_round") or 0.0))["accepted_histogram"]
 
 
-def _added(histograms: Sequence[Sequence[int]]) -> list[int]:
-    longest = max(len(each) for each in histograms)
-    return [sum(each[place] for each in histograms if place < len(each)) for place in range(longest)]
-
-
 def _json_lines(file: Path) -> list[dict[str, Any]]:
     try:
         text = file.read_text(encoding="utf-8")
@@ -100,16 +95,12 @@ def _json_lines(file: Path) -> list[dict[str, Any]]:
     try:
         whole = json.loads(text)
         values = whole if isinstance(whole, list) else [whole]
-    except ValueError:
-        values = [_json_line(line, file) for line in text.splitlines() if line.strip()]
+    except ValueError:  # one object a line
+        try:
+            values = [json.loads(line) for line in text.splitlines() if line.strip()]
+        except ValueError as error:
+            raise ConfigError(f"{file} is neither JSON nor JSON lines ({error}): give a bench run or a trace") from error
     return [value for value in values if isinstance(value, dict)]
-
-
-def _json_line(line: str, file: Path) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{file} is neither JSON nor JSON lines ({error}): give a bench run or a trace") from error
 
 
 def _parquet_rounds(file: Path) -> list[tuple[int, int]]:

@@ -1,10 +1,10 @@
-"""A run of `paceline bench serving` once more, in the simulator: the same arrivals, prompts and answers; how far is it off?
+"""A run of `paceline bench serving` replayed in the simulator: the same arrivals, prompts and answers; how far is it off?
 
     passes = read_passes(Path("runs/bench-serving-..."))
     rows = compare(passes, costs, ServerShape(), survival)
 
-What is taken from the run: when requests were due (open loops) or how many were in flight (closed ones), prompt tokens that had
-to be computed, answer tokens, and how drafts fared. What is predicted: every time.
+Taken from the run: when requests were due (open loops) or how many were in flight (closed ones), prompt tokens that had to be
+computed, answer tokens, and how many drafts stood. Predicted: every time.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.simulate.arrivals import Job, Survival
+from paceline.simulate.arrivals import Job, Rounds, Survival
 from paceline.simulate.costs import StepCosts
-from paceline.simulate.load import Case
-from paceline.simulate.serving import PrefillSeconds, ServerShape
+from paceline.simulate.files import is_amount
+from paceline.simulate.load import Case, load_name, share
+from paceline.simulate.serving import ServerShape
 
 THROUGHPUT_WITHIN, FIRST_TOKEN_WITHIN = 0.15, 0.30
 """Relative errors of tokens per second and of the median time to the first token that count as predicted."""
 NEEDED = ("repetition", "due_s", "first_s", "num_prompt", "num_reused", "num_tokens", "wall_s")
+LOOKUP, NOTHING = "ngram", "none"
+"""Sources of rounds that are not the drafter's own: drafts found in the text so far, and no drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +42,21 @@ class Recorded:
     jobs: list[Job]
     """In the order they were sent, without those that failed."""
     wall_s: float
-    first_s: list[float]
-    num_rounds: int
-    num_drafted: int
-    histogram: list[int]
-    """histogram[n]: rounds in which exactly n drafts stood."""
+    first_token_s: list[float]
+    """Time to the first token of each job."""
+    rounds: Rounds
+    """Of all jobs."""
+    own: Rounds
+    """Those with the drafter's own drafts; all where the run does not tell the source."""
     num_failed: int = 0
 
     @property
     def load(self) -> str:
-        return f"{self.rate:g} per second" if self.rate else f"{self.concurrency} in flight"
+        return load_name(self.rate, self.concurrency)
 
     @property
     def tokens_per_s(self) -> float:
         return sum(job.answer_tokens for job in self.jobs) / self.wall_s
-
-    @property
-    def drafted_per_round(self) -> float:
-        return self.num_drafted / self.num_rounds if self.num_rounds else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +106,14 @@ def read_passes(folder: Path) -> list[Recorded]:
             raise ConfigError(f"{file} lacks {', '.join(NEEDED)} of each request: run paceline bench serving of this version")
         key = line.get("rate"), line.get("concurrency"), line.get("speculate"), line.get("repetition")
         groups.setdefault(key, []).append(line)
-    passes = [_recorded(group) for group in groups.values()]
-    passes = [each for each in passes if each.jobs]
+    passes = [each for each in map(_recorded, groups.values()) if each.jobs]
     if not passes:
         raise ConfigError(f"{file} holds no answered request: run paceline bench serving again")
     return passes
 
 
 def _is_complete(line: dict[str, Any]) -> bool:
-    """What a failed request needs, and an answered one."""
+    """Whether all is there that is needed of a failed request, or of an answered one."""
     needed = ("repetition", "wall_s") if line.get("error") else NEEDED
     return line.get("wall_s") != 0 and all(isinstance(line.get(name), int | float) for name in needed)
 
@@ -123,41 +122,80 @@ def _recorded(lines: list[dict[str, Any]]) -> Recorded:
     first = lines[0]
     whole = [line for line in lines if not line.get("error") and line["num_tokens"] > 0]
     whole.sort(key=lambda line: line["due_s"])
-    histograms = [line.get("accepted_histogram") or [] for line in whole]
-    longest = max((len(each) for each in histograms), default=0)
+    jobs = [
+        Job(
+            arrives_at=max(line["due_s"], 0.0),
+            prompt_tokens=max(line["num_prompt"] - line["num_reused"], 1),
+            answer_tokens=line["num_tokens"],
+            rounds_by_source=_by_source(line.get("rounds_by_source") or {}),
+        )
+        for line in whole
+    ]
+    rounds = [_rounds(line) for line in whole]
+    own = [_own(job.rounds_by_source) if job.rounds_by_source else each for job, each in zip(jobs, rounds, strict=True)]
     return Recorded(
         speculate=str(first.get("speculate")),
         rate=first.get("rate"),
         concurrency=first.get("concurrency"),
-        jobs=[
-            Job(max(line["due_s"], 0.0), max(line["num_prompt"] - line["num_reused"], 1), line["num_tokens"]) for line in whole
-        ],
+        jobs=jobs,
         wall_s=first["wall_s"],
-        first_s=[line["first_s"] for line in whole],
-        num_rounds=sum(line.get("num_rounds") or 0 for line in whole),
-        num_drafted=sum(line.get("num_drafted") or 0 for line in whole),
-        histogram=[sum(each[place] for each in histograms if place < len(each)) for place in range(longest)],
+        first_token_s=[line["first_s"] for line in whole],
+        rounds=Rounds.sum(rounds),
+        own=Rounds.sum(own),
         num_failed=len(lines) - len(whole),
     )
 
 
-def recorded_survival(passes: Sequence[Recorded]) -> Survival:
-    """How drafts fared in the pass whose rounds drafted most; () when nothing was drafted.
+def _rounds(told: dict[str, Any]) -> Rounds:
+    """From num_rounds, num_drafted and accepted_histogram, each of which may be missing. Raises ConfigError."""
+    num_rounds, num_drafted = told.get("num_rounds") or 0, told.get("num_drafted") or 0
+    histogram = told.get("accepted_histogram") or []
+    if not isinstance(histogram, list) or not all(map(is_amount, (num_rounds, num_drafted, *histogram))):
+        raise ConfigError(f"the rounds of a request must be counts, not {told}: run paceline bench serving again")
+    return Rounds(num_rounds, num_drafted, tuple(histogram))
 
-    Exact where every round drafted the same number. Where the server chose it, a round does not tell: places up to the average
-    number are taken as always drafted, those beyond it to stand as often as these did. A run with the contender `full` knows.
+
+def _by_source(told: Any) -> dict[str, Rounds]:
+    """{"dflash": {"num_rounds": 3, "num_drafted": 45, "accepted_histogram": [1, 0, 2]}, "ngram": ...} of one request."""
+    if not isinstance(told, dict) or not all(isinstance(each, dict) for each in told.values()):
+        raise ConfigError(f"rounds_by_source must hold the rounds of each source, not {told}: run paceline bench serving again")
+    return {str(source): _rounds(each) for source, each in told.items()}
+
+
+def _own(by_source: dict[str, Rounds]) -> Rounds:
+    """The rounds of the drafter; those of lookups only where lookups are the drafter."""
+    names = by_source.keys() - {LOOKUP, NOTHING} or by_source.keys() & {LOOKUP}
+    return Rounds.sum(by_source[name] for name in names)
+
+
+def rows_of(folder: Path) -> int | None:
+    """--max-batch of the servers that the run started; None where it does not say."""
+    try:
+        words = json.loads((folder / "config.json").read_text(encoding="utf-8"))["server"]
+        return int(words[words.index("--max-batch") + 1])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+def recorded_survival(passes: Sequence[Recorded]) -> Survival:
+    """The drafter's survival curve in the pass whose rounds drafted most; () when it drafted nothing.
+
+    Where the run tells the source of each round's drafts, lookups and rounds without drafts do not count. The curve is exact
+    where every round drafted the same number of tokens. Where the server chose the number, it is not known for a single round:
+    places up to the average number are taken as always drafted, and those beyond it to stand as often as these on average. A
+    run with the contender `full` knows all of them.
     """
-    drafting = [each for each in passes if each.num_drafted and sum(each.histogram)]
+    drafting = [each for each in passes if each.own.num_drafted_total and sum(each.own.histogram)]
     if not drafting:
         return ()
-    most = max(drafting, key=lambda each: each.drafted_per_round)
-    chosen = [each for each in drafting if (each.load, each.speculate) == (most.load, most.speculate)]
-    longest = max(len(each.histogram) for each in chosen)
-    always = max(round(most.drafted_per_round), 1)
+    most = max(drafting, key=lambda each: each.own.drafted_per_round)
+    same = [each.own for each in drafting if (each.load, each.speculate) == (most.load, most.speculate)]
+    histogram = Rounds.sum(same).histogram
+    always = max(round(most.own.drafted_per_round), 1)
     chances: list[float] = []
-    for place in range(1, max(longest, always + 1)):
-        reached, stood = (sum(sum(each.histogram[first:]) for each in chosen) for first in (place - 1, place))
-        chances.append((stood / reached if reached else 0.0) if place <= always else statistics.fmean(chances[:always]))
+    for place in range(1, max(len(histogram), always + 1)):
+        reached, stood = sum(histogram[place - 1 :]), sum(histogram[place:])
+        chances.append(share(stood, reached) if place <= always else statistics.fmean(chances[:always]))
     return tuple(itertools.accumulate(chances, operator.mul))
 
 
@@ -171,49 +209,33 @@ def policy_for(speculate: str, most: int) -> str:
 
 
 def compare(
-    passes: Sequence[Recorded],
-    costs: StepCosts,
-    server: ServerShape,
-    survival: Survival,
-    *,
-    seed: int = 0,
-    prefill_s: PrefillSeconds | None = None,
+    passes: Sequence[Recorded], costs: StepCosts, server: ServerShape, survival: Survival, *, seed: int = 0
 ) -> list[Compared]:
     """One line for each load and contender. Raises ConfigError."""
     groups: dict[tuple[str, str], list[Recorded]] = {}
     for each in passes:
         groups.setdefault((each.load, each.speculate), []).append(each)
-    made = []
-    for (load, speculate), group in groups.items():
-        policy = policy_for(speculate, len(survival))
-        outcomes = []
-        for number, each in enumerate(group):
-            case = Case(each.jobs, costs, server, survival, seed + number, prefill_s)
-            outcomes.append(case.run(policy, concurrency=each.concurrency))
-        firsts = [one.first_s - one.arrival_s for outcome in outcomes for one in outcome.served]
-        rounds = [one for outcome in outcomes for one in outcome.served]
-        num_rounds = sum(one.num_rounds for one in rounds)
-        recorded_rounds = sum(each.num_rounds for each in group)
-        made.append(
-            Compared(
-                load=load,
-                speculate=speculate,
-                policy=policy,
-                num_requests=sum(len(each.jobs) for each in group),
-                measured_tokens_per_s=statistics.median(each.tokens_per_s for each in group),
-                simulated_tokens_per_s=statistics.median(each.num_tokens / each.wall_s for each in outcomes),
-                measured_first_token_s=statistics.median(value for each in group for value in each.first_s),
-                simulated_first_token_s=statistics.median(firsts),
-                measured_tokens_per_round=1 + _share([_num_accepted(each) for each in group], recorded_rounds),
-                simulated_tokens_per_round=1 + _share([one.num_accepted for one in rounds], num_rounds),
-            )
-        )
-    return made
+    return [_compared(group, costs, server, survival, seed) for group in groups.values()]
 
 
-def _num_accepted(each: Recorded) -> int:
-    return sum(count * rounds for count, rounds in enumerate(each.histogram))
-
-
-def _share(counts: Sequence[int], of: int) -> float:
-    return sum(counts) / of if of else 0.0
+def _compared(group: list[Recorded], costs: StepCosts, server: ServerShape, survival: Survival, seed: int) -> Compared:
+    """The repetitions of one load and contender."""
+    policy = policy_for(group[0].speculate, len(survival))
+    outcomes = [
+        Case(each.jobs, costs, server, survival, seed + number).run(policy, concurrency=each.concurrency)
+        for number, each in enumerate(group)
+    ]
+    requests = [request for outcome in outcomes for request in outcome.requests]
+    num_rounds = sum(each.num_rounds for each in requests)
+    return Compared(
+        load=group[0].load,
+        speculate=group[0].speculate,
+        policy=policy,
+        num_requests=len(requests),
+        measured_tokens_per_s=statistics.median(each.tokens_per_s for each in group),
+        simulated_tokens_per_s=statistics.median(each.num_tokens / each.wall_s for each in outcomes),
+        measured_first_token_s=statistics.median(value for each in group for value in each.first_token_s),
+        simulated_first_token_s=statistics.median(each.first_token_s for each in requests),
+        measured_tokens_per_round=Rounds.sum(each.rounds for each in group).tokens_per_round,
+        simulated_tokens_per_round=1 + share(sum(each.num_accepted_total for each in requests), num_rounds),
+    )

@@ -21,6 +21,17 @@ MEASURED_LOCALITY = 0.255
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """Arithmetic and memory traffic of a part of a pass."""
+
+    part: str
+    flops: float
+    num_bytes: float
+    number_format: str
+    """Decides the arithmetic rate."""
+
+
+@dataclass(frozen=True, slots=True)
 class Deployment:
     """Where and how a target runs. Raises ConfigError on impossible values."""
 
@@ -31,7 +42,7 @@ class Deployment:
     expert_locality: float = 0.0
     """0: every position draws its experts anew; 1: the positions of a sequence share theirs."""
     variant: Literal["whole", "layers"] = "whole"
-    """Whether attention's maxima are taken over all layers at once or for each kind of layer."""
+    """Whether attention takes the larger of arithmetic and reading over all layers at once or for each kind of layer."""
     collective_latency_s: float = COLLECTIVE_LATENCY_S
 
     def __post_init__(self) -> None:
@@ -50,16 +61,9 @@ class Deployment:
     def bytes_per_s(self) -> float:
         return self.machine.bytes_per_s * self.num_gpus
 
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a part of a pass has to do."""
-
-    part: str
-    flops: float
-    num_bytes: float
-    number_format: str
-    """Decides the arithmetic rate."""
+    def seconds(self, work: Work) -> tuple[float, float]:
+        """Of reading and of arithmetic, at full rates."""
+        return work.num_bytes / self.bytes_per_s, work.flops / self.flops_per_s(work.number_format)
 
 
 def distinct_experts(num_routed: int, per_token: int, batch: float, positions: float, locality: float = 0.0) -> float:
@@ -154,10 +158,21 @@ def collective_seconds(shape: ModelShape, deployment: Deployment, tokens: float)
     return 2.0 * shape.num_layers * (deployment.collective_latency_s + sent / deployment.machine.link_bytes_per_s)
 
 
-def pass_seconds(shape: ModelShape, deployment: Deployment, batch: float, positions: float, context: float) -> dict[str, float]:
-    """Seconds of one pass by part: projections, experts, attention, collectives."""
+def pass_seconds(
+    shape: ModelShape,
+    deployment: Deployment,
+    batch: float,
+    positions: float,
+    context: float,
+    reading: float = 1.0,
+    computing: float = 1.0,
+) -> dict[str, float]:
+    """Seconds of one pass by part: projections, experts, attention, collectives.
+
+    `reading` and `computing` are factors on the seconds of reading and of arithmetic at the machine's full rates.
+    """
     parts = {"projections": 0.0, "experts": 0.0, "attention": 0.0}
     for work in works_of(shape, deployment, batch, positions, context):
-        computing = work.flops / deployment.flops_per_s(work.number_format)
-        parts[work.part] += max(computing, work.num_bytes / deployment.bytes_per_s)
+        read_s, compute_s = deployment.seconds(work)
+        parts[work.part] += max(reading * read_s, computing * compute_s)
     return {**parts, "collectives": collective_seconds(shape, deployment, batch * positions)}

@@ -3,8 +3,9 @@
     outcome = simulate(jobs, costs, ServerShape(max_rows=8), make_policy("best", survival, step_s, 15), survival)
 
 The steps are those of `engine/scheduler.py` and `engine/engine.py`: each does at most one prefill chunk and one decode round
-over all rows, in which a prompt that was just finished takes part; what a step made is handed out at its end; what comes during
-a step waits for the next. A round takes `verify_s + draft_s + host_s`, and acceptance is drawn from a survival curve.
+over all rows, in which a prompt that was just finished takes part. What a step made is handed out at its end; a request that
+comes during a step waits for the next. A round takes `verify_s + draft_s + host_s`; how many of its drafts stand is drawn from
+a survival curve.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import ConfigError
@@ -23,24 +24,19 @@ from paceline.simulate.arrivals import Job, Survival
 from paceline.simulate.costs import StepCosts
 from paceline.simulate.policies import Policy, StepSeconds, check_survival, num_accepted
 
-REQUEST_S = 0.005
-"""What a request of `paceline serve` spends there, about, on two cores that the engine keeps busy."""
-PrefillSeconds = Callable[[int, int], float]
-"""Tokens of a prompt's chunk, tokens in the cache after it -> seconds."""
-
 
 @dataclass(frozen=True, slots=True)
 class ServerShape:
-    """What the server is allowed. Raises ConfigError."""
+    """The limits of a server. Raises ConfigError."""
 
     max_rows: int = 8
     """Requests that decode together."""
     prefill_chunk: int | None = 256
     """Prompt tokens of a step at most; None prefills a prompt at once."""
     prefill_adapts: bool = False
-    """Chunks beside running requests keep to their rounds' time (`plan.py`)."""
+    """Whether chunks beside running requests take about a round's time (`learned.ChunkSizes`)."""
     request_s: float = 0.0
-    """Seconds that a request spends outside the engine before its first token: HTTP, tokenizing. Others do not wait for it."""
+    """Seconds of a request outside the engine before its first token: HTTP, tokenizing. They delay no other request."""
 
     def __post_init__(self) -> None:
         if self.max_rows < 1:
@@ -52,60 +48,83 @@ class ServerShape:
 
 
 @dataclass(slots=True, eq=False)
-class Served:
-    """One request's fate. Times in seconds since the beginning."""
+class SimulatedRequest:
+    """A request on its way through the server. Moments (`_at`) are seconds since the beginning."""
 
     job: Job
-    arrival_s: float
+    arrived_at: float
     luck: random.Random = field(repr=False)
-    """Decides its acceptance, whatever else is in the batch."""
-    admitted_s: float = 0.0
-    first_s: float = 0.0
-    finished_s: float | None = None
+    """Decides how many drafts stand, independently of the other requests."""
+    admitted_at: float = 0.0
+    """When it got a row."""
+    first_token_at: float = 0.0
+    finished_at: float = 0.0
     num_prefilled: int = 0
     num_tokens: int = 0
     chunks: list[tuple[float, int]] = field(default_factory=list)
-    """When tokens were handed out, and how many."""
+    """(moment, number of tokens) of each time that tokens were handed out."""
     num_rounds: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
+    num_drafted_total: int = 0
+    """Drafts of all its rounds."""
+    num_accepted_total: int = 0
+    """Drafts that stood, of all its rounds."""
 
     @property
     def wait_s(self) -> float:
-        """Without a row."""
-        return self.admitted_s - self.arrival_s
+        """Seconds from arrival to a row."""
+        return self.admitted_at - self.arrived_at
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds from arrival to the first token."""
+        return self.first_token_at - self.arrived_at
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from arrival to the last token."""
+        return self.finished_at - self.arrived_at
+
+    @property
+    def inter_token_s(self) -> float | None:
+        """Mean seconds between tokens after the first; None for an answer of one token."""
+        return (self.finished_at - self.first_token_at) / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
     @property
     def num_left(self) -> int:
+        """Tokens that the answer lacks."""
         return self.job.answer_tokens - self.num_tokens
 
-    def gain(self, count: int, now_s: float) -> None:
-        """Take `count` tokens, not beyond the answer's end."""
+    def add_tokens(self, count: int, now: float) -> None:
+        """Hand out `count` tokens, not beyond the answer's end."""
         count = min(count, self.num_left)
         self.num_tokens += count
-        self.first_s = self.first_s if self.chunks else now_s
-        self.chunks.append((now_s, count))
-        if self.num_left == 0:
-            self.finished_s = now_s
+        self.first_token_at = self.first_token_at if self.chunks else now
+        self.finished_at = now
+        self.chunks.append((now, count))
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a simulated server did."""
+    """All requests after a simulation, and how the server spent its time."""
 
-    served: list[Served]
+    requests: list[SimulatedRequest]
     """In the order of the jobs."""
-    wall_s: float
-    """From time 0 to the last token."""
     busy_s: float
+    """Seconds in which the server worked."""
+    prefill_s: float
+    """Seconds of prefill chunks."""
     num_rounds: int
     row_seconds: float
-    """Rows that decoded times the seconds they did."""
-    prefill_s: float
+    """Seconds of each round times its rows, summed."""
+
+    @property
+    def wall_s(self) -> float:
+        """From time 0 to the last token."""
+        return max((each.finished_at for each in self.requests), default=0.0)
 
     @property
     def num_tokens(self) -> int:
-        return sum(each.num_tokens for each in self.served)
+        return sum(each.num_tokens for each in self.requests)
 
 
 def simulate(
@@ -117,35 +136,25 @@ def simulate(
     *,
     concurrency: int | None = None,
     seed: int = 0,
-    prefill_s: PrefillSeconds | None = None,
 ) -> Outcome:
-    """Serve all jobs. `concurrency` keeps as many in flight, whatever the arrival times; `survival` is for jobs that have none.
-
-    `prefill_s` prices prompt chunks where `costs` knows short passes only. Raises ConfigError on impossible input.
-    """
+    """Serve all jobs. `concurrency` keeps so many in flight, whatever their arrival times; `survival` is for jobs without their
+    own. Raises ConfigError on impossible input."""
     if concurrency is not None and concurrency < 1:
         raise ConfigError(f"--concurrency must be at least 1, not {concurrency}")
-    if any(not 0 <= job.arrival_s < math.inf or job.prompt_tokens < 1 or job.answer_tokens < 1 for job in jobs):
+    if any(not 0 <= job.arrives_at < math.inf or job.prompt_tokens < 1 or job.answer_tokens < 1 for job in jobs):
         raise ConfigError("every request needs an arrival time of 0 or later, and at least one token of prompt and answer")
     for curve in {survival, *(job.survival for job in jobs if job.survival is not None)}:
         check_survival(curve)
-    return _Loop(jobs, costs, server, policy, survival, concurrency, seed, prefill_s or prefill_as_pass(costs)).run()
+    return _Loop(jobs, costs, server, policy, survival, concurrency, seed).run()
 
 
 def step_seconds(costs: StepCosts, context: float) -> StepSeconds:
-    """What a policy is told of a round's cost: rows and drafts of each, at this many tokens of context."""
-    return lambda rows, count: (
-        costs.verify_s(rows, count + 1, context) + (costs.draft_s(rows, count, context) if count else 0.0) + costs.host_s
-    )
-
-
-def prefill_as_pass(costs: StepCosts) -> PrefillSeconds:
-    """A chunk costs what a target pass of as many positions of one row does."""
-    return lambda tokens, context: costs.verify_s(1, tokens, context)
+    """The cost of a round as a policy sees it: rows and drafts of each, at this many tokens of context."""
+    return lambda rows, count: costs.round_s(rows, count, context)
 
 
 class _Loop:
-    """The clock, the queue, the rows."""
+    """The clock, the queue and the rows of one simulation."""
 
     def __init__(
         self,
@@ -156,103 +165,97 @@ class _Loop:
         survival: Survival,
         concurrency: int | None,
         seed: int,
-        prefill_s: PrefillSeconds,
     ) -> None:
-        self._costs, self._prefill_s_of, self._server, self._policy = costs, prefill_s, server, policy
-        self._is_closed = concurrency is not None
+        self._costs, self._server, self._policy, self._survival = costs, server, policy, survival
+        is_closed = concurrency is not None
         self._all = [
-            Served(job, 0.0 if self._is_closed else job.arrival_s, random.Random(f"{seed} {index}"))
+            SimulatedRequest(job, 0.0 if is_closed else job.arrives_at, random.Random(f"{seed} {index}"))
             for index, job in enumerate(jobs)
         ]
-        self._survival = survival
         self._order = itertools.count()
-        self._coming = [(each.arrival_s, next(self._order), each) for each in self._all[:concurrency]]
+        self._coming = [(each.arrived_at, next(self._order), each) for each in self._all[:concurrency]]
         heapq.heapify(self._coming)
-        self._unsent = deque(self._all[concurrency:] if self._is_closed else ())
-        self._waiting: deque[Served] = deque()
-        self._prefilling: deque[Served] = deque()
-        self._running: list[Served] = []
+        self._unsent = deque(self._all[concurrency:] if is_closed else ())
+        self._waiting: deque[SimulatedRequest] = deque()
+        self._prefilling: deque[SimulatedRequest] = deque()
+        self._running: list[SimulatedRequest] = []
         self._now = self._busy_s = self._row_seconds = self._prefill_s = 0.0
-        self._num_rounds, self._has_chunk = 0, False
+        self._num_rounds = 0
         chunk = server.prefill_chunk or max((job.prompt_tokens for job in jobs), default=1)
-        self._pace = ChunkSizes(chunk, adapts=server.prefill_adapts)
+        self._chunk_sizes = ChunkSizes(chunk, adapts=server.prefill_adapts)
 
     def run(self) -> Outcome:
         while self._coming or self._waiting or self._prefilling or self._running:
             if not (self._waiting or self._prefilling or self._running):
-                self._now = max(self._now, self._coming[0][0])  # asleep until somebody comes
+                self._now = max(self._now, self._coming[0][0])  # idle until a request comes
             self._receive()
             self._step()
-        last = max((each.finished_s or 0.0 for each in self._all), default=0.0)
-        return Outcome(self._all, last, self._busy_s, self._num_rounds, self._row_seconds, self._prefill_s)
+        return Outcome(self._all, self._busy_s, self._prefill_s, self._num_rounds, self._row_seconds)
 
     def _receive(self) -> None:
         while self._coming and self._coming[0][0] <= self._now:
             self._waiting.append(heapq.heappop(self._coming)[2])
         while self._waiting and len(self._prefilling) + len(self._running) < self._server.max_rows:
             admitted = self._waiting.popleft()
-            admitted.admitted_s = self._now
+            admitted.admitted_at = self._now
             self._prefilling.append(admitted)
 
     def _step(self) -> None:
-        self._has_chunk = bool(self._prefilling)
-        began, joining = self._now, self._prefill()
-        gained = [(joining, 1)] if joining else []
+        began, has_chunk = self._now, bool(self._prefilling)
+        joining = self._prefill()
+        made = [(joining, 1)] if joining else []
         rows = self._running + ([joining] if joining and joining.job.answer_tokens > 1 else [])
-        if rows and rows != [joining]:  # a first token that delays nobody goes out before its first round
-            gained += self._round(rows)
+        if rows and rows != [joining]:  # with no other row, a first token goes out before its first round
+            made += self._round(rows, beside_chunk=has_chunk)
         self._busy_s += self._now - began
-        self._running = rows
-        for each, count in gained:  # handed out together, at the end of the step
-            each.gain(count, self._now + self._server.request_s)
-        for each in [each for each, _ in gained if each.num_left == 0]:
-            self._finish(each)
+        for each, count in made:  # handed out together, at the end of the step
+            each.add_tokens(count, self._now + self._server.request_s)
+        self._running = [each for each in rows if each.num_left]
+        for _ in range(sum(each.num_left == 0 for each, _ in made)):
+            self._send_next()
 
-    def _prefill(self) -> Served | None:
-        """One chunk of the prompt that waits longest; returns who has its first token now."""
+    def _prefill(self) -> SimulatedRequest | None:
+        """One chunk of the prompt that waits longest; returns the request if this was its last chunk."""
         if not self._prefilling:
             return None
         each = self._prefilling[0]
-        count = min(each.job.prompt_tokens - each.num_prefilled, self._pace.size(len(self._running)))
-        spent = self._prefill_s_of(count, each.num_prefilled + count)
-        self._pace.prefilled(count, spent)
+        count = min(each.job.prompt_tokens - each.num_prefilled, self._chunk_sizes.size(len(self._running)))
         each.num_prefilled += count
-        self._now += spent
-        self._prefill_s += spent
-        if each.num_prefilled < each.job.prompt_tokens:
-            return None
-        return self._prefilling.popleft()
+        spent_s = self._costs.prefill_s(count, each.num_prefilled)
+        self._chunk_sizes.prefilled(count, spent_s)
+        self._now += spent_s
+        self._prefill_s += spent_s
+        return self._prefilling.popleft() if each.num_prefilled == each.job.prompt_tokens else None
 
-    def _round(self, rows: list[Served]) -> list[tuple[Served, int]]:
-        """One decode round; returns what each row gained. A row's first token, of this step's prefill, is not counted yet."""
+    def _round(self, rows: list[SimulatedRequest], *, beside_chunk: bool) -> list[tuple[SimulatedRequest, int]]:
+        """One decode round; returns the tokens of each row. The first token of a row that joins is not in `num_tokens` yet."""
         chosen = self._policy.choose(len(rows) + len(self._prefilling))
-        gained, num_positions, most, context = [], 0, 0, 0
+        made, drafts, context = [], [], 0
         for each in rows:
-            made = max(each.num_tokens, 1)
-            drafted = min(chosen, each.job.answer_tokens - made - 1)
+            known = max(each.num_tokens, 1)
+            drafted = min(chosen, each.job.answer_tokens - known - 1)
             survival = self._survival if each.job.survival is None else each.job.survival
             accepted = num_accepted(survival, each.luck.random(), drafted)
             self._policy.record(drafted, accepted)
             each.num_rounds += 1
-            each.num_drafted += drafted
-            each.num_accepted += accepted
-            num_positions += 1 + drafted
-            most = max(most, drafted)
-            context += each.job.prompt_tokens + made
-            gained.append((each, accepted + 1))
-        spent = self._costs.verify_s(len(rows), num_positions / len(rows), context / len(rows)) + self._costs.host_s
-        if most:
-            spent += self._costs.draft_s(len(rows), most, context / len(rows))
-        self._now += spent
-        self._pace.decoded(spent, beside_chunk=self._has_chunk)
-        self._row_seconds += spent * len(rows)
+            each.num_drafted_total += drafted
+            each.num_accepted_total += accepted
+            drafts.append(drafted)
+            context += each.job.prompt_tokens + known
+            made.append((each, accepted + 1))
+        mean_context = context / len(rows)
+        spent_s = self._costs.verify_s(len(rows), 1 + sum(drafts) / len(rows), mean_context) + self._costs.host_s
+        if any(drafts):
+            spent_s += self._costs.draft_s(len(rows), max(drafts), mean_context)
+        self._now += spent_s
+        self._chunk_sizes.decoded(spent_s, beside_chunk=beside_chunk)
+        self._row_seconds += spent_s * len(rows)
         self._num_rounds += 1
-        return gained
+        return made
 
-    def _finish(self, each: Served) -> None:
-        if each in self._running:
-            self._running.remove(each)
+    def _send_next(self) -> None:
+        """A closed loop sends its next request when an answer is done."""
         if self._unsent:
             sent = self._unsent.popleft()
-            sent.arrival_s = self._now + self._server.request_s
-            heapq.heappush(self._coming, (sent.arrival_s, next(self._order), sent))
+            sent.arrived_at = self._now + self._server.request_s
+            heapq.heappush(self._coming, (sent.arrived_at, next(self._order), sent))

@@ -5,11 +5,11 @@ Shapes come from the catalogue (`catalogue.py`) or from any Hugging Face config.
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from paceline.errors import ConfigError, UnsupportedModelError
+from paceline.simulate.files import is_amount
 from paceline.simulate.formats import format_named
 
 NUMBERS = ("int", "float")
@@ -142,7 +142,7 @@ def _check(shape: ModelShape) -> None:
     for record in records:
         for field in fields(record):
             value = getattr(record, field.name)
-            if field.type in NUMBERS and not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+            if field.type in NUMBERS and not is_amount(value):
                 raise ValueError(f"{field.name} is {value!r}")
     experts = shape.experts
     if experts and not (0 < experts.per_token < experts.num_routed and experts.active < experts.resident):

@@ -1,4 +1,4 @@
-"""What speculation brings: speed-up by draft length, the best length, tokens per second, where the time goes.
+"""The prediction: speed-up by draft length, the best length, tokens per second, where a round's time goes.
 
 speedup(g) = N(g) * round(0) / round(g), where round(g) = target pass of g + 1 positions + drafting of g + host; speedup(0) = 1.
 With no host time this is N(g) / [T(B, g+1, S) / T(B, 1, S) + D(g)].
@@ -6,8 +6,7 @@ With no host time this is N(g) / [T(B, g+1, S) / T(B, 1, S) + D(g)].
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from paceline.errors import ConfigError
 from paceline.simulate.acceptance import Acceptance, shifted, tokens_per_round
@@ -18,7 +17,7 @@ DELTAS = (-0.1, -0.05, -0.01, 0.01, 0.05, 0.1)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the machine is asked to do. Raises ConfigError on impossible values."""
+    """Sequences on a machine, and how far drafts may go. Raises ConfigError on impossible values."""
 
     batch: int = 1
     """Sequences that decode together."""
@@ -38,7 +37,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What another acceptance would bring."""
+    """The best speed-up with another acceptance."""
 
     points: float
     """Added to every chance; 0.01 is one point."""
@@ -50,7 +49,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One load's answer."""
+    """Speed-ups of one load by draft length, and figures at the best length."""
 
     batch: int
     best_draft_length: int
@@ -68,22 +67,13 @@ class Prediction:
     """Shares of a round at the best length, by part: they add up to 1."""
     sensitivity: list[Change]
 
-    def as_line(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def round_seconds(costs: StepCosts, load: Load, num_drafted: int) -> float:
-    """One round in which every sequence drafts `num_drafted` tokens."""
-    verify_s = costs.verify_s(load.batch, num_drafted + 1, load.context)
-    return verify_s + costs.draft_s(load.batch, num_drafted, load.context) + costs.host_s
-
 
 def speedup(costs: StepCosts, acceptance: Acceptance, load: Load, num_drafted: int) -> float:
     """Tokens per second over plain decoding's."""
     if num_drafted == 0:
         return 1.0
-    gained = tokens_per_round(acceptance, num_drafted)
-    return gained * round_seconds(costs, load, 0) / round_seconds(costs, load, num_drafted)
+    plain_s, round_s = (costs.round_s(load.batch, length, load.context) for length in (0, num_drafted))
+    return tokens_per_round(acceptance, num_drafted) * plain_s / round_s
 
 
 def curve(costs: StepCosts, acceptance: Acceptance, load: Load) -> list[tuple[int, float]]:
@@ -117,7 +107,7 @@ def predict(costs: StepCosts, acceptance: Acceptance, load: Load, has_unit: bool
     points = curve(costs, acceptance, load)
     length, highest = best(points)
     gained = tokens_per_round(acceptance, length)
-    round_s, plain_s = round_seconds(costs, load, length), round_seconds(costs, load, 0)
+    plain_s, round_s = (costs.round_s(load.batch, drafts, load.context) for drafts in (0, length))
     return Prediction(
         batch=load.batch,
         best_draft_length=length,

@@ -20,7 +20,6 @@ from paceline.hardware import Machine
 from paceline.model.target import Target
 from paceline.simulate.calibrate import machine_of
 from paceline.simulate.measured import table_of
-from paceline.simulate.prefill import prefill_of_steps
 from paceline.testing import FakeTarget
 from paceline.types import Batch, SamplingParams, Sequence, Take
 
@@ -60,8 +59,7 @@ def test_prompts_are_prefilled_whole_and_anew_each_time() -> None:
     steps = bench.as_json(MACHINE)
     assert [tokens for tokens, _ in steps["prefill"]] == [16, 64], "one of 256 does not fit into a row of 160"
     assert len(bench.times.prefill[1, 16]) == 3
-    seconds = prefill_of_steps(steps)
-    assert seconds(64, 64) == pytest.approx(steps["prefill"][1][1])
+    assert table_of(steps).prefill.seconds(1, 64) == pytest.approx(steps["prefill"][1][1])
     assert steps["prefill_adapts"] is bench.llm.target.is_width_invariant
 
 

@@ -90,6 +90,12 @@ def test_too_few_times_are_refused() -> None:
         steps_of([{"verify": [[1, 1, 0.01], [1, 2, 0.02]]}])
 
 
+@pytest.mark.parametrize("wrong", [{"host_s": "often"}, {"host_s": -1.0}, {"context": "long"}, {"draft": [[1, 1, "quick"]]}])
+def test_steps_that_are_no_times_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="of the table must be numbers|is not \\[batch"):
+        steps_of([steps_file() | wrong])
+
+
 def test_what_was_measured_is_read_back() -> None:
     file = steps_file(dtype="bfloat16", weight_format="Q4_1+Q8_0")
     assert machine_of(file) == MACHINE

@@ -122,7 +122,7 @@ def drawn_case(rng: random.Random, place: int) -> tuple[dict[str, Any], dict[str
     load = Load(round(2 ** rng.uniform(0, 12)), round(2 ** rng.uniform(0, 21)), rng.randrange(0, 33))
     made = acceptances.constant(values[0]) if kind == "constant" else getattr(acceptances, f"from_{kind}")(values)
     costs = RooflineCosts(shape, deployment, drafter, host_s)
-    expected = predict(costs, made, load).as_line()
+    expected = asdict(predict(costs, made, load))
     length = expected["best_draft_length"]
     expected["parts"] = costs.split(load.batch, length + 1, load.context)
     expected["memory"] = memory_need(shape, deployment, load.batch, load.context)
@@ -267,7 +267,7 @@ def test_limits_are_as_many_as_pythons() -> None:
             (acceptances.constant(0.5), acceptances.from_survival([0.7, 0.5]), acceptances.from_histogram([3, 2] * 9))
         )
         need = memory_need(shape, deployment, load.batch, load.context)
-        warned = (limits.memory_warning(need, load, 1, ""), limits.context_warning(shape, load))
+        warned = (limits.memory_warning(need, load, deployment), limits.context_warning(shape, load))
         told = limits.roofline_limits(shape, deployment) + limits.acceptance_limits(made, load)
         expected.append((told, sum(each is not None for each in warned)))
         words = {"conditional": made.conditional, "kind": made.kind, "numRounds": made.num_rounds}

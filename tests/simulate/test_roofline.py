@@ -159,11 +159,10 @@ def test_precisions_by_part() -> None:
 
 def test_what_does_not_fit_is_said() -> None:
     shape = catalogue.find("DeepSeek-V4-Pro")
-    need = memory_need(shape, Deployment(B200, shape.precisions), 1, 4096)
-    warning = memory_warning(need, Load(), 1, "B200")
+    one, five = (Deployment(B200, shape.precisions, num_gpus=count) for count in (1, 5))
+    warning = memory_warning(memory_need(shape, one, 1, 4096), Load(), one)
     assert warning is not None and "--gpus 5" in warning
-    five = memory_need(shape, Deployment(B200, shape.precisions, num_gpus=5), 1, 4096)
-    assert memory_warning(five, Load(), 5, "B200") is None
+    assert memory_warning(memory_need(shape, five, 1, 4096), Load(), five) is None
 
 
 def test_cache_bytes_by_hand() -> None:

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from paceline import pace
 from paceline.bench.serving import arrivals
 from paceline.errors import ConfigError
+from paceline.figures import Spread
+from paceline.learned import LEAST_CHUNK
 from paceline.simulate import policies
 from paceline.simulate.arrivals import Job, Lengths, Survival, arriving, parse_lengths, poisson, workload
-from paceline.simulate.load import Case, LoadFigures, Spread, capacity, figures, sweep
+from paceline.simulate.costs import StepCosts
+from paceline.simulate.load import Case, LoadFigures, capacity, figures_of, sweep
 from paceline.simulate.policies import Adaptive, Best, Fixed, best_length, make_policy, num_accepted
 from paceline.simulate.serving import Outcome, ServerShape, simulate, step_seconds
 
@@ -23,23 +25,20 @@ HALF: Survival = tuple(0.5**place for place in range(1, 8))
 
 
 @dataclass(frozen=True)
-class Costs:
+class Costs(StepCosts):
     """A pass is a constant and something for every position beyond the first few, as on real machines."""
 
     base_s: float = 0.010
     position_s: float = 0.001
     free: float = 4
     draft: float = 0.001
-    host_s: float = 0.0005
+    host_s: float = 0.0005  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def verify_s(self, batch: float, positions: float, context: float) -> float:
         return self.base_s + self.position_s * max(batch * positions - self.free, 0)
 
     def draft_s(self, batch: float, num_drafted: int, context: float) -> float:
         return self.draft * num_drafted
-
-    def split(self, batch: float, positions: float, context: float) -> dict[str, float]:
-        return {"target": self.verify_s(batch, positions, context)}
 
 
 COSTS = Costs()
@@ -66,7 +65,7 @@ def test_one_row_with_a_fixed_service_waits_as_m_d_1(load: float) -> None:
     service_s = 0.1
     costs = Costs(base_s=service_s, position_s=0.0)
     outcome = run(jobs_of(40_000, answer=1, rate=load / service_s, seed=5), costs=costs, server=ONE_ROW)
-    waited = statistics.fmean(each.wait_s for each in outcome.served)
+    waited = statistics.fmean(each.wait_s for each in outcome.requests)
     assert waited == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.05)
     assert outcome.busy_s / outcome.wall_s == pytest.approx(load, rel=0.02)
 
@@ -78,7 +77,7 @@ def test_one_row_with_a_random_service_waits_as_m_g_1() -> None:
     jobs = [Job(time, length, 1) for time, length in zip(poisson(rate, len(lengths), 3), lengths, strict=True)]
     outcome = run(jobs, costs=CHUNKY, server=ONE_ROW)
     load, square = rate * statistics.fmean(lengths) / 1e3, statistics.fmean(length**2 for length in lengths) / 1e6
-    waited = statistics.fmean(each.wait_s for each in outcome.served)
+    waited = statistics.fmean(each.wait_s for each in outcome.requests)
     assert waited == pytest.approx(rate * square / (2 * (1 - load)), rel=0.05)
 
 
@@ -86,12 +85,14 @@ def test_littles_law() -> None:
     """Mean queue = rate x mean wait, the queue integrated independently of the figures."""
     jobs = jobs_of(400, rate=6.0)
     outcome = run(jobs, server=ServerShape(max_rows=2))
-    events = sorted((when, change) for each in outcome.served for when, change in ((each.arrival_s, 1), (each.admitted_s, -1)))
+    events = sorted(
+        (when, change) for each in outcome.requests for when, change in ((each.arrived_at, 1), (each.admitted_at, -1))
+    )
     area = now = 0.0
     last = 0.0
     for when, change in events:
         area, now, last = area + now * (when - last), now + change, when
-    made = figures(outcome, "off", 1.0, rate=6.0)
+    made = figures_of(outcome, "off", 1.0, rate=6.0)
     assert made.mean_queue == pytest.approx(area / outcome.wall_s)
     assert made.mean_queue > 0.1 and made.max_queue >= 3
 
@@ -111,10 +112,10 @@ def test_capacity_is_where_the_queue_begins_to_grow() -> None:
 
 def test_one_request_alone() -> None:
     """Prefill, then rounds: every time is known."""
-    [each] = run([Job(1.0, 10, 4)], costs=CHUNKY, server=ServerShape(prefill_chunk=4)).served
+    [each] = run([Job(1.0, 10, 4)], costs=CHUNKY, server=ServerShape(prefill_chunk=4)).requests
     # Chunks of 4, 4 and 2 positions; the first token does not wait for a round.
     assert each.chunks == [(pytest.approx(time), 1) for time in (1.010, 1.011, 1.012, 1.013)]
-    assert each.num_rounds == 3 and each.first_s == pytest.approx(1.010)
+    assert each.num_rounds == 3 and each.first_token_at == pytest.approx(1.010)
 
 
 def test_a_round_takes_verifying_drafting_and_the_host() -> None:
@@ -129,37 +130,37 @@ def test_a_round_takes_verifying_drafting_and_the_host() -> None:
 
 def test_a_long_prompt_delays_the_others_by_a_chunk_at_a_time() -> None:
     jobs = [Job(0.0, 1, 200), Job(0.05, 100, 1)]
-    chunked = run(jobs, costs=CHUNKY, server=ServerShape(prefill_chunk=10)).served[0]
-    whole = run(jobs, costs=CHUNKY, server=ServerShape(prefill_chunk=None)).served[0]
-    fair = run(jobs, costs=CHUNKY, server=ServerShape(prefill_chunk=None, prefill_adapts=True)).served[0]
+    chunked = run(jobs, costs=CHUNKY, server=ServerShape(prefill_chunk=10)).requests[0]
+    whole = run(jobs, costs=CHUNKY, server=ServerShape(prefill_chunk=None)).requests[0]
+    fair = run(jobs, costs=CHUNKY, server=ServerShape(prefill_chunk=None, prefill_adapts=True)).requests[0]
     longest = [
         max(later[0] - sooner[0] for sooner, later in zip(each.chunks[1:], each.chunks[2:], strict=False))
         for each in (chunked, whole, fair)
     ]
-    assert longest == [pytest.approx(0.011), pytest.approx(0.101), pytest.approx(0.001 * (pace.LEAST + 1))]
+    assert longest == [pytest.approx(0.011), pytest.approx(0.101), pytest.approx(0.001 * (LEAST_CHUNK + 1))]
 
 
 def test_no_more_rows_than_there_are() -> None:
     jobs = jobs_of(9, prompt=1, answer=50)
     outcome = run(jobs, server=ServerShape(max_rows=3))
-    assert [round(each.wait_s, 6) > 0 for each in outcome.served] == [False] * 3 + [True] * 6
-    for moment in (each.first_s for each in outcome.served):
-        assert sum(each.admitted_s <= moment < (each.finished_s or 0.0) for each in outcome.served) <= 3
-    assert figures(outcome, "off", 1.0).mean_rows <= 3
+    assert [round(each.wait_s, 6) > 0 for each in outcome.requests] == [False] * 3 + [True] * 6
+    for moment in (each.first_token_at for each in outcome.requests):
+        assert sum(each.admitted_at <= moment < each.finished_at for each in outcome.requests) <= 3
+    assert figures_of(outcome, "off", 1.0).mean_rows <= 3
 
 
 def test_a_closed_loop_keeps_its_number_in_flight() -> None:
     outcome = run(jobs_of(12), concurrency=3)
-    ends = sorted(each.finished_s or 0.0 for each in outcome.served)
-    starts = sorted(each.arrival_s for each in outcome.served)
+    ends = sorted(each.finished_at for each in outcome.requests)
+    starts = sorted(each.arrived_at for each in outcome.requests)
     assert starts == [0.0] * 3 + ends[:9]
-    assert figures(outcome, "off", 1.0, concurrency=3).load == "3 in flight"
+    assert figures_of(outcome, "off", 1.0, concurrency=3).load == "3 in flight"
 
 
 def test_what_a_request_costs_outside_the_engine_delays_only_itself() -> None:
     jobs = jobs_of(50, rate=5.0)
-    quick, slow = (run(jobs, server=ServerShape(request_s=spent)).served for spent in (0.0, 0.25))
-    assert [each.first_s + 0.25 for each in quick] == pytest.approx([each.first_s for each in slow])
+    quick, slow = (run(jobs, server=ServerShape(request_s=spent)).requests for spent in (0.0, 0.25))
+    assert [each.first_token_at + 0.25 for each in quick] == pytest.approx([each.first_token_at for each in slow])
 
 
 # Whatever the policy
@@ -170,13 +171,13 @@ def test_what_a_request_costs_outside_the_engine_delays_only_itself() -> None:
 def test_every_request_finishes_once_and_tokens_add_up(policy: str, concurrency: int | None) -> None:
     jobs = arriving(workload(150, Lengths(1, 700), Lengths(1, 40), 7), poisson(20.0, 150, 7))
     outcome = run(jobs, policy, concurrency=concurrency)
-    for job, each in zip(jobs, outcome.served, strict=True):
+    for job, each in zip(jobs, outcome.requests, strict=True):
         assert each.num_tokens == sum(count for _, count in each.chunks) == job.answer_tokens
-        assert each.finished_s == each.chunks[-1][0]
+        assert each.finished_at == each.chunks[-1][0]
         assert each.num_prefilled == job.prompt_tokens
-        assert each.arrival_s <= each.admitted_s < each.first_s <= each.finished_s
-        assert each.num_tokens == 1 + each.num_rounds + each.num_accepted
-        assert each.num_accepted <= each.num_drafted
+        assert each.arrived_at <= each.admitted_at < each.first_token_at <= each.finished_at
+        assert each.num_tokens == 1 + each.num_rounds + each.num_accepted_total
+        assert each.num_accepted_total <= each.num_drafted_total
         times = [when for when, _ in each.chunks]
         assert times == sorted(times)
     assert outcome.num_tokens == sum(job.answer_tokens for job in jobs)
@@ -195,17 +196,17 @@ def test_the_same_seed_gives_the_same_figures(policy: str) -> None:
 def test_acceptance_is_drawn_from_the_survival_curve() -> None:
     survival = (0.9, 0.6, 0.6, 0.1)
     outcome = run(jobs_of(200, answer=200, rate=100.0), "4", survival=survival)
-    made = figures(outcome, "4", 1.0)
+    made = figures_of(outcome, "4", 1.0)
     assert made.tokens_per_round == pytest.approx(1 + sum(survival), rel=0.02)
     assert made.drafted_per_round == pytest.approx(4, rel=0.03)
     kept = [num_accepted(survival, luck / 1000, 4) for luck in range(1000)]
     assert [sum(each >= place for each in kept) / 1000 for place in range(1, 5)] == pytest.approx(survival, abs=0.002)
-    certain = run(jobs_of(1, answer=41), "4", survival=(1.0,) * 4).served[0]
-    assert certain.num_rounds == 8 and certain.num_accepted == 32
+    certain = run(jobs_of(1, answer=41), "4", survival=(1.0,) * 4).requests[0]
+    assert certain.num_rounds == 8 and certain.num_accepted_total == 32
 
 
 def test_a_request_may_have_its_own_acceptance() -> None:
-    lucky, unlucky = run([Job(0.0, 5, 50, (1.0,) * 7), Job(0.0, 5, 50, (0.0,) * 7)], "7").served
+    lucky, unlucky = run([Job(0.0, 5, 50, (1.0,) * 7), Job(0.0, 5, 50, (0.0,) * 7)], "7").requests
     assert lucky.num_rounds < 10 and unlucky.num_rounds == 49
 
 
@@ -218,7 +219,7 @@ def test_drafts_that_never_stand_never_pay() -> None:
     for policy in ("1", "7", "adaptive"):
         outcome = run(jobs, policy, survival=nothing)
         assert outcome.busy_s > plain.busy_s and outcome.wall_s >= plain.wall_s
-        theirs, ours = (figures(each, policy, 1.0).total.mean for each in (outcome, plain))
+        theirs, ours = (figures_of(each, policy, 1.0).total.mean for each in (outcome, plain))
         assert theirs and ours and theirs > ours
     assert run(jobs, "best", survival=nothing).wall_s == plain.wall_s
 
@@ -334,7 +335,7 @@ def test_spreads() -> None:
 
 
 def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
-    made: LoadFigures = figures(run(jobs_of(2, answer=1)), "off", 1.0)
+    made: LoadFigures = figures_of(run(jobs_of(2, answer=1)), "off", 1.0)
     assert made.inter_token == Spread(None, None, None, None) and made.tokens_per_round == 1.0
 
 

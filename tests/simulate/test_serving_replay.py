@@ -21,11 +21,10 @@ from paceline.commands.bench_serving import ServingAsk, _log, bench_serving
 from paceline.errors import ConfigError
 from paceline.prompts import Prompt
 from paceline.runlog import RunFolder
-from paceline.simulate.arrivals import Job, arriving, poisson
+from paceline.simulate.arrivals import Job, Rounds, arriving, poisson
 from paceline.simulate.costs import MeasuredCosts
 from paceline.simulate.load import Case
 from paceline.simulate.measured import table_of
-from paceline.simulate.prefill import prefill_of_steps
 from paceline.simulate.replay import Recorded, compare, policy_for, read_passes, recorded_survival
 from paceline.simulate.serving import Outcome, ServerShape
 
@@ -40,7 +39,7 @@ JOBS = [Job(0.0, 20 + 7 * (index % 5), 10 + 11 * (index % 4)) for index in range
 
 
 def served(policy: str, rate: float | None, concurrency: int | None) -> Outcome:
-    case = Case(JOBS, MeasuredCosts(table_of(STEPS)), ServerShape(), SURVIVAL, prefill_s=prefill_of_steps(STEPS))
+    case = Case(JOBS, MeasuredCosts(table_of(STEPS)), ServerShape(), SURVIVAL)
     jobs = arriving(JOBS, poisson(rate, len(JOBS), 0)) if rate else JOBS
     return case.run(policy, jobs, concurrency)
 
@@ -48,18 +47,18 @@ def served(policy: str, rate: float | None, concurrency: int | None) -> Outcome:
 def answers_of(outcome: Outcome) -> list[Answer]:
     """As the benchmark's client would have seen them."""
     made = []
-    for each in outcome.served:
+    for each in outcome.requests:
         accepted = [count - 1 for _, count in each.chunks[1:]]
         made.append(
             Answer(
-                first_s=each.first_s - each.arrival_s,
-                total_s=(each.finished_s or 0.0) - each.arrival_s,
-                due_s=each.arrival_s,
+                first_s=each.first_token_s,
+                total_s=each.total_s,
+                due_s=each.arrived_at,
                 num_prompt=each.job.prompt_tokens + 16,
                 num_reused=16,
                 num_tokens=each.num_tokens,
-                num_accepted=each.num_accepted,
-                num_drafted=each.num_drafted,
+                num_accepted=each.num_accepted_total,
+                num_drafted=each.num_drafted_total,
                 num_rounds=each.num_rounds,
                 accepted_histogram=[accepted.count(count) for count in range(max(accepted, default=0) + 1)],
             )
@@ -101,8 +100,8 @@ def test_a_run_is_read_back(folder: Path) -> None:
     ]
     outcome = served("7", 2.0, None)
     last = passes[-1]
-    assert [replace(job, arrival_s=0.0) for job in last.jobs] == JOBS
-    assert [job.arrival_s for job in last.jobs] == pytest.approx([each.arrival_s for each in outcome.served])
+    assert [replace(job, arrives_at=0.0) for job in last.jobs] == JOBS
+    assert [job.arrives_at for job in last.jobs] == pytest.approx([each.arrived_at for each in outcome.requests])
     assert last.num_failed == 1 and last.wall_s == pytest.approx(outcome.wall_s)
     assert last.tokens_per_s == pytest.approx(outcome.num_tokens / outcome.wall_s)
 
@@ -115,9 +114,9 @@ def test_a_real_run_can_be_replayed(tmp_path: Path) -> None:
     passes = read_passes(tmp_path / "run")
     assert len(passes) == 8 and all(len(each.jobs) == 4 for each in passes)
     opened = [each for each in passes if each.rate]
-    assert all([job.arrival_s for job in each.jobs] == sorted(job.arrival_s for job in each.jobs) for each in opened)
-    assert [job.arrival_s for job in opened[0].jobs] == pytest.approx(poisson(50.0, 4, 0), abs=0.002)
-    assert [job.arrival_s for job in opened[-1].jobs] == pytest.approx(poisson(50.0, 4, 1), abs=0.002)
+    assert all([job.arrives_at for job in each.jobs] == sorted(job.arrives_at for job in each.jobs) for each in opened)
+    assert [job.arrives_at for job in opened[0].jobs] == pytest.approx(poisson(50.0, 4, 0), abs=0.002)
+    assert [job.arrives_at for job in opened[-1].jobs] == pytest.approx(poisson(50.0, 4, 1), abs=0.002)
     found = compare(passes, MeasuredCosts(table_of(STEPS)), ServerShape(), SURVIVAL)
     assert len(found) == 4 and all(each.num_requests == 8 and each.measured_tokens_per_s > 0 for each in found)
 
@@ -125,7 +124,7 @@ def test_a_real_run_can_be_replayed(tmp_path: Path) -> None:
 def test_the_simulator_agrees_with_itself(folder: Path) -> None:
     passes = read_passes(folder)
     costs = MeasuredCosts(table_of(STEPS))
-    found = compare(passes, costs, ServerShape(), SURVIVAL, prefill_s=prefill_of_steps(STEPS))
+    found = compare(passes, costs, ServerShape(), SURVIVAL)
     assert [each.policy for each in found] == ["off", "7", "off", "7"]
     for each in found:
         assert each.throughput_error == pytest.approx(0, abs=1e-6) and each.first_token_error == pytest.approx(0, abs=1e-6)
@@ -134,7 +133,7 @@ def test_the_simulator_agrees_with_itself(folder: Path) -> None:
     slower = MeasuredCosts(
         table_of({**STEPS, "verify": [[rows, width, 1.5 * spent] for rows, width, spent in STEPS["verify"]]})
     )
-    wrong = compare(passes, slower, ServerShape(), SURVIVAL, prefill_s=prefill_of_steps(STEPS))
+    wrong = compare(passes, slower, ServerShape(), SURVIVAL)
     assert not any(each.is_within for each in wrong[:2]) and wrong[0].throughput_error < -0.2
 
 
@@ -148,12 +147,58 @@ def test_places_that_were_seldom_tried_are_estimated() -> None:
     """Four drafts a round on average, some of six: the places beyond the fourth stand as often as the first four."""
     chance = 0.8
     rounds = [round(1000 * chance**count * (1 - chance)) for count in range(4)]
-    recorded = Recorded("auto", None, 1, [Job(0.0, 1, 1)], 1.0, [0.1], 1000, 4000, [*rounds, 300, 50, 60])
+    found = Rounds(1000, 4000, (*rounds, 300, 50, 60))
+    recorded = Recorded("auto", None, 1, [Job(0.0, 1, 1)], 1.0, [0.1], found, found)
     found = recorded_survival([recorded])
     assert len(found) == 6
     conditional = [later / sooner for sooner, later in zip((1.0, *found), found, strict=False)]
     assert conditional[:4] == pytest.approx([chance] * 4, abs=0.01)
     assert conditional[4:] == pytest.approx([sum(conditional[:4]) / 4] * 2)
+
+
+def line_of(**rounds: Any) -> dict[str, Any]:
+    """A request of a run, as `paceline bench serving` logs it."""
+    told = {"repetition": 0, "due_s": 0.0, "first_s": 0.1, "num_prompt": 9, "num_reused": 0, "num_tokens": 40, "wall_s": 1.0}
+    return {"speculate": "auto", "concurrency": 1, "rate": None, **told, **rounds}
+
+
+BY_SOURCE = {
+    "dflash": {"num_rounds": 100, "num_drafted": 200, "accepted_histogram": [50, 25, 25]},
+    "ngram": {"num_rounds": 60, "num_drafted": 480, "accepted_histogram": [0, 0, 0, 0, 0, 0, 0, 0, 60]},
+    "none": {"num_rounds": 40, "num_drafted": 0, "accepted_histogram": [40]},
+}
+ALL = {"num_rounds": 200, "num_drafted": 680, "accepted_histogram": [90, 25, 25, 0, 0, 0, 0, 0, 60]}
+
+
+def written(folder: Path, *lines: dict[str, Any]) -> Path:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_lookups_do_not_count_as_the_drafters_rounds(tmp_path: Path) -> None:
+    """Half of the drafter's rounds keep one draft; lookups, which all stand, and rounds without drafts say nothing of it."""
+    [told] = read_passes(written(tmp_path, line_of(**ALL, rounds_by_source=BY_SOURCE)))
+    assert recorded_survival([told]) == (0.5, 0.25)
+    [job] = told.jobs
+    assert (job.share_of("dflash"), job.share_of("ngram"), job.share_of("eagle3")) == (0.5, 0.3, 0.0)
+    assert job.rounds_by_source["ngram"].tokens_per_round == 9.0
+    assert (told.rounds.tokens_per_round, told.rounds.drafted_per_round) == (pytest.approx(1 + 555 / 200), 3.4)
+    [untold] = read_passes(written(tmp_path, line_of(**ALL)))
+    assert len(recorded_survival([untold])) == 8 and untold.jobs[0].share_of("ngram") == 0.0
+
+
+def test_where_lookups_are_the_drafter_they_count(tmp_path: Path) -> None:
+    by_source = {name: BY_SOURCE[name] for name in ("ngram", "none")}
+    passes = read_passes(written(tmp_path, line_of(rounds_by_source=by_source), line_of(num_rounds=1, accepted_histogram=[1])))
+    assert recorded_survival(passes) == pytest.approx((60 / 61,) * 8)
+
+
+@pytest.mark.parametrize(
+    "wrong", [[1], {"dflash": 3}, {"dflash": {"num_rounds": "many"}}, {"ngram": {"accepted_histogram": 1}}]
+)
+def test_rounds_that_are_no_counts(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="run paceline bench serving again"):
+        read_passes(written(tmp_path, line_of(rounds_by_source=wrong)))
 
 
 @pytest.mark.parametrize(
@@ -174,12 +219,14 @@ def test_a_contender_becomes_a_policy(speculate: str, most: int, policy: str) ->
 
 
 def test_prefill_times() -> None:
-    measured = prefill_of_steps(STEPS)
+    measured = MeasuredCosts(table_of(STEPS)).prefill_s
     assert measured(64, 64) == pytest.approx(0.040) and measured(160, 500) == pytest.approx(0.090)
-    guessed = prefill_of_steps({"verify": STEPS["verify"]})
+    guessed = MeasuredCosts(table_of({"verify": STEPS["verify"]})).prefill_s
     assert guessed(32, 32) == pytest.approx(0.026) and guessed(256, 256) == pytest.approx(0.138, rel=0.01)
     with pytest.raises(ConfigError, match="prefill time"):
-        prefill_of_steps({**STEPS, "prefill": [["a", 1]]})
+        table_of({**STEPS, "prefill": [["a", 1]]})
+    with pytest.raises(ConfigError, match="prefill of the table must be"):
+        table_of({**STEPS, "prefill": 1})
 
 
 @pytest.mark.parametrize(
