@@ -49,7 +49,7 @@ class Outcome:
     def ceilings(self) -> dict[int, float]:
         """Tokens per second at one stream, were reading the weights all the work, by megabytes of weights."""
         sizes = sorted({round(contender.weight_bytes / 1e6) for contender in self.contenders})
-        return {size: self.machine.bytes_per_s / size / 1e6 for size in sizes}
+        return {size: self.machine.ceiling_tokens_per_s(size * 10**6) for size in sizes}
 
     def _result(self, contender: Contender) -> dict[str, Any]:
         name, streams = contender.name, contender.streams
@@ -64,7 +64,7 @@ class Outcome:
         if contender.reads_once_per_token and "decode_tokens_per_s" in result:
             passes_per_s = result["decode_tokens_per_s"]["median"] / streams
             result["bytes_per_s"] = passes_per_s * contender.weight_bytes
-            result["share_of_ceiling"] = result["bytes_per_s"] / self.machine.bytes_per_s
+            result["share_of_ceiling"] = result["bytes_per_s"] / self.machine.read_bytes_per_s(contender.weight_bytes)
         result |= self._agreement(name, streams)
         result["share_past_end"] = self._share_past_end(turns[0].run)
         result["repeats_itself"] = all(turn.run.token_ids == turns[0].run.token_ids for turn in turns)

@@ -61,7 +61,7 @@ def line(target: NativeDecoder, form: str, shape: tuple[int, int], seconds: list
         "ms": 1e3 * median,
         "ms_range": [1e3 * min(seconds), 1e3 * max(seconds)],
         "bytes_per_s": bytes_per_s,
-        "share_of_read_ceiling": bytes_per_s / machine.bytes_per_s,
+        "share_of_read_ceiling": bytes_per_s / machine.read_bytes_per_s(target.weight_bytes),
         "flops_per_s": rate,
         "share_of_product_ceiling": rate / machine.flops_per_s[dtype],
     }

@@ -1,6 +1,7 @@
 """What a machine can do: arithmetic and bytes per second, published for known machines, measured for the one we run on.
 
-Decoding reads every weight for each pass, so `bytes_per_s / weight_bytes` is the ceiling of plain decoding at batch 1.
+Decoding reads every weight for each pass, so what a machine reads per second, from memory and caches, over the bytes of the
+weights is the ceiling of plain decoding at batch 1 (`ceiling_tokens_per_s`).
 No torch import at module level: predictions need only the table.
 """
 
@@ -10,7 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ class Machine:
 
     name: str
     bytes_per_s: float
-    """Memory read, far beyond any cache."""
+    """Read from memory."""
     flops_per_s: dict[str, float]
     """Dense matrix products by number format: float4, float8, bfloat16, float32."""
     num_threads: int
@@ -32,6 +33,18 @@ class Machine:
     memory_bytes: int
     link_bytes_per_s: float = 0.0
     """To another of its kind, one way; 0 when there is none or it is not known."""
+    cached_bytes_per_s: dict[str, float] = field(default_factory=dict)
+    """Read again and again, by how many bytes: caches hold a part of them, or all. Measured on CPUs only."""
+
+    def read_bytes_per_s(self, num_bytes: int) -> float:
+        """The most it reads per second of so many bytes that every pass reads again."""
+        sizes = [int(size) for size in self.cached_bytes_per_s]
+        least = max((size for size in sizes if size <= num_bytes), default=0)
+        return max([self.bytes_per_s, *(rate for size, rate in self.cached_bytes_per_s.items() if int(size) >= least)])
+
+    def ceiling_tokens_per_s(self, weight_bytes: int) -> float:
+        """Plain decoding of one request cannot be faster: every token reads all weights once."""
+        return self.read_bytes_per_s(weight_bytes) / weight_bytes
 
 
 def _gpu(
@@ -84,16 +97,33 @@ def this_machine(device: str = "cpu") -> Machine:
             name, capacity, num_threads = properties.name, properties.total_memory, 0
         else:
             name, capacity, num_threads = cpu_name(), memory_bytes(), torch.get_num_threads()
-        return Machine(name, _read_bytes_per_s(where), _matmul_flops_per_s(where), num_threads, capacity)
+        *cached, memory_rate = _read_bytes_per_s(where, _SIZES if where.type == "cpu" else _SIZES_GPU)
+        return Machine(
+            name,
+            memory_rate,
+            _matmul_flops_per_s(where),
+            num_threads,
+            capacity,
+            cached_bytes_per_s={str(size): rate for size, rate in zip(_SIZES, cached, strict=False)},
+        )
 
 
-def _read_bytes_per_s(device: torch.device) -> float:
-    """Summing a buffer only reads it; 256 MiB is far beyond a CPU's cache, a GPU takes more to be kept busy."""
+_SIZES, _SIZES_GPU = (2**20, 2**22, 2**24, 2**26, 2**28), (2**30,)
+"""Bytes that are read again and again to measure how fast; the last is beyond the caches and keeps the device busy."""
+
+
+def _read_bytes_per_s(device: torch.device, sizes: tuple[int, ...]) -> list[float]:
+    """For each size the better of two ways to read it and nothing else: its sum, and a product with a vector."""
     import torch
 
-    num_bytes = 2**28 if device.type == "cpu" else 2**30
-    buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-    return num_bytes / _best_s(buffer.sum, device, budget_s=0.15)
+    buffer = torch.ones(sizes[-1] // 4096, 1024, device=device)
+    vector = torch.ones(1024, device=device)
+    rates = []
+    for size in sizes:
+        part = buffer[: size // 4096]
+        works = (part.sum, lambda part=part: part @ vector)
+        rates.append(size / min(_best_s(work, device, budget_s=0.02) for work in works))
+    return rates
 
 
 def _matmul_flops_per_s(device: torch.device) -> dict[str, float]:

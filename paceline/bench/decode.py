@@ -202,8 +202,8 @@ class Bench:
 
 
 def ceiling_tokens_per_s(llm: LLM, machine: Machine) -> float:
-    """Plain decoding at batch 1 cannot be faster: every token reads all weights once."""
-    return machine.bytes_per_s / llm.target.weight_bytes
+    """As Machine.ceiling_tokens_per_s, for the weights of this model."""
+    return machine.ceiling_tokens_per_s(llm.target.weight_bytes)
 
 
 def introduction(llm: LLM, machine: Machine, config: BenchConfig) -> dict[str, Any]:

@@ -50,8 +50,11 @@ COLUMNS = (
 
 def ceiling_line(llm: LLM, machine: Machine) -> str:
     """The most plain decoding could do, stated before anything runs."""
+    num_bytes = llm.target.weight_bytes
+    rate = machine.read_bytes_per_s(num_bytes)
+    cached = f" from memory, {rate / 1e9:.1f} GB/s of this much with its caches" if rate > machine.bytes_per_s else ""
     return (
-        f"ceiling: {machine.name} reads {machine.bytes_per_s / 1e9:.1f} GB/s, a pass reads {llm.target.weight_bytes / 1e6:.0f} "
+        f"ceiling: {machine.name} reads {machine.bytes_per_s / 1e9:.1f} GB/s{cached}, a pass reads {num_bytes / 1e6:.0f} "
         f"MB of {form_of(llm.target).weight_format} weights: plain decoding of one request cannot exceed "
         f"{ceiling_tokens_per_s(llm, machine):.1f} tokens/s"
     )

@@ -83,8 +83,9 @@ def stats_lines(stats: GenerationStats, weight_bytes: int, machine: Machine | No
     rate = weights_read_per_s(stats, weight_bytes)
     if rate and machine:
         lines.append(
-            f"verifying reads weights at {rate / 1e9:.1f} GB/s; {machine.name} reads {machine.bytes_per_s / 1e9:.1f} GB/s: "
-            f"plain decoding cannot exceed {machine.bytes_per_s / weight_bytes:.1f} tokens/s"
+            f"verifying reads weights at {rate / 1e9:.1f} GB/s; {machine.name} reads as many bytes at "
+            f"{machine.read_bytes_per_s(weight_bytes) / 1e9:.1f} GB/s: "
+            f"plain decoding cannot exceed {machine.ceiling_tokens_per_s(weight_bytes):.1f} tokens/s"
         )
     return lines
 

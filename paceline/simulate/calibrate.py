@@ -165,7 +165,8 @@ def _observations(steps: dict[str, Any], key: str) -> list[Observation]:
 def machine_of(steps: dict[str, Any]) -> Machine | None:
     """The machine that a steps.json was measured on, where the file tells."""
     told = steps.get("machine")
-    return Machine(**told) if isinstance(told, dict) and set(told) == set(Machine.__dataclass_fields__) else None
+    known = set(Machine.__dataclass_fields__)
+    return Machine(**told) if isinstance(told, dict) and {*told, "cached_bytes_per_s"} == known else None
 
 
 def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
