@@ -11,17 +11,19 @@ from typing import Annotated, NoReturn
 import typer
 
 import paceline
-from paceline.cli_bench import add_commands as add_benchmarks
-from paceline.cli_train import add_commands as add_training
 from paceline.commands.bench import bench_decode, bench_steps
+from paceline.commands.bench_serving import bench_serving
 from paceline.commands.calculator import calculator
 from paceline.commands.chat import chat
 from paceline.commands.compare import compare
+from paceline.commands.evaluate import evaluate
 from paceline.commands.generate import generate
+from paceline.commands.regenerate import regenerate
 from paceline.commands.report import report
 from paceline.commands.serve import serve
 from paceline.commands.simulate import simulate
 from paceline.commands.simulate_serving import simulate_serving
+from paceline.commands.train import train
 from paceline.errors import PacelineError
 
 app = typer.Typer(
@@ -68,7 +70,9 @@ def models() -> None:
 app.command()(generate)
 app.command()(chat)
 app.command()(compare)
-add_training(app)
+app.command()(train)
+app.command()(regenerate)
+app.command()(evaluate)
 app.command()(report)
 app.command()(serve)
 app.command()(simulate_serving)
@@ -83,7 +87,7 @@ def bench() -> None:
 
 
 bench_app.command("decode")(bench_decode)
-add_benchmarks(bench_app)
+bench_app.command("serving")(bench_serving)
 bench_app.command("steps")(bench_steps)
 
 _UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")

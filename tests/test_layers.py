@@ -19,9 +19,6 @@ LAYERS = [
     {
         "commands",
         "cli",
-        "cli_bench",
-        "cli_options",
-        "cli_train",
         "__main__",
     },
 ]
@@ -43,9 +40,6 @@ TORCH_FREE_AT_IMPORT = [
     "progress",
     "tables",
     "cli",
-    "cli_bench",
-    "cli_options",
-    "cli_train",
 ]
 SIDEWAYS = {
     ("verify", "draft"),

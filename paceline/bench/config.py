@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.errors import ConfigError
 from paceline.types import SamplingParams
@@ -148,10 +149,10 @@ class StepsConfig:
 class ServingConfig:
     """What `bench serving` sends. Raises ConfigError on impossible values."""
 
-    concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16)
-    """Requests in flight: closed loops."""
+    concurrencies: tuple[int, ...] | None = None
+    """Closed loops: requests in flight [default: 1,2,4,8,16, or none with a rate]."""
     rates: tuple[float, ...] = ()
-    """Requests a second at random times (Poisson): open loops."""
+    """Open loops: requests a second at random times (Poisson)."""
     num_requests: int | None = None
     """Requests of each pass [default: every prompt, 4 for each in flight, 10 s of a rate]."""
     max_tokens: int = 128
@@ -168,10 +169,12 @@ class ServingConfig:
     """Seconds after which a request has failed."""
 
     def __post_init__(self) -> None:
+        if self.concurrencies is None:
+            object.__setattr__(self, "concurrencies", () if self.rates else (1, 2, 4, 8, 16))
         checks = (
-            (any(each < 1 for each in self.concurrencies), "--concurrency must be at least 1"),
+            (any(each < 1 for each in self.closed), "--concurrency must be at least 1"),
             (any(not 0 < each < math.inf for each in self.rates), "--rate must be above 0"),
-            (not self.concurrencies and not self.rates, "give at least one --concurrency or --rate"),
+            (not self.closed and not self.rates, "give at least one --concurrency or --rate"),
             (self.num_requests is not None and self.num_requests < 1, "--requests must be at least 1"),
             (self.max_tokens < 1, "--max-tokens must be at least 1"),
             (not 0 <= self.temperature < math.inf, "--temperature must be 0 or more"),
@@ -181,3 +184,33 @@ class ServingConfig:
         for is_wrong, remedy in checks:
             if is_wrong:
                 raise ConfigError(remedy)
+
+    @property
+    def closed(self) -> tuple[int, ...]:
+        """Requests in flight of each closed loop."""
+        return self.concurrencies or ()
+
+
+@dataclass(frozen=True, slots=True)
+class ServersConfig:
+    """Which servers `bench serving` asks, and how. Raises ConfigError on impossible values."""
+
+    url: str | None = None
+    """A server that runs, such as http://127.0.0.1:8000 [default: start own ones]."""
+    model: str | None = None
+    """Which model to serve; with `url`, what the server calls it."""
+    api_key_file: Path | None = None
+    """File with the server's key; else PACELINE_API_KEY."""
+    speculate: tuple[str, ...] | None = None
+    """Contenders: off, auto, full, or a number of drafts [default: off,auto]."""
+    words: tuple[str, ...] = ()
+    """Options of the servers to be started, as for `paceline serve`."""
+
+    def __post_init__(self) -> None:
+        for name in self.speculate or ():
+            if name not in ("off", "auto", "full") and not (name.isdecimal() and name.isascii()):
+                raise ConfigError(f"speculate {name!r} is not known: choose from off, auto, full and numbers of drafts")
+        if self.speculate == ():
+            raise ConfigError("speculate names no contender: write it as off,auto")
+        if self.speculate:
+            object.__setattr__(self, "speculate", tuple(dict.fromkeys(self.speculate)))

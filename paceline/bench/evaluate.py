@@ -20,6 +20,7 @@ from paceline.bench.drafting import drafting
 from paceline.bench.evaluation_file import EvaluationFile, PromptSet, fingerprint, read_sets
 from paceline.bench.passes import Pass
 from paceline.bench.report import ceiling_line, table
+from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.figures import is_loop
@@ -119,7 +120,7 @@ def evaluate(
     prompts: Sequence[str] = (),
     config: BenchConfig | None = None,
     *,
-    settings: dict[str, Any] | None = None,
+    engine: EngineConfig | None = None,
     limit: int | None = None,
     out: Path | None = None,
     progress: Progress | None = None,
@@ -127,7 +128,7 @@ def evaluate(
     """Evaluate on every prompt set that `out` does not hold yet; the model is loaded only if there is one.
 
     `prompts`: files or data set ids, none is the built-in set; `limit`: only the first prompts of each. `config`: its drafters
-    are ignored. `settings`: keyword arguments of LLM, without drafter, num_drafted and max_batch. `out`: a fresh folder, one of
+    are ignored. `engine`: its drafter, num_drafted and max_batch are ignored too. `out`: a fresh folder, one of
     an earlier evaluation to go on with, or a training run's.
 
     Raises ModelNotFoundError for a missing drafter, PromptError for missing prompts, ConfigError when `out` holds sets that
@@ -135,8 +136,9 @@ def evaluate(
     """
     progress = progress or Progress()
     config = evaluation_config(drafter, config or BenchConfig())
+    engine = replace(engine or EngineConfig(), drafter="none", num_drafted=None, max_batch=max(config.batches))
     sets = read_sets(tuple(prompts), limit)
-    asked: dict[str, Any] = {"drafter": drafter, "llm": settings or {}, "bench": config, "limit": limit}
+    asked: dict[str, Any] = {"drafter": drafter, "llm": engine, "bench": config, "limit": limit}
     asked = plain({**asked, "drafter_sha256": fingerprint(drafter)})
     file = EvaluationFile.open(out, asked, tuple(each.source for each in sets))
     waiting = [each for each in sets if not file.has(each)]
@@ -147,7 +149,7 @@ def evaluate(
     evaluation = Evaluation(drafter, about, asked, file.run.path, dict(file.saved.get("sets", {})))
     if not waiting:
         return evaluation
-    llm = LLM(drafter="none", max_batch=max(config.batches), **(settings or {}))
+    llm = LLM.of(engine)
     machine = this_machine(llm.config.device)
     progress.loaded(llm)
     progress.say(ceiling_line(llm, machine))

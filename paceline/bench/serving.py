@@ -110,7 +110,7 @@ class ServingBench:
 
     def __init__(self, contenders: list[Contender], model: str, prompts: list[Prompt], config: ServingConfig) -> None:
         self.contenders, self.config, self._model, self._prompts = contenders, config, model, prompts
-        self.loads = [Load(concurrency=each) for each in config.concurrencies] + [Load(rate=each) for each in config.rates]
+        self.loads = [Load(concurrency=each) for each in config.closed] + [Load(rate=each) for each in config.rates]
         self.passes: dict[tuple[Load, str], list[Pass]] = {(load, each.name): [] for load in self.loads for each in contenders}
 
     def num_requests(self, load: Load) -> int:

@@ -1,229 +1,65 @@
-"""`paceline bench serving`: find the server or start some, put it under load, write the run folder, print the table."""
+"""`paceline bench serving`: the options of `paceline.bench.servers`, and its figures as JSON."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-import os
-import re
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from paceline.bench.config import ServingConfig
-from paceline.bench.serving import BASELINE, Contender, Load, Pass, ServingBench
-from paceline.bench.sse import Client
-from paceline.commands.terminal import print_json, progress, say
-from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
-from paceline.prompts import read_prompts
-from paceline.runlog import RunFolder
+import typer
 
-BUILTIN_PROMPTS = Path(__file__).parent.parent / "bench" / "prompts.jsonl"
-OWNER = "paceline"
-"""What our server says of itself in /v1/models: it knows the fields `speculate` and `return_metrics`."""
-STOP_SECONDS = 40
+from paceline.bench.config import ServersConfig, ServingConfig
+from paceline.commands.options import Changed, Opt, Without, options
+from paceline.commands.shared import Json, Limit, PromptSource
+from paceline.commands.terminal import TerminalProgress, print_json
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError
 
-
-@dataclass(frozen=True, slots=True)
-class ServingAsk:
-    """A `bench serving` command, its options read."""
-
-    config: ServingConfig
-    speculate: tuple[str, ...]
-    """The contenders; empty asks a server of others as it is."""
-    url: str | None = None
-    """None starts a server for each contender."""
-    model: str | None = None
-    server_words: tuple[str, ...] = ()
-    """Options of the servers to be started."""
-    api_key: str | None = None
-    prompts: str | None = None
-    limit: int | None = None
-    out: Path | None = None
-    as_json: bool = False
+NAMES = Changed(
+    concurrencies=Opt("--concurrency"),
+    rates=Opt("--rate"),
+    num_requests=Opt("--requests"),
+    timeout_s=Opt("--timeout"),
+)
+NOT_ASKED = Without("model", "num_drafted", "plan", "rule", "mocked_tokens_per_round", "prefill_chunk")
 
 
-def bench_serving(ask: ServingAsk) -> None:
-    """Run the benchmark and report it. Raises what is wrong with the server, before any load."""
-    prompts = read_prompts(ask.prompts or BUILTIN_PROMPTS, ask.limit)
-    if ask.url:
-        Client(ask.url, ask.api_key)  # a wrong address leaves no run folder behind
-    described: dict[str, Any] = {
-        "bench": ask.config,
-        "url": ask.url,
-        "model": ask.model,
-        "speculate": ask.speculate,
-        "server": ask.server_words,
-        "prompts": ask.prompts or "built-in",
-        "limit": ask.limit,
-    }
-    with contextlib.ExitStack() as stack:
-        if ask.url:
-            name, contenders = _found(ask)
-            run = RunFolder.create("bench-serving", described, ask.out)
-        else:
-            run = RunFolder.create("bench-serving", described, ask.out)
-            name, contenders = stack.enter_context(_started(ask, run.path))
-        say(f"{name}: " + ", ".join(f"{each.name} at {each.client.url}" for each in contenders))
-        bench = ServingBench(contenders, name, prompts, ask.config)
-        with progress("serving", bench.num_answers) as advance:
-            asyncio.run(
-                bench.run(
-                    on_answer=lambda load, speculate: advance(f"{load}, speculate {speculate}"),
-                    on_pass=lambda load, speculate, done: _log(run, bench, load, speculate, done),
-                )
-            )
-    _report(ask, run, bench, name, described)
+@options
+def bench_serving(
+    servers: Annotated[ServersConfig, Without("words"), Changed(speculate=Opt(comma=True))],
+    config: Annotated[ServingConfig, NAMES],
+    engine: Annotated[EngineConfig, NOT_ASKED],
+    prompts: PromptSource = None,
+    limit: Limit = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-serving-<time>].")] = None,
+    as_json: Json = False,
+) -> None:
+    """A server under load, speculation off and on taking turns: first token, inter-token and inter-chunk times, throughput.
+
+    Without --url it starts a paceline server for each contender, all at once, and needs memory for each; with --url each
+    request says which contender it is, and other OpenAI-compatible servers are measured as they are. The client keeps
+    bytes and reads them after the pass, but it shares the processor with a server on the same machine: the report says how
+    much of a core it took. More prompts than the server has rows keep its prefix cache out of the first token's time.
+
+    Example: paceline bench serving --concurrency 1,8 --limit 8 --max-tokens 64
+
+    Example: paceline bench serving --url http://127.0.0.1:8000 --rate 0.5,2,8 --repeat 3
+    """
+    words = words_of(engine)
+    if servers.url and words:
+        raise ConfigError(f"{', '.join(words[::2])} cannot change a server that runs: leave out either that or --url")
+    if servers.model and not servers.url:
+        words += ("--model", servers.model)
+    from paceline.bench import servers as library
+
+    line = library.bench_serving(replace(servers, words=words), config, prompts, limit, out, TerminalProgress())
+    if as_json:
+        print_json(line)
 
 
-def _report(ask: ServingAsk, run: RunFolder, bench: ServingBench, model: str, described: dict[str, Any]) -> None:
-    from paceline.bench.serving_report import about, failure_lines, table, write_run
-
-    results = bench.results()
-    line = {
-        "results": results,
-        "model": model,
-        "url": ask.url,
-        "max_tokens": ask.config.max_tokens,
-        "repeat": ask.config.repeat,
-    }
-    notice = write_run(run, bench, model, line, described)
-    table(results).show()
-    say(about(bench, results))
-    for failure in failure_lines(results):
-        say(f"FAILED: {failure}")
-    if notice:
-        say(notice)
-    say(f"report, figures and raw answers: {run.path}")
-    if all(result.num_failed == result.num_answers for result in results):
-        raise ConfigError(f"every request failed, first with: {next(iter(results[0].failures))}")
-    if ask.as_json:
-        print_json({**line, "run": run.path})
-
-
-def _log(run: RunFolder, bench: ServingBench, load: Load, speculate: str, done: Pass) -> None:
-    """A line an answer, without its text."""
-    repetition = len(bench.passes[load, speculate]) - 1
-    for index, answer in enumerate(done.answers):
-        figures = {key: value for key, value in asdict(answer).items() if key != "text"}
-        figures["chunk_gaps_s"] = [round(gap, 6) for gap in answer.chunk_gaps_s]
-        run.log(**asdict(load), speculate=speculate, repetition=repetition, request=index, wall_s=done.wall_s, **figures)
-
-
-def _found(ask: ServingAsk) -> tuple[str, list[Contender]]:
-    """The model's name and the contenders at --url."""
-    assert ask.url
-    name, is_ours = asyncio.run(_look(ask.url, ask.api_key, ask.model))
-    client = Client(ask.url, ask.api_key, ask.config.timeout_s)
-    if not is_ours:
-        if ask.speculate:
-            raise ConfigError(f"{ask.url} is no paceline server and knows nothing of --speculate: leave it out")
-        return name, [Contender("as it is", client)]
-    contenders = [
-        Contender(each, client, {"return_metrics": True, "speculate": int(each) if each.isdecimal() else each})
-        for each in ask.speculate or (BASELINE, "auto")
-    ]
-    return name, contenders
-
-
-async def _look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
-    """What the server calls the model, and whether it is a paceline server. Raises what is wrong with it, in one line."""
-    client = Client(url, key, timeout_s=30)
-    try:
-        reply = await client.get("/v1/models")
-    except OSError as error:
-        raise DownloadError(f"there is no server at {url} ({error}): start one with paceline serve, or check --url") from error
-    finally:
-        client.close()
-    if reply.status in (401, 403):
-        had = "does not take this API key" if key else "wants an API key"
-        raise ConfigError(f"{url} {had}: put the right one into a file and give --api-key-file, or set PACELINE_API_KEY")
-    try:
-        models = {each["id"]: each.get("owned_by") for each in json.loads(reply.body)["data"]}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        models = {}
-    if reply.status != 200 or not models:
-        raise ConfigError(
-            f"{url}/v1/models answered with status {reply.status} and no model: is it an OpenAI-compatible server?"
-        )
-    if model is not None and model not in models:
-        raise ModelNotFoundError(f"{url} does not serve {model!r}: choose --model from {', '.join(models)}")
-    name = model or next(iter(models))
-    return name, models[name] == OWNER
-
-
-@contextlib.contextmanager
-def _started(ask: ServingAsk, folder: Path) -> Iterator[tuple[str, list[Contender]]]:
-    """A server for each contender, all at once: the one that has nothing to do sleeps."""
-    names = ask.speculate or (BASELINE, "auto")
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        logs = [folder / f"server-{name}.log" for name in names]
-        for name, log in zip(names, logs, strict=True):
-            words = [sys.executable, "-m", "paceline", "serve", "--port", "0", "--speculate", name, *ask.server_words]
-            with log.open("wb") as out:
-                processes.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out))
-        say(f"starting {len(names)} servers (their words: {', '.join(str(log) for log in logs)})")
-        urls = [_ready(process, log) for process, log in zip(processes, logs, strict=True)]
-        model, _ = asyncio.run(_look(urls[0], ask.api_key, None))
-        fields = {"return_metrics": True}
-        yield (
-            model,
-            [
-                Contender(name, Client(url, ask.api_key, ask.config.timeout_s), fields)
-                for name, url in zip(names, urls, strict=True)
-            ],
-        )
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            _end(process)
-
-
-def _ready(process: subprocess.Popen[bytes], log: Path) -> str:
-    """The address of a server that has loaded its model. Raises ConfigError with its last words when it ends before that."""
-    while process.poll() is None:
-        found = re.search(r"listening on (http://\S+),", log.read_text(errors="replace"))
-        if found and _answers(found.group(1) + "/ready"):
-            return found.group(1)
-        time.sleep(0.1)
-    words = log.read_text(errors="replace").split("error: ")[-1].strip().splitlines()
-    raise ConfigError(f"a server could not be started: {words[-1] if words else 'it said nothing'}")
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def read_key(file: Path | None) -> str | None:
-    """The first key of a file, else of PACELINE_API_KEY; as an option it would stay in the run folder. Raises ConfigError."""
-    text = os.environ.get("PACELINE_API_KEY", "").replace(",", "\n")
-    if file is not None:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the API key in {file}: check the path and its permissions") from error
-    keys = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    if file is not None and not keys:
-        raise ConfigError(f"there is no API key in {file}: put one on a line")
-    return keys[0] if keys else None
+def words_of(engine: EngineConfig) -> tuple[str, ...]:
+    """The settings that are not the default, as options of `paceline serve`."""
+    defaults = EngineConfig()
+    changed = {each.name: getattr(engine, each.name) for each in fields(engine)}
+    changed = {name: value for name, value in changed.items() if value != getattr(defaults, name)}
+    return tuple(word for name, value in changed.items() for word in (f"--{name.replace('_', '-')}", str(value)))

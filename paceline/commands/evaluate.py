@@ -1,37 +1,45 @@
-"""`paceline evaluate`: one drafter on several prompt sets, shown as it goes on."""
+"""`paceline evaluate`: the options of `paceline.bench.evaluate.evaluate`, which is shown as it goes on."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from paceline.bench import evaluate as library
+import typer
+
 from paceline.bench.config import BenchConfig
-from paceline.bench.evaluation_file import EVALUATION
+from paceline.commands.options import Changed, Only, Opt, Without, options
+from paceline.commands.shared import Json
 from paceline.commands.terminal import TerminalProgress, print_json, say
+from paceline.config import EngineConfig
+
+ASKED = Only("model", "max_len", "dtype", "backend", "weight_format", "device", "threads")
+TARGET = Changed(model=Opt("--model", "--target", help="The model it drafts for."))
+NAMES = Changed(batches=Opt("--batch", default=(1, 8)), temperatures=Opt("--temperature", default=(0.0, 1.0)))
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluateAsk:
-    """An `evaluate` command, its options read; as the parameters of `bench.evaluate.evaluate`."""
+@options
+def evaluate(
+    drafter: Annotated[str, typer.Argument(help="A drafter's folder, default, ngram, or a hub id.")],
+    engine: Annotated[EngineConfig, ASKED, TARGET],
+    config: Annotated[BenchConfig, Without("drafters", "against"), NAMES],
+    prompts: Annotated[
+        list[str] | None, typer.Option(help="JSON lines, Parquet, folder of traces or data set id; may be repeated.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first prompts of each source.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder, a training run's too [default: runs/evaluate-<time>].")] = None,
+    as_json: Json = False,
+) -> None:
+    """A drafter in the real engine, against plain decoding: tokens per round, survival, speed-up, texts, set by set.
 
-    drafter: str
-    settings: dict[str, Any]
-    config: BenchConfig
-    prompts: tuple[str, ...] = ()
-    limit: int | None = None
-    out: Path | None = None
-    as_json: bool = False
+    Example: paceline evaluate runs/mine/drafter --prompts questions.jsonl --limit 20
+    """
+    from paceline.bench import evaluate as library
+    from paceline.bench.evaluation_file import EVALUATION
 
-
-def evaluate(ask: EvaluateAsk) -> dict[str, Any]:
-    """Evaluate and return what evaluation.json holds, with the run folder as "run"."""
-    done = library.evaluate(
-        ask.drafter, ask.prompts, ask.config, settings=ask.settings, limit=ask.limit, out=ask.out, progress=TerminalProgress()
-    )
-    line = {**done.as_line(), "run": str(done.run)}
+    engine = replace(engine, plan="fixed")
+    done = library.evaluate(drafter, prompts or (), config, engine=engine, limit=limit, out=out, progress=TerminalProgress())
     say(f"figures and texts: {done.run / EVALUATION} (paceline report {done.run} draws them)")
-    if ask.as_json:
-        print_json(line)
-    return line
+    if as_json:
+        print_json({**done.as_line(), "run": str(done.run)})

@@ -124,7 +124,7 @@ class _Asked:
             default = field.default_factory()
         names = opt.names or (_option_of(field.name, kind, default),)
         option = next(part for name in names for part in name.split("/") if part.startswith("--"))
-        name = option[2:].replace("-", "_")
+        name, text = option[2:].replace("-", "_"), opt.help or _helps(owner).get(field.name, "")
         parameter = inspect.Parameter(
             name + "_" * keyword.iskeyword(name),
             inspect.Parameter.KEYWORD_ONLY,
@@ -133,7 +133,7 @@ class _Asked:
                 _typer_type(kind, is_comma),
                 typer.Option(
                     *names,
-                    help=(opt.help or _help(owner, field.name)) + " May be repeated." * (kind.is_tuple and not is_comma),
+                    help=text + " May be repeated." if kind.is_tuple and not is_comma else text,
                     metavar=opt.metavar or _metavar(kind, is_comma),
                 ),
             ],
@@ -144,8 +144,9 @@ class _Asked:
         """The field's value from what typer read. Raises ConfigError."""
         kind = self.kind
         if kind.is_tuple:
-            items = _split(self.option, value or "", kind.base) if self.is_comma else value or ()
-            return tuple(items) or (None if kind.is_optional else ())
+            if value is None:
+                return None if kind.is_optional else ()
+            return tuple(split(self.option, value, kind.base) if self.is_comma else value)
         if kind.is_size:
             return size(self.option, value)
         if kind.choices and value not in (None, *kind.choices):
@@ -197,7 +198,7 @@ def size(option: str, text: str | None) -> int | None:
 
 
 def _asked(owner: type, markers: list[Any]) -> list[_Asked]:
-    hints = get_type_hints(owner, include_extras=True)
+    hints = _hints(owner)
     fields = {field.name: field for field in dataclasses.fields(owner) if field.init}
     chosen, opts = list(fields), {}
     for marker in markers:
@@ -211,6 +212,11 @@ def _asked(owner: type, markers: list[Any]) -> list[_Asked]:
         else:
             opts |= marker.opts
     return [_Asked.of(owner, fields[name], hints[name], opts.get(name, Opt())) for name in chosen]
+
+
+@functools.cache
+def _hints(owner: type) -> dict[str, Any]:
+    return get_type_hints(owner, include_extras=True)
 
 
 def _build(owner: type, values: list[tuple[_Asked, Any]]) -> Any:
@@ -257,7 +263,8 @@ def _metavar(kind: _Kind, is_comma: bool) -> str | None:
     return "|".join(kind.choices) or None
 
 
-def _split(option: str, text: str, base: type) -> list[Any]:
+def split(option: str, text: str, base: type) -> list[Any]:
+    """`1,8` -> [1, 8]. Raises ConfigError."""
     try:
         return [base(part.strip()) for part in text.split(",") if part.strip()]
     except ValueError:
@@ -265,22 +272,22 @@ def _split(option: str, text: str, base: type) -> list[Any]:
         raise ConfigError(f"{option} {text!r} is no list of numbers: write it as {example}") from None
 
 
-def _help(owner: type, field: str) -> str:
-    """The string literal under the field; `max_len` in it becomes --max-len."""
-    text = next((found for each in owner.__mro__ if (found := _literals(each).get(field))), "")
-    fields = {each.name for each in dataclasses.fields(owner)}
+@functools.cache
+def _helps(owner: type) -> dict[str, str]:
+    """Of each field the string literal under it; `max_len` in it becomes --max-len."""
+    names = {each.name for each in dataclasses.fields(owner)}
+    literals = {name: text for each in reversed(owner.__mro__) for name, text in _literals(each).items()}
 
     def option(word: re.Match[str]) -> str:
-        return "--" + word[1].replace("_", "-") if word[1] in fields else word[1]
+        return "--" + word[1].replace("_", "-") if word[1] in names else word[1]
 
-    return re.sub(r"`([^`]+)`", option, " ".join(text.split()))
+    return {name: re.sub(r"`([^`]+)`", option, " ".join(text.split())) for name, text in literals.items()}
 
 
-@functools.cache
 def _literals(owner: type) -> dict[str, str]:
     """The string literal under each field of a class, from its source; only the class is parsed, which is quick."""
     file = getattr(sys.modules[owner.__module__], "__file__", None)
-    if file is None:  # built in
+    if file is None or owner is object:  # built in
         return {}
     source = Path(file).read_text(encoding="utf-8")
     found = re.search(rf"^class {owner.__name__}\b.*\n(?:[ \t].*\n|\n)*", source, re.MULTILINE)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Annotated
 
-from paceline.cli_options import Json
 from paceline.commands.options import Changed, Opt, Without, options
+from paceline.commands.shared import Json
 from paceline.commands.terminal import TerminalProgress, print_json
 from paceline.commands.train import Target
 from paceline.train import regenerate as run

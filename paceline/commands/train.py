@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Annotated
 
-from paceline.cli_options import Json
 from paceline.commands.options import Changed, Only, Opt, Without, options
+from paceline.commands.shared import Json
 from paceline.commands.terminal import TerminalProgress, print_json, say
 from paceline.config import EngineConfig
 from paceline.errors import CacheError, ConfigError

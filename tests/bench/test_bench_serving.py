@@ -10,17 +10,19 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from live_server import serving, talker
 from small_llm import tiny_model
 
-from paceline import cli_bench
-from paceline.bench.config import ServingConfig
+from paceline.bench import servers
+from paceline.bench.config import ServersConfig, ServingConfig
 from paceline.bench.serving import Contender, Load, ServingBench, arrivals
 from paceline.bench.serving_figures import Answer, read_answer, tokens_per_round
 from paceline.bench.sse import Client, Stream, read_reply
-from paceline.commands import bench_serving as console
+from paceline.commands.bench_serving import bench_serving, words_of
+from paceline.config import EngineConfig
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
 from paceline.prompts import Prompt
 
@@ -214,8 +216,8 @@ def run(*words: str) -> None:
 def test_a_live_server_off_and_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(talker(), served_names=("small",)) as live:
         config = ServingConfig(concurrencies=(2,), rates=(50.0,), num_requests=3, max_tokens=6)
-        ask = console.ServingAsk(config, (), url=live.url + "/v1/", limit=2, out=tmp_path / "run", as_json=True)
-        console.bench_serving(ask)
+        ask = ServersConfig(url=live.url + "/v1/")
+        bench_serving(ask, config, EngineConfig(), limit=2, out=tmp_path / "run", as_json=True)
     line = json.loads(capsys.readouterr().out)
     assert [(each["load"]["concurrency"], each["speculate"]) for each in line["results"]] == [
         (2, "off"),
@@ -330,7 +332,7 @@ def test_it_starts_and_ends_its_own_servers(tmp_path: Path, monkeypatch: pytest.
     assert all(each["num_failed"] == 0 and each["identical"] == 1.0 for each in results)
     for name in ("off", "auto"):
         found = re.search(r"listening on http://127.0.0.1:(\d+)", (tmp_path / "run" / f"server-{name}.log").read_text())
-        assert found and not console._answers(f"http://127.0.0.1:{found.group(1)}/health")
+        assert found and not servers._answers(f"http://127.0.0.1:{found.group(1)}/health")
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
@@ -348,11 +350,32 @@ def test_a_server_that_never_answers_is_a_failure() -> None:
     assert answer.error == "no whole answer within 0.05 s"
 
 
-def test_defaults_of_started_servers_are_those_of_the_command() -> None:
-    import inspect
+def test_started_servers_understand_the_words() -> None:
+    from inspect import signature
 
     from paceline.commands.serve import serve
 
-    ours, theirs = inspect.signature(cli_bench.bench_serving).parameters, inspect.signature(serve).parameters
-    for name, default in cli_bench.DEFAULTS.items():
-        assert ours[name].default == theirs[name].default == default, name
+    changed: dict[str, Any] = {
+        "drafter": "ngram",
+        "max_batch": 2,
+        "max_len": 9,
+        "kv_memory": 2**20,
+        "dtype": "float32",
+        "weights": "random",
+    }
+    words = words_of(EngineConfig(**changed))
+    assert dict(zip(words[::2], words[1::2], strict=True)) == {f"--{k.replace('_', '-')}": str(v) for k, v in changed.items()}
+    asked = {
+        "drafter",
+        "max_batch",
+        "max_len",
+        "kv_memory",
+        "dtype",
+        "backend",
+        "weight_format",
+        "device",
+        "threads",
+        "weights",
+    }
+    assert asked <= signature(serve).parameters.keys() & signature(bench_serving).parameters.keys()
+    assert words_of(EngineConfig()) == ()

@@ -46,6 +46,10 @@ class FakeLLM:
         self.drafter = NoDrafter()
         self.engine = self.new_engine(self.drafter)
 
+    @classmethod
+    def of(cls, config: EngineConfig) -> FakeLLM:
+        return cls(config.model, max_batch=config.max_batch)
+
     def new_engine(self, drafter: Drafter) -> Engine:
         return Engine(self.target, cast(Any, self.tokenizer), drafter, eos_token_ids=(257,))
 
@@ -86,7 +90,7 @@ class Asked:
 
     def run(self, progress: Progress | None = None, **changes: Any) -> Evaluation:
         given = replace(self, **changes)
-        more: dict[str, Any] = {"settings": {"model": "fake"}, "limit": given.limit, "out": given.out}
+        more: dict[str, Any] = {"engine": EngineConfig(model="fake"), "limit": given.limit, "out": given.out}
         return evaluate(given.drafter, given.prompts, given.config, progress=progress, **more)
 
 
@@ -218,10 +222,10 @@ def test_a_run_writes_its_evaluation(ask: Asked) -> None:
 
 
 def test_the_command_shows_and_prints_the_evaluation(ask: Asked, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = command.EvaluateAsk(ask.drafter, {"model": "fake"}, ask.config, ask.prompts, out=ask.out, as_json=True)
-    line = command.evaluate(asked)
+    command.evaluate(ask.drafter, EngineConfig(model="fake"), ask.config, list(ask.prompts), out=ask.out, as_json=True)
     told = capsys.readouterr()
-    assert json.loads(told.out.splitlines()[-1]) == line
+    line = json.loads(told.out.splitlines()[-1])
+    assert list(line["sets"]) == ["easy", "hard"]
     assert line["run"] == str(ask.out)
     assert "tokens/round" in told.err and "ceiling" in told.err
 

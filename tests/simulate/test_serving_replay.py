@@ -13,11 +13,11 @@ import pytest
 from live_server import serving, talker
 from typer.testing import CliRunner
 
-from paceline.bench.config import ServingConfig
+from paceline.bench.config import ServersConfig, ServingConfig
+from paceline.bench.servers import _log, bench_serving
 from paceline.bench.serving import Contender, Load, Pass, ServingBench
 from paceline.bench.serving_figures import Answer
 from paceline.cli import app
-from paceline.commands.bench_serving import ServingAsk, _log, bench_serving
 from paceline.errors import ConfigError
 from paceline.prompts import Prompt
 from paceline.runlog import RunFolder
@@ -110,7 +110,7 @@ def test_a_real_run_can_be_replayed(tmp_path: Path) -> None:
     """Against a live server with a fake model: what the benchmark writes is what the replay needs."""
     with serving(talker()) as live:
         config = ServingConfig(concurrencies=(2,), rates=(50.0,), num_requests=4, max_tokens=6, repeat=2)
-        bench_serving(ServingAsk(config, (), url=live.url, limit=2, out=tmp_path / "run"))
+        bench_serving(ServersConfig(url=live.url), config, limit=2, out=tmp_path / "run")
     passes = read_passes(tmp_path / "run")
     assert len(passes) == 8 and all(len(each.jobs) == 4 for each in passes)
     opened = [each for each in passes if each.rate]

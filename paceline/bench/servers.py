@@ -1,0 +1,213 @@
+"""`bench serving` as a library call: find the server or start some, put it under load, write the run folder.
+
+line = bench_serving(ServersConfig(url="http://127.0.0.1:8000"), ServingConfig(concurrencies=(1, 8)))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from paceline.bench.config import ServersConfig, ServingConfig
+from paceline.bench.serving import BASELINE, Contender, Load, Pass, ServingBench
+from paceline.bench.serving_report import about, failure_lines, table, write_run
+from paceline.bench.sse import Client
+from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
+from paceline.progress import Progress
+from paceline.prompts import read_prompts
+from paceline.runlog import RunFolder
+
+BUILTIN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
+CONTENDERS = (BASELINE, "auto")
+OWNER = "paceline"
+"""What our server says of itself in /v1/models: it knows the fields `speculate` and `return_metrics`."""
+STOP_SECONDS = 40
+
+
+def bench_serving(
+    servers: ServersConfig,
+    config: ServingConfig,
+    prompts: str | None = None,
+    limit: int | None = None,
+    out: Path | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Returns the command's JSON, with the run folder as "run". Raises what is wrong with the server, before any load."""
+    progress = progress or Progress()
+    asked = read_prompts(prompts or BUILTIN_PROMPTS, limit)
+    key = read_key(servers.api_key_file)
+    if servers.url:
+        Client(servers.url, key)  # a wrong address leaves no run folder behind
+    described: dict[str, Any] = {
+        "bench": config,
+        "url": servers.url,
+        "model": servers.model,
+        "speculate": servers.speculate or (),
+        "server": servers.words,
+        "prompts": prompts or "built-in",
+        "limit": limit,
+    }
+    with contextlib.ExitStack() as stack:
+        if servers.url:
+            name, contenders = _found(servers, servers.url, key, config.timeout_s)
+            run = RunFolder.create("bench-serving", described, out)
+        else:
+            run = RunFolder.create("bench-serving", described, out)
+            name, contenders = stack.enter_context(_started(servers, key, config.timeout_s, run.path, progress))
+        progress.say(f"{name}: " + ", ".join(f"{each.name} at {each.client.url}" for each in contenders))
+        bench = ServingBench(contenders, name, asked, config)
+        with progress.bar("serving", bench.num_answers) as advance:
+            asyncio.run(
+                bench.run(
+                    on_answer=lambda load, speculate: advance(f"{load}, speculate {speculate}"),
+                    on_pass=lambda load, speculate, done: _log(run, bench, load, speculate, done),
+                )
+            )
+    line = {"model": name, "url": servers.url, "max_tokens": config.max_tokens, "repeat": config.repeat}
+    return _report(run, bench, line, described, progress)
+
+
+def _report(
+    run: RunFolder, bench: ServingBench, line: dict[str, Any], described: dict[str, Any], progress: Progress
+) -> dict[str, Any]:
+    results = bench.results()
+    line = {"results": results, **line}
+    notice = write_run(run, bench, line["model"], line, described)
+    progress.table(table(results))
+    progress.say(about(bench, results))
+    for failure in failure_lines(results):
+        progress.say(f"FAILED: {failure}")
+    if notice:
+        progress.say(notice)
+    progress.say(f"report, figures and raw answers: {run.path}")
+    if all(result.num_failed == result.num_answers for result in results):
+        raise ConfigError(f"every request failed, first with: {next(iter(results[0].failures))}")
+    return {**line, "run": run.path}
+
+
+def _log(run: RunFolder, bench: ServingBench, load: Load, speculate: str, done: Pass) -> None:
+    """A line an answer, without its text."""
+    repetition = len(bench.passes[load, speculate]) - 1
+    for index, answer in enumerate(done.answers):
+        figures = {key: value for key, value in asdict(answer).items() if key != "text"}
+        figures["chunk_gaps_s"] = [round(gap, 6) for gap in answer.chunk_gaps_s]
+        run.log(**asdict(load), speculate=speculate, repetition=repetition, request=index, wall_s=done.wall_s, **figures)
+
+
+def _found(servers: ServersConfig, url: str, key: str | None, timeout_s: float) -> tuple[str, list[Contender]]:
+    """The model's name and the contenders at --url."""
+    name, is_ours = asyncio.run(_look(url, key, servers.model))
+    client = Client(url, key, timeout_s)
+    if not is_ours:
+        if servers.speculate:
+            raise ConfigError(f"{url} is no paceline server and knows nothing of --speculate: leave it out")
+        return name, [Contender("as it is", client)]
+    contenders = [
+        Contender(each, client, {"return_metrics": True, "speculate": int(each) if each.isdecimal() else each})
+        for each in servers.speculate or CONTENDERS
+    ]
+    return name, contenders
+
+
+async def _look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
+    """What the server calls the model, and whether it is a paceline server. Raises what is wrong with it, in one line."""
+    client = Client(url, key, timeout_s=30)
+    try:
+        reply = await client.get("/v1/models")
+    except OSError as error:
+        raise DownloadError(f"there is no server at {url} ({error}): start one with paceline serve, or check --url") from error
+    finally:
+        client.close()
+    if reply.status in (401, 403):
+        had = "does not take this API key" if key else "wants an API key"
+        raise ConfigError(f"{url} {had}: put the right one into a file and give --api-key-file, or set PACELINE_API_KEY")
+    try:
+        models = {each["id"]: each.get("owned_by") for each in json.loads(reply.body)["data"]}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        models = {}
+    if reply.status != 200 or not models:
+        raise ConfigError(
+            f"{url}/v1/models answered with status {reply.status} and no model: is it an OpenAI-compatible server?"
+        )
+    if model is not None and model not in models:
+        raise ModelNotFoundError(f"{url} does not serve {model!r}: choose --model from {', '.join(models)}")
+    name = model or next(iter(models))
+    return name, models[name] == OWNER
+
+
+@contextlib.contextmanager
+def _started(
+    servers: ServersConfig, key: str | None, timeout_s: float, folder: Path, progress: Progress
+) -> Iterator[tuple[str, list[Contender]]]:
+    """A server for each contender, all at once: the one that has nothing to do sleeps."""
+    names = servers.speculate or CONTENDERS
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        logs = [folder / f"server-{name}.log" for name in names]
+        for name, log in zip(names, logs, strict=True):
+            words = [sys.executable, "-m", "paceline", "serve", "--port", "0", "--speculate", name, *servers.words]
+            with log.open("wb") as out:
+                processes.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out))
+        progress.say(f"starting {len(names)} servers (their words: {', '.join(str(log) for log in logs)})")
+        urls = [_ready(process, log) for process, log in zip(processes, logs, strict=True)]
+        model, _ = asyncio.run(_look(urls[0], key, None))
+        fields = {"return_metrics": True}
+        yield model, [Contender(name, Client(url, key, timeout_s), fields) for name, url in zip(names, urls, strict=True)]
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            _end(process)
+
+
+def _ready(process: subprocess.Popen[bytes], log: Path) -> str:
+    """The address of a server that has loaded its model. Raises ConfigError with its last words when it ends before that."""
+    while process.poll() is None:
+        found = re.search(r"listening on (http://\S+),", log.read_text(errors="replace"))
+        if found and _answers(found.group(1) + "/ready"):
+            return found.group(1)
+        time.sleep(0.1)
+    words = log.read_text(errors="replace").split("error: ")[-1].strip().splitlines()
+    raise ConfigError(f"a server could not be started: {words[-1] if words else 'it said nothing'}")
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def read_key(file: Path | None) -> str | None:
+    """The first key of a file, else of PACELINE_API_KEY; as an option it would stay in the run folder. Raises ConfigError."""
+    text = os.environ.get("PACELINE_API_KEY", "").replace(",", "\n")
+    if file is not None:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the API key in {file}: check the path and its permissions") from error
+    keys = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    if file is not None and not keys:
+        raise ConfigError(f"there is no API key in {file}: put one on a line")
+    return keys[0] if keys else None
