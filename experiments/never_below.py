@@ -4,8 +4,8 @@
 
 One LLM, one engine a drafter over the same weights, the planner choosing. In every turn each drafter and plain decoding answer
 the same prompts, in an order that changes; a ratio is of one turn. The table has the median of the ratios, their range, and the
-share of rounds by the source of their drafts. `noisy` is the default drafter with noise in its weights, which drafts as one does
-that is half trained.
+share of rounds by the source of their drafts. `noisy` is the default drafter with noise in its weights, which drafts as one
+does that is half trained.
 """
 
 from __future__ import annotations
