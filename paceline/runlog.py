@@ -91,6 +91,7 @@ class RunFolder:
 
 
 def drop_cut_line(file: Path) -> None:
+    """Cut off a last line that a crash left without its end."""
     with _writing(file):
         data = file.read_bytes() if file.exists() else b""
         whole = data.rfind(b"\n") + 1
