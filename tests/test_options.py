@@ -108,8 +108,12 @@ def test_a_command_changes_what_it_asks_for() -> None:
     def roast(oven: Annotated[Ovenlike, Only("out", "tags", "fuel"), CHANGED]) -> Any:
         return oven
 
+    def empty(oven: Annotated[Ovenlike, Only("out", "trays"), Changed(trays=Opt(default=()))]) -> Any:
+        return oven
+
     assert given_by(roast, "--out", "x") == Ovenlike(Path("x"), fuel="wood", tags=("q",))
     assert given_by(roast, "--out", "x", "-f", "gas", "--tags", "a, b") == Ovenlike(Path("x"), fuel="gas", tags=("a", "b"))
+    assert given_by(empty, "--out", "x") == Ovenlike(Path("x"), trays=())
     shown = CliRunner().invoke(made_of(roast), ["--help"], terminal_width=200).output
     assert "Which." in shown and "--trays" not in shown
     with pytest.raises(ConfigError, match="--wood-or-gas must be one of"):

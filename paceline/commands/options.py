@@ -221,7 +221,11 @@ def _hints(owner: type) -> dict[str, Any]:
 
 def _build(owner: type, values: list[tuple[_Asked, Any]]) -> Any:
     """The dataclass; its error, if it raises one, with the options' names in place of the fields'."""
-    given = {each.field: each.read(value) for each, value in values if value is not None or each.kind.is_optional}
+    given = {
+        each.field: each.read(value)
+        for each, value in values
+        if value is not None or each.kind.is_optional or each.kind.is_tuple  # else the field's default
+    }
     try:
         return owner(**given)
     except PacelineError as error:
