@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +15,13 @@ from paceline.draft.base import Drafter
 from paceline.engine.engine import Chunk, Engine
 from paceline.engine.judge import MockedJudge, RuleJudge
 from paceline.errors import ContextLengthError, PromptError, SamplingError
-from paceline.model.logits import penalise, target_probs
+from paceline.model.logits import penalise, sample, target_probs
 from paceline.model.target import ForwardBatch, ForwardOutput
 from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
 from paceline.types import SamplingParams, Sequence
+from paceline.verify import lossless
 from paceline.verify.mocked import MockedAcceptance
+from paceline.verify.rule import CheckedRow, RowVerdict, Rule, Uniforms
 from paceline.verify.table import rule_named
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11, 12, 13], [3, 1]]
@@ -121,18 +125,39 @@ def exact_distribution(
     return answers
 
 
+def chance_of(
+    target: FakeTarget,
+    drafter: Drafter | None,
+    rule: Rule,
+    shape: dict[str, float],
+    num_tokens: int = 3,
+    num_samples: int = 1500,
+) -> float:
+    """The chi-square test's p-value of answers of a few tokens against the target's distribution."""
+    engine = Engine(target, ByteTokenizer(), drafter, judge=RuleJudge(rule))
+    params = [SamplingParams(**shape, seed=seed, max_tokens=num_tokens) for seed in range(num_samples)]  # pyright: ignore[reportArgumentType]
+    counts = Counter(tuple(seq.output_ids) for seq in run(engine, [[1, 2]] * num_samples, params))
+    expected = exact_distribution(target, [1, 2], params[0], num_tokens)
+    assert set(counts) <= set(expected)
+    common = [answer for answer, mass in expected.items() if mass * num_samples >= 5]
+    observed = [counts[answer] for answer in common]
+    masses = [expected[answer] * num_samples for answer in common]
+    rest = num_samples - sum(masses)
+    if rest > 1:
+        observed, masses = [*observed, num_samples - sum(observed)], [*masses, rest]
+    scale = num_samples / sum(masses)
+    return float(chisquare(observed, [mass * scale for mass in masses]).pvalue)
+
+
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("sometimes", "auto"),
         ("sometimes", "match"),
         ("sometimes", "rejection"),
-        ("sometimes", "block"),
         ("sometimes, with probabilities", "rejection"),
         ("sometimes, with probabilities", "block"),
         ("adversarial", "auto"),
         ("adversarial", "rejection"),
-        ("adversarial", "block"),
     ],
 )
 @pytest.mark.parametrize(
@@ -146,31 +171,50 @@ def exact_distribution(
 )
 def test_sampled_answers_have_the_targets_distribution(name: str, rule: str, shape: dict[str, float]) -> None:
     target = FakeTarget(vocab_size=5, sharpness=1.0, num_rows=16, max_len=16)
-    drafter = drafters(target)[name]
-    engine = Engine(target, ByteTokenizer(), drafter, judge=RuleJudge(rule_named(rule)))
-    num_samples = 1500
-    params = [SamplingParams(**shape, seed=seed, max_tokens=3) for seed in range(num_samples)]  # pyright: ignore[reportArgumentType]
-    counts = Counter(tuple(seq.output_ids) for seq in run(engine, [[1, 2]] * num_samples, params))
-    expected = exact_distribution(target, [1, 2], params[0], 3)
-    assert set(counts) <= set(expected)
-    common = [answer for answer, mass in expected.items() if mass * num_samples >= 5]
-    observed = [counts[answer] for answer in common]
-    masses = [expected[answer] * num_samples for answer in common]
-    rest = num_samples - sum(masses)
-    if rest > 1:
-        observed, masses = [*observed, num_samples - sum(observed)], [*masses, rest]
-    scale = num_samples / sum(masses)
-    assert chisquare(observed, [mass * scale for mass in masses]).pvalue > 1e-4
+    assert chance_of(target, drafters(target)[name], rule_named(rule), shape) > 1e-4
 
 
-def test_the_chi_square_would_see_a_wrong_distribution() -> None:
-    target = FakeTarget(vocab_size=5, sharpness=1.0, num_rows=16, max_len=16)
-    engine = Engine(target, ByteTokenizer(), None)
-    params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=2) for seed in range(1500)]
-    counts = Counter(tuple(seq.output_ids) for seq in run(engine, [[1, 2]] * 1500, params))
-    wrong = exact_distribution(target, [1, 2], SamplingParams(temperature=1.0), 2)
-    observed = [counts[answer] for answer in wrong]
-    assert chisquare(observed, [mass * 1500 / sum(wrong.values()) for mass in wrong.values()]).pvalue < 1e-4
+def target_for_residual(row: CheckedRow) -> RowVerdict:
+    """Wrong on purpose: after a rejection the target is sampled, not the residual."""
+    target_JV = row.target_probs()
+    for slot, chance in enumerate(lossless.accept_probs(row.draft_tokens, row.draft_probs_KV, target_JV)):
+        if row.uniforms.accept(slot) >= chance:
+            return RowVerdict(slot, sample(target_JV[slot], row.uniforms.residual(slot)))
+    return RowVerdict(len(row.draft_tokens), row.draw(len(row.draft_tokens)))
+
+
+class KeyedBySlot(Uniforms):
+    """Wrong on purpose: the second round decides with draws that the first has already looked at."""
+
+    def accept(self, slot: int) -> float:
+        return Uniforms(self.seed, 0).accept(slot)
+
+
+class OneDrawForBoth(Uniforms):
+    """Wrong on purpose: the draw that rejected a draft also picks its replacement."""
+
+    def residual(self, slot: int) -> float:
+        return self.accept(slot)
+
+
+def with_uniforms(verify: Callable[[CheckedRow], RowVerdict], kind: type[Uniforms]) -> Callable[[CheckedRow], RowVerdict]:
+    return lambda row: verify(replace(row, uniforms=kind(row.uniforms.seed, row.uniforms.anchor_position)))
+
+
+MISTAKES = {
+    "target for residual": target_for_residual,
+    "rejection keyed by slot": with_uniforms(lossless.rejection, KeyedBySlot),
+    "block keyed by slot": with_uniforms(lossless.block, KeyedBySlot),
+    "one draw for both": with_uniforms(lossless.rejection, OneDrawForBoth),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_chi_square_sees_a_mistake(mistake: str) -> None:
+    target = FakeTarget(vocab_size=3, sharpness=1.0, num_rows=16, max_len=16)
+    drafter = ScriptedDrafter(target, num_drafted=1, mode="adversarial", with_probs=True)
+    rule = Rule(mistake, MISTAKES[mistake], lossless=True, needs_probs=True)
+    assert chance_of(target, drafter, rule, {"temperature": 1.0}, num_tokens=5) < 1e-6
 
 
 class _Spelling(FakeTarget):

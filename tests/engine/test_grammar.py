@@ -198,14 +198,9 @@ def exact_distribution(target: FakeTarget, prompt: list[int], params: SamplingPa
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("none", "auto"),
         ("sometimes", "auto"),
-        ("sometimes", "rejection"),
-        ("sometimes", "block"),
         ("sometimes, with probabilities", "match"),
         ("sometimes, with probabilities", "rejection"),
-        ("sometimes, with probabilities", "block"),
-        ("adversarial", "rejection"),
         ("adversarial", "block"),
     ],
 )
