@@ -9,7 +9,9 @@ NATIVE_CODE := $(wildcard $(NATIVE)/*.cpp $(NATIVE)/*.h $(NATIVE)/*.inl)
 NATIVE_SOURCES := $(NATIVE)/build.py $(NATIVE_CODE)
 SANITIZED := $(CURDIR)/build/native/libpaceline_native_sanitize.so
 
-.PHONY: setup demo test check format bench docs native sanitize wheel clean
+SOURCES := paceline tests experiments docs setup.py
+
+.PHONY: setup demo test test-quick lint check format bench docs native sanitize wheel clean
 
 $(INSTALLED): requirements.lock pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -30,19 +32,23 @@ demo: $(READY)  ## one real answer with and without speculation, side by side
 	  "A baker sells 24 loaves in the morning and half as many in the afternoon. Each loaf costs 3 dollars. How much does she \
 	earn in a day? Please reason step by step, and put your final answer within \boxed{}."
 
-test: $(READY)  ## the test suite
-	$(BIN)/python -m pytest
+test: $(READY)  ## the whole test suite; ends with what was skipped and why
+	$(BIN)/python -m pytest -rs
 
-check: $(READY)  ## what CI runs: format, lint, types, tests
-	$(BIN)/ruff format --check paceline tests experiments docs setup.py
-	$(BIN)/ruff check paceline tests experiments docs setup.py
+test-quick: $(READY)  ## the test suite without its slow tests (tests/conftest.py lists them)
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(READY)  ## format, lint and types
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE_CODE)
 	$(BIN)/pyright
-	$(BIN)/python -m pytest
 
-format: $(READY)
-	$(BIN)/ruff format paceline tests experiments docs setup.py
-	$(BIN)/ruff check --fix paceline tests experiments docs setup.py
+check: lint test  ## what CI runs
+
+format: $(READY)  ## format, and mend what the linter can
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/clang-format -i $(NATIVE_CODE)
 
 bench: $(READY)  ## plain and speculative speed beside Transformers, one stream

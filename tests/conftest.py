@@ -1,4 +1,4 @@
-"""Tests run tiny tensors: one thread is faster than two that wait for each other."""
+"""Tests run tiny tensors: one thread is faster than two that wait for each other. And which tests are slow."""
 
 from __future__ import annotations
 
@@ -6,6 +6,53 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+SLOW = (
+    # a browser
+    "bench/test_timing_page.py",
+    "serve/test_api_page.py",
+    "serve/test_page.py",
+    "simulate/test_page.py",
+    "simulate/test_page_formulas.py::test_a_thousand_random_inputs_agree",
+    "simulate/test_page_use.py",
+    # a compiler, or a wheel
+    "model/test_native_build.py",
+    # commands and servers in processes of their own
+    "bench/test_bench_serving.py",
+    "bench/test_bench_steps.py::test_the_command_and_what_follows_it",
+    "model/test_native_lib.py::test_a_forked_child_has_threads_of_its_own",
+    "recipes/test_support_tickets.py",
+    "serve/test_serve_command.py",
+    "train/test_distributed.py",
+    "train/test_ranks.py",
+    "train/test_train_run.py",
+    # many random steps or requests
+    "engine/test_soak.py",
+    "serve/test_security.py::test_no_field_takes_the_server_down",
+    "serve/test_serve_soak.py",
+    # the distribution of sampled answers
+    "engine/test_engine.py::test_sampled_answers_have_the_targets_distribution",
+    "engine/test_engine.py::test_the_chi_square_sees_a_mistake",
+    "engine/test_grammar.py::test_sampled_answers_have_the_constrained_distribution",
+    "verify/test_exactness.py::test_enumeration_sees_a_width_chosen_by_the_drawn_tokens",
+    "verify/test_exactness.py::test_how_many_are_checked_may_depend_on_what_they_are_drawn_from",
+    "verify/test_exactness.py::test_match_stays_exact_however_the_width_is_chosen",
+    # the built-in model, whole vocabularies, other libraries' models
+    "draft/test_lookup_first.py::test_they_stand_beside_a_drafter_only_where_lengths_are_chosen",
+    "draft/test_shipped.py",
+    "engine/test_grammar.py::test_the_built_in_model_answers_a_schema",
+    "model/test_hf.py",
+    "model/test_logits.py::test_ties_keep_the_lowest_ids",
+    "model/test_tokenizer.py",
+)
+"""What `make test-quick` leaves out: files, or tests of a file. Whatever takes more than a second belongs here."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        place = item.nodeid.removeprefix("tests/").split("[")[0]
+        if place in SLOW or place.split("::")[0] in SLOW:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -25,3 +25,15 @@ def test_files_and_functions_fit(path: Path) -> None:
 def test_the_tree_is_two_levels_deep() -> None:
     depths = {len(path.relative_to(PACKAGE).parts) for path in PACKAGE.rglob("*.py") if "native" not in path.parts}
     assert max(depths) <= 2
+
+
+def test_the_list_of_slow_tests_names_what_is_there() -> None:
+    tests = Path(__file__).parent
+    (assigned,) = [
+        node.value
+        for node in ast.parse((tests / "conftest.py").read_text()).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "SLOW"
+    ]
+    for place in ast.literal_eval(assigned):
+        path, _, name = place.partition("::")
+        assert f"def {name}" in (tests / path).read_text(), place
