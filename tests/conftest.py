@@ -38,7 +38,6 @@ SLOW = (
     "verify/test_exactness.py::test_how_many_are_checked_may_depend_on_what_they_are_drawn_from",
     "verify/test_exactness.py::test_match_stays_exact_however_the_width_is_chosen",
     # the built-in model, whole vocabularies, other libraries' models
-    "draft/test_lookup_first.py::test_they_stand_beside_a_drafter_only_where_lengths_are_chosen",
     "draft/test_shipped.py",
     "engine/test_grammar.py::test_the_built_in_model_answers_a_schema",
     "model/test_hf.py",

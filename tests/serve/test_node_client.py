@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from live_server import serving, talker, wait_until
 
-SCRIPT = Path(__file__).parents[2] / "bench" / "serving_clients.cjs"
+SCRIPT = Path(__file__).parents[2] / "experiments" / "serving_clients.cjs"
 
 
 def modules() -> Path | None:

@@ -26,7 +26,7 @@ from paceline.serve.worker import COMPILERS
 NUM_REQUESTS, NUM_CLIENTS, MAX_TOKENS = 1000, 64, 24
 MOST_GROWTH_MB, MOST_NEW_OBJECTS = 24, 500
 """In the second half. Five megabytes of nonsense leave holes in the allocator's arenas; objects are counted exactly."""
-BENCH = Path(__file__).parents[2] / "bench" / "serving_soak.py"
+BENCH = Path(__file__).parents[2] / "experiments" / "serving_soak.py"
 
 
 @pytest.fixture(scope="module")
