@@ -44,7 +44,9 @@ class Offer:
     chances: tuple[float, ...]
     """Chance that each draft stands, given that those before it do; as many as the row may check."""
     cost_s: float = 0.0
-    """Seconds to make them for this row alone; 0 for drafts that are at hand."""
+    """Seconds to make them for this row alone, besides `each_s`; 0 for drafts that are at hand."""
+    each_s: float = 0.0
+    """Seconds of every single draft, of a drafter that makes one after another."""
 
 
 @dataclass(slots=True)
@@ -121,8 +123,12 @@ class FixedPlanner:
         return Offer(source, (1.0,) * most)
 
     def next(self, rows: list[Row], num_joining: int = 0, prompt_left: int = 0) -> Plan:
+        self._begin(len(rows) + num_joining)
         drafts = [self._take(row) for row in rows]
         return Plan(min(self.most_chunk, prompt_left), rows, drafts, len(rows) + num_joining, self.whole_blocks)
+
+    def _begin(self, num_rows: int) -> None:
+        """Before a round of so many rows is planned."""
 
     def _take(self, row: Row) -> Take:
         if not row.offers or self.num_drafted == 0:
@@ -164,6 +170,8 @@ class AdaptivePlanner:
         self._lifts: dict[tuple[str, str], float] = {}
         """Tokens that a row gains on average because its drafts are cut where their drafter is unsure of them."""
         self._truths: dict[tuple[str, str], Truth] = {}
+        self._blocks: set[str] = set()
+        """Sources that draft whole blocks at once: those that say how sure they are of each slot before any is drawn."""
         self._chunks = ChunkSizes(most_chunk, adapts_chunks)
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
@@ -172,7 +180,8 @@ class AdaptivePlanner:
     def offer(self, source: str, kind: RowKind, most: int) -> Offer:
         places = self._known(source, kind, most).places
         drafting_s = self._kinds["greedy" if kind == "greedy" else "drawn"].costs.drafting_s(source, 1)
-        return Offer(source, tuple(places[:most]), max(drafting_s, 1e-9))
+        whole_s, each_s = (drafting_s, 0.0) if source in self._blocks else (0.0, drafting_s)
+        return Offer(source, tuple(places[:most]), max(whole_s, 1e-9), each_s)
 
     def _known(self, source: str, kind: RowKind, most: int) -> Chances:
         known = self._chances.get((source, kind))
@@ -197,7 +206,7 @@ class AdaptivePlanner:
         counts = _share_out(kind.costs, rate, num_rows, wants, most_s, margin=MARGIN)
         for want, count in zip(wants, counts, strict=True):
             if count:
-                more = SPARE if want.offer.cost_s else 0  # a block costs hardly more with the slots that may prove sure
+                more = SPARE if want.offer.source in self._blocks else 0  # slots that may prove sure cost a block hardly more
                 plan.drafts[want.place] = Take(want.offer.source, min(count + more, len(want.offer.chances)))
         if may_compute and not any(count and want.offer.cost_s for want, count in zip(wants, counts, strict=True)):
             kind.rest(num_rows)
@@ -213,7 +222,7 @@ class AdaptivePlanner:
         return self._kinds["greedy" if all(row.kind == "greedy" for row in rows) else "drawn"]
 
     def _best(self, kind: RoundRecord, rate: float, num_rows: int, place: int, row: Row, may_compute: bool) -> _Want | None:
-        """The offer that would bring the most over its time if no other row checked any."""
+        """The offer that would bring the most over its time if no other row checked any; drafting costs are shared by all."""
         best, most = None, 0.0
         for offer in row.offers:
             if offer.cost_s and not may_compute:
@@ -221,7 +230,8 @@ class AdaptivePlanner:
             if truth := self._truths.get((offer.source, row.kind)):
                 offer = Offer(offer.source, truth.right(offer.chances))
             lift = self._lifts.get((offer.source, row.kind), 0.0) if offer.cost_s else 0.0
-            surplus = lift + _surplus(kind.costs, rate, num_rows, offer.chances) - rate * offer.cost_s
+            checking = _surplus(kind.costs, rate, num_rows, offer.chances, offer.each_s / num_rows)
+            surplus = lift + checking - rate * offer.cost_s / num_rows
             if surplus > most:
                 best, most = _Want(place, offer, lift), surplus
         return best
@@ -235,7 +245,7 @@ class AdaptivePlanner:
                 continue
             count = min(3, len(offer.chances))
             costs = kind.costs
-            extra_s = offer.cost_s + costs.pass_s(plan.num_rows + count) - costs.pass_s(plan.num_rows)
+            extra_s = offer.cost_s + count * offer.each_s + costs.pass_s(plan.num_rows + count) - costs.pass_s(plan.num_rows)
             if extra_s <= kind.trial_s:
                 plan.drafts[place], plan.is_trial = Take(offer.source, count), True
                 kind.turn += 1
@@ -267,7 +277,7 @@ class AdaptivePlanner:
 
     def learn(self, plan: Plan, stats: RoundStats) -> None:
         kind, num_rows = self._kind(plan.rows), len(plan.rows)
-        costs, computing = kind.costs, Counter[str]()
+        costs, computing, longest = kind.costs, Counter[str](), 1
         sure_B = stats.sure_B or [None] * num_rows
         outcomes = zip(plan.rows, plan.drafts, stats.num_drafted_B, stats.num_accepted_B, sure_B, strict=True)
         for row, take, num_drafted, num_kept, sure in outcomes:
@@ -276,10 +286,14 @@ class AdaptivePlanner:
             offer = next(offer for offer in row.offers if offer.source == take.source)
             if offer.cost_s:
                 computing[take.source] += 1
+                longest = max(longest, take.count)
+                if sure is not None:
+                    self._blocks.add(take.source)
                 self._known(take.source, row.kind, take.count).record(num_drafted, num_kept, sure)
             elif num_drafted:
                 self._truths.setdefault((take.source, row.kind), Truth()).add(offer.chances[:num_drafted], num_kept)
-        costs.record(num_rows + sum(stats.num_checked_B), stats.verify_s + stats.host_s, computing, stats.draft_s)
+        draft_s = stats.draft_s if self._blocks.issuperset(computing) else stats.draft_s / longest
+        costs.record(num_rows + sum(stats.num_checked_B), stats.verify_s + stats.host_s, computing, draft_s)
         round_s = stats.draft_s + stats.verify_s + stats.host_s
         kind.record(num_rows, num_rows + sum(stats.num_accepted_B), round_s / costs.slowness, plan.is_trial)
         if computing:
@@ -316,12 +330,12 @@ def _gains(chances: Sequence[float]) -> list[float]:
     return gains
 
 
-def _surplus(costs: RoundCosts, rate: float, num_rows: int, chances: Sequence[float]) -> float:
+def _surplus(costs: RoundCosts, rate: float, num_rows: int, chances: Sequence[float], each_s: float = 0.0) -> float:
     """Most tokens over the time of checking that drafts with these chances bring to a round in which nobody else has any."""
     best, expected, plain_s = 0.0, 0.0, costs.pass_s(num_rows)
     for count, gain in enumerate(_gains(chances), start=1):
         expected += gain
-        best = max(best, expected - rate * (costs.pass_s(num_rows + count) - plain_s))
+        best = max(best, expected - rate * (costs.pass_s(num_rows + count) - plain_s + count * each_s))
     return best
 
 
@@ -346,14 +360,16 @@ def _share_out(
     gains.sort(reverse=True)
     base = num_rows + num_fixed
     base_s, drafting_s, expected = costs.pass_s(base), 0.0, 0.0
-    best, best_count, drafting = margin * num_rows, 0, Counter[str]()
+    best, best_count = margin * num_rows, 0
+    drafting, longest = Counter[str](), dict[str, int]()
     for count, (gain, index) in enumerate(gains, start=1):
         offer = wants[index].offer
         expected += gain
-        if offer.cost_s and not counts[index]:
-            drafting[offer.source] += 1
-            drafting_s = sum(costs.drafting_s(source, rows) for source, rows in drafting.items())
         counts[index] += 1
+        if offer.cost_s and (counts[index] == 1 or offer.each_s):
+            drafting[offer.source] += counts[index] == 1
+            longest[offer.source] = max(longest.get(offer.source, 1), counts[index]) if offer.each_s else 1
+            drafting_s = sum(costs.drafting_s(source, rows) * longest[source] for source, rows in drafting.items())
         round_s = costs.pass_s(base + count) + drafting_s
         if round_s > most_s:
             break

@@ -115,7 +115,7 @@ def speculation(text: str, num_drafted: int | None, drafter: str) -> dict[str, o
     if text in ("auto", "full"):
         return {"plan": "auto" if text == "auto" else "fixed", "num_drafted": num_drafted, "drafter": drafter}
     if text in ("off", "0"):
-        return {"plan": "fixed", "num_drafted": None, "drafter": "none"}
+        return {"plan": "auto", "num_drafted": None, "drafter": "none"}
     if text.isdecimal() and text.isascii():
         if num_drafted is not None:
             raise ConfigError("--num-drafted and --speculate N both say how much to draft: leave one out")

@@ -17,8 +17,8 @@ from paceline.errors import ConfigError
 from paceline.figures import Spread
 from paceline.simulate.arrivals import Job, Survival, arriving, poisson
 from paceline.simulate.costs import StepCosts
-from paceline.simulate.policies import make_policy
-from paceline.simulate.serving import Outcome, ServerShape, SimulatedRequest, simulate, step_seconds
+from paceline.simulate.policies import make_planner
+from paceline.simulate.serving import Outcome, ServerShape, SimulatedRequest, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,11 @@ class Case:
 
     def run(self, policy: str, jobs: Sequence[Job] | None = None, concurrency: int | None = None) -> Outcome:
         """One simulation, under a fresh policy of this name. Raises ConfigError."""
-        made = make_policy(policy, self.survival, step_seconds(self.costs, self.context), len(self.survival))
-        jobs = self.jobs if jobs is None else jobs
-        return simulate(jobs, self.costs, self.server, made, self.survival, concurrency=concurrency, seed=self.seed)
+        jobs, server = self.jobs if jobs is None else jobs, self.server
+        chunk = server.prefill_chunk or max((job.prompt_tokens for job in jobs), default=1)
+        adapts = server.prefill_adapts
+        planner = make_planner(policy, self.survival, self.costs, self.context, chunk, adapts_chunks=adapts)
+        return simulate(jobs, self.costs, server, planner, self.survival, concurrency=concurrency, seed=self.seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """A simulated server: requests come, wait, are prefilled, decode together in rounds, and leave. No model, no torch, seeded.
 
-    outcome = simulate(jobs, costs, ServerShape(max_rows=8), make_policy("best", survival, step_s, 15), survival)
+    outcome = simulate(jobs, costs, ServerShape(max_rows=8), make_planner("best", survival, costs, 500, 256), survival)
 
 The steps are those of `engine/scheduler.py` and `engine/engine.py`: each does at most one prefill chunk and one decode round
 over all rows, in which a prompt that was just finished takes part. What a step made is handed out at its end; a request that
-comes during a step waits for the next. A round takes `verify_s + draft_s + host_s`; how many of its drafts stand is drawn from
-a survival curve.
+comes during a step waits for the next. The planner is the engine's own. A round takes `verify_s + draft_s + host_s`; how
+many of its drafts stand is drawn from a survival curve.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ import heapq
 import itertools
 import math
 import random
+import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import ConfigError
-from paceline.learned import ChunkSizes
+from paceline.plan import Plan, Planner, Row
 from paceline.simulate.arrivals import Job, Survival
 from paceline.simulate.costs import StepCosts
-from paceline.simulate.policies import Policy, StepSeconds, check_survival, num_accepted
+from paceline.simulate.policies import SOURCE, Drafted, check_survival, drafted
+from paceline.types import RoundStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ def simulate(
     jobs: Sequence[Job],
     costs: StepCosts,
     server: ServerShape,
-    policy: Policy,
+    planner: Planner,
     survival: Survival,
     *,
     concurrency: int | None = None,
@@ -145,12 +147,7 @@ def simulate(
         raise ConfigError("every request needs an arrival time of 0 or later, and at least one token of prompt and answer")
     for curve in {survival, *(job.survival for job in jobs if job.survival is not None)}:
         check_survival(curve)
-    return _Loop(jobs, costs, server, policy, survival, concurrency, seed).run()
-
-
-def step_seconds(costs: StepCosts, context: float) -> StepSeconds:
-    """The cost of a round as a policy sees it: rows and drafts of each, at this many tokens of context."""
-    return lambda rows, count: costs.round_s(rows, count, context)
+    return _Loop(jobs, costs, server, planner, survival, concurrency, seed).run()
 
 
 class _Loop:
@@ -161,12 +158,12 @@ class _Loop:
         jobs: Sequence[Job],
         costs: StepCosts,
         server: ServerShape,
-        policy: Policy,
+        planner: Planner,
         survival: Survival,
         concurrency: int | None,
         seed: int,
     ) -> None:
-        self._costs, self._server, self._policy, self._survival = costs, server, policy, survival
+        self._costs, self._server, self._planner, self._survival = costs, server, planner, survival
         is_closed = concurrency is not None
         self._all = [
             SimulatedRequest(job, 0.0 if is_closed else job.arrives_at, random.Random(f"{seed} {index}"))
@@ -181,8 +178,8 @@ class _Loop:
         self._running: list[SimulatedRequest] = []
         self._now = self._busy_s = self._row_seconds = self._prefill_s = 0.0
         self._num_rounds = 0
-        chunk = server.prefill_chunk or max((job.prompt_tokens for job in jobs), default=1)
-        self._chunk_sizes = ChunkSizes(chunk, adapts=server.prefill_adapts)
+        self._is_block = costs.draft_s(1, 2, 1) < 1.5 * costs.draft_s(1, 1, 1)
+        # A second draft costs hardly more than the first: a block drafter, which knows beforehand how sure it is of each slot.
 
     def run(self) -> Outcome:
         while self._coming or self._waiting or self._prefilling or self._running:
@@ -201,12 +198,16 @@ class _Loop:
             self._prefilling.append(admitted)
 
     def _step(self) -> None:
-        began, has_chunk = self._now, bool(self._prefilling)
-        joining = self._prefill()
+        began, reading = self._now, self._prefilling
+        prompt_left = reading[0].job.prompt_tokens - reading[0].num_prefilled if reading else 0
+        plan = self._planner.next([self._row(each) for each in self._running], len(reading), prompt_left)
+        joining = self._prefill(plan.chunk)
         made = [(joining, 1)] if joining else []
         rows = self._running + ([joining] if joining and joining.job.answer_tokens > 1 else [])
         if rows and rows != [joining]:  # with no other row, a first token goes out before its first round
-            made += self._round(rows, beside_chunk=has_chunk)
+            if rows[-1] is joining:
+                self._planner.join(plan, len(plan.rows), self._row(rows[-1]))
+            made += self._round(rows, plan)
         self._busy_s += self._now - began
         for each, count in made:  # handed out together, at the end of the step
             each.add_tokens(count, self._now + self._server.request_s)
@@ -214,44 +215,54 @@ class _Loop:
         for _ in range(sum(each.num_left == 0 for each, _ in made)):
             self._send_next()
 
-    def _prefill(self) -> SimulatedRequest | None:
+    def _row(self, each: SimulatedRequest) -> Row:
+        most = min(len(self._curve(each)), each.job.answer_tokens - max(each.num_tokens, 1) - 1)
+        return Row(id(each), "greedy", [self._planner.offer(SOURCE, "greedy", most)] if most > 0 else [])
+
+    def _curve(self, each: SimulatedRequest) -> Survival:
+        return self._survival if each.job.survival is None else each.job.survival
+
+    def _prefill(self, num_tokens: int) -> SimulatedRequest | None:
         """One chunk of the prompt that waits longest; returns the request if this was its last chunk."""
         if not self._prefilling:
             return None
         each = self._prefilling[0]
-        count = min(each.job.prompt_tokens - each.num_prefilled, self._chunk_sizes.size(len(self._running)))
+        count = min(each.job.prompt_tokens - each.num_prefilled, num_tokens)
         each.num_prefilled += count
         spent_s = self._costs.prefill_s(count, each.num_prefilled)
-        self._chunk_sizes.prefilled(count, spent_s)
+        self._planner.prefilled(count, spent_s)
         self._now += spent_s
         self._prefill_s += spent_s
         return self._prefilling.popleft() if each.num_prefilled == each.job.prompt_tokens else None
 
-    def _round(self, rows: list[SimulatedRequest], *, beside_chunk: bool) -> list[tuple[SimulatedRequest, int]]:
+    def _round(self, rows: list[SimulatedRequest], plan: Plan) -> list[tuple[SimulatedRequest, int]]:
         """One decode round; returns the tokens of each row. The first token of a row that joins is not in `num_tokens` yet."""
-        chosen = self._policy.choose(len(rows) + len(self._prefilling))
-        made, drafts, context = [], [], 0
-        for each in rows:
-            known = max(each.num_tokens, 1)
-            drafted = min(chosen, each.job.answer_tokens - known - 1)
-            survival = self._survival if each.job.survival is None else each.job.survival
-            accepted = num_accepted(survival, each.luck.random(), drafted)
-            self._policy.record(drafted, accepted)
+        drafts = self._drafts(rows, plan)
+        widths = self._planner.narrow(plan, [each.sure for each in drafts])
+        accepted = [min(each.num_right, width) for each, width in zip(drafts, widths, strict=True)]
+        context = statistics.fmean(each.job.prompt_tokens + max(each.num_tokens, 1) for each in rows)
+        for each, width, num_accepted in zip(rows, widths, accepted, strict=True):
             each.num_rounds += 1
-            each.num_drafted_total += drafted
-            each.num_accepted_total += accepted
-            drafts.append(drafted)
-            context += each.job.prompt_tokens + known
-            made.append((each, accepted + 1))
-        mean_context = context / len(rows)
-        spent_s = self._costs.verify_s(len(rows), 1 + sum(drafts) / len(rows), mean_context) + self._costs.host_s
-        if any(drafts):
-            spent_s += self._costs.draft_s(len(rows), max(drafts), mean_context)
+            each.num_drafted_total += width
+            each.num_accepted_total += num_accepted
+        counts = [take.count for take in plan.drafts]
+        verify_s = self._costs.verify_s(len(rows), 1 + sum(widths) / len(rows), context)
+        num_drafting = sum(count > 0 for count in counts)
+        draft_s = self._costs.draft_s(num_drafting, max(counts), context) if num_drafting else 0.0
+        stats = RoundStats(widths, accepted, True, draft_s, verify_s, self._costs.host_s, num_checked_B=widths)
+        stats.sure_B = [each.sure for each in drafts]
+        self._planner.learn(plan, stats)
+        spent_s = verify_s + draft_s + self._costs.host_s
         self._now += spent_s
-        self._chunk_sizes.decoded(spent_s, beside_chunk=beside_chunk)
         self._row_seconds += spent_s * len(rows)
         self._num_rounds += 1
-        return made
+        return [(each, count + 1) for each, count in zip(rows, accepted, strict=True)]
+
+    def _drafts(self, rows: list[SimulatedRequest], plan: Plan) -> list[Drafted]:
+        says_sure = not plan.whole_blocks and self._is_block
+        return [
+            drafted(self._curve(each), each.luck, take.count, says_sure) for each, take in zip(rows, plan.drafts, strict=True)
+        ]
 
     def _send_next(self) -> None:
         """A closed loop sends its next request when an answer is done."""

@@ -13,12 +13,12 @@ from paceline.bench.serving import arrivals
 from paceline.errors import ConfigError
 from paceline.figures import Spread
 from paceline.learned import LEAST_CHUNK
-from paceline.simulate import policies
+from paceline.plan import FixedPlanner
 from paceline.simulate.arrivals import Job, Lengths, Survival, arriving, parse_lengths, poisson, workload
 from paceline.simulate.costs import StepCosts
 from paceline.simulate.load import Case, LoadFigures, capacity, figures_of, sweep
-from paceline.simulate.policies import Adaptive, Best, Fixed, best_length, make_policy, num_accepted
-from paceline.simulate.serving import Outcome, ServerShape, simulate, step_seconds
+from paceline.simulate.policies import BestPlanner, best_length, drafted, make_planner, num_accepted, step_seconds
+from paceline.simulate.serving import Outcome, ServerShape, simulate
 
 ONE_ROW = ServerShape(max_rows=1, prefill_chunk=None)
 HALF: Survival = tuple(0.5**place for place in range(1, 8))
@@ -247,7 +247,7 @@ def test_speculation_pays_when_few_are_there_and_costs_when_many_are() -> None:
 
 def test_the_best_length_for_a_batch() -> None:
     step_s = step_seconds(COSTS, 100)
-    best = Best(HALF, step_s, 7)
+    best = BestPlanner(0, 256, survival=HALF, step_s=step_s)
     for rows in (1, 2, 8, 64):
         speeds = [(1 + sum(HALF[:count])) / step_s(rows, count) for count in range(8)]
         assert best.choose(rows) == speeds.index(max(speeds))
@@ -255,25 +255,20 @@ def test_the_best_length_for_a_batch() -> None:
     assert best_length([1.0, 1.0, 1.0], lambda rows, count: 1.0, 1, 2) == 0
 
 
-def test_adaptive_learns_what_stands() -> None:
-    policy = Adaptive(step_seconds(Costs(position_s=0.0005, draft=0.0), 100), 7)
-    optimist = policy.choose(1)
-    for _ in range(400):
-        policy.record(policy.choose(1), 0)
-    assert policy.choose(1) <= 3 < optimist
-    for _ in range(400):
-        policy.record(7, 7)
-    assert policy.choose(1) == 7
+def test_a_drafter_knows_what_it_is_sure_of() -> None:
+    """Its drafts come to the survival curve, and what it was sure of stood more often."""
+    luck, survival = random.Random(5), (0.8, 0.5, 0.4)
+    made = [drafted(survival, luck, 3, says_sure=True) for _ in range(6000)]
+    for place, share in enumerate(survival):
+        assert statistics.fmean(each.num_right > place for each in made) == pytest.approx(share, abs=0.02)
+    firsts = sorted((each.sure[0], each.num_right > 0) for each in made if each.sure)
+    low, high = firsts[:1500], firsts[-1500:]
+    assert statistics.fmean(stood for _, stood in low) < 0.6 and statistics.fmean(stood for _, stood in high) > 0.97
 
 
-def test_what_was_found_not_to_pay_is_tried_again_some_day() -> None:
-    policy = Adaptive(step_seconds(Costs(position_s=0.003, draft=0.002), 100), 3)
-    for _ in range(200):
-        policy.record(3, 0)
-    assert policy.choose(1) == 0 and policy.chances()[0] < 0.1
-    for _ in range(3000):
-        policy.record(0, 0)
-    assert policy.chances()[0] == pytest.approx(policies.PRIOR, abs=0.03)
+def test_a_fixed_number_draws_by_the_curve_alone() -> None:
+    made = drafted(HALF, random.Random(1), 7, says_sure=False)
+    assert made.sure is None and 0 <= made.num_right <= 7
 
 
 # Workloads and nonsense
@@ -316,9 +311,9 @@ def test_a_length_that_is_none(text: str) -> None:
         lambda: run(jobs_of(1), survival=(0.5, 0.6)),
         lambda: run(jobs_of(1), survival=(float("nan"),)),
         lambda: run([Job(0.0, 1, 1, (-0.1,))]),
-        lambda: make_policy("fastest", HALF, step_seconds(COSTS, 1), 7),
-        lambda: make_policy("8", HALF, step_seconds(COSTS, 1), 7),
-        lambda: make_policy("-1", HALF, step_seconds(COSTS, 1), 7),
+        lambda: make_planner("fastest", HALF, COSTS, 1, 256),
+        lambda: make_planner("8", HALF, COSTS, 1, 256),
+        lambda: make_planner("-1", HALF, COSTS, 1, 256),
         lambda: sweep(Case(jobs_of(1), COSTS, ServerShape(), HALF), ["off"], rates=[0.0]),
         lambda: sweep(Case(jobs_of(1), COSTS, ServerShape(), HALF), ["off"]),
         lambda: sweep(Case([], COSTS, ServerShape(), HALF), ["off"], rates=[1.0]),
@@ -339,6 +334,5 @@ def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
     assert made.inter_token == Spread(None, None, None, None) and made.tokens_per_round == 1.0
 
 
-def test_fixed_names_itself() -> None:
-    assert [Fixed(0).name, Fixed(4).name] == ["off", "4"]
-    assert simulate([], COSTS, ServerShape(), Fixed(0), HALF).wall_s == 0.0
+def test_nobody_asks() -> None:
+    assert simulate([], COSTS, ServerShape(), FixedPlanner(0), HALF).wall_s == 0.0
