@@ -90,20 +90,25 @@ class AttentionPlan:
         return torch.cat(parts)
 
     def _attend_span(self, span: _Span, query_THD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        kv_heads, head_dim = keys.shape[1], keys.shape[3]
-        num_rows, count, group = span.num_rows, span.count, self._group
-        stacked = query_THD.view(num_rows, count, kv_heads, group, head_dim)
-        if count > 1:
-            stacked = stacked.permute(0, 2, 3, 1, 4)
-        out = F.scaled_dot_product_attention(
-            stacked.reshape(num_rows, kv_heads, group * count, head_dim),
-            keys[span.row : span.row + num_rows, :, span.begin : span.end],
-            values[span.row : span.row + num_rows, :, span.begin : span.end],
-            attn_mask=span.mask,
-        )
-        if count > 1:
-            out = out.view(num_rows, kv_heads, group, count, head_dim).permute(0, 3, 1, 2, 4)
-        return out.reshape(num_rows * count, kv_heads * group * head_dim)
+        rows, seen = slice(span.row, span.row + span.num_rows), slice(span.begin, span.end)
+        return attend_rows(query_THD, keys[rows, :, seen], values[rows, :, seen], span.mask)
+
+
+def attend_rows(query_THD: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention output [T, heads * head_dim] of rows with equally many queries each, one row after another.
+
+    keys, values: what the rows may see, [rows, kv_heads, positions, head_dim]; mask as `AttentionPlan._mask` makes it.
+    """
+    num_rows, kv_heads, _, head_dim = keys.shape
+    count, group = len(query_THD) // num_rows, query_THD.shape[1] // kv_heads
+    stacked = query_THD.view(num_rows, count, kv_heads, group, head_dim)
+    if count > 1:
+        stacked = stacked.permute(0, 2, 3, 1, 4)
+    stacked = stacked.reshape(num_rows, kv_heads, group * count, head_dim)
+    out = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask)
+    if count > 1:
+        out = out.view(num_rows, kv_heads, group, count, head_dim).permute(0, 3, 1, 2, 4)
+    return out.reshape(len(query_THD), -1)
 
 
 def _runs(rows: list[int], counts: list[int]) -> list[int]:

@@ -8,10 +8,9 @@ compares every family with Transformers.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 
 from paceline.errors import ContextLengthError
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope
+from paceline.model.blocks import Weight
 from paceline.model.config import DecoderConfig
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.linear import PackedLinear, RMSNorm
@@ -67,17 +67,27 @@ class Decoder(Target):
         self.group = config.num_heads // config.num_kv_heads
         self._num_qk_heads = config.num_heads + config.num_kv_heads
         self._residual_dtype = torch.float32 if self.device.type == "cpu" else dtype
-        self._build(_Loader(config, tensors, dtype, self.device))
+        self._build(tensors)
         self.allocate_cache(num_rows, max_len)
         self.windows = sorted({layer.window for layer in self.layers}, key=lambda window: window or 0)
 
-    def _build(self, loader: _Loader) -> None:
-        self.embedding, self.layers, self.final_norm, head = loader.build()
-        self._head = head
-        layers_bytes = sum(
-            matrix.num_bytes for layer in self.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)
-        )
-        self.weight_bytes = layers_bytes + head.num_bytes
+    def _build(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Fuse and pack each layer as soon as it is complete, so that nothing is held twice."""
+        layers: dict[int, Layer] = {}
+        rest: dict[str, Tensor] = {}
+        # Copies, so that the checkpoint's file does not stay mapped for the sake of one tensor.
+        copies = ((name, tensor.to(self.device, self.dtype, copy=True)) for name, tensor in tensors)
+        for index, parts in by_layer(self.config, copies):
+            if index is None:
+                rest |= parts
+            else:
+                layers[index] = _layer(self.config, index, parts)
+        self.layers = [layers[index] for index in range(self.num_layers)]
+        self.embedding = rest["model.embed_tokens.weight"]
+        self.final_norm = RMSNorm(rest["model.norm.weight"], self.config.rms_norm_eps)
+        self._head = PackedLinear(self.embedding if self.config.tie_embeddings else rest["lm_head.weight"])
+        matrices = [matrix for layer in self.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        self.weight_bytes = sum(matrix.num_bytes for matrix in (*matrices, self._head))
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
         config = self.config
@@ -96,8 +106,10 @@ class Decoder(Target):
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         batch.require_chains()
-        plans = {window: self._plan(batch, window) for window in self.windows}
-        writer = CacheWriter(batch.rows, batch.starts, batch.counts, self.device)
+        rows = (batch.rows, batch.starts, batch.counts)
+        kind: dict[str, Any] = {"group": self.group, "dtype": self.dtype, "device": self.device}
+        plans = {window: AttentionPlan(*rows, window=window, **kind) for window in self.windows}
+        writer = CacheWriter(*rows, self.device)
         tables = self.rope.tables(batch.positions)
         hidden_TD, taps_TF = self.run_layers(torch.tensor(batch.tokens, device=self.device), plans, writer, tables)
         self.cache.append(batch.rows, batch.counts)
@@ -107,35 +119,19 @@ class Decoder(Target):
         self, tokens_T: Tensor, plans: Mapping[int | None, Plan], writer: Writer, tables: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """Embedding and all layers: hidden states [T, D] before the final norm, and taps [T, F]."""
-        taps = _Taps(self.tap_layers, len(tokens_T), self.hidden_size, self.dtype, self.device)
+        taps_TLD = torch.empty(len(tokens_T), len(self.tap_layers), self.hidden_size, dtype=self.dtype, device=self.device)
         hidden_TD = self.embed(tokens_T).to(self._residual_dtype)
         for index, layer in enumerate(self.layers):
             self._attend(index, layer, hidden_TD, plans[layer.window], writer, tables)
-            self._mlp(layer, hidden_TD)
+            gate, up = layer.gate_up(layer.mlp_norm(hidden_TD)).chunk(2, dim=-1)
+            hidden_TD.add_(layer.down(F.silu(gate).mul_(up)))
             if index in self.tap_layers:
                 is_last = index == self.num_layers - 1  # tapped after the final norm, as Transformers' hidden_states[-1]
-                taps.put(index, self.final_norm(hidden_TD) if is_last else hidden_TD)
-        return hidden_TD, taps.values_TF
-
-    def _plan(self, batch: ForwardBatch, window: int | None) -> AttentionPlan:
-        return AttentionPlan(
-            batch.rows,
-            batch.starts,
-            batch.counts,
-            group=self.group,
-            dtype=self.dtype,
-            device=self.device,
-            window=window,
-        )
+                taps_TLD[:, self.tap_layers.index(index)] = self.final_norm(hidden_TD) if is_last else hidden_TD
+        return hidden_TD, taps_TLD.flatten(1) if self.tap_layers else None
 
     def _attend(
-        self,
-        index: int,
-        layer: Layer,
-        hidden_TD: Tensor,
-        plan: Plan,
-        writer: Writer,
-        tables: tuple[Tensor, Tensor],
+        self, index: int, layer: Layer, hidden_TD: Tensor, plan: Plan, writer: Writer, tables: tuple[Tensor, Tensor]
     ) -> None:
         config = self.config
         heads = layer.qkv(layer.input_norm(hidden_TD)).view(-1, self._num_qk_heads + config.num_kv_heads, config.head_dim)
@@ -147,11 +143,6 @@ class Decoder(Target):
         writer.write(keys, qk_heads[:, config.num_heads :])
         writer.write(values, heads[:, self._num_qk_heads :])
         hidden_TD.add_(layer.output(plan.attend(qk_heads[:, : config.num_heads], keys, values)))
-
-    def _mlp(self, layer: Layer, hidden_TD: Tensor) -> None:
-        gate_up = layer.gate_up(layer.mlp_norm(hidden_TD))
-        gate, up = gate_up.chunk(2, dim=-1)
-        hidden_TD.add_(layer.down(F.silu(gate).mul_(up)))
 
     def _finish(self, batch: ForwardBatch, hidden_TD: Tensor, taps_TF: Tensor | None) -> ForwardOutput:
         if batch.logits == "none":
@@ -174,80 +165,48 @@ class Writer(Protocol):
     def write(self, cache: Tensor, new_THD: Tensor) -> None: ...
 
 
-class _Taps:
-    """Collects the outputs of tapped layers side by side."""
-
-    def __init__(self, layers: tuple[int, ...], num_tokens: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._slot = {layer: slot for slot, layer in enumerate(layers)}
-        self._size = size
-        self.values_TF = torch.empty(num_tokens, len(layers) * size, dtype=dtype, device=device) if layers else None
-
-    def put(self, layer: int, hidden_TD: Tensor) -> None:
-        assert self.values_TF is not None
-        begin = self._slot[layer] * self._size
-        self.values_TF[:, begin : begin + self._size] = hidden_TD
+AnyWeight = TypeVar("AnyWeight", Tensor, Weight)
 
 
-class _Loader:
-    """Fuses and packs a stream of named tensors, each layer as soon as it is complete, so that nothing is held twice."""
-
-    def __init__(
-        self, config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._config = config
-        self._tensors = iter(tensors)
-        self._dtype, self._device = dtype, device
-        self._pending: dict[str, Tensor] = {}
-        self._layers: dict[int, Layer] = {}
-        self._sizes = Counter[int]()
-        self._layer_size = 9 + 3 * config.qkv_bias + config.output_bias + 3 * config.mlp_bias + 2 * config.qk_norm
-
-    def build(self) -> tuple[Tensor, list[Layer], RMSNorm, PackedLinear]:
-        for name, tensor in self._tensors:
-            # A copy, so that the checkpoint's file does not stay mapped for the sake of one tensor.
-            self._pending[name] = tensor.to(self._device, self._dtype, copy=True)
-            index = _layer_of(name)
-            if index is not None:
-                self._sizes[index] += 1
-                if self._sizes[index] == self._layer_size:
-                    self._layers[index] = self._layer(index)
-        layers = [self._layers[index] for index in range(self._config.num_layers)]
-        stored = self._pending.pop("model.embed_tokens.weight")
-        head = PackedLinear(stored if self._config.tie_embeddings else self._pending.pop("lm_head.weight"))
-        return stored, layers, self._norm("model.norm.weight"), head
-
-    def _norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._pending.pop(name), self._config.rms_norm_eps)
-
-    def _linear(self, *names: str) -> PackedLinear:
-        weights = [self._pending.pop(f"{name}.weight") for name in names]
-        biases = [self._pending.pop(f"{name}.bias", None) for name in names]
-        present = [bias for bias in biases if bias is not None]
-        return PackedLinear(torch.cat(weights), torch.cat(present) if present else None)
-
-    def _qk_norm(self, prefix: str) -> RMSNorm | None:
-        if not self._config.qk_norm:
-            return None
-        query, key = (self._pending.pop(f"{prefix}.{which}_norm.weight") for which in "qk")
-        rows = [query.expand(self._config.num_heads, -1), key.expand(self._config.num_kv_heads, -1)]
-        return RMSNorm(torch.cat(rows), self._config.rms_norm_eps)
-
-    def _layer(self, index: int) -> Layer:
-        prefix = f"model.layers.{index}"
-        attention = f"{prefix}.self_attn"
-        return Layer(
-            input_norm=self._norm(f"{prefix}.input_layernorm.weight"),
-            qkv=self._linear(*(f"{attention}.{which}_proj" for which in "qkv")),
-            qk_norm=self._qk_norm(attention),
-            output=self._linear(f"{attention}.o_proj"),
-            mlp_norm=self._norm(f"{prefix}.post_attention_layernorm.weight"),
-            gate_up=self._linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"),
-            down=self._linear(f"{prefix}.mlp.down_proj"),
-            window=self._config.window(index),
-        )
+def by_layer(
+    config: DecoderConfig, tensors: Iterable[tuple[str, AnyWeight]]
+) -> Iterator[tuple[int | None, dict[str, AnyWeight]]]:
+    """A layer's tensors as soon as they are all there, under their names within the layer; every other one alone, with None."""
+    size = 9 + 3 * config.qkv_bias + config.output_bias + 3 * config.mlp_bias + 2 * config.qk_norm
+    layers: dict[int, dict[str, AnyWeight]] = {}
+    for name, tensor in tensors:
+        if not name.startswith("model.layers."):
+            yield None, {name: tensor}
+            continue
+        _, _, number, own_name = name.split(".", 3)
+        layer = layers.setdefault(int(number), {})
+        layer[own_name] = tensor
+        if len(layer) == size:
+            yield int(number), layers.pop(int(number))
 
 
-def _layer_of(name: str) -> int | None:
-    """`model.layers.7.mlp.up_proj.weight` -> 7."""
-    pieces = name.split(".")
-    return int(pieces[2]) if name.startswith("model.layers.") else None
+def _layer(config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> Layer:
+    """Norms, and the projections that have the same input as one matrix. Takes the weights out of `parts`."""
+
+    def norm(weight: Tensor) -> RMSNorm:
+        return RMSNorm(weight, config.rms_norm_eps)
+
+    def linear(*names: str) -> PackedLinear:
+        biases = [parts[f"{name}.bias"] for name in names if f"{name}.bias" in parts]
+        weight = torch.cat([parts.pop(f"{name}.weight") for name in names])
+        return PackedLinear(weight, torch.cat(biases) if biases else None)
+
+    qk_norm = None
+    if config.qk_norm:
+        query, key = (parts[f"self_attn.{which}_norm.weight"] for which in "qk")
+        qk_norm = norm(torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)]))
+    return Layer(
+        input_norm=norm(parts["input_layernorm.weight"]),
+        qkv=linear(*(f"self_attn.{which}_proj" for which in "qkv")),
+        qk_norm=qk_norm,
+        output=linear("self_attn.o_proj"),
+        mlp_norm=norm(parts["post_attention_layernorm.weight"]),
+        gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
+        down=linear("mlp.down_proj"),
+        window=config.window(index),
+    )

@@ -1,7 +1,7 @@
 """Small operations of a decoder with their gradients written by hand: one pass where autograd would make five.
 
-For training on CPU, where such operations otherwise take as long as the matrix products. Each equals its plain spelling
-(tests/model/test_fused.py) and computes in float32 whatever comes in.
+For training on CPU, where such operations otherwise take as long as the matrix products. Each gives the result of the
+plain PyTorch operations (tests/model/test_fused.py) and computes in float32 whatever comes in.
 """
 
 from __future__ import annotations

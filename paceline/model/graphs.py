@@ -1,17 +1,17 @@
-"""Decode passes of fixed shape, for CUDA graphs: at a few rows a GPU waits for Python, unless the whole pass is one replay.
+"""Decode passes of fixed shape, for CUDA graphs: at a few rows a GPU waits for Python, unless a recorded pass is replayed.
 
 A `StaticPass` computes rows 0..B-1 of the cache, J tokens each, against the first S positions, from static buffers only;
 shapes are rounded up to buckets so that few graphs cover everything. Rows that have no part in a pass, and tokens that pad a
-row, write beyond their row's length, where nothing is alive. On CPU the same pass runs without a graph: that is how
-`tests/model/test_graphs.py` proves it equal to the ordinary one.
+row, write beyond their row's length, where nothing is read. On CPU the same pass runs without a graph, which is how
+`tests/model/test_graphs.py` compares it with the ordinary one.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from paceline.model.attention import attend_rows
 from paceline.model.decoder import Decoder
 from paceline.model.target import ForwardBatch, ForwardOutput
 
@@ -21,7 +21,7 @@ _MIN_SPAN = 256
 
 
 class StaticPass:
-    """One shape: B rows, J tokens each, S cache positions. Stands in for an AttentionPlan and a CacheWriter of that pass."""
+    """One shape: B rows, J tokens each, S cache positions. Stands in for the CacheWriter of that pass."""
 
     def __init__(self, decoder: Decoder, num_rows: int, count: int, span: int) -> None:
         self._decoder = decoder
@@ -29,8 +29,6 @@ class StaticPass:
         device = decoder.device
         self.tokens_BJ = torch.zeros(num_rows, count, dtype=torch.long, device=device)
         self.starts_B = torch.zeros(num_rows, dtype=torch.long, device=device)
-        self.window: int | None = None
-        self._masks: dict[int | None, Tensor] = {}
         self.logits: Tensor | None = None
         self.taps: Tensor | None = None
 
@@ -39,8 +37,7 @@ class StaticPass:
         decoder, device = self._decoder, self._decoder.device
         self._positions_BJ = self.starts_B[:, None] + torch.arange(self._count, device=device)
         self._rows_T = torch.arange(self._num_rows, device=device).repeat_interleave(self._count)
-        self._masks = {window: self._mask(window) for window in decoder.windows}
-        plans = {window: _WindowView(self, mask) for window, mask in self._masks.items()}
+        plans = {window: _Plan(self._num_rows, self._span, self._mask(window)) for window in decoder.windows}
         tables = decoder.rope.tables_at(self._positions_BJ.flatten())
         hidden, taps = decoder.run_layers(self.tokens_BJ.flatten(), plans, self, tables)
         self.logits, self.taps = decoder.head(decoder.final_norm(hidden)), taps
@@ -56,28 +53,17 @@ class StaticPass:
         """As CacheWriter.write."""
         cache[self._rows_T, :, self._positions_BJ.flatten()] = new_THD
 
-    def attend(self, query_THD: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """As AttentionPlan.attend, over the rectangle of this shape."""
-        kv_heads, head_dim, group = keys.shape[1], keys.shape[3], self._decoder.group
-        stacked = query_THD.view(self._num_rows, self._count, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
-        out = F.scaled_dot_product_attention(
-            stacked.reshape(self._num_rows, kv_heads, group * self._count, head_dim),
-            keys[: self._num_rows, :, : self._span],
-            values[: self._num_rows, :, : self._span],
-            attn_mask=mask,
-        )
-        out = out.view(self._num_rows, kv_heads, group, self._count, head_dim).permute(0, 3, 1, 2, 4)
-        return out.reshape(self._num_rows * self._count, -1)
 
+class _Plan:
+    """The attention of a static pass, for one window: over the whole rectangle of its shape."""
 
-class _WindowView:
-    """A static pass seen through one window's mask."""
-
-    def __init__(self, static: StaticPass, mask: Tensor) -> None:
-        self._static, self._mask = static, mask
+    def __init__(self, num_rows: int, span: int, mask: Tensor) -> None:
+        self._num_rows, self._span, self._mask = num_rows, span, mask
 
     def attend(self, query_THD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return self._static.attend(query_THD, keys, values, self._mask)
+        """As AttentionPlan.attend."""
+        keys, values = (tensor[: self._num_rows, :, : self._span] for tensor in (keys, values))
+        return attend_rows(query_THD, keys, values, self._mask)
 
 
 class GraphDecoder(Decoder):

@@ -17,14 +17,14 @@ from paceline.errors import MemoryBudgetError
 
 
 class KVCache(ABC):
-    """Rows and their lengths; where keys and values live is the subclass's affair."""
+    """Rows and their lengths; subclasses hold the keys and values."""
 
     def __init__(self, num_rows: int, max_len: int) -> None:
         self.num_rows = num_rows
         self.max_len = max_len
         self.lengths = [0] * num_rows
         self.generations = [0] * num_rows
-        """How often each row was given away: what was known of its content is void when this has changed."""
+        """How often each row was allocated: who remembers what a row holds must forget it when this has changed."""
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -146,7 +146,3 @@ class StaticKVCache(KVCache):
     def _move(self, row: int, start: int, slots: list[int]) -> None:
         for tensor in (self.keys, self.values):
             tensor[:, row, :, start : start + len(slots)] = tensor[:, row, :, [start + slot for slot in slots]]
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, each [rows, kv_heads, max_len, head_dim]."""
-        return self.keys[index], self.values[index]

@@ -47,7 +47,7 @@ def can_pack(weight: Tensor) -> bool:
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * w over the last dimension, result in the weight's dtype.
 
-    On CPU it is spelled with vector_norm and hypot, exact and half the time of `F.rms_norm` at one row.
+    On CPU it is computed by vector_norm and hypot, exactly and in half the time of `F.rms_norm` at one row.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:

@@ -8,7 +8,6 @@ depend on the rows beside it, so speculation changes nothing, in bfloat16 either
 from __future__ import annotations
 
 import ctypes
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,14 +16,13 @@ from torch import Tensor
 
 from paceline.errors import ContextLengthError
 from paceline.model import native_lib as native
-from paceline.model.blocks import Blocks
+from paceline.model.blocks import Blocks, Weight
 from paceline.model.config import DecoderConfig
+from paceline.model.decoder import by_layer
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.native_lib import Buffers, CCache, CConfig, CLayer, Matrix, Model, padded_rows, pointer
 from paceline.model.rope import rope_tables
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
-
-Weight = Tensor | Blocks
 
 
 class NativeDecoder(Target):
@@ -50,7 +48,7 @@ class NativeDecoder(Target):
         self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_position = config.num_layers, config.max_position
-        self._weights = _Loader(config, tensors, dtype).build()
+        self._weights = _load(config, tensors, dtype)
         self.weight_bytes = self._weights.num_bytes
         self.weight_format = "+".join(sorted({native.FORMAT_NAMES[matrix.format] for matrix in self._weights.matrices}))
         self._logits = torch.empty(0, self.vocab_size)
@@ -256,61 +254,45 @@ def pack_vectors(vectors: list[Tensor | None]) -> Tensor | None:
     return torch.cat(padded).contiguous()
 
 
-class _Loader:
+def _load(config: DecoderConfig, tensors: Iterable[tuple[str, Weight]], dtype: torch.dtype) -> NativeWeights:
     """Packs a stream of named tensors, each layer as soon as it is complete, so that nothing is held twice."""
+    weights, layers = NativeWeights(), dict[int, dict[str, Any]]()
+    for index, parts in by_layer(config, tensors):
+        if index is not None:
+            layers[index] = _layer(config, index, parts, dtype)
+        elif "model.embed_tokens.weight" in parts:
+            weights.embedding = pack([*parts.values()], dtype)
+        elif "lm_head.weight" in parts:
+            weights.head = pack([*parts.values()], dtype)
+        else:
+            weights.final_norm = _vector(parts["model.norm.weight"], dtype)
+    if config.tie_embeddings:
+        weights.head = weights.embedding
+    weights.layers = [layers[index] for index in range(config.num_layers)]
+    return weights
 
-    def __init__(self, config: DecoderConfig, tensors: Iterable[tuple[str, Weight]], dtype: torch.dtype) -> None:
-        self._config, self._tensors, self._dtype = config, tensors, dtype
-        self._pending: dict[str, Weight] = {}
-        self._sizes = Counter[int]()
-        self._layer_size = 9 + 3 * config.qkv_bias + config.output_bias + 3 * config.mlp_bias + 2 * config.qk_norm
 
-    def build(self) -> NativeWeights:
-        weights, layers = NativeWeights(), dict[int, dict[str, Any]]()
-        for name, tensor in self._tensors:
-            self._pending[name] = tensor
-            if name.startswith("model.layers."):
-                index = int(name.split(".")[2])
-                self._sizes[index] += 1
-                if self._sizes[index] == self._layer_size:
-                    layers[index] = self._layer(index)
-            elif name.endswith("embed_tokens.weight"):
-                weights.embedding = pack([self._pending.pop(name)], self._dtype)
-            elif name == "lm_head.weight":
-                weights.head = pack([self._pending.pop(name)], self._dtype)
-        if self._config.tie_embeddings:
-            weights.head = weights.embedding
-        weights.layers = [layers[index] for index in range(self._config.num_layers)]
-        weights.final_norm = self._vector("model.norm.weight")
-        return weights
+def _vector(vector: Weight, dtype: torch.dtype) -> Tensor:
+    assert isinstance(vector, Tensor)
+    return vector.to(dtype).float().contiguous()
 
-    def _vector(self, name: str) -> Tensor:
-        vector = self._pending.pop(name)
-        assert isinstance(vector, Tensor)
-        return vector.to(self._dtype).float().contiguous()
 
-    def _linear(self, *names: str) -> Matrix:
-        return pack([self._pending.pop(f"{name}.weight") for name in names], self._dtype)
-
-    def _bias(self, *names: str) -> Tensor | None:
-        return pack_vectors([self._vector(f"{name}.bias") if f"{name}.bias" in self._pending else None for name in names])
-
-    def _layer(self, index: int) -> dict[str, Any]:
-        prefix = f"model.layers.{index}"
-        qkv = [f"{prefix}.self_attn.{which}_proj" for which in "qkv"]
-        gate_up = [f"{prefix}.mlp.{which}_proj" for which in ("gate", "up")]
-        parts: dict[str, Any] = {
-            "input_norm": self._vector(f"{prefix}.input_layernorm.weight"),
-            "mlp_norm": self._vector(f"{prefix}.post_attention_layernorm.weight"),
-            "window": self._config.window(index) or 0,
-        }
-        for name, projections in (
-            ("qkv", qkv),
-            ("output", [f"{prefix}.self_attn.o_proj"]),
-            ("gate_up", gate_up),
-            ("down", [f"{prefix}.mlp.down_proj"]),
-        ):
-            parts[f"{name}_bias"], parts[name] = self._bias(*projections), self._linear(*projections)
-        if self._config.qk_norm:
-            parts |= {f"{which}_norm": self._vector(f"{prefix}.self_attn.{which}_norm.weight") for which in "qk"}
-        return parts
+def _layer(config: DecoderConfig, index: int, parts: dict[str, Weight], dtype: torch.dtype) -> dict[str, Any]:
+    """The fields of a CLayer. Takes the weights out of `parts`."""
+    vectors = {name: _vector(part, dtype) for name, part in parts.items() if name.endswith(("norm.weight", "bias"))}
+    layer: dict[str, Any] = {
+        "input_norm": vectors["input_layernorm.weight"],
+        "mlp_norm": vectors["post_attention_layernorm.weight"],
+        "window": config.window(index) or 0,
+    }
+    for name, projections in (
+        ("qkv", [f"self_attn.{which}_proj" for which in "qkv"]),
+        ("output", ["self_attn.o_proj"]),
+        ("gate_up", ["mlp.gate_proj", "mlp.up_proj"]),
+        ("down", ["mlp.down_proj"]),
+    ):
+        layer[f"{name}_bias"] = pack_vectors([vectors.get(f"{each}.bias") for each in projections])
+        layer[name] = pack([parts.pop(f"{each}.weight") for each in projections], dtype)
+    if config.qk_norm:
+        layer |= {f"{which}_norm": vectors[f"self_attn.{which}_norm.weight"] for which in "qk"}
+    return layer

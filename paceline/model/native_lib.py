@@ -1,7 +1,7 @@
 """The native CPU library through ctypes: matrices, models and passes of `native/api.h`, with Python's errors.
 
-Everything heavy happens behind one call that holds no Python lock. Found beside this file, where the installation puts it, or
-under PACELINE_NATIVE_LIBRARY; PACELINE_NATIVE=0 leaves it out. `load()` is None without it: PyTorch then does the work.
+A call holds no Python lock while it computes. The library is found beside this file, where the installation puts it, or under
+PACELINE_NATIVE_LIBRARY; PACELINE_NATIVE=0 switches it off. `load()` is None without it: PyTorch then does the work.
 """
 
 from __future__ import annotations

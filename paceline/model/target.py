@@ -34,7 +34,7 @@ class ForwardBatch:
     logits: Literal["all", "last", "none"] = "all"
     """Logits of every token, only of each row's last one, or of none (a prefill chunk that is not the last)."""
     only_argmax: bool = False
-    """Nobody will read more of the logits than where each row is largest: an implementation may leave them out."""
+    """Only where each row of logits is largest will be read: an implementation may leave the logits themselves out."""
     parents: list[int] | None = None
     """A tree of tokens: for each the place of its parent among its row's tokens of this pass, -1 for one that follows the
     cache; parents come first. None: every token follows the one before it."""
@@ -94,13 +94,13 @@ class Target(ABC):
     max_position: int
     """Longest context the model was made for, in tokens."""
     weight_bytes: int
-    """Bytes one pass must read; the ceiling of plain decoding is bandwidth / weight_bytes."""
+    """Bytes one pass must read; see Machine.ceiling_tokens_per_s."""
     tap_layers: tuple[int, ...] = ()
     is_width_invariant: bool = False
     """Whether a position gets the same bits whatever else is in its pass, however its row's tokens were split into passes."""
 
     has_own_threads: bool = False
-    """Whether it computes on threads of its own, which PyTorch's would only be in the way of."""
+    """Whether it computes on threads of its own; PyTorch's threads, which spin when idle, would slow them down."""
 
     overwrites_taps: bool = True
     """Whether the next pass may overwrite the taps of this one: what keeps them longer must copy them."""
@@ -127,7 +127,7 @@ class Target(ABC):
 
 
 def head_weight(target: Target) -> Tensor:
-    """The target's head as a matrix [V, D]: what it makes of the unit vectors.
+    """The target's head as a matrix [V, D], found by applying it to the unit vectors.
 
     Raises UnsupportedModelError for a head that is no plain matrix.
     """
