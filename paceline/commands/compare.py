@@ -61,8 +61,8 @@ def compare(
     check_template(raw, system)
     if repeat < 1:
         raise ConfigError(f"--repeat must be at least 1, not {repeat}")
-    if engine.drafter == "none" or engine.num_drafted == 0:
-        raise ConfigError("nothing to compare without drafts: choose another --drafter or --num-drafted")
+    if engine.drafter == "none" or engine.num_drafted == 0 or engine.plan == "fixed:0":
+        raise ConfigError("nothing to compare without drafts: choose another --drafter, --num-drafted or --plan")
     timing = _record(with_model(engine, None), sampling, text, system, raw, repeat)
     described = {"llm": engine, "sampling": sampling, "system": system, "raw": raw, "repeat": repeat}
     run = RunFolder.create("compare", described, out)

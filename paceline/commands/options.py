@@ -289,13 +289,13 @@ def _helps(owner: type) -> dict[str, str]:
 
 
 def _literals(owner: type) -> dict[str, str]:
-    """The string literal under each field of a class, from its source; only the class is parsed, which is quick."""
+    """The string literal under each field of a class, from its source; only what stands before its methods is parsed."""
     file = getattr(sys.modules[owner.__module__], "__file__", None)
     if file is None or owner is object:  # built in
         return {}
     source = Path(file).read_text(encoding="utf-8")
     found = re.search(rf"^class {owner.__name__}\b.*\n(?:[ \t].*\n|\n)*", source, re.MULTILINE)
-    body = ast.parse(found[0]).body[0] if found else None
+    body = ast.parse(re.split(r"\n    (?:def |@)", found[0])[0]).body[0] if found else None
     return {
         field.target.id: literal.value.value
         for field, literal in pairwise(body.body if isinstance(body, ast.ClassDef) else ())
