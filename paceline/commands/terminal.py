@@ -55,7 +55,16 @@ def introduce(llm: LLM) -> str:
         f"{llm.config.model} on {llm.config.device}, {llm.config.dtype} ({form_of(llm.target)}), "
         f"drafter {llm.drafter.name or 'custom'}; "
         f"weights {size(llm.target.weight_bytes)}, KV cache {size(llm.cache_bytes)} ({rows} of {cache.max_len} tokens)"
+        + _measured(llm)
     )
+
+
+def _measured(llm: LLM) -> str:
+    """What the planner begins with, where passes were measured at the start."""
+    if llm.pass_costs is None:
+        return ""
+    one, eight = (1000 * llm.pass_costs.seconds(positions) for positions in (1, 8))
+    return f"; measured at the start: a pass of one position {one:.1f} ms, of eight {eight:.1f} ms"
 
 
 def weights_read_per_s(stats: GenerationStats, weight_bytes: int) -> float | None:
