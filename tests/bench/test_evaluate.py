@@ -42,7 +42,7 @@ class FakeLLM:
         self.target = FakeTarget(vocab_size=258, num_rows=max_batch, max_len=256)
         self.tokenizer = ByteTokenizer()
         self.config = EngineConfig(model=model, device="cpu", dtype="float32")
-        self.cache_bytes = 0
+        self.cache_bytes, self.pass_costs = 0, None
         self.drafter = NoDrafter()
         self.engine = self.new_engine(self.drafter)
 

@@ -79,13 +79,15 @@ def test_sigterm_under_load_finishes_what_waits_too_and_refuses_the_rest(running
     clients = [threading.Thread(target=lambda: answers.append(ask(body | {"stream": True})[1])) for _ in range(12)]
     for client in clients:
         client.start()
-    num_waiting = 0
-    while num_waiting < 6:
+    num_waiting = num_running = 0
+    while num_waiting < 6 or num_waiting + num_running + len(answers) < 12:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
         connection.request("GET", "/metrics")
         metrics = connection.getresponse().read().decode()
         connection.close()
-        num_waiting = int(float(re.findall(r"vllm:num_requests_waiting\{.*\} (\S+)", metrics)[0]))
+        num_waiting, num_running = (
+            int(float(re.findall(rf"vllm:num_requests_{name}\{{.*\}} (\S+)", metrics)[0])) for name in ("waiting", "running")
+        )
         assert len(answers) < 6, "the test needs requests that wait"
     process.send_signal(signal.SIGTERM)
     refused = 0
