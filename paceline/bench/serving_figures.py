@@ -42,6 +42,8 @@ class Answer:
     num_rounds: int | None = None
     accepted_histogram: list[int] = field(default_factory=list)
     """accepted_histogram[n]: rounds in which exactly n drafts stood."""
+    rounds_by_source: dict[str, Any] = field(default_factory=dict)
+    """As the server tells them: source of drafts -> num_rounds, num_drafted and accepted_histogram of its rounds."""
     text: str = ""
 
     @property
@@ -104,6 +106,7 @@ def _count(answer: Answer, chunk: dict[str, Any]) -> None:
     if speculation:
         answer.accepted_histogram = list(speculation.get("acceptance_histogram") or ())
         answer.num_rounds = sum(answer.accepted_histogram)
+        answer.rounds_by_source = speculation.get("rounds_by_source") or {}
 
 
 def _error_of(body: bytes) -> str:

@@ -22,7 +22,7 @@ from paceline.model.tokenizer import Tokenizer
 from paceline.serve.failures import ApiError, RequestFailed, dump
 from paceline.serve.protocol import Sampling
 from paceline.serve.ticket import Event, Ticket
-from paceline.types import Sequence, TokenLogprob
+from paceline.types import Round, Sequence, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0
@@ -182,8 +182,22 @@ class Exchange:
             "mean_acceptance_length": _tokens_per_round(sequences),
             "draft_acceptance_rate": num_accepted / num_drafted if num_drafted else 0.0,
             "acceptance_histogram": [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)],
+            "rounds_by_source": _by_source([each for seq in sequences for each in seq.rounds]),
         }
         return {"speculative_decoding": figures}
+
+
+def _by_source(rounds: list[Round]) -> dict[str, dict[str, Any]]:
+    """Source of drafts ("dflash", "ngram", "none") -> the figures of its rounds."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in rounds:
+        figures = found.setdefault(one.source, {"num_rounds": 0, "num_drafted": 0, "accepted_histogram": []})
+        figures["num_rounds"] += 1
+        figures["num_drafted"] += one.num_drafted
+        histogram = figures["accepted_histogram"]
+        histogram.extend([0] * (one.num_accepted + 1 - len(histogram)))
+        histogram[one.num_accepted] += 1
+    return found
 
 
 def _timings(seq: Sequence) -> dict[str, Any]:

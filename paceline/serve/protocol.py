@@ -107,7 +107,8 @@ class Sampling(Open):
     speculate: Literal["auto", "full", "off"] | Annotated[int, Field(ge=0, le=1024)] | None = None
     """off decodes plainly, a number drafts at most so many tokens a round; the rest leaves it to the server."""
     return_metrics: bool | None = False
-    """Adds a `metrics.speculative_decoding` block: mean_acceptance_length, draft_acceptance_rate, acceptance_histogram."""
+    """Adds `metrics.speculative_decoding`: mean_acceptance_length, draft_acceptance_rate, acceptance_histogram, and
+    rounds_by_source with the figures of each source of drafts."""
     paceline_timings: bool | None = False
     """Adds a `paceline` field: where the time went; when streaming, how many tokens of each chunk were drafted."""
 

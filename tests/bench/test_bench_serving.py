@@ -53,6 +53,7 @@ def stream(*pieces: bytes) -> Stream:
     return Stream(10.0, 10.0, times[-1][0], times)
 
 
+BY_SOURCE = {"dflash": {"num_rounds": 2, "num_drafted": 6, "accepted_histogram": [1, 0, 1]}}
 USAGE = {
     "choices": [],
     "usage": {
@@ -61,7 +62,7 @@ USAGE = {
         "prompt_tokens_details": {"cached_tokens": 3},
         "completion_tokens_details": {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 4},
     },
-    "metrics": {"speculative_decoding": {"acceptance_histogram": [1, 0, 1]}},
+    "metrics": {"speculative_decoding": {"acceptance_histogram": [1, 0, 1], "rounds_by_source": BY_SOURCE}},
 }
 LAST = said("", finish_reason="stop")
 
@@ -74,6 +75,7 @@ def test_a_stream_becomes_an_answer() -> None:
     assert (answer.first_s, answer.total_s, answer.chunk_gaps_s) == (2.0, 6.0, [1.0, 1.0])
     assert (answer.num_prompt, answer.num_reused, answer.num_tokens) == (9, 3, 5)
     assert (answer.num_accepted, answer.num_drafted, answer.accepted_histogram) == (2, 6, [1, 0, 1])
+    assert answer.rounds_by_source == BY_SOURCE
     assert read_answer(stream(HEAD + whole[0], *whole[1:]), began_s=4.0).due_s == 6.0
     assert answer.inter_token_s == 0.5
     assert tokens_per_round([answer, Answer()]) == 2.0

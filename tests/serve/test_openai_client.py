@@ -220,9 +220,12 @@ def test_speculation_is_accounted_for(client: openai.OpenAI) -> None:
     assert details.accepted_prediction_tokens
     figures = answer.model_extra["metrics"]["speculative_decoding"]
     rounds = sum(figures["acceptance_histogram"])
+    by_source = figures["rounds_by_source"].values()
+    assert sum(each["num_rounds"] for each in by_source) == sum(sum(each["accepted_histogram"]) for each in by_source) == rounds
     assert figures["mean_acceptance_length"] == pytest.approx(1 + details.accepted_prediction_tokens / rounds)
     drafted = details.accepted_prediction_tokens + (details.rejected_prediction_tokens or 0)
     assert figures["draft_acceptance_rate"] == pytest.approx(details.accepted_prediction_tokens / drafted)
+    assert sum(each["num_drafted"] for each in by_source) == drafted
     timings = answer.model_extra["paceline"]
     assert timings["tokens"] == 120
     assert timings["drafted"] == details.accepted_prediction_tokens
