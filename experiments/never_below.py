@@ -2,10 +2,11 @@
 
     python experiments/never_below.py --prompts gsm8k_test.jsonl experiments/prompts_edit.jsonl
 
-One LLM, one engine a drafter over the same weights, the planner choosing. In every turn each drafter and plain decoding answer
-the same prompts, in an order that changes; a ratio is of one turn. The table has the median of the ratios, their range, and the
-share of rounds by the source of their drafts. `noisy` is the default drafter with noise in its weights, which drafts as one
-does that is half trained.
+One LLM for each drafter, the planner choosing. Every batch of prompts is answered by all of them and
+by plain decoding at the same time, a step of each in turns, so that all meet the same pace of the machine; a ratio is of one
+turn over all prompts. The table has the median of the ratios, their range, and the share of rounds by the source of their
+drafts. `noisy` is the default drafter with noise in its weights, which drafts as one does that is half trained; `none again` is
+plain decoding once more: how far its ratio is from 1 is the machine's doing.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import itertools
 import json
 import random
 import statistics
+import sys
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,6 +30,7 @@ from paceline.draft.dflash import DFlashDrafter
 from paceline.engine.engine import Engine
 from paceline.prompts import read_prompts
 from paceline.runlog import record_of
+from paceline.types import Sequence
 
 Setting = tuple[str, int, float]
 """Prompt file, batch, temperature."""
@@ -46,25 +50,43 @@ def noisy(drafter: Drafter, share: float) -> Drafter:
     return DFlashDrafter(network, draft_ids=drafter.draft_ids)
 
 
-def timed(
-    engine: Engine, prompts: list[list[int]], batch: int, temperature: float, max_tokens: int
-) -> tuple[float, Counter[str]]:
-    """Tokens per second after the prompts were read, batch after batch; rounds by source."""
-    tokens, seconds, sources = 0, 0.0, Counter[str]()
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
-    for begin in range(0, len(prompts), batch):
-        for prompt in prompts[begin : begin + batch]:
-            engine.add(prompt, params)
-        while engine.scheduler.waiting or engine.scheduler.prefilling:
-            engine.step()
-        running = list(engine.scheduler.running)
-        before, began = sum(seq.num_output for seq in running), time.perf_counter()
-        while engine.has_work:
-            engine.step()
-        seconds += time.perf_counter() - began
-        tokens += sum(seq.num_output for seq in running) - before
-        sources.update(one.source for seq in running for one in seq.rounds)
-    return tokens / seconds, sources
+def load(args: argparse.Namespace, name: str, max_batch: int) -> LLM:
+    own = {"noisy": "default", "none again": "none"}.get(name, name)
+    llm = LLM(args.model, drafter=own, dtype=args.dtype, max_batch=max_batch, max_len=1024)
+    if name == "noisy":
+        llm.use_drafter(noisy(llm.drafter, args.noise))
+    return llm
+
+
+@dataclass
+class Contender:
+    """An engine of its own weights and cache, and what it did in this turn."""
+
+    engine: Engine
+    num_tokens: int = 0
+    spent_s: float = 0.0
+    """After the prompts were read."""
+    sources: Counter[str] = field(default_factory=Counter)
+
+
+def answer(contenders: list[Contender], prompts: list[list[int]], params: SamplingParams, luck: random.Random) -> None:
+    """Each answers all prompts at once; a round of each in turns."""
+    running: dict[int, list[Sequence]] = {}
+    for one in contenders:
+        for prompt in prompts:
+            one.engine.add(prompt, params)
+        while one.engine.scheduler.waiting or one.engine.scheduler.prefilling:
+            one.engine.step()
+        running[id(one)] = list(one.engine.scheduler.running)
+        one.num_tokens -= sum(seq.num_output for seq in running[id(one)])
+    while working := [one for one in contenders if one.engine.has_work]:
+        for one in luck.sample(working, len(working)):
+            began = time.perf_counter()
+            one.engine.step()
+            one.spent_s += time.perf_counter() - began
+    for one in contenders:
+        one.num_tokens += sum(seq.num_output for seq in running[id(one)])
+        one.sources.update(each.source for seq in running[id(one)] for each in seq.rounds)
 
 
 def main() -> None:
@@ -73,7 +95,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--skip", type=int, default=0)
-    parser.add_argument("--limit", type=int, default=8, help="prompts of each file")
+    parser.add_argument("--limit", type=int, default=8, help="prompts of each file; a larger batch has its own number")
     parser.add_argument("--drafters", default="default,ngram,random-dflash,noisy", help="comma-separated; folders too")
     parser.add_argument("--noise", type=float, default=0.5)
     parser.add_argument("--batch", default="1,2,4,8")
@@ -83,33 +105,32 @@ def main() -> None:
     parser.add_argument("--out", default=None)
     args = parser.parse_args()
     batches, temperatures = [int(each) for each in args.batch.split(",")], [float(each) for each in args.temperature.split(",")]
-    llm = LLM(args.model, drafter="none", dtype=args.dtype, max_batch=max(batches), max_len=1024)
-    drafters: dict[str, Drafter] = {"none": llm.drafter}
-    for name in args.drafters.split(","):
-        drafters[name] = noisy(llm.make_drafter("default"), args.noise) if name == "noisy" else llm.make_drafter(name)
+    llms = {name: load(args, name, max(batches)) for name in ["none", "none again", *args.drafters.split(",")]}
+    llm = llms["none"]
+    for file in args.prompts:
+        if len(read_prompts(file)) < args.skip + max(batches):
+            parser.error(f"{file} has fewer than {args.skip + max(batches)} prompts: --skip and the largest --batch need them")
     sets = {
-        file: [llm.encode_chat(prompt.messages) for prompt in read_prompts(file)[args.skip : args.skip + args.limit]]
+        file: [llm.encode_chat(prompt.messages) for prompt in read_prompts(file)[args.skip :][: max(args.limit, *batches)]]
         for file in args.prompts
     }
     speeds: dict[tuple[Setting, str], list[float]] = {}
     sources: dict[tuple[Setting, str], Counter[str]] = {}
     settings = list(itertools.product(args.prompts, batches, temperatures))
-    engines = {name: llm.new_engine(drafter) for name, drafter in drafters.items()}
+    luck = random.Random(0)
     for turn, setting in itertools.product(range(-1, args.repeat), settings):
         file, batch, temperature = setting
-        names = random.Random(turn).sample(list(engines), len(engines))
-        for name in names:
-            engine = engines[name]
-            llm.target.set_taps(engine.drafter.tap_layers)
-            chosen = sets[file][: batch if turn < 0 else None]
-            speed, by_source = timed(engine, chosen, batch, temperature, args.max_tokens if turn >= 0 else 32)
-            if turn >= 0:
-                speeds.setdefault((setting, name), []).append(speed)
-                sources.setdefault((setting, name), Counter()).update(by_source)
-        print(f"turn {turn}: {file} batch {batch} temperature {temperature}", end="\r", flush=True)
+        params = SamplingParams(temperature=temperature, max_tokens=args.max_tokens if turn >= 0 else 32, ignore_eos=True)
+        contenders = {name: Contender(each.engine) for name, each in llms.items()}
+        for begin in range(0, max(args.limit, batch) if turn >= 0 else batch, batch):
+            answer(list(contenders.values()), sets[file][begin : begin + batch], params, luck)
+        for name, one in contenders.items() if turn >= 0 else ():
+            speeds.setdefault((setting, name), []).append(one.num_tokens / one.spent_s)
+            sources.setdefault((setting, name), Counter()).update(one.sources)
+        print(f"turn {turn}: {file} batch {batch} temperature {temperature}", file=sys.stderr, flush=True)
     results = []
     print("\n| prompts | batch | temperature | drafter | over none | range | rounds by source |\n|---|---|---|---|---|---|---|")
-    for setting, name in itertools.product(settings, drafters):
+    for setting, name in itertools.product(settings, llms):
         if name == "none":
             continue
         ratios = [one / plain for one, plain in zip(speeds[setting, name], speeds[setting, "none"], strict=True)]
@@ -125,7 +146,7 @@ def main() -> None:
             f"| {Path(file).stem} | {batch} | {temperature:g} | {name} | {statistics.median(ratios):.2f} | "
             f"{min(ratios):.2f} to {max(ratios):.2f} | {told} |"
         )
-    least = min(results, key=lambda each: each["median"])
+    least = min((each for each in results if each["drafter"] != "none again"), key=lambda each: each["median"])
     line = {"least_median": least["median"], "least": [least[key] for key in ("prompts", "batch", "temperature", "drafter")]}
     made = record_of({"dtype": llm.config.dtype, "results": results})
     if args.out:

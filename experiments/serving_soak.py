@@ -6,13 +6,17 @@ A third of the requests are hung up on, before the first token or in the middle;
 must equal those of an engine in this process without drafts. Afterwards nothing may be left: no open request, no row, no
 thread, and the second half of the requests must not have grown the process. Then SIGTERM under load: what is under way is
 answered, what comes then is refused. Prints a table, and exits with 1 when anything was not so.
+
+With `--swap-s 2` the server gives new requests another drafter every two seconds, `--other` and `--drafter` in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import http.client
+import itertools
 import json
 import math
 import os
@@ -217,11 +221,10 @@ class Process:
 
 
 @contextlib.contextmanager
-def server(words: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], int, float]]:
-    """`paceline serve` as a process: itself, its port, and the seconds until it took requests."""
+def server(command: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], int, float]]:
+    """A server as a process: itself, its port, and the seconds until it took requests."""
     with tempfile.TemporaryFile("w+") as said:
         began = time.monotonic()
-        command = [sys.executable, "-m", "paceline", "serve", "--port", "0", *words]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said)
         try:
             text = ""
@@ -237,6 +240,47 @@ def server(words: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], int, flo
             process.wait()
             said.seek(0)
             sys.stderr.write("".join(line for line in said if "Error" in line or "Traceback" in line))
+
+
+def serve_swapping(options: argparse.Namespace) -> None:
+    """As `paceline serve`, but new requests get the other drafter every `swap_s` seconds."""
+    from paceline import LLM
+    from paceline.commands.serve import warm_up
+    from paceline.serve.metrics import Metrics
+    from paceline.serve.run import run
+    from paceline.serve.settings import ServeConfig
+    from paceline.serve.worker import EngineWorker
+
+    names = itertools.cycle([options.other, options.drafter])
+    drafters: dict[str, Any] = {}
+
+    def swap(llm: LLM) -> int:
+        """Returns how many requests run meanwhile."""
+        name = next(names)
+        if not drafters:
+            drafters.update({options.drafter: llm.drafter, options.other: llm.make_drafter(options.other)})
+        llm.use_drafter(drafters[name])
+        return len(llm.engine.scheduler.running)
+
+    async def swap_again_and_again() -> None:
+        num_swaps = num_under_load = 0
+        while True:
+            await asyncio.sleep(options.swap_s)
+            num_under_load += await worker.call(swap) > 0
+            num_swaps += 1
+            Path(options.swaps).write_text(f"{num_swaps} {num_under_load}")
+
+    tasks: set[asyncio.Task[None]] = set()
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+        if line.startswith("ready: "):
+            tasks.add(asyncio.get_running_loop().create_task(swap_again_and_again()))
+
+    metrics = Metrics(options.model, None)
+    settings = {"drafter": options.drafter, "dtype": options.dtype, "max_len": 512}
+    worker = EngineWorker(lambda: LLM(options.model, **settings), observer=metrics, warm_up=warm_up)
+    run(worker, ServeConfig(port=0, drain_seconds=300), metrics, say=say, introduce=lambda llm: "")
 
 
 def stop_under_load(process: subprocess.Popen[bytes], soak: Soak, num_clients: int) -> dict[str, int]:
@@ -305,10 +349,21 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most-growth", type=float, default=24.0, help="MB by which the second half may grow the process")
+    parser.add_argument("--swap-s", type=float, default=None, help="give new requests the other drafter this often")
+    parser.add_argument("--other", default="random-dflash", help="the other drafter")
+    parser.add_argument("--swaps", default=None, help="serve, swap, and count the swaps in this file: for the process itself")
     options = parser.parse_args()
+    if options.swaps:
+        serve_swapping(options)
+        return 0
+    swaps = tempfile.NamedTemporaryFile("r", suffix=".swaps")  # noqa: SIM115  (until the end)
     expected = expected_answers(options.model, options.dtype, 16, options.max_tokens)
-    words = ["--model", options.model, "--drafter", options.drafter, "--dtype", options.dtype, "--max-len", "512"]
-    with server([*words, "--drain-seconds", "300"]) as (process, port, started_s):
+    words = ["--model", options.model, "--drafter", options.drafter, "--dtype", options.dtype]
+    command = [sys.executable, "-m", "paceline", "serve", "--port", "0", *words, "--max-len", "512", "--drain-seconds", "300"]
+    if options.swap_s:
+        own = ["--swap-s", str(options.swap_s), "--other", options.other, "--swaps", swaps.name]
+        command = [sys.executable, __file__, *words, *own]
+    with server(command) as (process, port, started_s):
         soak, watched = Soak(port, expected, options.max_tokens), Process(process.pid, port)
         half = options.requests // 2
         soak.run(options.clients, options.clients, options.seed - 1)
@@ -324,6 +379,9 @@ def main() -> int:
             show(name, figures)
         stopped = stop_under_load(process, soak, options.clients)
         show("SIGTERM under load", stopped)
+    num_swaps, num_under_load = map(int, (swaps.read() or "0 0").split())
+    if options.swap_s:
+        show("drafter", {"swaps": num_swaps, "swaps while answers were made": num_under_load})
     for line in soak.wrong[:20]:
         print(f"WRONG {line}")
     checks = {
@@ -338,8 +396,10 @@ def main() -> int:
         "what came then was refused": not stopped["later ones not refused"],
         "ended with status 0": stopped["exit status"] == 0,
     }
+    if options.swap_s:
+        checks["drafters were swapped while answers were made"] = num_under_load >= 3
     show("checks", {name: "ok" if is_right else "FAILED" for name, is_right in checks.items()})
-    figures = {"passed": all(checks.values()), "started_s": round(started_s, 2), "checks": checks}
+    figures = {"passed": all(checks.values()), "started_s": round(started_s, 2), "swaps": num_swaps, "checks": checks}
     print(json.dumps(record_of(figures)))
     return 0 if all(checks.values()) else 1
 
