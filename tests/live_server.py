@@ -58,21 +58,15 @@ class Counting(Observer):
 class Live:
     """A server that runs: its address, and its insides for a test to look at."""
 
-    def __init__(self, factory: Callable[[], Any], config: ServeConfig, **options: Any) -> None:
+    def __init__(self, factory: Callable[[], Any], config: ServeConfig) -> None:
         self.seen = Counting()
         self.llms: list[LLM] = []
         self._factory = factory
-        self.worker = EngineWorker(
-            self._make,
-            max_queue=config.max_queue,
-            deadline_s=config.deadline or None,
-            observer=self.seen,
-            stream_interval_s=1e-3 * config.stream_interval_ms,
-        )
+        self.worker = EngineWorker(self._make, config, observer=self.seen)
         self.config = config
         self._bound = listen(config)
         self.port: int = self._bound.getsockname()[1]
-        self.server: Server = make_server(self.worker, config, options.get("metrics"))
+        self.server: Server = make_server(self.worker)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="test-server")
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from paceline.hardware import Machine
 from paceline.simulate import catalogue
-from paceline.simulate.calibrated import CalibratedCosts, Calibration, DraftFit, PassFit
+from paceline.simulate.calibrated import Calibration
+from paceline.simulate.costs import DraftFit, PassFit
 from paceline.simulate.roofline import Deployment
 
 MACHINE = Machine("box", 4e10, {"bfloat16": 2e12}, 2, 10**10)
@@ -22,7 +23,7 @@ PLANTED = Calibration(
 
 def steps_file(planted: Calibration = PLANTED, context: int = 256, noise: float = 0.0, **more: Any) -> dict[str, Any]:
     """Step times as `paceline bench steps` writes them, of a machine that behaves as planted."""
-    costs, draw = CalibratedCosts(SHAPE, DEPLOYMENT, planted), random.Random(context)
+    costs, draw = planted.costs(SHAPE, DEPLOYMENT), random.Random(context)
     sizes = [(batch, width) for batch in (1, 2, 4, 8) for width in range(1, 18)]
 
     def disturbed(seconds: float) -> float:

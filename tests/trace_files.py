@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pyarrow import parquet
 
+from paceline.serve.settings import TraceConfig
 from paceline.serve.traces import TraceWriter
 from paceline.testing import ByteTokenizer
 from paceline.types import Round, SamplingParams, Sequence, Timings
@@ -27,7 +28,10 @@ def sequence(prompt: str = "Say it.", answer: str = "It.", **changes: Any) -> Se
 
 
 def writer(folder: Path, **options: Any) -> TraceWriter:
-    return TraceWriter(folder, **({"model": "tiny", "tokenizer": BYTES} | options))
+    config = {name: options.pop(name) for name in ("sample", "redact", "max_bytes", "max_days") if name in options}
+    one = TraceWriter(TraceConfig(folder, **config), "tiny", **options)
+    one.begin(cast(Any, BYTES))
+    return one
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

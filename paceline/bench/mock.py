@@ -25,8 +25,7 @@ from paceline.errors import ConfigError
 from paceline.hardware import Machine
 from paceline.model.backends import form_of
 from paceline.simulate.calibrate import precisions_of
-from paceline.simulate.costs import RooflineCosts
-from paceline.simulate.drafter_cost import FractionDrafter, ShapeDrafter
+from paceline.simulate.costs import FractionDrafter, RooflineCosts, ShapeDrafter
 from paceline.simulate.roofline import Deployment
 from paceline.simulate.shapes import ModelShape
 from paceline.types import SamplingParams

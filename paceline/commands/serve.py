@@ -18,7 +18,6 @@ from paceline.types import GrammarSpec, SamplingParams
 
 if TYPE_CHECKING:
     from paceline.engine.llm import LLM
-    from paceline.serve.traces import TraceWriter
 
 NAMES = {
     "api_keys": Opt("--api-key"),
@@ -93,8 +92,11 @@ def serve(
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     name = serving.served_names[0] if serving.served_names else Path(engine.model).name
-    traces = _traces(tracing, name)
-    metrics = Metrics(name, traces)
+    traces = None
+    if tracing.folder:
+        from paceline.serve.traces import TraceWriter
+
+        traces = TraceWriter(tracing, name)
 
     def load() -> LLM:
         llm = LLM.of(engine)
@@ -102,34 +104,12 @@ def serve(
             traces.begin(llm.tokenizer)
         return llm
 
-    worker = EngineWorker(
-        load,
-        max_queue=serving.max_queue,
-        deadline_s=serving.deadline or None,
-        observer=metrics,
-        warm_up=warm_up,
-        stream_interval_s=1e-3 * serving.stream_interval_ms,
-    )
     try:
-        run(worker, serving, metrics, say=say, introduce=introduce)
+        worker = EngineWorker(load, serving, observer=Metrics(name, traces), warm_up=warm_up)
+        run(worker, say=say, introduce=introduce)
     finally:
         if traces:
             traces.close()
-
-
-def _traces(tracing: TraceConfig, model: str) -> TraceWriter | None:
-    if tracing.folder is None:
-        return None
-    from paceline.serve.traces import TraceWriter
-
-    return TraceWriter(
-        tracing.folder,
-        model=model,
-        sample=tracing.sample,
-        redact=tracing.redact,
-        max_bytes=tracing.max_bytes,
-        max_age_s=86400 * tracing.max_days,
-    )
 
 
 def warm_up(llm: LLM) -> None:

@@ -34,14 +34,15 @@ log = logging.getLogger("paceline.serve")
 class Reply(ABC):
     """One answer as it grows: events are taken, and what they brought is shown as a choice, piece by piece or all at once."""
 
-    def __init__(self, index: int, tokenizer: Tokenizer, *, tells_tokens: bool = False) -> None:
+    def __init__(self, index: int, tokenizer: Tokenizer, request: Sampling, *, has_logprobs: bool) -> None:
         self.index, self.tokenizer = index, tokenizer
         self.sequence: Sequence | None = None
         """Set when the answer is complete."""
         self._text = ""
         self._logprobs: list[TokenLogprob] = []
         self._pieces: list[dict[str, Any]] = []
-        self._detokenizer = tokenizer.stream() if tells_tokens else None
+        self._has_logprobs = has_logprobs
+        self._detokenizer = tokenizer.stream() if request.paceline_timings and request.stream else None
 
     def take(self, event: Event) -> None:
         """Add an event."""
@@ -60,7 +61,8 @@ class Reply(ABC):
         if choice is None:
             return None
         logprobs, self._logprobs = self._logprobs, []
-        return {"index": self.index, **choice, "logprobs": self._shown_logprobs(logprobs), "finish_reason": self._reason()}
+        told = self._shown_logprobs(logprobs) if self._has_logprobs else None
+        return {"index": self.index, **choice, "logprobs": told, "finish_reason": self._reason()}
 
     def unsent_pieces(self) -> list[dict[str, Any]]:
         """Text and origin of each token since the last call."""
@@ -78,7 +80,7 @@ class Reply(ABC):
         """The part of a choice that holds its text; None when there is nothing to show yet."""
 
     @abstractmethod
-    def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None: ...
+    def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]: ...
 
 
 class Exchange:

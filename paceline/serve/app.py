@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from fastapi import FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
@@ -30,7 +30,6 @@ from paceline.serve.protocol import (
     TokenizeRequest,
 )
 from paceline.serve.security import Gate
-from paceline.serve.settings import ServeConfig
 from paceline.serve.worker import EngineWorker
 
 PAGE = Path(__file__).parent / "page" / "index.html"
@@ -38,16 +37,9 @@ API_PAGE = PAGE.with_name("api.html")
 Tag = Annotated[str | None, Header(alias="x-paceline-tag", description="Kept with the request's trace.")]
 
 
-class Rendered(Protocol):
-    """What /metrics shows."""
-
-    def render(self) -> tuple[bytes, str]:
-        """The page and its content type."""
-        ...
-
-
-def create_app(worker: EngineWorker, config: ServeConfig, metrics: Rendered | None = None) -> FastAPI:
+def create_app(worker: EngineWorker) -> FastAPI:
     """The application. The worker is started and drained by whoever runs it (`serve/run.py`)."""
+    config = worker.config
     middleware = [Middleware(Gate, config=config, refused=worker.observer.refused)]
     if config.cors_origins:
         # Outermost: a browser asks first, without the key.
@@ -65,9 +57,9 @@ def create_app(worker: EngineWorker, config: ServeConfig, metrics: Rendered | No
         responses={status: {"model": ErrorAnswer} for status in (400, 401, 404, 408, 413, 421, 429, 500, 503, 504)},
     )
     _add_failures(app)
-    _add_system(app, worker, metrics)
-    _add_tokens(app, worker, config)
-    _add_answers(app, worker, config)
+    _add_system(app, worker)
+    _add_tokens(app, worker)
+    _add_answers(app, worker)
     return app
 
 
@@ -107,7 +99,7 @@ def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
     return RequestRefused(message[:500], param=name)
 
 
-def _add_system(app: FastAPI, worker: EngineWorker, metrics: Rendered | None) -> None:
+def _add_system(app: FastAPI, worker: EngineWorker) -> None:
     @app.get("/health", summary="The process lives", tags=["system"])
     async def health() -> Response:
         if worker.state == "failed":
@@ -125,10 +117,10 @@ def _add_system(app: FastAPI, worker: EngineWorker, metrics: Rendered | None) ->
 
     @app.get("/metrics", summary="Figures for Prometheus", tags=["system"])
     async def show_metrics() -> Response:
-        if metrics is None:
+        shown = worker.observer.render()
+        if shown is None:
             raise ApiError(404, "this server keeps no metrics", code="not_found")
-        content, media_type = metrics.render()
-        return Response(content, headers={"content-type": media_type})
+        return Response(shown[0], headers={"content-type": shown[1]})
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -141,32 +133,32 @@ def _add_system(app: FastAPI, worker: EngineWorker, metrics: Rendered | None) ->
         return FileResponse(API_PAGE, media_type="text/html", headers={"cache-control": "no-cache"})
 
 
-def _names(worker: EngineWorker, config: ServeConfig) -> tuple[str, ...]:
+def _names(worker: EngineWorker) -> tuple[str, ...]:
     """What clients may call the model; a folder's path stays at home."""
-    return config.served_names or (Path(worker.serving().name).name,)
+    return worker.config.served_names or (Path(worker.serving().name).name,)
 
 
-def _check_model(name: str | None, worker: EngineWorker, config: ServeConfig) -> tuple[str, ModelInfo]:
+def _check_model(name: str | None, worker: EngineWorker) -> tuple[str, ModelInfo]:
     """The served name that was asked for. Raises ApiError."""
-    names = _names(worker, config)
+    names = _names(worker)
     if name is not None and name not in names:
         message = f"there is no model {name!r:.100} here: this server has {', '.join(names)}"
         raise RequestRefused(message, param="model", code="model_not_found", status=404)
     return name or names[0], worker.serving()
 
 
-def _add_tokens(app: FastAPI, worker: EngineWorker, config: ServeConfig) -> None:
+def _add_tokens(app: FastAPI, worker: EngineWorker) -> None:
     @app.get("/v1/models", tags=["OpenAI"])
     async def models() -> Response:
-        return json_response({"object": "list", "data": [_described(name, worker) for name in _names(worker, config)]})
+        return json_response({"object": "list", "data": [_described(name, worker) for name in _names(worker)]})
 
     @app.get("/v1/models/{name:path}", tags=["OpenAI"])
     async def model(name: str) -> Response:
-        return json_response(_described(_check_model(name, worker, config)[0], worker))
+        return json_response(_described(_check_model(name, worker)[0], worker))
 
     @app.post("/tokenize", tags=["tokens"], response_model=TokenizeAnswer)
     async def tokenize(body: TokenizeRequest) -> Response:
-        _, model = _check_model(body.model, worker, config)
+        _, model = _check_model(body.model, worker)
         if (body.prompt is None) == (body.messages is None):
             raise RequestRefused("give either prompt or messages", param="prompt")
         tokens = await asyncio.to_thread(_tokens, body, model)
@@ -174,7 +166,7 @@ def _add_tokens(app: FastAPI, worker: EngineWorker, config: ServeConfig) -> None
 
     @app.post("/detokenize", tags=["tokens"], response_model=DetokenizeAnswer)
     async def detokenize(body: DetokenizeRequest) -> Response:
-        _, model = _check_model(body.model, worker, config)
+        _, model = _check_model(body.model, worker)
         ids = check_ids(body.tokens, model)
         return json_response({"prompt": await asyncio.to_thread(model.tokenizer.decode, ids, False)})
 
@@ -193,18 +185,18 @@ def _tokens(body: TokenizeRequest, model: ModelInfo) -> list[int]:
         raise RequestRefused(str(error), param="prompt") from error
 
 
-def _add_answers(app: FastAPI, worker: EngineWorker, config: ServeConfig) -> None:
+def _add_answers(app: FastAPI, worker: EngineWorker) -> None:
     @app.post("/v1/chat/completions", tags=["OpenAI"])
     async def chat(body: ChatRequest, http: Request, tag: Tag = None) -> Response:
-        name, model = _check_model(body.model, worker, config)
-        jobs = await worker.compiled(await asyncio.to_thread(chat_jobs, body, model, config))
+        name, model = _check_model(body.model, worker)
+        jobs = await worker.compiled(await asyncio.to_thread(chat_jobs, body, model, worker.config))
         replies = [ChatReply(index, model.tokenizer, body) for index in range(len(jobs))]
         return await _respond(http, Exchange("chat.completion", "chatcmpl", name, body, worker.submit(jobs, tag), [*replies]))
 
     @app.post("/v1/completions", tags=["OpenAI"])
     async def complete(body: CompletionRequest, http: Request, tag: Tag = None) -> Response:
-        name, model = _check_model(body.model, worker, config)
-        jobs, echoes = await asyncio.to_thread(completion_jobs, body, model, config)
+        name, model = _check_model(body.model, worker)
+        jobs, echoes = await asyncio.to_thread(completion_jobs, body, model, worker.config)
         jobs = await worker.compiled(jobs)
         replies = [TextReply(index, model.tokenizer, body, echo) for index, echo in enumerate(echoes)]
         num_prompts = len(jobs) // (body.n or 1)

@@ -14,7 +14,7 @@ from paceline.serve.protocol import ChatRequest, Message, Tool
 from paceline.serve.sampling import check_characters, grammar_of, jobs_of
 from paceline.serve.settings import ServeConfig
 from paceline.serve.ticket import Job
-from paceline.serve.tools import Call, CallParser, forced_schema, prompt_messages, read_call, text_of, tools_of
+from paceline.serve.tools import Call, CallParser, forced_schema, prompt_messages, text_of, tools_of
 from paceline.types import GrammarSpec, TokenLogprob
 
 
@@ -52,17 +52,19 @@ class ChatReply(Reply):
     """One choice of a chat completion."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, request: ChatRequest) -> None:
-        super().__init__(index, tokenizer, tells_tokens=bool(request.paceline_timings and request.stream))
-        self._tools = tools_of(request)
-        self._is_forced = forced_schema(request) is not None
-        self._parser = CallParser(self._tools) if self._tools and not self._is_forced else None
-        self._has_logprobs = bool(request.logprobs)
+        super().__init__(index, tokenizer, request, has_logprobs=bool(request.logprobs))
+        tools, is_forced = tools_of(request), forced_schema(request) is not None
+        self._parser = CallParser(tools, is_whole=is_forced) if tools else None
         self._num_calls = 0
-        self._forced_text = ""
         self._is_begun = False
 
     def _shown(self, text: str, is_stream: bool) -> dict[str, Any] | None:
-        text, calls = self._part(text, self.sequence is not None)
+        calls: list[Call] = []
+        if self._parser:
+            text, calls = self._parser.push(text)
+            if self.sequence:
+                rest, more = self._parser.finish()
+                text, calls = text + rest, calls + more
         if not text and not calls and self.sequence is None:
             return None
         numbered = [
@@ -76,29 +78,11 @@ class ChatReply(Reply):
         self._is_begun = True
         return {"delta": delta | ({"content": text} if text else {}) | called}
 
-    def _part(self, text: str, is_last: bool) -> tuple[str, list[Call]]:
-        """Text to show and calls to report, now that `text` has come."""
-        if self._is_forced:
-            self._forced_text += text
-            if not is_last:
-                return "", []
-            call = read_call(self._forced_text, {tool.function.name for tool in self._tools})
-            return ("", [call]) if call else (self._forced_text, [])
-        if self._parser is None:
-            return text, []
-        shown, calls = self._parser.push(text)
-        if is_last:
-            rest, more = self._parser.finish()
-            shown, calls = shown + rest, calls + more
-        return shown, calls
-
     def _reason(self) -> str | None:
         reason = super()._reason()
         return "tool_calls" if reason == "stop" and self._num_calls else reason
 
-    def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
-        if not self._has_logprobs:
-            return None
+    def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         shown = []
         for each in logprobs:
             top = [self._token(token, logprob) for token, logprob in each.top]

@@ -77,8 +77,7 @@ class TextReply(Reply):
     """One choice of a completion."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, request: CompletionRequest, echo: str) -> None:
-        super().__init__(index, tokenizer, tells_tokens=bool(request.paceline_timings and request.stream))
-        self._has_logprobs = request.logprobs is not None
+        super().__init__(index, tokenizer, request, has_logprobs=request.logprobs is not None)
         self._unsent_echo, self._offset = echo, 0
 
     def _shown(self, text: str, is_stream: bool) -> dict[str, Any] | None:
@@ -87,9 +86,7 @@ class TextReply(Reply):
         echo, self._unsent_echo = self._unsent_echo, ""
         return {"text": echo + text}
 
-    def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
-        if not self._has_logprobs:
-            return None
+    def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         tokens = [self.token_text(each.token_id) for each in logprobs]
         offsets = []
         for text in tokens:

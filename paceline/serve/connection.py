@@ -7,14 +7,13 @@ own limit in `security.py`. Whoever is slower is hung up on, and the answer it a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.serve.failures import ApiError, RequestRefused, dump
+from paceline.serve.settings import ServeConfig
 
 BEGINNING = b"HTTP/1.1 "
 """How every answer begins."""
@@ -59,9 +58,9 @@ class Probing:
 class Connection(H11Protocol):
     """Hangs up on peers that are slow. `transport.abort` makes the application see that the client has left."""
 
-    def __init__(self, *arguments: Any, header_seconds: float, write_seconds: float, **options: Any) -> None:
+    def __init__(self, limits: ServeConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._header_seconds, self._write_seconds = header_seconds, write_seconds
+        self._limits = limits
         self._headers_due: asyncio.TimerHandle | None = None
         self._writing_due: asyncio.TimerHandle | None = None
         self._has_ended = False
@@ -105,12 +104,12 @@ class Connection(H11Protocol):
                 self._headers_due.cancel()
             self._headers_due = None
         elif self._headers_due is None:
-            self._headers_due = self.loop.call_later(self._header_seconds, self._too_slow)
+            self._headers_due = self.loop.call_later(self._limits.header_seconds, self._too_slow)
 
     def _too_slow(self) -> None:
         self._headers_due = None
         if self.conn.their_state is h11.IDLE:
-            self._hang_up(ApiError(408, f"no request came within {self._header_seconds:g} s", code="header_timeout"))
+            self._hang_up(ApiError(408, f"no request came within {self._limits.header_seconds:g} s", code="header_timeout"))
 
     def send_400_response(self, msg: str) -> None:
         self._hang_up(RequestRefused("this is no HTTP request", code="invalid_http"))
@@ -124,15 +123,10 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._writing_due = self.loop.call_later(self._write_seconds, self.transport.abort)
+        self._writing_due = self.loop.call_later(self._limits.write_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._writing_due:
             self._writing_due.cancel()
         self._writing_due = None
-
-
-def connections(header_seconds: float, write_seconds: float) -> Callable[..., Connection]:
-    """What uvicorn makes connections with."""
-    return partial(Connection, header_seconds=header_seconds, write_seconds=write_seconds)

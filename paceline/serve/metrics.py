@@ -201,8 +201,8 @@ class Metrics(Observer, Collector):
     def collect(self) -> Iterator[Metric]:
         for prefix, totals in TOTALS.items():
             for name, doc in totals.items():
-                yield self._counter(f"{prefix}:{name}", doc, getattr(self.totals, name))
-        yield self._counters("vllm:request_success", "Requests by how they ended", "finished_reason", self.ended)
+                yield self._family(f"{prefix}:{name}", doc, getattr(self.totals, name))
+        yield self._family("vllm:request_success", "Requests by how they ended", self.ended, "finished_reason")
         for name, doc in TIMES.items():
             times = self._times[name]
             yield self._histogram(f"vllm:{name}_seconds", doc, times.bounds, [*times.counts], times.sum)
@@ -210,10 +210,10 @@ class Metrics(Observer, Collector):
         yield from self._now()
         with self._lock:
             refusals = dict(self.refusals)
-        yield self._counters("paceline:refused", "Requests turned away", "reason", refusals)
+        yield self._family("paceline:refused", "Requests turned away", refusals, "reason")
         written, dropped = (self._traces.written, dict(self._traces.dropped)) if self._traces else (0, {})
-        yield self._counter("paceline:traces_written", "Traces on disk", written)
-        yield self._counters("paceline:traces_dropped", "Traces lost", "reason", dropped)
+        yield self._family("paceline:traces_written", "Traces on disk", written)
+        yield self._family("paceline:traces_dropped", "Traces lost", dropped, "reason")
 
     def _speculation(self) -> Iterator[Metric]:
         rounds = self.rounds.copy()  # one call, so that the engine's thread cannot come between
@@ -228,10 +228,10 @@ class Metrics(Observer, Collector):
         ]
         places = {str(place): count for place, count in enumerate(reached)}
         name = "vllm:spec_decode_num"
-        yield self._counter(f"{name}_drafts", "Rounds with drafts, request by request", drafted.total() - drafted[0])
-        yield self._counter(f"{name}_draft_tokens", "Drafted tokens", _sum(drafted))
-        yield self._counter(f"{name}_accepted_tokens", "Drafted tokens that stood", _sum(accepted))
-        yield self._counters(f"{name}_accepted_tokens_per_pos", "Those by place in the draft", "position", places)
+        yield self._family(f"{name}_drafts", "Rounds with drafts, request by request", drafted.total() - drafted[0])
+        yield self._family(f"{name}_draft_tokens", "Drafted tokens", _sum(drafted))
+        yield self._family(f"{name}_accepted_tokens", "Drafted tokens that stood", _sum(accepted))
+        yield self._family(f"{name}_accepted_tokens_per_pos", "Those by place in the draft", places, "position")
         yield self._counted("paceline:draft_width", "Drafted tokens of a round, request by request", 0, drafted)
         yield self._counted("paceline:tokens_per_round", "Tokens a round brought, request by request", 1, tokens)
 
@@ -246,19 +246,20 @@ class Metrics(Observer, Collector):
             ("num_requests_waiting", "Requests without a place in the cache", num_waiting),
             ("kv_cache_usage_perc", "Part of the cache's positions in use; 1 is full", usage),
         ):
-            family = GaugeMetricFamily(f"vllm:{name}", doc, labels=["model_name"])
-            family.add_metric([self._model], value)
-            yield family
+            yield self._family(f"vllm:{name}", doc, value, kind=GaugeMetricFamily)
 
-    def _counter(self, name: str, doc: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, doc, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
-
-    def _counters(self, name: str, doc: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = CounterMetricFamily(name, doc, labels=["model_name", label])
-        for key, value in values.items():
-            family.add_metric([self._model, key], value)
+    def _family(
+        self,
+        name: str,
+        doc: str,
+        values: float | Mapping[str, float],
+        label: str | None = None,
+        kind: type[CounterMetricFamily | GaugeMetricFamily] = CounterMetricFamily,
+    ) -> Metric:
+        """One number, or one for each value of `label`."""
+        family = kind(name, doc, labels=["model_name", label] if label else ["model_name"])
+        for key, value in values.items() if isinstance(values, Mapping) else [(None, values)]:
+            family.add_metric([self._model, key] if key is not None else [self._model], value)
         return family
 
     def _histogram(self, name: str, doc: str, bounds: Iterable[float], counts: list[int], total: float) -> Metric:

@@ -51,19 +51,14 @@ class Tool(Open):
     function: Function
 
 
-class NamedTool(Open):
-    """Of the function only the name is read."""
-
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
 class ContentPart(Open):
     type: str
     text: str | None = None
 
 
 class ToolCall(Open):
+    """Of a choice of tool only the name is read."""
+
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -120,7 +115,7 @@ class ChatRequest(Sampling):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolCall | None = None
     parallel_tool_calls: bool | None = True
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the model's chat template."""

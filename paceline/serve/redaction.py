@@ -8,33 +8,15 @@ is one more prompt for `paceline train --prompts`, which asks the target anew, a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
-from typing import Protocol
 
-from paceline.engine.text import Detokenizer
 from paceline.errors import ConfigError
+from paceline.model.tokenizer import Tokenizer
 
 PLACEHOLDER = "[redacted]"
-
-
-class TraceTokenizer(Protocol):
-    """What traces need of a tokenizer; used in their own thread."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
-
-    def stream(self, skip_special: bool = True) -> Detokenizer: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Redacted:
-    """A trace's tokens without what was matched."""
-
-    prompt_ids: list[int]
-    answer_ids: list[int]
+Redacted = tuple[list[int], list[int]]
+"""A trace's tokens of prompt and answer without what was matched."""
 
 
 class Redactor:
@@ -43,7 +25,7 @@ class Redactor:
     Raises ConfigError on a pattern that is no regular expression, or that matches nothing at all or the placeholder.
     """
 
-    def __init__(self, patterns: Iterable[str], tokenizer: TraceTokenizer) -> None:
+    def __init__(self, patterns: Iterable[str], tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._patterns = [_compiled(pattern) for pattern in patterns]
 
@@ -59,9 +41,9 @@ class Redactor:
     def tokens(self, prompt_ids: list[int], answer_ids: list[int]) -> Redacted | None:
         """The same lists when nothing matches; None when a match remains in what could be kept: then keep nothing."""
         if self._is_clean(prompt_ids, answer_ids):
-            return Redacted(prompt_ids, answer_ids)
+            return prompt_ids, answer_ids
         redacted = self._cut(prompt_ids, answer_ids)
-        return redacted if self._is_clean(redacted.prompt_ids, redacted.answer_ids) else None
+        return redacted if self._is_clean(*redacted) else None
 
     def _is_clean(self, prompt_ids: list[int], answer_ids: list[int]) -> bool:
         """With special tokens and without, together and apart: a reader may decode either way."""
@@ -74,16 +56,16 @@ class Redactor:
         matches = _merged(match.span() for pattern in self._patterns for match in pattern.finditer(text))
         places = [_tokens_of(span, ends) for span in matches]
         if not places:
-            return Redacted(prompt_ids, answer_ids)  # it matches only where special tokens are left out
+            return prompt_ids, answer_ids  # it matches only where special tokens are left out
         if places[0][0] >= border:
-            return Redacted(prompt_ids, ids[border : places[0][0]])
+            return prompt_ids, ids[border : places[0][0]]
         kept, at = list[int](), 0
         for begin, end in _merged(place for place in places if place[0] < border):
             first, last = ends[begin], ends[end]
             middle = _replaced(text, first, last, [span for span in matches if span[0] < last and span[1] > first])
             kept += ids[at:begin] + self._tokenizer.encode(middle, add_special_tokens=False)
             at = end
-        return Redacted(kept + ids[at:border], [])
+        return kept + ids[at:border], []
 
     def _ends(self, ids: list[int]) -> tuple[str, list[int]]:
         """The text, special tokens spelled out, and where in it each token begins; one place more for the end."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any, cast
@@ -17,8 +17,8 @@ from typing import Any, cast
 import uvicorn
 
 from paceline.errors import ConfigError
-from paceline.serve.app import Rendered, create_app
-from paceline.serve.connection import connections
+from paceline.serve.app import create_app
+from paceline.serve.connection import Connection
 from paceline.serve.settings import ServeConfig
 from paceline.serve.worker import EngineWorker, M
 
@@ -30,9 +30,9 @@ CLOSE_SECONDS = 5
 class Server(uvicorn.Server):
     """uvicorn, but a signal first drains the worker."""
 
-    def __init__(self, config: uvicorn.Config, worker: EngineWorker, drain_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, worker: EngineWorker) -> None:
         super().__init__(config)
-        self._worker, self._drain_seconds = worker, drain_seconds
+        self._worker = worker
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -53,7 +53,7 @@ class Server(uvicorn.Server):
             self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
-        await self._worker.drain(self._drain_seconds)
+        await self._worker.drain(self._worker.config.drain_seconds)
         self.should_exit = True
 
 
@@ -74,13 +74,14 @@ def listen(config: ServeConfig) -> socket.socket:
         raise ConfigError(f"cannot listen on {where} ({why}): choose another --host or --port") from error
 
 
-def make_server(worker: EngineWorker, config: ServeConfig, metrics: Rendered | None = None) -> Server:
+def make_server(worker: EngineWorker) -> Server:
     """The server, not yet running."""
+    config = worker.config
     settings = uvicorn.Config(
-        create_app(worker, config, metrics),
+        create_app(worker),
         host=config.host,
         port=config.port,
-        http=cast(Any, connections(config.header_seconds, config.write_seconds)),
+        http=cast(Any, partial(Connection, config)),
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -89,31 +90,24 @@ def make_server(worker: EngineWorker, config: ServeConfig, metrics: Rendered | N
         h11_max_incomplete_event_size=64 * 1024,
         ws="none",
     )
-    return Server(settings, worker, config.drain_seconds)
+    return Server(settings, worker)
 
 
-def run(
-    worker: EngineWorker[M],
-    config: ServeConfig,
-    metrics: Rendered | None = None,
-    *,
-    say: Callable[[str], None],
-    introduce: Callable[[M], str],
-) -> None:
+def run(worker: EngineWorker[M], *, say: Callable[[str], None], introduce: Callable[[M], str]) -> None:
     """Serve until a signal comes. Raises what kept the model from loading, or the engine from coming back."""
     sys.setswitchinterval(SWITCH_SECONDS)
-    with listen(config) as bound:
-        greeting = partial(_greet, worker, config, bound, say, introduce)
-        asyncio.run(_run(make_server(worker, config, metrics), worker, bound, greeting))
+    with listen(worker.config) as bound:
+        asyncio.run(_run(worker, bound, say, introduce))
     if worker.failure:
         raise worker.failure
 
 
 async def _run(
-    server: Server, worker: EngineWorker[M], bound: socket.socket, greet: Callable[[], Coroutine[Any, Any, None]]
+    worker: EngineWorker[M], bound: socket.socket, say: Callable[[str], None], introduce: Callable[[M], str]
 ) -> None:
+    server = make_server(worker)
     worker.start()
-    tasks = [asyncio.create_task(greet()), asyncio.create_task(_supervise(server, worker))]
+    tasks = [asyncio.create_task(_greet(worker, bound, say, introduce)), asyncio.create_task(_supervise(server, worker))]
     try:
         await server.serve(sockets=[bound])
     finally:
@@ -123,11 +117,7 @@ async def _run(
 
 
 async def _greet(
-    worker: EngineWorker[M],
-    config: ServeConfig,
-    bound: socket.socket,
-    say: Callable[[str], None],
-    introduce: Callable[[M], str],
+    worker: EngineWorker[M], bound: socket.socket, say: Callable[[str], None], introduce: Callable[[M], str]
 ) -> None:
     host, port = bound.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -135,7 +125,7 @@ async def _greet(
     await worker.loaded()
     say(await worker.call(introduce))
     say(f"ready: open {address}/ in a browser, or")
-    key = ' -H "Authorization: Bearer $PACELINE_API_KEY"' if config.api_keys else ""
+    key = ' -H "Authorization: Bearer $PACELINE_API_KEY"' if worker.config.api_keys else ""
     body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}'
     say(f"curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,14 +70,12 @@ class ServeConfig:
             (not self.drain_seconds >= 0, "drain_seconds must be 0 or more"),
             (not 0 <= self.stream_interval_ms <= 1000, "stream_interval_ms must be between 0 and 1000"),
         )
-        for is_wrong, remedy in checks:
-            if is_wrong:
-                raise ConfigError(remedy)
+        _refuse(checks)
 
 
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
-    """Which traces of requests are kept, and how long. Raises ConfigError where there is no folder for them."""
+    """Which traces of requests are kept, and how long. Raises ConfigError on impossible values."""
 
     folder: Path | None = None
     """Keep traces of requests in this folder, for training [default: none]."""
@@ -90,8 +89,25 @@ class TraceConfig:
     """Older traces go."""
 
     def __post_init__(self) -> None:
-        if self.folder is None and (self.sample != 1.0 or self.redact):
-            raise ConfigError("--trace-sample and --trace-redact need --traces FOLDER")
+        checks = (
+            (
+                self.folder is None and bool(self.sample != 1.0 or self.redact),
+                "--trace-sample and --trace-redact need --traces FOLDER",
+            ),
+            (
+                not 0 < self.sample <= 1,
+                f"--trace-sample is a share of all requests, above 0 and at most 1, not {self.sample:g}",
+            ),
+            (self.max_bytes < 1, "--trace-size must be at least one byte"),
+            (not self.max_days > 0, f"--trace-days must be above 0, not {self.max_days:g}"),
+        )
+        _refuse(checks)
+
+
+def _refuse(checks: Iterable[tuple[bool, str]]) -> None:
+    for is_wrong, remedy in checks:
+        if is_wrong:
+            raise ConfigError(remedy)
 
 
 def read_api_keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""One API request on its way through the worker: its jobs, the events that come back, and who watches."""
+"""One API request on its way through the worker: its jobs, the events that come back and how, and who watches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.types import Constraint, FinishReason, SamplingParams, Sequence, T
 class Observer:
     """Is told what the worker does; this one ignores it.
 
-    All but `refused` are called by the engine's thread: they must be quick and never wait.
+    All but `refused` and `render` are called by the engine's thread: they must be quick and never wait.
     """
 
     def step(self, engine: Engine, seconds: float) -> None:
@@ -30,6 +30,10 @@ class Observer:
 
     def crashed(self) -> None:
         """The engine failed and is built anew."""
+
+    def render(self) -> tuple[bytes, str] | None:
+        """What /metrics shows, and its content type; None where nothing is counted. Any thread."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +101,39 @@ class Ticket:
         """End it; events that came before are still read."""
         self.num_left, self._error = 0, error
         self._arrived.set()
+
+
+Addressed = tuple[Ticket, Event | Exception]
+
+
+class Outbox:
+    """What the engine's thread has for the event loop, several rounds' together: to wake the loop costs time on its cores.
+
+    A first token, an end and an error go at once. What lies between goes when waiting for another round would make it later
+    than the interval, so that rounds which take longer than that are handed over one by one.
+    """
+
+    def __init__(self, deliver: Callable[[list[Addressed]], None], interval_s: float) -> None:
+        """`deliver` gets events in their order; `interval_s` 0 holds nothing back."""
+        self._deliver, self._interval_s = deliver, interval_s
+        self._held: list[Addressed] = []
+        self._oldest_s = 0.0
+
+    def put(self, events: list[Addressed], now: float, step_s: float, *, is_urgent: bool) -> None:
+        """Events of a step that ended at `now` and took `step_s`, as the next one may."""
+        if not self._held:
+            self._oldest_s = now
+        self._held += events
+        if is_urgent or now + step_s - self._oldest_s >= self._interval_s:
+            self.flush()
+
+    def send(self, events: list[Addressed]) -> None:
+        """At once, after what is held."""
+        self._held += events
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand over what is held."""
+        if self._held:
+            events, self._held = self._held, []
+            self._deliver(events)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.serve.failures import RequestRefused
-from paceline.serve.protocol import ChatRequest, Message, NamedTool, Tool
+from paceline.serve.protocol import ChatRequest, Message, Tool, ToolCall
 from paceline.serve.sampling import compact
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -36,7 +36,7 @@ class Call:
 def tools_of(request: ChatRequest) -> list[Tool]:
     """The tools that this answer may call. Raises RequestRefused when the choice names none of them."""
     tools, choice = request.tools or [], request.tool_choice
-    if isinstance(choice, NamedTool) and choice.function.name not in {tool.function.name for tool in tools}:
+    if isinstance(choice, ToolCall) and choice.function.name not in {tool.function.name for tool in tools}:
         raise RequestRefused(f"tool_choice names {choice.function.name!r}, which is not among the tools", param="tool_choice")
     if choice == "required" and not tools:
         raise RequestRefused("tool_choice is required, but there are no tools", param="tool_choice")
@@ -49,7 +49,7 @@ def forced_schema(request: ChatRequest) -> str | None:
     if choice is None or choice in ("none", "auto"):
         return None
     tools = tools_of(request)
-    if isinstance(choice, NamedTool):
+    if isinstance(choice, ToolCall):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     definitions: dict[str, dict[str, Any]] = {}
     calls = [_call_schema(tool, definitions) for tool in tools]
@@ -158,14 +158,17 @@ def _json(text: str, otherwise: Any) -> Any:
 class CallParser:
     """Parts an answer, as it grows, into text for people and calls. Text that may be the beginning of a call waits."""
 
-    def __init__(self, tools: list[Tool]) -> None:
+    def __init__(self, tools: list[Tool], *, is_whole: bool = False) -> None:
+        """`is_whole`: the answer is one bare call, or text."""
         self._names = {tool.function.name for tool in tools}
-        self._held = ""
+        self._held, self._is_whole = "", is_whole
         self._is_start = True
 
     def push(self, text: str) -> tuple[str, list[Call]]:
         """Add text; returns what is now text, and the calls that are now complete."""
         self._held += text
+        if self._is_whole:
+            return "", []
         shown, calls = "", []
         while True:
             begin = self._held.find(OPEN)

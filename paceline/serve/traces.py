@@ -21,7 +21,6 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,9 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import ConfigError
-from paceline.serve.redaction import Redactor, TraceTokenizer
+from paceline.model.tokenizer import Tokenizer
+from paceline.serve.redaction import Redactor
+from paceline.serve.settings import TraceConfig
 from paceline.types import SamplingParams, Sequence
 
 try:
@@ -87,35 +88,20 @@ class TraceWriter:
 
     def __init__(
         self,
-        folder: Path | str,
-        *,
+        config: TraceConfig,
         model: str,
-        tokenizer: TraceTokenizer | None = None,
-        sample: float = 1.0,
-        max_bytes: int = 1 << 30,
-        max_age_s: float = 30 * 86400.0,
-        redact: Iterable[str] = (),
+        *,
         queue_size: int = 1024,
         rows_per_file: int = 512,
         flush_s: float = 30.0,
     ) -> None:
-        """Begins with `tokenizer`, or when `begin` brings one.
-
-        `sample` of all requests are traced. The oldest shards go when all of them take more than `max_bytes`, or are older than
-        `max_age_s`. Raises ConfigError on impossible values; a folder that cannot be written only costs traces.
-        """
-        sizes = {"sample": sample, "max_bytes": max_bytes, "max_age_s": max_age_s, "queue_size": queue_size}
-        for name, value in (sizes | {"rows_per_file": rows_per_file, "flush_s": flush_s}).items():
-            if not value > 0:
-                raise ConfigError(f"{name} of traces must be above 0, not {value}")
-        if sample > 1.0:
-            raise ConfigError(f"sample is a share of all requests, at most 1, not {sample}")
-        self.folder = Path(folder)
+        """Writes when `begin` has been called. A folder that cannot be written only costs traces."""
+        assert config.folder is not None
+        self.folder = config.folder
         self.written = 0
         self.dropped = {"queue": 0, "disk": 0, "redaction": 0, "error": 0}
         """Traces lost, by what lost them: a full queue, a disk that refused, a match that could not be taken out, an error."""
-        self._model, self._sample, self._patterns = model, sample, tuple(redact)
-        self._max_bytes, self._max_age_s = max_bytes, max_age_s
+        self._config, self._model = config, model
         self._rows_per_file, self._flush_s = rows_per_file, flush_s
         self._random = random.Random()
         self._run_id = os.urandom(4).hex()
@@ -123,14 +109,12 @@ class TraceWriter:
         self._is_failing = self._is_closing = False
         self._queue: queue.Queue[_Trace | None] = queue.Queue(queue_size)
         self._thread: threading.Thread | None = None
-        if tokenizer is not None:
-            self.begin(tokenizer)
 
-    def begin(self, tokenizer: TraceTokenizer) -> None:
+    def begin(self, tokenizer: Tokenizer) -> None:
         """Start writing, once. Raises ConfigError on patterns that cannot be used."""
         if self._thread is None:
             self._tokenizer = tokenizer
-            self._redactor = Redactor(self._patterns, tokenizer) if self._patterns else None
+            self._redactor = Redactor(self._config.redact, tokenizer) if self._config.redact else None
             self._thread = threading.Thread(target=self._run, name="paceline-traces", daemon=True)
             self._thread.start()
 
@@ -139,7 +123,7 @@ class TraceWriter:
 
         Requests with mocked acceptance are left out: nobody would say such a text.
         """
-        if self._random.random() >= self._sample or not sequence.lossless:
+        if self._random.random() >= self._config.sample or not sequence.lossless:
             return
         total_s = time.perf_counter() - sequence.timings.arrival_s
         try:
@@ -189,8 +173,8 @@ class TraceWriter:
             redacted = redactor.tokens(prompt_ids, answer_ids)
             if redacted is None:
                 return None
-            outcome = outcome if len(redacted.answer_ids) == len(answer_ids) else "redacted"
-            prompt_ids, answer_ids = redacted.prompt_ids, redacted.answer_ids
+            outcome = outcome if len(redacted[1]) == len(answer_ids) else "redacted"
+            prompt_ids, answer_ids = redacted
             tag = redactor.text(tag) if tag else tag
             sampling = _redacted(sampling, redactor)
         self._num_rows += 1
@@ -261,9 +245,9 @@ class TraceWriter:
     def _prune(self) -> None:
         """Delete the oldest shards, and what killed writers left, until age and size are within their limits."""
         found = sorted(filter(None, map(_aged, self.folder.glob("traces-*"))))
-        num_bytes, oldest = sum(size for _, _, size in found), time.time() - self._max_age_s
+        num_bytes, oldest = sum(size for _, _, size in found), time.time() - 86400 * self._config.max_days
         for changed, path, size in found:
-            if num_bytes <= self._max_bytes and changed >= oldest:
+            if num_bytes <= self._config.max_bytes and changed >= oldest:
                 break
             path.unlink(missing_ok=True)
             num_bytes -= size

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from paceline.errors import PacelineError
 from paceline.serve.engine import Engine, Model, ModelInfo
 from paceline.serve.failures import DeadlinePassed, EngineCrashed, NotServing, QueueFull, RequestFailed, RequestRefused
-from paceline.serve.outbox import Addressed, Outbox
-from paceline.serve.ticket import Event, Job, Observer, Ticket
+from paceline.serve.settings import ServeConfig
+from paceline.serve.ticket import Addressed, Event, Job, Observer, Outbox, Ticket
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Chunk
@@ -60,20 +60,18 @@ class EngineWorker(Generic[M]):
     def __init__(
         self,
         factory: Callable[[], M],
+        config: ServeConfig,
         *,
-        max_queue: int = 256,
-        deadline_s: float | None = None,
         observer: Observer | None = None,
         warm_up: Callable[[M], None] | None = None,
-        stream_interval_s: float = 0.0,
     ) -> None:
         """`factory` loads the model, in the engine's thread, at the start and when its engine fails soon after; `warm_up` is
-        called with each engine before its first request. Tokens may be held back for `stream_interval_s`, as `Outbox` says."""
+        called with each engine before its first request."""
+        self.config = config
         self.state: State = "loading"
         self.info: ModelInfo | None = None
         self.failure: Exception | None = None
         self.observer = observer or Observer()
-        self.max_queue, self.deadline_s = max_queue, deadline_s
         self._factory, self._warm_up = factory, warm_up
         self._compiling = ThreadPoolExecutor(COMPILERS, "paceline-grammar")
         self._open: set[Ticket] = set()
@@ -88,7 +86,7 @@ class EngineWorker(Generic[M]):
         self._commands: deque[Callable[[], None]] = deque()
         self._condition = threading.Condition()
         self._is_stopping = False
-        self._outbox = Outbox(partial(self._tell, self._deliver), stream_interval_s)
+        self._outbox = Outbox(partial(self._tell, self._deliver), 1e-3 * config.stream_interval_ms)
         self._live: dict[int, _Live] = {}
         self._deadlines: deque[Ticket] = deque()
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
@@ -134,10 +132,10 @@ class EngineWorker(Generic[M]):
     def submit(self, jobs: list[Job], tag: str | None = None) -> Ticket:
         """Queue the jobs of one API request, all or none. Raises QueueFull or NotServing."""
         num_rows, num_open = self.serving().num_rows, self.num_open
-        if num_open + len(jobs) > num_rows + self.max_queue:
+        if num_open + len(jobs) > num_rows + self.config.max_queue:
             self.observer.refused("queue_full")
             raise QueueFull(retry_after_s=max(1, round(self._mean_s * (num_open - num_rows) / num_rows)))
-        deadline = time.perf_counter() + self.deadline_s if self.deadline_s else math.inf
+        deadline = time.perf_counter() + (self.config.deadline or math.inf)
         ticket = Ticket(jobs, self.abort, tag=tag[:MAX_TAG] if tag else None, deadline=deadline)
         self._open.add(ticket)
         self._idle.clear()
@@ -150,9 +148,9 @@ class EngineWorker(Generic[M]):
 
     async def call(self, function: Callable[[M], Any]) -> Any:
         """Run a function in the engine's thread between two steps; returns its result, raises its exception."""
-        future: asyncio.Future[Any] = self._loop.create_future()
+        future: Future[Any] = Future()
         self._post(partial(self._answer, future, function))
-        return await future
+        return await asyncio.wrap_future(future)
 
     async def drain(self, seconds: float) -> None:
         """Take nothing new, let what is in flight finish for at most this long, abort the rest, end the thread."""
@@ -285,7 +283,7 @@ class EngineWorker(Generic[M]):
             if not self._live:
                 self._deadlines.clear()
             while self._deadlines and self._deadlines[0].deadline <= time.perf_counter():
-                self._drop(self._deadlines.popleft(), DeadlinePassed(self.deadline_s or 0.0))
+                self._drop(self._deadlines.popleft(), DeadlinePassed(self.config.deadline))
 
     @property
     def _engine(self) -> Engine:
@@ -365,20 +363,14 @@ class EngineWorker(Generic[M]):
         self._tell(self._settle, "restarting")
         self._outbox.send([(ticket, EngineCrashed()) for ticket in tickets if ticket not in kept])
 
-    def _answer(self, future: asyncio.Future[Any], function: Callable[[M], Any]) -> None:
-        def settle(result: Any, error: Exception | None) -> None:
-            if future.cancelled():
-                return
-            if error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
+    def _answer(self, future: Future[Any], function: Callable[[M], Any]) -> None:
         assert self._model is not None
+        if not future.set_running_or_notify_cancel():
+            return
         try:
-            self._tell(settle, function(self._model), None)
+            future.set_result(function(self._model))
         except Exception as error:  # noqa: BLE001  (it is raised again where `call` was awaited)
-            self._tell(settle, None, error)
+            future.set_exception(error)
 
     def _watch(self, call: Callable[..., None], *arguments: Any) -> None:
         """An observer may fail without harm to the requests."""

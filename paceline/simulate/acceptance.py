@@ -1,20 +1,25 @@
 """How many drafts stand: one chance, a chance for each place, or what a run recorded.
 
-`conditional[i - 1]` is the chance that draft i stands, given that those before it do; survival_i is the share of rounds whose
-first i drafts all stood, the product of the first i. Measured curves rise with depth: one number is a first guess only.
+    0.8                      one chance          0.8,0.75,0.7            a chance for each place, given that the earlier stood
+    survival:.77,.57,.42     shares of rounds    histogram:20,10,5,2     counts of rounds with 0, 1, 2, ... accepted drafts
+    runs/bench-decode-x      a bench run's results (or results.json), a trace in JSON lines or Parquet
+
+Of a bench run the setting with the most accepted drafts counts, unless `name:` picks a drafter: runs/x:default.
+Measured curves rise with depth: one number is a first guess only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from paceline.errors import ConfigError
-from paceline.figures import survival
+from paceline.figures import add_histograms, survival
 from paceline.simulate.files import is_amount
-
-Kind = Literal["constant", "conditional", "survival", "histogram"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +27,8 @@ class Acceptance:
     """Chances by place; deeper drafts than were given have the last one's. Raises ConfigError outside 0..1."""
 
     conditional: tuple[float, ...]
-    kind: Kind = "conditional"
+    """conditional[i - 1]: the chance that draft i stands, given that those before it do."""
+    kind: Literal["constant", "conditional", "survival", "histogram"] = "conditional"
     """The form in which it was given."""
     num_rounds: int = 0
     """Number of recorded rounds; 0 when it was not recorded."""
@@ -52,12 +58,22 @@ class Acceptance:
         return found
 
 
+def tokens_per_round(acceptance: Acceptance, num_drafted: int) -> float:
+    """N(g) = 1 + sum over i <= g of survival_i: the bonus token included; (1 - p^(g+1)) / (1 - p) for one chance p."""
+    return 1.0 + sum(acceptance.survival(num_drafted))
+
+
+def shifted(acceptance: Acceptance, points: float) -> Acceptance:
+    """Every chance higher by `points` (0.01 is one point), kept within 0 and 1."""
+    return replace(acceptance, conditional=tuple(min(max(chance + points, 0.0), 1.0) for chance in acceptance.conditional))
+
+
 def constant(chance: float) -> Acceptance:
     return Acceptance((chance,), "constant")
 
 
 def from_conditional(chances: Sequence[float]) -> Acceptance:
-    return Acceptance(tuple(chances), "conditional")
+    return Acceptance(tuple(chances))
 
 
 def from_survival(shares: Sequence[float]) -> Acceptance:
@@ -88,11 +104,95 @@ def from_histogram(counts: Sequence[float]) -> Acceptance:
     return replace(from_survival(shares), kind="histogram", num_rounds=int(sum(counts)))
 
 
-def tokens_per_round(acceptance: Acceptance, num_drafted: int) -> float:
-    """N(g) = 1 + sum over i <= g of survival_i: the bonus token included; (1 - p^(g+1)) / (1 - p) for one chance p."""
-    return 1.0 + sum(acceptance.survival(num_drafted))
+def from_rounds(rounds: Iterable[tuple[int, int]]) -> Acceptance:
+    """From (drafted, accepted) of each round: the chance of a draft is counted over the rounds that drafted that far."""
+    pairs = [(drafted, accepted) for drafted, accepted in rounds if drafted > 0]
+    if not pairs:
+        raise ConfigError("no round drafted anything: record a run with a drafter")
+    chances = []
+    for place in range(1, max(drafted for drafted, _ in pairs) + 1):
+        tried = sum(drafted >= place and accepted >= place - 1 for drafted, accepted in pairs)
+        if not tried:
+            break
+        chances.append(sum(accepted >= place for _, accepted in pairs) / tried)
+    return Acceptance(tuple(chances), "histogram", len(pairs))
 
 
-def shifted(acceptance: Acceptance, points: float) -> Acceptance:
-    """Every chance higher by `points` (0.01 is one point), kept within 0 and 1."""
-    return replace(acceptance, conditional=tuple(min(max(chance + points, 0.0), 1.0) for chance in acceptance.conditional))
+WRITTEN = {"survival": from_survival, "conditional": from_conditional, "histogram": from_histogram}
+
+
+def parse_acceptance(text: str) -> Acceptance:
+    """As a person writes it. Raises ConfigError that says how."""
+    kind, colon, rest = text.partition(":")
+    if colon and kind.strip().lower() in WRITTEN:
+        return WRITTEN[kind.strip().lower()](_numbers(rest, text))
+    path, _, drafter = text.rpartition(":") if not os.path.exists(text) and ":" in text else (text, "", "")
+    if os.path.exists(path):
+        return read_acceptance(Path(path), drafter)
+    values = _numbers(text, text)
+    return constant(values[0]) if len(values) == 1 else from_conditional(values)
+
+
+def _numbers(text: str, whole: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError(
+            f"--acceptance {whole!r} is no chance, no curve and no file: write 0.8, 0.8,0.75,0.7, survival:.77,.57, "
+            "histogram:20,10,5, or the path of a bench run"
+        ) from None
+
+
+def read_acceptance(path: Path, drafter: str = "") -> Acceptance:
+    """The histogram of a bench run or of a trace. Raises ConfigError when there is none in it."""
+    file = path / "results.json" if path.is_dir() else path
+    lines = _parquet_lines(file) if file.suffix == ".parquet" else _json_lines(file)
+    if len(lines) == 1 and isinstance(lines[0].get("results"), list):
+        return from_histogram(_best_histogram(lines[0]["results"], drafter, file))
+    if found := [line["accepted_histogram"] for line in lines if line.get("accepted_histogram")]:
+        return from_histogram(add_histograms(found))
+    rounds = [pair for line in lines for pair in _pairs(line.get("drafted"), line.get("accepted"))]
+    if not rounds:
+        raise ConfigError(f"{file} holds no accepted_histogram: give the folder of paceline bench decode, or a trace")
+    return from_rounds(rounds)
+
+
+def _best_histogram(results: Sequence[dict[str, Any]], drafter: str, file: Path) -> list[int]:
+    known = [result for result in results if len(result.get("accepted_histogram") or ()) > 1]
+    chosen = [result for result in known if not drafter or drafter in (result.get("drafter"), result.get("drafter_name"))]
+    if not chosen:
+        names = ", ".join(str(result.get("drafter")) for result in known) or "none that drafted"
+        raise ConfigError(f"{file} has no recorded drafts{f' of {drafter!r}' if drafter else ''}: it holds {names}")
+    return max(chosen, key=lambda result: float(result.get("tokens_per_round") or 0.0))["accepted_histogram"]
+
+
+def _json_lines(file: Path) -> list[dict[str, Any]]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {file} ({error}): give a bench run, results.json or a trace") from error
+    try:
+        whole = json.loads(text)
+        values = whole if isinstance(whole, list) else [whole]
+    except ValueError:  # one object a line
+        try:
+            values = [json.loads(line) for line in text.splitlines() if line.strip()]
+        except ValueError as error:
+            raise ConfigError(f"{file} is neither JSON nor JSON lines ({error}): give a bench run or a trace") from error
+    return [value for value in values if isinstance(value, dict)]
+
+
+def _parquet_lines(file: Path) -> list[dict[str, Any]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ConfigError("reading a Parquet trace needs pyarrow: pip install 'paceline[data]'") from error
+    try:
+        return parquet.read_table(file, columns=["drafted", "accepted"]).to_pylist()
+    except (ArrowException, OSError, KeyError) as error:
+        raise ConfigError(f"{file} is no trace with drafted and accepted ({error}): give one of paceline serve") from error
+
+
+def _pairs(drafted: Any, accepted: Any) -> list[tuple[int, int]]:
+    is_lists = isinstance(drafted, list) and isinstance(accepted, list) and len(drafted) == len(accepted)
+    return list(zip(drafted, accepted, strict=True)) if is_lists else []

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.simulate import catalogue, limits
-from paceline.simulate.acceptance import Acceptance
+from paceline.simulate.acceptance import Acceptance, parse_acceptance
 from paceline.simulate.arrivals import Job, Survival, parse_lengths, workload
 from paceline.simulate.config import CostsConfig, PredictConfig, ServingConfig
 from paceline.simulate.flags import PLACEHOLDER, Serving, server_flags
 from paceline.simulate.load import Case, LoadFigures, capacity, sweep
-from paceline.simulate.memory import memory_need
-from paceline.simulate.recorded import parse_acceptance
 from paceline.simulate.replay import Compared, compare, read_passes, recorded_survival, rows_of
+from paceline.simulate.roofline import memory_need
 from paceline.simulate.serving import ServerShape
 from paceline.simulate.setup import Setup, set_up
 from paceline.simulate.speedup import Load, Prediction, predict
@@ -79,10 +78,9 @@ def _load_warnings(setup: Setup, loads: list[Load]) -> list[str]:
     if shape is None or deployment is None:
         return []
     needs = [(memory_need(shape, deployment, each.batch, each.context), each) for each in loads]
-    too_large = [(need, load) for need, load in needs if not need.fits]
-    smallest = min(too_large, key=lambda pair: pair[1].batch, default=None)
-    found = smallest and limits.memory_warning(*smallest, deployment), limits.context_warning(shape, loads[0])
-    return [warning for warning in found if warning]
+    needs.sort(key=lambda pair: pair[1].batch)
+    too_large = [limits.memory_warning(need, load, deployment) for need, load in needs if not need.fits][:1]
+    return [warning for warning in (*too_large, limits.context_warning(shape, loads[0])) if warning]
 
 
 def _serving(costs: CostsConfig, config: PredictConfig, setup: Setup, prediction: Prediction) -> Serving:

@@ -54,8 +54,6 @@ class Job:
     prompt_tokens: int
     """Prompt tokens that have to be computed; those found in a prefix cache are not."""
     answer_tokens: int
-    survival: Survival | None = None
-    """Its own survival curve, where it is known."""
     rounds_by_source: dict[str, Rounds] = field(default_factory=dict)
     """Its rounds in a recorded run by the source of their drafts ("dflash", "ngram", "none"); empty where it is not known."""
 
@@ -80,11 +78,6 @@ class Lengths:
         if self.median is None:
             return source.randint(self.low, self.high)
         return min(max(round(source.lognormvariate(math.log(self.median), self.sigma)), self.low), self.high)
-
-    @property
-    def mean(self) -> float:
-        """Expected tokens, before the cut."""
-        return (self.low + self.high) / 2 if self.median is None else self.median * math.exp(self.sigma**2 / 2)
 
 
 def parse_lengths(option: str, text: str) -> Lengths:

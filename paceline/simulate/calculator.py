@@ -19,9 +19,8 @@ from typing import Any
 import paceline
 from paceline.hardware import KNOWN_MACHINES, Machine
 from paceline.simulate import catalogue, limits
-from paceline.simulate.formats import FORMATS
 from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, MEASURED_LOCALITY
-from paceline.simulate.shapes import ModelShape, as_json
+from paceline.simulate.shapes import FORMATS, ModelShape, as_json
 
 FOLDER = Path(__file__).parent / "page"
 PURE = ("formulas.js", "config_reader.js", "hf_config.js", "flags.js", "limits.js", "state.js")
@@ -52,25 +51,21 @@ def joined(names: Sequence[str] = SCRIPTS) -> str:
 
 
 def data(this_machine: Machine | None = None) -> dict[str, Any]:
-    """What the formulas are fed with: the package's own tables."""
-    machines = {name: _machine(machine, name) for name, machine in KNOWN_MACHINES.items()}
+    """What the formulas are fed with: the package's own tables. A machine's "option" is its name on the command line."""
+    machines = {name: {**asdict(machine), "option": name} for name, machine in KNOWN_MACHINES.items()}
     if this_machine is not None:
-        machines["this machine"] = _machine(this_machine, "this")
+        machines["this machine"] = {**asdict(this_machine), "option": "this"}
+    unavailable = [name for name, entry in catalogue.entries().items() if "unavailable" in entry]
     return {
         "version": paceline.__version__,
         "models": {name: _model(shape) for name, shape in catalogue.all_shapes().items()},
-        "unavailable": _unavailable(),
+        "unavailable": f"Sizes not public: {', '.join(unavailable)}." if unavailable else "",
         "machines": machines,
         "formats": {name: {"name": name, **asdict(kind)} for name, kind in FORMATS.items()},
         "measured_locality": MEASURED_LOCALITY,
         "latency_s": COLLECTIVE_LATENCY_S,
         "limits": limits.ROOFLINE,
     }
-
-
-def _machine(machine: Machine, option: str) -> dict[str, Any]:
-    """`option`: its name on the command line."""
-    return {**asdict(machine), "option": option}
 
 
 def _model(shape: ModelShape) -> dict[str, Any]:
@@ -82,11 +77,6 @@ def _model(shape: ModelShape) -> dict[str, Any]:
 def _short(number: float) -> str:
     size, letter = next(((size, letter) for size, letter in ((1e12, "T"), (1e9, "B")) if number >= size), (1e6, "M"))
     return f"{number / size:.3g}{letter}"
-
-
-def _unavailable() -> str:
-    names = [name for name, entry in catalogue.entries().items() if "unavailable" in entry]
-    return f"Sizes not public: {', '.join(names)}." if names else ""
 
 
 def embedded(value: Any) -> str:

@@ -9,6 +9,7 @@ Errors are shares of each time, so that small passes weigh as much as large ones
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,15 +21,14 @@ import numpy as np
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
 from paceline.simulate import catalogue
-from paceline.simulate.calibrated import CalibratedCosts, Calibration, DraftFit, PassFit
+from paceline.simulate.calibrated import Calibration
 from paceline.simulate.config import CostsConfig
-from paceline.simulate.formats import FORMATS
+from paceline.simulate.costs import DraftFit, PassFit, RooflineCosts
 from paceline.simulate.hf_config import shape_of
 from paceline.simulate.measured import TimeTable, read_steps, table_of
-from paceline.simulate.nnls import nnls
 from paceline.simulate.roofline import Deployment, works_of
 from paceline.simulate.setup import deployment_of, machine_named
-from paceline.simulate.shapes import ModelShape, Precisions
+from paceline.simulate.shapes import FORMATS, ModelShape, Precisions
 
 HELD_OUT = 3
 """One size of so many is left out of the fit."""
@@ -104,12 +104,9 @@ class Fitted:
     """A calibration, its error on sizes that were left out, and what it was fitted to."""
 
     steps: Steps
-    costs: CalibratedCosts
+    calibration: Calibration
+    costs: RooflineCosts
     report: Report
-
-    @property
-    def calibration(self) -> Calibration:
-        return self.costs.calibration
 
     def as_json(self) -> dict[str, Any]:
         return {**self.calibration.as_json(), "held_out": self.report.as_json()}
@@ -119,11 +116,11 @@ def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
     """Fit to the step times of runs of `paceline bench steps`. Raises PacelineError."""
     files = [read_steps(path) for path in paths]
     steps, shape = steps_of(files), _measured_shape(config, files[0])
-    measured = replace(shape, precisions=precisions_of(files[0], shape.precisions))
     machine = machine_of(files[0]) if config.hardware is None else None
-    deployment = deployment_of(config, measured, machine or machine_named(config.hardware))
-    costs = CalibratedCosts(shape, deployment, fit(steps, shape, deployment))
-    return Fitted(steps, costs, check(steps, shape, deployment))
+    precisions = precisions_of(files[0], shape.precisions)
+    deployment = deployment_of(config, precisions, machine or machine_named(config.hardware))
+    calibration = fit(steps, shape, deployment)
+    return Fitted(steps, calibration, calibration.costs(shape, deployment), check(steps, shape, deployment))
 
 
 def _measured_shape(config: CostsConfig, steps: dict[str, Any]) -> ModelShape:
@@ -194,7 +191,7 @@ def fit_pass(times: list[Observation], shape: ModelShape, deployment: Deployment
         return _relative(np.hstack([overlapped, others]), times)
 
     ratio = _searched(solve)
-    computing, fixed_s, token_s, cached_s = (float(value) for value in solve(ratio)[1])
+    computing, fixed_s, token_s, cached_s = solve(ratio)[1].tolist()
     return PassFit(ratio * computing, computing, fixed_s, token_s, cached_s)
 
 
@@ -203,7 +200,7 @@ def _part_seconds(each: Observation, shape: ModelShape, deployment: Deployment) 
     return [deployment.seconds(work) for work in works_of(shape, deployment, each.batch, each.width, each.context)]
 
 
-def reached(costs: CalibratedCosts, context: float) -> tuple[float, float]:
+def reached(costs: RooflineCosts, context: float) -> tuple[float, float]:
     """Share of the machine's bandwidth in a pass of one position, and of its arithmetic from a pass of 64 to one of 128.
 
     What a pass costs whatever its size lowers the first share, what each position costs lowers the second. The fitted factors
@@ -234,8 +231,9 @@ def _fit_draft(times: list[Observation], is_block: bool) -> tuple[float, DraftFi
         return _relative(np.stack([passes, passes * np.maximum(floor, positions), rows], axis=1), times)
 
     floor = _searched(solve)
-    error, (fixed_s, position_s, row_s) = solve(floor)
-    return error, DraftFit(float(fixed_s), float(position_s), floor, float(row_s), is_block)
+    error, found = solve(floor)
+    fixed_s, position_s, row_s = found.tolist()
+    return error, DraftFit(fixed_s, position_s, floor, row_s, is_block)
 
 
 def _relative(columns: np.ndarray, times: list[Observation]) -> tuple[float, np.ndarray]:
@@ -244,6 +242,24 @@ def _relative(columns: np.ndarray, times: list[Observation]) -> tuple[float, np.
     weighed = columns / seconds[:, None]
     solution = nnls(weighed, np.ones(len(times)))
     return float(np.mean((weighed @ solution - 1.0) ** 2)), solution
+
+
+def nnls(columns: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The x >= 0 that makes |columns @ x - wanted| least. `columns` [n, k] with a small k, `wanted` [n]; returns [k].
+
+    It is the best of all sets of columns whose own least squares have no negative term (Lawson and Hanson, "Solving Least
+    Squares Problems", 1974, chapter 23). Columns are scaled to unit length first, so that seconds and counts weigh alike.
+    """
+    lengths = np.linalg.norm(columns, axis=0)
+    scale = np.where(lengths > 0, lengths, 1.0)
+    scaled, best, least = columns / scale, np.zeros_like(scale), np.linalg.norm(wanted)
+    for used in itertools.product((True, False), repeat=len(scale)):
+        solution = np.zeros_like(scale)
+        solution[[*used]] = np.linalg.lstsq(scaled[:, [*used]], wanted, rcond=None)[0]
+        error = np.linalg.norm(scaled @ solution - wanted)
+        if error < least and (solution >= 0).all():
+            best, least = solution, error
+    return best / scale
 
 
 def _searched(solve: Callable[[float], tuple[float, np.ndarray]]) -> float:
@@ -270,7 +286,7 @@ def check(steps: Steps, shape: ModelShape, deployment: Deployment) -> Report:
         rounds=[],
         host_s=steps.host_s,
     )
-    costs = CalibratedCosts(shape, deployment, fit(kept, shape, deployment))
+    costs = fit(kept, shape, deployment).costs(shape, deployment)
     points = [
         HeldOut(each.batch, each.width, each.seconds, costs.round_s(each.batch, round(each.width) - 1, each.context))
         for each in measured_rounds(steps)

@@ -22,28 +22,20 @@ FOLDER = Path(__file__).parent / "catalogue"
 
 
 def entries() -> dict[str, dict[str, Any]]:
-    """Name -> entry, family by family."""
+    """Name -> entry, family by family; each with its "source" and its "hub" id, which may be None."""
     found: dict[str, dict[str, Any]] = {}
     for file in sorted(FOLDER.glob("*.json")):
         family = json.loads(file.read_text(encoding="utf-8"))
         for entry in family["models"]:
-            shared = {**family.get("config", {}), **entry["config"]} if "config" in entry else None
-            told = {"source": family.get("source", ""), "hub": _hub_id(family, entry), **entry}
-            found[entry["name"]] = told | ({"config": shared} if shared else {})
+            hub = f"{family['owner']}/{entry['name']}" if "owner" in family else None
+            found[entry["name"]] = told = {"source": family.get("source", ""), "hub": hub, **entry}
+            if "config" in entry:
+                told["config"] = {**family.get("config", {}), **entry["config"]}
     return found
 
 
-def _hub_id(family: dict[str, Any], entry: dict[str, Any]) -> str | None:
-    return f"{family['owner']}/{entry['name']}" if "owner" in family else None
-
-
-def names() -> list[str]:
-    """Targets that can be predicted."""
-    return [name for name, entry in entries().items() if "unavailable" not in entry]
-
-
 def all_shapes() -> dict[str, ModelShape]:
-    """Every available target, resolved."""
+    """Every target that can be predicted, by its name."""
     return {name: shape_of_entry(entry) for name, entry in entries().items() if "unavailable" not in entry}
 
 
@@ -65,17 +57,15 @@ def find(model: str) -> ModelShape:
     path, is_folder = Path(model).expanduser(), os.path.isdir(Path(model).expanduser())
     if path.suffix == ".json" or is_folder:
         return _from_file(path / "config.json" if is_folder else path)
-    known = {name.lower(): entry for name, entry in entries().items()}
-    entry = known.get(model.lower()) or known.get(model.rpartition("/")[2].lower()) or _named(model, known)
-    if entry is None:
-        raise ModelNotFoundError(_not_found(model, known))
-    return shape_of_entry(entry)
-
-
-def _named(model: str, known: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """By another name of it, such as the hub's."""
-    wanted = model.rpartition("/")[2].lower()
-    return next((entry for entry in known.values() if wanted in [name.lower() for name in entry.get("aliases", ())]), None)
+    known, wanted = entries(), model.rpartition("/")[2].lower()
+    by_name = {other.lower(): entry for entry in known.values() for other in entry.get("aliases", ())}
+    by_name |= {name.lower(): entry for name, entry in known.items()}
+    if entry := by_name.get(model.lower()) or by_name.get(wanted):
+        return shape_of_entry(entry)
+    available = [name for name, entry in known.items() if "unavailable" not in entry]
+    near = get_close_matches(wanted, [name.lower() for name in available], n=3, cutoff=0.5)
+    shown = ", ".join([name for name in available if name.lower() in near] or available)
+    raise ModelNotFoundError(f"no model {model!r} in the catalogue: try {shown}, or give the path of a config.json")
 
 
 def served_name(model: str) -> str:
@@ -92,10 +82,3 @@ def _from_file(file: Path) -> ModelShape:
     if "attention" in config and "dense" in config:
         return from_json({"name": file.stem, "source": str(file), **config})
     return shape_of(config, str(config.get("_name_or_path") or file.parent.name or file.stem), str(file))
-
-
-def _not_found(model: str, known: dict[str, dict[str, Any]]) -> str:
-    available = [entry["name"] for entry in known.values() if "unavailable" not in entry]
-    near = get_close_matches(model.rpartition("/")[2].lower(), [name.lower() for name in available], n=3, cutoff=0.5)
-    shown = [name for name in available if name.lower() in near] or available
-    return f"no model {model!r} in the catalogue: try {', '.join(shown)}, or give the path of a config.json"

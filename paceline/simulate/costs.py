@@ -1,17 +1,123 @@
-"""Seconds of the parts of a round, from four sources: a toy, a roofline, a measured table, or a calibrated roofline.
+"""Seconds of the parts of a round: of a toy, of a roofline, calibrated or not; `measured.py` has those of a table.
 
 A round of B sequences that draft g tokens each takes `verify_s(B, g + 1, S) + draft_s(B, g, S) + host_s`.
+
+Drafting takes a share of a plain target pass, or what the drafter's own size says, or what was fitted to measured times.
+Autoregressive drafters (MTP, EAGLE, a small model) run once for each draft, block drafters (DFlash) once for each block.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from paceline.simulate.drafter_cost import DrafterCost, FractionDrafter
-from paceline.simulate.measured import StepTable
-from paceline.simulate.roofline import Deployment, pass_seconds
+from paceline.errors import ConfigError
+from paceline.simulate.roofline import Deployment, distinct_experts, pass_seconds
 from paceline.simulate.shapes import ModelShape
 
+
+@dataclass(frozen=True, slots=True)
+class FractionDrafter:
+    """A drafter pass takes `fraction` of a plain target pass at the same batch."""
+
+    fraction: float
+    block: int | None = None
+    """Drafts of one drafter pass; None drafts one token a pass."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.fraction) and self.fraction >= 0):
+            raise ConfigError(f"--drafter-cost must be 0 or more of a target pass, such as 0.1, not {self.fraction:g}")
+        _check_block(self.block)
+
+    def draft_s(self, num_drafted: int, batch: float, plain_s: float) -> float:
+        """Seconds of drafting for `batch` sequences; `plain_s`: a target pass of one position for each of them."""
+        return self.fraction * plain_s * _passes(num_drafted, self.block)
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeDrafter:
+    """A drafter's own roofline: each of its passes takes the larger of its arithmetic and its reading.
+
+    t_mtp(g, B) = g * max(2*active*B/R, b*resident(B)/BW);   t_dflash(B) = max(2*P*B*D/R, b*P/BW) with D positions a block.
+    """
+
+    dense: float
+    """Parameters that every pass reads, the head included."""
+    flops_per_s: float
+    bytes_per_s: float
+    num_bytes: float = 2.0
+    """Of one parameter."""
+    block: int | None = None
+    """Drafts of one drafter pass; None drafts one token a pass."""
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert: float = 0.0
+    """Parameters of one expert."""
+
+    def __post_init__(self) -> None:
+        if not self.dense > 0:
+            raise ConfigError("--drafter-params must be above 0, such as 0.98e9")
+        _check_block(self.block)
+
+    def draft_s(self, num_drafted: int, batch: float, plain_s: float = 0.0) -> float:
+        """As FractionDrafter's; `plain_s` does not matter."""
+        tokens, read = batch * (self.block or 1), self.dense
+        if self.num_experts:
+            read += distinct_experts(self.num_experts, self.experts_per_token, tokens, 1.0) * self.expert
+        computing = 2.0 * (self.dense + self.experts_per_token * self.expert) * tokens / self.flops_per_s
+        return _passes(num_drafted, self.block) * max(computing, self.num_bytes * read / self.bytes_per_s)
+
+
+def _passes(num_drafted: int, block: int | None) -> int:
+    """Drafter passes of a round."""
+    return num_drafted if block is None else math.ceil(num_drafted / block)
+
+
+def _check_block(block: int | None) -> None:
+    if block is not None and block < 1:
+        raise ConfigError(f"--block must be at least 1 draft for each drafter pass, not {block}")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFit:
+    """Seconds of drafting that were fitted to measured ones (`calibrate.py`)."""
+
+    fixed_s: float = 0.0
+    """For each drafter pass."""
+    position_s: float = 0.0
+    """For each position of a drafter pass; of a pass of fewer positions than `floor`, for `floor` positions."""
+    floor: float = 0.0
+    """Positions below which a pass costs no less."""
+    row_s: float = 0.0
+    """For each row of the batch."""
+    is_block: bool = True
+    """True: one pass makes all drafts of a row; False: one pass for each draft."""
+
+    def draft_s(self, num_drafted: int, batch: float, plain_s: float = 0.0) -> float:
+        """As FractionDrafter's; `plain_s` does not matter."""
+        if num_drafted == 0:
+            return 0.0
+        passes, positions = (1, batch * (num_drafted + 1)) if self.is_block else (num_drafted, batch)
+        return passes * (self.fixed_s + self.position_s * max(self.floor, positions)) + self.row_s * batch
+
+
+@dataclass(frozen=True, slots=True)
+class PassFit:
+    """Factors and overheads of a target pass that were fitted to measured ones (`calibrate.py`)."""
+
+    reading: float = 1.0
+    """Factor on the seconds of reading at full bandwidth; 1 / reading is the share of bandwidth reached."""
+    computing: float = 1.0
+    """Factor on the seconds of arithmetic at full rate; 1 / computing is the share reached."""
+    fixed_s: float = 0.0
+    """For each pass, whatever its size."""
+    token_s: float = 0.0
+    """For each position of each row."""
+    cached_token_s: float = 0.0
+    """For each token in the cache of each row."""
+
+
+DrafterCost = FractionDrafter | ShapeDrafter | DraftFit
 NO_COST = FractionDrafter(0.0)
 
 
@@ -19,11 +125,8 @@ class StepCosts:
     """Seconds of a round's parts. A source of costs gives `split`, and `draft_s` and `host_s` unless they are 0."""
 
     __slots__ = ()
-
-    @property
-    def host_s(self) -> float:
-        """Seconds of a round outside target and drafter."""
-        return 0.0
+    host_s: float = 0.0
+    """Of a round outside target and drafter."""
 
     def split(self, batch: float, positions: float, context: float) -> dict[str, float]:
         """Seconds of one target pass by part: `positions` of each sequence, `context` tokens in the cache of each."""
@@ -59,37 +162,19 @@ class RooflineCosts(StepCosts):
 
     shape: ModelShape
     deployment: Deployment
-    drafter: DrafterCost
-    host_s: float = 0.0  # pyright: ignore[reportIncompatibleMethodOverride]
-
-    def draft_s(self, batch: float, num_drafted: int, context: float) -> float:
-        return self.drafter.draft_s(num_drafted, batch, self.verify_s(batch, 1, context))
-
-    def split(self, batch: float, positions: float, context: float) -> dict[str, float]:
-        return pass_seconds(self.shape, self.deployment, batch, positions, context)
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredCosts(StepCosts):
-    """A table of step times, whatever the context; `drafter` is for tables without draft times."""
-
-    table: StepTable
     drafter: DrafterCost = NO_COST
-
-    @property
-    def host_s(self) -> float:
-        return self.table.host_s
-
-    def verify_s(self, batch: float, positions: float, context: float) -> float:
-        return self.table.verify.seconds(batch, positions)
+    host_s: float = 0.0
+    fit: PassFit | None = None
+    """As the machine was measured to reach; None: its full rates."""
 
     def draft_s(self, batch: float, num_drafted: int, context: float) -> float:
-        if self.table.draft is None:
-            return self.drafter.draft_s(num_drafted, batch, self.verify_s(batch, 1, context))
-        return self.table.draft.seconds(batch, num_drafted) if num_drafted else 0.0
+        plain_s = self.verify_s(batch, 1, context) if isinstance(self.drafter, FractionDrafter) else 0.0
+        return self.drafter.draft_s(num_drafted, batch, plain_s)
 
     def split(self, batch: float, positions: float, context: float) -> dict[str, float]:
-        return {"target": self.verify_s(batch, positions, context)}
-
-    def prefill_s(self, tokens: int, context: int) -> float:
-        return self.table.prefill.seconds(1, tokens)
+        fit = self.fit
+        if fit is None:
+            return pass_seconds(self.shape, self.deployment, batch, positions, context)
+        parts = pass_seconds(self.shape, self.deployment, batch, positions, context, fit.reading, fit.computing)
+        parts["attention"] += fit.cached_token_s * batch * context
+        return {**parts, "overhead": fit.fixed_s + fit.token_s * batch * positions}

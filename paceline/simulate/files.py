@@ -1,13 +1,16 @@
-"""Reading JSON files with errors that say what to do, and one check of numbers that were read."""
+"""What JSON files hold, with errors that say what to do, and checks of the numbers in them."""
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.errors import ConfigError, PacelineError
+
+T = TypeVar("T")
 
 
 def read_json(
@@ -27,3 +30,19 @@ def read_json(
 def is_amount(value: Any) -> bool:
     """Whether it is a finite number of 0 or more."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+def check_amounts(record: Any) -> None:
+    """Raises ValueError for a field that should be a number of 0 or more and is not."""
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if field.type in ("int", "float") and not is_amount(value):
+            raise ValueError(f"{field.name} is {value!r}, not a number of 0 or more")
+
+
+def record_of(kind: type[T], told: Any) -> T:
+    """A dataclass from a JSON object that must have all of its numbers. Raises ValueError."""
+    values = told if isinstance(told, dict) else {}
+    record = kind(**{field.name: values.get(field.name) for field in fields(kind)})  # pyright: ignore[reportArgumentType]
+    check_amounts(record)
+    return record

@@ -7,13 +7,33 @@ Dense, GQA, MLA, sliding windows, sparse and compressed MLA (DeepSeek V3.2, V4),
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.errors import UnsupportedModelError
-from paceline.simulate.hf_values import ConfigReader
 from paceline.simulate.shapes import Attention, Experts, ModelShape, Precisions
 
+OTHER_NAMES = {
+    "num_hidden_layers": ("n_layer", "num_layers"),
+    "hidden_size": ("n_embd", "d_model"),
+    "num_attention_heads": ("n_head",),
+    "max_position_embeddings": ("n_positions", "max_seq_len"),
+}
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+PER_TOKEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
+KINDS = ("full_attention", "sliding_attention", "linear_attention")
+NOT_READ = {
+    "mamba": "state-space layers",
+    "falcon": "parallel attention with its own head sizes",
+    "gpt2": "two-matrix feed-forward parts",
+    "gpt_neox": "two-matrix feed-forward parts",
+    "gemma4": "head sizes that differ by layer",
+    "nemotron_h": "state-space layers",
+    "rwkv": "recurrent layers",
+    "bert": "an encoder",
+    "t5": "an encoder",
+}
+"""Family -> what it has that is not read here."""
 GATED = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Families whose attention has an output gate as wide as the queries."""
 
@@ -21,19 +41,18 @@ GATED = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelShape:
     """Read a config. Raises UnsupportedModelError naming what is missing or not known."""
     read = ConfigReader(config)
-    groups = Counter(layer_attention(read, layer) for layer in range(read.whole("num_hidden_layers")))
-    attention = tuple(_times(group, count) for group, count in groups.items())
-    hidden, vocab = read.whole("hidden_size"), read.whole("vocab_size")
-    experts = expert_parameters(read)
-    dense = hidden * vocab + sum(layer_parameters(read, layer) for layer in range(read.whole("num_hidden_layers")))
+    layers, hidden, vocab = range(read.num_layers), read.hidden, read.whole("vocab_size")
+    found = [attention_of(read, layer) for layer in layers]
+    groups = Counter(group for group, _ in found)
+    dense = hidden * vocab + sum(parameters for _, parameters in found)
     return ModelShape(
         name=name or read.family,
-        num_layers=read.whole("num_hidden_layers"),
+        num_layers=len(layers),
         hidden_size=hidden,
-        dense=float(dense),
-        attention=attention,
-        precisions=precisions_of(read),
-        experts=experts,
+        dense=float(dense + sum(feed_forward_parameters(read, layer) for layer in layers)),
+        attention=tuple(replace(group, layers=count) for group, count in groups.items()),
+        precisions=read.precisions,
+        experts=experts_of(read),
         embedding=0.0 if read.is_tied else float(hidden * vocab),
         vocab_size=vocab,
         max_context=read.whole("max_position_embeddings", 0),
@@ -41,138 +60,234 @@ def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelS
     )
 
 
-def _times(group: Attention, count: int) -> Attention:
-    return replace(group, layers=count)
+@dataclass(frozen=True)
+class ConfigReader:
+    """The keys of a config.json under their many names; of the language model's part where there are several.
+
+    Raises UnsupportedModelError, which names a key that is missing or no number.
+    """
+
+    whole_config: dict[str, Any]
+    config: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        inner = self.whole_config.get("text_config") or self.whole_config.get("llm_config") or self.whole_config
+        if not isinstance(inner, dict):
+            raise UnsupportedModelError(
+                "this is no config.json of a model: it must be a JSON object with hidden_size and so on"
+            )
+        object.__setattr__(self, "config", inner)
+        for family, reason in NOT_READ.items():
+            if self.family.startswith(family):
+                raise UnsupportedModelError(
+                    f"{self.family} has {reason}, which is not read: describe the model as a shape (docs/simulate.md)"
+                )
+
+    @property
+    def family(self) -> str:
+        return str(self.config.get("model_type", self.whole_config.get("model_type", "model")))
+
+    def has(self, name: str) -> bool:
+        return bool(self.config.get(name))
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A whole number of 0 or more; a key that is null counts as missing."""
+        value = next((self.config[key] for key in (name, *OTHER_NAMES.get(name, ())) if self.config.get(key) is not None), None)
+        if value is None:
+            if default is None:
+                raise UnsupportedModelError(
+                    f"{self.family}: the config has no {name}, which a prediction needs: give a complete config.json"
+                )
+            return default
+        is_whole = isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer()
+        if not is_whole or value < (1 if default is None else 0):
+            raise UnsupportedModelError(f"{self.family}: {name} is {value!r}, which is no size: check the config.json")
+        return int(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.config.get(name)
+        return default if value is None else bool(value)
+
+    @property
+    def num_layers(self) -> int:
+        return self.whole("num_hidden_layers")
+
+    @property
+    def hidden(self) -> int:
+        return self.whole("hidden_size")
+
+    @property
+    def heads(self) -> int:
+        return self.whole("num_attention_heads")
+
+    @property
+    def head_dim(self) -> int:
+        return self.whole("head_dim", self.hidden // self.heads)
+
+    @property
+    def is_tied(self) -> bool:
+        """Gemma's default is tied, others' is not."""
+        value = self.config.get("tie_word_embeddings", self.whole_config.get("tie_word_embeddings"))
+        return self.family.startswith("gemma") if value is None else bool(value)
+
+    @property
+    def num_experts(self) -> int:
+        return next((self.whole(name) for name in EXPERTS if self.has(name)), 0)
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.whole(next((name for name in PER_TOKEN if self.has(name)), PER_TOKEN[0]))
+
+    def layer_kind(self, layer: int) -> str:
+        """One of KINDS. Without layer types: Gemma 3 slides but for each sixth, Gemma 2 each other, Mistral and its kin all or
+        none."""
+        kinds = self.config.get("layer_types")
+        if isinstance(kinds, list) and len(kinds) > layer:
+            kind = str(kinds[layer])
+            if kind not in KINDS and not self.has("compress_ratios"):
+                raise UnsupportedModelError(f"{self.family}: layer type {kind!r} is not known: choose from {', '.join(KINDS)}")
+            return kind if kind in KINDS else "full_attention"
+        if self.has("linear_num_value_heads"):
+            return "full_attention" if (layer + 1) % self.whole("full_attention_interval", 4) == 0 else "linear_attention"
+        slides = self.has("sliding_window") and self.flag("use_sliding_window", True)
+        if slides and self.family.startswith("gemma3"):
+            slides = (layer + 1) % self.whole("sliding_window_pattern", 6) != 0
+        elif slides and self.family.startswith("gemma2"):
+            slides = layer % 2 == 0
+        elif slides and self.family.startswith("qwen"):
+            slides = layer >= self.whole("max_window_layers", 0)
+        return "sliding_attention" if slides else "full_attention"
+
+    def compress_ratio(self, layer: int) -> int:
+        """DeepSeek V4's, of a layer."""
+        values, num_layers = self.config.get("compress_ratios"), self.num_layers
+        if not isinstance(values, list) or len(values) < num_layers or not all(isinstance(value, int) for value in values):
+            raise UnsupportedModelError(
+                f"{self.family}: compress_ratios must list a whole number for each of {num_layers} layers"
+            )
+        return values[layer]
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer's feed-forward part is a mixture of experts."""
+        if not self.num_experts or layer < self.whole("first_k_dense_replace", 0):
+            return False
+        if layer in (self.config.get("mlp_only_layers") or ()):
+            return False
+        step = self.whole("decoder_sparse_step", 0) or self.whole("interleave_moe_layer_step", 0) or 1
+        return (layer + 1) % step == 0
+
+    @property
+    def precisions(self) -> Precisions:
+        """From the stored dtype and the quantisation; attention and cache stay at 16 bits unless a server is told otherwise.
+
+        Experts may be stored otherwise than the rest: MXFP4 of gpt-oss, fp4 of DeepSeek V4.
+        """
+        told = self.whole_config.get("quantization_config") or self.config.get("quantization_config")
+        told = told if isinstance(told, dict) else {}
+        method, dtype = told.get("quant_method"), self.config.get("dtype", self.config.get("torch_dtype"))
+        if method == "mxfp4":
+            weights = "bfloat16"
+        elif method in ("fp8", "fbgemm_fp8", "modelopt") or "fp8" in str(told.get("quant_algo", "")).lower():
+            weights = "float8"
+        elif method in ("gptq", "awq") or told.get("load_in_4bit"):
+            weights = "int8" if told.get("bits") == 8 else "int4"
+        else:
+            weights = "float16" if (dtype or self.whole_config.get("torch_dtype")) == "float16" else "bfloat16"
+        experts = "float4" if method == "mxfp4" or self.config.get("expert_dtype") == "fp4" else weights
+        return Precisions(weights, experts, kv="float8" if self.has("compress_ratios") else "bfloat16")
 
 
-def layer_attention(read: ConfigReader, layer: int) -> Attention:
-    """The attention of one layer, as a group of one."""
+def attention_of(read: ConfigReader, layer: int) -> tuple[Attention, int]:
+    """The attention of one layer, as a group of one, and the parameters of its matrices."""
     kind = read.layer_kind(layer)
     if kind == "linear_attention":
-        return Attention("linear", 1, state_bytes=float(linear_state_bytes(read)))
-    heads = read.whole("num_attention_heads")
+        return _linear(read)
     if read.has("compress_ratios"):
-        return _compressed(read, layer, heads)
+        return _compressed(read, layer)
     if read.has("kv_lora_rank"):
-        return _latent(read, heads)
-    window = read.window(layer) if kind == "sliding_attention" else None
-    return Attention("gqa", 1, heads, read.whole("num_key_value_heads", heads), read.head_dim, window=window)
-
-
-def _latent(read: ConfigReader, heads: int) -> Attention:
-    """MLA; with an indexer (DeepSeek V3.2) it reads the positions that this chooses."""
-    latent, rope = read.whole("kv_lora_rank"), read.whole("qk_rope_head_dim")
-    if not read.has("index_topk"):
-        return Attention("mla", 1, heads, latent=latent, rope=rope)
-    index = {"indexer_heads": read.whole("index_n_heads"), "indexer_dim": read.whole("index_head_dim")}
-    return Attention("mla", 1, heads, latent=latent, rope=rope, window=0, ratio=1, topk=read.whole("index_topk"), **index)
-
-
-def _compressed(read: ConfigReader, layer: int, heads: int) -> Attention:
-    """DeepSeek V4: a window, and behind it one entry for `ratio` positions; ratio 4 chooses among them, 128 reads all."""
-    latent, rope = read.head_dim, read.whole("qk_rope_head_dim")
-    ratio, window = read.numbers("compress_ratios")[layer], read.whole("sliding_window")
-    if ratio == 0:
-        return Attention("mla", 1, heads, latent=latent, rope=rope, window=window)
-    if ratio > 4:
-        return Attention("mla", 1, heads, latent=latent, rope=rope, window=window, ratio=ratio)
-    index = {"indexer_heads": read.whole("index_n_heads"), "indexer_dim": read.whole("index_head_dim")}
-    return Attention("mla", 1, heads, 0, 0, latent, rope, window, ratio, read.whole("index_topk"), **index)
-
-
-def linear_state_bytes(read: ConfigReader) -> int:
-    """Gated delta net: a key x value matrix for each value head and the last inputs of the convolution, in 16 bits."""
-    key_dim, value_dim = read.whole("linear_key_head_dim"), read.whole("linear_value_head_dim")
-    keys, values = read.whole("linear_num_key_heads"), read.whole("linear_num_value_heads")
-    convolved = 2 * keys * key_dim + values * value_dim
-    return 2 * (values * key_dim * value_dim + convolved * read.whole("linear_conv_kernel_dim"))
-
-
-def layer_parameters(read: ConfigReader, layer: int) -> int:
-    """One layer's matrices outside the experts: attention, and the router or the dense feed-forward part."""
-    hidden = read.whole("hidden_size")
-    if read.is_sparse(layer):
-        gate = hidden if read.has("shared_expert_intermediate_size") else 0
-        return attention_parameters(read, layer) + hidden * read.num_experts + gate
-    return attention_parameters(read, layer) + 3 * hidden * read.whole("intermediate_size")
-
-
-def attention_parameters(read: ConfigReader, layer: int) -> int:
-    hidden = read.whole("hidden_size")
-    if read.layer_kind(layer) == "linear_attention":
-        return _linear_parameters(read)
-    heads = read.whole("num_attention_heads")
-    if read.has("compress_ratios"):
-        return _compressed_parameters(read, layer)
-    if read.has("kv_lora_rank"):
-        return _latent_parameters(read)
-    width = heads * read.head_dim
+        return _latent(read)
+    heads, head_dim = read.heads, read.head_dim
+    width, kv_heads = heads * head_dim, read.whole("num_key_value_heads", heads)
     queries = 2 * width if read.flag("attn_output_gate", read.family.removesuffix("_text") in GATED) else width
-    return hidden * (queries + 2 * read.whole("num_key_value_heads", heads) * read.head_dim + width)
+    window = read.whole("sliding_window") if kind == "sliding_attention" else None
+    parameters = read.hidden * (queries + 2 * kv_heads * head_dim + width)
+    return Attention("gqa", 1, heads, kv_heads, head_dim, window=window), parameters
 
 
-def _linear_parameters(read: ConfigReader) -> int:
-    hidden = read.whole("hidden_size")
-    keys = read.whole("linear_num_key_heads") * read.whole("linear_key_head_dim")
-    heads = read.whole("linear_num_value_heads")
-    values = heads * read.whole("linear_value_head_dim")
+def _linear(read: ConfigReader) -> tuple[Attention, int]:
+    """Gated delta net: a key x value matrix for each value head and the last inputs of the convolution, in 16 bits."""
+    key_dim, heads = read.whole("linear_key_head_dim"), read.whole("linear_num_value_heads")
+    keys, values = read.whole("linear_num_key_heads") * key_dim, heads * read.whole("linear_value_head_dim")
     convolution = (2 * keys + values) * read.whole("linear_conv_kernel_dim")
-    return hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden + convolution
+    parameters = read.hidden * (2 * keys + 3 * values + 2 * heads) + convolution
+    return Attention("linear", 1, state_bytes=float(2 * (values * key_dim + convolution))), parameters
 
 
-def _latent_parameters(read: ConfigReader) -> int:
-    hidden, heads = read.whole("hidden_size"), read.whole("num_attention_heads")
+def _latent(read: ConfigReader) -> tuple[Attention, int]:
+    """MLA; with an indexer (DeepSeek V3.2) it reads the positions that this chooses."""
+    hidden, heads = read.hidden, read.heads
     latent, rope = read.whole("kv_lora_rank"), read.whole("qk_rope_head_dim")
     plain, value = read.whole("qk_nope_head_dim"), read.whole("v_head_dim")
     rank = read.whole("q_lora_rank", 0)
     queries = hidden * rank + rank * heads * (plain + rope) if rank else hidden * heads * (plain + rope)
-    index = read.whole("index_n_heads", 0)
-    width = read.whole("index_head_dim") if index else 0
-    indexer = (rank or hidden) * index * width + hidden * (width + index) if index else 0
-    return queries + hidden * (latent + rope) + latent * heads * (plain + value) + heads * value * hidden + indexer
+    parameters = queries + hidden * (latent + rope) + latent * heads * (plain + value) + heads * value * hidden
+    if index := read.whole("index_n_heads", 0):
+        width = read.whole("index_head_dim")
+        parameters += (rank or hidden) * index * width + hidden * (width + index)
+    group = Attention("mla", 1, heads, latent=latent, rope=rope)
+    if read.has("index_topk"):
+        group = replace(group, window=0, ratio=1, topk=read.whole("index_topk"), **_indexer(read))
+    return group, parameters
 
 
-def _compressed_parameters(read: ConfigReader, layer: int) -> int:
-    """DeepSeek V4: low-rank queries and grouped low-rank output, one key that is the value too, the compressor, the indexer."""
-    hidden, heads, width = read.whole("hidden_size"), read.whole("num_attention_heads"), read.head_dim
+def _compressed(read: ConfigReader, layer: int) -> tuple[Attention, int]:
+    """DeepSeek V4: a window, and behind it one entry for `ratio` positions; ratio 4 chooses among them, 128 reads all.
+
+    Low-rank queries and grouped low-rank output, one key that is the value too, the compressor, the indexer.
+    """
+    ratio, hidden, heads, width = read.compress_ratio(layer), read.hidden, read.heads, read.head_dim
     rank, out_rank, groups = read.whole("q_lora_rank"), read.whole("o_lora_rank"), read.whole("o_groups")
-    main = hidden * rank + rank * heads * width + hidden * width + heads * width * out_rank + groups * out_rank * hidden
-    ratio = read.numbers("compress_ratios")[layer]
+    parameters = hidden * rank + rank * heads * width + hidden * width + heads * width * out_rank + groups * out_rank * hidden
+    rope, window = read.whole("qk_rope_head_dim"), read.whole("sliding_window")
+    group = Attention("mla", 1, heads, latent=width, rope=rope, window=window)
     if ratio == 0:
-        return main
+        return group, parameters
+    group = replace(group, ratio=ratio)
     if ratio > 4:
-        return main + 2 * hidden * width
-    index, index_width = read.whole("index_n_heads"), read.whole("index_head_dim")
-    return main + 4 * hidden * width + rank * index * index_width + hidden * index + 4 * hidden * index_width
+        return group, parameters + 2 * hidden * width
+    index = _indexer(read)
+    heads, index_width = index["indexer_heads"], index["indexer_dim"]
+    parameters += 4 * hidden * width + rank * heads * index_width + hidden * heads + 4 * hidden * index_width
+    return replace(group, topk=read.whole("index_topk"), **index), parameters
 
 
-def expert_parameters(read: ConfigReader) -> Experts | None:
+def _indexer(read: ConfigReader) -> dict[str, int]:
+    return {"indexer_heads": read.whole("index_n_heads"), "indexer_dim": read.whole("index_head_dim")}
+
+
+def feed_forward_parameters(read: ConfigReader, layer: int) -> int:
+    """One layer's dense feed-forward part, or the router of its experts."""
+    if not read.is_sparse(layer):
+        return 3 * read.hidden * read.whole("intermediate_size")
+    return read.hidden * (read.num_experts + read.has("shared_expert_intermediate_size"))
+
+
+def experts_of(read: ConfigReader) -> Experts | None:
     """Over all sparse layers; None for a dense model."""
-    if not read.num_experts:
-        return None
-    layers = sum(read.is_sparse(layer) for layer in range(read.whole("num_hidden_layers")))
+    layers = sum(read.is_sparse(layer) for layer in range(read.num_layers))
     if not layers:
         return None
     width = read.whole("moe_intermediate_size", read.whole("intermediate_size", 0)) or read.whole("intermediate_size")
-    each = 3 * read.whole("hidden_size") * width
     shared = read.whole("n_shared_experts", 0) * width + read.whole("shared_expert_intermediate_size", 0)
-    always = 3 * read.whole("hidden_size") * shared
-    per_token = read.experts_per_token
-    if not 0 < per_token < read.num_experts:
+    each, always = 3 * read.hidden * width, 3 * read.hidden * shared
+    num_routed, per_token = read.num_experts, read.experts_per_token
+    if not 0 < per_token < num_routed:
         raise UnsupportedModelError(
-            f"{read.family}: {per_token} of {read.num_experts} experts per token is not possible: check num_experts_per_tok"
+            f"{read.family}: {per_token} of {num_routed} experts per token is not possible: check num_experts_per_tok"
         )
     return Experts(
-        num_routed=read.num_experts,
+        num_routed=num_routed,
         per_token=per_token,
         active=float(layers * (per_token * each + always)),
-        resident=float(layers * (read.num_experts * each + always)),
+        resident=float(layers * (num_routed * each + always)),
     )
-
-
-def precisions_of(read: ConfigReader) -> Precisions:
-    """From the stored dtype and the quantisation; attention and cache stay at 16 bits unless a server is told otherwise."""
-    stored = read.stored_format
-    weights = read.dense_format or ("bfloat16" if stored == "float32" else stored)
-    cache = "float8" if read.has("compress_ratios") else "bfloat16"
-    return Precisions(weights=weights, experts=read.expert_format or weights, kv=cache)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from paceline.simulate.acceptance import Acceptance
-from paceline.simulate.formats import arithmetic
-from paceline.simulate.memory import MemoryNeed
-from paceline.simulate.roofline import Deployment
-from paceline.simulate.shapes import ModelShape
+from paceline.simulate.roofline import Deployment, MemoryNeed
+from paceline.simulate.shapes import ModelShape, arithmetic
 from paceline.simulate.speedup import Load
 
 TOY = ("Toy model: drafting and verifying are free, so the speed-up is the tokens per round. Nothing is that good.",)

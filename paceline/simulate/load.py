@@ -18,7 +18,7 @@ from paceline.figures import Spread
 from paceline.simulate.arrivals import Job, Survival, arriving, poisson
 from paceline.simulate.costs import StepCosts
 from paceline.simulate.policies import make_planner
-from paceline.simulate.serving import Outcome, ServerShape, SimulatedRequest, simulate
+from paceline.simulate.serving import Outcome, ServerShape, SimulatedRequest, Simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Case:
         chunk = server.prefill_chunk or max((job.prompt_tokens for job in jobs), default=1)
         adapts = server.prefill_adapts
         planner = make_planner(policy, self.survival, self.costs, self.context, chunk, adapts_chunks=adapts)
-        return simulate(jobs, self.costs, server, planner, self.survival, concurrency=concurrency, seed=self.seed)
+        return Simulation(jobs, self.costs, server, planner, self.survival, concurrency=concurrency, seed=self.seed).run()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.simulate.costs import NO_COST, FractionDrafter, StepCosts
 from paceline.simulate.files import is_amount, read_json
 
 
@@ -60,22 +61,22 @@ class TimeTable:
 
 
 @dataclass(frozen=True, slots=True)
-class StepTable:
-    """A machine's measured steps for one model and drafter."""
+class MeasuredCosts(StepCosts):
+    """A machine's measured steps for one model and drafter, whatever the context."""
 
     verify: TimeTable
     draft: TimeTable | None
-    """None when no drafter was measured."""
+    """None when no drafter was measured: then `drafter` says what it costs."""
     prefill: TimeTable
     """A chunk of one prompt, by its tokens."""
     host_s: float = 0.0
-    """Seconds of a round outside target and drafter."""
     context: float = 0.0
     """Tokens in the cache of each sequence while it was measured; 0 when not told."""
     title: str = ""
     """Model and machine, for people."""
     prefill_adapts: bool = False
     """Whether the engine that was measured shortens the chunks of a prompt beside running requests."""
+    drafter: FractionDrafter = NO_COST
 
     @property
     def max_draft(self) -> int | None:
@@ -83,8 +84,22 @@ class StepTable:
         _, _, _, widest = (self.draft or self.verify).span
         return int(widest) - (self.draft is None) or None
 
+    def verify_s(self, batch: float, positions: float, context: float) -> float:
+        return self.verify.seconds(batch, positions)
 
-def read_table(path: Path) -> StepTable:
+    def draft_s(self, batch: float, num_drafted: int, context: float) -> float:
+        if self.draft is None:
+            return self.drafter.draft_s(num_drafted, batch, self.verify.seconds(batch, 1))
+        return self.draft.seconds(batch, num_drafted) if num_drafted else 0.0
+
+    def split(self, batch: float, positions: float, context: float) -> dict[str, float]:
+        return {"target": self.verify.seconds(batch, positions)}
+
+    def prefill_s(self, tokens: int, context: int) -> float:
+        return self.prefill.seconds(1, tokens)
+
+
+def read_table(path: Path) -> MeasuredCosts:
     """A steps.json, the folder it is in, or a file of the form above. Raises ConfigError."""
     return table_of(read_steps(path), str(path))
 
@@ -100,7 +115,7 @@ def read_steps(path: Path) -> dict[str, Any]:
     return steps
 
 
-def table_of(steps: dict[str, Any], title: str = "") -> StepTable:
+def table_of(steps: dict[str, Any], title: str = "") -> MeasuredCosts:
     """Raises ConfigError for values that are no times."""
     draft = steps.get("draft") or []
     host_s, context = steps.get("host_s", 0.0), steps.get("context", 0)
@@ -109,7 +124,7 @@ def table_of(steps: dict[str, Any], title: str = "") -> StepTable:
     machine = steps.get("machine")
     told = (steps.get("model"), machine.get("name") if isinstance(machine, dict) else machine)
     verify = TimeTable.of(steps["verify"])
-    return StepTable(
+    return MeasuredCosts(
         verify=verify,
         draft=TimeTable.of(draft, "draft") if draft else None,
         prefill=TimeTable.of(_prefill(steps), "prefill"),

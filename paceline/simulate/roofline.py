@@ -1,4 +1,4 @@
-"""The roofline: seconds of one target pass, each part the larger of its arithmetic and its memory traffic.
+"""The roofline: seconds of one target pass, each part the larger of its arithmetic and its memory traffic; and what fits.
 
 Formulas: the project's performance model (docs/simulate.md), after Finn's "economics of speculative decoding" and Modal's
 spec-dec roofline. Units: seconds, bytes, FLOP. B sequences, q positions of each (drafts + 1), S tokens of context, t = B*q.
@@ -6,14 +6,12 @@ spec-dec roofline. Units: seconds, bytes, FLOP. B sequences, q positions of each
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
-from paceline.simulate.formats import arithmetic, num_bytes
-from paceline.simulate.shapes import Attention, Experts, ModelShape, Precisions
+from paceline.simulate.shapes import Attention, ModelShape, Precisions, arithmetic, num_bytes
 
 COLLECTIVE_LATENCY_S = 5e-6
 MEASURED_LOCALITY = 0.255
@@ -72,15 +70,6 @@ def distinct_experts(num_routed: int, per_token: int, batch: float, positions: f
     return num_routed * (1.0 - (1.0 - per_token / num_routed) ** tokens)
 
 
-def dense_work(shape: ModelShape, precisions: Precisions, tokens: float) -> Work:
-    return Work("projections", 2.0 * shape.dense * tokens, shape.dense * num_bytes(precisions.weights), precisions.weights)
-
-
-def expert_work(experts: Experts, precision: str, batch: float, positions: float, locality: float) -> Work:
-    read = experts.shared + distinct_experts(experts.num_routed, experts.per_token, batch, positions, locality) * experts.each
-    return Work("experts", 2.0 * experts.active * batch * positions, read * num_bytes(precision), precision)
-
-
 def attended(group: Attention, context: float) -> float:
     """Cache entries that one query reads in one layer."""
     if group.kind == "linear":
@@ -91,62 +80,41 @@ def attended(group: Attention, context: float) -> float:
     return min(context, group.window or 0) + (history if group.topk is None else min(history, group.topk))
 
 
-def attention_flops(group: Attention, positions: float, context: float) -> float:
-    """Of one sequence in one layer."""
-    seen = attended(group, context)
-    if group.kind == "mla":
-        return 2.0 * group.heads * (2 * group.latent + group.rope) * positions * seen
-    return 4.0 * group.heads * group.head_dim * positions * seen
-
-
-def attention_bytes(group: Attention, bytes_each: float, context: float) -> float:
-    """Of one sequence in one layer: read once, not once for each position."""
-    if group.kind == "linear":
-        return group.state_bytes
-    width = group.latent + group.rope if group.kind == "mla" else 2 * group.kv_heads * group.head_dim
-    return width * bytes_each * attended(group, context)
-
-
 def attention_work(group: Attention, precisions: Precisions, batch: float, positions: float, context: float) -> Work:
-    """All layers of a group, all sequences."""
-    times = batch * group.layers
-    flops = times * attention_flops(group, positions, context)
-    return Work("attention", flops, times * attention_bytes(group, num_bytes(precisions.kv), context), precisions.attention)
+    """All layers of a group, all sequences: a cache is read once for each, not once for each of its positions."""
+    times, seen = batch * group.layers, attended(group, context)
+    if group.kind == "linear":
+        return Work("attention", 0.0, times * group.state_bytes, precisions.attention)
+    each = 2.0 * (2 * group.latent + group.rope) if group.kind == "mla" else 4.0 * group.head_dim
+    flops = times * each * group.heads * positions * seen
+    return Work("attention", flops, times * group.entry_values * num_bytes(precisions.kv) * seen, precisions.attention)
 
 
 def indexer_work(group: Attention, precisions: Precisions, batch: float, positions: float, context: float) -> Work:
     """The indexer's scores over the whole compressed history."""
     times, ratio = batch * group.layers, group.ratio or 1
     flops = times * 2.0 * group.indexer_heads * group.indexer_dim * (context // ratio) * positions
-    return Work(
-        "attention", flops, times * (context / ratio) * group.indexer_dim * num_bytes(precisions.indexer), precisions.indexer
-    )
+    read = times * (context / ratio) * group.indexer_dim * num_bytes(precisions.indexer)
+    return Work("attention", flops, read, precisions.indexer)
 
 
-def attention_works(shape: ModelShape, deployment: Deployment, batch: float, positions: float, context: float) -> list[Work]:
-    """Attention and indexer: one work each over all layers (variant "whole"), or one for each group of layers."""
-    precisions = deployment.precisions
+def works_of(shape: ModelShape, deployment: Deployment, batch: float, positions: float, context: float) -> list[Work]:
+    """Everything a pass has to do. Attention and indexer are one work each over all layers, or one for each group of layers."""
+    precisions, tokens = deployment.precisions, batch * positions
+    works = [Work("projections", 2.0 * shape.dense * tokens, shape.dense * num_bytes(precisions.weights), precisions.weights)]
+    if experts := shape.experts:
+        distinct = distinct_experts(experts.num_routed, experts.per_token, batch, positions, deployment.expert_locality)
+        read = (experts.shared + distinct * experts.each) * num_bytes(precisions.experts)
+        works.append(Work("experts", 2.0 * experts.active * tokens, read, precisions.experts))
     main = [attention_work(group, precisions, batch, positions, context) for group in shape.attention]
     indexed = [group for group in shape.attention if group.indexer_heads]
     index = [indexer_work(group, precisions, batch, positions, context) for group in indexed]
     if deployment.variant == "layers":
-        return main + index
-    return [added(works) for works in (main, index) if works]
-
-
-def added(works: Iterable[Work]) -> Work:
-    """One work of several of the same part and format."""
-    found = list(works)
-    return Work(found[0].part, sum(work.flops for work in found), sum(work.num_bytes for work in found), found[0].number_format)
-
-
-def works_of(shape: ModelShape, deployment: Deployment, batch: float, positions: float, context: float) -> list[Work]:
-    """Everything a pass has to do."""
-    precisions = deployment.precisions
-    works = [dense_work(shape, precisions, batch * positions)]
-    if shape.experts:
-        works.append(expert_work(shape.experts, precisions.experts, batch, positions, deployment.expert_locality))
-    return works + attention_works(shape, deployment, batch, positions, context)
+        return works + main + index
+    for found in filter(None, (main, index)):
+        flops, read = sum(work.flops for work in found), sum(work.num_bytes for work in found)
+        works.append(Work("attention", flops, read, found[0].number_format))
+    return works
 
 
 def collective_seconds(shape: ModelShape, deployment: Deployment, tokens: float) -> float:
@@ -176,3 +144,40 @@ def pass_seconds(
         read_s, compute_s = deployment.seconds(work)
         parts[work.part] += max(reading * read_s, computing * compute_s)
     return {**parts, "collectives": collective_seconds(shape, deployment, batch * positions)}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Bytes asked for and bytes there are."""
+
+    weight_bytes: float
+    cache_bytes: float
+    """Of all sequences."""
+    memory_bytes: float
+    """Of all GPUs; 0 when not known."""
+
+    @property
+    def fits(self) -> bool:
+        return not self.memory_bytes or self.weight_bytes + self.cache_bytes <= self.memory_bytes
+
+
+def memory_need(shape: ModelShape, deployment: Deployment, batch: int, context: int) -> MemoryNeed:
+    """Of weights and caches. Activations, the drafter and what an engine keeps free are not counted."""
+    precisions = deployment.precisions
+    weights = (shape.dense + shape.embedding) * num_bytes(precisions.weights)
+    weights += shape.experts.resident * num_bytes(precisions.experts) if shape.experts else 0.0
+    cache = batch * sum(group.layers * kept_bytes(group, precisions, context) for group in shape.attention)
+    return MemoryNeed(weights, cache, float(deployment.machine.memory_bytes * deployment.num_gpus))
+
+
+def kept_bytes(group: Attention, precisions: Precisions, context: int) -> float:
+    """What one sequence keeps in one layer: a window keeps its own length, a compressed history one entry for `ratio`."""
+    if group.kind == "linear":
+        return group.state_bytes
+    entry_bytes = group.entry_values * num_bytes(precisions.kv)
+    seen = context if group.window is None else min(context, group.window)
+    if group.ratio is None:
+        return entry_bytes * seen
+    history = context / group.ratio
+    index = history * group.indexer_dim * num_bytes(precisions.indexer) if group.indexer_heads else 0.0
+    return entry_bytes * (history if group.window is None else seen + history) + index

@@ -1,6 +1,6 @@
 """A simulated server: requests come, wait, are prefilled, decode together in rounds, and leave. No model, no torch, seeded.
 
-    outcome = simulate(jobs, costs, ServerShape(max_rows=8), make_planner("best", survival, costs, 500, 256), survival)
+    outcome = Simulation(jobs, costs, ServerShape(max_rows=8), make_planner("best", survival, costs, 500, 256), survival).run()
 
 The steps are those of `engine/scheduler.py` and `engine/engine.py`: each does at most one prefill chunk and one decode round
 over all rows, in which a prompt that was just finished takes part. What a step made is handed out at its end; a request that
@@ -23,7 +23,7 @@ from paceline.errors import ConfigError
 from paceline.plan import Plan, Planner, Row
 from paceline.simulate.arrivals import Job, Survival
 from paceline.simulate.costs import StepCosts
-from paceline.simulate.policies import SOURCE, Drafted, check_survival, drafted
+from paceline.simulate.policies import SOURCE, check_survival, drafted
 from paceline.types import RoundStats
 
 
@@ -129,29 +129,8 @@ class Outcome:
         return sum(each.num_tokens for each in self.requests)
 
 
-def simulate(
-    jobs: Sequence[Job],
-    costs: StepCosts,
-    server: ServerShape,
-    planner: Planner,
-    survival: Survival,
-    *,
-    concurrency: int | None = None,
-    seed: int = 0,
-) -> Outcome:
-    """Serve all jobs. `concurrency` keeps so many in flight, whatever their arrival times; `survival` is for jobs without their
-    own. Raises ConfigError on impossible input."""
-    if concurrency is not None and concurrency < 1:
-        raise ConfigError(f"--concurrency must be at least 1, not {concurrency}")
-    if any(not 0 <= job.arrives_at < math.inf or job.prompt_tokens < 1 or job.answer_tokens < 1 for job in jobs):
-        raise ConfigError("every request needs an arrival time of 0 or later, and at least one token of prompt and answer")
-    for curve in {survival, *(job.survival for job in jobs if job.survival is not None)}:
-        check_survival(curve)
-    return _Loop(jobs, costs, server, planner, survival, concurrency, seed).run()
-
-
-class _Loop:
-    """The clock, the queue and the rows of one simulation."""
+class Simulation:
+    """The clock, the queue and the rows of a server that serves all jobs."""
 
     def __init__(
         self,
@@ -160,9 +139,16 @@ class _Loop:
         server: ServerShape,
         planner: Planner,
         survival: Survival,
-        concurrency: int | None,
-        seed: int,
+        *,
+        concurrency: int | None = None,
+        seed: int = 0,
     ) -> None:
+        """`concurrency` keeps so many jobs in flight, whatever their arrival times. Raises ConfigError on impossible input."""
+        if concurrency is not None and concurrency < 1:
+            raise ConfigError(f"--concurrency must be at least 1, not {concurrency}")
+        if any(not 0 <= job.arrives_at < math.inf or job.prompt_tokens < 1 or job.answer_tokens < 1 for job in jobs):
+            raise ConfigError("every request needs an arrival time of 0 or later, and at least one token of prompt and answer")
+        check_survival(survival)
         self._costs, self._server, self._planner, self._survival = costs, server, planner, survival
         is_closed = concurrency is not None
         self._all = [
@@ -216,11 +202,8 @@ class _Loop:
             self._send_next()
 
     def _row(self, each: SimulatedRequest) -> Row:
-        most = min(len(self._curve(each)), each.job.answer_tokens - max(each.num_tokens, 1) - 1)
+        most = min(len(self._survival), each.job.answer_tokens - max(each.num_tokens, 1) - 1)
         return Row(id(each), "greedy", [self._planner.offer(SOURCE, "greedy", most)] if most > 0 else [])
-
-    def _curve(self, each: SimulatedRequest) -> Survival:
-        return self._survival if each.job.survival is None else each.job.survival
 
     def _prefill(self, num_tokens: int) -> SimulatedRequest | None:
         """One chunk of the prompt that waits longest; returns the request if this was its last chunk."""
@@ -237,7 +220,9 @@ class _Loop:
 
     def _round(self, rows: list[SimulatedRequest], plan: Plan) -> list[tuple[SimulatedRequest, int]]:
         """One decode round; returns the tokens of each row. The first token of a row that joins is not in `num_tokens` yet."""
-        drafts = self._drafts(rows, plan)
+        says_sure = not plan.whole_blocks and self._is_block
+        counts = [take.count for take in plan.drafts]
+        drafts = [drafted(self._survival, each.luck, count, says_sure) for each, count in zip(rows, counts, strict=True)]
         widths = self._planner.narrow(plan, [each.sure for each in drafts])
         accepted = [min(each.num_right, width) for each, width in zip(drafts, widths, strict=True)]
         context = statistics.fmean(each.job.prompt_tokens + max(each.num_tokens, 1) for each in rows)
@@ -245,7 +230,6 @@ class _Loop:
             each.num_rounds += 1
             each.num_drafted_total += width
             each.num_accepted_total += num_accepted
-        counts = [take.count for take in plan.drafts]
         verify_s = self._costs.verify_s(len(rows), 1 + sum(widths) / len(rows), context)
         num_drafting = sum(count > 0 for count in counts)
         draft_s = self._costs.draft_s(num_drafting, max(counts), context) if num_drafting else 0.0
@@ -257,12 +241,6 @@ class _Loop:
         self._row_seconds += spent_s * len(rows)
         self._num_rounds += 1
         return [(each, count + 1) for each, count in zip(rows, accepted, strict=True)]
-
-    def _drafts(self, rows: list[SimulatedRequest], plan: Plan) -> list[Drafted]:
-        says_sure = not plan.whole_blocks and self._is_block
-        return [
-            drafted(self._curve(each), each.luck, take.count, says_sure) for each, take in zip(rows, plan.drafts, strict=True)
-        ]
 
     def _send_next(self) -> None:
         """A closed loop sends its next request when an answer is done."""

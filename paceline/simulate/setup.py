@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.config import EngineConfig, resolve
 from paceline.errors import ConfigError
 from paceline.hardware import KNOWN_MACHINES, Machine, this_machine
 from paceline.simulate import catalogue, limits
-from paceline.simulate.calibrated import CalibratedCosts, Calibration, read_calibration
+from paceline.simulate.calibrated import Calibration, read_calibration
 from paceline.simulate.config import CostsConfig
-from paceline.simulate.costs import MeasuredCosts, RooflineCosts, StepCosts, ToyCosts
-from paceline.simulate.drafter_cost import DrafterCost, FractionDrafter, ShapeDrafter
-from paceline.simulate.measured import StepTable, read_table
+from paceline.simulate.costs import DrafterCost, FractionDrafter, RooflineCosts, ShapeDrafter, StepCosts, ToyCosts
+from paceline.simulate.measured import MeasuredCosts, read_table
 from paceline.simulate.roofline import Deployment
-from paceline.simulate.shapes import ModelShape, with_precisions
+from paceline.simulate.shapes import ModelShape, Precisions, with_precisions
 from paceline.simulate.speedup import Load
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -35,8 +34,11 @@ class Setup:
     deployment: Deployment | None = None
     limits: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    table: StepTable | None = None
-    """The measured steps, where the costs are these."""
+
+    @property
+    def table(self) -> MeasuredCosts | None:
+        """The measured steps, where the costs are these."""
+        return self.costs if isinstance(self.costs, MeasuredCosts) else None
 
     def ignore(self, config: CostsConfig, *names: str) -> Setup:
         """Warn of options that were given and have no effect."""
@@ -58,18 +60,18 @@ def set_up(config: CostsConfig, loads: Sequence[Load]) -> Setup:
     if config.calibration:
         return _calibrated(config, read_calibration(config.calibration))
     shape = catalogue.find(config.model or DEFAULT_MODEL)
-    deployment = deployment_of(config, shape, machine_named(config.hardware))
+    deployment = deployment_of(config, shape.precisions, machine_named(config.hardware))
     costs = RooflineCosts(shape, deployment, drafter_of(config, deployment))
     told = limits.roofline_limits(shape, deployment)
     return Setup(costs, _title(shape, deployment), "roofline", shape, deployment, told)
 
 
-def _measured(config: CostsConfig, table: StepTable, loads: Sequence[Load]) -> Setup:
+def _measured(config: CostsConfig, table: MeasuredCosts, loads: Sequence[Load]) -> Setup:
     if config.drafter_params is not None:
         raise ConfigError("--drafter-params needs a machine's rates, a table has none: use --drafter-cost")
-    costs = MeasuredCosts(table, FractionDrafter(_drafter_cost(config), config.block))
+    table = replace(table, drafter=_fraction(config))
     shape = catalogue.find(config.model) if config.model else None
-    setup = Setup(costs, table.title, "measured", shape, limits=list(limits.MEASURED), table=table)
+    setup = Setup(table, table.title, "measured", shape, limits=list(limits.MEASURED))
     if table.context and any(table.context != load.context for load in loads):
         setup.limits.append(f"Times are those of {table.context:.0f} tokens of context, whatever --context says.")
     low, high, _, widest = table.verify.span
@@ -84,31 +86,29 @@ def _measured(config: CostsConfig, table: StepTable, loads: Sequence[Load]) -> S
 def _calibrated(config: CostsConfig, calibration: Calibration) -> Setup:
     shape = catalogue.find(config.model or calibration.model or DEFAULT_MODEL)
     machine = calibration.machine if config.hardware is None else None
-    deployment = deployment_of(config, shape, machine or machine_named(config.hardware), calibration)
-    costs = CalibratedCosts(shape, deployment, calibration, drafter_of(config, deployment))
+    precisions = calibration.precisions or shape.precisions
+    deployment = deployment_of(config, precisions, machine or machine_named(config.hardware))
+    costs = calibration.costs(shape, deployment, drafter_of(config, deployment))
     told = [*limits.CALIBRATED, *limits.roofline_limits(shape, deployment)[1:]]
     setup = Setup(costs, f"{_title(shape, deployment)}, calibrated", "calibrated", shape, deployment, told)
     return setup.ignore(config, *(("drafter_cost", "drafter_params", "block") if calibration.draft else ()))
 
 
-def deployment_of(
-    config: CostsConfig, shape: ModelShape, machine: Machine, calibration: Calibration | None = None
-) -> Deployment:
-    """A model on a machine, in the precisions asked for, else those that were calibrated, else the model's own."""
-    known = calibration.precisions if calibration and calibration.precisions else shape.precisions
+def deployment_of(config: CostsConfig, known: Precisions, machine: Machine) -> Deployment:
+    """A model on a machine, in the precisions asked for, else those that are known."""
     variant = "layers" if config.per_layer else "whole"
     return Deployment(machine, with_precisions(known, config.precision), config.gpus, config.expert_locality, variant)
 
 
 def drafter_of(config: CostsConfig, deployment: Deployment) -> DrafterCost:
     if config.drafter_params is None:
-        return FractionDrafter(_drafter_cost(config), config.block)
+        return _fraction(config)
     rates = deployment.flops_per_s("bfloat16"), deployment.bytes_per_s
     return ShapeDrafter(config.drafter_params, *rates, block=config.block)
 
 
-def _drafter_cost(config: CostsConfig) -> float:
-    return DEFAULT_COST if config.drafter_cost is None else config.drafter_cost
+def _fraction(config: CostsConfig) -> FractionDrafter:
+    return FractionDrafter(DEFAULT_COST if config.drafter_cost is None else config.drafter_cost, config.block)
 
 
 def machine_named(name: str | None) -> Machine:

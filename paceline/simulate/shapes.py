@@ -1,4 +1,4 @@
-"""What a target costs, as numbers: parameters by part, attention by kind of layer, the precision of each.
+"""What a target costs, as numbers: parameters by part, attention by kind of layer, the number format of each.
 
 Shapes come from the catalogue (`catalogue.py`) or from any Hugging Face config.json (`hf_config.py`).
 """
@@ -9,13 +9,60 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from paceline.errors import ConfigError, UnsupportedModelError
-from paceline.simulate.files import is_amount
-from paceline.simulate.formats import format_named
+from paceline.simulate.files import check_amounts
 
-NUMBERS = ("int", "float")
 KINDS = ("gqa", "mla", "linear")
 PARTS = ("weights", "experts", "attention", "kv", "indexer")
 AttentionKind = Literal["gqa", "mla", "linear"]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format of weights, activations or cache entries."""
+
+    num_bytes: float
+    """Of one value, its share of the scales included."""
+    computes_as: tuple[str, ...]
+    """Rates of `hardware.Machine.flops_per_s` that may multiply it, the fastest first."""
+
+
+_WIDE = ("bfloat16", "float32")
+FORMATS: dict[str, Format] = {
+    "float32": Format(4.0, ("float32", "bfloat16")),
+    "bfloat16": Format(2.0, _WIDE),
+    "float16": Format(2.0, _WIDE),
+    "float8": Format(1.0, ("float8", *_WIDE)),
+    "int8": Format(1.0, ("float8", *_WIDE)),
+    "float4": Format(0.53, ("float4", "float8", *_WIDE)),
+    "int4": Format(0.53, _WIDE),
+    "q8_0": Format(34 / 32, _WIDE),
+    "q4_1": Format(20 / 32, _WIDE),
+}
+"""float4 is MXFP4, a scale byte for 32 values; int4 keeps 16-bit scales for 128 values and multiplies as 16-bit."""
+SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp8": "float8", "fp4": "float4"}
+SHORT |= {"mxfp4": "float4", "nvfp4": "float4"}
+
+
+def format_named(name: str) -> str:
+    """The format's full name, from it or from a short one (bf16, fp8, mxfp4). Raises ConfigError."""
+    full = SHORT.get(name.strip().lower(), name.strip().lower())
+    if full not in FORMATS:
+        raise ConfigError(f"precision {name!r} is not known: choose from {', '.join(FORMATS)}")
+    return full
+
+
+def num_bytes(name: str) -> float:
+    return FORMATS[name].num_bytes
+
+
+def arithmetic(name: str, flops_per_s: dict[str, float]) -> str:
+    """The rate that multiplies this format on a machine. Raises ConfigError when it has none that could."""
+    for rate in FORMATS[name].computes_as:
+        if flops_per_s.get(rate):
+            return rate
+    raise ConfigError(
+        f"this machine has no known arithmetic rate for {name}: it needs one of {', '.join(FORMATS[name].computes_as)}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +121,11 @@ class Attention:
     indexer_dim: int = 0
     state_bytes: float = 0.0
     """linear: the state of one sequence in one layer, read and rewritten in place of a cache."""
+
+    @property
+    def entry_values(self) -> int:
+        """Values that a cache entry holds."""
+        return self.latent + self.rope if self.kind == "mla" else 2 * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +190,8 @@ def as_json(shape: ModelShape) -> dict[str, Any]:
 
 def _check(shape: ModelShape) -> None:
     """Raises ValueError for sizes that are none."""
-    records = (shape, *shape.attention, *([shape.experts] if shape.experts else []))
-    for record in records:
-        for field in fields(record):
-            value = getattr(record, field.name)
-            if field.type in NUMBERS and not is_amount(value):
-                raise ValueError(f"{field.name} is {value!r}")
+    for record in (shape, *shape.attention, *([shape.experts] if shape.experts else [])):
+        check_amounts(record)
     experts = shape.experts
     if experts and not (0 < experts.per_token < experts.num_routed and experts.active < experts.resident):
         raise ValueError("experts must have 0 < per_token < num_routed and active < resident")

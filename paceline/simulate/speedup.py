@@ -6,6 +6,7 @@ With no host time this is N(g) / [T(B, g+1, S) / T(B, 1, S) + D(g)].
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
@@ -68,16 +69,9 @@ class Prediction:
     sensitivity: list[Change]
 
 
-def speedup(costs: StepCosts, acceptance: Acceptance, load: Load, num_drafted: int) -> float:
-    """Tokens per second over plain decoding's."""
-    if num_drafted == 0:
-        return 1.0
-    plain_s, round_s = (costs.round_s(load.batch, length, load.context) for length in (0, num_drafted))
-    return tokens_per_round(acceptance, num_drafted) * plain_s / round_s
-
-
-def curve(costs: StepCosts, acceptance: Acceptance, load: Load) -> list[tuple[int, float]]:
-    return [(length, speedup(costs, acceptance, load, length)) for length in range(load.max_draft + 1)]
+def curve(round_s: Sequence[float], acceptance: Acceptance) -> list[tuple[int, float]]:
+    """(drafts, tokens per second over plain decoding's), from 0 drafts on; `round_s[g]`: seconds of a round with g drafts."""
+    return [(length, tokens_per_round(acceptance, length) * round_s[0] / spent) for length, spent in enumerate(round_s)]
 
 
 def best(points: list[tuple[int, float]]) -> tuple[int, float]:
@@ -85,39 +79,29 @@ def best(points: list[tuple[int, float]]) -> tuple[int, float]:
     return max(points, key=lambda point: (point[1], -point[0]))
 
 
-def time_split(costs: StepCosts, load: Load, num_drafted: int) -> dict[str, float]:
-    """Shares of a round by part: the target's, drafter, host."""
-    seconds = {**costs.split(load.batch, num_drafted + 1, load.context)}
-    seconds |= {"drafter": costs.draft_s(load.batch, num_drafted, load.context), "host": costs.host_s}
-    whole = sum(seconds.values())
-    return {part: spent / whole for part, spent in seconds.items()}
-
-
-def sensitivity(costs: StepCosts, acceptance: Acceptance, load: Load, now: float) -> list[Change]:
-    """Speed-up and best length when every chance is a little lower or higher."""
-    changes = []
-    for points in DELTAS:
-        length, found = best(curve(costs, shifted(acceptance, points), load))
-        changes.append(Change(points, length, found, found / now - 1.0))
-    return changes
-
-
 def predict(costs: StepCosts, acceptance: Acceptance, load: Load, has_unit: bool = True) -> Prediction:
     """Everything about one load. `has_unit`: whether costs are seconds; the toy model's are not."""
-    points = curve(costs, acceptance, load)
+    round_s = [costs.round_s(load.batch, length, load.context) for length in range(load.max_draft + 1)]
+    points = curve(round_s, acceptance)
     length, highest = best(points)
+    changes = []
+    for delta in DELTAS:
+        other, reached = best(curve(round_s, shifted(acceptance, delta)))
+        changes.append(Change(delta, other, reached, reached / highest - 1.0))
     gained = tokens_per_round(acceptance, length)
-    plain_s, round_s = (costs.round_s(load.batch, drafts, load.context) for drafts in (0, length))
+    spent = costs.split(load.batch, length + 1, load.context)
+    spent |= {"drafter": costs.draft_s(load.batch, length, load.context), "host": costs.host_s}
+    whole_s = sum(spent.values())
     return Prediction(
         batch=load.batch,
         best_draft_length=length,
         speedup=highest,
         curve=points,
         tokens_per_round=gained,
-        tokens_per_s=load.batch * gained / round_s if has_unit else None,
-        plain_tokens_per_s=load.batch / plain_s if has_unit else None,
-        round_s=round_s,
-        plain_round_s=plain_s,
-        time_split=time_split(costs, load, length),
-        sensitivity=sensitivity(costs, acceptance, load, highest),
+        tokens_per_s=load.batch * gained / round_s[length] if has_unit else None,
+        plain_tokens_per_s=load.batch / round_s[0] if has_unit else None,
+        round_s=round_s[length],
+        plain_round_s=round_s[0],
+        time_split={part: seconds / whole_s for part, seconds in spent.items()},
+        sensitivity=changes,
     )

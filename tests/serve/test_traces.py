@@ -236,7 +236,7 @@ def test_the_oldest_go_by_age_also_when_nothing_is_asked(tmp_path: Path) -> None
     old, new = sorted(tmp_path.iterdir())
     killed = tmp_path / "traces-killed.part"
     killed.write_bytes(b"PAR1")
-    idle = writer(tmp_path, max_age_s=1000, flush_s=0.02)
+    idle = writer(tmp_path, max_days=1000 / 86400, flush_s=0.02)
     time.sleep(0.1)
     assert old.exists() and new.exists() and killed.exists()
     for path in (old, killed):
@@ -259,11 +259,10 @@ def test_writers_share_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sample": 0.0}, "sample of traces must be above 0"),
+        ({"sample": 0.0}, "above 0 and at most 1, not 0"),
         ({"sample": 1.5}, "at most 1, not 1.5"),
-        ({"max_bytes": 0}, "max_bytes"),
-        ({"max_age_s": float("nan")}, "max_age_s"),
-        ({"queue_size": 0}, "queue_size"),
+        ({"max_bytes": 0}, "--trace-size"),
+        ({"max_days": float("nan")}, "--trace-days"),
         ({"redact": ["("]}, "no regular expression"),
         ({"redact": ["x*"]}, "make it narrower"),
         ({"redact": [r"\w+"]}, "make it narrower"),

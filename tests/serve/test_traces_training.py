@@ -16,6 +16,7 @@ from paceline.errors import PromptError
 from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
 from paceline.serve import traces
+from paceline.serve.settings import TraceConfig
 from paceline.serve.traces import SCHEMA, TraceWriter
 from paceline.train.answers import AnswerShards
 from paceline.train.tiny import write_tiny_target
@@ -27,7 +28,8 @@ TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--
 def serve(target: Path, folder: Path, number: int) -> list[Sequence]:
     """Answers of a target, traced as a server would."""
     llm = LLM(str(target), drafter="none", device="cpu", dtype="float32", max_batch=8, max_len=128)
-    one, done = TraceWriter(folder, model=str(target), tokenizer=llm.tokenizer), list[Sequence]()
+    one, done = TraceWriter(TraceConfig(folder), str(target)), list[Sequence]()
+    one.begin(llm.tokenizer)
     for index in range(number):
         prompt = llm.encode_chat([{"role": "user", "content": f"Say something about number {index}."}])
         llm.engine.add(prompt, SamplingParams(max_tokens=40, temperature=0.7 * (index % 2), seed=index))

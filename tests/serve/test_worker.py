@@ -401,7 +401,7 @@ def test_until_the_model_is_loaded_the_server_says_so() -> None:
 
 
 def test_the_openapi_document_names_every_endpoint() -> None:
-    app = cast(Any, make_server(EngineWorker(talker()), ServeConfig()).config.app)
+    app = cast(Any, make_server(EngineWorker(talker(), ServeConfig())).config.app)
     paths = set(app.openapi()["paths"])
     assert paths >= {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"}
     assert paths >= {"/health", "/ready", "/metrics", "/version", "/v1/embeddings"}

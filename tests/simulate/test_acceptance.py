@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.simulate.acceptance import constant, from_conditional, from_histogram, from_survival, shifted, tokens_per_round
-from paceline.simulate.recorded import from_rounds, parse_acceptance
+from paceline.simulate.acceptance import (
+    constant,
+    from_conditional,
+    from_histogram,
+    from_rounds,
+    from_survival,
+    parse_acceptance,
+    shifted,
+    tokens_per_round,
+)
 
 DFLASH = (0.772, 0.565, 0.42, 0.323, 0.256, 0.208, 0.17, 0.141, 0.12, 0.103, 0.089, 0.078, 0.068, 0.059, 0.051)
 """Survival measured for Qwen3.6-35B-A3B at temperature 0.6."""

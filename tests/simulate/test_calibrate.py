@@ -12,9 +12,9 @@ import pytest
 from simulate_steps import DEPLOYMENT, MACHINE, PLANTED, SHAPE, steps_file
 
 from paceline.errors import ConfigError
-from paceline.simulate.calibrate import check, fit, held_out_sizes, machine_of, precisions_of, reached, steps_of
-from paceline.simulate.calibrated import CalibratedCosts, Calibration, DraftFit, PassFit, read_calibration
-from paceline.simulate.nnls import nnls
+from paceline.simulate.calibrate import check, fit, held_out_sizes, machine_of, nnls, precisions_of, reached, steps_of
+from paceline.simulate.calibrated import Calibration, read_calibration
+from paceline.simulate.costs import DraftFit, PassFit
 from paceline.simulate.shapes import Precisions
 
 
@@ -69,7 +69,7 @@ def test_a_machine_unlike_the_model_shows_in_the_error() -> None:
 
 def test_whole_rounds_count_where_they_were_measured() -> None:
     file = steps_file()
-    costs = CalibratedCosts(SHAPE, DEPLOYMENT, PLANTED)
+    costs = PLANTED.costs(SHAPE, DEPLOYMENT)
     file["rounds"] = [
         [batch, width, 1.1 * (seconds + costs.draft_s(batch, width - 1, 0) + costs.host_s)]
         for batch, width, seconds in file["verify"]
@@ -79,7 +79,7 @@ def test_whole_rounds_count_where_they_were_measured() -> None:
 
 
 def test_shares_that_were_reached() -> None:
-    costs = CalibratedCosts(SHAPE, DEPLOYMENT, Calibration(PassFit(reading=2.0, computing=4.0), None, 0.0))
+    costs = Calibration(PassFit(reading=2.0, computing=4.0), None, 0.0).costs(SHAPE, DEPLOYMENT)
     bandwidth, arithmetic = reached(costs, 10)
     assert bandwidth == pytest.approx(0.5, rel=1e-6)
     assert arithmetic == pytest.approx(0.25, rel=0.01)
@@ -116,10 +116,10 @@ def test_calibrations_survive_their_file(tmp_path: Path) -> None:
     ("change", "remedy"),
     [
         ({"kind": "photo"}, "is no calibration"),
-        ({"host_s": "often"}, "host_s must be a number"),
-        ({"host_s": float("nan")}, "host_s must be a number"),
-        ({"verify": {"reading": 1.0}}, "computing must be a number"),
-        ({"draft": {"fixed_s": -1.0}}, "fixed_s must be a number"),
+        ({"host_s": "often"}, "host_s is"),
+        ({"host_s": float("nan")}, "host_s is"),
+        ({"verify": {"reading": 1.0}}, "computing is"),
+        ({"draft": {"fixed_s": -1.0}}, "fixed_s is"),
         ({"machine": {"colour": "red"}}, "make the calibration again"),
     ],
 )

@@ -74,7 +74,7 @@ def test_sizes_that_are_not_public_are_refused() -> None:
         if "unavailable" in entry:
             with pytest.raises(UnsupportedModelError, match="not public"):
                 catalogue.find(name)
-            assert name not in catalogue.names()
+            assert name not in catalogue.all_shapes()
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "Qwen/Qwen3-8B", "QWEN3-8B"])

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.hardware import KNOWN_GPUS
-from paceline.simulate.drafter_cost import FractionDrafter, ShapeDrafter
+from paceline.simulate.costs import FractionDrafter, ShapeDrafter
 
 B200 = KNOWN_GPUS["B200"]
 RATES = {"flops_per_s": B200.flops_per_s["bfloat16"], "bytes_per_s": B200.bytes_per_s}

@@ -9,8 +9,7 @@ import pytest
 from paceline.hardware import KNOWN_GPUS
 from paceline.simulate import catalogue
 from paceline.simulate.acceptance import constant, tokens_per_round
-from paceline.simulate.costs import RooflineCosts
-from paceline.simulate.drafter_cost import FractionDrafter
+from paceline.simulate.costs import FractionDrafter, RooflineCosts
 from paceline.simulate.roofline import Deployment
 from paceline.simulate.speedup import Load, Prediction, predict
 

@@ -25,7 +25,7 @@ def test_it_writes_one_file(tmp_path: Path) -> None:
     line = json.loads(result.stdout.splitlines()[-1])
     assert out.read_text(encoding="utf-8") == page()
     assert line["page"] == str(out) and line["num_bytes"] == out.stat().st_size
-    assert line["models"] == catalogue.names() and line["machines"] == list(KNOWN_MACHINES)
+    assert line["models"] == list(catalogue.all_shapes()) and line["machines"] == list(KNOWN_MACHINES)
 
 
 def test_it_is_opened_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

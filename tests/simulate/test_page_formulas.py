@@ -25,13 +25,10 @@ from paceline.hardware import KNOWN_MACHINES
 from paceline.simulate import acceptance as acceptances
 from paceline.simulate import catalogue, limits
 from paceline.simulate.calculator import data
-from paceline.simulate.costs import RooflineCosts
-from paceline.simulate.drafter_cost import DrafterCost, FractionDrafter, ShapeDrafter
+from paceline.simulate.costs import DrafterCost, FractionDrafter, RooflineCosts, ShapeDrafter
 from paceline.simulate.flags import METHODS, Serving, server_flags
-from paceline.simulate.formats import FORMATS
-from paceline.simulate.memory import memory_need
-from paceline.simulate.roofline import Deployment
-from paceline.simulate.shapes import Attention, ModelShape, Precisions, as_json
+from paceline.simulate.roofline import Deployment, memory_need
+from paceline.simulate.shapes import FORMATS, Attention, ModelShape, Precisions, as_json
 from paceline.simulate.speedup import Load, predict
 
 NUM_INPUTS = 1000

@@ -10,8 +10,7 @@ from paceline.errors import ConfigError
 from paceline.hardware import KNOWN_GPUS, Machine
 from paceline.simulate import catalogue
 from paceline.simulate.limits import memory_warning, roofline_limits
-from paceline.simulate.memory import memory_need
-from paceline.simulate.roofline import MEASURED_LOCALITY, Deployment, attended, distinct_experts, pass_seconds
+from paceline.simulate.roofline import MEASURED_LOCALITY, Deployment, attended, distinct_experts, memory_need, pass_seconds
 from paceline.simulate.shapes import Attention, Experts, ModelShape, Precisions, with_precisions
 from paceline.simulate.speedup import Load
 

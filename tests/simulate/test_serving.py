@@ -18,7 +18,7 @@ from paceline.simulate.arrivals import Job, Lengths, Survival, arriving, parse_l
 from paceline.simulate.costs import StepCosts
 from paceline.simulate.load import Case, LoadFigures, capacity, figures_of, sweep
 from paceline.simulate.policies import BestPlanner, best_length, drafted, make_planner, num_accepted, step_seconds
-from paceline.simulate.serving import Outcome, ServerShape, simulate
+from paceline.simulate.serving import Outcome, ServerShape, Simulation
 
 ONE_ROW = ServerShape(max_rows=1, prefill_chunk=None)
 HALF: Survival = tuple(0.5**place for place in range(1, 8))
@@ -32,7 +32,7 @@ class Costs(StepCosts):
     position_s: float = 0.001
     free: float = 4
     draft: float = 0.001
-    host_s: float = 0.0005  # pyright: ignore[reportIncompatibleMethodOverride]
+    host_s: float = 0.0005
 
     def verify_s(self, batch: float, positions: float, context: float) -> float:
         return self.base_s + self.position_s * max(batch * positions - self.free, 0)
@@ -205,11 +205,6 @@ def test_acceptance_is_drawn_from_the_survival_curve() -> None:
     assert certain.num_rounds == 8 and certain.num_accepted_total == 32
 
 
-def test_a_request_may_have_its_own_acceptance() -> None:
-    lucky, unlucky = run([Job(0.0, 5, 50, (1.0,) * 7), Job(0.0, 5, 50, (0.0,) * 7)], "7").requests
-    assert lucky.num_rounds < 10 and unlucky.num_rounds == 49
-
-
 # Policies
 
 
@@ -285,7 +280,6 @@ def test_lengths() -> None:
     assert set(spread) == {3, 4, 5}
     skewed = [parse_lengths("--x", "lognormal:200,0.5").draw(source) for _ in range(4000)]
     assert statistics.median(skewed) == pytest.approx(200, rel=0.05)
-    assert statistics.fmean(skewed) == pytest.approx(parse_lengths("--x", "lognormal:200,0.5").mean, rel=0.05)
     assert workload(5, Lengths(1, 9), Lengths(1, 9), 1) == workload(5, Lengths(1, 9), Lengths(1, 9), 1)
 
 
@@ -310,7 +304,6 @@ def test_a_length_that_is_none(text: str) -> None:
         lambda: run(jobs_of(1), survival=(1.5,)),
         lambda: run(jobs_of(1), survival=(0.5, 0.6)),
         lambda: run(jobs_of(1), survival=(float("nan"),)),
-        lambda: run([Job(0.0, 1, 1, (-0.1,))]),
         lambda: make_planner("fastest", HALF, COSTS, 1, 256),
         lambda: make_planner("8", HALF, COSTS, 1, 256),
         lambda: make_planner("-1", HALF, COSTS, 1, 256),
@@ -335,4 +328,4 @@ def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
 
 
 def test_nobody_asks() -> None:
-    assert simulate([], COSTS, ServerShape(), FixedPlanner(0), HALF).wall_s == 0.0
+    assert Simulation([], COSTS, ServerShape(), FixedPlanner(0), HALF).run().wall_s == 0.0

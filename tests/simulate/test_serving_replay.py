@@ -22,7 +22,6 @@ from paceline.errors import ConfigError
 from paceline.prompts import Prompt
 from paceline.runlog import RunFolder
 from paceline.simulate.arrivals import Job, Rounds, arriving, poisson
-from paceline.simulate.costs import MeasuredCosts
 from paceline.simulate.load import Case
 from paceline.simulate.measured import table_of
 from paceline.simulate.replay import Recorded, compare, policy_for, read_passes, recorded_survival
@@ -39,7 +38,7 @@ JOBS = [Job(0.0, 20 + 7 * (index % 5), 10 + 11 * (index % 4)) for index in range
 
 
 def served(policy: str, rate: float | None, concurrency: int | None) -> Outcome:
-    case = Case(JOBS, MeasuredCosts(table_of(STEPS)), ServerShape(), SURVIVAL)
+    case = Case(JOBS, table_of(STEPS), ServerShape(), SURVIVAL)
     jobs = arriving(JOBS, poisson(rate, len(JOBS), 0)) if rate else JOBS
     return case.run(policy, jobs, concurrency)
 
@@ -117,22 +116,20 @@ def test_a_real_run_can_be_replayed(tmp_path: Path) -> None:
     assert all([job.arrives_at for job in each.jobs] == sorted(job.arrives_at for job in each.jobs) for each in opened)
     assert [job.arrives_at for job in opened[0].jobs] == pytest.approx(poisson(50.0, 4, 0), abs=0.002)
     assert [job.arrives_at for job in opened[-1].jobs] == pytest.approx(poisson(50.0, 4, 1), abs=0.002)
-    found = compare(passes, MeasuredCosts(table_of(STEPS)), ServerShape(), SURVIVAL)
+    found = compare(passes, table_of(STEPS), ServerShape(), SURVIVAL)
     assert len(found) == 4 and all(each.num_requests == 8 and each.measured_tokens_per_s > 0 for each in found)
 
 
 def test_the_simulator_agrees_with_itself(folder: Path) -> None:
     passes = read_passes(folder)
-    costs = MeasuredCosts(table_of(STEPS))
+    costs = table_of(STEPS)
     found = compare(passes, costs, ServerShape(), SURVIVAL)
     assert [each.policy for each in found] == ["off", "7", "off", "7"]
     for each in found:
         assert each.throughput_error == pytest.approx(0, abs=1e-6) and each.first_token_error == pytest.approx(0, abs=1e-6)
         assert each.simulated_tokens_per_round == pytest.approx(each.measured_tokens_per_round)
         assert each.is_within
-    slower = MeasuredCosts(
-        table_of({**STEPS, "verify": [[rows, width, 1.5 * spent] for rows, width, spent in STEPS["verify"]]})
-    )
+    slower = table_of({**STEPS, "verify": [[rows, width, 1.5 * spent] for rows, width, spent in STEPS["verify"]]})
     wrong = compare(passes, slower, ServerShape(), SURVIVAL)
     assert not any(each.is_within for each in wrong[:2]) and wrong[0].throughput_error < -0.2
 
@@ -219,9 +216,9 @@ def test_a_contender_becomes_a_policy(speculate: str, most: int, policy: str) ->
 
 
 def test_prefill_times() -> None:
-    measured = MeasuredCosts(table_of(STEPS)).prefill_s
+    measured = table_of(STEPS).prefill_s
     assert measured(64, 64) == pytest.approx(0.040) and measured(160, 500) == pytest.approx(0.090)
-    guessed = MeasuredCosts(table_of({"verify": STEPS["verify"]})).prefill_s
+    guessed = table_of({"verify": STEPS["verify"]}).prefill_s
     assert guessed(32, 32) == pytest.approx(0.026) and guessed(256, 256) == pytest.approx(0.138, rel=0.01)
     with pytest.raises(ConfigError, match="prefill time"):
         table_of({**STEPS, "prefill": [["a", 1]]})

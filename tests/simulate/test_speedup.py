@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.errors import ConfigError
 from paceline.hardware import KNOWN_GPUS
 from paceline.simulate import catalogue
 from paceline.simulate.acceptance import constant, from_survival, tokens_per_round
-from paceline.simulate.costs import MeasuredCosts, RooflineCosts, StepCosts, ToyCosts
-from paceline.simulate.drafter_cost import FractionDrafter, ShapeDrafter
+from paceline.simulate.costs import FractionDrafter, RooflineCosts, ShapeDrafter, StepCosts, ToyCosts
 from paceline.simulate.measured import table_of
 from paceline.simulate.roofline import Deployment
 from paceline.simulate.speedup import Load, best, predict
@@ -73,10 +74,10 @@ def test_a_drafter_of_its_own_size_does_not_grow_with_the_target() -> None:
 
 def test_a_table_takes_the_place_of_the_roofline() -> None:
     steps = {"verify": [[1, 1, 0.010], [1, 3, 0.012]], "draft": [[1, 1, 0.001], [1, 2, 0.002]], "host_s": 0.001}
-    costs: StepCosts = MeasuredCosts(table_of(steps))
+    costs: StepCosts = table_of(steps)
     found = predict(costs, constant(0.5), Load(1, 100, 2))
     assert found.curve[2][1] == pytest.approx(1.75 * 0.011 / 0.015)
-    fallback = MeasuredCosts(table_of({"verify": steps["verify"]}), FractionDrafter(0.1))
+    fallback = replace(table_of({"verify": steps["verify"]}), drafter=FractionDrafter(0.1))
     assert fallback.draft_s(1, 2, 100) == pytest.approx(0.002)
 
 
