@@ -25,8 +25,9 @@ _CLASS_WEIGHT, _CELL_WEIGHT, _SURE_KEEP = 4.0, 12.0, 0.995
 """A class of sureness starts from the place's average with this weight, a class at one place from the class; old tries fade."""
 
 TRIAL_SHARE = 0.01
-"""Share of the time that may go into drafts that do not seem to pay, to see whether they do by now."""
-FIRST_TRIALS = 4.0
+"""Share of the time that may go into drafts that do not seem to pay, to see whether they do by now; what is saved is enough
+for one trial."""
+FIRST_TRIALS = 2.0
 """Time that trials may take at the beginning, in rounds without drafts."""
 PLAIN_EVERY = 64
 """A round without drafts now and then, to know what one takes; more often at the beginning."""
@@ -258,13 +259,14 @@ class RoundRecord:
     costs: RoundCosts
     rates: dict[int, Rate] = field(default_factory=dict)
     """By number of rows."""
-    num_drafted: int = 0
-    """Rounds with computed drafts since the last one without drafts."""
-    plain_every: int = 2
     trial_s: float = field(init=False)
     """Seconds that trials may still take."""
+    wanted_s: float = 0.0
+    """Seconds that the next trial would take."""
     turn: int = 0
     """Whose turn the next trial is."""
+    _drafted: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By class of size of the rows: rounds with drafts since the last one without, and how many there may be."""
     _rest: tuple[int, int] = (0, 0)
     """Rounds left, and of how many rows."""
 
@@ -280,15 +282,25 @@ class RoundRecord:
         """A round: tokens it brought, seconds it took on the machine as it was measured."""
         self.rates.setdefault(num_rows, Rate()).add(num_tokens, seconds)
         plain_s = self.costs.pass_s(num_rows)
-        self.trial_s = min(self.trial_s + TRIAL_SHARE * seconds, FIRST_TRIALS * plain_s)
+        self.trial_s = min(self.trial_s, max(FIRST_TRIALS * plain_s, self.wanted_s))
+        if self.trial_s < self.wanted_s:
+            self.trial_s += TRIAL_SHARE * seconds
         if is_trial:
             self.trial_s -= max(seconds - plain_s, 0.0)
 
-    def rested(self) -> None:
-        """A round without drafts: the next one that is only there to know what one takes may come later."""
-        if self.num_drafted:
-            self.plain_every = min(2 * self.plain_every, PLAIN_EVERY)
-        self.num_drafted = 0
+    def needs_plain(self, num_rows: int) -> bool:
+        """Whether it is time for a round without drafts: without some, nobody knows what one takes by now."""
+        num_drafted, most = self._drafted.get(_size_class(num_rows), (0, 2))
+        return num_drafted >= most
+
+    def drafted(self, num_rows: int, *, any_checked: bool) -> None:
+        """A round with drafts or without; those without may come more and more rarely."""
+        num_drafted, most = self._drafted.get(_size_class(num_rows), (0, 2))
+        if any_checked:
+            num_drafted += 1
+        elif num_drafted:
+            num_drafted, most = 0, min(2 * most, PLAIN_EVERY)
+        self._drafted[_size_class(num_rows)] = num_drafted, most
 
     def rest(self, num_rows: int) -> None:
         """Computed drafts were not worth their time for so many rows."""

@@ -193,7 +193,7 @@ class AdaptivePlanner:
         kind, num_rows = self._kind(rows), len(rows) + num_joining
         chunk = min(self._chunks.size(len(rows)), prompt_left)
         plan = Plan(chunk, rows, [Take() for _ in rows], num_rows)
-        if not rows or kind.num_drafted >= kind.plain_every:
+        if not rows or kind.needs_plain(len(rows)):
             return plan
         may_compute = not kind.rests(num_rows)
         rate = kind.rate(num_rows)
@@ -246,6 +246,7 @@ class AdaptivePlanner:
             count = min(3, len(offer.chances))
             costs = kind.costs
             extra_s = offer.cost_s + count * offer.each_s + costs.pass_s(plan.num_rows + count) - costs.pass_s(plan.num_rows)
+            kind.wanted_s = extra_s
             if extra_s <= kind.trial_s:
                 plan.drafts[place], plan.is_trial = Take(offer.source, count), True
                 kind.turn += 1
@@ -296,10 +297,7 @@ class AdaptivePlanner:
         costs.record(num_rows + sum(stats.num_checked_B), stats.verify_s + stats.host_s, computing, draft_s)
         round_s = stats.draft_s + stats.verify_s + stats.host_s
         kind.record(num_rows, num_rows + sum(stats.num_accepted_B), round_s / costs.slowness, plan.is_trial)
-        if computing:
-            kind.num_drafted += 1
-        elif not any(stats.num_checked_B):
-            kind.rested()
+        kind.drafted(num_rows, any_checked=any(stats.num_checked_B))
         self._chunks.decoded(round_s, beside_chunk=plan.chunk > 0)
 
     def forget(self, source: str) -> None:
