@@ -150,6 +150,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "corrections by size": lambda: mock.patch.object(learned.RoundCosts, "_compare"),
     "truth of lookups": lambda: mock.patch.object(learned.Truth, "right", lambda self, chances: chances),
     "fading": constant(learned, "_KEEP", 1.0),
+    "doubt after surprises": constant(learned, "_SURPRISE", 1e9),
 }
 
 

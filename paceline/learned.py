@@ -21,6 +21,8 @@ _KEEP = 0.98
 """What is left of a place's tries after each round: the latest 50 count."""
 _SURE_EDGES = tuple(math.log(share) for share in (0.05, 0.12, 0.22, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.985))
 """Bounds of the classes of how sure a drafter is: log-probability of its best token."""
+_WATCH_KEEP, _SURPRISE, _DOUBT = 0.9, 4.0, 0.2
+"""The latest 10 rounds are watched; when they are so many standard deviations off, this share of what was taught is kept."""
 _CLASS_WEIGHT, _CELL_WEIGHT, _SURE_KEEP = 4.0, 12.0, 0.995
 """A class of sureness starts from the place's average with this weight, a class at one place from the class; old tries fade."""
 
@@ -50,8 +52,8 @@ class _Tally:
         self.tried = keep * self.tried + 1.0
         self.stood = keep * self.stood + stood
 
-    def fade(self) -> None:
-        self.tried, self.stood = _KEEP * self.tried, _KEEP * self.stood
+    def fade(self, keep: float = _KEEP) -> None:
+        self.tried, self.stood = keep * self.tried, keep * self.stood
 
     def chance(self, prior: float, weight: float) -> float:
         return (weight * prior + self.stood) / (weight + self.tried)
@@ -67,6 +69,8 @@ class Chances:
         """By place in the draft, whatever the drafter thought of it."""
         self._classes: dict[int, _Tally] = {}
         self._cells: dict[tuple[int, int], _Tally] = {}
+        self._off = self._variance = 0.0
+        """Drafts that stood in recent rounds beyond those that were expected to, and the variance of that."""
 
     def of(self, sure: Sequence[float]) -> list[float]:
         """By place, given the log-probability of the drafter's best token at each."""
@@ -85,6 +89,7 @@ class Chances:
         likely to stand, and would make the place look better than it is.
         """
         chances = self.of(sure[: len(self.places)]) if sure is not None else []
+        self._watch((chances or self.places)[:num_checked], num_kept)
         reached = min(num_kept + 1, num_checked, len(self.places))
         for tally in self._tallies[reached:]:
             tally.fade()  # a place that is no longer reached becomes as good as the one before it
@@ -101,6 +106,20 @@ class Chances:
         chance = self._prior
         for place, tally in enumerate(self._tallies):
             chance = self.places[place] = tally.chance(chance, _PRIOR_WEIGHT)
+
+    def _watch(self, chances: Sequence[float], num_kept: int) -> None:
+        """Forget faster when rounds come out as they hardly could: another text, or another drafter's weights."""
+        gain, expected, squares = 1.0, 0.0, 0.0
+        for place, chance in enumerate(chances):
+            gain *= chance
+            expected += gain
+            squares += (2 * place + 1) * gain
+        self._off = _WATCH_KEEP * self._off + num_kept - expected
+        self._variance = _WATCH_KEEP**2 * self._variance + squares - expected**2
+        if abs(self._off) > _SURPRISE * math.sqrt(self._variance + 1.0):
+            for tally in (*self._tallies, *self._classes.values(), *self._cells.values()):
+                tally.fade(_DOUBT)
+            self._off = self._variance = 0.0
 
 
 class PassCosts:

@@ -146,6 +146,26 @@ class TestNeverBelowPlain:
         if chances[0] > 0.5 and num_rows == 1:
             assert later > 1.2 * plain
 
+    @pytest.mark.parametrize("num_rows", [1, 4])
+    def test_lookups_too_are_weighed_against_rounds_without_drafts(self, num_rows: int) -> None:
+        """The plain pass was measured while another program ran, so that lookups seem free; they are not."""
+        true = PassCosts(((1, 23.0), (2, 27.0), (4, 36.0), (6, 44.0), (8, 52.0), (32, 140.0)))
+        told = PassCosts(((1, 44.0), (4, 44.0), (6, 44.0), (8, 52.0), (32, 140.0)))
+        machine = Machine(AdaptivePlanner(told), true, 0.0, num_rows=num_rows)
+        machine.rounds(100, [], lookup=0.1)
+        assert machine.rounds(500, [], lookup=0.1) > 0.97 * num_rows / (true.seconds(num_rows) * 1.015)
+
+    @pytest.mark.parametrize(("num_rows", "draft_s"), [(1, 0.2), (1, 0.8), (4, 0.2), (4, 0.4)])
+    def test_a_good_drafter_that_turns_bad_is_soon_left(self, num_rows: int, draft_s: float) -> None:
+        """Another text: what hundreds of rounds taught is doubted after a few; trials are not saved up for that moment."""
+        true = PassCosts(((1, 1.0), (8, 1.6), (16, 2.6), (64, 9.0)))
+        machine = Machine(AdaptivePlanner(true), true, draft_s, num_rows=num_rows)
+        machine.rounds(600, [0.9] * 7)
+        machine.rounds(30, [0.02] * 7)
+        before = machine.num_drafting
+        machine.rounds(100, [0.02] * 7)
+        assert machine.num_drafting - before <= 10
+
     def test_drafting_stops_within_a_few_rounds_and_comes_back(self) -> None:
         true = PassCosts(((1, 1.0), (8, 1.6), (16, 2.6)))
         machine = Machine(AdaptivePlanner(true), true, 0.4)
