@@ -26,7 +26,7 @@ _WATCH_KEEP, _SURPRISE, _DOUBT = 0.9, 4.0, 0.2
 _CLASS_WEIGHT, _CELL_WEIGHT, _SURE_KEEP = 4.0, 12.0, 0.995
 """A class of sureness starts from the place's average with this weight, a class at one place from the class; old tries fade."""
 
-TRIAL_SHARE = 0.01
+TRIAL_SHARE = 0.005
 """Share of the time that may go into drafts that do not seem to pay, to see whether they do by now; what is saved is enough
 for one trial."""
 FIRST_TRIALS = 2.0
