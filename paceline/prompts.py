@@ -13,13 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import DownloadError, PromptError
+from paceline.errors import DownloadError, PromptError, reraised
 
 GSM8K = "{question}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 HUMANEVAL = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
@@ -70,29 +70,21 @@ def read_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
 
 
 def _looks_like_a_path(name: str) -> bool:
-    return not re.fullmatch(r"[\w.-]+(/[\w.-]+){0,2}(:[\w.-]+)?", name) or name.startswith((".", "/")) or _has_suffix(name)
-
-
-def _has_suffix(name: str) -> bool:
-    return Path(name).suffix in (".jsonl", ".json", ".parquet", ".txt", ".csv", ".gz")
+    is_id = re.fullmatch(r"[\w.-]+(/[\w.-]+){0,2}(:[\w.-]+)?", name) and not name.startswith((".", "/"))
+    return not is_id or Path(name).suffix in (".jsonl", ".json", ".parquet", ".txt", ".csv", ".gz")
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                where = f"{path}, line {number}"
-                if line.strip():
-                    yield where, _json_row(line, where)
-    except OSError as error:
-        raise PromptError(f"cannot read {path}: {error.strerror or error}") from error
+    with reraised(PromptError, f"cannot read {path}", "check --prompts", OSError), path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{path}, line {number}"
+            if line.strip():
+                yield where, _json_row(line, where)
 
 
 def _json_row(line: bytes, where: str) -> Row:
-    try:
+    with reraised(PromptError, f"{where}: not a line of JSON", "write one object per line", ValueError, RecursionError):
         row = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise PromptError(f"{where}: not a line of JSON ({error}): write one object per line") from error
     if not isinstance(row, dict):
         raise PromptError(f"{where}: expected an object with one of {KNOWN_KEYS}, not {type(row).__name__}")
     return row
@@ -103,15 +95,11 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise PromptError(f"reading {path} needs pyarrow: pip install pyarrow, or give a .jsonl file") from error
-    try:
-        table = parquet.ParquetFile(path)
-        number = 0
-        for batch in table.iter_batches(batch_size=256):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}, row {number}", row
-    except (ArrowException, OSError) as error:
-        raise PromptError(f"{path} is not a readable Parquet file: {' '.join(str(error).split())}") from error
+    remedy = "give a .jsonl file, or a whole Parquet file"
+    with reraised(PromptError, f"{path} is not a readable Parquet file", remedy, ArrowException, OSError):
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=256)
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+            yield f"{path}, row {number}", row
 
 
 def _folder_rows(folder: Path) -> Iterator[tuple[str, Row]]:
@@ -134,16 +122,14 @@ def _dataset_rows(name: str) -> Iterator[tuple[str, Row]]:
     repo, _, split = name.partition(":")
     parts = repo.split("/")
     config = parts.pop() if len(parts) == 3 else None
-    try:
+    unreached = reraised(
+        DownloadError, f"cannot reach the data set {name}", "check the network, or give a .jsonl file", ConnectionError
+    )
+    unread = reraised(PromptError, f"cannot read the data set {name}", "check its id and split", OSError, ValueError)
+    with unread, unreached:
         rows = datasets.load_dataset("/".join(parts), config, split=split or "train", streaming=True)
         for number, row in enumerate(rows, start=1):
             yield f"{name}, row {number}", dict(row)
-    except ConnectionError as error:
-        raise DownloadError(f"cannot reach the data set {name}: check the network, or give a .jsonl file") from error
-    except (OSError, ValueError) as error:
-        raise PromptError(
-            f"cannot read the data set {name} ({' '.join(str(error).split())}): check its id and split"
-        ) from error
 
 
 def _prompt_of(row: Row, where: str, source: str, index: int) -> Prompt:
@@ -170,42 +156,33 @@ def _traced(token_ids: Any, where: str, source: str) -> Prompt:
 
 
 def _turns_of(row: Row, where: str) -> tuple[str, ...]:
-    for keys, shape in _SHAPES:
-        if all(row.get(key) is not None for key in keys):
-            return shape(row, where)
+    """The texts of the user's turns, by the keys that the row has."""
+
+    def has(*keys: str) -> bool:
+        return all(row.get(key) is not None for key in keys)
+
+    def text(key: str) -> str:
+        if not isinstance(row[key], str):
+            raise PromptError(f"{where}: {key!r} must be text, not {type(row[key]).__name__}")
+        return row[key]
+
+    if has("turns"):
+        turns = row["turns"]
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+            raise PromptError(f"{where}: 'turns' must be a list of texts, one per user turn")
+        return tuple(turns)
+    if has("question"):
+        return (GSM8K.format(question=text("question")),)
+    if has("prompt"):
+        return (HUMANEVAL.format(prompt=text("prompt")) if has("entry_point") else text("prompt"),)
+    if has("text"):
+        return (text("text"),)
+    if has("instruction"):
+        instances, given = row.get("instances"), row.get("input")
+        if isinstance(instances, list) and instances and isinstance(instances[0], dict):
+            given = instances[0].get("input")
+        return (f"{text('instruction')}\n\n{given}" if isinstance(given, str) and given.strip() else text("instruction"),)
     raise PromptError(f"{where}: none of the keys {KNOWN_KEYS} (found {', '.join(map(str, row)) or 'nothing'})")
-
-
-def _text(row: Row, key: str, where: str) -> str:
-    if not isinstance(row[key], str):
-        raise PromptError(f"{where}: {key!r} must be text, not {type(row[key]).__name__}")
-    return row[key]
-
-
-def _listed_turns(row: Row, where: str) -> tuple[str, ...]:
-    turns = row["turns"]
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-        raise PromptError(f"{where}: 'turns' must be a list of texts, one per user turn")
-    return tuple(turns)
-
-
-def _instruction(row: Row, where: str) -> tuple[str, ...]:
-    instances = row.get("instances")
-    given = row.get("input")
-    if isinstance(instances, list) and instances and isinstance(instances[0], dict):
-        given = instances[0].get("input")
-    instruction = _text(row, "instruction", where)
-    return (f"{instruction}\n\n{given}" if isinstance(given, str) and given.strip() else instruction,)
-
-
-_SHAPES: tuple[tuple[tuple[str, ...], Callable[[Row, str], tuple[str, ...]]], ...] = (
-    (("turns",), _listed_turns),
-    (("question",), lambda row, where: (GSM8K.format(question=_text(row, "question", where)),)),
-    (("prompt", "entry_point"), lambda row, where: (HUMANEVAL.format(prompt=_text(row, "prompt", where)),)),
-    (("prompt",), lambda row, where: (_text(row, "prompt", where),)),
-    (("text",), lambda row, where: (_text(row, "text", where),)),
-    (("instruction",), _instruction),
-)
 
 
 def _conversation(messages: Any, where: str) -> tuple[list[Message], tuple[str, ...]]:

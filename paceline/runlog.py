@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CacheError
+from paceline.errors import CacheError, reraised
 from paceline.hardware import processor
 
 PACKAGES = ("paceline", "torch", "transformers", "tokenizers", "safetensors", "numpy", "llama-cpp-python", "vllm")
@@ -106,6 +106,21 @@ def write_whole(path: Path, text: str) -> None:
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path, remedy: str) -> Iterator[Path]:
+    """Where to write a file that becomes `path` when it is done. Raises CacheError with the remedy when the disk refuses."""
+    from safetensors import SafetensorError
+
+    scratch = path.with_suffix(".part")
+    with reraised(CacheError, f"cannot write {path}", remedy, OSError, SafetensorError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield scratch
+            scratch.replace(path)
+        finally:
+            scratch.unlink(missing_ok=True)
 
 
 def plain(value: Any) -> Any:

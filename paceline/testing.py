@@ -10,19 +10,19 @@ its logits or fail an assertion. `ScriptedDrafter` knows the target's next token
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
-import tokenizers
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from paceline.draft.base import Drafter, Observed
 from paceline.model.kv_cache import KVCache
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
+from paceline.model.tokenizer import Tokenizer
 from paceline.rng import DRAFT, uniform
+from paceline.train.tiny import byte_tokenizer
 from paceline.types import Batch, DraftBlock
 from paceline.types import Sequence as Request
 
@@ -37,7 +37,6 @@ class FakeCache(KVCache):
         super().__init__(num_rows, max_len)
         self.keeps_freed = keeps_freed
         self.tokens = [[DEAD] * max_len for _ in range(num_rows)]
-        self.num_rolled_back = 0
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +54,6 @@ class FakeCache(KVCache):
         super().rollback(rows, lengths)
         for row, old, new in zip(rows, before, lengths, strict=True):
             self.tokens[row][new:old] = [DEAD] * (old - new)
-            self.num_rolled_back += old - new
 
     def _move(self, row: int, start: int, slots: list[int]) -> None:
         self.tokens[row][start : start + len(slots)] = [self.tokens[row][start + slot] for slot in slots]
@@ -175,9 +173,6 @@ class FakeTarget(Target):
         return hidden_TD @ self.embedding_VD.T
 
 
-DraftMode = Literal["likely", "adversarial"]
-
-
 class ScriptedDrafter(Drafter):
     """Drafts the target's greedy token with probability `accuracy`, else any other one; `adversarial` drafts unlikely ones.
 
@@ -193,7 +188,7 @@ class ScriptedDrafter(Drafter):
         num_drafted: int = 4,
         *,
         accuracy: float = 1.0,
-        mode: DraftMode = "likely",
+        mode: Literal["likely", "adversarial"] = "likely",
         with_probs: bool = False,
         tap_layers: tuple[int, ...] = (),
         seed: int = 0,
@@ -255,78 +250,14 @@ class ScriptedDrafter(Drafter):
         self.num_observed.pop(seq.row, None)
 
 
-class ByteTokenizer:
-    """Bytes as tokens, then bos and eos: the interface of `model/tokenizer.py` for any text and any model of 258 tokens."""
+class ByteTokenizer(Tokenizer):
+    """Bytes as tokens, then bos and eos: for any text and any model of 258 tokens. A conversation has one line a message."""
 
-    bos_token_id = 256
-    eos_token_id = 257
-    vocab_size = 258
-    eos_token_ids = (257,)
+    bos_token_id, eos_token_id = 256, 257
 
-    @cached_property
-    def backend(self) -> tokenizers.Tokenizer:
-        """The same vocabulary for the tokenizers library: grammars are compiled for it."""
-        visible = [byte for byte in range(256) if chr(byte).isprintable() and byte not in (0x20, 0xA0, 0xAD)]
-        letters = dict(
-            zip(visible, map(chr, visible), strict=True)
-        )  # as GPT-2 writes bytes: those that cannot be seen from 256 on
-        hidden = (byte for byte in range(256) if byte not in letters)
-        letters |= {byte: chr(256 + index) for index, byte in enumerate(hidden)}
-        backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: byte for byte, letter in letters.items()}, []))
-        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.decoder = tokenizers.decoders.ByteLevel()
-        backend.add_special_tokens(["<bos>", "<eos>"])
-        return backend
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [self.bos_token_id] * add_special_tokens + list(text.encode("utf-8"))
-
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Bytes that are no UTF-8 become U+FFFD."""
-        stream = self.stream(skip_special)
-        return stream.push(list(ids)) + stream.flush()
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """One line a message, `role: content`; `variables` change nothing."""
-        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-        return "".join(lines) + ("assistant: " if add_generation_prompt else "")
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-    ) -> list[int]:
-        return self.encode(self.apply_chat_template(messages, add_generation_prompt, variables))
-
-    def stream(self, skip_special: bool = True) -> ByteStream:
-        return ByteStream(skip_special)
-
-
-class ByteStream:
-    """Incremental detokeniser: what `push` returns never ends inside a character."""
-
-    def __init__(self, skip_special: bool = True) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._specials = {} if skip_special else {256: "<bos>", 257: "<eos>"}
-
-    def push(self, ids: list[int]) -> str:
-        text = ""
-        for token in ids:
-            if token < 256:
-                text += self._decoder.decode(bytes([token]))
-            elif token in self._specials:
-                text += self.flush() + self._specials[token]
-        return text
-
-    def flush(self) -> str:
-        """What was held back; an unfinished character becomes U+FFFD."""
-        text = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return text
+    def __init__(self) -> None:
+        backend = byte_tokenizer(["<bos>", "<eos>"])
+        backend.post_processor = TemplateProcessing(single="<bos> $A", pair=None, special_tokens=[("<bos>", self.bos_token_id)])
+        template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+        template += "{% if add_generation_prompt %}assistant: {% endif %}"
+        super().__init__(backend, eos_token_ids=(self.eos_token_id,), chat_template=template)

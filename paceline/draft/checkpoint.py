@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.errors import CacheError, DrafterMismatchError, ModelFileError, UnsupportedModelError
-from paceline.model.checkpoint import FAMILIES, check_finite, decoder_config, load_tensors, read_json
-from paceline.model.config import MAX_SIZE, DecoderConfig
+from paceline.errors import CacheError, DrafterMismatchError, ModelFileError, UnsupportedModelError, refuse, reraised
+from paceline.model.checkpoint import check_finite, load_tensors, read_json
+from paceline.model.config import FAMILIES, MAX_SIZE, DecoderConfig, decoder_config
 from paceline.model.target import Target
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -54,12 +54,15 @@ class DFlashConfig:
     def from_json(cls, raw: dict[str, Any], path: Path | str = "config.json") -> DFlashConfig:
         """Raises UnsupportedModelError for another format or architecture, ModelFileError for a missing or impossible key."""
         path = Path(path)
-        _check_types(raw, path)
+        nested = raw.get("dflash_config") or {}
+        if not isinstance(nested, dict):
+            raise ModelFileError(f"{path}: dflash_config must be an object: correct config.json")
+        own = {**raw, **nested}
+        _check_types(own, path)
         _check_supported(raw, path)
-        values = FAMILIES["Qwen3ForCausalLM"] | {"vocab_size": 1} | raw
-        shape = decoder_config(values, True, path)
-        num_target_layers = raw.get("num_target_layers")
-        layer_ids = _draft_value(raw, "target_layer_ids", None)
+        values = FAMILIES["Qwen3ForCausalLM"] | {"vocab_size": 1} | raw | {"architectures": ["Qwen3ForCausalLM"]}
+        shape = decoder_config(values, path)
+        num_target_layers, layer_ids = own.get("num_target_layers"), own.get("target_layer_ids")
         if layer_ids is None and num_target_layers is not None:
             layer_ids = default_layer_ids(num_target_layers, shape.num_layers)
         config = cls(
@@ -67,28 +70,25 @@ class DFlashConfig:
             vocab_size=raw.get("vocab_size"),
             num_target_layers=num_target_layers,
             target_layer_ids=tuple(layer_ids or ()),
-            block_size=_draft_value(raw, "block_size", 16),
-            mask_token_id=_draft_value(raw, "mask_token_id", -1),
+            block_size=own.get("block_size", 16),
+            mask_token_id=own.get("mask_token_id", -1),
             is_causal=_causal_layers(values, shape.num_layers),
-            input_embedding_scale=float(_draft_value(raw, "input_embedding_scale", 1.0)),
-            output_multiplier=float(_draft_value(raw, "output_multiplier", 1.0)),
-            final_logit_softcapping=max(0.0, float(_draft_value(raw, "final_logit_softcapping", None) or 0.0)),
+            input_embedding_scale=float(own.get("input_embedding_scale", 1.0)),
+            output_multiplier=float(own.get("output_multiplier", 1.0)),
+            final_logit_softcapping=max(0.0, float(own.get("final_logit_softcapping") or 0.0)),
             raw=raw,
         )
         config._check(path)
         return config
 
     def _check(self, path: Path) -> None:
-        num_distinct = len(set(self.target_layer_ids))
         wrong = (
-            (num_distinct < len(self.target_layer_ids), "target_layer_ids names a layer twice"),
+            (len(set(self.target_layer_ids)) < len(self.target_layer_ids), "target_layer_ids names a layer twice"),
             (not self.target_layer_ids, "target_layer_ids is missing and num_target_layers, which would give it, too"),
             (not isinstance(self.block_size, int) or self.block_size < 2, "block_size must be 2 or more"),
             (not isinstance(self.mask_token_id, int) or self.mask_token_id < 0, "mask_token_id is missing or no token id"),
         )
-        for is_wrong, reason in wrong:
-            if is_wrong:
-                raise ModelFileError(f"{path}: {reason}: correct config.json")
+        refuse(ModelFileError, *((is_wrong, f"{path}: {reason}: correct config.json") for is_wrong, reason in wrong))
 
 
 def default_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
@@ -146,18 +146,14 @@ def check_fit(config: DFlashConfig, target: Target, draft_ids: Tensor | None = N
     """Raises DrafterMismatchError naming both values where a drafter and a target differ."""
     last_id = -1 if draft_ids is None else int(draft_ids.max())
     wrong_layers = [layer for layer in config.target_layer_ids if not 0 <= layer < target.num_layers]
+    num_layers, vocab_size = target.num_layers, target.vocab_size
     checks = (
         (config.shape.hidden_size != target.hidden_size, "hidden size", config.shape.hidden_size, target.hidden_size),
-        (config.vocab_size not in (None, target.vocab_size), "vocabulary", config.vocab_size, target.vocab_size),
-        (
-            config.num_target_layers not in (None, target.num_layers),
-            "target layers",
-            config.num_target_layers,
-            target.num_layers,
-        ),
-        (config.mask_token_id >= target.vocab_size, "mask token", config.mask_token_id, f"{target.vocab_size} tokens"),
-        (last_id >= target.vocab_size, "draft vocabulary", f"token {last_id}", f"{target.vocab_size} tokens"),
-        (bool(wrong_layers), "tapped layers", wrong_layers, f"{target.num_layers} layers"),
+        (config.vocab_size not in (None, vocab_size), "vocabulary", config.vocab_size, vocab_size),
+        (config.num_target_layers not in (None, num_layers), "target layers", config.num_target_layers, num_layers),
+        (config.mask_token_id >= vocab_size, "mask token", config.mask_token_id, f"{vocab_size} tokens"),
+        (last_id >= vocab_size, "draft vocabulary", f"token {last_id}", f"{vocab_size} tokens"),
+        (bool(wrong_layers), "tapped layers", wrong_layers, f"{num_layers} layers"),
     )
     for is_wrong, what, drafter_value, target_value in checks:
         if is_wrong:
@@ -199,12 +195,11 @@ def read_draft_ids(folder: Path | str) -> Tensor | None:
     file = Path(folder).expanduser() / DRAFT_IDS
     if not file.is_file():
         return None
-    try:
+    remedy = "delete it to draft over the whole vocabulary"
+    with reraised(ModelFileError, f"{file} is damaged", remedy, SafetensorError, KeyError, OSError):
         ids = load_file(file)["ids"].long()
-    except (SafetensorError, KeyError, OSError) as error:
-        raise ModelFileError(f"{file} is damaged ({error}): delete it to draft over the whole vocabulary") from error
     if ids.ndim != 1 or len(ids) < 2 or int(ids[0]) < 0 or not bool((ids[1:] > ids[:-1]).all()):
-        raise ModelFileError(f"{file}: token ids must ascend: delete it to draft over the whole vocabulary")
+        raise ModelFileError(f"{file}: token ids must ascend: {remedy}")
     return ids
 
 
@@ -216,7 +211,8 @@ def write_checkpoint(
     Into a folder that exists the files are moved one at a time, weights first. Raises CacheError when it cannot be written.
     """
     folder = Path(folder).expanduser()
-    try:
+    remedy = "free space or choose another folder"
+    with reraised(CacheError, f"the drafter cannot be written to {folder}", remedy, OSError, SafetensorError):
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
@@ -228,8 +224,6 @@ def write_checkpoint(
             _publish(scratch, folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
-        raise CacheError(f"the drafter cannot be written to {folder} ({error}): free space or choose another folder") from error
 
 
 def _publish(scratch: Path, folder: Path) -> None:
@@ -261,11 +255,6 @@ _KINDS: tuple[tuple[str, type, int], ...] = (
 """Keys of the format that are numbers, or lists of them, and the least each may be."""
 
 
-def _draft_value(raw: Mapping[str, Any], name: str, default: Any) -> Any:
-    """From dflash_config first, then the top level."""
-    return (raw.get("dflash_config") or {}).get(name, raw.get(name, default))
-
-
 def _causal_layers(values: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
     if values.get("is_causal") is not None:
         return (bool(values["is_causal"]),) * num_layers
@@ -277,20 +266,17 @@ def _causal_layers(values: Mapping[str, Any], num_layers: int) -> tuple[bool, ..
     return tuple(kind == "sliding_attention" for kind in types)
 
 
-def _check_types(raw: Mapping[str, Any], path: Path) -> None:
+def _check_types(own: Mapping[str, Any], path: Path) -> None:
     """Raises ModelFileError naming a key of the format whose value is of another kind. None is as good as no key."""
-    nested = raw.get("dflash_config") or {}
-    if not isinstance(nested, dict):
-        raise ModelFileError(f"{path}: dflash_config must be an object: correct config.json")
     for key, kind, least in _KINDS:
-        for value in (raw.get(key), nested.get(key)):
-            values = value if kind is list and isinstance(value, list) else [value]
-            wanted = (int, float) if kind is float else int
-            is_right = (kind is not list or isinstance(value, list)) and all(
-                isinstance(one, wanted) and not isinstance(one, bool) and least <= one < MAX_SIZE for one in values
-            )
-            if value is not None and not is_right:
-                raise ModelFileError(f"{path}: {key} cannot be {reprlib.repr(value)}: correct config.json")
+        value = own.get(key)
+        values = value if kind is list and isinstance(value, list) else [value]
+        wanted = (int, float) if kind is float else int
+        is_right = (kind is not list or isinstance(value, list)) and all(
+            isinstance(one, wanted) and not isinstance(one, bool) and least <= one < MAX_SIZE for one in values
+        )
+        if value is not None and not is_right:
+            raise ModelFileError(f"{path}: {key} cannot be {reprlib.repr(value)}: correct config.json")
 
 
 def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
@@ -307,8 +293,6 @@ def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
             f"{path}: drafter architecture {names[0]} on model_type {raw.get('model_type')} is not implemented: "
             f"give a {ARCHITECTURE} on qwen3"
         )
-    if raw.get("hidden_act", "silu") != "silu" or raw.get("quantization_config") is not None:
-        raise UnsupportedModelError(f"{path}: quantised drafters and activations other than silu are not implemented")
     types = raw.get("layer_types")
     known = {"full_attention", "sliding_attention"}
     is_list = isinstance(types, list) and all(isinstance(kind, str) for kind in types)

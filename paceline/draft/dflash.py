@@ -5,8 +5,8 @@ matrix product (`observe`). A round embeds [anchor, MASK, MASK, ...] with the ta
 context before the anchor and its block, and reads all drafts off the target's head at once (`propose`). Slot k predicts the
 token at its own position, anchor + k; slot 0 is discarded.
 
-`DFlashNetwork` holds the weights and is what training trains. A `DraftPath` (`dflash_path.py`) is the same mathematics made
-for decoding, with its cache: `dflash_torch.py` on any device, `dflash_native.py` as one native call.
+`DFlashNetwork` holds the weights and is what training trains. A path is the same mathematics made for decoding, with its
+cache: `dflash_torch.py` on any device, `dflash_native.py` as one native call.
 `tests/draft/test_dflash.py` compares them with the authors' `dflash` package.
 """
 
@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,7 @@ from paceline import rng
 from paceline.draft.base import Drafter, Observed
 from paceline.draft.checkpoint import DFlashConfig, check_fit, new_config, read_checkpoint, read_draft_ids, write_checkpoint
 from paceline.draft.dflash_native import NativePath
-from paceline.draft.dflash_path import DraftPath, Drafts
-from paceline.draft.dflash_torch import TorchPath
+from paceline.draft.dflash_torch import Drafts, TorchPath
 from paceline.draft.pending import MOST, PIECE, PendingFeatures
 from paceline.errors import ConfigError, ModelFileError
 from paceline.model.config import DecoderConfig
@@ -174,13 +173,6 @@ def scale_logits(logits: Tensor, config: DFlashConfig) -> Tensor:
     return logits
 
 
-def make_path(network: DFlashNetwork, target: Target, draft_ids: Tensor | None) -> DraftPath:
-    """The fastest path for this target."""
-    if isinstance(target, NativeDecoder):
-        return NativePath(network, target, draft_ids)
-    return TorchPath(network, target, draft_ids)
-
-
 class DFlashDrafter(Drafter):
     """A DFlash v1 drafter. Greedy and seeded requests get certain drafts, sampled ones drafts with their distribution."""
 
@@ -191,32 +183,26 @@ class DFlashDrafter(Drafter):
         network: DFlashNetwork,
         *,
         num_drafted: int | None = None,
-        draft_sampling: Literal["sample", "greedy"] = "sample",
         draft_ids: Tensor | None = None,
     ) -> None:
-        """`num_drafted` below block_size - 1 reads fewer slots of the same block. `draft_sampling="greedy"` drafts the most
-        likely tokens for sampled requests too. `draft_ids`: the only tokens drafted, for a head of fewer rows.
-        Raises ConfigError when the block has fewer slots."""
+        """`num_drafted` below block_size - 1 reads fewer slots of the same block; more raise ConfigError. `draft_ids`: the only
+        tokens drafted, for a head of fewer rows."""
         self.network, self.config = network, network.config
         self.block_size = self.config.block_size
         self.num_drafted = self.block_size - 1 if num_drafted is None else num_drafted
         if not 0 <= self.num_drafted < self.block_size:
             raise ConfigError(f"this drafter's block of {self.block_size} drafts 0 to {self.block_size - 1}, not {num_drafted}")
-        if draft_sampling not in ("sample", "greedy"):
-            raise ConfigError(f"draft_sampling must be sample or greedy, not {draft_sampling!r}")
-        self.draft_sampling, self.draft_ids = draft_sampling, draft_ids
+        self.draft_ids = draft_ids
         self.tap_layers = self.config.target_layer_ids
         self._target: Target | None = None
         self._bound_cache: object | None = None
 
     @classmethod
-    def from_folder(
-        cls, folder: Path | str, *, num_drafted: int | None = None, draft_sampling: Literal["sample", "greedy"] = "sample"
-    ) -> DFlashDrafter:
+    def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
         """Read a checkpoint in z-lab's format. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError."""
         config, tensors = read_checkpoint(folder)
-        network, draft_ids = DFlashNetwork.of(config, tensors, folder), read_draft_ids(folder)
-        return cls(network, num_drafted=num_drafted, draft_sampling=draft_sampling, draft_ids=draft_ids)
+        network = DFlashNetwork.of(config, tensors, folder)
+        return cls(network, num_drafted=num_drafted, draft_ids=read_draft_ids(folder))
 
     @classmethod
     def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> DFlashDrafter:
@@ -235,7 +221,11 @@ class DFlashDrafter(Drafter):
         if self._target is target and self._bound_cache is target.cache:
             self._path.cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
         else:
-            self._path = make_path(self.network, target, self.draft_ids)
+            made_of = self.config, self.network.state_dict()
+            is_native = isinstance(target, NativeDecoder)
+            self._path = (
+                NativePath(*made_of, target, self.draft_ids) if is_native else TorchPath(*made_of, target, self.draft_ids)
+            )
         self._target, self._bound_cache = target, target.cache
         self._vocab_size, self._overwrites_taps = target.vocab_size, target.overwrites_taps
         self._ids = None if self.draft_ids is None else self.draft_ids.tolist()
@@ -311,7 +301,7 @@ class DFlashDrafter(Drafter):
         sequences = [batch.sequences[index] for index in drafting]
         rows, anchors = [seq.row for seq in sequences], [seq.tokens[-1] for seq in sequences]
         self._inject(rows)
-        drawn = [self.draft_sampling == "sample" and seq.kind == "sampled" for seq in sequences]
+        drawn = [seq.kind == "sampled" for seq in sequences]
         width = max(limits)
         size = self.block_size if batch.whole_blocks else 1 + width  # slots that nobody reads are left out
         says_sure = not batch.whole_blocks

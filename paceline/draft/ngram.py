@@ -68,7 +68,11 @@ class NgramDrafter(Drafter):
     def chance(self, seq: Sequence) -> float:
         row = self._rows[seq.row]
         follower = self._find(row, seq.tokens)
-        return 0.0 if follower is None else _acceptance(_reach(seq.tokens, follower), row.trust)
+        if follower is None:
+            return 0.0
+        reach = _reach(seq.tokens, follower)
+        _, distrusted, trusted = next(kind for kind in reversed(MATCH_CLASSES) if kind[0] <= reach)
+        return distrusted + (trusted - distrusted) * row.trust
 
     def propose(self, batch: Batch) -> DraftBlock:
         pairs = zip(batch.sequences, batch.draft_limits_B(self.num_drafted), strict=True)
@@ -103,11 +107,6 @@ def _reach(tokens: list[int], follower: int) -> int:
     """How many tokens before `follower` equal the text's end; looked at as far as the classes go."""
     most, length = min(MATCH_CLASSES[-1][0], follower), len(tokens)
     return next((back for back in range(most) if tokens[follower - 1 - back] != tokens[length - 1 - back]), most)
-
-
-def _acceptance(reach: int, trust: float) -> float:
-    _, distrusted, trusted = next(kind for kind in reversed(MATCH_CLASSES) if kind[0] <= reach)
-    return distrusted + (trusted - distrusted) * trust
 
 
 def _continuation(tokens: list[int], follower: int, count: int) -> list[int]:

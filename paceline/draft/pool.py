@@ -71,7 +71,6 @@ class Pool:
         return drafter.adopt(seq, source, length)
 
     def drop(self, seq: Sequence) -> None:
-        """As Drafter.drop."""
         drafter = self._leases.pop(seq.row)
         drafter.drop(seq)
         if beside := self._beside(drafter):
@@ -113,7 +112,6 @@ class Pool:
         return block
 
     def observe(self, observed: list[Observed]) -> None:
-        """As Drafter.observe, of all rows at once."""
         if self.lookups:
             self.lookups.observe([one for one in observed if self._beside(self._leases[one.sequence.row])])
         if not self._older:

@@ -13,6 +13,7 @@ from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.errors import ConfigError, ModelNotFoundError
+from paceline.model.backends import load_target
 from paceline.model.checkpoint import read_json
 from paceline.model.target import Target
 
@@ -61,8 +62,6 @@ def make_drafter(
 
 def _from_checkpoint(name: str, target: Target, **options: Any) -> Drafter:
     """A DFlash checkpoint or, whatever else it is, a language model to draft with."""
-    from paceline.model.backends import load_target
-
     try:
         path = hub.resolve(name)
     except ModelNotFoundError as error:

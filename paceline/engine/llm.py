@@ -33,7 +33,7 @@ from paceline.model.tokenizer import Tokenizer
 from paceline.plan import AdaptivePlanner, FixedPlanner, Planner, num_fixed
 from paceline.types import FinishReason, SamplingParams, Sequence, Timings, TokenLogprob
 from paceline.verify.mocked import MockedAcceptance
-from paceline.verify.table import rule_named
+from paceline.verify.table import RULES
 
 Message = dict[str, Any]
 
@@ -320,7 +320,7 @@ def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer:
 def _judge(config: EngineConfig) -> Judge:
     if config.mocked_tokens_per_round is not None:
         return MockedJudge(MockedAcceptance(config.mocked_tokens_per_round))
-    return RuleJudge(rule_named(config.rule))
+    return RuleJudge(RULES[config.rule])
 
 
 def _load(config: EngineConfig) -> Target:

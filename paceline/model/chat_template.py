@@ -72,20 +72,19 @@ class ChatTemplate:
         return _one_line_errors(lambda: self._template.render(variables))
 
 
+_REFUSALS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError)
+_REFUSALS += (TypeError, ValueError, SyntaxError)
+
+
 def _one_line_errors(work: Callable[[], Any]) -> Any:
     """Templates can raise nearly any ordinary error on messages they do not expect: all become one line."""
     _spent.begin()
     try:
         return work()
-    except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError) as error:
-        raise _refusal(error) from error
-    except (TypeError, ValueError, SyntaxError) as error:
-        raise _refusal(error) from error
-
-
-def _refusal(error: Exception) -> PromptError:
-    reason = " ".join(str(error).split())[:200] or type(error).__name__
-    return PromptError(f"the model's chat template failed ({reason}): check the messages' roles and contents, or use --raw")
+    except _REFUSALS as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        remedy = "check the messages' roles and contents, or use --raw"
+        raise PromptError(f"the model's chat template failed ({reason}): {remedy}") from error
 
 
 class _Spent(threading.local):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import reprlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -17,36 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
+from paceline.errors import ModelFileError, ModelNotFoundError, reraised
 from paceline.model import gguf
 from paceline.model.blocks import Blocks, Weight
-from paceline.model.config import LARGEST, MAX_LAYERS, MAX_SIZE, DecoderConfig
+from paceline.model.config import MAX_SIZE, DecoderConfig, decoder_config, is_whole, short
 from paceline.model.gguf_file import is_gguf
-from paceline.model.rope import check_rope
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"family": "llama", "max_position_embeddings": 2048},
-    "MistralForCausalLM": {
-        "family": "mistral",
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-    },
-    "Qwen2ForCausalLM": {
-        "family": "qwen2",
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-    },
-    "Qwen3ForCausalLM": {
-        "family": "qwen3",
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-        "head_dim": 128,
-    },
-}
-"""What a config.json of each architecture means when it leaves a key out: the defaults of its Transformers class."""
 
 
 def load_config(path: Path | str) -> DecoderConfig:
@@ -55,13 +29,8 @@ def load_config(path: Path | str) -> DecoderConfig:
     Raises ModelNotFoundError (no such path), UnsupportedModelError (architecture or option not implemented),
     ModelFileError (a key missing or impossible).
     """
-    path = _existing(path)
-    if is_gguf(path):
-        return gguf.load_config(path)
-    raw = read_json(path / "config.json")
-    architecture = _supported_architecture(raw, path)
-    values = FAMILIES[architecture] | raw | {"family": FAMILIES[architecture]["family"]}
-    return decoder_config(values, raw.get("tie_word_embeddings") is True, path)
+    path = existing(path)
+    return decoder_config(gguf.config_json(path) if is_gguf(path) else read_json(path / "config.json"), path)
 
 
 @overload
@@ -74,7 +43,7 @@ def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[
     With `keep_blocks` the Q8_0 and Q4_1 matrices of a GGUF file come as Blocks.
     Raises ModelFileError when a file is missing, truncated, or in a pickle format.
     """
-    path = _existing(path)
+    path = existing(path)
     if is_gguf(path):
         yield from gguf.load_tensors(path, keep_blocks)
         return
@@ -158,12 +127,10 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ModelFileError when it is missing, unreadable or something else."""
     if path.exists() and not path.is_file():
         raise ModelFileError(f"{path} is no regular file: give a Hugging Face model folder or a .gguf file")
-    try:
+    if not path.exists():
+        raise ModelFileError(f"{path} is missing: give a Hugging Face model folder or a .gguf file")
+    with reraised(ModelFileError, f"{path} cannot be read", "fetch the model again", OSError, ValueError, RecursionError):
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelFileError(f"{path} is missing: give a Hugging Face model folder or a .gguf file") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path} cannot be read ({error}): fetch the model again") from error
     if not isinstance(value, dict):
         raise ModelFileError(f"{path} does not hold a JSON object: fetch the model again")
     return value
@@ -176,119 +143,16 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
         if (folder / name).is_file():
             value = read_json(folder / name).get("eos_token_id")
             ids += value if isinstance(value, list) else [] if value is None else [value]
-    if any(not _is_int(token) or not 0 <= token <= MAX_SIZE for token in ids):
-        raise ModelFileError(f"{folder}: eos_token_id must be an id or a list of ids (got {_short(ids)}): correct the config")
+    if any(not is_whole(token) or not 0 <= token <= MAX_SIZE for token in ids):
+        raise ModelFileError(f"{folder}: eos_token_id must be an id or a list of ids (got {short(ids)}): correct the config")
     return tuple(dict.fromkeys(ids))
 
 
-def _existing(path: Path | str) -> Path:
+def existing(path: Path | str) -> Path:
     path = Path(path).expanduser()
     if not path.exists():
         raise ModelNotFoundError(f"no folder or file {path}: give a Hugging Face model folder or a .gguf file")
     return path
-
-
-def _supported_architecture(raw: dict[str, Any], path: Path) -> str:
-    names = raw.get("architectures")
-    name = names[0] if isinstance(names, list) and names else f"model_type {raw.get('model_type')!r}"
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise UnsupportedModelError(
-            f"{path}: architecture {name!s:.80} is not implemented (known: {', '.join(FAMILIES)}): "
-            "the Transformers fallback runs it from a safetensors folder"
-        )
-    for key, plain in (
-        ("quantization_config", (None,)),
-        ("hidden_act", (None, "silu")),
-        ("partial_rotary_factor", (None, 1.0)),
-    ):
-        if raw.get(key) not in plain:
-            raise UnsupportedModelError(
-                f"{path}: {key} {_short(raw[key])} is not implemented: "
-                "use an unquantised, unmodified checkpoint, or the Transformers fallback"
-            )
-    return name
-
-
-def decoder_config(values: dict[str, Any], tied: bool, path: Path) -> DecoderConfig:
-    family, num_heads = values["family"], _positive(values, "num_attention_heads", path)
-    hidden_size, max_position = _positive(values, "hidden_size", path), _positive(values, "max_position_embeddings", path)
-    head_dim = _positive(values, "head_dim", path) if values.get("head_dim") is not None else hidden_size // num_heads
-    num_kv_heads = (
-        _positive(values, "num_key_value_heads", path) if values.get("num_key_value_heads") is not None else num_heads
-    )
-    theta, scaling = _rope(values, max_position, path)
-    biased = values.get("attention_bias") is True and family in ("llama", "qwen3")
-    config = DecoderConfig(
-        family=family,
-        vocab_size=_positive(values, "vocab_size", path),
-        hidden_size=hidden_size,
-        intermediate_size=_positive(values, "intermediate_size", path),
-        num_layers=_positive(values, "num_hidden_layers", path),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_position=max_position,
-        rms_norm_eps=_number(values, "rms_norm_eps", 1e-6, path),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tie_embeddings=tied,
-        qkv_bias=biased or family == "qwen2",
-        output_bias=biased,
-        mlp_bias=values.get("mlp_bias") is True and family == "llama",
-        qk_norm=family == "qwen3",
-        windows=_windows(values, path),
-    )
-    config.check_heads(path)
-    return config
-
-
-def _rope(values: dict[str, Any], max_position: int, path: Path) -> tuple[float, dict[str, Any] | None]:
-    """Theta and scaling, from `rope_parameters` (Transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise ModelFileError(f"{path}: rope parameters must be an object (got {_short(given)}): correct config.json")
-    if any(isinstance(value, dict) for value in given.values()) or given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(f"{path}: partial or per-layer rope is not implemented: use the Transformers fallback")
-    scaling = {key: value for key, value in given.items() if key not in ("type", "rope_theta", "partial_rotary_factor")}
-    scaling.setdefault("rope_type", given.get("type", "default"))
-    if not isinstance(scaling["rope_type"], str):
-        raise ModelFileError(f"{path}: rope_type must be a name (got {_short(scaling['rope_type'])}): correct config.json")
-    if scaling["rope_type"] in ("llama3", "yarn"):
-        scaling.setdefault("original_max_position_embeddings", values.get("original_max_position_embeddings", max_position))
-    if (
-        scaling["rope_type"] == "yarn"
-        and scaling.get("factor") is None
-        and _is_int(scaling["original_max_position_embeddings"])
-        and scaling["original_max_position_embeddings"] > 0
-    ):
-        scaling["factor"] = max_position / scaling["original_max_position_embeddings"]
-    check_rope(scaling)
-    theta = _number(given if given.get("rope_theta") is not None else values, "rope_theta", 10000.0, path)
-    if theta <= 1:
-        raise ModelFileError(f"{path}: rope_theta must be larger than 1 (got {theta}): correct config.json")
-    return theta, None if scaling["rope_type"] == "default" else scaling
-
-
-def _windows(values: dict[str, Any], path: Path) -> tuple[int | None, ...]:
-    """Mistral: every layer has the window. Qwen: only with use_sliding_window, from max_window_layers or by layer_types."""
-    num_layers, family = values["num_hidden_layers"], values["family"]
-    window = values.get("sliding_window")
-    if family == "llama" or (family != "mistral" and values.get("use_sliding_window") is not True):
-        window = None
-    if window is None:
-        return ()
-    window = _positive(values, "sliding_window", path)
-    if family == "mistral":
-        return (window,) * num_layers
-    first = values.get("max_window_layers", 28)
-    if not _is_int(first):
-        raise ModelFileError(f"{path}: max_window_layers must be a whole number (got {_short(first)}): correct config.json")
-    types = values.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    known = ("sliding_attention", "full_attention")
-    if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
-        raise UnsupportedModelError(f"{path}: layer_types {_short(types)} is not implemented: use the Transformers fallback")
-    windows = tuple(window if kind == "sliding_attention" else None for kind in types)
-    return windows if any(windows) else ()
 
 
 def _layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -353,7 +217,8 @@ _TENSORS_PER_MAP = 16
 
 
 def _read_shard(file: Path, names: list[str] | None) -> Iterator[tuple[str, Tensor]]:
-    try:
+    damaged = (SafetensorError, OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError)
+    with reraised(ModelFileError, f"{file} is truncated or damaged", "delete it and fetch the model again", *damaged):
         with safe_open(file, framework="pt") as shard:
             wanted = list(shard.keys()) if names is None else names
         for first in range(0, len(wanted), _TENSORS_PER_MAP):
@@ -361,32 +226,3 @@ def _read_shard(file: Path, names: list[str] | None) -> Iterator[tuple[str, Tens
             with safe_open(file, framework="pt") as shard:
                 for name in wanted[first : first + _TENSORS_PER_MAP]:
                     yield name, shard.get_tensor(name)
-    except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelFileError(f"{file} is truncated or damaged ({error}): delete it and fetch the model again") from error
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _positive(values: dict[str, Any], key: str, path: Path) -> int:
-    value: Any = values.get(key)
-    most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
-    if not _is_int(value) or not 1 <= value <= most:
-        raise ModelFileError(
-            f"{path}: config.json needs {key!r} as a positive whole number, at most {most} (got {_short(value)}): correct it"
-        )
-    return value
-
-
-def _number(values: dict[str, Any], key: str, default: float, path: Path) -> float:
-    value = values.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:
-        raise ModelFileError(f"{path}: config.json needs {key!r} as a positive number (got {_short(value)}): correct it")
-    return float(value)
-
-
-def _short(value: object) -> str:
-    return reprlib.repr(value)

@@ -1,17 +1,39 @@
-"""What a decoder looks like, as numbers: read from a Hugging Face config.json or from GGUF metadata by `checkpoint.py`."""
+"""What a decoder looks like, as numbers, read from a Hugging Face config.json; `gguf.py` makes the same of GGUF metadata."""
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ModelFileError
+from paceline.errors import ModelFileError, UnsupportedModelError
 
 MAX_LAYERS = 4096
 MAX_SIZE = 2**31 - 1
 LARGEST = 1e18
 """What no model exceeds: in layers, in any other whole number, in any fraction. A file that asks for more is refused."""
+
+_QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"family": "llama", "max_position_embeddings": 2048},
+    "MistralForCausalLM": {"family": "mistral", **_QWEN, "max_position_embeddings": 131072, "num_key_value_heads": 8},
+    "Qwen2ForCausalLM": {"family": "qwen2", **_QWEN},
+    "Qwen3ForCausalLM": {"family": "qwen3", **_QWEN, "head_dim": 128},
+}
+"""What a config.json of each architecture means when it leaves a key out: the defaults of its Transformers class."""
+
+ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "factors": ("factors",),
+}
+"""The rope types we know and the numbers each needs. "factors" is GGUF's: a divisor for every frequency."""
+
+OPTIONAL_KEYS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+"""yarn's numbers that may be left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +69,151 @@ class DecoderConfig:
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 
-    def check_heads(self, source: Path) -> None:
-        """Raises ModelFileError when key heads do not divide query heads, or rope cannot halve a head."""
-        if self.num_heads % self.num_kv_heads or self.head_dim % 2 or not self.head_dim:
-            raise ModelFileError(
-                f"{source}: {self.num_heads} heads of {self.head_dim} over {self.num_kv_heads} key heads do not divide evenly: "
-                "correct the config, or fetch the model again"
+
+def decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
+    """What a config.json says. Raises UnsupportedModelError (architecture or option not implemented), ModelFileError (a key
+    missing or impossible)."""
+    architecture = _architecture(raw, path)
+    values = FAMILIES[architecture] | raw | {"family": FAMILIES[architecture]["family"]}
+    family, num_heads = values["family"], _positive(values, "num_attention_heads", path)
+    hidden_size, max_position = _positive(values, "hidden_size", path), _positive(values, "max_position_embeddings", path)
+    head_dim = _positive(values, "head_dim", path, hidden_size // num_heads)
+    num_kv_heads = _positive(values, "num_key_value_heads", path, num_heads)
+    theta, scaling = _rope(values, max_position, path)
+    biased = values.get("attention_bias") is True and family in ("llama", "qwen3")
+    if num_heads % num_kv_heads or head_dim % 2 or not head_dim:
+        raise ModelFileError(
+            f"{path}: {num_heads} heads of {head_dim} over {num_kv_heads} key heads do not divide evenly: "
+            "correct the config, or fetch the model again"
+        )
+    return DecoderConfig(
+        family=family,
+        vocab_size=_positive(values, "vocab_size", path),
+        hidden_size=hidden_size,
+        intermediate_size=_positive(values, "intermediate_size", path),
+        num_layers=_positive(values, "num_hidden_layers", path),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position=max_position,
+        rms_norm_eps=_number(values, "rms_norm_eps", 1e-6, path),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_embeddings=raw.get("tie_word_embeddings") is True,
+        qkv_bias=biased or family == "qwen2",
+        output_bias=values.get("output_bias", biased) is True,
+        mlp_bias=values.get("mlp_bias") is True and family == "llama",
+        qk_norm=family == "qwen3",
+        windows=_windows(values, path),
+    )
+
+
+def _rope(values: dict[str, Any], max_position: int, path: Path) -> tuple[float, dict[str, Any] | None]:
+    """Theta and scaling, from `rope_parameters` (Transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise ModelFileError(f"{path}: rope parameters must be an object (got {short(given)}): correct config.json")
+    if any(isinstance(value, dict) for value in given.values()) or given.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModelError(f"{path}: partial or per-layer rope is not implemented: use the Transformers fallback")
+    scaling = {key: value for key, value in given.items() if key not in ("type", "rope_theta", "partial_rotary_factor")}
+    scaling.setdefault("rope_type", given.get("type", "default"))
+    if not isinstance(scaling["rope_type"], str):
+        raise ModelFileError(f"{path}: rope_type must be a name (got {short(scaling['rope_type'])}): correct config.json")
+    if scaling["rope_type"] in ("llama3", "yarn"):
+        scaling.setdefault("original_max_position_embeddings", values.get("original_max_position_embeddings", max_position))
+    if scaling["rope_type"] == "yarn" and scaling.get("factor") is None:
+        original = scaling["original_max_position_embeddings"]
+        scaling["factor"] = max_position / original if is_whole(original) and original > 0 else None
+    check_rope(scaling)
+    theta = _number(given if given.get("rope_theta") is not None else values, "rope_theta", 10000.0, path)
+    if theta <= 1:
+        raise ModelFileError(f"{path}: rope_theta must be larger than 1 (got {theta}): correct config.json")
+    return theta, None if scaling["rope_type"] == "default" else scaling
+
+
+def _windows(values: dict[str, Any], path: Path) -> tuple[int | None, ...]:
+    """Mistral: every layer has the window. Qwen: only with use_sliding_window, from max_window_layers or by layer_types."""
+    num_layers, family = values["num_hidden_layers"], values["family"]
+    window = values.get("sliding_window")
+    if family == "llama" or (family != "mistral" and values.get("use_sliding_window") is not True):
+        window = None
+    if window is None:
+        return ()
+    window = _positive(values, "sliding_window", path)
+    if family == "mistral":
+        return (window,) * num_layers
+    first = values.get("max_window_layers", 28)
+    if not is_whole(first):
+        raise ModelFileError(f"{path}: max_window_layers must be a whole number (got {short(first)}): correct config.json")
+    types = values.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
+        raise UnsupportedModelError(f"{path}: layer_types {short(types)} is not implemented: use the Transformers fallback")
+    windows = tuple(window if kind == "sliding_attention" else None for kind in types)
+    return windows if any(windows) else ()
+
+
+def _architecture(raw: dict[str, Any], path: Path) -> str:
+    """Raises UnsupportedModelError for one that is not among FAMILIES, or that a key changes."""
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else f"model_type {raw.get('model_type')!r}"
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise UnsupportedModelError(
+            f"{path}: architecture {name!s:.80} is not implemented (known: {', '.join(FAMILIES)}): "
+            "the Transformers fallback runs it from a safetensors folder"
+        )
+    for key, plain in (
+        ("quantization_config", (None,)),
+        ("hidden_act", (None, "silu")),
+        ("partial_rotary_factor", (None, 1.0)),
+    ):
+        if raw.get(key) not in plain:
+            raise UnsupportedModelError(
+                f"{path}: {key} {short(raw[key])} is not implemented: "
+                "use an unquantised, unmodified checkpoint, or the Transformers fallback"
             )
+    return name
+
+
+def check_rope(scaling: dict[str, Any]) -> None:
+    """Raise when this rope scaling cannot be computed: unknown type, or a number missing or not positive."""
+    rope_type = scaling.get("rope_type", "default")
+    if rope_type not in ROPE_KEYS:
+        raise UnsupportedModelError(
+            f"rope type {rope_type!r} is not implemented (known: default, linear, llama3, yarn): "
+            "the Transformers fallback runs such a safetensors folder"
+        )
+    for key in (*ROPE_KEYS[rope_type], *(key for key in OPTIONAL_KEYS if scaling.get(key) is not None)):
+        values = scaling.get(key)
+        for value in values if key == "factors" and isinstance(values, (list, tuple)) and values else [values]:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:
+                raise ModelFileError(
+                    f"rope type {rope_type!r} needs a positive {key!r} in the model's config (got {reprlib.repr(value)})"
+                )
+
+
+def is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _positive(values: dict[str, Any], key: str, path: Path, default: int | None = None) -> int:
+    value: Any = default if values.get(key) is None else values[key]
+    most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
+    if not is_whole(value) or not 1 <= value <= most:
+        raise ModelFileError(
+            f"{path}: config.json needs {key!r} as a positive whole number, at most {most} (got {short(value)}): correct it"
+        )
+    return value
+
+
+def _number(values: dict[str, Any], key: str, default: float, path: Path) -> float:
+    value = values.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:
+        raise ModelFileError(f"{path}: config.json needs {key!r} as a positive number (got {short(value)}): correct it")
+    return float(value)
+
+
+def short(value: object) -> str:
+    return reprlib.repr(value)

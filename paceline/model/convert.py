@@ -8,18 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 
-from paceline.model import checkpoint
-from paceline.model.config import DecoderConfig
+from paceline.model import checkpoint, gguf
 from paceline.model.tokenizer import Tokenizer
 
 
 def write_folder(gguf_file: Path, folder: Path, advance: Callable[[float], None]) -> None:
     """Write into an empty folder; `advance` hears how much of 1 is done. Raises ModelFileError or OSError."""
-    config = checkpoint.load_config(gguf_file)
+    config, raw = checkpoint.load_config(gguf_file), gguf.config_json(gguf_file) | {"torch_dtype": "float32"}
     tokenizer = Tokenizer.from_path(gguf_file)
     num_tensors, weights = len(checkpoint.expected_shapes(config)), {}
     for name, tensor in checkpoint.check_tensors(config, checkpoint.load_tensors(gguf_file), gguf_file):
@@ -30,28 +28,5 @@ def write_folder(gguf_file: Path, folder: Path, advance: Callable[[float], None]
     names, ends = tokenizer.special_tokens, list(tokenizer.eos_token_ids)
     ids = {f"{name}_id": tokenizer.backend.token_to_id(names.get(name, "")) for name in ("bos_token", "pad_token")}
     special = ids | {"eos_token_id": ends[0] if len(ends) == 1 else ends}
-    for name, values in (("config.json", _hf_config(config) | special), ("generation_config.json", special)):
+    for name, values in (("config.json", raw | special), ("generation_config.json", special)):
         (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def _hf_config(config: DecoderConfig) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": config.qkv_bias,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_position,
-        "mlp_bias": config.mlp_bias,
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "num_key_value_heads": config.num_kv_heads,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_scaling": config.rope_scaling,
-        "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.tie_embeddings,
-        "torch_dtype": "float32",
-        "vocab_size": config.vocab_size,
-    }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,15 +21,72 @@ from paceline.model.attention import AttentionPlan, CacheWriter, Rope
 from paceline.model.blocks import Weight
 from paceline.model.config import DecoderConfig
 from paceline.model.kv_cache import StaticKVCache
-from paceline.model.linear import PackedLinear, RMSNorm
 from paceline.model.rope import rope_tables
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
+
+_DECODE_ROWS = 8
+"""Row count oneDNN is told to expect when it chooses the blocked layout; measured to suit 1 to 32."""
+
+
+class PackedLinear:
+    """y = x W^T + b for x [T, in] -> [T, out], the weight packed once for its device; the original is not kept.
+
+    On CPU the weight is reordered into oneDNN's blocked layout, which at 1 to 16 rows is 1.4 times as fast as `F.linear` in
+    bfloat16 and two to three times in float32 (docs/LOG.md). Elsewhere, and where oneDNN lacks the dtype, it is `F.linear`.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.num_bytes = weight.numel() * weight.element_size()
+        self._bias = bias
+        self._is_packed = can_pack(weight)
+        if self._is_packed:
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _DECODE_ROWS)
+            self._multiply = torch.ops.mkldnn._linear_pointwise.default
+        else:
+            self._weight = weight.contiguous()
+
+    def __call__(self, inputs_TD: Tensor) -> Tensor:
+        if self._is_packed:
+            return self._multiply(inputs_TD, self._weight, self._bias, "none", [], "")
+        return F.linear(inputs_TD, self._weight, self._bias)
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN can take this weight: on CPU, float32, or bfloat16 on a processor that multiplies it."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
+
+
+class RMSNorm:
+    """x / sqrt(mean(x^2) + eps) * w over the last dimension, result in the weight's dtype.
+
+    On CPU it is computed by vector_norm and hypot, exactly and in half the time of `F.rms_norm` at one row.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._dtype = weight.dtype
+        self._eps = eps
+        self._is_cpu = weight.device.type == "cpu"
+        size = weight.shape[-1]
+        self._weight = weight.float() * size**0.5 if self._is_cpu else weight
+        self._floor = torch.tensor((size * eps) ** 0.5, device=weight.device)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        if not self._is_cpu:
+            return F.rms_norm(inputs, inputs.shape[-1:], eps=self._eps).to(self._dtype) * self._weight
+        scale = torch.hypot(torch.linalg.vector_norm(inputs, dim=-1, keepdim=True, dtype=torch.float32), self._floor)
+        return inputs.div(scale).mul_(self._weight).to(self._dtype)
 
 
 @dataclass(slots=True)
 class Layer:
     """One decoder layer, fused and packed."""
 
+    config: DecoderConfig
     input_norm: RMSNorm
     qkv: PackedLinear
     qk_norm: RMSNorm | None
@@ -39,6 +96,57 @@ class Layer:
     gate_up: PackedLinear
     down: PackedLinear
     window: int | None
+
+    @classmethod
+    def of(cls, config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> Layer:
+        """Norms, and the projections that have the same input as one matrix. Takes the weights out of `parts`."""
+        qk_norm = None
+        if config.qk_norm:
+            query, key = (parts[f"self_attn.{which}_norm.weight"] for which in "qk")
+            heads = torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
+            qk_norm = RMSNorm(heads, config.rms_norm_eps)
+        return cls(
+            config,
+            input_norm=RMSNorm(parts["input_layernorm.weight"], config.rms_norm_eps),
+            qkv=fuse(parts, *(f"self_attn.{which}_proj" for which in "qkv")),
+            qk_norm=qk_norm,
+            output=fuse(parts, "self_attn.o_proj"),
+            mlp_norm=RMSNorm(parts["post_attention_layernorm.weight"], config.rms_norm_eps),
+            gate_up=fuse(parts, "mlp.gate_proj", "mlp.up_proj"),
+            down=fuse(parts, "mlp.down_proj"),
+            window=config.window(index),
+        )
+
+    def run(
+        self,
+        hidden_TD: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: AttentionPlan,
+        writer: CacheWriter,
+        rope: Rope,
+        tables: tuple[Tensor, Tensor],
+    ) -> None:
+        """Add to the hidden states what attention and MLP make of them; keys and values are the layer's part of the cache."""
+        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
+        num_qk_heads = num_heads + num_kv_heads
+        heads = self.qkv(self.input_norm(hidden_TD)).view(-1, num_qk_heads + num_kv_heads, self.config.head_dim)
+        qk_heads = heads[:, :num_qk_heads]
+        if self.qk_norm is not None:
+            qk_heads = self.qk_norm(qk_heads)
+        qk_heads = rope.rotate(qk_heads, tables)
+        writer.write(keys, qk_heads[:, num_heads:])
+        writer.write(values, heads[:, num_qk_heads:])
+        hidden_TD.add_(self.output(plan.attend(qk_heads[:, :num_heads], keys, values)))
+        gate, up = self.gate_up(self.mlp_norm(hidden_TD)).chunk(2, dim=-1)
+        hidden_TD.add_(self.down(F.silu(gate).mul_(up)))
+
+
+def fuse(weights: dict[str, Tensor], *names: str) -> PackedLinear:
+    """One matrix product for several projections of the same input, stacked in this order. Takes them out of `weights`."""
+    biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
+    weight = torch.cat([weights.pop(f"{name}.weight") for name in names])
+    return PackedLinear(weight, torch.cat(biases) if biases else None)
 
 
 class Decoder(Target):
@@ -65,7 +173,6 @@ class Decoder(Target):
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_position = config.num_layers, config.max_position
         self.group = config.num_heads // config.num_kv_heads
-        self._num_qk_heads = config.num_heads + config.num_kv_heads
         self._residual_dtype = torch.float32 if self.device.type == "cpu" else dtype
         self._build(tensors)
         self.allocate_cache(num_rows, max_len)
@@ -81,7 +188,7 @@ class Decoder(Target):
             if index is None:
                 rest |= parts
             else:
-                layers[index] = _layer(self.config, index, parts)
+                layers[index] = Layer.of(self.config, index, parts)
         self.layers = [layers[index] for index in range(self.num_layers)]
         self.embedding = rest["model.embed_tokens.weight"]
         self.final_norm = RMSNorm(rest["model.norm.weight"], self.config.rms_norm_eps)
@@ -113,38 +220,6 @@ class Decoder(Target):
         tables = self.rope.tables(batch.positions)
         hidden_TD, taps_TF = self.run_layers(torch.tensor(batch.tokens, device=self.device), plans, writer, tables)
         self.cache.append(batch.rows, batch.counts)
-        return self._finish(batch, hidden_TD, taps_TF)
-
-    def run_layers(
-        self, tokens_T: Tensor, plans: Mapping[int | None, Plan], writer: Writer, tables: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Embedding and all layers: hidden states [T, D] before the final norm, and taps [T, F]."""
-        taps_TLD = torch.empty(len(tokens_T), len(self.tap_layers), self.hidden_size, dtype=self.dtype, device=self.device)
-        hidden_TD = self.embed(tokens_T).to(self._residual_dtype)
-        for index, layer in enumerate(self.layers):
-            self._attend(index, layer, hidden_TD, plans[layer.window], writer, tables)
-            gate, up = layer.gate_up(layer.mlp_norm(hidden_TD)).chunk(2, dim=-1)
-            hidden_TD.add_(layer.down(F.silu(gate).mul_(up)))
-            if index in self.tap_layers:
-                is_last = index == self.num_layers - 1  # tapped after the final norm, as Transformers' hidden_states[-1]
-                taps_TLD[:, self.tap_layers.index(index)] = self.final_norm(hidden_TD) if is_last else hidden_TD
-        return hidden_TD, taps_TLD.flatten(1) if self.tap_layers else None
-
-    def _attend(
-        self, index: int, layer: Layer, hidden_TD: Tensor, plan: Plan, writer: Writer, tables: tuple[Tensor, Tensor]
-    ) -> None:
-        config = self.config
-        heads = layer.qkv(layer.input_norm(hidden_TD)).view(-1, self._num_qk_heads + config.num_kv_heads, config.head_dim)
-        qk_heads = heads[:, : self._num_qk_heads]
-        if layer.qk_norm is not None:
-            qk_heads = layer.qk_norm(qk_heads)
-        qk_heads = self.rope.rotate(qk_heads, tables)
-        keys, values = self.kv.keys[index], self.kv.values[index]
-        writer.write(keys, qk_heads[:, config.num_heads :])
-        writer.write(values, heads[:, self._num_qk_heads :])
-        hidden_TD.add_(layer.output(plan.attend(qk_heads[:, : config.num_heads], keys, values)))
-
-    def _finish(self, batch: ForwardBatch, hidden_TD: Tensor, taps_TF: Tensor | None) -> ForwardOutput:
         if batch.logits == "none":
             return ForwardOutput(None, taps_TF)
         if batch.logits == "last" and batch.num_tokens > len(batch.rows):
@@ -152,17 +227,19 @@ class Decoder(Target):
             hidden_TD = hidden_TD[ends.to(self.device)]
         return ForwardOutput(self._head(self.final_norm(hidden_TD)), taps_TF)
 
-
-class Plan(Protocol):
-    """What attention of a pass needs to be: AttentionPlan, or a static pass of model/graphs.py."""
-
-    def attend(self, query_THD: Tensor, keys: Tensor, values: Tensor) -> Tensor: ...
-
-
-class Writer(Protocol):
-    """How a pass writes its keys and values: CacheWriter, or a static pass."""
-
-    def write(self, cache: Tensor, new_THD: Tensor) -> None: ...
+    def run_layers(
+        self, tokens_T: Tensor, plans: Mapping[int | None, AttentionPlan], writer: CacheWriter, tables: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Embedding and all layers: hidden states [T, D] before the final norm, and taps [T, F]."""
+        taps_TLD = torch.empty(len(tokens_T), len(self.tap_layers), self.hidden_size, dtype=self.dtype, device=self.device)
+        hidden_TD = self.embed(tokens_T).to(self._residual_dtype)
+        for index, layer in enumerate(self.layers):
+            keys, values = self.kv.keys[index], self.kv.values[index]
+            layer.run(hidden_TD, keys, values, plans[layer.window], writer, self.rope, tables)
+            if index in self.tap_layers:
+                is_last = index == self.num_layers - 1  # tapped after the final norm, as Transformers' hidden_states[-1]
+                taps_TLD[:, self.tap_layers.index(index)] = self.final_norm(hidden_TD) if is_last else hidden_TD
+        return hidden_TD, taps_TLD.flatten(1) if self.tap_layers else None
 
 
 AnyWeight = TypeVar("AnyWeight", Tensor, Weight)
@@ -183,30 +260,3 @@ def by_layer(
         layer[own_name] = tensor
         if len(layer) == size:
             yield int(number), layers.pop(int(number))
-
-
-def _layer(config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> Layer:
-    """Norms, and the projections that have the same input as one matrix. Takes the weights out of `parts`."""
-
-    def norm(weight: Tensor) -> RMSNorm:
-        return RMSNorm(weight, config.rms_norm_eps)
-
-    def linear(*names: str) -> PackedLinear:
-        biases = [parts[f"{name}.bias"] for name in names if f"{name}.bias" in parts]
-        weight = torch.cat([parts.pop(f"{name}.weight") for name in names])
-        return PackedLinear(weight, torch.cat(biases) if biases else None)
-
-    qk_norm = None
-    if config.qk_norm:
-        query, key = (parts[f"self_attn.{which}_norm.weight"] for which in "qk")
-        qk_norm = norm(torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)]))
-    return Layer(
-        input_norm=norm(parts["input_layernorm.weight"]),
-        qkv=linear(*(f"self_attn.{which}_proj" for which in "qkv")),
-        qk_norm=qk_norm,
-        output=linear("self_attn.o_proj"),
-        mlp_norm=norm(parts["post_attention_layernorm.weight"]),
-        gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
-        down=linear("mlp.down_proj"),
-        window=config.window(index),
-    )

@@ -1,4 +1,4 @@
-"""GGUF files as models: metadata to DecoderConfig, quantised blocks to float32 tensors under their Hugging Face names.
+"""GGUF files as models: metadata to what config.json says, quantised blocks to float32 tensors under their Hugging Face names.
 
 `gguf_file.py` reads the header, the `gguf` package knows the blocks; ours are the names and the row order of Llama's rope.
 Called by `checkpoint.py`; the vocabulary is read by `gguf_tokenizer.py`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import gguf
 import numpy as np
@@ -19,9 +19,8 @@ from torch import Tensor
 
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.blocks import BlockKind, Blocks, Weight
-from paceline.model.config import LARGEST, MAX_SIZE, DecoderConfig
+from paceline.model.config import MAX_SIZE
 from paceline.model.gguf_file import GGUFFile, StoredTensor, open_gguf
-from paceline.model.rope import check_rope
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 BLOCK_KINDS: dict[Quant, BlockKind] = {Quant.Q8_0: "Q8_0", Quant.Q4_1: "Q4_1"}
@@ -44,8 +43,8 @@ LAYER_NAMES = {
 ROPE_FACTORS = "rope_freqs.weight"
 
 
-def load_config(path: Path) -> DecoderConfig:
-    """The model's shape from GGUF metadata. Raises UnsupportedModelError or ModelFileError, naming the key."""
+def config_json(path: Path) -> dict[str, Any]:
+    """What the config.json of the same model says. Raises UnsupportedModelError or ModelFileError, naming the key."""
     file = open_gguf(path)
     arch = file.get("general.architecture", str)
     if arch not in ARCHITECTURES or file.get(f"{arch}.expert_count", int):
@@ -61,54 +60,48 @@ def load_config(path: Path) -> DecoderConfig:
     num_layers = _count(file, f"{arch}.block_count")
     if f"blk.{num_layers - 1}.attn_q.weight" not in file.tensors:
         raise ModelFileError(f"{path} has not the {num_layers} layers of its {arch}.block_count: fetch the whole model again")
-    hidden_size, num_heads = _count(file, f"{arch}.embedding_length"), _count(file, f"{arch}.attention.head_count")
-    max_position, window = _count(file, f"{arch}.context_length"), file.get(f"{arch}.attention.sliding_window", int)
-    head_dim = _count(file, f"{arch}.rope.dimension_count", hidden_size // num_heads)
-    config = DecoderConfig(
-        family=arch,
-        vocab_size=embedding.shape[0],
-        hidden_size=hidden_size,
-        intermediate_size=_count(file, f"{arch}.feed_forward_length"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=_count(file, f"{arch}.attention.head_count_kv", num_heads),
-        head_dim=_count(file, f"{arch}.attention.key_length", head_dim),
-        max_position=max_position,
-        rms_norm_eps=_number(file, f"{arch}.attention.layer_norm_rms_epsilon"),
-        rope_theta=_number(file, f"{arch}.rope.freq_base", 10000.0),
-        rope_scaling=_rope_scaling(file, arch, max_position),
-        tie_embeddings="output.weight" not in file.tensors,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        output_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
-        windows=(window,) * num_layers if window else (),
-    )
-    config.check_heads(path)
-    return config
+    window = file.get(f"{arch}.attention.sliding_window", int) or None
+    family = "mistral" if window and arch == "llama" else arch
+    return {
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "model_type": family,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": _count(file, f"{arch}.embedding_length"),
+        "intermediate_size": _count(file, f"{arch}.feed_forward_length"),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": _count(file, f"{arch}.attention.head_count"),
+        "num_key_value_heads": _count(file, f"{arch}.attention.head_count_kv", f"{arch}.attention.head_count"),
+        "head_dim": file.get(f"{arch}.attention.key_length", int) or file.get(f"{arch}.rope.dimension_count", int),
+        "hidden_act": "silu",
+        "max_position_embeddings": _count(file, f"{arch}.context_length"),
+        "rms_norm_eps": _decimal(file.get(f"{arch}.attention.layer_norm_rms_epsilon", float)),
+        "rope_theta": _decimal(file.get(f"{arch}.rope.freq_base", float)),
+        "rope_scaling": _rope_scaling(file, arch),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "output_bias": "blk.0.attn_output.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "max_window_layers": 0,
+    }
 
 
-def _count(file: GGUFFile, key: str, default: int | None = None) -> int:
-    value = file.get(key, int)
-    value = default if value is None else value
+def _count(file: GGUFFile, *keys: str) -> int:
+    """The first of these keys that the file has."""
+    value = next((value for key in keys if (value := file.get(key, int)) is not None), None)
     if value is None or not 0 < value <= MAX_SIZE:
-        raise ModelFileError(f"{file.path}: GGUF key {key} must be a positive number (got {value!r}): fetch the model again")
+        raise ModelFileError(
+            f"{file.path}: GGUF key {keys[0]} must be a positive number (got {value!r}): fetch the model again"
+        )
     return value
 
 
-def _number(file: GGUFFile, key: str, default: float | None = None) -> float:
-    """A positive number, as the decimal its float32 was written as: 1e-05, not 9.999999747378752e-06."""
-    value = file.get(key, float)
-    value = default if value is None else value
-    if value is None or not 0 < value < LARGEST:
-        raise ModelFileError(f"{file.path}: GGUF key {key} must be a positive number (got {value!r}): fetch the model again")
-    return float(np.format_float_scientific(np.float32(value)))
+def _decimal(value: float | None) -> float | None:
+    """A float32 as the decimal it was written as: 1e-05, not 9.999999747378752e-06."""
+    return None if value is None else float(np.format_float_scientific(np.float32(value)))
 
 
-@overload
-def load_tensors(path: Path) -> Iterator[tuple[str, Tensor]]: ...
-@overload
-def load_tensors(path: Path, keep_blocks: bool) -> Iterator[tuple[str, Weight]]: ...
 def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, Weight]]:
     """(Hugging Face name, float32 tensor), one at a time, in the file's order.
 
@@ -116,14 +109,17 @@ def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, W
     """
     file = open_gguf(path)
     arch = file.get("general.architecture", str)
-    num_heads = _count(file, f"{arch}.attention.head_count")
-    permuted = {"q_proj": num_heads, "k_proj": _count(file, f"{arch}.attention.head_count_kv", num_heads)}
+    heads_key = f"{arch}.attention.head_count"
+    permuted = {"q_proj": _count(file, heads_key), "k_proj": _count(file, f"{heads_key}_kv", heads_key)}
     for stored in file.tensors.values():
         if stored.name == ROPE_FACTORS:
             continue
         name = _hf_name(stored.name, path)
         is_kept = keep_blocks and len(stored.shape) == 2 and stored.kind in BLOCK_KINDS
-        tensor = _blocks(file, stored) if is_kept else _dequantise(file, stored)
+        if is_kept:
+            tensor = Blocks(torch.from_numpy(file.read(stored)), stored.shape, BLOCK_KINDS[stored.kind])
+        else:
+            tensor = _dequantise(file, stored)
         heads = permuted.get(name.split(".")[-2]) if arch == "llama" else None
         if heads is not None:
             if tensor.shape[0] % (2 * heads):
@@ -165,22 +161,17 @@ def _dequantise(file: GGUFFile, stored: StoredTensor) -> Tensor:
     return torch.from_numpy(gguf.dequantize(file.read(stored), stored.kind)).reshape(stored.shape)
 
 
-def _blocks(file: GGUFFile, stored: StoredTensor) -> Blocks:
-    return Blocks(torch.from_numpy(file.read(stored)), stored.shape, BLOCK_KINDS[stored.kind])
-
-
-def _rope_scaling(file: GGUFFile, arch: str, max_position: int) -> dict[str, Any] | None:
-    factors = file.tensors.get(ROPE_FACTORS)
+def _rope_scaling(file: GGUFFile, arch: str) -> dict[str, Any] | None:
+    factors, prefix = file.tensors.get(ROPE_FACTORS), f"{arch}.rope.scaling"
     if factors is not None:
-        scaling: dict[str, Any] = {"rope_type": "factors", "factors": _dequantise(file, factors).flatten().tolist()}
-    else:
-        prefix = f"{arch}.rope.scaling"
-        scaling = {"rope_type": file.get(f"{prefix}.type", str) or "none", "factor": file.get(f"{prefix}.factor", float)}
-        if scaling["rope_type"] in ("none", "default"):
-            return None
-        if scaling["rope_type"] == "yarn":
-            context = file.get(f"{prefix}.original_context_length", int)
-            scaling["original_max_position_embeddings"] = max_position if context is None else context
-            scaling |= {key: file.get(f"{prefix}.yarn_{key}", float) for key in ("beta_fast", "beta_slow")}
-    check_rope(scaling)
-    return scaling
+        return {"rope_type": "factors", "factors": _dequantise(file, factors).flatten().tolist()}
+    rope_type = file.get(f"{prefix}.type", str)
+    if rope_type in (None, "none"):
+        return None
+    scaling = {
+        "factor": file.get(f"{prefix}.factor", float),
+        "original_max_position_embeddings": file.get(f"{prefix}.original_context_length", int),
+        "beta_fast": file.get(f"{prefix}.yarn_beta_fast", float),
+        "beta_slow": file.get(f"{prefix}.yarn_beta_slow", float),
+    }
+    return {"rope_type": rope_type} | {key: value for key, value in scaling.items() if value is not None}

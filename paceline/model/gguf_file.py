@@ -19,7 +19,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Quant
 
-from paceline.errors import ModelFileError
+from paceline.errors import ModelFileError, reraised
 
 MAX_HEADER_BYTES = 64 << 20
 """Metadata and tensor table together; the largest known, with a vocabulary of 262,144 tokens, have 16 MB."""
@@ -87,12 +87,12 @@ class GGUFFile:
         with self.path.open("rb") as file:
             file.seek(value.start)
             data = file.read(value.end - value.start)
-        try:
+        with reraised(
+            ModelFileError, f"{self.path}: GGUF key {key} is damaged", "fetch the model again", ValueError, struct.error
+        ):
             if value.kind == STRING:
                 return _strings(data, value.length)  # pyright: ignore[reportReturnType]
             return np.frombuffer(data, dtype="<" + SCALARS[value.kind], count=value.length).tolist()
-        except (ValueError, struct.error) as error:
-            raise ModelFileError(f"{self.path}: GGUF key {key} is damaged ({error}): fetch the model again") from error
 
     def length(self, key: str) -> int:
         """Number of values in an array, 0 without one."""
@@ -113,11 +113,10 @@ def is_gguf(path: Path) -> bool:
 
 def open_gguf(path: Path) -> GGUFFile:
     """The file's header. Raises ModelFileError when it is truncated, damaged, or no GGUF."""
-    try:
+    damaged = (ValueError, OverflowError, OSError, MemoryError, struct.error)
+    with reraised(ModelFileError, f"{path} is no whole GGUF file", "delete it and fetch it again", *damaged):
         status = path.stat()
         return _read_header(path, (status.st_ino, status.st_size, status.st_mtime_ns))
-    except (ValueError, OverflowError, OSError, MemoryError, struct.error) as error:
-        raise ModelFileError(f"{path} is no whole GGUF file ({error}): delete it and fetch it again") from error
 
 
 @functools.lru_cache(maxsize=2)

@@ -5,13 +5,10 @@ Called by `tokenizer.py` and, for the ends, by `gguf.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from paceline.errors import ModelFileError, PacelineError, UnsupportedModelError
+from paceline.errors import ModelFileError, UnsupportedModelError, reraised
 from paceline.model.gguf_file import GGUFFile
-
-if TYPE_CHECKING:
-    import tokenizers
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -28,7 +25,7 @@ CHATML_ENDS = ("<|im_end|>", "<|endoftext|>")
 """Qwen's chat models end with either, and a GGUF file has room for one; generation_config.json of their folders has both."""
 
 
-def build_tokenizer(file: GGUFFile) -> tuple[tokenizers.Tokenizer, tuple[int, ...]]:
+def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, tuple[int, ...]]:
     """A `tokenizers` tokenizer equal to the one the GGUF file was made from, and the ids that end an answer.
 
     Raises UnsupportedModelError for a tokenizer model or pre-tokenizer we do not know, ModelFileError when a table is missing
@@ -45,17 +42,14 @@ def build_tokenizer(file: GGUFFile) -> tuple[tokenizers.Tokenizer, tuple[int, ..
     if len(types) not in (0, len(tokens)) or max(map(len, tokens)) > MAX_TOKEN_LENGTH:
         raise ModelFileError(f"{file.path}: tokenizer.ggml.tokens and their types are damaged: fetch the model again")
     vocab = dict(zip(tokens, range(len(tokens)), strict=True))
-    try:
+    # The library raises plain Exception on tables that do not fit each other.
+    with reraised(ModelFileError, f"{file.path}: its tokenizer is damaged", "fetch the model again", Exception):
         if model == "gpt2":
             backend, adds_bos = _byte_level_bpe(file, vocab)
         else:
             backend, adds_bos = _sentencepiece_bpe(file, vocab, tokens, types), True
         _add_special_tokens(backend, tokens, types)
         _add_post_processor(backend, file, tokens, adds_bos)
-    except PacelineError:
-        raise
-    except Exception as error:  # the library raises plain Exception on tables that do not fit each other
-        raise ModelFileError(f"{file.path}: its tokenizer is damaged ({error}): fetch the model again") from error
     return backend, _ends(file, vocab, types)
 
 
@@ -80,10 +74,8 @@ def _ends(file: GGUFFile, vocab: dict[str, int], types: list[int]) -> tuple[int,
     return tuple(dict.fromkeys(ids))
 
 
-def _byte_level_bpe(file: GGUFFile, vocab: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
+def _byte_level_bpe(file: GGUFFile, vocab: dict[str, int]) -> tuple[Tokenizer, bool]:
     """GPT-2's byte-level BPE with the file's word splitting, and whether such models start with a bos token."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
     pre = file.get("tokenizer.ggml.pre", str) or "default"
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in file.array("tokenizer.ggml.merges", str))]
     if not merges:
@@ -110,10 +102,8 @@ def _byte_level_bpe(file: GGUFFile, vocab: dict[str, int]) -> tuple[tokenizers.T
     return backend, pre == "llama-bpe"
 
 
-def _sentencepiece_bpe(file: GGUFFile, vocab: dict[str, int], tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
+def _sentencepiece_bpe(file: GGUFFile, vocab: dict[str, int], tokens: list[str], types: list[int]) -> Tokenizer:
     """Llama 1/2's SentencePiece BPE: GGUF keeps no merges, so every split of a piece into two pieces becomes one, by score."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
     scores = file.array("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise ModelFileError(
@@ -144,9 +134,7 @@ def _merges_by_score(pieces: dict[str, int], scores: list[float]) -> list[tuple[
     return [(left, right) for *_, left, right in sorted(ranked)]
 
 
-def _add_special_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
-    from tokenizers import AddedToken
-
+def _add_special_tokens(backend: Tokenizer, tokens: list[str], types: list[int]) -> None:
     backend.add_tokens(
         [
             AddedToken(token, special=kind != USER_DEFINED, normalized=False)
@@ -156,10 +144,8 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types:
     )
 
 
-def _add_post_processor(backend: tokenizers.Tokenizer, file: GGUFFile, tokens: list[str], adds_bos: bool) -> None:
+def _add_post_processor(backend: Tokenizer, file: GGUFFile, tokens: list[str], adds_bos: bool) -> None:
     """Wrap encoded text in bos and eos where the file asks for it."""
-    from tokenizers import processors
-
     wrap = {}
     for kind, default in (("bos", adds_bos), ("eos", False)):
         index, is_added = special_token(file, kind), file.get(f"tokenizer.ggml.add_{kind}_token", bool)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.model.attention import attend_rows
+from paceline.model.attention import AttentionPlan, CacheWriter, attend_rows
 from paceline.model.decoder import Decoder
 from paceline.model.target import ForwardBatch, ForwardOutput
 
@@ -20,8 +20,8 @@ MAX_COUNT = 32
 _MIN_SPAN = 256
 
 
-class StaticPass:
-    """One shape: B rows, J tokens each, S cache positions. Stands in for the CacheWriter of that pass."""
+class StaticPass(CacheWriter):
+    """One shape: B rows, J tokens each, S cache positions. It is the CacheWriter of that pass, too."""
 
     def __init__(self, decoder: Decoder, num_rows: int, count: int, span: int) -> None:
         self._decoder = decoder
@@ -50,20 +50,18 @@ class StaticPass:
         return mask.repeat(1, self._decoder.group, 1)[:, None]
 
     def write(self, cache: Tensor, new_THD: Tensor) -> None:
-        """As CacheWriter.write."""
         cache[self._rows_T, :, self._positions_BJ.flatten()] = new_THD
 
 
-class _Plan:
+class _Plan(AttentionPlan):
     """The attention of a static pass, for one window: over the whole rectangle of its shape."""
 
-    def __init__(self, num_rows: int, span: int, mask: Tensor) -> None:
-        self._num_rows, self._span, self._mask = num_rows, span, mask
+    def __init__(self, num_rows: int, length: int, seen: Tensor) -> None:
+        self._num_rows, self._length, self._seen = num_rows, length, seen
 
     def attend(self, query_THD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """As AttentionPlan.attend."""
-        keys, values = (tensor[: self._num_rows, :, : self._span] for tensor in (keys, values))
-        return attend_rows(query_THD, keys, values, self._mask)
+        keys, values = (tensor[: self._num_rows, :, : self._length] for tensor in (keys, values))
+        return attend_rows(query_THD, keys, values, self._seen)
 
 
 class GraphDecoder(Decoder):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -28,16 +27,6 @@ _UNLIMITED = 1 << 20
 """`max_position` of models without one (recurrent models)."""
 
 
-def _import_transformers() -> ModuleType:
-    try:
-        import transformers
-    except ImportError as error:
-        raise UnsupportedModelError(
-            "this model runs through Transformers, which is not installed: pip install 'paceline[hf]'"
-        ) from error
-    return transformers
-
-
 class HFTarget(Target):
     """A Transformers causal LM as a target. `model` must be on its device already and is put into eval mode.
 
@@ -45,7 +34,6 @@ class HFTarget(Target):
     """
 
     def __init__(self, model: nn.Module, num_rows: int, max_len: int | None = None) -> None:
-        _import_transformers()
         self.model: Any = model.eval().requires_grad_(False)
         config = self.model.config.get_text_config(decoder=True)
         self._config = config
@@ -85,12 +73,20 @@ class HFTarget(Target):
         Raises ModelNotFoundError, ModelFileError (no or damaged weights), UnsupportedModelError (unknown architecture,
         remote code, Transformers not installed).
         """
-        transformers = _import_transformers()
+        try:
+            import transformers
+        except ImportError as error:
+            install = "pip install 'paceline[hf]'"
+            raise UnsupportedModelError(f"this model runs through Transformers, which is not installed: {install}") from error
         if not (Path(path) / "config.json").is_file():
             raise ModelNotFoundError(f"no config.json in {path}: give a folder of a downloaded Hugging Face model")
+        model: Any
         try:
             if weights == "random":
-                model = _random_model(transformers, path, dtype, seed)
+                config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(seed)
+                    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
             else:
                 model = transformers.AutoModelForCausalLM.from_pretrained(
                     path, dtype=dtype, trust_remote_code=False, use_safetensors=True, local_files_only=True
@@ -166,7 +162,7 @@ class HFTarget(Target):
         )
 
     def _forward_row(self, row: int, tokens: list[int], num_logits: int) -> tuple[Tensor, Tensor | None]:
-        state = self._cache.row(row)
+        state = self._cache.rows[row]
         if len(state.pending) > _MAX_PENDING:
             self._run(state, 0)
         state.tokens += tokens
@@ -250,13 +246,6 @@ class HFTarget(Target):
             for hook in hooks:
                 hook.remove()
         return inputs[0] if inputs else None
-
-
-def _random_model(transformers: ModuleType, path: str | Path, dtype: torch.dtype, seed: int) -> nn.Module:
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def _fix_rope_factors(module: Any, max_len: int) -> None:

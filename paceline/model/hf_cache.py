@@ -97,7 +97,8 @@ class HFCache(KVCache):
         self._make_cache = make_cache
         self._token_bytes = token_bytes
         self._state_bytes = state_bytes
-        self._rows: dict[int, Row] = {}
+        self.rows: dict[int, Row] = {}
+        """What the allocated rows hold."""
 
     @property
     def num_bytes(self) -> int:
@@ -107,27 +108,23 @@ class HFCache(KVCache):
     def allocate(self, wanted: int | None = None) -> int | None:
         row = super().allocate(wanted)
         if row is not None:
-            self._rows[row] = Row(self._make_cache)
+            self.rows[row] = Row(self._make_cache)
         return row
 
     def free(self, row: int) -> None:
         super().free(row)
-        del self._rows[row]
+        del self.rows[row]
 
     def rollback(self, rows: list[int], lengths: list[int]) -> None:
         super().rollback(rows, lengths)
         for row, length in zip(rows, lengths, strict=True):
-            self._rows[row].truncate(length)
+            self.rows[row].truncate(length)
 
     def _move(self, row: int, start: int, slots: list[int]) -> None:
-        state = self._rows[row]
+        state = self.rows[row]
         kept = [state.tokens[start + slot] for slot in slots]
         state.truncate(start)
         state.tokens += kept  # they are pending: the next pass runs them again
-
-    def row(self, row: int) -> Row:
-        """What an allocated row holds."""
-        return self._rows[row]
 
 
 def make_cache(config: Any) -> Any:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from paceline.errors import MemoryBudgetError
+from paceline.errors import MemoryBudgetError, reraised
 
 
 class KVCache(ABC):
@@ -120,13 +120,10 @@ class StaticKVCache(KVCache):
         """`slack` positions behind each row's max_len may be scribbled on by passes of fixed shape; they never count."""
         super().__init__(num_rows, max_len)
         shape = (num_layers, num_rows, num_kv_heads, max_len + slack, head_dim)
-        try:
+        unmade = f"no memory for a KV cache of {num_rows} rows of {max_len} tokens"
+        with reraised(MemoryBudgetError, unmade, "lower --max-batch or --max-len", RuntimeError, MemoryError, OSError):
             self.keys = _zeros(shape, dtype, device)
             self.values = _zeros(shape, dtype, device)
-        except (RuntimeError, MemoryError, OSError) as error:
-            raise MemoryBudgetError(
-                f"no memory for a KV cache of {num_rows} rows of {max_len} tokens: lower --max-batch or --max-len ({error})"
-            ) from error
 
     @property
     def num_bytes(self) -> int:

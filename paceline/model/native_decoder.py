@@ -20,7 +20,7 @@ from paceline.model.blocks import Blocks, Weight
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import by_layer
 from paceline.model.kv_cache import StaticKVCache
-from paceline.model.native_lib import Buffers, CCache, CConfig, CLayer, Matrix, Model, padded_rows, pointer
+from paceline.model.native_lib import Buffers, CCache, CConfig, CLayer, Matrix, Model, filled, padded_rows, pointer
 from paceline.model.rope import rope_tables
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 
@@ -41,45 +41,52 @@ class NativeDecoder(Target):
         num_rows: int = 1,
         max_len: int = 2048,
         dtype: torch.dtype = torch.float32,
-        num_threads: int | None = None,
     ) -> None:
-        """`num_threads` defaults to PyTorch's. Raises NativeError without the library."""
-        native.set_threads(num_threads) if num_threads else native.follow_torch()
+        """It takes as many threads as PyTorch has. Raises NativeError without the library."""
+        native.follow_torch()
         self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_position = config.num_layers, config.max_position
-        self._weights = _load(config, tensors, dtype)
-        self.weight_bytes = self._weights.num_bytes
-        self.weight_format = "+".join(sorted({native.FORMAT_NAMES[matrix.format] for matrix in self._weights.matrices}))
+        self._load(tensors)
+        matrices = [part for layer in self._layers for part in layer.values() if isinstance(part, Matrix)]
+        matrices.append(self.head_matrix)  # with all layers, what a pass reads whole
+        self.weight_bytes = sum(matrix.num_bytes for matrix in matrices)
+        self.weight_format = "+".join(sorted({native.FORMAT_NAMES[matrix.format] for matrix in matrices}))
         self._logits = torch.empty(0, self.vocab_size)
         self._stages: Any = None
         self._buffers = Buffers()
         self.allocate_cache(num_rows, max_len)
 
+    def _load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
+        """Packs a stream of named tensors, each layer as soon as it is complete, so that nothing is held twice."""
+        config, layers, rest = self.config, dict[int, dict[str, Any]](), dict[str, Any]()
+        for index, parts in by_layer(config, tensors):
+            if index is not None:
+                layers[index] = layer_parts(config, index, parts, self.dtype)
+                continue
+            ((name, weight),) = parts.items()
+            rest[name] = _vector(weight, self.dtype) if name == "model.norm.weight" else pack([weight], self.dtype)
+        self._layers = [layers[index] for index in range(config.num_layers)]
+        self._final_norm = rest["model.norm.weight"]
+        self.embedding_matrix: Matrix = rest["model.embed_tokens.weight"]
+        """The packed embedding, for drafters that share it."""
+        self.head_matrix: Matrix = self.embedding_matrix if config.tie_embeddings else rest["lm_head.weight"]
+        """The packed head, for drafters that share it."""
+
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
         config = self.config
         if max_len > config.max_position:
             raise ContextLengthError(f"max_len {max_len} is beyond the model's {config.max_position} tokens: lower max_len")
-        tables = [table.float().contiguous() for table in rope_tables(config, max_len)]
-        self._model = self._weights.model(config, self.dtype, *tables)
+        rest = {"embedding": self.embedding_matrix, "head": self.head_matrix, "final_norm": self._final_norm}
+        self._model = native_model(config, self.dtype, max_len, self._layers, **rest)
         self.kv = self.cache = native_cache(config, num_rows, max_len, self.dtype)
         self._native_cache = cache_view(self.kv)
 
     def embed(self, tokens_T: Tensor) -> Tensor:
-        return self._weights.embedding.rows_of(tokens_T.tolist(), self.dtype)
+        return self.embedding_matrix.rows_of(tokens_T.tolist(), self.dtype)
 
     def head(self, hidden_TD: Tensor) -> Tensor:
-        return self._weights.head.multiply(hidden_TD, self.dtype)
-
-    @property
-    def embedding_matrix(self) -> Matrix:
-        """The packed embedding, for drafters that share it."""
-        return self._weights.embedding
-
-    @property
-    def head_matrix(self) -> Matrix:
-        """The packed head, for drafters that share it."""
-        return self._weights.head
+        return self.head_matrix.multiply(hidden_TD, self.dtype)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         batch.require_chains()
@@ -161,60 +168,25 @@ def _logit_rows(batch: ForwardBatch) -> list[int]:
     return ends
 
 
-class NativeWeights:
-    """Packed matrices and float32 vectors of a decoder, and the C structs that name them."""
-
-    def __init__(self) -> None:
-        self.layers: list[dict[str, Any]] = []
-        self.embedding: Matrix
-        self.head: Matrix
-        self.final_norm: Tensor
-
-    @property
-    def matrices(self) -> list[Matrix]:
-        """Everything a pass reads whole: all layers and the head."""
-        own = [part for layer in self.layers for part in layer.values() if isinstance(part, Matrix)]
-        return [*own, self.head]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(matrix.num_bytes for matrix in self.matrices)
-
-    def model(self, config: DecoderConfig, dtype: torch.dtype, cos: Tensor, sin: Tensor) -> Model:
-        layers = (CLayer * config.num_layers)(*(layer_struct(layer) for layer in self.layers))
-        struct = CConfig(
-            **config_sizes(config, dtype),
-            layers=layers,
-            embedding=self.embedding.handle,
-            embedding_scale=1.0,
-            head=self.head.handle,
-            final_norm=pointer(self.final_norm),
-            cos=pointer(cos),
-            sin=pointer(sin),
-        )
-        return Model(struct, [self, layers, cos, sin])
-
-
-def config_sizes(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The numbers of a CConfig."""
-    return {
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "inner_size": config.intermediate_size,
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "dtype": native.FORMATS[dtype],
-        "eps": config.rms_norm_eps,
-    }
-
-
-def layer_struct(parts: dict[str, Any]) -> CLayer:
-    """A CLayer of matrices, float32 vectors and numbers under the names of its fields."""
-    layer = CLayer(is_causal=1)
-    for name, part in parts.items():
-        setattr(layer, name, part.handle if isinstance(part, Matrix) else pointer(part) if isinstance(part, Tensor) else part)
-    return layer
+def native_model(config: DecoderConfig, dtype: torch.dtype, max_len: int, layers: list[dict[str, Any]], **parts: Any) -> Model:
+    """A model of the library, of matrices, float32 vectors and numbers by the names of the fields of CLayer and CConfig."""
+    cos, sin = (table.float().contiguous() for table in rope_tables(config, max_len))
+    structs = (CLayer * config.num_layers)(*(filled(CLayer(is_causal=1), layer) for layer in layers))
+    struct = CConfig(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        inner_size=config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=native.FORMATS[dtype],
+        eps=config.rms_norm_eps,
+        layers=structs,
+        embedding_scale=1.0,
+        cos=pointer(cos),
+        sin=pointer(sin),
+    )
+    return Model(filled(struct, parts), [layers, structs, parts, cos, sin])
 
 
 def pack(weights: list[Weight], dtype: torch.dtype) -> Matrix:
@@ -254,30 +226,12 @@ def pack_vectors(vectors: list[Tensor | None]) -> Tensor | None:
     return torch.cat(padded).contiguous()
 
 
-def _load(config: DecoderConfig, tensors: Iterable[tuple[str, Weight]], dtype: torch.dtype) -> NativeWeights:
-    """Packs a stream of named tensors, each layer as soon as it is complete, so that nothing is held twice."""
-    weights, layers = NativeWeights(), dict[int, dict[str, Any]]()
-    for index, parts in by_layer(config, tensors):
-        if index is not None:
-            layers[index] = _layer(config, index, parts, dtype)
-        elif "model.embed_tokens.weight" in parts:
-            weights.embedding = pack([*parts.values()], dtype)
-        elif "lm_head.weight" in parts:
-            weights.head = pack([*parts.values()], dtype)
-        else:
-            weights.final_norm = _vector(parts["model.norm.weight"], dtype)
-    if config.tie_embeddings:
-        weights.head = weights.embedding
-    weights.layers = [layers[index] for index in range(config.num_layers)]
-    return weights
-
-
 def _vector(vector: Weight, dtype: torch.dtype) -> Tensor:
     assert isinstance(vector, Tensor)
     return vector.to(dtype).float().contiguous()
 
 
-def _layer(config: DecoderConfig, index: int, parts: dict[str, Weight], dtype: torch.dtype) -> dict[str, Any]:
+def layer_parts(config: DecoderConfig, index: int, parts: dict[str, Weight], dtype: torch.dtype) -> dict[str, Any]:
     """The fields of a CLayer. Takes the weights out of `parts`."""
     vectors = {name: _vector(part, dtype) for name, part in parts.items() if name.endswith(("norm.weight", "bias"))}
     layer: dict[str, Any] = {

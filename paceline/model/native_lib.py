@@ -14,7 +14,7 @@ import warnings
 import weakref
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -152,6 +152,16 @@ def pointer(tensor: Tensor | None) -> int | None:
         return None
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     return tensor.data_ptr()
+
+
+AnyStructure = TypeVar("AnyStructure", bound=Structure)
+
+
+def filled(struct: AnyStructure, parts: dict[str, Any]) -> AnyStructure:
+    """The struct with matrices, float32 vectors and numbers put into the fields of these names."""
+    for name, part in parts.items():
+        setattr(struct, name, part.handle if isinstance(part, Matrix) else pointer(part) if isinstance(part, Tensor) else part)
+    return struct
 
 
 def int32s(values: list[int]) -> Any:

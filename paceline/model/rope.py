@@ -7,26 +7,12 @@ The layout is Hugging Face's half split (the frequencies twice, side by side), t
 from __future__ import annotations
 
 import math
-import reprlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.errors import ModelFileError, UnsupportedModelError
-from paceline.model.config import LARGEST, DecoderConfig
-
-ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-    "factors": ("factors",),
-}
-"""The rope types we know and the numbers each needs. "factors" is GGUF's: a divisor for every frequency."""
-
-OPTIONAL_KEYS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-"""yarn's numbers that may be left out."""
+from paceline.model.config import DecoderConfig, check_rope
 
 
 def rope_tables(config: DecoderConfig, max_len: int) -> tuple[Tensor, Tensor]:
@@ -57,23 +43,6 @@ def inverse_frequencies(config: DecoderConfig) -> tuple[Tensor, float]:
             return plain / torch.tensor(scaling["factors"], dtype=torch.float32), 1.0
         case _:
             return plain, 1.0
-
-
-def check_rope(scaling: dict[str, Any]) -> None:
-    """Raise when this rope scaling cannot be computed: unknown type, or a number missing or not positive."""
-    rope_type = scaling.get("rope_type", "default")
-    if rope_type not in ROPE_KEYS:
-        raise UnsupportedModelError(
-            f"rope type {rope_type!r} is not implemented (known: default, linear, llama3, yarn): "
-            "the Transformers fallback runs such a safetensors folder"
-        )
-    for key in (*ROPE_KEYS[rope_type], *(key for key in OPTIONAL_KEYS if scaling.get(key) is not None)):
-        values = scaling.get(key)
-        for value in values if key == "factors" and isinstance(values, (list, tuple)) and values else [values]:
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:
-                raise ModelFileError(
-                    f"rope type {rope_type!r} needs a positive {key!r} in the model's config (got {reprlib.repr(value)})"
-                )
 
 
 def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:

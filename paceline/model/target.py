@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import torch
+from torch import Tensor
 
 from paceline.errors import UnsupportedModelError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from paceline.model.kv_cache import KVCache
+from paceline.model.kv_cache import KVCache
 
 DEFAULT_MAX_LEN = 2048
 """Tokens of context a cache row holds when nobody says otherwise."""
@@ -131,8 +129,6 @@ def head_weight(target: Target) -> Tensor:
 
     Raises UnsupportedModelError for a head that is no plain matrix.
     """
-    import torch
-
     with torch.no_grad():  # not inference mode: losses keep this matrix for their backward
         eye = torch.eye(target.hidden_size, dtype=target.dtype, device=target.device)
         weight_VD = target.head(eye).T.to(target.dtype, copy=True)  # exact: each logit is one weight

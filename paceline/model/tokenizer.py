@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ModelFileError, ModelNotFoundError, PromptError
+import tokenizers
+
+from paceline.errors import ModelFileError, PromptError, reraised
 from paceline.model import gguf_file, gguf_tokenizer
-from paceline.model.checkpoint import eos_token_ids, read_json
+from paceline.model.checkpoint import eos_token_ids, existing, read_json
 
 if TYPE_CHECKING:
-    import tokenizers
-
     from paceline.model.chat_template import ChatTemplate
 
 Messages = Sequence[Mapping[str, Any]]
@@ -54,16 +54,12 @@ class Tokenizer:
 
         Raises ModelNotFoundError, ModelFileError (damaged or missing files), UnsupportedModelError (unknown GGUF tokenizer).
         """
-        path = Path(path).expanduser()
-        if not path.exists():
-            raise ModelNotFoundError(f"no folder or file {path}: give a Hugging Face model folder or a .gguf file")
+        path = existing(path)
         return _from_gguf(path) if gguf_file.is_gguf(path) else _from_folder(path)
 
     @classmethod
     def wordless(cls) -> Tokenizer:
         """Of a model that is only a config: ids have no text."""
-        import tokenizers
-
         return cls(tokenizers.Tokenizer(tokenizers.models.BPE()))
 
     @property
@@ -73,12 +69,12 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of raw text, with the tokenizer's own bos or eos if it adds any. Raises PromptError on bad Unicode."""
-        try:
+        with reraised(
+            PromptError, "the prompt is no valid Unicode text", "re-encode it as UTF-8", UnicodeEncodeError, TypeError
+        ):
             if len(text) > _LONG_TEXT:
                 return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except (UnicodeEncodeError, TypeError) as error:
-            raise PromptError(f"the prompt is no valid Unicode text ({error}): re-encode it as UTF-8") from error
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
@@ -192,15 +188,12 @@ class IncrementalDetokenizer:
 
 
 def _from_folder(folder: Path) -> Tokenizer:
-    import tokenizers
-
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ModelFileError(f"{file} is missing: save the model's fast tokenizer there (AutoTokenizer...save_pretrained)")
-    try:
+    # The library raises plain Exception on a file it cannot parse.
+    with reraised(ModelFileError, f"{file} is damaged", "delete it and fetch the model again", Exception):
         backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception on a file it cannot parse
-        raise ModelFileError(f"{file} is damaged ({error}): delete it and fetch the model again") from error
     backend.no_padding()
     backend.no_truncation()
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
@@ -239,10 +232,8 @@ def _folder_template(folder: Path, config: dict[str, Any]) -> str | None:
     """chat_template.jinja, else the config's; where it has several, the one named default."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        try:
+        with reraised(ModelFileError, f"{file} cannot be read", "fetch the model again", OSError, UnicodeDecodeError):
             return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelFileError(f"{file} cannot be read ({error}): fetch the model again") from error
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {

@@ -16,7 +16,7 @@ from paceline.progress import Progress
 from paceline.train.config import RegenerateConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from paceline.train.regenerator import Regenerated
+    from paceline.train.regenerate_run import Regenerated
     from paceline.train.train_run import TrainResult
 
 

@@ -9,12 +9,12 @@ prompts, such a file asks the target the very tokens of `prompt_ids` again.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from paceline.errors import CacheError, ConfigError, PromptError
+from paceline.errors import ConfigError, PromptError, reraised
+from paceline.runlog import whole_file
 
 try:
     import pyarrow as pa
@@ -53,10 +53,6 @@ class Answer:
     finish_reason: str
     text: str
 
-    @property
-    def token_ids(self) -> list[int]:
-        return self.prompt_ids + self.answer_ids
-
 
 class AnswerShards:
     """A folder of answer shards; one writer per process."""
@@ -64,20 +60,14 @@ class AnswerShards:
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.folder = folder
         self._rank = rank
-        self._next = 1 + max((_number(path) for path in folder.glob(f"answers-r{rank}-*.parquet")), default=-1)
+        written = folder.glob(f"answers-r{rank}-{'[0-9]' * 5}.parquet")
+        self._next = 1 + max((int(path.stem[-5:]) for path in written), default=-1)
 
     def write(self, answers: list[Answer]) -> Path:
         """Write one shard, whole or not at all. Raises CacheError when the disk refuses."""
         path = self.folder / f"answers-r{self._rank}-{self._next:05d}.parquet"
-        scratch = path.with_suffix(".part")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+        with whole_file(path, "free space or choose another --out, then run again") as scratch:
             parquet.write_table(pa.Table.from_pylist([asdict(answer) for answer in answers], SCHEMA), scratch)
-            scratch.replace(path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                scratch.unlink(missing_ok=True)
-            raise CacheError(f"cannot write {path} ({error}): free space or choose another --out, then run again") from error
         self._next += 1
         return path
 
@@ -102,17 +92,10 @@ def read_answers(path: Path | str) -> Iterator[Answer]:
 
 
 def _read(path: Path | str, columns: Sequence[str]) -> pa.Table:
-    try:
+    remedy = "delete it and run regenerate again"
+    with reraised(PromptError, f"{path} is no file of answers", remedy, pa.ArrowException, OSError, ValueError):
         file = parquet.ParquetFile(path)
         missing = [name for name in columns if name not in file.schema_arrow.names]
         if missing:
             raise ValueError(f"it has no column {missing[0]}")
         return file.read(columns)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise PromptError(f"{path} is no file of answers ({reason}): delete it and run regenerate again") from error
-
-
-def _number(path: Path) -> int:
-    digits = path.stem.rsplit("-", 1)[-1]
-    return int(digits) if digits.isdigit() else -1

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from paceline.draft.checkpoint import DFlashConfig
 from paceline.draft.dflash import Attend, visible
-from paceline.errors import ConfigError
+from paceline.model.attention import Rope
 from paceline.model.fused import rotate
 from paceline.model.rope import rope_tables
 
@@ -54,12 +54,8 @@ def _rotary(config: DFlashConfig, layout: Layout, dtype: torch.dtype) -> list[tu
     """(cos, signed sin) of all slots and of all context positions, looked up once for all layers."""
     longest = max(max(layout.context_lens), 1 + max(int(anchors_A.max()) for anchors_A in layout.anchors))
     tables = rope_tables(config.shape, longest + layout.block_size)
-    found, device = [], layout.anchors[0].device
-    for positions in (layout.block_positions(), layout.context_positions()):
-        cos, sin = (table.to(device)[positions][:, None].to(dtype) for table in tables)
-        half = cos.shape[-1] // 2
-        found.append((cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)))
-    return found
+    rope = Rope(*(table.to(layout.anchors[0].device, dtype) for table in tables))
+    return [rope.tables_at(positions) for positions in (layout.block_positions(), layout.context_positions())]
 
 
 class _PackedAttention(ABC):
@@ -210,9 +206,7 @@ WAYS: dict[str, type[_PackedAttention]] = {"split": SplitAttention, "sdpa": Sdpa
 
 
 def make_attention(way: str, config: DFlashConfig, layout: Layout, dtype: torch.dtype) -> Attend:
-    """`auto` takes flex on GPU, split elsewhere. Raises ConfigError for an unknown name."""
+    """`auto` takes flex on GPU, split elsewhere."""
     if way == "auto":
         way = "flex" if layout.anchors[0].device.type == "cuda" else "split"
-    if way not in WAYS:
-        raise ConfigError(f"attention must be auto, {', '.join(WAYS)}, not {way!r}")
     return WAYS[way](config, layout, dtype)

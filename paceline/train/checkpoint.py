@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -28,21 +27,15 @@ FREE_TO_CHANGE = ("checkpoint_minutes", "heldout_every", "gradient_checkpointing
 """Settings that do not decide what is learned: a resumed run may have others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A whole checkpoint on disk."""
+class Checkpoint(NamedTuple):
+    """A whole checkpoint."""
 
     folder: Path
     trainer: dict[str, Any]
     """step, place in the data, seconds so far, config, counts."""
-
-    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Those of the network and of the optimisers. Raises CacheError when they cannot be read."""
-        try:
-            read_json(self.folder / "config.json")
-            return dict(load_tensors(self.folder)), load_file(self.folder / "optimiser.safetensors")
-        except (PacelineError, OSError, SafetensorError) as error:
-            raise CacheError(f"{self.folder} cannot be read ({error}): delete {self.folder.parent} to start again") from error
+    weights: dict[str, Tensor]
+    """Of the network."""
+    optimisers: dict[str, Tensor]
 
 
 def save_checkpoint(
@@ -82,10 +75,11 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
         return None
     newest = folder / name
     try:
+        read_json(newest / "config.json")
         trainer = json.loads((newest / "trainer.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return Checkpoint(newest, trainer, dict(load_tensors(newest)), load_file(newest / "optimiser.safetensors"))
+    except (PacelineError, OSError, ValueError, SafetensorError) as error:
         raise CacheError(f"{newest} is not a whole checkpoint ({error}): delete {folder} to start again") from error
-    return Checkpoint(newest, trainer)
 
 
 def _newest_name(folder: Path) -> str | None:
@@ -93,18 +87,17 @@ def _newest_name(folder: Path) -> str | None:
     return pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
 
 
-def check_same_config(ours: dict[str, Any], theirs: dict[str, Any], folder: Path) -> None:
-    """Raises ConfigError that shows every difference which would change what is learned."""
-    ours, theirs = _flat(plain(ours)), _flat(theirs)
+def check_same(folder: Path, before: dict[str, Any], now: dict[str, Any], or_else: str = "") -> None:
+    """Raises ConfigError that shows every difference of the settings which would change what is learned or answered."""
+    before, now = _flat(before), _flat(plain(now))
     differences = [
-        f"{name}: {theirs.get(name)!r} there, {ours.get(name)!r} now"
-        for name in sorted(ours.keys() | theirs.keys())
-        if ours.get(name) != theirs.get(name) and name not in FREE_TO_CHANGE
+        f"{name}: {before.get(name)!r} there, {now.get(name)!r} now"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and name not in FREE_TO_CHANGE
     ]
     if differences:
         raise ConfigError(
-            f"{folder} was begun with other settings ({'; '.join(differences)}): use the same, or another --out, or continue "
-            "from its drafter with --init"
+            f"{folder} was begun with other settings ({'; '.join(differences)}): use the same, or another --out{or_else}"
         )
 
 

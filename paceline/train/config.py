@@ -8,19 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from paceline.config import EngineConfig
-from paceline.errors import ConfigError
+from paceline.config import EngineConfig, check_choices
+from paceline.errors import ConfigError, refuse
 from paceline.types import SamplingParams
 
 LOSSES = ("ce", "d-pace", "kl", "lk", "lk-hybrid")
-NEEDS_TARGET_PROBS = ("kl", "lk", "lk-hybrid")
-OPTIMISERS = ("adamw", "muon")
-ATTENTION = ("split", "sdpa", "flex")
-PARALLEL = ("auto", "replicated", "sharded")
-FEATURES = ("auto", "online", "cached")
-SCALES = ("default", "tiny")
 DEFAULT_SELF_WRITTEN = 1000
 """Prompts that the target writes itself when none are given."""
 
@@ -40,15 +34,14 @@ class AnswerConfig:
 
     def __post_init__(self) -> None:
         different = {f"{temperature:g}" for temperature in self.temperatures}
-        _check(
+        refuse(
+            ConfigError,
             (self.max_tokens < 1 or self.max_prompt_tokens < 1, "max_tokens and max_prompt_tokens must be at least 1"),
             (not self.temperatures, "give at least one temperature"),
+            (len(different) < len(self.temperatures), f"temperatures must differ from each other, unlike {self.temperatures}"),
         )
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature, seed=self.seed)
-        _check(
-            (len(different) < len(self.temperatures), f"temperatures must differ from each other, unlike {self.temperatures}")
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +58,7 @@ class PromptsConfig:
     """Text file: beginnings of self-written prompts, one a line."""
 
     def __post_init__(self) -> None:
-        _check((self.self_written < 0, "the number of self-written prompts must be 0 or more"))
+        refuse(ConfigError, (self.self_written < 0, "the number of self-written prompts must be 0 or more"))
 
     @property
     def num_self_written(self) -> int:
@@ -91,8 +84,8 @@ class RegenerateConfig:
 class LossConfig:
     """Which loss, and its numbers; losses.py has the formulas."""
 
-    name: str = "d-pace"
-    """ce, d-pace, kl, lk or lk-hybrid."""
+    name: Annotated[str, LOSSES] = "d-pace"
+    """Which loss teaches the slots."""
     gamma: float | None = None
     """Decay of ce and kl in slots [default: by block size]. The paper's: 4 for blocks of 8, 5 for 10, 7 for 16."""
     alpha: float = 0.5
@@ -101,8 +94,9 @@ class LossConfig:
     """Tokens that ce and d-pace compare with in a step [default: all]. Fewer are faster and noisier."""
 
     def __post_init__(self) -> None:
-        _check(
-            (self.name not in LOSSES, f"loss must be one of {', '.join(LOSSES)}, not {self.name!r}"),
+        check_choices(self)
+        refuse(
+            ConfigError,
             (self.gamma is not None and self.gamma <= 0, "gamma must be above 0"),
             (not 0 <= self.alpha <= 1, "alpha must be between 0 and 1"),
             (self.vocab is not None and self.vocab < 2, "the loss vocabulary must have at least 2 tokens"),
@@ -114,15 +108,15 @@ class LossConfig:
 
     @property
     def needs_target_probs(self) -> bool:
-        return self.name in NEEDS_TARGET_PROBS
+        return self.name in ("kl", "lk", "lk-hybrid")
 
 
 @dataclass(frozen=True, slots=True)
 class OptimConfig:
     """Which optimiser, and its numbers."""
 
-    name: str = "adamw"
-    """adamw, or muon for the matrices."""
+    name: Annotated[str, ("adamw", "muon")] = "adamw"
+    """AdamW for all weights, or muon for the matrices and AdamW for the rest."""
     lr: float = 6e-4
     """Peak learning rate. For muon too: its steps are scaled to AdamW's size."""
     weight_decay: float = 0.01
@@ -131,10 +125,8 @@ class OptimConfig:
     """Largest norm of the gradient; a longer one is scaled down."""
 
     def __post_init__(self) -> None:
-        _check(
-            (self.name not in OPTIMISERS, f"optimiser must be one of {', '.join(OPTIMISERS)}, not {self.name!r}"),
-            (self.lr <= 0 or self.clip <= 0, "learning rate and clip must be above 0"),
-        )
+        check_choices(self)
+        refuse(ConfigError, (self.lr <= 0 or self.clip <= 0, "learning rate and clip must be above 0"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +149,8 @@ class LoopConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     autocast: bool = True
     """Multiply in bfloat16. Weights and their updates stay float32."""
-    attention: str = "auto"
-    """auto, split, sdpa or flex."""
+    attention: Annotated[str, ("auto", "split", "sdpa", "flex")] = "auto"
+    """How blocks attend; auto takes flex on a GPU, split elsewhere."""
     gradient_checkpointing: bool = False
     """Less memory, more time. Each layer is computed again in the backward pass instead of being kept."""
     seed: int = 0
@@ -167,20 +159,17 @@ class LoopConfig:
     """Steps between looks at held-out documents."""
     checkpoint_minutes: float = 5.0
     """Minutes between checkpoints."""
-    parallel: str = "auto"
-    """Several processes (torchrun): replicated, or sharded by FSDP2."""
+    parallel: Annotated[str, ("auto", "replicated", "sharded")] = "auto"
+    """Several processes (torchrun) each hold the whole network, or a part of it (FSDP2)."""
 
     def __post_init__(self) -> None:
+        check_choices(self)
         counts = (self.blocks_per_step, self.anchors, self.blocks_per_pack, self.heldout_every)
-        _check(
+        refuse(
+            ConfigError,
             (
                 min(counts) < 1 or self.epochs <= 0,
                 "epochs, blocks_per_step, anchors, blocks_per_pack and heldout_every must be above 0",
-            ),
-            (self.parallel not in PARALLEL, f"parallel must be one of {', '.join(PARALLEL)}, not {self.parallel!r}"),
-            (
-                self.attention not in ("auto", *ATTENTION),
-                f"attention must be auto, {', '.join(ATTENTION)}, not {self.attention!r}",
             ),
         )
 
@@ -209,9 +198,10 @@ class DrafterShape:
     """Draft among the most frequent tokens only, this many."""
 
     def __post_init__(self) -> None:
-        _check(
+        check_choices(self)
+        refuse(
+            ConfigError,
             (self.num_layers < 1 or self.block_size < 2, "a drafter has at least 1 layer and blocks of at least 2"),
-            (self.start not in ("random", "target"), f"start must be random or target, not {self.start!r}"),
             (self.draft_vocab is not None and self.draft_vocab < 2, "the draft vocabulary must have at least 2 tokens"),
         )
 
@@ -229,31 +219,22 @@ class TrainConfig:
     """Answers of regenerate, or a server's traces; may be repeated."""
     init: str | None = None
     """Continue this drafter: a folder, or default for the one that ships."""
-    scale: str = "default"
+    scale: Annotated[str, ("default", "tiny")] = "default"
     """tiny: every stage in a minute on a random target."""
     ood: tuple[str, ...] = ()
     """Prompts of another kind, watched but not learned; may be repeated."""
     max_len: int = 1024
     """Longest document, prompt and answer, in tokens."""
-    features: str = "auto"
-    """Hidden states: online, cached on disk, or auto. auto keeps them when documents are seen again and the disk has room."""
+    features: Annotated[str, ("auto", "online", "cached")] = "auto"
+    """Hidden states: computed as documents come, or kept on disk. auto keeps them when documents are seen again and the disk
+    has room."""
     answering: AnswerConfig = field(default_factory=AnswerConfig)
     shape: DrafterShape = field(default_factory=DrafterShape)
     loop: LoopConfig = field(default_factory=LoopConfig)
 
     def __post_init__(self) -> None:
-        _check(
-            (self.scale not in SCALES, f"scale must be one of {', '.join(SCALES)}, not {self.scale!r}"),
-            (
-                bool(self.loop.loss.vocab and self.shape.draft_vocab),
-                "a draft vocabulary is a smaller loss vocabulary already: leave --loss-vocab out",
-            ),
-            (self.features not in FEATURES, f"features must be auto, online or cached, not {self.features!r}"),
+        check_choices(self)
+        is_smaller_twice = bool(self.loop.loss.vocab and self.shape.draft_vocab)
+        refuse(
+            ConfigError, (is_smaller_twice, "a draft vocabulary is a smaller loss vocabulary already: leave --loss-vocab out")
         )
-
-
-def _check(*checks: tuple[bool, str]) -> None:
-    """Raises ConfigError with the remedy of the first check that is true."""
-    for is_wrong, remedy in checks:
-        if is_wrong:
-            raise ConfigError(remedy)

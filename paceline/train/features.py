@@ -21,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.errors import CacheError
+from paceline.errors import CacheError, reraised
 from paceline.model.target import ForwardBatch, Target
+from paceline.runlog import whole_file
 from paceline.train.dataset import Document
 from paceline.train.ranks import Ranks
 
@@ -115,12 +116,10 @@ class CachedFeatures:
     def of(self, number: int) -> Features:
         shard, begin, end = self._spans[number]
         path = _shard_path(self._folder, shard)
-        try:
-            with safe_open(path, framework="pt") as tensors:
-                final = tensors.get_slice("final")[begin:end] if "final" in tensors.keys() else None  # noqa: SIM118
-                return Features(tensors.get_slice("taps")[begin:end], final)
-        except (SafetensorError, OSError) as error:
-            raise CacheError(f"{path} cannot be read ({error}): delete the folder to have it made again") from error
+        unread, remedy = f"{path} cannot be read", "delete the folder to have it made again"
+        with reraised(CacheError, unread, remedy, SafetensorError, OSError), safe_open(path, framework="pt") as tensors:
+            final = tensors.get_slice("final")[begin:end] if "final" in tensors.keys() else None  # noqa: SIM118
+            return Features(tensors.get_slice("taps")[begin:end], final)
 
 
 def num_feature_bytes(documents: list[Document], target: Target, tap_layers: tuple[int, ...], needs_final: bool) -> int:
@@ -145,7 +144,7 @@ def cache_features(
     """
     ranks = ranks or Ranks()
     wanted = num_feature_bytes(documents, target, tap_layers, needs_final)
-    check_room(folder, wanted - _bytes_there(folder))
+    check_room(folder, wanted - sum(path.stat().st_size for path in folder.glob("shard-*.safetensors")))
     source = OnlineFeatures(target, documents, tap_layers, needs_final)
     first = 0
     for shard, members in enumerate(_shards(documents)):
@@ -165,16 +164,9 @@ def _write_shard(path: Path, source: OnlineFeatures, numbers: range) -> None:
     finals = [each.final_SD for each in features if each.final_SD is not None]
     if finals:
         tensors["final"] = torch.cat(finals).cpu()
-    scratch = path.with_suffix(".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    remedy = "free space and run again, what is written stays; or use --features online"
+    with whole_file(path, remedy) as scratch:
         save_file(tensors, scratch)
-        scratch.replace(path)
-    except (OSError, SafetensorError) as error:
-        scratch.unlink(missing_ok=True)
-        raise CacheError(
-            f"cannot write {path} ({error}): free space and run again, what is written stays; or use --features online"
-        ) from error
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
@@ -205,7 +197,3 @@ def _shards(documents: list[Document]) -> list[list[Document]]:
 
 def _shard_path(folder: Path, shard: int) -> Path:
     return folder / f"shard-{shard:05d}.safetensors"
-
-
-def _bytes_there(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("shard-*.safetensors")) if folder.exists() else 0

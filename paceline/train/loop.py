@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import TrainingError
-from paceline.train.checkpoint import check_same_config, latest_checkpoint, save_checkpoint
+from paceline.train.checkpoint import check_same, latest_checkpoint, save_checkpoint
 from paceline.train.config import LoopConfig
 from paceline.train.dataset import Corpus, Document, Place, StepPlanner
 from paceline.train.features import FeatureSource
@@ -110,10 +110,9 @@ class Trainer:
         if checkpoint is None:
             return False
         stored = checkpoint.trainer
-        check_same_config(self._identity(), stored["identity"], self.folder)
-        weights, states = checkpoint.tensors()
-        self.parallel.load(self.network, weights)
-        self.optimisers.fill(states)
+        check_same(self.folder, stored["identity"], self._identity(), ", or continue from its drafter with --init")
+        self.parallel.load(self.network, checkpoint.weights)
+        self.optimisers.fill(checkpoint.optimisers)
         self.parallel.place_states(self.optimisers)
         state = stored["state"]
         self.state = _State(**{**state, "place": Place(**state["place"])})
@@ -202,7 +201,7 @@ class Trainer:
             scalar, measured = self.pack_loss(self.packer.pack(piece.chosen), head, num_slots, is_measured)
             self.parallel.backward(scalar * piece.weight, is_last=number == len(pieces) - 1)
             loss += float(scalar.detach()) * piece.weight
-            metrics.add(measured)
+            metrics.flat += measured.flat
         return loss, metrics
 
     def pack_loss(self, pack: Pack, head: Head, num_slots: float, is_measured: bool = True) -> tuple[Tensor, SlotMetrics]:
@@ -224,7 +223,7 @@ class Trainer:
         metrics = SlotMetrics.zero(self.drafter.block_size - 1)
         for piece in self.parallel.pieces(heldout_anchors(documents, HELDOUT_ANCHORS), self.config.blocks_per_pack):
             _, measured = self.pack_loss(packer.pack(piece.chosen), self.head, 1.0, is_measured=piece.weight > 0)
-            metrics.add(measured)
+            metrics.flat += measured.flat
         return self._summed(0.0, metrics)[1].rates()
 
     def _look(self, notice: Callable[[str], None]) -> dict[str, Any]:
@@ -257,8 +256,8 @@ class Trainer:
 
     def _summed(self, loss: float, metrics: SlotMetrics) -> tuple[float, SlotMetrics]:
         """Loss and metrics of all processes."""
-        sums = self.parallel.sum(torch.cat([torch.tensor([loss], dtype=torch.float64), metrics.flat()]))
-        return float(sums[0]), SlotMetrics.of_flat(sums[1:])
+        sums = self.parallel.sum(torch.cat([torch.tensor([loss], dtype=torch.float64), metrics.flat]))
+        return float(sums[0]), SlotMetrics(sums[1:])
 
     def _check_finite(self, loss: float, norm: float, chosen: list[Chosen]) -> None:
         """The optimiser has not stepped yet: weights and checkpoint are those of the last good step."""

@@ -77,32 +77,25 @@ class Head:
 class SlotMetrics:
     """Sums over blocks, to be added up over packs and processes; `rates` divides."""
 
-    loss: float
-    sums_4K: Tensor
-    """Per slot: how many were valid; whose token was the most likely; whose was among the 16 most likely; and up to which every
-    token was the most likely."""
+    flat: Tensor
+    """[1 + 4 K]: the loss, then the slots of `sums_4K`."""
 
     @classmethod
     def zero(cls, num_slots: int) -> SlotMetrics:
-        return cls(0.0, torch.zeros(4, num_slots, dtype=torch.float64))
+        return cls(torch.zeros(1 + 4 * num_slots, dtype=torch.float64))
 
-    def add(self, other: SlotMetrics) -> None:
-        self.loss, self.sums_4K = self.loss + other.loss, self.sums_4K + other.sums_4K
-
-    def flat(self) -> Tensor:
-        """[1 + 4 K], for a sum over processes."""
-        return torch.cat([torch.tensor([self.loss], dtype=torch.float64), self.sums_4K.flatten()])
-
-    @classmethod
-    def of_flat(cls, flat: Tensor) -> SlotMetrics:
-        return cls(float(flat[0]), flat[1:].unflatten(0, (4, -1)))
+    @property
+    def sums_4K(self) -> Tensor:
+        """Per slot: how many were valid; whose token was the most likely; whose was among the 16 most likely; and up to which
+        every token was the most likely."""
+        return self.flat[1:].unflatten(0, (4, -1))
 
     def rates(self) -> dict[str, Any]:
         """eal = 1 + sum_k P(slots 1..k all right), accuracy, recall@1 and recall@16 per slot; the loss per slot."""
         counts_K, first_K, near_K, standing_K = self.sums_4K
         counts_K = counts_K.clamp(min=1)
         return {
-            "loss": self.loss / float(counts_K.sum()),
+            "loss": float(self.flat[0] / counts_K.sum()),
             "eal": 1.0 + float((standing_K / counts_K).sum()),
             "accuracy": float(first_K.sum() / counts_K.sum()),
             "recall1": [round(value, 4) for value in (first_K / counts_K).tolist()],
@@ -134,7 +127,7 @@ def head_loss(
         loss, grad, measured = _chunk(hidden_TD[rows], part, head, config, grad_TD is not None, is_now)
         total += loss
         if measured is not None:
-            metrics.add(measured)
+            metrics.flat += measured.flat
         if grad_TD is not None and grad is not None:
             grad_TD[rows] = grad
     scaled = (total / num_slots).to(torch.float32)
@@ -163,12 +156,9 @@ def _chunk(
     """Loss (a sum), gradient of the hidden states and metrics of a few blocks."""
     local_AK, reached_AK = head.local(slots.labels_AK)
     learned = Slots(local_AK, slots.valid_AK & reached_AK, slots.final_AKD)
-    with torch.autocast(hidden_RD.device.type, enabled=False):
-        if config.needs_target_probs or not head.is_plain:
-            loss, grad, metrics = _by_autograd(hidden_RD.detach(), learned, head, config, needs_grad, is_measured)
-        else:
-            with torch.no_grad():
-                loss, grad, metrics = _cross_entropy(hidden_RD, learned, head, config, needs_grad, is_measured)
+    way = _by_autograd if config.needs_target_probs or not head.is_plain else _cross_entropy
+    with torch.autocast(hidden_RD.device.type, enabled=False), torch.no_grad():
+        loss, grad, metrics = way(hidden_RD.detach(), learned, head, config, needs_grad, is_measured)
     if metrics is not None:
         metrics.sums_4K[0] = slots.valid_AK.sum(0)  # a token the head lacks is missed, not left out
     return loss, grad, metrics
@@ -188,7 +178,7 @@ def _cross_entropy(
     weight_AK = slot_weights(config, loss_AK, slots.valid_AK)
     loss = (loss_AK * weight_AK).sum(dtype=torch.float64)
     if metrics is not None:
-        metrics.loss = float((loss_AK * slots.valid_AK).sum(dtype=torch.float64))
+        metrics.flat[0] = (loss_AK * slots.valid_AK).sum(dtype=torch.float64)
     if not needs_grad:
         return loss, None, metrics
     weight_R1 = weight_AK.reshape(-1, 1)
@@ -220,7 +210,7 @@ def _by_autograd(
     metrics = None
     if is_measured:
         metrics = _measure(logits_RV.detach(), label_R, slots.valid_AK)
-        metrics.loss = float((each_AK.detach() * slots.valid_AK).sum(dtype=torch.float64))
+        metrics.flat[0] = (each_AK.detach() * slots.valid_AK).sum(dtype=torch.float64)
     return loss.detach().double(), grad, metrics
 
 
@@ -266,7 +256,8 @@ def _measure(logits_RV: Tensor, label_R1: Tensor, valid_AK: Tensor) -> SlotMetri
     first_AK = (logits_RV.max(-1).indices == label_R1[:, 0]).view(valid_AK.shape) & valid_AK
     near_AK = (rank_AK < NUM_RECALLED) & valid_AK
     standing_AK = first_AK.cumprod(dim=1)
-    return SlotMetrics(0.0, torch.stack([each.sum(0) for each in (valid_AK, first_AK, near_AK, standing_AK)]).double().cpu())
+    sums = [torch.zeros(1, dtype=torch.float64), *(each.sum(0).cpu() for each in (valid_AK, first_AK, near_AK, standing_AK))]
+    return SlotMetrics(torch.cat(sums))
 
 
 def _count(mask_RV: Tensor) -> Tensor:

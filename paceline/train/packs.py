@@ -34,20 +34,21 @@ class Pack:
     slots: Slots
 
 
+@dataclass(frozen=True, slots=True)
 class Packer:
     """Makes packs from documents and their features."""
 
-    def __init__(
-        self, block_size: int, documents: list[Document], features: FeatureSource, device: torch.device | str = "cpu"
-    ) -> None:
-        self._block_size, self._documents, self._features, self._device = block_size, documents, features, device
+    block_size: int
+    documents: list[Document]
+    features: FeatureSource
+    device: torch.device | str = "cpu"
 
     def pack(self, chosen: list[Chosen]) -> Pack:
         """One pack of these documents and anchors."""
-        size, device, anchors = self._block_size, self._device, [anchors_A for _, anchors_A in chosen]
+        size, device, anchors = self.block_size, self.device, [anchors_A for _, anchors_A in chosen]
         labels, valid, taps, finals, tokens = [], [], [], [], []
         for number, anchors_A in chosen:
-            document, features = self._documents[number], self._features.of(number)
+            document, features = self.documents[number], self.features.of(number)
             labels_AK, valid_AK = labels_of(document, anchors_A, size)
             labels.append(labels_AK)
             valid.append(valid_AK)

@@ -1,9 +1,9 @@
 """How several processes train one network: what is summed, what is shared out, and when all do the same.
 
 Every process plans the whole step and computes its own blocks; gradients and figures are summed, so that the step is the one
-that a process alone would take. `Alone` carries the contract. `Replicated` holds the network on every process and adds up
-gradients in one message. `Sharded` (FSDP2) holds a part of weights, gradients and optimiser state on each: for networks that
-do not fit otherwise. Checkpoints are the same from all three.
+that a process alone would take. `Replicated` holds the network on every process, one or many, and adds up gradients in one
+message. `Sharded` (FSDP2) holds a part of weights, gradients and optimiser state on each: for networks that do not fit
+otherwise. Checkpoints are the same from both.
 
     torchrun --nproc-per-node 2 -m paceline train ... --parallel sharded
 """
@@ -36,8 +36,9 @@ class Piece:
     weight: float = 1.0
 
 
-class Alone:
-    """One process: nothing to sum. Its methods are the contract of the others; all processes call all of them, in one order."""
+class Replicated:
+    """The whole network on every process, one or many. Its methods are the contract of `Sharded` too; all processes call all of
+    them, in one order."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.ranks, self.device = ranks, device
@@ -55,7 +56,14 @@ class Alone:
         loss.backward()
 
     def sum_gradients(self, network: nn.Module) -> None:
-        """After the last piece: make the gradients those of all processes."""
+        """After the last piece: make the gradients those of all processes, in one message; one without blocks adds zeros."""
+        if self.ranks.world == 1:
+            return
+        parameters = list(network.parameters())
+        flat = torch.cat([_gradient(parameter).flatten() for parameter in parameters])
+        dist.all_reduce(flat)
+        for parameter, part in zip(parameters, flat.split([each.numel() for each in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)
 
     def clip(self, network: nn.Module, longest: float) -> float:
         """Scale the gradients down to this norm; returns the norm before."""
@@ -63,11 +71,19 @@ class Alone:
 
     def sum(self, numbers: Tensor) -> Tensor:
         """Numbers added up over the processes, on CPU."""
-        return numbers
+        if self.ranks.world == 1:
+            return numbers
+        numbers = numbers.to(self.device)
+        dist.all_reduce(numbers)
+        return numbers.cpu()
 
     def most(self, number: float) -> float:
         """The largest of the processes' numbers, so that all of them decide alike."""
-        return number
+        if self.ranks.world == 1:
+            return number
+        value = torch.tensor([number], dtype=torch.float64, device=self.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return float(value)
 
     def whole(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Copies in main memory, gathered on the first process; nothing on the others."""
@@ -90,28 +106,6 @@ class Alone:
 
     def _like(self, parameter: Tensor, tensor: Tensor) -> Tensor:
         return tensor.to(parameter.device)
-
-
-class Replicated(Alone):
-    """The whole network on every process."""
-
-    def sum_gradients(self, network: nn.Module) -> None:
-        """As one flat message; a process without blocks adds zeros."""
-        parameters = list(network.parameters())
-        flat = torch.cat([_gradient(parameter).flatten() for parameter in parameters])
-        dist.all_reduce(flat)
-        for parameter, part in zip(parameters, flat.split([each.numel() for each in parameters]), strict=True):
-            parameter.grad = part.view_as(parameter)
-
-    def sum(self, numbers: Tensor) -> Tensor:
-        numbers = numbers.to(self.device)
-        dist.all_reduce(numbers)
-        return numbers.cpu()
-
-    def most(self, number: float) -> float:
-        value = torch.tensor([number], dtype=torch.float64, device=self.device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return float(value)
 
 
 class Sharded(Replicated):
@@ -190,11 +184,9 @@ class Sharded(Replicated):
         return distribute_tensor(tensor.to(self.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def make_parallel(way: str, ranks: Ranks, device: torch.device) -> Alone:
-    """`auto` replicates; a process without others is alone whatever was asked for."""
-    if ranks.world == 1:
-        return Alone(ranks, device)
-    return (Sharded if way == "sharded" else Replicated)(ranks, device)
+def make_parallel(way: str, ranks: Ranks, device: torch.device) -> Replicated:
+    """`auto` replicates; a process without others holds the whole network whatever was asked for."""
+    return (Sharded if way == "sharded" and ranks.world > 1 else Replicated)(ranks, device)
 
 
 def recompute_layers(layers: Iterable[nn.Module]) -> None:

@@ -1,19 +1,27 @@
-"""The stage `regenerate`: the target answers prompts, given or its own, into a run folder; run again, it goes on.
+"""Regenerate: the target answers prompts, given or its own, batched, through the real engine, into a run folder.
+
+A drafter learns what its target would say, so the answers in a data set do not matter, only its prompts do. Follow-up turns of
+a conversation are asked after the target's own earlier answers. Every finished conversation is remembered by its key: a run
+that was killed goes on with those that are missing.
 
     runs/x/config.json      what was asked: a second run must ask the same
     runs/x/answers/         Parquet shards of every process
     runs/x/self-written-r0.jsonl
 
 Under torchrun each process takes its share of the prompts, writes shards of its own and reports its own figures.
+
+    paceline regenerate --target smollm2-135m --prompts questions.jsonl --out runs/x
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
 import zlib
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +29,24 @@ import torch
 
 from paceline.config import EngineConfig, resolve
 from paceline.engine.llm import LLM
-from paceline.errors import ConfigError, ContextLengthError, PromptError
+from paceline.errors import ConfigError, ContextLengthError, PromptError, reraised
 from paceline.progress import Progress
 from paceline.prompts import Prompt, read_prompts
 from paceline.runlog import RunFolder, plain
 from paceline.train.answers import Answer, AnswerShards
-from paceline.train.config import RegenerateConfig
+from paceline.train.checkpoint import check_same
+from paceline.train.config import AnswerConfig, RegenerateConfig
 from paceline.train.dataset import check_answers
-from paceline.train.lock import only_run
-from paceline.train.ranks import Ranks
-from paceline.train.regenerator import Regenerated, Regenerator
+from paceline.train.ranks import Ranks, only_run
 from paceline.train.self_written import MAX_TOKENS as MAX_PROMPT_WRITTEN
 from paceline.train.self_written import PromptWriter, SelfWritten, read_openers
+from paceline.types import SamplingParams, Sequence
+
+CONVERSATIONS_PER_SHARD = 128
+IN_FLIGHT_PER_ROW = 2
+"""Requests handed to the engine per cache row, so that a row that frees is taken at once."""
+WRITE_EVERY_S = 60.0
+"""A shard may hold fewer conversations than that: what a slow target said in a minute is too good to lose."""
 
 
 def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
@@ -40,7 +54,7 @@ def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
     ranks = Ranks.here()
     engine = _engine(config, ranks)
     settings = _identity(config, engine, ranks)
-    check_same_run(config.out, settings)
+    _check_same_run(config.out, settings)
     openers = _openers(config, progress)
     given = {source: read_prompts(source, config.asked.limit) for source in config.asked.prompts}
     with only_run(config.out, "answering", ranks, progress.say):
@@ -62,22 +76,17 @@ def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
     return done
 
 
-def check_same_run(out: Path, settings: dict[str, Any]) -> None:
+def _check_same_run(out: Path, settings: dict[str, Any]) -> None:
     """Raises ConfigError, with the difference, when `out` was begun with other settings."""
     file = out / "config.json"
     if not file.is_file():
         return
-    try:
+    with reraised(ConfigError, f"{file} cannot be read", "choose another --out", OSError, ValueError, AttributeError):
         config = json.loads(file.read_text(encoding="utf-8"))
-        before = config.get("regenerate") if config.get("what") == "regenerate" else None
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}): choose another --out") from error
-    if not before:
-        raise ConfigError(f"{out} is the folder of another run ({config.get('what')}): choose another --out")
-    names = [name for name in {**before, **settings} if before.get(name) != settings.get(name)]
-    if names:
-        changes = "; ".join(f"{name} was {before.get(name)}, is {settings.get(name)}" for name in names)
-        raise ConfigError(f"{out} was begun with other settings ({changes}): use the same, or choose another --out")
+        what, before = config.get("what"), config.get("regenerate")
+    if what != "regenerate" or not before:
+        raise ConfigError(f"{out} is the folder of another run ({what}): choose another --out")
+    check_same(out, before, settings)
 
 
 def _identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> dict[str, Any]:
@@ -182,3 +191,166 @@ def _report(config: RegenerateConfig, done: Regenerated, written: SelfWritten, r
     for is_so, note in notes:
         if is_so:
             progress.say(own + note)
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """One prompt on its way through the engine at one temperature."""
+
+    prompt: Prompt
+    key: str
+    params: SamplingParams
+    messages: list[dict[str, str]]
+    prompt_ids: list[int] = field(default_factory=list)
+    """Token ids of `messages`, ready for the next answer."""
+    answers: list[Answer] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Regenerated:
+    """What one process did."""
+
+    answers: Path
+    """Folder of the answers, those of all processes."""
+    num_answers: int = 0
+    num_tokens: int = 0
+    """Tokens the target wrote."""
+    wall_s: float = 0.0
+    tokens_per_s: float = 0.0
+    num_found: int = 0
+    """Conversations that an earlier run had finished."""
+    num_too_long: int = 0
+    num_tokens_too_long: int = 0
+    """Length of the longest prompt left out."""
+    num_cut_short: int = 0
+    """Conversations whose later turns were not asked: an answer had not come to its end, or the next prompt was too long."""
+
+
+class Regenerator:
+    """Answers prompts into shards; `run` may be called again after a crash, with the same prompts and config."""
+
+    def __init__(self, llm: LLM, shards: AnswerShards, config: AnswerConfig) -> None:
+        self.llm, self.shards, self.config = llm, shards, config
+        self.done = Regenerated(shards.folder)
+        self._flying: dict[int, _Conversation] = {}
+        self._finished: list[Answer] = []
+        self._num_unwritten = 0
+        self._written_s = time.monotonic()
+
+    def run(self, prompts: list[Prompt], on_answer: Callable[[Answer | None], None] = lambda answer: None) -> Regenerated:
+        """Answer these prompts; `on_answer` hears of every answer, and None for a conversation that needs no work.
+
+        Raises CacheError when a shard cannot be written, PromptError when the chat template refuses a prompt or a shard is
+        damaged; what earlier shards hold stays.
+        """
+        self.done, started_at = Regenerated(self.shards.folder), time.perf_counter()
+        waiting = self._missing(prompts, on_answer)
+        in_flight = self.llm.target.cache.num_rows * IN_FLIGHT_PER_ROW
+        try:
+            for conversation in itertools.islice(waiting, in_flight):
+                self._ask(conversation)
+            while self._flying:
+                for chunk in self.llm.engine.step():
+                    if chunk.finish_reason is not None:
+                        self._finish(chunk.sequence, waiting, on_answer)
+        finally:
+            try:
+                self._write()
+            finally:
+                for request_id in self._flying:
+                    self.llm.engine.abort(request_id)
+                self._flying.clear()
+        self.done.wall_s = time.perf_counter() - started_at
+        self.done.tokens_per_s = self.done.num_tokens / self.done.wall_s
+        return self.done
+
+    def num_conversations(self, prompts: list[Prompt]) -> int:
+        """How many conversations `run` will report to `on_answer`: each by None, or by an answer whose turn is 0."""
+        return len(self._unique(prompts))
+
+    def _unique(self, prompts: list[Prompt]) -> dict[str, tuple[Prompt, float]]:
+        """Key -> what to ask, repeated prompts once."""
+        return {_key(*pair): pair for pair in itertools.product(prompts, self.config.temperatures)}
+
+    def _missing(self, prompts: list[Prompt], on_answer: Callable[[Answer | None], None]) -> Iterator[_Conversation]:
+        found = self.shards.keys() | {answer.key for answer in self._finished}
+        for key, (prompt, temperature) in self._unique(prompts).items():
+            if key in found:
+                self.done.num_found += 1
+                on_answer(None)
+                continue
+            seed = self.config.seed ^ zlib.crc32(key.encode())
+            params = SamplingParams(temperature=temperature, max_tokens=self.config.max_tokens, seed=seed)
+            conversation = _Conversation(prompt, key, params, list(prompt.messages))
+            if self._fits(conversation):
+                yield conversation
+            else:
+                self.done.num_too_long += 1
+                self.done.num_tokens_too_long = max(self.done.num_tokens_too_long, len(conversation.prompt_ids))
+                on_answer(None)
+
+    def _fits(self, conversation: _Conversation) -> bool:
+        """Encode the conversation so far; whether it leaves room for an answer."""
+        try:
+            given = conversation.prompt.token_ids
+            conversation.prompt_ids = list(given) if given else self.llm.encode_chat(conversation.messages)
+        except PromptError as error:
+            raise PromptError(f"{conversation.prompt.source}, prompt {conversation.prompt.id}: {error}") from error
+        return len(conversation.prompt_ids) <= self.config.max_prompt_tokens
+
+    def _ask(self, conversation: _Conversation) -> None:
+        self._flying[self.llm.engine.add(conversation.prompt_ids, conversation.params)] = conversation
+
+    def _finish(self, seq: Sequence, waiting: Iterator[_Conversation], on_answer: Callable[[Answer | None], None]) -> None:
+        conversation = self._flying.pop(seq.request_id)
+        answer = self._answer_of(conversation, seq)
+        conversation.answers.append(answer)
+        on_answer(answer)
+        if len(conversation.answers) < len(conversation.prompt.turns):
+            # only after an answer that came to its end: what would a user say to half a sentence?
+            if seq.finish_reason == "stop" and self._next_turn_fits(conversation):
+                self._ask(conversation)
+                return
+            self.done.num_cut_short += 1
+        self._close(conversation)
+        if following := next(waiting, None):
+            self._ask(following)
+
+    def _answer_of(self, conversation: _Conversation, seq: Sequence) -> Answer:
+        output = seq.output_ids
+        spoken = output[:-1] if seq.finish_reason == "stop" else output
+        return Answer(
+            key=conversation.key,
+            source=conversation.prompt.source,
+            turn=len(conversation.answers),
+            temperature=conversation.params.temperature,
+            prompt_ids=seq.tokens[: seq.prompt_len],
+            answer_ids=output,
+            finish_reason=str(seq.finish_reason),
+            text=self.llm.tokenizer.decode(spoken),
+        )
+
+    def _next_turn_fits(self, conversation: _Conversation) -> bool:
+        said, turn = conversation.answers[-1].text, conversation.prompt.turns[len(conversation.answers)]
+        conversation.messages += [{"role": "assistant", "content": said}, {"role": "user", "content": turn}]
+        return self._fits(conversation)
+
+    def _close(self, conversation: _Conversation) -> None:
+        self._finished += conversation.answers
+        self._num_unwritten += 1
+        self.done.num_answers += len(conversation.answers)
+        self.done.num_tokens += sum(len(answer.answer_ids) for answer in conversation.answers)
+        if self._num_unwritten >= CONVERSATIONS_PER_SHARD or time.monotonic() - self._written_s > WRITE_EVERY_S:
+            self._write()
+
+    def _write(self) -> None:
+        if self._finished:
+            self.shards.write(self._finished)
+        self._finished, self._num_unwritten, self._written_s = [], 0, time.monotonic()
+
+
+def _key(prompt: Prompt, temperature: float) -> str:
+    """The text counts too: two prompts may carry one id, and a file may change between runs."""
+    before = prompt.messages[:-1]
+    text = repr((before, prompt.turns) if before else prompt.token_ids or prompt.turns)
+    return f"{prompt.source}/{prompt.id}#{zlib.crc32(text.encode()):08x}@{temperature:g}"

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.draft.dflash import DFlashNetwork
-from paceline.errors import CacheError
+from paceline.errors import CacheError, reraised
+from paceline.runlog import whole_file
 from paceline.train.dataset import Document
 from paceline.train.features import Features, FeatureSource
 
@@ -36,7 +37,6 @@ class ScaledFeatures:
         self._source, self._scale_F = source, scale_F
 
     def of(self, number: int) -> Features:
-        """As FeatureSource.of."""
         features = self._source.of(number)
         return Features(features.taps_SF * self._scale_F.to(features.taps_SF.device, features.taps_SF.dtype), features.final_SD)
 
@@ -58,17 +58,14 @@ def stored_scale(file: Path, source: FeatureSource, documents: list[Document], i
 
     Raises CacheError when the file is damaged or cannot be written (by the first process).
     """
-    try:
+    with reraised(CacheError, f"{file} cannot be read", "use another --out", OSError, SafetensorError, KeyError):
         if file.is_file():
             stored = load_file(file)
             return stored["scale"], stored["mean"]
         scale_F, mean_F = measure_scale(source, documents)
-        if is_first:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            save_file({"scale": scale_F, "mean": mean_F}, file.with_suffix(".part"))
-            file.with_suffix(".part").replace(file)
-    except (OSError, SafetensorError, KeyError) as error:
-        raise CacheError(f"{file} cannot be read or written ({error}): use another --out") from error
+    if is_first:
+        with whole_file(file, "use another --out") as scratch:
+            save_file({"scale": scale_F, "mean": mean_F}, scratch)
     return scale_F, mean_F
 
 

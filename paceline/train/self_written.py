@@ -15,16 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from paceline.errors import CacheError, PromptError, SamplingError, UnsupportedModelError
+from paceline.engine.llm import LLM
+from paceline.errors import CacheError, PromptError, UnsupportedModelError, reraised
+from paceline.model.tokenizer import Tokenizer
 from paceline.prompts import read_prompts
 from paceline.runlog import drop_cut_line
 from paceline.types import SamplingParams, Sequence
-
-if TYPE_CHECKING:
-    from paceline.engine.llm import LLM
-    from paceline.model.tokenizer import Tokenizer
 
 MARK = "\u2042"
 """Stands for the user's text while the template is rendered."""
@@ -56,19 +53,14 @@ class UserTurn:
 class PromptWriter:
     """Writes prompts to a JSON lines file, line by line: a killed run goes on after its last whole line.
 
-    Raises SamplingError on a temperature that is not above 0, UnsupportedModelError or PromptError when the chat template
-    hides the user's turn or is missing.
+    Raises UnsupportedModelError or PromptError when the chat template hides the user's turn or is missing.
     """
 
-    def __init__(
-        self, llm: LLM, file: Path, *, openers: tuple[str, ...] = ("",), temperature: float = 1.0, seed: int = 0
-    ) -> None:
+    def __init__(self, llm: LLM, file: Path, *, openers: tuple[str, ...] = ("",), seed: int = 0) -> None:
         self.llm, self.file, self.openers, self.seed = llm, file, openers or ("",), seed
-        if temperature == 0:
-            raise SamplingError("temperature must be above 0: a greedy target writes the same prompt each time")
         self._turn = user_turn(llm.tokenizer)
         self._params = SamplingParams(
-            temperature=temperature,
+            temperature=1.0,
             top_p=0.98,
             max_tokens=MAX_TOKENS,
             seed=seed,
@@ -82,7 +74,9 @@ class PromptWriter:
         Raises PromptError when the target hardly ever writes a usable one or the file is damaged, CacheError when the disk
         refuses.
         """
-        done = SelfWritten(_written(self.file))
+        drop_cut_line(self.file)
+        has_some = self.file.exists() and self.file.stat().st_size
+        done = SelfWritten([prompt.turns[0] for prompt in read_prompts(self.file)] if has_some else [])
         for prompt in done.prompts:
             on_prompt(prompt)
         num_found = len(done.prompts)
@@ -136,12 +130,10 @@ class PromptWriter:
         return text
 
     def _append(self, prompt: str, number: int) -> None:
-        try:
+        with reraised(CacheError, f"cannot write {self.file}", "free space or choose another --out", OSError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps({"id": f"self-{number}", "prompt": prompt}, ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise CacheError(f"cannot write {self.file} ({error}): free space or choose another --out") from error
 
 
 def user_turn(tokenizer: Tokenizer) -> UserTurn:
@@ -176,10 +168,9 @@ def fault(prompt: str, is_finished: bool, seen: set[str]) -> str | None:
 
 def read_openers(file: Path) -> tuple[str, ...]:
     """One opener a line. Raises PromptError when there is none."""
-    try:
+    remedy = "give a text file, one beginning a line"
+    with reraised(PromptError, f"cannot read openers from {file}", remedy, OSError, UnicodeDecodeError):
         openers = tuple(line.rstrip("\n") for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"cannot read openers from {file} ({error}): give a text file, one beginning a line") from error
     if not openers:
         raise PromptError(f"{file} holds no openers: write one beginning of a user's turn a line")
     return openers
@@ -187,9 +178,3 @@ def read_openers(file: Path) -> tuple[str, ...]:
 
 def _normalised(prompt: str) -> str:
     return " ".join(re.findall(r"\w+", prompt.lower()))
-
-
-def _written(file: Path) -> list[str]:
-    """Prompts of an earlier run; a last line cut short by a crash is taken back."""
-    drop_cut_line(file)
-    return [prompt.turns[0] for prompt in read_prompts(file)] if file.exists() and file.stat().st_size else []

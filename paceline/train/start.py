@@ -37,7 +37,7 @@ MEASURED_SLOTS, BISECTIONS = 256, 10
 
 def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
     """config.json of a new drafter for this target."""
-    decoder: DecoderConfig | None = getattr(target, "config", None)
+    decoder = getattr(target, "config", None)
     keys: dict[str, Any] = {}
     if isinstance(decoder, DecoderConfig):
         keys = {

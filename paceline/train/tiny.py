@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from paceline.errors import CacheError
+from paceline.errors import CacheError, reraised
 from paceline.model.checkpoint import load_config, random_tensors
 from paceline.runlog import write_whole
 
@@ -40,23 +40,28 @@ def write_tiny_target(folder: Path, seed: int = 0) -> Path:
     """A model folder that every stage can load; written once. Raises CacheError when the disk refuses."""
     if (folder / "model.safetensors").is_file():
         return folder
-    try:
+    with reraised(CacheError, f"cannot write the tiny target to {folder}", "choose another --out", OSError):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(CONFIG, indent=1), encoding="utf-8")
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        backend = Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        backend.add_special_tokens(SPECIAL)
-        backend.save(str(folder / "tokenizer.json"))
+        byte_tokenizer(SPECIAL).save(str(folder / "tokenizer.json"))
         settings = {"chat_template": TEMPLATE, "eos_token": SPECIAL[0], "tokenizer_class": "PreTrainedTokenizerFast"}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
         # Louder than usual, and with a head of its own, so that the text wanders instead of saying one token for ever.
         tensors = {name: tensor if "norm" in name else tensor * 4 for name, tensor in random_tensors(load_config(folder), seed)}
         save_file(tensors, folder / "model.safetensors")
-    except OSError as error:
-        raise CacheError(f"cannot write the tiny target to {folder} ({error}): choose another --out") from error
     return folder
+
+
+def byte_tokenizer(special: list[str]) -> Tokenizer:
+    """Bytes as tokens, then these. Letters stand for bytes as in GPT-2: those that cannot be seen are letters from 256 on."""
+    visible = [byte for byte in range(256) if chr(byte).isprintable() and byte not in (0x20, 0xA0, 0xAD)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    vocab = {chr(byte): byte for byte in visible} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
+    backend = Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(special)
+    return backend
 
 
 def write_tiny_prompts(file: Path) -> Path:

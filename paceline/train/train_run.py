@@ -8,44 +8,50 @@ serve        runs/x/heldout.json          held-out prompts in the real engine
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.config import resolve
+from paceline.draft.base import Drafter
 from paceline.draft.checkpoint import write_checkpoint
 from paceline.draft.dflash import DFlashDrafter
 from paceline.engine.llm import LLM
 from paceline.errors import CacheError
+from paceline.figures import add_histograms, tokens_per_round
 from paceline.hardware import this_machine
 from paceline.hub import resolve as resolve_model
 from paceline.model.backends import load_target
 from paceline.model.target import Target
 from paceline.model.tokenizer import Tokenizer
+from paceline.plan import FixedPlanner
 from paceline.progress import Progress
 from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
-from paceline.train.config import LoopConfig, PromptsConfig, RegenerateConfig, TrainConfig
+from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
 from paceline.train.dataset import Corpus, Document, check_answers, check_vocabulary, read_corpus
 from paceline.train.features import FeatureSource, OnlineFeatures, cache_features, check_room, fingerprint, num_feature_bytes
-from paceline.train.lock import only_run
-from paceline.train.loop import Trainer
+from paceline.train.loop import Step, Trainer
 from paceline.train.parallel import process_group
-from paceline.train.ranks import Ranks
+from paceline.train.ranks import Ranks, only_run
 from paceline.train.regenerate_run import run as regenerate
 from paceline.train.scaling import ScaledFeatures, begin_without_mean, stored_scale, train_in_scaled_units
-from paceline.train.served import serve_heldout
 from paceline.train.start import continued_draft_ids, head_of, init_folder, most_frequent, network_for, scale_first_logits
 from paceline.train.tiny import write_tiny_prompts, write_tiny_target
-from paceline.train.tracker import newest_rates, tracked
 from paceline.train.trainable import DFlashTrainable
+from paceline.types import SamplingParams
 
 HELDOUT_SHARE, MAX_HELDOUT = 0.02, 128
 SERVED_PROMPTS, SERVED_BATCH = 16, 8
+SCALARS = ("loss", "objective", "eal", "accuracy", "lr", "grad_norm", "tokens_per_s", "blocks_per_s", "flops_share")
+LINE_EVERY = 25
+"""Steps between lines of news."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +218,10 @@ class _Stages:
         train_in_scaled_units(network, scale_F)
         if init is None and config.shape.start == "random":
             begin_without_mean(network, mean_F)
+        flops_per_s = this_machine(target.device.type).flops_per_s.get("bfloat16" if loop.autocast else "float32")
         trainer = Trainer(
             DFlashTrainable(network, raw, loop.attention), corpus, ScaledFeatures(features, scale_F), embedding_VD, head, loop,
-            folder=config.out / "checkpoints", peak_flops=_peak_flops(target, loop), ranks=self.ranks,
+            folder=config.out / "checkpoints", peak_flops=flops_per_s, ranks=self.ranks,
         )  # fmt: skip
         watched = {"heldout": corpus.heldout, "ood": read_corpus([ood], config.max_len, 0.0).train[:MAX_HELDOUT] if ood else []}
         for name, documents in watched.items():
@@ -270,6 +277,87 @@ class _Stages:
         return {"heldout": served.tokens_per_round}
 
 
-def _peak_flops(target: Target, loop: LoopConfig) -> float | None:
-    machine = this_machine(target.device.type)
-    return machine.flops_per_s.get("bfloat16" if loop.autocast else "float32")
+@dataclass(frozen=True, slots=True)
+class HeldoutFigures:
+    """Figures over some held-out prompts, served by the real engine. Those of the loop are teacher-forced: they see only blocks
+    anchored in the target's own text, one at a time."""
+
+    tokens_per_round: float
+    num_prompts: int
+    num_tokens: int
+    num_rounds: int
+    accepted_histogram: tuple[int, ...]
+    """accepted_histogram[n]: rounds in which exactly n drafts stood."""
+    texts: tuple[str, ...]
+    """The first few answers, to be read: text that repeats itself is drafted easily."""
+
+
+def serve_heldout(
+    llm: LLM, drafter: Drafter, documents: list[Document], max_tokens: int = 128, num_texts: int = 3
+) -> HeldoutFigures:
+    """Answer the documents' prompts greedily with this drafter. Raises ContextLengthError when one does not fit the cache."""
+    llm.use_drafter(drafter)
+    llm.engine.planner = FixedPlanner()  # the drafter is measured, not what it brings on this machine
+    prompts = [document.tokens[: document.answer_start].tolist() for document in documents]
+    answers = llm.generate_ids(prompts, SamplingParams(max_tokens=max_tokens))
+    stats = [answer.stats for answer in answers]
+    histogram = add_histograms([each.accepted_histogram for each in stats])
+    return HeldoutFigures(
+        tokens_per_round=tokens_per_round(histogram) or 1.0,
+        num_prompts=len(answers),
+        num_tokens=sum(each.num_output_tokens for each in stats),
+        num_rounds=sum(histogram),
+        accepted_histogram=tuple(histogram),
+        texts=tuple(answer.text for answer in answers[:num_texts]),
+    )
+
+
+@contextlib.contextmanager
+def tracked(run: RunFolder, trainer: Trainer, progress: Progress) -> Iterator[Callable[[Step], None]]:
+    """A function for `Trainer.run` that writes each step down and tells `progress`."""
+    with progress.bar("training", trainer.total_steps - trainer.state.step) as advance, _tensorboard(run) as add_scalar:
+
+        def on_step(step: Step) -> None:
+            run.log(**step.figures)
+            text = _line(step)
+            advance(text)
+            if step.number % LINE_EVERY == 0 or "heldout" in step.figures:
+                progress.say(text)
+            for name, value in _scalars(step.figures).items():
+                add_scalar(name, value, step.number)
+
+        yield on_step
+
+
+def newest_rates(run: RunFolder, trainer: Trainer) -> dict[str, Any]:
+    """The newest eal and loss: on held-out documents where there are some, else on the documents of the last step."""
+    name = "heldout" if "heldout" in trainer.heldout else None
+    seen = [line.get("heldout") if name else line for line in run.metrics()]
+    newest = next((figures for figures in reversed(seen) if figures), {})
+    return {key: newest.get(key) for key in ("eal", "loss")}
+
+
+def _scalars(figures: dict[str, Any]) -> dict[str, float]:
+    found = {f"train/{name}": figures.get(name) for name in SCALARS}
+    for name in ("heldout", "ood"):
+        found |= {f"{name}/{key}": figures.get(name, {}).get(key) for key in ("loss", "eal", "accuracy")}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _line(step: Step) -> str:
+    figures = step.figures
+    text = f"step {step.number} loss {figures['loss']:.2f} eal {figures['eal']:.2f} {figures['blocks_per_s']:.0f} blocks/s"
+    looks = "".join(f" {name} {figures[name]['eal']:.2f}" for name in ("heldout", "ood") if name in figures)
+    return f"{text}{looks} ({step.share_done:.0%})"
+
+
+@contextlib.contextmanager
+def _tensorboard(run: RunFolder) -> Iterator[Callable[[str, float, int], Any]]:
+    """A function that adds a scalar; it does nothing where TensorBoard is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        yield lambda name, value, step: None
+        return
+    with SummaryWriter(str(run.path / "tensorboard")) as board:
+        yield board.add_scalar

@@ -21,25 +21,14 @@ from paceline.train.packs import Pack
 class Trainable(Protocol):
     """A drafter while it learns."""
 
-    @property
-    def network(self) -> nn.Module:
-        """The weights that are trained, float32. Its `state_dict` is what a checkpoint holds."""
-        ...
-
-    @property
-    def raw(self) -> dict[str, Any]:
-        """config.json of its checkpoints."""
-        ...
-
-    @property
-    def block_size(self) -> int:
-        """The anchor and the tokens drafted after it, K = block_size - 1 of them."""
-        ...
-
-    @property
-    def layers(self) -> Iterable[nn.Module]:
-        """Modules of `network` that run one after another: each is sharded, or computed again in the backward pass, alone."""
-        ...
+    network: nn.Module
+    """The weights that are trained, float32. Its `state_dict` is what a checkpoint holds."""
+    raw: dict[str, Any]
+    """config.json of its checkpoints."""
+    block_size: int
+    """The anchor and the tokens drafted after it, K = block_size - 1 of them."""
+    layers: Iterable[nn.Module]
+    """Modules of `network` that run one after another: each is sharded, or computed again in the backward pass, alone."""
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
         """Hidden states [A * K, D] from which the target's head predicts the slots, block by block; differentiable.
@@ -49,17 +38,17 @@ class Trainable(Protocol):
         ...
 
 
-class DFlashTrainable:
+class DFlashTrainable(Trainable):
     """DFlash: every block is [anchor, MASK, MASK, ...]; the context enters each layer as keys and values of the taps."""
 
     def __init__(self, network: DFlashNetwork, raw: dict[str, Any], attention: str = "auto") -> None:
         self.network, self.raw, self.layers = network, raw, network.layers
         self.block_size = network.config.block_size
-        self._attention = attention
+        self._config, self._attention = network.config, attention
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
         """As Trainable.hidden."""
-        config = self.network.config
+        config = self._config
         tokens_AB = torch.full((len(pack.anchors_A), self.block_size), config.mask_token_id, device=embedding_VD.device)
         tokens_AB[:, 0] = pack.anchors_A
         embedded_TD = F.embedding(tokens_AB.flatten(), embedding_VD).float() * config.input_embedding_scale

@@ -17,15 +17,12 @@ Rejection and block are exact if the drafts were drawn from the probabilities gi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from paceline.model.logits import sample
 from paceline.verify.rule import CheckedRow, RowVerdict
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def match_prefix(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerdict:

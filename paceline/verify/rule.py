@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from torch import Tensor
 
 from paceline.rng import ACCEPT, MOCK, RESIDUAL, SAMPLE, uniform
 from paceline.types import Sequence
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class RowVerdict(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from paceline.errors import ConfigError
 from paceline.verify import lossless
 from paceline.verify.rule import Rule
 
@@ -13,11 +12,4 @@ _RULES = (
     Rule("block", lossless.block, lossless=True, needs_probs=True),
 )
 RULES = {rule.name: rule for rule in _RULES}
-
-
-def rule_named(name: str) -> Rule:
-    """Raises ConfigError for a name that is not in the table."""
-    try:
-        return RULES[name]
-    except KeyError:
-        raise ConfigError(f"no verification rule {name!r}: use one of {', '.join(RULES)}") from None
+"""Those of `paceline.config.RULES`."""

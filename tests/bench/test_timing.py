@@ -109,7 +109,7 @@ def test_half_characters_come_whole_and_the_end_token_has_no_text() -> None:
     for chunk in llm.stream(list(b"hi"), SamplingParams(max_tokens=4, ignore_eos=True)):
         sequence = chunk.sequence
     assert sequence is not None
-    sequence.tokens = [*b"hi", *"aé".encode(), ByteTokenizer.eos_token_ids[0]]
+    sequence.tokens = [*b"hi", *"aé".encode(), ByteTokenizer.eos_token_id]
     sequence.finish_reason = "stop"
     tokens = timed(sequence, ByteTokenizer().stream(), "none").tokens
     assert [token.text for token in tokens] == ["a", "", "é", ""]

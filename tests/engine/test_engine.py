@@ -22,7 +22,7 @@ from paceline.types import SamplingParams, Sequence
 from paceline.verify import lossless
 from paceline.verify.mocked import MockedAcceptance
 from paceline.verify.rule import CheckedRow, RowVerdict, Rule, Uniforms
-from paceline.verify.table import rule_named
+from paceline.verify.table import RULES
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11, 12, 13], [3, 1]]
 
@@ -171,7 +171,7 @@ def chance_of(
 )
 def test_sampled_answers_have_the_targets_distribution(name: str, rule: str, shape: dict[str, float]) -> None:
     target = FakeTarget(vocab_size=5, sharpness=1.0, num_rows=16, max_len=16)
-    assert chance_of(target, drafters(target)[name], rule_named(rule), shape) > 1e-4
+    assert chance_of(target, drafters(target)[name], RULES[rule], shape) > 1e-4
 
 
 def target_for_residual(row: CheckedRow) -> RowVerdict:

@@ -27,7 +27,7 @@ from paceline.model.logits import penalise, target_probs
 from paceline.model.tokenizer import Tokenizer
 from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
 from paceline.types import Batch, DraftBlock, GrammarSpec, SamplingParams, Sequence
-from paceline.verify.table import rule_named
+from paceline.verify.table import RULES
 
 EOS = ByteTokenizer.eos_token_id
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
@@ -48,7 +48,7 @@ SPECS = {"schema": SCHEMA, "object": OBJECT, "regex": DATE}
 
 
 def byte_engine(target: FakeTarget, drafter: Drafter | None = None, rule: str = "auto") -> Engine:
-    return Engine(target, ByteTokenizer(), drafter, judge=RuleJudge(rule_named(rule)), eos_token_ids=(EOS,), prefill_chunk=3)
+    return Engine(target, ByteTokenizer(), drafter, judge=RuleJudge(RULES[rule]), eos_token_ids=(EOS,), prefill_chunk=3)
 
 
 def byte_target(**options: Any) -> FakeTarget:
@@ -216,7 +216,7 @@ def test_sampled_answers_have_the_constrained_distribution(name: str, rule: str,
         target,
         tiny_tokenizer(),
         adversary if name == "adversarial" else drafters(target)[name],
-        judge=RuleJudge(rule_named(rule)),
+        judge=RuleJudge(RULES[rule]),
         eos_token_ids=(4,),
     )
     num_samples, spec = 1500, GrammarSpec("regex", LANGUAGE)

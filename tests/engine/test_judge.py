@@ -16,7 +16,7 @@ from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
 from paceline.types import Batch, DraftBlock, SamplingParams, Sequence, Verdict
 from paceline.verify.mocked import MockedAcceptance
 from paceline.verify.rule import CheckedRow, RowVerdict, Rule
-from paceline.verify.table import RULES, rule_named
+from paceline.verify.table import RULES
 
 
 def keep_everything(row: CheckedRow) -> RowVerdict:
@@ -71,7 +71,7 @@ WAYS = {
 def verdict_on(rows_TV: Tensor, drafts_B: list[list[int]], params: SamplingParams, rule: str, certain: bool) -> Verdict:
     sequences = [Sequence(index, [1, 2, 3], 2, params) for index in range(len(drafts_B))]
     even = [None if certain else torch.full((len(drafts), 4), 0.25) for drafts in drafts_B]
-    return RuleJudge(rule_named(rule))(Batch(sequences), DraftBlock(drafts_B, even), ForwardOutput(rows_TV, None))
+    return RuleJudge(RULES[rule])(Batch(sequences), DraftBlock(drafts_B, even), ForwardOutput(rows_TV, None))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 
 from paceline.errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
 from paceline.model.checkpoint import (
-    FAMILIES,
     check_tensors,
     eos_token_ids,
     expected_shapes,
@@ -23,6 +22,7 @@ from paceline.model.checkpoint import (
     load_tensors,
     random_tensors,
 )
+from paceline.model.config import FAMILIES
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

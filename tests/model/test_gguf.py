@@ -155,7 +155,7 @@ def test_gguf_rope_factors(tmp_path: Path) -> None:
     factors = np.array([1.0, 1.0, 2.5, 8.0], dtype=np.float32)
     path = one_tensor_gguf(tmp_path / "llama3.gguf", factors, Quant.F32, our_gguf.ROPE_FACTORS)
     assert list(load_tensors(path)) == []
-    scaling = our_gguf._rope_scaling(our_gguf.open_gguf(path), "llama", 128)
+    scaling = our_gguf._rope_scaling(our_gguf.open_gguf(path), "llama")
     assert scaling == {"rope_type": "factors", "factors": [1.0, 1.0, 2.5, 8.0]}
 
 

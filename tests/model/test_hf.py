@@ -152,7 +152,7 @@ def test_rollback_loop_equals_one_full_pass(named):
     for at, logits, taps in seen:
         assert_close(logits, full.logits[0, at : at + len(logits)])
         assert_close(taps, hidden[at : at + len(taps)])
-    assert bool(target.cache.row(row).stateful) == (name in RECURRENT)
+    assert bool(target.cache.rows[row].stateful) == (name in RECURRENT)
 
 
 def test_rollback_to_any_earlier_length(named):
@@ -242,10 +242,10 @@ def test_nothing_is_replayed_when_nothing_was_refused():
     row = target.cache.allocate()
     feed(target, row, list(range(10)))
     target.cache.rollback([row], [10])
-    assert target.cache.row(row).pending == []
+    assert target.cache.rows[row].pending == []
     feed(target, row, list(range(5)))
     target.cache.rollback([row], [12])
-    assert target.cache.row(row).pending == [0, 1]
+    assert target.cache.rows[row].pending == [0, 1]
 
 
 def test_mamba_1_goes_token_by_token_and_others_do_not():
@@ -328,7 +328,7 @@ def test_pending_tokens_stay_bounded():
     for _ in range(30):
         feed(target, row, [1, 2, 3, 4])
         target.cache.rollback([row], [target.cache.lengths[row] - 1])
-        assert len(target.cache.row(row).pending) < 40
+        assert len(target.cache.rows[row].pending) < 40
 
 
 def test_logits_modes():

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from paceline.draft.checkpoint import DFlashConfig, new_config
-from paceline.errors import ConfigError
 from paceline.train.attention import WAYS, Layout, make_attention
 
 # On CPU flex attention is spelt out instead of compiled, which is what the test wants.
@@ -154,7 +153,5 @@ def test_layers_of_different_kinds_get_their_own_masks() -> None:
         torch.testing.assert_close(outs[1], attended(way, "sliding-causal", tensors))
 
 
-def test_auto_is_split_without_a_gpu_and_unknown_names_are_refused() -> None:
+def test_auto_is_split_without_a_gpu() -> None:
     assert type(make_attention("auto", config_of("full"), layout_of(), torch.float32)) is WAYS["split"]
-    with pytest.raises(ConfigError, match="attention must be auto, split, sdpa, flex, not 'fast'"):
-        make_attention("fast", config_of("full"), layout_of(), torch.float32)

@@ -184,8 +184,8 @@ def test_a_poisoned_document_stops_the_run_and_the_last_good_step_stands(tmp_pat
     assert "\n" not in message
     stored = latest_checkpoint(tmp_path / "sick")
     assert stored is not None and stored.trainer["step"] == 4
-    assert all(tensor.isfinite().all() for tensor in stored.tensors()[0].values())
-    assert all(tensor.isfinite().all() for tensor in load_file(stored.folder / "optimiser.safetensors").values())
+    assert all(tensor.isfinite().all() for tensor in stored.weights.values())
+    assert all(tensor.isfinite().all() for tensor in stored.optimisers.values())
     (tmp_path / "sick").rename(tmp_path / "cured")
     cured, expected = trainer(tmp_path / "cured", settings), run(healthy)
     assert cured.resume()

@@ -37,7 +37,7 @@ from paceline.train.dataset import Corpus, Document
 from paceline.train.features import Features
 from paceline.train.loop import Step, Trainer
 from paceline.train.losses import Head
-from paceline.train.parallel import Alone, Piece, Replicated, Sharded, make_parallel, process_group
+from paceline.train.parallel import Piece, Replicated, Sharded, make_parallel, process_group
 from paceline.train.ranks import Ranks
 from paceline.train.scaling import train_in_scaled_units
 from paceline.train.trainable import DFlashTrainable
@@ -264,7 +264,7 @@ def test_sharded_processes_take_equally_many_pieces() -> None:
 def test_ways_by_name() -> None:
     device, two = torch.device("cpu"), Ranks(0, 2)
     assert [type(make_parallel(way, two, device)) for way in ("auto", *WAYS)] == [Replicated, Replicated, Sharded]
-    assert type(make_parallel("sharded", Ranks(), device)) is Alone
+    assert type(make_parallel("sharded", Ranks(), device)) is Replicated
     with pytest.raises(ConfigError, match="auto, replicated, sharded"):
         LoopConfig(parallel="both")
 

@@ -16,9 +16,8 @@ import pytest
 
 from paceline.cli import app
 from paceline.errors import ConfigError
-from paceline.train import lock
-from paceline.train.lock import only_run
-from paceline.train.ranks import Ranks
+from paceline.train import ranks
+from paceline.train.ranks import Ranks, only_run
 
 TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1", "--features", "online")
 
@@ -27,7 +26,7 @@ TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(lock, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(ranks, "PATIENCE_S", 0.2)
 
 
 def paceline(*words: object) -> None:
@@ -89,7 +88,7 @@ def test_a_disk_without_locks_is_noted(tmp_path: Path, monkeypatch: pytest.Monke
     def refuse(*given: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(ranks.fcntl, "flock", refuse)
     said: list[str] = []
     with only_run(tmp_path, "training", Ranks(), said.append):
         assert len(said) == 1 and "knows no locks" in said[0]

@@ -185,7 +185,7 @@ def test_weight_decay_spares_norms_and_gradients_are_clipped(tmp_path: Path) -> 
 def test_impossible_settings_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="must be above 0"):
         LoopConfig(**changes)
-    with pytest.raises(ConfigError, match="optimiser must be one of adamw, muon"):
+    with pytest.raises(ConfigError, match="name must be one of adamw, muon"):
         OptimConfig("sgd")
 
 

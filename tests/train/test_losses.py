@@ -166,8 +166,8 @@ def test_figures_counted_by_hand() -> None:
     assert rates["loss"] == pytest.approx(log_z + (0 + 0 + 5 + 0 + 16 + 0 + 3 + 0) / 8)
     assert loss.requires_grad is False
     twice = SlotMetrics.zero(3)
-    twice.add(metrics)
-    twice.add(SlotMetrics.of_flat(metrics.flat()))
+    twice.flat += metrics.flat
+    twice.flat += metrics.flat
     assert twice.rates() == rates and twice.sums_4K[0].tolist() == [6, 6, 4]
 
 
@@ -250,7 +250,7 @@ class TestLossVocabulary:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "mse"}, "loss must be one of ce, d-pace, kl, lk, lk-hybrid, not 'mse'"),
+        ({"name": "mse"}, "name must be one of ce, d-pace, kl, lk, lk-hybrid, not 'mse'"),
         ({"gamma": 0.0}, "gamma must be above 0"),
         ({"alpha": 1.5}, "alpha must be between 0 and 1"),
         ({"vocab": 1}, "at least 2 tokens"),

@@ -21,7 +21,7 @@ from paceline.train import config as config_module
 from paceline.train import regenerate_run, self_written
 from paceline.train.answers import AnswerShards
 from paceline.train.config import AnswerConfig, PromptsConfig, RegenerateConfig
-from paceline.train.regenerator import Regenerator
+from paceline.train.regenerate_run import Regenerator
 from paceline.types import SamplingParams
 
 CONFIG = AnswerConfig(max_tokens=10, max_prompt_tokens=60)
@@ -138,11 +138,14 @@ def test_other_settings_are_refused_and_shown(tmp_path: Path, talking: list[Engi
     file = questions(tmp_path)
     regenerate(ask(tmp_path / "run", file))
     for changes, said in [
-        ({"answering": AnswerConfig(12, 60)}, "max_tokens was 10, is 12"),
-        ({"answering": AnswerConfig(10, 60, (0.0, 0.7), 3)}, r"temperatures was \[0.0\], is \[0.0, 0.7\]; seed was 0, is 3"),
-        ({"target": replace(FAKE, model="other")}, "target was fake, is other"),
-        ({"limit": 3}, "limit was None, is 3"),
-        ({"self_written": 5}, "self_written was 0, is 5"),
+        ({"answering": AnswerConfig(12, 60)}, "max_tokens: 10 there, 12 now"),
+        (
+            {"answering": AnswerConfig(10, 60, (0.0, 0.7), 3)},
+            r"seed: 0 there, 3 now; temperatures: \[0.0\] there, \[0.0, 0.7\] now",
+        ),
+        ({"target": replace(FAKE, model="other")}, "target: 'fake' there, 'other' now"),
+        ({"limit": 3}, "limit: None there, 3 now"),
+        ({"self_written": 5}, "self_written: 0 there, 5 now"),
     ]:
         with pytest.raises(ConfigError, match=rf"run was begun with other settings \(.*{said}.*use the same"):
             regenerate(ask(tmp_path / "run", file, **changes))
@@ -194,7 +197,7 @@ def test_two_processes_share_the_work(
     captured = capsys.readouterr()
     assert "process 1: 4 answers" in captured.err and captured.out.count("\n") == 1, "only the first one prints JSON"
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ConfigError, match="processes was 2, is 3"):
+    with pytest.raises(ConfigError, match="processes: 2 there, 3 now"):
         regenerate(both)
 
 
@@ -205,10 +208,10 @@ def test_what_cannot_be_answered(tmp_path: Path, talking: list[EngineConfig], ca
     line = regenerate(ask(tmp_path / "mixed", str(mixed), answering=answering))
     assert (line["num_answers"], line["num_too_long"], line["num_cut_short"]) == (1, 1, 1)
     said = capsys.readouterr().err
-    assert "1 prompts left out: longer than 60 tokens, the longest 119" in said
+    assert "1 prompts left out: longer than 60 tokens, the longest 118" in said
     assert "1 conversations ended early" in said
     mixed.write_text(json.dumps({"prompt": "x" * 100}) + "\n")
-    with pytest.raises(PromptError, match="all 1 prompts are longer than 60 tokens, the longest 119: raise max_prompt_tokens"):
+    with pytest.raises(PromptError, match="all 1 prompts are longer than 60 tokens, the longest 118: raise max_prompt_tokens"):
         regenerate(ask(tmp_path / "long", str(mixed), answering=answering))
 
 

@@ -176,9 +176,6 @@ def test_openers(tmp_path: Path) -> None:
         read_openers(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"), [({"temperature": 0.0}, "above 0"), ({"temperature": -1.0}, "0 "), ({"seed": -1}, "seed must be")]
-)
-def test_impossible_values(tmp_path: Path, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(SamplingError, match=said):
-        PromptWriter(fake_llm(), tmp_path / "own.jsonl", **options)
+def test_impossible_seed(tmp_path: Path) -> None:
+    with pytest.raises(SamplingError, match="seed must be"):
+        PromptWriter(fake_llm(), tmp_path / "own.jsonl", seed=-1)

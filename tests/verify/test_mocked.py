@@ -10,12 +10,13 @@ from checked_rows import judged
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline import config
 from paceline.errors import ConfigError
 from paceline.types import SamplingParams, Sequence
 from paceline.verify import lossless
 from paceline.verify.mocked import MockedAcceptance
 from paceline.verify.rule import Uniforms
-from paceline.verify.table import RULES, rule_named
+from paceline.verify.table import RULES
 
 ROWS_JV = torch.eye(6)
 
@@ -84,9 +85,8 @@ def test_every_rule_draws_the_same_token_without_drafts() -> None:
         assert len({judged(RULES[name].verify, [], None, row_1V, Uniforms(seed, 4)) for name in RULES}) == 1
 
 
-def test_unknown_rule_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'typical': use one of auto, match, rejection, block"):
-        rule_named("typical")
+def test_the_rules_are_those_that_can_be_asked_for() -> None:
+    assert tuple(RULES) == config.RULES
 
 
 def test_uniforms_of_a_sequence_start_at_its_anchor() -> None:

@@ -107,37 +107,31 @@ class _Compiler:
         return done.returncode == 0
 
 
-def _first_errors(output: str, limit: int = 12) -> str:
+def _first_errors(output: str) -> str:
     """The compiler's lines from the first error on."""
     lines = output.strip().splitlines()
     first = next((number for number, line in enumerate(lines) if "error:" in line or "undefined reference" in line), 0)
-    return "\n".join(lines[first : first + limit])
+    return "\n".join(lines[first : first + 12])
 
 
-def compile_library(
-    source_folder: Path, out_path: Path, *, compiler: str | None = None, sanitize: bool = False, verbose: bool = False
-) -> list[str]:
+def compile_library(source_folder: Path, out_path: Path, *, sanitize: bool = False, verbose: bool = False) -> list[str]:
     """Compile the .cpp files of `source_folder` into the library `out_path`, which is replaced in one step or not at all.
 
-    compiler: the command; without it `find_compiler` chooses. sanitize: with address and undefined-behaviour checks.
-    verbose: show the commands; the compiler's warnings are always shown.
+    sanitize: with address and undefined-behaviour checks. verbose: show the commands; warnings are always shown.
     Returns the instruction sets beyond the portable one that went in. Raises NativeBuildError.
     """
     sources = sorted(source_folder.glob("*.cpp"))
     if not sources:
         raise NativeBuildError(f"no C++ sources in {source_folder}: build from a checkout or a source distribution of paceline")
-    command = shlex.split(compiler) if compiler else find_compiler()
+    command = find_compiler()
     out_path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".native-", dir=out_path.parent) as scratch:
         tool = _Compiler(command, Path(scratch), verbose=verbose)
-        sets = [name for name in INSTRUCTION_SETS if _can_make(tool, source_folder, name)]
+        known = {name: flags for name, flags in INSTRUCTION_SETS.items() if (source_folder / f"kernels_{name}.cpp").exists()}
+        sets = [name for name, flags in known.items() if tool.accepts(name, *flags, "-c")]
         finished = _link(tool, _compile_all(tool, sources, sets, sanitize), sanitize)
         os.replace(finished, out_path)
     return sets
-
-
-def _can_make(tool: _Compiler, source_folder: Path, name: str) -> bool:
-    return (source_folder / f"kernels_{name}.cpp").exists() and tool.accepts(name, *INSTRUCTION_SETS[name], "-c")
 
 
 def _compile_all(tool: _Compiler, sources: list[Path], sets: list[str], sanitize: bool) -> list[Path]:
