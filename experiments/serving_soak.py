@@ -277,10 +277,10 @@ def serve_swapping(options: argparse.Namespace) -> None:
         if line.startswith("ready: "):
             tasks.add(asyncio.get_running_loop().create_task(swap_again_and_again()))
 
-    metrics = Metrics(options.model, None)
     settings = {"drafter": options.drafter, "dtype": options.dtype, "max_len": 512}
-    worker = EngineWorker(lambda: LLM(options.model, **settings), observer=metrics, warm_up=warm_up)
-    run(worker, ServeConfig(port=0, drain_seconds=300), metrics, say=say, introduce=lambda llm: "")
+    config = ServeConfig(port=0, drain_seconds=300)
+    worker = EngineWorker(lambda: LLM(options.model, **settings), config, observer=Metrics(options.model, None), warm_up=warm_up)
+    run(worker, say=say, introduce=lambda llm: "")
 
 
 def stop_under_load(process: subprocess.Popen[bytes], soak: Soak, num_clients: int) -> dict[str, int]:
