@@ -16,7 +16,6 @@ run as they come but for the number of threads, the context and the most request
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
@@ -29,12 +28,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.client import Client
 from paceline.bench.serving_figures import Answer, read_answer
-from paceline.bench.sse import Client
 from paceline.hardware import this_machine
 from paceline.hub import blocks_of, resolve
 from paceline.prompts import Prompt, read_prompts
@@ -76,14 +76,14 @@ class Peer:
                 raise SystemExit(f"{self.name} did not start:\n{log.read_text(errors='replace')[-3000:]}")
             time.sleep(0.2)
             with contextlib.suppress(OSError):
-                listed = asyncio.run(self._models())
+                listed = self._models()
                 self.model = listed[0]["id"] if listed else ""
         self.signal(signal.SIGSTOP)
 
-    async def _models(self) -> list[dict[str, Any]]:
+    def _models(self) -> list[dict[str, Any]]:
         client = Client(f"http://{HOST}:{self.port}")
         try:
-            reply = await client.get("/v1/models")
+            reply = client.get("/v1/models")
             return json.loads(reply.body)["data"] if reply.status == 200 else []
         finally:
             client.close()
@@ -120,29 +120,25 @@ class Turn:
         return 1e3 * statistics.fmean(answer.inter_token_s or 0.0 for answer in self.answers)
 
 
-async def ask_all(peer: Peer, prompts: list[Prompt], streams: int, max_tokens: int) -> Turn:
+def ask_all(peer: Peer, prompts: list[Prompt], streams: int, max_tokens: int) -> Turn:
     """So many requests in flight until every prompt is answered. Raises SystemExit when one fails."""
-    client, waiting = Client(f"http://{HOST}:{peer.port}"), list(enumerate(prompts))
-    answers = [Answer()] * len(prompts)
+    client = Client(f"http://{HOST}:{peer.port}")
+
+    def ask(prompt: Prompt) -> Answer:
+        body = {
+            "model": peer.model,
+            "messages": prompt.messages,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return read_answer(client.post("/v1/chat/completions", json.dumps(body).encode()))
+
     began = time.perf_counter()
-
-    async def one_after_another() -> None:
-        while waiting:
-            index, prompt = waiting.pop(0)
-            body = {
-                "model": peer.model,
-                "messages": prompt.messages,
-                "max_tokens": max_tokens,
-                "temperature": 0,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-            answers[index] = read_answer(await client.post("/v1/chat/completions", json.dumps(body).encode()))
-
     try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(streams):
-                group.create_task(one_after_another())
+        with ThreadPoolExecutor(streams) as threads:
+            answers = list(threads.map(ask, prompts))
         wall_s = time.perf_counter() - began
     finally:
         client.close()
@@ -199,7 +195,7 @@ def measure(peers: list[Peer], prompts: list[Prompt], args: argparse.Namespace) 
             for peer in peers[at:] + peers[:at]:
                 peer.signal(signal.SIGCONT)
                 time.sleep(PAUSE_S)
-                turn = asyncio.run(ask_all(peer, given, streams, args.max_tokens if number >= 0 else WARM_UP_TOKENS))
+                turn = ask_all(peer, given, streams, args.max_tokens if number >= 0 else WARM_UP_TOKENS)
                 peer.signal(signal.SIGSTOP)
                 if number >= 0:
                     turns[streams, peer.name].append(turn)

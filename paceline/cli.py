@@ -79,13 +79,6 @@ app.command()(simulate_serving)
 app.command()(simulate)
 app.command()(calculator)
 app.command()(models)
-
-
-@bench_app.callback()
-def bench() -> None:
-    """Measure speed in the real engine, the ceiling stated first."""
-
-
 bench_app.command("decode")(bench_decode)
 bench_app.command("serving")(bench_serving)
 bench_app.command("steps")(bench_steps)

@@ -80,12 +80,6 @@ KNOWN_CPUS: dict[str, Machine] = {
 KNOWN_MACHINES: dict[str, Machine] = {**KNOWN_GPUS, **KNOWN_CPUS}
 
 
-def known_gpu(device_name: str) -> Machine | None:
-    """The table's entry for a name as the driver gives it ("NVIDIA H200"), else None."""
-    words = set(device_name.upper().replace("-", " ").split())
-    return next((gpu for name, gpu in KNOWN_GPUS.items() if words.issuperset(name.upper().split())), None)
-
-
 def this_machine(device: str = "cpu") -> Machine:
     """Measure the device in well under a second: the best of a few reads of a large buffer and of matrix products."""
     import torch

@@ -67,10 +67,12 @@ class RunFolder:
             metrics.write(line)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All lines logged so far; a last line cut short by a crash is left out."""
-        file = self.path / "metrics.jsonl"
-        lines = file.read_bytes().split(b"\n") if file.exists() else [b""]
-        return [json.loads(line) for line in lines[:-1]]
+        """All lines logged so far; one cut short by a crash is left out."""
+        file, found = self.path / "metrics.jsonl", []
+        for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else []:
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return [line for line in found if isinstance(line, dict)]
 
     def report(self, markdown: str) -> Path:
         """Write report.md."""

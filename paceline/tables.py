@@ -1,21 +1,22 @@
-"""One table for the terminal, for Markdown and for HTML.
+"""One table for the terminal, for Markdown and for the pages of reports.
 
     columns = [Column("drafter", lambda each: each.name), Column("tokens/s", lambda each: each.rate, "{:.1f}", align="right")]
     table = Table(columns, results, title="Decoding", notes=["rate: median of 3 repetitions"])
     table.show()            # to stderr
     table.markdown()        # for report.md
-    table.html()            # for report.html
+    {{ table(made) }}       # in a template of `bench/templates`, for report.html
 
 A row is any record; each column knows how to read its cell from one. No torch here, and rich only when a table is shown.
 """
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+from paceline.figures import Spread
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -53,15 +54,6 @@ class Table:
     notes: Sequence[str] = ()
     width: int = 160
     """Letters a terminal needs for whole cells; a narrower one shows them as `Column.cut` says."""
-
-    @classmethod
-    def of(cls, names: Sequence[str], rows: Sequence[Sequence[Any]], **options: Any) -> Table:
-        """A table of cells that are there already: the first column to the left, the others, figures, to the right."""
-        columns = [
-            Column(name, lambda row, place=place: row[place], align="right" if place else "left")
-            for place, name in enumerate(names)
-        ]
-        return cls(columns, rows, **options)
 
     def texts(self) -> list[list[str]]:
         """Every row's cells as text."""
@@ -103,32 +95,21 @@ class Table:
         parts.append("\n".join("| " + " | ".join(cells) + " |" for cells in lines))
         return "\n\n".join([*parts, *self.notes])
 
-    def html(self) -> str:
-        """A <table> that scrolls when it is too wide, its title and its notes; the page's style is `bench.markup.STYLE`."""
-        classes = [' class="number"' if column.align == "right" else "" for column in self.columns]
-        head = "".join(
-            f'<th scope="col"{of}>{escaped(column.name)}</th>' for column, of in zip(self.columns, classes, strict=True)
-        )
-        body = "\n".join(
-            "<tr>" + "".join(f"<td{of}>{escaped(cell)}</td>" for cell, of in zip(cells, classes, strict=True)) + "</tr>"
-            for cells in self.texts()
-        )
-        parts = [f"<h3>{escaped(self.title)}</h3>"] if self.title else []
-        parts.append(
-            f'<div class="wide" tabindex="0"><table class="figures">\n<thead><tr>{head}</tr></thead>\n'
-            f"<tbody>\n{body}\n</tbody>\n</table></div>"
-        )
-        parts += [f'<p class="note">{escaped(note)}</p>' for note in self.notes]
-        return "\n".join(parts)
+
+def spread_column(
+    name: str, of: Callable[[Any], Spread], scale: float, digits: int, shown: Sequence[str] = ("p50", "p90", "p99")
+) -> Column:
+    """Mean and percentiles of seconds, in another unit; a narrow terminal shows the first only."""
+
+    def cell(record: Any) -> str:
+        values = [getattr(of(record), each) for each in shown]
+        return " / ".join(MISSING if value is None else f"{scale * value:,.{digits}f}" for value in values)
+
+    return Column(name, cell, cut=" / ")
 
 
 def _markdown(cell: str) -> str:
     return cell.replace("|", "\\|").replace("\n", " ")
-
-
-def escaped(value: Any) -> str:
-    """Text as HTML."""
-    return html.escape(printable(str(value)))
 
 
 def printable(text: str) -> str:

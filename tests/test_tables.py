@@ -9,8 +9,9 @@ import statistics
 import pytest
 from rich.console import Console
 
+from paceline.bench.pages import render
 from paceline.figures import Spread, add_histograms, quantile, shares, survival, tokens_per_round
-from paceline.tables import Column, Table, escaped
+from paceline.tables import Column, Table
 
 COLUMNS = (
     Column("drafter", lambda each: each["name"]),
@@ -32,11 +33,12 @@ def test_markdown_has_alignment_and_escapes_bars() -> None:
     )
 
 
-def test_html_escapes_every_cell() -> None:
-    made = Table(COLUMNS, ROWS, title="<t>", notes=["<n>"]).html()
-    assert "<td>a|&lt;b&gt;[/x]</td>" in made and "<h3>&lt;t&gt;</h3>" in made and '<p class="note">&lt;n&gt;</p>' in made
+def test_a_page_escapes_every_cell() -> None:
+    figures = Table(COLUMNS, ROWS, title="<t>", notes=["<n>\x00\ud800"])
+    made = render("load.html", title="", about="", drawn=[], note="", figures=figures, listed={}, settings=[])
+    assert "<td>a|&lt;b&gt;[/x]</td>" in made and "<h3>&lt;t&gt;</h3>" in made
+    assert '<p class="note">&lt;n&gt;\ufffd\ufffd</p>' in made
     assert '<td class="number">1.50 [1.40, 1.60]</td>' in made
-    assert escaped("\x00\ud800") == "\ufffd\ufffd"
 
 
 def test_a_narrow_terminal_leaves_intervals_out_and_reads_no_markup_in_cells() -> None:
@@ -44,12 +46,6 @@ def test_a_narrow_terminal_leaves_intervals_out_and_reads_no_markup_in_cells() -
     wide, narrow = printed(table, 120), printed(table, 60)
     assert "[1.40, 1.60]" in wide and "[1.40" not in narrow and "1.50" in narrow
     assert "a|<b>[/x]" in wide and "a|<b>[/x]" in narrow
-
-
-def test_cells_that_are_there_already() -> None:
-    table = Table.of(("batch", "ms"), [(1, 0.5), (8, None)])
-    assert table.texts() == [["1", "0.5"], ["8", "-"]]
-    assert [column.align for column in table.columns] == ["left", "right"]
 
 
 def test_percentiles_are_linear_between_neighbours() -> None:

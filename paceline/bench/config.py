@@ -6,13 +6,19 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, refuse
 from paceline.types import SamplingParams
 
 BASELINE = "none"
 """The drafter that every other is compared with: plain decoding."""
 PLAIN = 1.0
 """Tokens per round without drafts."""
+
+
+def refuse_below(least: float, **values: float | None) -> None:
+    """Raises ConfigError naming the first value that is below `least` or no number; None, not given, is neither."""
+    for name, value in values.items():
+        refuse(ConfigError, (value is not None and not value >= least, f"{name} must be at least {least:g}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +45,12 @@ class BenchConfig:
     """Base of the requests' seeds."""
 
     def __post_init__(self) -> None:
-        checks = (
-            (any(batch < 1 for batch in self.batches) or not self.batches, "batch must be at least 1"),
-            (self.repeat < 1, "repeat must be at least 1"),
+        refuse_below(1, batch=min(self.batches, default=0), repeat=self.repeat)
+        refuse(
+            ConfigError,
             (not self.drafters or not self.temperatures, "give at least one drafter and one temperature"),
             (any(peer != "transformers" for peer in self.against), "the only peer known to --against is transformers"),
         )
-        for is_wrong, remedy in checks:
-            if is_wrong:
-                raise ConfigError(remedy)
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=self.seed)
         others = tuple(dict.fromkeys(name for name in self.drafters if name != BASELINE))
@@ -72,23 +75,19 @@ class MockConfig:
 
     def __post_init__(self) -> None:
         most = max(self.tokens_per_round, default=PLAIN)
-        checks = (
+        refuse(
+            ConfigError,
             (
                 not all(math.isfinite(each) and each >= 1 for each in self.tokens_per_round),
-                "--mock-tokens-per-round counts the bonus token: every value must be at least 1",
+                "tokens_per_round counts the bonus token: every value must be at least 1",
             ),
-            (not self.batches or min(self.batches) < 1, "--batch must be at least 1"),
-            (self.prompt_tokens < 1, "--mock-prompt-tokens must be at least 1"),
-            (self.max_tokens < 2, "--max-tokens must be at least 2"),
-            (self.repeat < 1, "--repeat must be at least 1"),
             (
                 self.num_drafted is not None and self.num_drafted + 1 < most,
-                f"--num-drafted {self.num_drafted} drafts cannot yield {most:g} tokens a round",
+                f"num_drafted {self.num_drafted} drafts cannot yield {most:g} tokens a round",
             ),
         )
-        for is_wrong, remedy in checks:
-            if is_wrong:
-                raise ConfigError(remedy)
+        refuse_below(1, batch=min(self.batches, default=0), prompt_tokens=self.prompt_tokens, repeat=self.repeat)
+        refuse_below(2, max_tokens=self.max_tokens)
 
     @property
     def settings(self) -> list[tuple[int, float]]:
@@ -124,15 +123,8 @@ class StepsConfig:
     """Mocked acceptance, the bonus token included: what a drafter observes after a round."""
 
     def __post_init__(self) -> None:
-        checks = (
-            (not self.batches or min(self.batches) < 1, "batch must be at least 1"),
-            (self.max_positions < 2, "max_positions must be at least 2: a round without drafts has one"),
-            (self.context < 1, "context must be at least 1 token"),
-            (self.repeat < 1, "repeat must be at least 1"),
-        )
-        for is_wrong, remedy in checks:
-            if is_wrong:
-                raise ConfigError(remedy)
+        refuse_below(1, batch=min(self.batches, default=0), context=self.context, repeat=self.repeat)
+        refuse(ConfigError, (self.max_positions < 2, "max_positions must be at least 2: a round without drafts has one"))
 
     @property
     def growth(self) -> int:
@@ -171,19 +163,15 @@ class ServingConfig:
     def __post_init__(self) -> None:
         if self.concurrencies is None:
             object.__setattr__(self, "concurrencies", () if self.rates else (1, 2, 4, 8, 16))
-        checks = (
-            (any(each < 1 for each in self.closed), "--concurrency must be at least 1"),
-            (any(not 0 < each < math.inf for each in self.rates), "--rate must be above 0"),
+        refuse_below(1, concurrency=min(self.closed, default=1), requests=self.num_requests, max_tokens=self.max_tokens)
+        refuse_below(1, repeat=self.repeat)
+        refuse(
+            ConfigError,
+            (any(not 0 < each < math.inf for each in self.rates), "rate must be above 0"),
             (not self.closed and not self.rates, "give at least one --concurrency or --rate"),
-            (self.num_requests is not None and self.num_requests < 1, "--requests must be at least 1"),
-            (self.max_tokens < 1, "--max-tokens must be at least 1"),
-            (not 0 <= self.temperature < math.inf, "--temperature must be 0 or more"),
-            (self.repeat < 1, "--repeat must be at least 1"),
-            (not self.timeout_s > 0, "--timeout must be above 0 seconds"),
+            (not 0 <= self.temperature < math.inf, "temperature must be 0 or more"),
+            (not self.timeout_s > 0, "timeout must be above 0 seconds"),
         )
-        for is_wrong, remedy in checks:
-            if is_wrong:
-                raise ConfigError(remedy)
 
     @property
     def closed(self) -> tuple[int, ...]:
@@ -208,9 +196,8 @@ class ServersConfig:
 
     def __post_init__(self) -> None:
         for name in self.speculate or ():
-            if name not in ("off", "auto", "full") and not (name.isdecimal() and name.isascii()):
-                raise ConfigError(f"speculate {name!r} is not known: choose from off, auto, full and numbers of drafts")
-        if self.speculate == ():
-            raise ConfigError("speculate names no contender: write it as off,auto")
+            is_known = name in ("off", "auto", "full") or (name.isdecimal() and name.isascii())
+            refuse(ConfigError, (not is_known, f"speculate {name!r} is not known: choose from off, auto, full and numbers of drafts"))
+        refuse(ConfigError, (self.speculate == (), "speculate names no contender: write it as off,auto"))
         if self.speculate:
             object.__setattr__(self, "speculate", tuple(dict.fromkeys(self.speculate)))

@@ -10,28 +10,32 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from paceline.bench.beside import PEERS, TransformersPeer
 from paceline.bench.config import BASELINE, BenchConfig
 from paceline.bench.drafting import Drafting, drafting
-from paceline.bench.identity import Difference, differences, share_identical
-from paceline.bench.passes import Engines, Pass, make_requests, run_pass
-from paceline.bench.peers import PEERS, TransformersPeer
-from paceline.bench.summary import bytes_per_s, median_of, speedup_over, stages
+from paceline.bench.passes import Engines, Pass, described, make_requests, run_pass
+from paceline.bench.summary import (
+    Difference,
+    bytes_per_s,
+    differences,
+    median_of,
+    share_identical,
+    speedup_over,
+    stages,
+)
 from paceline.draft.registry import make_drafter
+from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.figures import repetition
 from paceline.hardware import Machine
-from paceline.model.backends import form_of
 from paceline.prompts import Prompt
 from paceline.runlog import plain
 from paceline.types import SamplingParams
-
-if TYPE_CHECKING:
-    from paceline.engine.llm import LLM
 
 WARM_UP_TOKENS = 8
 ABOUT = ("device", "machine", "model", "dtype", "backend", "isa", "weight_format", "weight_bytes", "ceiling_tokens_per_s")
@@ -201,21 +205,12 @@ class Bench:
         return {name: speedup_over(passes, theirs).value for name, theirs in peers.items() if theirs}
 
 
-def ceiling_tokens_per_s(llm: LLM, machine: Machine) -> float:
-    """As Machine.ceiling_tokens_per_s, for the weights of this model."""
-    return machine.ceiling_tokens_per_s(llm.target.weight_bytes)
-
-
 def introduction(llm: LLM, machine: Machine, config: BenchConfig) -> dict[str, Any]:
     """What is measured, and on which machine: the keys of ABOUT."""
     return {
-        "device": llm.config.device,
+        **described(llm),
         "machine": plain(machine),
-        "model": llm.config.model,
-        "dtype": llm.config.dtype,
-        **asdict(form_of(llm.target)),
-        "weight_bytes": llm.target.weight_bytes,
-        "ceiling_tokens_per_s": ceiling_tokens_per_s(llm, machine),
+        "ceiling_tokens_per_s": machine.ceiling_tokens_per_s(llm.target.weight_bytes),
         "max_tokens": config.max_tokens,
         "repeat": config.repeat,
     }

@@ -10,14 +10,14 @@ itself is easy to draft and fakes acceptance: each set tells how many answers en
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.bench.config import BASELINE, BenchConfig
-from paceline.bench.decode import ABOUT, Bench, Result, Setting, introduction
+from paceline.bench.decode import Bench, Result, Setting, introduction
 from paceline.bench.drafting import drafting
-from paceline.bench.evaluation_file import EvaluationFile, PromptSet, fingerprint, read_sets
+from paceline.bench.evaluation_file import Evaluation, PromptSet, fingerprint, read_sets
 from paceline.bench.passes import Pass
 from paceline.bench.report import ceiling_line, table
 from paceline.config import EngineConfig
@@ -82,39 +82,6 @@ class SetFigures:
         return {**plain(self), "looping_share": self.looping_share}
 
 
-@dataclass(slots=True)
-class Evaluation:
-    """A drafter's figures on the sets done so far."""
-
-    drafter: str
-    about: dict[str, Any]
-    """What was measured and on which machine, as of `bench.decode.introduction`."""
-    settings: dict[str, Any]
-    """What was asked for."""
-    run: Path
-    sets: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Name -> `SetFigures.as_json()` and where its prompts are from."""
-
-    @property
-    def results(self) -> list[dict[str, Any]]:
-        """The rows of all sets; "prompts" names theirs."""
-        return [{"prompts": name, **row} for name, figures in self.sets.items() for row in figures["results"]]
-
-    @property
-    def heldout(self) -> dict[str, float]:
-        """Set -> the drafter's tokens per round at batch 1, temperature 0; a set without that setting is left out."""
-        return {
-            row["prompts"]: row["tokens_per_round"]
-            for row in self.results
-            if row["drafter"] != BASELINE and row["tokens_per_round"] and (row["batch"], row["temperature"]) == (1, 0)
-        }
-
-    def as_line(self) -> dict[str, Any]:
-        """What the command prints and evaluation.json holds."""
-        told = {"drafter": self.drafter, **self.about, "sets": self.sets, "settings": self.settings}
-        return plain({**told, "results": self.results, "heldout": self.heldout})
-
-
 def evaluate(
     drafter: str,
     prompts: Sequence[str] = (),
@@ -140,13 +107,11 @@ def evaluate(
     sets = read_sets(tuple(prompts), limit)
     asked: dict[str, Any] = {"drafter": drafter, "llm": engine, "bench": config, "limit": limit}
     asked = plain({**asked, "drafter_sha256": fingerprint(drafter)})
-    file = EvaluationFile.open(out, asked, tuple(each.source for each in sets))
-    waiting = [each for each in sets if not file.has(each)]
+    evaluation = Evaluation.open(drafter, asked, out, tuple(each.source for each in sets))
+    waiting = [each for each in sets if not evaluation.has(each)]
     for each in sets:
         if each not in waiting:
             progress.say(f"{each.name} is done: skipped")
-    about = {name: file.saved[name] for name in ABOUT} if file.saved else {}
-    evaluation = Evaluation(drafter, about, asked, file.run.path, dict(file.saved.get("sets", {})))
     if not waiting:
         return evaluation
     llm = LLM.of(engine)
@@ -155,11 +120,11 @@ def evaluate(
     progress.say(ceiling_line(llm, machine))
     about = introduction(llm, machine, config)
     if evaluation.about:
-        file.refuse_change(_identity(evaluation.about), _identity(about))
+        evaluation.refuse_change(_identity(evaluation.about), _identity(about))
     evaluation.about = about
     for each in waiting:
         evaluation.sets[each.name] = {"source": each.source, **each.noted, **_evaluate_set(llm, each, config, progress)}
-        file.write(evaluation.as_line())
+        evaluation.write()
     return evaluation
 
 

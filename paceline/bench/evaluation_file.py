@@ -1,19 +1,22 @@
-"""What an evaluation reads before it measures: prompt sets, the drafter's fingerprint, the evaluation.json to go on with."""
+"""What an evaluation reads and writes: prompt sets, the drafter's fingerprint, the evaluation.json that grows set by set."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline import hub
+from paceline.bench.config import BASELINE
 from paceline.bench.decode import ABOUT
 from paceline.draft.registry import DRAFTERS
 from paceline.errors import ConfigError, ModelNotFoundError
 from paceline.prompts import Prompt, read_prompts
-from paceline.runlog import RunFolder
+from paceline.runlog import RunFolder, plain
+from paceline.simulate.files import read_json
 
 BUILTIN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
 BUILTIN = "built-in"
@@ -65,35 +68,61 @@ def fingerprint(drafter: str) -> str | None:
     return digest.hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationFile:
-    """evaluation.json in its run folder, and what it held when it was opened: {} when no set is done."""
+@dataclass(slots=True)
+class Evaluation:
+    """A drafter's figures on the sets done so far, and the run folder whose evaluation.json holds them."""
 
+    drafter: str
+    settings: dict[str, Any]
+    """What was asked for."""
     run: RunFolder
-    saved: dict[str, Any]
+    about: dict[str, Any] = field(default_factory=dict)
+    """What was measured and on which machine, as of `bench.decode.introduction`; {} when no set is done."""
+    sets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name -> `SetFigures.as_json()` and where its prompts are from."""
 
     @classmethod
-    def open(cls, out: Path | None, asked: dict[str, Any], sources: tuple[str, ...]) -> EvaluationFile:
-        """Raises ConfigError when the file was made with other settings, or is damaged."""
+    def open(cls, drafter: str, settings: dict[str, Any], out: Path | None, sources: tuple[str, ...]) -> Evaluation:
+        """A fresh one, or what `out` holds. Raises ConfigError when that was made with other settings, or is damaged."""
         if out and (out / EVALUATION).is_file():
-            opened = cls(RunFolder(out), _saved(out / EVALUATION))
-            opened.refuse_change(opened.saved["settings"], asked)
+            saved = _saved(out / EVALUATION)
+            opened = cls(drafter, settings, RunFolder(out), {name: saved[name] for name in ABOUT}, dict(saved["sets"]))
+            opened.refuse_change(saved["settings"], settings)
             return opened
         if out and _is_other_run(out):
-            return cls(RunFolder.open(out), {})
-        return cls(RunFolder.create("evaluate", {**asked, "prompts": sources}, out), {})
+            return cls(drafter, settings, RunFolder.open(out))
+        return cls(drafter, settings, RunFolder.create("evaluate", {**settings, "prompts": sources}, out))
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        """The rows of all sets; "prompts" names theirs."""
+        return [{"prompts": name, **row} for name, figures in self.sets.items() for row in figures["results"]]
+
+    @property
+    def heldout(self) -> dict[str, float]:
+        """Set -> the drafter's tokens per round at batch 1, temperature 0; a set without that setting is left out."""
+        return {
+            row["prompts"]: row["tokens_per_round"]
+            for row in self.results
+            if row["drafter"] != BASELINE and row["tokens_per_round"] and (row["batch"], row["temperature"]) == (1, 0)
+        }
+
+    def as_line(self) -> dict[str, Any]:
+        """What the command prints and evaluation.json holds."""
+        told = {"drafter": self.drafter, **self.about, "sets": self.sets, "settings": self.settings}
+        return plain({**told, "results": self.results, "heldout": self.heldout})
 
     def has(self, each: PromptSet) -> bool:
         """Whether this set is done. Raises ConfigError when it was done with other prompts."""
-        done = self.saved.get("sets", {}).get(each.name)
+        done = self.sets.get(each.name)
         if done is None:
             return False
         now = {"source": each.source, **each.noted}
         self.refuse_change({key: done.get(key) for key in now}, now, f"prompt set {each.name}: ")
         return True
 
-    def write(self, line: dict[str, Any]) -> None:
-        self.run.results(line, EVALUATION)
+    def write(self) -> None:
+        self.run.results(self.as_line(), EVALUATION)
 
     def refuse_change(self, before: dict[str, Any], now: dict[str, Any], where: str = "") -> None:
         """Raises ConfigError naming each setting that differs, old value and new."""
@@ -108,19 +137,15 @@ class EvaluationFile:
 
 def _is_other_run(folder: Path) -> bool:
     """A training run keeps its config.json and its metrics."""
-    try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("what") != "evaluate"
-    except (OSError, ValueError, AttributeError):
-        return False
+    with contextlib.suppress(ConfigError):
+        config = read_json(folder / "config.json", "")
+        return isinstance(config, dict) and config.get("what") != "evaluate"
+    return False
 
 
 def _saved(file: Path) -> dict[str, Any]:
-    try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
-        complete = all(name in saved for name in ("settings", "sets", *ABOUT))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}): choose another --out") from error
-    if not complete:
+    saved = read_json(file, "choose another --out")
+    if not isinstance(saved, dict) or any(name not in saved for name in ("settings", "sets", *ABOUT)):
         raise ConfigError(f"{file} is not of paceline evaluate: choose another --out")
     return saved
 

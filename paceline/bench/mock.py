@@ -8,31 +8,24 @@ random tokens, the text means nothing, and no figure made this way is lossless.
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.bench.config import PLAIN, MockConfig
-from paceline.bench.passes import Pass, Request, run_pass
+from paceline.bench.passes import Pass, Request, described, mocked_engine, random_prompt, run_pass
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.registry import make_drafter
-from paceline.engine.engine import Engine
-from paceline.engine.judge import MockedJudge
+from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
-from paceline.model.backends import form_of
 from paceline.simulate.calibrate import precisions_of
 from paceline.simulate.costs import FractionDrafter, RooflineCosts, ShapeDrafter
 from paceline.simulate.roofline import Deployment
 from paceline.simulate.shapes import ModelShape
 from paceline.types import SamplingParams
-from paceline.verify.mocked import MockedAcceptance
-
-if TYPE_CHECKING:
-    from paceline.engine.llm import LLM
 
 WARM_UP_TOKENS = 8
 
@@ -89,19 +82,10 @@ class MockBench:
                     on_pass(f"batch {setting[0]}, {setting[1]:g} tokens per round")
 
     def _pass(self, batch: int, tokens_per_round: float, number: int) -> Pass:
-        llm, drafter = self.llm, self._drafters[tokens_per_round]
-        engine = Engine(
-            llm.target,
-            llm.tokenizer,
-            drafter,
-            judge=MockedJudge(MockedAcceptance(tokens_per_round)),
-            prefill_chunk=llm.config.prefill_chunk,
-        )
-        draw = random.Random(f"{batch} {tokens_per_round} {number}")
-        requests = [
-            Request(str(row), [draw.randrange(llm.target.vocab_size) for _ in range(self.config.prompt_tokens)])
-            for row in range(batch)
-        ]
+        llm, length = self.llm, self.config.prompt_tokens
+        engine = mocked_engine(llm, self._drafters[tokens_per_round], tokens_per_round)
+        seeds = [f"{batch} {tokens_per_round} {number} {row}" for row in range(batch)]
+        requests = [Request(seed, random_prompt(seed, length, llm.target.vocab_size)) for seed in seeds]
         max_tokens = self.config.max_tokens if number >= 0 else min(self.config.max_tokens, WARM_UP_TOKENS)
         return run_pass(engine, requests, [SamplingParams(max_tokens=max_tokens, ignore_eos=True)] * batch, batch)
 
@@ -128,8 +112,7 @@ class MockBench:
 
     def _roofline_s(self, batch: int, value: float) -> float:
         """Seconds of a round at the machine's full rates, the cache half full of the answer."""
-        precisions = precisions_of(self._form(), self._shape.precisions)
-        deployment = Deployment(self._machine, precisions)
+        deployment = Deployment(self._machine, precisions_of(described(self.llm), self._shape.precisions))
         num_drafted = self.config.drafts(value)
         costs = RooflineCosts(self._shape, deployment, self._drafter_cost(value, deployment))
         context = self.config.prompt_tokens + self.config.max_tokens / 2
@@ -146,20 +129,15 @@ class MockBench:
         num_bytes = 4.0 if self.llm.config.dtype == "float32" else 2.0
         return ShapeDrafter(parameters + head, rate, deployment.bytes_per_s, num_bytes, block=width)
 
-    def _form(self) -> dict[str, Any]:
-        return {"dtype": self.llm.config.dtype, **asdict(form_of(self.llm.target))}
-
     def as_line(self) -> dict[str, Any]:
         """Everything, as it is saved."""
-        llm, config = self.llm, self.config
+        config = self.config
         drafter = next((each for each in self._drafters.values() if each.num_drafted), None)
         return {
             "results": [asdict(result) for result in self.results()],
             "lossless": False,
-            "model": llm.config.model,
-            **self._form(),
-            "device": llm.config.device,
-            "weights": llm.config.weights,
+            "weights": self.llm.config.weights,
+            **described(self.llm),
             "machine": asdict(self._machine),
             "drafter": drafter.name if drafter else "none",
             "prompt_tokens": config.prompt_tokens,

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from paceline.draft.base import Drafter
 from paceline.engine.engine import Engine
+from paceline.engine.judge import MockedJudge
+from paceline.engine.llm import LLM
 from paceline.errors import ContextLengthError
+from paceline.model.backends import form_of
 from paceline.prompts import Prompt
 from paceline.types import Round, SamplingParams, Sequence
+from paceline.verify.mocked import MockedAcceptance
 
-if TYPE_CHECKING:
-    from paceline.engine.llm import LLM
+
+def described(llm: LLM) -> dict[str, Any]:
+    """What model runs, how and where, for records of figures."""
+    return {
+        "model": llm.config.model,
+        "device": llm.config.device,
+        "dtype": llm.config.dtype,
+        **asdict(form_of(llm.target)),
+        "weight_bytes": llm.target.weight_bytes,
+    }
+
+
+def mocked_engine(llm: LLM, drafter: Drafter, tokens_per_round: float) -> Engine:
+    """An engine whose rounds keep so many tokens, whatever the target says."""
+    judge = MockedJudge(MockedAcceptance(tokens_per_round))
+    return Engine(llm.target, llm.tokenizer, drafter, judge=judge, prefill_chunk=llm.config.prefill_chunk)
+
+
+def random_prompt(seed: int | str, length: int, vocab_size: int) -> list[int]:
+    """Tokens of no meaning, others for each seed: an equal prompt would be taken over, not computed."""
+    draw = random.Random(seed)
+    return [draw.randrange(vocab_size) for _ in range(length)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Figures, drawn when matplotlib is installed: PNG files of a benchmark, and SVG elements for the page of `bench/html.py`."""
+"""Figures, drawn when matplotlib is installed: PNG files of a benchmark, and SVG elements for the pages of reports."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     Fill = Callable[[Axes], None]
 
+Plot = tuple[str, str]
+"""Title and SVG element; the element is "" when there is nothing to draw."""
 COLORS = ("#3b82c4", "#d55e00", "#0a9a72", "#b05fa5", "#a87b00", "#7f7f7f")
 """Told apart by colour-blind eyes, and at least 3:1 on a white page as on a dark one."""
 INK = "#010203"
@@ -87,10 +89,10 @@ class Series:
 
 def curves(
     title: str, series: list[Series], *, xlabel: str, ylabel: str, ylim: tuple[float, float | None] | None = None
-) -> str:
-    """Lines over a common axis, as an SVG element; "" when no series has a point."""
+) -> Plot:
+    """Lines over a common axis; a series without a point is left out."""
     shown = [each for each in series if len(each.x)]
-    return _svg(title, _lines(shown, xlabel, ylabel, ylim), has_legend=len(shown) > 1) if shown else ""
+    return _plot(title, _lines(shown, xlabel, ylabel, ylim), len(shown))
 
 
 def _lines(shown: list[Series], xlabel: str, ylabel: str, ylim: tuple[float, float | None] | None) -> Fill:
@@ -131,8 +133,8 @@ class LoadPlot:
         return cls(title, unit, {" p50": lambda each: scaled(of(each).p50), " p99": lambda each: scaled(of(each).p99)})
 
 
-def load_plots(plots: Sequence[LoadPlot], found: Sequence[tuple[float, str, Any]], xlabel: str) -> list[tuple[str, str]]:
-    """Titles and SVG elements of records, each with its load and its contender's name; "" where there is nothing to draw."""
+def load_plots(plots: Sequence[LoadPlot], found: Sequence[tuple[float, str, Any]], xlabel: str) -> list[Plot]:
+    """Of records, each with its load and its contender's name."""
     made = []
     for plot in plots:
         series = []
@@ -143,7 +145,7 @@ def load_plots(plots: Sequence[LoadPlot], found: Sequence[tuple[float, str, Any]
                 xs, ys = [x for x, _ in points], [y for _, y in points]
                 series.append(Series(contender + name, xs, ys, color, name.endswith("p99")))
         title = f"{plot.title}, by {xlabel}"
-        made.append((title, curves(title, series, xlabel=xlabel, ylabel=plot.ylabel, ylim=(0, None))))
+        made.append(curves(title, series, xlabel=xlabel, ylabel=plot.ylabel, ylim=(0, None)))
     return made
 
 
@@ -153,31 +155,25 @@ def bars(
     *,
     xlabel: str,
     ylabel: str,
-    ticks: Sequence[str] | None = None,
+    first: int = 0,
     ylim: tuple[float, float] | None = None,
-) -> str:
-    """Bars side by side, one colour a group, as an SVG element; `ticks` name the places, else they count from 0."""
+) -> Plot:
+    """Bars side by side, one colour a group; their places count from `first`."""
     shown = [(label, values) for label, values in groups if len(values)]
-    if not shown:
-        return ""
 
     def fill(axes: Axes) -> None:
         width = 0.8 / len(shown)
         for index, (label, values) in enumerate(shown):
-            places = [place - 0.4 + width * (index + 0.5) for place in range(len(values))]
+            places = [first + place - 0.4 + width * (index + 0.5) for place in range(len(values))]
             axes.bar(places, values, width, label=_short(label), color=COLORS[index % len(COLORS)])
-        longest = max(len(values) for _, values in shown)
-        names = ticks or [str(place) for place in range(longest)]
-        axes.set_xticks(range(len(names)), names)
+        axes.set_xticks(range(first, first + max(len(values) for _, values in shown)))
         axes.set(xlabel=xlabel, ylabel=ylabel, ylim=ylim)
 
-    return _svg(title, fill, has_legend=len(shown) > 1)
+    return _plot(title, fill, len(shown))
 
 
-def speedup_bars(title: str, rows: list[tuple[str, Result]]) -> str:
-    """A bar a setting with its interval, plain decoding as a line at 1, as an SVG element; "" without rows."""
-    if not rows:
-        return ""
+def speedup_bars(title: str, rows: list[tuple[str, Result]]) -> Plot:
+    """A bar a setting with its interval, plain decoding as a line at 1."""
 
     def fill(axes: Axes) -> None:
         sets = list(dict.fromkeys(name for name, _ in rows))
@@ -186,14 +182,13 @@ def speedup_bars(title: str, rows: list[tuple[str, Result]]) -> str:
             error = None if low is None or high is None else [[max(result.speedup - low, 0)], [max(high - result.speedup, 0)]]
             color = COLORS[sets.index(name) % len(COLORS)]
             axes.barh(place, result.speedup, color=color, xerr=error, capsize=3, ecolor=INK)
-        axes.set_yticks(
-            range(len(rows)), [f"{_short(name)}, b{result.batch}, T={result.temperature:g}" for name, result in rows]
-        )
+        labels = [f"{_short(name)}, b{result.batch}, T={result.temperature:g}" for name, result in rows]
+        axes.set_yticks(range(len(rows)), labels)
         axes.axvline(1, color=INK, linewidth=1, linestyle=":")
         axes.invert_yaxis()
         axes.set(xlabel="speed-up over plain decoding")
 
-    return _svg(title, fill, height=1.0 + 0.26 * len(rows))
+    return _plot(title, fill, min(len(rows), 1), height=1.0 + 0.26 * len(rows))
 
 
 def _short(label: str) -> str:
@@ -201,12 +196,14 @@ def _short(label: str) -> str:
     return label if len(label) <= LONGEST_LABEL else "…" + label[1 - LONGEST_LABEL :]
 
 
-def _svg(title: str, fill: Fill, *, has_legend: bool = False, height: float = 3.0) -> str:
-    """An <svg> element in the page's text colour, the same bytes for the same input. Raises ConfigError without matplotlib."""
-    with _drawn(fill, height=height, has_legend=has_legend) as figure:
+def _plot(title: str, fill: Fill, num_series: int, height: float = 3.0) -> Plot:
+    """In the page's text colour, the same bytes for the same input. Raises ConfigError without matplotlib."""
+    if not num_series:
+        return title, ""
+    with _drawn(fill, height=height, has_legend=num_series > 1) as figure:
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    return _inline(out.getvalue(), title)
+    return title, _inline(out.getvalue(), title)
 
 
 @contextmanager

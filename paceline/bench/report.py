@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from paceline.bench.decode import Bench, Result, ceiling_tokens_per_s, name_of
+from paceline.bench.decode import Bench, Result, name_of
 from paceline.bench.drafting import sources_table
+from paceline.bench.pages import render
 from paceline.bench.plots import draw
+from paceline.engine.llm import LLM
 from paceline.hardware import Machine
 from paceline.model.backends import form_of
 from paceline.runlog import RunFolder
 from paceline.tables import Column, Table
 
-if TYPE_CHECKING:
-    from paceline.engine.llm import LLM
-
 NUM_SAMPLES = 3
-SAMPLE_CHARACTERS = 400
 MEANING = (
     "Speed-up is over plain decoding (none), same batch and process. identical: greedy answers that equal plain decoding's, "
     "token for token. repeats: share of 8-grams that stood before in the same answer; looping text is easy to draft. Brackets: "
@@ -56,7 +54,7 @@ def ceiling_line(llm: LLM, machine: Machine) -> str:
     return (
         f"ceiling: {machine.name} reads {machine.bytes_per_s / 1e9:.1f} GB/s{cached}, a pass reads {num_bytes / 1e6:.0f} "
         f"MB of {form_of(llm.target).weight_format} weights: plain decoding of one request cannot exceed "
-        f"{ceiling_tokens_per_s(llm, machine):.1f} tokens/s"
+        f"{machine.ceiling_tokens_per_s(num_bytes):.1f} tokens/s"
     )
 
 
@@ -67,44 +65,24 @@ def table(results: list[Result]) -> Table:
 
 def markdown(bench: Bench, machine: Machine, results: list[Result]) -> str:
     """report.md: ceiling, table, survival, stages, near-ties, and a few answers to judge the text by."""
-    llm = bench.llm
-    parts = [
-        f"# Decoding speed: {llm.config.model}, {llm.config.dtype} ({form_of(llm.target)}), {machine.name}",
-        ceiling_line(llm, machine) + ".",
-        f"{len(bench.requests)} requests, up to {bench.config.max_tokens} tokens each, medians of {bench.config.repeat} "
-        f"repetitions; {bench.num_skipped} turns left out for length. {MEANING}",
-        table(results).markdown(),
-        "## Rounds by source of drafts",
-        sources_table([(name_of(result), result) for result in results]).markdown(),
-        "## Survival\n\nShare of rounds whose first i drafts all stood.",
-        _listed(
-            [
-                f"{name_of(result)}: " + ", ".join(f"{share:.2f}" for share in result.survival)
-                for result in results
-                if result.survival
-            ],
-            "Nothing was drafted.",
-        ),
-        "## Time by stage (seconds)",
-        _stages(machine, results).markdown(),
-        "## Differences from plain greedy decoding",
-        _listed(
-            [
-                f"{name_of(result)}, request {each.request}: first at token {each.index}, "
-                f"where the two best logits were {each.top2_gap:.4f} apart"
-                for result in results
-                for each in result.differences
-            ],
-            "None.",
-        ),
-        "## Samples",
-        *_samples(bench),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _listed(lines: list[str], nothing: str) -> str:
-    return "\n".join(f"- {line}" for line in lines) or nothing
+    passes = next((passes for passes in reversed(bench.passes.values()) if passes), [])
+    answers = passes[0].answers[:NUM_SAMPLES] if passes else []
+    return render(
+        "decode.md",
+        bench=bench,
+        llm=bench.llm,
+        form=form_of(bench.llm.target),
+        machine=machine,
+        ceiling=ceiling_line(bench.llm, machine),
+        meaning=MEANING,
+        results=results,
+        name_of=name_of,
+        figures=table(results),
+        sources=sources_table([(name_of(result), result) for result in results]),
+        stages=_stages(machine, results),
+        differences=[(name_of(result), each) for result in results for each in result.differences],
+        samples=list(zip(bench.requests, answers, strict=False)),
+    )
 
 
 def _stages(machine: Machine, results: list[Result]) -> Table:
@@ -117,12 +95,6 @@ def _stages(machine: Machine, results: list[Result]) -> Table:
 
     stages = [Column(name, seconds(name), "{:.2f}", "right") for name in ("prefill", "draft", "verify", "host", "wall")]
     return Table([Column("setting", name_of), *stages, Column("GB/s of weights while verifying", rate)], results)
-
-
-def _samples(bench: Bench) -> list[str]:
-    passes = next((passes for passes in reversed(bench.passes.values()) if passes), [])
-    pairs = list(zip(bench.requests, passes[0].answers if passes else [], strict=False))
-    return [f"**{request.name}**\n\n```text\n{answer.text[:SAMPLE_CHARACTERS]}\n```" for request, answer in pairs[:NUM_SAMPLES]]
 
 
 def raw_runs(bench: Bench) -> list[dict[str, Any]]:

@@ -6,14 +6,15 @@ value of a step wins, for a resumed run repeats steps. A line cut short by a cra
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from paceline.bench.decode import Result
-from paceline.errors import CacheError, ConfigError
+from paceline.errors import ConfigError
+from paceline.runlog import RunFolder
+from paceline.simulate.files import read_json
 from paceline.tables import printable
 
 Line = dict[str, Any]
@@ -54,11 +55,11 @@ def read_run(folder: Path) -> RunData:
     """Raises ConfigError when the folder has neither training metrics nor an evaluation, or when a file of it is damaged."""
     if not folder.is_dir():
         raise ConfigError(f"there is no run folder {folder}: check the path")
-    lines = _lines(_text(folder / "metrics.jsonl"))
+    lines, command = RunFolder(folder).metrics(), folder / "command.txt"
     run = RunData(
         path=folder,
         config=_object(folder / "config.json"),
-        command=_text(folder / "command.txt").strip(),
+        command=command.read_text(encoding="utf-8", errors="replace").strip() if command.exists() else "",
         steps=_by_step([line for line in lines if "loss" in line]),
         checks=_by_step([line for line in lines if any(isinstance(line.get(kind), dict) for kind in KINDS)]),
         served=_object(folder / "heldout.json"),
@@ -72,41 +73,17 @@ def read_run(folder: Path) -> RunData:
     return run
 
 
-def _lines(text: str) -> list[Line]:
-    found = []
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
-
-
 def _by_step(lines: list[Line]) -> list[Line]:
     last = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
     return [last[step] for step in sorted(last)]
 
 
 def _object(path: Path) -> Line:
-    text = _text(path)
-    try:
-        value = json.loads(text) if text else {}
-    except ValueError as error:
-        raise ConfigError(f"{path} is damaged ({error}): make it again, or move it away") from error
+    remedy = "make it again, or move it away"
+    value = read_json(path, remedy) if path.exists() else {}
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} does not hold a JSON object: make it again, or move it away")
+        raise ConfigError(f"{path} does not hold a JSON object: {remedy}")
     return value
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        raise CacheError(f"cannot read {path} ({error.strerror or error}): check its permissions") from error
 
 
 def numbers(lines: list[Line], *keys: str, over: str = "blocks") -> tuple[list[float], list[float]]:

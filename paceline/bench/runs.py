@@ -15,6 +15,7 @@ from paceline.bench.config import BenchConfig, MockConfig, StepsConfig
 from paceline.bench.decode import Bench, as_line
 from paceline.bench.evaluation_file import BUILTIN_PROMPTS
 from paceline.bench.mock import MockBench
+from paceline.bench.pages import render
 from paceline.bench.report import ceiling_line, table, write_run
 from paceline.bench.steps import StepBench, config_of
 from paceline.config import EngineConfig
@@ -25,7 +26,7 @@ from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
 from paceline.simulate import catalogue
 from paceline.simulate.hf_config import shape_of
-from paceline.tables import Table
+from paceline.tables import Column, Table
 
 DISTURBED = 0.15
 """Times of one size that are so far apart were taken while other programs were at work."""
@@ -116,44 +117,27 @@ def _loaded(engine: EngineConfig, progress: Progress) -> tuple[LLM, Machine]:
 
 def mock_report(line: dict[str, Any]) -> str:
     """report.md of mocked acceptance."""
-    rows = [
-        (
-            one["batch"],
-            f"{one['tokens_per_round']:g}",
-            one["num_drafted"],
-            f"{one['step_ms']:.2f}",
-            f"{one['tokens_per_s']:.1f}",
-            f"{one['speedup']:.2f}x",
-            f"{one['roofline_step_ms']:.2f}",
-            f"{one['roofline_speedup']:.2f}x",
-        )
-        for one in line["results"]
+    columns = [
+        Column("batch", lambda each: each["batch"]),
+        Column("tokens per round", lambda each: each["tokens_per_round"], "{:g}", "right"),
+        Column("drafted", lambda each: each["num_drafted"], align="right"),
+        Column("step, ms", lambda each: each["step_ms"], "{:.2f}", "right"),
+        Column("tokens/s", lambda each: each["tokens_per_s"], "{:.1f}", "right"),
+        Column("speed-up", lambda each: each["speedup"], "{:.2f}x", "right"),
+        Column("roofline's step, ms", lambda each: each["roofline_step_ms"], "{:.2f}", "right"),
+        Column("its speed-up", lambda each: each["roofline_speedup"], "{:.2f}x", "right"),
     ]
-    head = ("batch", "tokens per round", "drafted", "step, ms", "tokens/s", "speed-up", "roofline's step, ms", "its speed-up")
-    return (
-        f"# Mocked acceptance: {line['model']}, {line['weights']} weights, drafter {line['drafter']}\n\n"
-        f"Real rounds over {line['prompt_tokens']} tokens of prompt and {line['max_tokens']} of answer; what they keep is set, "
-        "so the text means nothing: NOT lossless.\nThe roofline moves bytes and multiplies at the machine's full rates, nothing"
-        f" else.\n\n{Table.of(head, rows).markdown()}\n"
-    )
+    return render("mock.md", line=line, figures=Table(columns, line["results"]))
 
 
 def steps_report(steps: dict[str, Any]) -> str:
     """report.md of step times: milliseconds, a line for each width."""
-    batches = sorted({batch for batch, _, _ in steps["verify"]})
-    verify = {(batch, width): spent for batch, width, spent in steps["verify"]}
-    draft = {(batch, width): spent for batch, width, spent in steps["draft"]}
-    rows = [
-        (width, *(_ms(of.get((batch, at))) for batch in batches for of, at in ((verify, width), (draft, width - 1))))
-        for width in sorted({width for _, width, _ in steps["verify"]})
-    ]
-    head = ("positions", *(name for batch in batches for name in (f"batch {batch}: verify", "draft")))
-    return (
-        f"# Step times of {steps['model']}, {steps['weight_format']} weights, drafter {steps['drafter']}\n\n"
-        f"Milliseconds over a context of {steps['context']} tokens: target pass, then drafting. Acceptance is mocked.\n\n"
-        f"{Table.of(head, rows).markdown()}\n\nHost, a round: {_ms(steps['host_s'])} ms (median of all sizes)\n"
-    )
-
-
-def _ms(seconds: float | None) -> str | None:
-    return None if seconds is None else f"{1e3 * seconds:.2f}"
+    verify = {(batch, width): 1e3 * spent for batch, width, spent in steps["verify"]}
+    draft = {(batch, width): 1e3 * spent for batch, width, spent in steps["draft"]}
+    columns = [Column("positions", lambda width: width)]
+    for batch in sorted({batch for batch, _ in verify}):
+        columns += [
+            Column(f"batch {batch}: verify", lambda width, batch=batch: verify.get((batch, width)), "{:.2f}", "right"),
+            Column("draft", lambda width, batch=batch: draft.get((batch, width - 1)), "{:.2f}", "right"),
+        ]
+    return render("steps.md", steps=steps, figures=Table(columns, sorted({width for _, width in verify})))

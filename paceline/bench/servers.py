@@ -5,7 +5,6 @@ line = bench_serving(ServersConfig(url="http://127.0.0.1:8000"), ServingConfig(c
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -13,17 +12,15 @@ import re
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.client import Client
 from paceline.bench.config import ServersConfig, ServingConfig
 from paceline.bench.serving import BASELINE, Contender, Load, Pass, ServingBench
 from paceline.bench.serving_report import about, failure_lines, table, write_run
-from paceline.bench.sse import Client
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
 from paceline.progress import Progress
 from paceline.prompts import read_prompts
@@ -69,11 +66,9 @@ def bench_serving(
         progress.say(f"{name}: " + ", ".join(f"{each.name} at {each.client.url}" for each in contenders))
         bench = ServingBench(contenders, name, asked, config)
         with progress.bar("serving", bench.num_answers) as advance:
-            asyncio.run(
-                bench.run(
-                    on_answer=lambda load, speculate: advance(f"{load}, speculate {speculate}"),
-                    on_pass=lambda load, speculate, done: _log(run, bench, load, speculate, done),
-                )
+            bench.run(
+                on_answer=lambda load, speculate: advance(f"{load}, speculate {speculate}"),
+                on_pass=lambda load, speculate, done: _log(run, bench, load, speculate, done),
             )
     line = {"model": name, "url": servers.url, "max_tokens": config.max_tokens, "repeat": config.repeat}
     return _report(run, bench, line, described, progress)
@@ -108,7 +103,7 @@ def _log(run: RunFolder, bench: ServingBench, load: Load, speculate: str, done: 
 
 def _found(servers: ServersConfig, url: str, key: str | None, timeout_s: float) -> tuple[str, list[Contender]]:
     """The model's name and the contenders at --url."""
-    name, is_ours = asyncio.run(_look(url, key, servers.model))
+    name, is_ours = _look(url, key, servers.model)
     client = Client(url, key, timeout_s)
     if not is_ours:
         if servers.speculate:
@@ -121,11 +116,11 @@ def _found(servers: ServersConfig, url: str, key: str | None, timeout_s: float) 
     return name, contenders
 
 
-async def _look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
+def _look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
     """What the server calls the model, and whether it is a paceline server. Raises what is wrong with it, in one line."""
     client = Client(url, key, timeout_s=30)
     try:
-        reply = await client.get("/v1/models")
+        reply = client.get("/v1/models")
     except OSError as error:
         raise DownloadError(f"there is no server at {url} ({error}): start one with paceline serve, or check --url") from error
     finally:
@@ -162,7 +157,7 @@ def _started(
                 processes.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out))
         progress.say(f"starting {len(names)} servers (their words: {', '.join(str(log) for log in logs)})")
         urls = [_ready(process, log) for process, log in zip(processes, logs, strict=True)]
-        model, _ = asyncio.run(_look(urls[0], key, None))
+        model, _ = _look(urls[0], key, None)
         fields = {"return_metrics": True}
         yield model, [Contender(name, Client(url, key, timeout_s), fields) for name, url in zip(names, urls, strict=True)]
     finally:
@@ -184,11 +179,13 @@ def _ready(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def _answers(url: str) -> bool:
+    client = Client(url, timeout_s=10)
     try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, OSError):
+        return client.get("").status == 200
+    except OSError:
         return False
+    finally:
+        client.close()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

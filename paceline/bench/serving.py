@@ -8,21 +8,21 @@ those before, as users do. Nothing here imports PyTorch: the client shares the p
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from paceline.bench.client import Client, Stream
 from paceline.bench.config import ServingConfig
 from paceline.bench.serving_figures import Answer, read_answer, tokens_per_round
-from paceline.bench.sse import Client, Stream
 from paceline.figures import Spread
 from paceline.prompts import Prompt
 
@@ -106,7 +106,7 @@ class ServingResult:
 
 
 class ServingBench:
-    """Requests, contenders, and the passes run so far. `await run()`, then `results()`."""
+    """Requests, contenders, and the passes run so far. `run()`, then `results()`."""
 
     def __init__(self, contenders: list[Contender], model: str, prompts: list[Prompt], config: ServingConfig) -> None:
         self.contenders, self.config, self._model, self._prompts = contenders, config, model, prompts
@@ -125,7 +125,7 @@ class ServingBench:
         """Answers that `run` will ask for: the length of its progress bar."""
         return self.config.repeat * len(self.contenders) * sum(self.num_requests(load) for load in self.loads)
 
-    async def run(
+    def run(
         self,
         on_answer: Callable[[Load, str], None] | None = None,
         on_pass: Callable[[Load, str, Pass], None] | None = None,
@@ -133,12 +133,12 @@ class ServingBench:
         """All loads, `repeat` times; at each load the contenders follow one another, in an order that turns around."""
         try:
             for contender in self.contenders:
-                await self._pass(contender, self.loads[0], WARM_UP_TOKENS, 0)
+                self._pass(contender, self.loads[0], WARM_UP_TOKENS, 0)
             for number in range(self.config.repeat):
                 for place, load in enumerate(self.loads):
                     for contender in self.contenders[:: -1 if (number + place) % 2 else 1]:
                         told = partial(on_answer, load, contender.name) if on_answer else None
-                        done = await self._pass(contender, load, self.config.max_tokens, number, told)
+                        done = self._pass(contender, load, self.config.max_tokens, number, told)
                         self.passes[load, contender.name].append(done)
                         if on_pass:
                             on_pass(load, contender.name, done)
@@ -146,24 +146,30 @@ class ServingBench:
             for contender in self.contenders:
                 contender.client.close()
 
-    async def _pass(
+    def _pass(
         self, contender: Contender, load: Load, max_tokens: int, number: int, on_answer: Callable[[], None] | None = None
     ) -> Pass:
         requests = [self._request(index, contender.fields, max_tokens) for index in range(self.num_requests(load))]
-        streams: list[Stream] = [Stream(0.0)] * len(requests)
         began, cpu_began = time.perf_counter(), time.process_time()
 
-        async def send(index: int, due_s: float | None = None) -> None:
+        def send(index: int, due_s: float | None = None) -> Stream:
             path, body = requests[index]
-            streams[index] = await contender.client.post(path, body, due_s)
+            stream = contender.client.post(path, body, due_s)
             if on_answer:
                 on_answer()
+            return stream
 
-        if load.rate:
-            due = arrivals(load.rate, len(requests), self.config.seed + number)
-            await _open_loop(send, [began + each for each in due])
-        else:
-            await _closed_loop(send, len(requests), load.concurrency or 1)
+        with ThreadPoolExecutor(load.concurrency or len(requests)) as threads:
+            try:
+                if load.rate:
+                    due = [began + each for each in arrivals(load.rate, len(requests), self.config.seed + number)]
+                    streams = _open_loop(threads, send, due)
+                else:
+                    streams = list(threads.map(send, range(len(requests))))
+            except BaseException:  # Ctrl-C: what is under way need not end
+                threads.shutdown(wait=False, cancel_futures=True)
+                contender.client.close()
+                raise
         wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
         return Pass(wall_s, cpu_s, [read_answer(each, began) for each in streams])
 
@@ -225,23 +231,12 @@ def arrivals(rate: float, number: int, seed: int) -> list[float]:
     return times
 
 
-async def _closed_loop(send: Callable[[int], Any], number: int, concurrency: int) -> None:
-    indices = iter(range(number))
-
-    async def one_after_another(left: Iterator[int]) -> None:
-        for index in left:
-            await send(index)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(concurrency, number)):
-            group.create_task(one_after_another(indices))
-
-
-async def _open_loop(send: Callable[[int, float], Any], due: list[float]) -> None:
-    async with asyncio.TaskGroup() as group:
-        for index, due_s in enumerate(due):
-            await asyncio.sleep(due_s - time.perf_counter())
-            group.create_task(send(index, due_s))
+def _open_loop(threads: ThreadPoolExecutor, send: Callable[[int, float], Stream], due: list[float]) -> list[Stream]:
+    sent = []
+    for index, due_s in enumerate(due):
+        time.sleep(max(due_s - time.perf_counter(), 0))
+        sent.append(threads.submit(send, index, due_s))
+    return [each.result() for each in sent]
 
 
 def _speedup(passes: list[Pass], baseline: list[Pass]) -> float | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from paceline.bench.sse import Stream, read_reply
+from paceline.bench.client import Stream
 
 DONE = b"[DONE]"
 
@@ -56,18 +56,16 @@ def read_answer(stream: Stream, began_s: float = 0.0) -> Answer:
     """A streamed chat or text completion of a pass that began at `began_s`."""
     if stream.failure:
         return Answer(error=stream.failure)
-    reply = read_reply(stream)
-    if reply is None:
-        return Answer(error="the answer was not HTTP")
-    if reply.status != 200:
-        return Answer(error=f"status {reply.status}: {_error_of(reply.body)}")
-    if not reply.events or reply.events[-1][1] != DONE:
+    if stream.status != 200:
+        return Answer(error=f"status {stream.status}: {_error_of(stream.body)}")
+    events = list(stream.events())
+    if not events or events[-1][1] != DONE:
         return Answer(error="the stream ended early")
     due_s = stream.due_s
     answer = Answer(total_s=stream.ended_s - due_s, due_s=due_s - began_s, late_s=stream.sent_s - due_s)
     times: list[float] = []
     has_ended = False
-    for when, data in reply.events[:-1]:
+    for when, data in events[:-1]:
         try:
             chunk = json.loads(data)
         except ValueError:

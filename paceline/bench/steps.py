@@ -14,25 +14,20 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.bench.config import StepsConfig
+from paceline.bench.passes import described, mocked_engine, random_prompt
 from paceline.draft.base import Drafter
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.registry import make_drafter
-from paceline.engine.engine import Engine
-from paceline.engine.judge import MockedJudge
+from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
 from paceline.hub import resolve
-from paceline.model.backends import form_of
 from paceline.model.checkpoint import read_json
 from paceline.plan import FixedPlanner
 from paceline.types import Batch, DraftBlock, SamplingParams
-from paceline.verify.mocked import MockedAcceptance
-
-if TYPE_CHECKING:
-    from paceline.engine.llm import LLM
 
 FILLER = 5
 """A token; which one is of no matter."""
@@ -102,13 +97,7 @@ class StepBench:
         options = {"block_size": config.max_positions} if drafter == "random-dflash" else {}
         self.drafter = make_drafter(drafter, llm.target, target_name=llm.config.model, **options)
         self.times = Times()
-        self._engine = Engine(
-            llm.target,
-            llm.tokenizer,
-            FilledDrafter(self.drafter, config.max_positions - 1),
-            judge=MockedJudge(MockedAcceptance(config.tokens_per_round)),
-            prefill_chunk=llm.config.prefill_chunk,
-        )
+        self._engine = mocked_engine(llm, FilledDrafter(self.drafter, config.max_positions - 1), config.tokens_per_round)
 
     def run(self, on_turn: Callable[[str], None] | None = None) -> None:
         """All sizes in turn, `repeat` times, the widths of each turn in another order; a turn before them warms up."""
@@ -126,7 +115,7 @@ class StepBench:
         engine = self._engine
         longest = min(self.llm.config.prefill_chunk, engine.target.cache.max_len - 1)
         for length in (each for each in PREFILLS if each <= longest):
-            tokens = _prompt(f"prefill {turn} {length}", length, engine.target.vocab_size)
+            tokens = random_prompt(f"prefill {turn} {length}", length, engine.target.vocab_size)
             request_id = engine.add(tokens, SamplingParams(max_tokens=1, ignore_eos=True))
             started = time.perf_counter()
             engine.step()
@@ -137,7 +126,7 @@ class StepBench:
         """Fill the rows, then a round of each width."""
         engine, prompt_len = self._engine, max(self.config.context - self.config.growth // 2, 1)
         params = SamplingParams(max_tokens=engine.target.cache.max_len - prompt_len, ignore_eos=True)
-        ids = [engine.add(_prompt(row, prompt_len, engine.target.vocab_size), params) for row in range(num_rows)]
+        ids = [engine.add(random_prompt(row, prompt_len, engine.target.vocab_size), params) for row in range(num_rows)]
         try:
             while engine.scheduler.waiting or engine.scheduler.prefilling:
                 self._hold(0)
@@ -167,12 +156,9 @@ class StepBench:
         network = self.drafter.network if isinstance(self.drafter, DFlashDrafter) else None
         return {
             "machine": asdict(machine),
-            "model": llm.config.model,
             "config": model_config,
-            "dtype": llm.config.dtype,
-            **asdict(form_of(llm.target)),
-            "weights": llm.config.weights,
-            "weight_bytes": llm.target.weight_bytes,
+            "weights": self.llm.config.weights,
+            **described(llm),
             "drafter": self.name,
             "drafter_name": self.drafter.name,
             "drafter_parameters": sum(weight.numel() for weight in network.parameters()) if network else None,
@@ -205,12 +191,6 @@ def spread(times: dict[Size, list[float]]) -> float:
             low, middle, high = statistics.quantiles(runs, n=4)
             shares.append((high - low) / middle)
     return statistics.median(shares) if shares else 0.0
-
-
-def _prompt(seed: int | str, length: int, vocab_size: int) -> list[int]:
-    """Tokens of no meaning, others for each seed: an equal prompt would be taken over, not computed."""
-    draw = random.Random(seed)
-    return [draw.randrange(vocab_size) for _ in range(length)]
 
 
 def config_of(model: str) -> dict[str, Any] | None:

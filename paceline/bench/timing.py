@@ -9,23 +9,20 @@ one process, and of each the repetition of median length is kept.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.bench.passes import Engines
 from paceline.draft.base import NoDrafter
+from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.figures import first_difference
+from paceline.simulate.files import read_json
 from paceline.types import SamplingParams, Sequence
-
-if TYPE_CHECKING:
-    from paceline.draft.base import NoDrafter
-from paceline.engine.llm import LLM
 
 NAME = "timing.json"
 VERSION = 1
@@ -71,6 +68,10 @@ class TimedAnswer:
     def tokens_per_s(self) -> float:
         """Prefill included."""
         return len(self.tokens) / self.total_s
+
+    @property
+    def figures(self) -> dict[str, float]:
+        return {"tokens_per_s": self.tokens_per_s, "total_s": self.total_s, "num_tokens": len(self.tokens)}
 
     @property
     def tokens_per_round(self) -> float:
@@ -186,35 +187,13 @@ def timed(sequence: Sequence, detokenizer: Any, drafter: str) -> TimedAnswer:
 def read_timing(folder: Path) -> Timing:
     """The recorded times of a run folder, or of the file itself. Raises ConfigError when they cannot be shown."""
     file = folder / NAME if folder.is_dir() else folder
+    read = read_json(file, "--from wants a folder of paceline compare")
     try:
-        read = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read {file} ({error.strerror or error}): --from wants a folder of paceline compare"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{file} is damaged ({error}): run paceline compare again") from error
-    try:
-        return _timing(read)
+        if read["version"] != VERSION:
+            raise ValueError(f"it is of version {read['version']!r}, this reads {VERSION}")
+        return Timing(**{**read, "off": _answer(read["off"]), "on": _answer(read["on"])})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file} holds no token times ({error}): run paceline compare again") from error
-
-
-def _timing(read: dict[str, Any]) -> Timing:
-    if read["version"] != VERSION:
-        raise ValueError(f"it is of version {read['version']!r}, this reads {VERSION}")
-    same = read["first_difference"]
-    return Timing(
-        prompt=str(read["prompt"]),
-        model=str(read["model"]),
-        device=str(read["device"]),
-        dtype=str(read["dtype"]),
-        machine=str(read["machine"]),
-        temperature=float(read["temperature"]),
-        off=_answer(read["off"]),
-        on=_answer(read["on"]),
-        first_difference=None if same is None else int(same),
-    )
 
 
 def _answer(read: dict[str, Any]) -> TimedAnswer:

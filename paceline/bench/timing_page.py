@@ -1,42 +1,177 @@
-"""The token timing page: `timing_page.html` with a run's token times put in; one file that needs no server and no network.
+"""Recorded token times to look at: the page that replays them, and an animated SVG for a README.
 
-Whatever a model or a user wrote travels as JSON and reaches the page as text only; the content security policy names the
-script's hash and lets nothing be loaded.
+The page is `timing_page.html` with the times put in; it needs no server and no network, what a model or a user wrote travels
+as JSON and reaches it as text only, and its content security policy names the script's hash and lets nothing be loaded. The
+SVG is two columns that fill as the tokens came, over and over: plain CSS animation, no script, so that it moves inside an
+<img>. Where motion is unwelcome it stands still, complete.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
-import json
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
-from paceline.bench.timing import Timing
+from paceline.bench.pages import render
+from paceline.bench.timing import TimedAnswer, Timing
+from paceline.errors import ConfigError
 from paceline.runlog import plain
+from paceline.simulate.calculator import embedded, hash_of
 from paceline.tables import printable
 
 TEMPLATE = Path(__file__).with_name("timing_page.html")
-DATA, HASH, TITLE = "{/* TIMING */}", "sha256-SCRIPT", "paceline compare"
+WIDTH, MARGIN, GAP = 880, 24, 32
+COLUMN = (WIDTH - 2 * MARGIN - GAP) / 2
+CELL, LINE = 7.2, 19
+"""Of a monospaced letter, in pixels; every piece of text is stretched to whole cells, whatever font there is."""
+CELLS = int(COLUMN / CELL)
+TOP, CHART = 118, 34
+MOST_LINES = 26
+MOST_TICKS = 90
+"""Steps of the clock at most; none shorter than 0.1 s of the replay."""
+HOLD_S = 3.0
+"""The end stands still for so long before it begins again."""
 
 
 def page(timing: Timing) -> str:
     """The whole page."""
     template = TEMPLATE.read_text(encoding="utf-8")
+    data = embedded(plain(timing) | {"verdict": timing.verdict, "speed": timing.usual_speed})
+    title = html.escape(printable(f"{timing.model}: {timing.verdict}"))
     return (
-        template.replace(HASH, script_hash(template), 1)
-        .replace(DATA, embedded(timing), 1)
-        .replace(f"<title>{TITLE}</title>", f"<title>{html.escape(printable(f'{timing.model}: {timing.verdict}'))}</title>", 1)
+        template.replace("sha256-SCRIPT", script_hash(template), 1)
+        .replace("{/* TIMING */}", data, 1)
+        .replace("<title>paceline compare</title>", f"<title>{title}</title>", 1)
     )
-
-
-def embedded(timing: Timing) -> str:
-    """JSON that no HTML parser can mistake for markup."""
-    text = json.dumps(plain(timing) | {"verdict": timing.verdict, "speed": timing.usual_speed}, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def script_hash(template: str) -> str:
     """Of the page's script, as its content security policy wants it."""
-    script = template.split("<script>", 1)[1].split("</script>", 1)[0]
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return hash_of(template.split("<script>", 1)[1].split("</script>", 1)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A piece of one line that came in one round, drafted or not."""
+
+    line: int
+    cell: int
+    text: str
+    width: int
+    """Cells."""
+    round: int
+    is_drafted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A bar of the chart and the pieces of text that appear with it."""
+
+    number: int
+    at_s: float
+    num_own: int
+    """Tokens that are the target's own."""
+    num_kept: int
+    """Drafts that stood."""
+    runs: list[Run]
+
+    @classmethod
+    def all_of(cls, side: TimedAnswer) -> list[Round]:
+        """Those of one answer, in order."""
+        found, laid_out = [], list(runs(side))
+        for number, group in groupby(side.tokens, key=lambda token: token.round):
+            tokens = list(group)
+            num_kept = sum(token.is_drafted for token in tokens)
+            own = [run for run in laid_out if run.round == number]
+            found.append(cls(number, tokens[0].at_s, len(tokens) - num_kept, num_kept, own))
+        return found
+
+
+def svg(timing: Timing, speed: float | None = None) -> str:
+    """The whole picture, `speed` times as fast as it was; None: so that the eye can follow. Raises ConfigError."""
+    check_speed(speed)
+    speed = speed or timing.usual_speed
+    sides = (timing.off, timing.on)
+    rounds = [Round.all_of(side) for side in sides]
+    end_s = max(side.total_s for side in sides)
+    tick_s = max(0.1 * speed, end_s / MOST_TICKS)
+    num_ticks = int(end_s / tick_s) + 1
+    pace = "" if speed == 1 else f", shown at {speed:g}x speed"
+    return render(
+        "timing.svg",
+        width=WIDTH,
+        margin=MARGIN,
+        column=COLUMN,
+        lefts=(MARGIN, MARGIN + COLUMN + GAP),
+        cell=CELL,
+        line=LINE,
+        top=TOP,
+        base=TOP + CHART,
+        unit=CHART / max(each.num_own + each.num_kept for own in rounds for each in own),
+        most_lines=MOST_LINES,
+        num_lines=[max((run.line for each in own for run in each.runs), default=0) + 1 for own in rounds],
+        rounds=rounds,
+        end_s=end_s,
+        speed=speed,
+        loop_s=end_s / speed + HOLD_S,
+        ticks=[[_said(side, tick * tick_s if tick < num_ticks else end_s) for side in sides] for tick in range(num_ticks + 1)],
+        verdict=timing.verdict,
+        about=f"{timing.model}, drafter {timing.on.drafter}, {timing.dtype}, {timing.machine or timing.device}{pace}",
+    )
+
+
+def _said(side: TimedAnswer, now_s: float) -> str:
+    """What a side has made by then."""
+    count, spent_s = sum(token.at_s <= now_s for token in side.tokens), min(now_s, side.total_s)
+    return f"{count} tokens, {spent_s:.2f} s, {count / spent_s if spent_s else 0:.0f} tokens/s"
+
+
+def check_speed(speed: float | None) -> None:
+    """Raises ConfigError."""
+    if speed is not None and not 0.05 <= speed <= 20:
+        raise ConfigError(f"--svg-speed must be between 0.05 and 20, not {speed:g}")
+
+
+def runs(side: TimedAnswer) -> Iterator[Run]:
+    """The text in lines of CELLS cells, broken between words where it can be."""
+    letters = [(letter, token.round, token.is_drafted) for token in side.tokens for letter in _letters(token.text)]
+    line = at = 0
+    while at < len(letters):
+        end = _line_end(letters, at)
+        cell = 0
+        for (number, is_drafted), group in groupby(letters[at:end], key=lambda letter: letter[1:]):
+            text = "".join(letter for letter, _, _ in group)
+            width = sum(map(_cells, text))
+            shown = text.strip()
+            if shown:
+                lead = sum(map(_cells, text[: len(text) - len(text.lstrip())]))
+                yield Run(line, cell + lead, shown, sum(map(_cells, shown)), number, is_drafted)
+            cell += width
+        at = end + (end < len(letters) and letters[end][0] == "\n")
+        line += 1
+
+
+def _letters(text: str) -> str:
+    return printable(text.replace("\r", "").replace("\t", "    "))
+
+
+def _line_end(letters: list[tuple[str, int, bool]], begin: int) -> int:
+    """Index after the last letter of the line that begins here."""
+    width, space = 0, None
+    for at in range(begin, len(letters)):
+        letter = letters[at][0]
+        if letter == "\n":
+            return at
+        width += _cells(letter)
+        if width > CELLS and letter != " ":
+            return space if space is not None else at
+        if letter == " ":
+            space = at + 1
+    return len(letters)
+
+
+def _cells(letter: str) -> int:
+    return 0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1

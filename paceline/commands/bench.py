@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from paceline.bench.config import BenchConfig, MockConfig, StepsConfig
 from paceline.commands.options import Changed, Only, Opt, Without, options
 from paceline.commands.shared import MOCK, Json, Limit, PromptSource
-from paceline.commands.terminal import TerminalProgress, print_json, say
+from paceline.commands.terminal import TerminalProgress, say
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 
@@ -37,7 +37,7 @@ def bench_decode(
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-decode-<time>].")] = None,
     save_results: Annotated[Path | None, typer.Option(help="Also write one JSON file of figures and raw runs, here.")] = None,
     as_json: Json = False,
-) -> None:
+) -> dict[str, Any]:
     """Tokens per second and acceptance: prompts x drafters x temperatures x batch sizes, against plain decoding.
 
     Example: paceline bench decode --limit 4 --drafters none,ngram --batch 1,4 --max-tokens 64
@@ -58,15 +58,13 @@ def bench_decode(
         mocked = replace(mocked, drafter=drafter, **same)
         from paceline.bench import runs
 
-        line = runs.bench_mock(engine, mocked, out, TerminalProgress())
-    else:
-        from paceline.bench import runs
+        return runs.bench_mock(engine, mocked, out, TerminalProgress())
+    from paceline.bench import runs
 
-        line = runs.bench_decode(engine, config, prompts, limit, out, TerminalProgress())
-        if save_results:
-            say(f"results: {_save(save_results, line['run'], line['device'])}")
-    if as_json:
-        print_json(line)
+    line = runs.bench_decode(engine, config, prompts, limit, out, TerminalProgress())
+    if save_results:
+        say(f"results: {_save(save_results, line['run'], line['device'])}")
+    return line
 
 
 def _save(where: Path, run: Path, device: str) -> Path:
@@ -88,7 +86,7 @@ def bench_steps(
     config: Annotated[StepsConfig, Changed(batches=Opt("--batch"), max_positions=Opt("--positions"))],
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-steps-<time>].")] = None,
     as_json: Json = False,
-) -> None:
+) -> dict[str, Any]:
     """Seconds of verifying, drafting and the host for each number of rows and positions, in turns: for simulate --calibrate.
 
     Acceptance is mocked: the text means nothing, the times are those of the engine's own rounds.
@@ -97,6 +95,4 @@ def bench_steps(
     """
     from paceline.bench import runs
 
-    line = runs.bench_steps(engine, config, out, TerminalProgress())
-    if as_json:
-        print_json(line)
+    return runs.bench_steps(engine, config, out, TerminalProgress())

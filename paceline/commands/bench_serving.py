@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from paceline.bench.config import ServersConfig, ServingConfig
 from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.shared import Json, Limit, PromptSource
-from paceline.commands.terminal import TerminalProgress, print_json
+from paceline.commands.terminal import TerminalProgress
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 
@@ -33,7 +33,7 @@ def bench_serving(
     limit: Limit = None,
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-serving-<time>].")] = None,
     as_json: Json = False,
-) -> None:
+) -> dict[str, Any]:
     """A server under load, speculation off and on taking turns: first token, inter-token and inter-chunk times, throughput.
 
     Without --url it starts a paceline server for each contender, all at once, and needs memory for each; with --url each
@@ -52,9 +52,7 @@ def bench_serving(
         words += ("--model", servers.model)
     from paceline.bench import servers as library
 
-    line = library.bench_serving(replace(servers, words=words), config, prompts, limit, out, TerminalProgress())
-    if as_json:
-        print_json(line)
+    return library.bench_serving(replace(servers, words=words), config, prompts, limit, out, TerminalProgress())
 
 
 def words_of(engine: EngineConfig) -> tuple[str, ...]:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from paceline.commands.options import options
 from paceline.commands.shared import Json
-from paceline.commands.terminal import print_json, say
+from paceline.commands.terminal import say
 from paceline.errors import ConfigError
 
 
+@options
 def calculator(
     out: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("calculator.html"),
     open_it: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
     this_machine: Annotated[bool, typer.Option("--this-machine", help="Also offer the machine at hand, measured.")] = False,
     as_json: Json = False,
-) -> None:
+) -> dict[str, Any]:
     """Write the calculator: predictions of `paceline simulate` with sliders and charts, in one HTML file.
 
     The file opens from disk, needs no server and no network, and can be hosted as it is. docs/calculator.md describes it.
@@ -39,5 +41,4 @@ def calculator(
     say(f"wrote {out}: {len(models)} models, {len(machines)} machines, {out.stat().st_size / 1e3:.0f} kB; open it in a browser")
     if open_it and not webbrowser.open(out.resolve().as_uri()):
         say("found no browser to open it with")
-    if as_json:
-        print_json({"page": out, "num_bytes": out.stat().st_size, "models": models, "machines": machines})
+    return {"page": out, "num_bytes": out.stat().st_size, "models": models, "machines": machines}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.commands.generate import encode
 from paceline.commands.options import Only, Without, options
 from paceline.commands.shared import MOCK, Json, Raw, System, check_template, prompt_of, with_model
-from paceline.commands.terminal import introduce, print_json, progress, say
+from paceline.commands.terminal import introduce, progress, say
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.runlog import RunFolder, write_whole
@@ -40,7 +40,7 @@ def compare(
         typer.Option(help="Times as fast as it was, in the SVG: 0.5 is slow motion [default: so that the eye can follow]."),
     ] = None,
     as_json: Json = False,
-) -> None:
+) -> dict[str, Any]:
     """One prompt with speculation off and on, every token at the time it came: a page that replays both side by side.
 
     The page is one file, compare.html in the run folder; it needs no server and no network.
@@ -48,15 +48,14 @@ def compare(
     Example: paceline compare "Why is the sky blue?" --max-tokens 96 --svg demo.svg
     """
     from paceline.bench.timing import NAME, read_timing
-    from paceline.bench.timing_svg import check_speed
+    from paceline.bench.timing_page import check_speed
 
     check_speed(svg_speed)
     if recorded is not None:
         if prompt is not None:
             raise ConfigError("--from draws what was recorded: leave the prompt out")
         run = RunFolder(out or (recorded if recorded.is_dir() else recorded.parent))
-        _draw(run, read_timing(recorded), svg, svg_speed, as_json)
-        return
+        return _draw(run, read_timing(recorded), svg, svg_speed)
     text = prompt_of(prompt, "paceline compare")
     check_template(raw, system)
     if repeat < 1:
@@ -67,7 +66,7 @@ def compare(
     described = {"llm": engine, "sampling": sampling, "system": system, "raw": raw, "repeat": repeat}
     run = RunFolder.create("compare", described, out)
     run.write_json(NAME, timing)
-    _draw(run, timing, svg, svg_speed, as_json)
+    return _draw(run, timing, svg, svg_speed)
 
 
 def _record(engine: EngineConfig, sampling: SamplingParams, prompt: str, system: str | None, raw: bool, repeat: int) -> Timing:
@@ -83,9 +82,8 @@ def _record(engine: EngineConfig, sampling: SamplingParams, prompt: str, system:
         return record(llm, token_ids, sampling, prompt=prompt, machine=machine.name, repeat=repeat, on_answer=advance)
 
 
-def _draw(run: RunFolder, timing: Timing, picture: Path | None, svg_speed: float | None, as_json: bool) -> None:
-    from paceline.bench.timing_page import page
-    from paceline.bench.timing_svg import svg
+def _draw(run: RunFolder, timing: Timing, picture: Path | None, svg_speed: float | None) -> dict[str, Any]:
+    from paceline.bench.timing_page import page, svg
 
     made = {"page": run.write(PAGE, page(timing))}
     if picture is not None:
@@ -97,21 +95,13 @@ def _draw(run: RunFolder, timing: Timing, picture: Path | None, svg_speed: float
         f"{timing.verdict}"
     )
     say("open in a browser: " + ", ".join(str(path) for path in made.values()))
-    if as_json:
-        print_json(
-            {
-                "speedup": timing.speedup,
-                "off": {"tokens_per_s": off.tokens_per_s, "total_s": off.total_s, "num_tokens": len(off.tokens)},
-                "on": {
-                    "tokens_per_s": on.tokens_per_s,
-                    "total_s": on.total_s,
-                    "num_tokens": len(on.tokens),
-                    "tokens_per_round": on.tokens_per_round,
-                },
-                "first_difference": timing.first_difference,
-                "lossless": on.lossless,
-                "text": on.text,
-                "run": run.path,
-                **made,
-            }
-        )
+    return {
+        "speedup": timing.speedup,
+        "off": off.figures,
+        "on": {**on.figures, "tokens_per_round": on.tokens_per_round},
+        "first_difference": timing.first_difference,
+        "lossless": on.lossless,
+        "text": on.text,
+        "run": run.path,
+        **made,
+    }

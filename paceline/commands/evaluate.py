@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from paceline.bench.config import BenchConfig
 from paceline.commands.options import Changed, Only, Opt, Without, options
 from paceline.commands.shared import Json
-from paceline.commands.terminal import TerminalProgress, print_json, say
+from paceline.commands.terminal import TerminalProgress, say
 from paceline.config import EngineConfig
 
 ASKED = Only("model", "max_len", "dtype", "backend", "weight_format", "device", "threads")
@@ -30,7 +30,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="Only the first prompts of each source.")] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder, a training run's too [default: runs/evaluate-<time>].")] = None,
     as_json: Json = False,
-) -> None:
+) -> dict[str, Any]:
     """A drafter in the real engine, against plain decoding: tokens per round, survival, speed-up, texts, set by set.
 
     Example: paceline evaluate runs/mine/drafter --prompts questions.jsonl --limit 20
@@ -40,6 +40,5 @@ def evaluate(
 
     engine = replace(engine, plan="fixed")
     done = library.evaluate(drafter, prompts or (), config, engine=engine, limit=limit, out=out, progress=TerminalProgress())
-    say(f"figures and texts: {done.run / EVALUATION} (paceline report {done.run} draws them)")
-    if as_json:
-        print_json({**done.as_line(), "run": str(done.run)})
+    say(f"figures and texts: {done.run.path / EVALUATION} (paceline report {done.run.path} draws them)")
+    return {**done.as_line(), "run": done.run.path}

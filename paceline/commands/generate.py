@@ -23,7 +23,7 @@ from paceline.commands.shared import (
     prompt_of,
     with_model,
 )
-from paceline.commands.terminal import introduce, print_json, say, stats_lines, weights_read_per_s
+from paceline.commands.terminal import introduce, say, stats_lines, weights_read_per_s
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PromptError
 from paceline.types import SamplingParams
@@ -49,7 +49,7 @@ def generate(
     compare: Annotated[bool, typer.Option("--compare", help="Also decode plainly in this process; show both speeds.")] = False,
     against: Annotated[str | None, typer.Option(help="transformers: run its generate on the same prompt too.")] = None,
     as_json: Json = False,
-) -> None:
+) -> dict[str, Any]:
     """Answer one prompt, streamed; speed and acceptance go to stderr.
 
     Example: paceline generate "Why is the sky blue?" --max-tokens 64 --compare
@@ -80,13 +80,12 @@ def generate(
         say(beside_plain.line(completion.stats.tokens_per_s, llm.config.dtype, llm.target.is_width_invariant))
     if beside_peer:
         say(beside_peer.line(llm.config.dtype))
-    if as_json:
-        print_json(
-            as_line(llm, completion, machine)
-            | ({"logprobs": completion.logprobs} if sampling.logprobs is not None else {})
-            | (asdict(beside_plain) if beside_plain else {})
-            | (beside_peer.as_json() if beside_peer else {})
-        )
+    return (
+        as_line(llm, completion, machine)
+        | ({"logprobs": completion.logprobs} if sampling.logprobs is not None else {})
+        | (asdict(beside_plain) if beside_plain else {})
+        | (beside_peer.as_json() if beside_peer else {})
+    )
 
 
 def model_and_prompt(words: list[str], has_model: bool, prompt_file: Path | None) -> tuple[str | None, str]:
@@ -120,26 +119,16 @@ def encode(llm: LLM, prompt: str, system: str | None, raw: bool) -> list[int]:
 
 def _stream(llm: LLM, token_ids: list[int], sampling: SamplingParams, as_json: bool) -> Completion:
     """Text as it comes: to stdout, or to stderr when stdout is for the JSON line."""
-    from paceline.engine.llm import Completion, GenerationStats
-
     out = sys.stderr if as_json else sys.stdout
-    texts = []
-    sequence = None
-    for chunk in llm.stream(token_ids, sampling):
-        texts.append(chunk.text)
-        print(chunk.text, end="", file=out, flush=True)
-        sequence = chunk.sequence
-    assert sequence is not None, "a request ends with a chunk"
-    text = "".join(texts)
-    if not text.endswith("\n"):
+    [completion] = llm.generate_ids([token_ids], sampling, lambda chunk: print(chunk.text, end="", file=out, flush=True))
+    if not completion.text.endswith("\n"):
         print(file=out, flush=True)
-    stats = GenerationStats.of(sequence)
-    return Completion(text, sequence.output_ids, sequence.finish_reason, stats, sequence.logprobs, token_ids)
+    return completion
 
 
 def as_line(llm: LLM, completion: Completion, machine: Machine) -> dict[str, Any]:
     """The command's JSON object."""
-    from paceline.model.backends import form_of
+    from paceline.bench.passes import described
 
     stats, times = completion.stats, completion.stats.timings
     return {
@@ -156,13 +145,9 @@ def as_line(llm: LLM, completion: Completion, machine: Machine) -> dict[str, Any
         "accepted_histogram": stats.accepted_histogram,
         "lossless": stats.lossless,
         "seconds": {"prefill": times.prefill_s, "draft": times.draft_s, "verify": times.verify_s, "host": times.host_s},
-        "model": llm.config.model,
+        **described(llm),
         "drafter": llm.drafter.name,
-        "dtype": llm.config.dtype,
-        "device": llm.config.device,
-        **asdict(form_of(llm.target)),
         "kv_cache_bytes": llm.cache_bytes,
-        "weight_bytes": llm.target.weight_bytes,
         "bytes_per_s": weights_read_per_s(stats, llm.target.weight_bytes),
         "machine": machine,
     }

@@ -14,6 +14,7 @@
 - `Annotated[EngineConfig, Without("prefill_chunk"), Changed(max_len=Opt(default=1024), drafter=Opt("--draft-model", "-d"))]`:
   fields that are no options keep their defaults; `Opt` gives a field another name, help, default or metavar in this command.
 - A ConfigError of the dataclass names the option: "max_batch must be at least 1" becomes "--max-batch must be at least 1".
+- What a command returns is printed as its one JSON object when it has `as_json: Json` and was given --json.
 - Called with the dataclasses themselves, `generate(prompt="Hi", engine=EngineConfig(), ...)` is the plain function.
 
 Modules that hold such dataclasses must be quick to import. Fields of other types need a parameter of the command's own.
@@ -37,6 +38,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args,
 
 import typer
 
+from paceline.commands.terminal import print_json
 from paceline.errors import ConfigError, PacelineError
 
 P = ParamSpec("P")
@@ -172,10 +174,14 @@ def options(command: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(command)
     def run(*args: Any, **given: Any) -> Any:
         if args or any(isinstance(given.get(name), owner) for name, (owner, _) in configs.items()):
-            return command(*args, **given)
-        for name, (owner, asked) in configs.items():
-            given[name] = _build(owner, [(each, given.pop(each.parameter.name)) for each in asked])
-        return command(**given)  # pyright: ignore[reportCallIssue]
+            line = command(*args, **given)
+        else:
+            for name, (owner, asked) in configs.items():
+                given[name] = _build(owner, [(each, given.pop(each.parameter.name)) for each in asked])
+            line = command(**given)  # pyright: ignore[reportCallIssue]
+        if given.get("as_json") and line is not None:
+            print_json(line)
+        return line
 
     run.__signature__ = inspect.Signature(flat)  # pyright: ignore[reportAttributeAccessIssue]  # raises on a name taken twice
     run.__annotations__ = {each.name: each.annotation for each in flat}

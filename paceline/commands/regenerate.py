@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.shared import Json
-from paceline.commands.terminal import TerminalProgress, print_json
+from paceline.commands.terminal import TerminalProgress
 from paceline.commands.train import Target
 from paceline.train import regenerate as run
 from paceline.train.config import AnswerConfig, PromptsConfig, RegenerateConfig
@@ -21,11 +21,10 @@ def regenerate(
     asked: PromptsConfig,
     answering: Annotated[AnswerConfig, Changed(temperatures=Opt("--temperature"))],
     as_json: Json = False,
-) -> None:
+) -> dict[str, Any] | None:
     """The target answers prompts, batched: the data a drafter learns from. Without prompts it writes some itself.
 
     Example: paceline regenerate --prompts questions.jsonl --out runs/answers
     """
     result = run(replace(config, target=target, asked=asked, answering=answering), progress=TerminalProgress())
-    if as_json and Ranks.here().is_first:
-        print_json(asdict(result))
+    return asdict(result) if Ranks.here().is_first else None

@@ -7,10 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from paceline.commands.options import options
 from paceline.commands.shared import Json
-from paceline.commands.terminal import print_json, say
+from paceline.commands.terminal import say
 
 
+@options
 def report(
     folder: Annotated[Path, typer.Argument(help="Run folder of train or evaluate.")],
     as_json: Json = False,
@@ -21,13 +23,10 @@ def report(
     """
     from paceline.bench.html import page
     from paceline.bench.rundata import read_run
-    from paceline.runlog import plain, write_whole
+    from paceline.runlog import write_whole
 
     run = read_run(folder)
     file = run.path / "report.html"
     write_whole(file, page(run))
     say(f"report: {file}")
-    line = plain({"report": file, "steps": len(run.steps), "checks": len(run.checks), "sets": list(run.sets)})
-    if as_json:
-        print_json(line)
-    return line
+    return {"report": file, "steps": len(run.steps), "checks": len(run.checks), "sets": list(run.sets)}

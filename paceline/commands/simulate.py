@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.commands.options import options
 from paceline.commands.shared import Json
-from paceline.commands.terminal import print_json, say
+from paceline.commands.terminal import say
 from paceline.simulate.config import CostsConfig, PredictConfig
 from paceline.tables import Column, Table
 
@@ -39,7 +39,7 @@ def simulate(
     out: Out = None,
     list_known: List = False,
     as_json: Json = False,
-) -> None:
+) -> dict[str, Any]:
     """Predict what speculation brings before anything is built: the best draft length, the speed-up, where the time goes.
 
     A round drafts g tokens and verifies g + 1 positions in one target pass; it yields N(g) tokens, more the more drafts stand:
@@ -54,13 +54,11 @@ def simulate(
     Example: paceline bench steps --out runs/steps && paceline simulate --calibrate runs/steps
     """
     if list_known:
-        _list_known(as_json)
-        return
+        return _list_known(as_json)
     if calibrate:
         from paceline.commands.simulate_calibrate import fit_and_report
 
-        fit_and_report(costs, calibrate, out, as_json)
-        return
+        return fit_and_report(costs, calibrate, out, as_json)
     from paceline.simulate.answer import predict_all
 
     answer = predict_all(costs, config)
@@ -68,8 +66,7 @@ def simulate(
     print_notes(answer.warnings, answer.limits, stderr=as_json)
     for server, command in answer.flags.items() if flags else ():
         (say if as_json else print)(f"{server}:  {command}")
-    if as_json:
-        print_json(answer.as_json())
+    return answer.as_json()
 
 
 def _show(answer: Answer, *, stderr: bool) -> None:
@@ -117,18 +114,17 @@ def print_notes(warnings: Sequence[str], limits: Sequence[str], *, stderr: bool)
     (say if stderr else print)("\n".join(lines))
 
 
-def _list_known(as_json: bool) -> None:
+def _list_known(as_json: bool) -> dict[str, Any]:
     """Models and machines of the catalogue."""
     from paceline.hardware import KNOWN_MACHINES
     from paceline.simulate import catalogue
 
     known, shapes = catalogue.entries(), catalogue.all_shapes()
     unavailable = {name: entry["unavailable"] for name, entry in known.items() if "unavailable" in entry}
-    if as_json:
-        print_json({"models": list(shapes), "unavailable": unavailable, "machines": list(KNOWN_MACHINES)})
-        return
-    for name in known:
+    for name in () if as_json else known:
         shape = shapes.get(name)
         size = f"{shape.num_parameters / 1e9:.4g}B, {shape.num_active / 1e9:.3g}B active" if shape else unavailable[name]
         print(f"{name:22s} {size}")
-    print("machines: " + ", ".join([*KNOWN_MACHINES, "this"]))
+    if not as_json:
+        print("machines: " + ", ".join([*KNOWN_MACHINES, "this"]))
+    return {"models": list(shapes), "unavailable": unavailable, "machines": list(KNOWN_MACHINES)}

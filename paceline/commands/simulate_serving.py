@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.shared import Json
 from paceline.commands.simulate import print_notes
-from paceline.commands.terminal import print_json, say
+from paceline.commands.terminal import say
 from paceline.simulate.config import CostsConfig, ServingConfig
 
 
@@ -25,7 +25,7 @@ def simulate_serving(
     config: Annotated[ServingConfig, Changed(policy=Opt(comma=True), against=Opt(metavar="RUN_FOLDER"))],
     out: Annotated[Path | None, typer.Option(help="Also write figures, a report and charts into this run folder.")] = None,
     as_json: Json = False,
-) -> None:
+) -> dict[str, Any]:
     """A server under load before there is one: first token, inter-token time, throughput and queue, by load and draft length.
 
     Requests come at random times, are prefilled in chunks and decode together, as the engine does it; a round takes what a
@@ -58,5 +58,4 @@ def simulate_serving(
             say(notice)
         say(f"report and figures: {run.path}")
         line["run"] = run.path
-    if as_json:
-        print_json(line)
+    return line

@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from paceline.bench.markup import Section, document, plot_grid
-from paceline.bench.plots import LoadPlot, Series, curves, load_plots
-from paceline.errors import ConfigError
-from paceline.figures import Spread
+from paceline.bench.pages import write_load_report
+from paceline.bench.plots import LoadPlot, Plot, Series, curves, load_plots
 from paceline.runlog import RunFolder
 from paceline.simulate.answer import ServerAnswer
 from paceline.simulate.load import LoadFigures
 from paceline.simulate.replay import Compared
-from paceline.tables import Column, Table, escaped
+from paceline.tables import Column, Table, spread_column
 
 NOTE = (
-    "Times are p50 / p99 (mean). first token and answer count from the request's arrival; inter-token is each answer's mean "
+    "Times are p50 / p99 / mean. first token and answer count from the request's arrival; inter-token is each answer's mean "
     "time between tokens after the first. in use: share of the time in which the server worked. rows: decoding together. "
     "queue: requests without a row, mean / most. saturated: more comes than it can finish; times depend on how long that lasts."
 )
 
 
-def _times(name: str, of: Callable[[LoadFigures], Spread], scale: float, digits: int) -> Column:
-    def cell(each: LoadFigures) -> str:
-        values = (of(each).p50, of(each).p99, of(each).mean)
-        p50, p99, mean = ("-" if value is None else f"{scale * value:,.{digits}f}" for value in values)
-        return f"{p50} / {p99} ({mean})"
-
-    return Column(name, cell, cut=" (")
-
-
+SHOWN = ("p50", "p99", "mean")
 LOAD_COLUMNS = (
     Column("load", lambda each: each.load),
     Column("drafts", lambda each: each.policy),
     Column("tokens/s", lambda each: each.tokens_per_s, "{:,.1f}", "right"),
-    _times("first token ms", lambda each: each.first_token, 1000, 0),
-    _times("inter-token ms", lambda each: each.inter_token, 1000, 2),
-    _times("answer s", lambda each: each.total, 1, 2),
+    spread_column("first token ms", lambda each: each.first_token, 1000, 0, SHOWN),
+    spread_column("inter-token ms", lambda each: each.inter_token, 1000, 2, SHOWN),
+    spread_column("answer s", lambda each: each.total, 1, 2, SHOWN),
     Column("in use", lambda each: each.utilisation, "{:.0%}", "right"),
     Column("rows", lambda each: each.mean_rows, "{:.1f}", "right"),
     Column("queue", lambda each: f"{each.mean_queue:.1f} / {each.max_queue}"),
@@ -70,18 +58,16 @@ def figures_table(answer: ServerAnswer) -> Table:
 
 def write_report(run: RunFolder, answer: ServerAnswer) -> str | None:
     """report.md and report.html; returns a notice when the page had to be left out."""
-    title, table = f"Simulated serving: {answer.setup.title}", figures_table(answer)
-    listed = "\n".join(f"- {sentence}" for sentence in answer.limits)
-    run.report(f"# {title}\n\n{NOTE}\n\n{table.markdown()}\n\n## Limits\n\n{listed}\n")
-    try:
-        plots = _compared_plots(answer.compared) if answer.compared else _load_plots(answer.loads)
-    except ConfigError as error:
-        return f"no report.html: {error}"
-    figures = f'<p class="note">{escaped(NOTE)}</p>' + table.html()
-    notes = "".join(f"<p>{escaped(sentence)}</p>" for sentence in answer.limits)
-    sections = [Section("Under load", plot_grid(plots)), Section("Figures", figures), Section("Limits", notes)]
-    run.write("report.html", document(title, sections))
-    return None
+    return write_load_report(
+        run,
+        lambda: _compared_plots(answer.compared) if answer.compared else _load_plots(answer.loads),
+        title=f"Simulated serving: {answer.setup.title}",
+        about="",
+        note=NOTE,
+        figures=figures_table(answer),
+        listed={"Limits": answer.limits},
+        settings=[],
+    )
 
 
 PLOTS = (
@@ -92,13 +78,13 @@ PLOTS = (
 )
 
 
-def _load_plots(found: list[LoadFigures]) -> list[tuple[str, str]]:
+def _load_plots(found: list[LoadFigures]) -> list[Plot]:
     opened = [(each.rate, each.policy, each) for each in found if each.rate is not None]
     closed = [(float(each.concurrency), each.policy, each) for each in found if each.concurrency is not None]
     return load_plots(PLOTS, opened, "requests per second") + load_plots(PLOTS, closed, "requests in flight")
 
 
-def _compared_plots(found: list[Compared]) -> list[tuple[str, str]]:
+def _compared_plots(found: list[Compared]) -> list[Plot]:
     """Simulated over measured, with the line where they are the same."""
     rates = [(each.measured_tokens_per_s, each.simulated_tokens_per_s) for each in found]
     firsts = [(1e3 * each.measured_first_token_s, 1e3 * each.simulated_first_token_s) for each in found]
@@ -109,5 +95,5 @@ def _compared_plots(found: list[Compared]) -> list[tuple[str, str]]:
             Series("simulated", [x for x, _ in points], [y for _, y in points]),
             Series("as measured", [0.0, most], [0.0, most], 5, True),
         ]
-        made.append((title, curves(title, series, xlabel=f"measured {unit}", ylabel=f"simulated {unit}", ylim=(0, None))))
+        made.append(curves(title, series, xlabel=f"measured {unit}", ylabel=f"simulated {unit}", ylim=(0, None)))
     return made

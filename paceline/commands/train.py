@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from paceline.commands.options import Changed, Only, Opt, Without, options
 from paceline.commands.shared import Json
-from paceline.commands.terminal import TerminalProgress, print_json, say
+from paceline.commands.terminal import TerminalProgress, say
 from paceline.config import EngineConfig
 from paceline.errors import CacheError, ConfigError
 from paceline.train import train as run
@@ -46,7 +46,7 @@ def train(
     loss: Annotated[LossConfig, Without("alpha"), Changed(name=Opt("--loss"), vocab=Opt("--loss-vocab"))],
     optim: Annotated[OptimConfig, Only("name", "lr"), Changed(name=Opt("--optimiser"))],
     as_json: Json = False,
-) -> None:
+) -> dict[str, Any] | None:
     """Prompts in, drafter out: the target answers, its hidden states teach a DFlash drafter. Killed, it resumes.
 
     Example: paceline train --prompts questions.jsonl --out runs/mine --max-minutes 30
@@ -63,12 +63,11 @@ def train(
     from paceline.train.ranks import Ranks
 
     if not Ranks.here().is_first:
-        return
+        return None
     try:
         from paceline.commands.report import report
 
         report(result.run)
     except (ConfigError, CacheError) as error:
         say(f"note: no report.html ({error})")
-    if as_json:
-        print_json(asdict(result))
+    return asdict(result)

@@ -72,9 +72,9 @@ def test_a_fixed_number_of_drafts_makes_every_round_as_wide(config_only: Path) -
     [
         ({"tokens_per_round": (0.5,)}, "at least 1"),
         ({"tokens_per_round": (float("nan"),)}, "at least 1"),
-        ({"batches": (0,)}, "--batch"),
+        ({"batches": (0,)}, "batch must"),
         ({"num_drafted": 3}, "cannot yield 8"),
-        ({"prompt_tokens": 0}, "--mock-prompt-tokens"),
+        ({"prompt_tokens": 0}, "prompt_tokens must"),
     ],
 )
 def test_nonsense_is_refused(options: dict[str, Any], told: str) -> None:

@@ -186,7 +186,7 @@ def test_decode_and_evaluation_report_the_same_figures_under_the_same_names() ->
 def test_the_line_names_the_set_of_each_row(tmp_path: Path) -> None:
     config = evaluation_config("good", CONFIG)
     made = run_bench(config)
-    evaluation = Evaluation("good", introduction(made.llm, MACHINE, config), {}, tmp_path)
+    evaluation = Evaluation("good", {}, RunFolder(tmp_path), introduction(made.llm, MACHINE, config))
     evaluation.sets["a"] = set_figures(made).as_json()
     line = evaluation.as_line()
     assert {row["prompts"] for row in line["results"]} == {"a"}

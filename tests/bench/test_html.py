@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.html import page, sections
+from paceline.bench.html import page
 from paceline.bench.rundata import RunData, numbers, read_run, thinned
 from paceline.commands.report import report
 from paceline.errors import ConfigError
@@ -135,7 +135,7 @@ def folder(path: Path, lines: list[dict[str, Any]] | None = None, evaluated: dic
 
 
 def titles(run: RunData) -> list[str]:
-    return [section.title for section in sections(run)]
+    return re.findall("<h2>(.*?)</h2>", page(run))
 
 
 def captions(text: str) -> list[str]:
@@ -268,9 +268,9 @@ def test_nothing_to_report(tmp_path: Path) -> None:
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder(tmp_path / "run", [step(1), check(1)], evaluation())
-    line = report(path, as_json=True)
+    report(path, as_json=True)
+    line = {"report": str(path / "report.html"), "steps": 1, "checks": 1, "sets": ["gsm8k"]}
     assert json.loads(capsys.readouterr().out) == line
-    assert line == {"report": str(path / "report.html"), "steps": 1, "checks": 1, "sets": ["gsm8k"]}
     assert (path / "report.html").read_text(encoding="utf-8") == page(read_run(path))
 
 

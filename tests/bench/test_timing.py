@@ -15,9 +15,9 @@ from small_llm import fake_llm, tiny_model
 from timings import HOSTILE, story
 from typer.testing import CliRunner
 
-from paceline.bench import timing_svg
+from paceline.bench import timing_page
 from paceline.bench.timing import NAME, TimedAnswer, TimedToken, Timing, read_timing, record, timed
-from paceline.bench.timing_svg import CELLS, runs, svg
+from paceline.bench.timing_page import CELLS, runs, svg
 from paceline.cli import app
 from paceline.errors import ConfigError, PacelineError, PromptError
 from paceline.runlog import RunFolder
@@ -150,7 +150,7 @@ def test_no_times_at_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--from wants a folder of paceline compare"):
         read_timing(tmp_path)
     (tmp_path / NAME).write_text("{")
-    with pytest.raises(ConfigError, match="is damaged"):
+    with pytest.raises(ConfigError, match="is not JSON"):
         read_timing(tmp_path)
 
 
@@ -175,7 +175,7 @@ def test_rounds_appear_in_the_pictures_time() -> None:
     timing = story()
     end_s = max(timing.off.total_s, timing.on.total_s)
     for speed in (1.0, 0.5):
-        loop_s = end_s / speed + timing_svg.HOLD_S
+        loop_s = end_s / speed + timing_page.HOLD_S
         begins = dict(re.findall(r"@keyframes (\w+)\{0%\{opacity:0\}([\d.]+)%", svg(timing, speed)))
         for prefix, answer in (("a", timing.off), ("b", timing.on)):
             for token in answer.tokens:
@@ -208,7 +208,7 @@ def test_lines_break_between_words_and_fit() -> None:
 def test_long_answers_are_cut_and_it_says_so() -> None:
     long = TimedAnswer("none", tuple(TimedToken("line\n", 0.1 * number, number, False) for number in range(1, 100)))
     picture = svg(replace(story(), off=long))
-    assert "and so on" in picture and picture.count(">line<") == timing_svg.MOST_LINES
+    assert "and so on" in picture and picture.count(">line<") == timing_page.MOST_LINES
     assert "and so on" not in svg(story())
 
 
@@ -242,7 +242,7 @@ def test_a_run_leaves_page_times_and_picture(tmp_path: Path) -> None:
         ((), "there is no prompt"),
         ((" ",), "the prompt is empty"),
         (("hi", "--from", "x"), "leave the prompt out"),
-        (("--from", "/no/such/run"), "cannot read /no/such/run"),
+        (("--from", "/no/such/run"), "there is no /no/such/run"),
         (("hi", "--drafter", "none"), "nothing to compare without drafts"),
         (("hi", "--repeat", "0"), "--repeat must be at least 1"),
         (("hi", "--svg-speed", "0"), "--svg-speed must be between"),

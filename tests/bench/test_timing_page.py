@@ -18,8 +18,7 @@ import pytest
 from timings import HOSTILE, story
 
 from paceline.bench.timing import Timing
-from paceline.bench.timing_page import page, script_hash
-from paceline.bench.timing_svg import svg
+from paceline.bench.timing_page import page, script_hash, svg
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e .[dev]")
 expect = api.expect
