@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from paceline.tables import Table
 
 
+def ignore(*_: object) -> None:
+    """For whoever is told of progress and does not want to know."""
+
+
 class Progress:
     """Shows nothing. `commands.terminal.TerminalProgress` writes each of these to stderr."""
 

@@ -115,3 +115,11 @@ def _markdown(cell: str) -> str:
 def printable(text: str) -> str:
     """Control characters and halves of characters, which neither a page nor a plot can hold, become U+FFFD."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
+
+
+def flat(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """{"bench": {"seed": 0}} -> [("bench.seed", 0)]"""
+    found: list[tuple[str, Any]] = []
+    for key, value in settings.items():
+        found += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+    return found

@@ -16,6 +16,7 @@ from paceline.engine.llm import LLM, Completion
 from paceline.errors import ConfigError
 from paceline.figures import first_difference
 from paceline.hub import resolve
+from paceline.progress import ignore
 from paceline.types import SamplingParams
 
 WARM_UP_TOKENS = 8
@@ -46,15 +47,14 @@ class TransformersPeer:
         requests: list[Request],
         max_tokens: int,
         ignore_eos: bool,
-        on_answer: Callable[[], None] | None = None,
+        on_answer: Callable[[], None] = ignore,
     ) -> Pass:
         """Answer the requests one after another; `name` is one of PEERS."""
         answers = []
         started = time.perf_counter()
         for request in requests:
             answers.append(self._answer(request.token_ids, max_tokens, ignore_eos, PEERS[name]))
-            if on_answer:
-                on_answer()
+            on_answer()
         return Pass(answers, wall_s=time.perf_counter() - started)
 
     def _answer(self, token_ids: list[int], max_tokens: int, ignore_eos: bool, options: dict[str, int]) -> Answer:

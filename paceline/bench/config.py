@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.errors import ConfigError, refuse
 from paceline.types import SamplingParams
 
+BUILTIN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
 BASELINE = "none"
 """The drafter that every other is compared with: plain decoding."""
 PLAIN = 1.0

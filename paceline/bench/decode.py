@@ -33,6 +33,7 @@ from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.figures import repetition
 from paceline.hardware import Machine
+from paceline.progress import ignore
 from paceline.prompts import Prompt
 from paceline.runlog import plain
 from paceline.types import SamplingParams
@@ -98,7 +99,10 @@ class Bench:
         rows = llm.target.cache.num_rows
         if max(config.batches) > rows:
             raise ConfigError(f"batch {max(config.batches)} needs as many cache rows, this engine has {rows}: raise max_batch")
-        self._engines = self._load_drafters()
+        self._engines = Engines(llm)
+        for name in config.drafters:
+            limit = {} if config.num_drafted is None or name == BASELINE else {"num_drafted": config.num_drafted}
+            self._engines.add(name, make_drafter(name, llm.target, target_name=llm.config.model, **limit))
         self._peer = TransformersPeer(llm) if config.against else None
         self._engines.use(BASELINE)
         self.requests, self.num_skipped = make_requests(llm, prompts, config.max_tokens)
@@ -106,15 +110,6 @@ class Bench:
             notice(f"left out {self.num_skipped} turns that do not fit the context: raise --max-len to include them")
         self.settings = self._settings()
         self.passes: dict[Setting, list[Pass]] = {setting: [] for setting in self.settings}
-
-    def _load_drafters(self) -> Engines:
-        options = {} if self.config.num_drafted is None else {"num_drafted": self.config.num_drafted}
-        engines = Engines(self.llm)
-        for name in self.config.drafters:
-            target_name = self.llm.config.model
-            drafter = make_drafter(name, self.llm.target, target_name=target_name, **({} if name == BASELINE else options))
-            engines.add(name, drafter)
-        return engines
 
     def _settings(self) -> list[Setting]:
         config = self.config
@@ -130,18 +125,15 @@ class Bench:
         """Answers that `run` will make: the length of its progress bar."""
         return len(self.settings) * self.config.repeat * len(self.requests)
 
-    def run(
-        self, on_answer: Callable[[Setting], None] | None = None, on_pass: Callable[[Setting, Pass], None] | None = None
-    ) -> None:
+    def run(self, on_answer: Callable[[Setting], None] = ignore, on_pass: Callable[[Setting, Pass], None] = ignore) -> None:
         """All settings in turn, `repeat` times."""
         for _ in range(self.config.repeat):
             for setting in self.settings:
-                done = self._pass(setting, partial(on_answer, setting) if on_answer else None)
+                done = self._pass(setting, partial(on_answer, setting))
                 self.passes[setting].append(done)
-                if on_pass:
-                    on_pass(setting, done)
+                on_pass(setting, done)
 
-    def _pass(self, setting: Setting, on_answer: Callable[[], None] | None) -> Pass:
+    def _pass(self, setting: Setting, on_answer: Callable[[], None]) -> Pass:
         config = self.config
         if setting.is_peer:
             assert self._peer is not None

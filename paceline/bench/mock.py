@@ -21,6 +21,7 @@ from paceline.draft.registry import make_drafter
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
+from paceline.progress import ignore
 from paceline.simulate.calibrate import precisions_of
 from paceline.simulate.costs import FractionDrafter, RooflineCosts, ShapeDrafter
 from paceline.simulate.roofline import Deployment
@@ -71,15 +72,14 @@ class MockBench:
             )
         return drafter
 
-    def run(self, on_pass: Callable[[str], None] | None = None) -> None:
+    def run(self, on_pass: Callable[[str], None] = ignore) -> None:
         """All settings, `repeat` times, in an order that turns around; a short pass of each before them warms up."""
         for number in range(-1, self.config.repeat):
             for setting in self.config.settings[:: -1 if number % 2 else 1]:
                 done = self._pass(*setting, number)
                 if number >= 0:
                     self.passes[setting].append(done)
-                if on_pass:
-                    on_pass(f"batch {setting[0]}, {setting[1]:g} tokens per round")
+                on_pass(f"batch {setting[0]}, {setting[1]:g} tokens per round")
 
     def _pass(self, batch: int, tokens_per_round: float, number: int) -> Pass:
         llm, length = self.llm, self.config.prompt_tokens

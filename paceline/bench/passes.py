@@ -15,6 +15,7 @@ from paceline.engine.judge import MockedJudge
 from paceline.engine.llm import LLM
 from paceline.errors import ContextLengthError
 from paceline.model.backends import form_of
+from paceline.progress import ignore
 from paceline.prompts import Prompt
 from paceline.types import Round, SamplingParams, Sequence
 from paceline.verify.mocked import MockedAcceptance
@@ -111,7 +112,7 @@ def run_pass(
     requests: list[Request],
     params: list[SamplingParams],
     batch: int,
-    on_answer: Callable[[], None] | None = None,
+    on_answer: Callable[[], None] = ignore,
 ) -> Pass:
     """Answer the requests, never more than `batch` at once; a new one starts as soon as one is done."""
     waiting = deque(range(len(requests)))
@@ -127,7 +128,10 @@ def run_pass(
                 request_id = engine.add(requests[index].token_ids, params[index])
                 index_of[request_id], texts[request_id] = index, []
             chunks = engine.step()
-            _add_rounds(done, engine)
+            for each in engine.rounds:
+                done.draft_s += each.draft_s
+                done.verify_s += each.verify_s
+                done.num_passes += 1
             for chunk in chunks:
                 seq = chunk.sequence
                 texts[seq.request_id].append(chunk.text)
@@ -135,21 +139,13 @@ def run_pass(
                     text = "".join(texts.pop(seq.request_id))
                     answers[index_of.pop(seq.request_id)] = _answer(seq, text)
                     done.prefill_s = (done.prefill_s or 0.0) + seq.timings.prefill_s
-                    if on_answer:
-                        on_answer()
+                    on_answer()
     finally:
         for request_id in list(index_of):
             engine.abort(request_id)
     done.wall_s = time.perf_counter() - started
     done.answers = [answers[index] for index in range(len(requests))]
     return done
-
-
-def _add_rounds(done: Pass, engine: Engine) -> None:
-    for round_stats in engine.rounds:
-        done.draft_s += round_stats.draft_s
-        done.verify_s += round_stats.verify_s
-        done.num_passes += 1
 
 
 def _answer(seq: Sequence, text: str) -> Answer:

@@ -133,19 +133,21 @@ class LoadPlot:
         return cls(title, unit, {" p50": lambda each: scaled(of(each).p50), " p99": lambda each: scaled(of(each).p99)})
 
 
-def load_plots(plots: Sequence[LoadPlot], found: Sequence[tuple[float, str, Any]], xlabel: str) -> list[Plot]:
-    """Of records, each with its load and its contender's name."""
+def load_plots(plots: Sequence[LoadPlot], found: Sequence[tuple[float | None, int | None, str, Any]]) -> list[Plot]:
+    """Of records, each after its rate or its number in flight, and its contender's name."""
     made = []
-    for plot in plots:
-        series = []
-        for name, take in plot.lines.items():
-            for color, contender in enumerate(dict.fromkeys(name for _, name, _ in found)):
-                own = [(x, take(record)) for x, of, record in found if of == contender]
-                points = sorted((x, y) for x, y in own if y is not None)
-                xs, ys = [x for x, _ in points], [y for _, y in points]
-                series.append(Series(contender + name, xs, ys, color, name.endswith("p99")))
-        title = f"{plot.title}, by {xlabel}"
-        made.append(curves(title, series, xlabel=xlabel, ylabel=plot.ylabel, ylim=(0, None)))
+    for place, xlabel in ((1, "requests in flight"), (0, "requests per second")):
+        own = [(each[place], *each[2:]) for each in found if each[place]]
+        for plot in plots:
+            series = []
+            for line, take in plot.lines.items():
+                for color, contender in enumerate(dict.fromkeys(name for _, name, _ in own)):
+                    points = [(float(x), take(record)) for x, name, record in own if name == contender]
+                    known = sorted((x, y) for x, y in points if y is not None)
+                    xs, ys = [x for x, _ in known], [y for _, y in known]
+                    series.append(Series(contender + line, xs, ys, color, line.endswith("p99")))
+            title = f"{plot.title}, by {xlabel}"
+            made.append(curves(title, series, xlabel=xlabel, ylabel=plot.ylabel, ylim=(0, None)))
     return made
 
 

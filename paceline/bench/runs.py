@@ -11,9 +11,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.config import BenchConfig, MockConfig, StepsConfig
+from paceline.bench.config import BUILTIN_PROMPTS, BenchConfig, MockConfig, StepsConfig
 from paceline.bench.decode import Bench, as_line
-from paceline.bench.evaluation_file import BUILTIN_PROMPTS
 from paceline.bench.mock import MockBench
 from paceline.bench.pages import render
 from paceline.bench.report import ceiling_line, table, write_run

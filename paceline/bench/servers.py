@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.client import Client
-from paceline.bench.config import ServersConfig, ServingConfig
+from paceline.bench.config import BUILTIN_PROMPTS, ServersConfig, ServingConfig
 from paceline.bench.serving import BASELINE, Contender, Load, Pass, ServingBench
-from paceline.bench.serving_report import about, failure_lines, table, write_run
+from paceline.bench.serving_report import report
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
 from paceline.progress import Progress
 from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
 
-BUILTIN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
 CONTENDERS = (BASELINE, "auto")
 OWNER = "paceline"
 """What our server says of itself in /v1/models: it knows the fields `speculate` and `return_metrics`."""
@@ -45,8 +44,6 @@ def bench_serving(
     progress = progress or Progress()
     asked = read_prompts(prompts or BUILTIN_PROMPTS, limit)
     key = read_key(servers.api_key_file)
-    if servers.url:
-        Client(servers.url, key)  # a wrong address leaves no run folder behind
     described: dict[str, Any] = {
         "bench": config,
         "url": servers.url,
@@ -57,7 +54,7 @@ def bench_serving(
         "limit": limit,
     }
     with contextlib.ExitStack() as stack:
-        if servers.url:
+        if servers.url:  # a wrong address leaves no run folder behind
             name, contenders = _found(servers, servers.url, key, config.timeout_s)
             run = RunFolder.create("bench-serving", described, out)
         else:
@@ -71,25 +68,7 @@ def bench_serving(
                 on_pass=lambda load, speculate, done: _log(run, bench, load, speculate, done),
             )
     line = {"model": name, "url": servers.url, "max_tokens": config.max_tokens, "repeat": config.repeat}
-    return _report(run, bench, line, described, progress)
-
-
-def _report(
-    run: RunFolder, bench: ServingBench, line: dict[str, Any], described: dict[str, Any], progress: Progress
-) -> dict[str, Any]:
-    results = bench.results()
-    line = {"results": results, **line}
-    notice = write_run(run, bench, line["model"], line, described)
-    progress.table(table(results))
-    progress.say(about(bench, results))
-    for failure in failure_lines(results):
-        progress.say(f"FAILED: {failure}")
-    if notice:
-        progress.say(notice)
-    progress.say(f"report, figures and raw answers: {run.path}")
-    if all(result.num_failed == result.num_answers for result in results):
-        raise ConfigError(f"every request failed, first with: {next(iter(results[0].failures))}")
-    return {**line, "run": run.path}
+    return report(run, bench, line, described, progress)
 
 
 def _log(run: RunFolder, bench: ServingBench, load: Load, speculate: str, done: Pass) -> None:
@@ -164,7 +143,10 @@ def _started(
         for process in processes:
             process.terminate()
         for process in processes:
-            _end(process)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
+            process.kill()
+            process.wait()
 
 
 def _ready(process: subprocess.Popen[bytes], log: Path) -> str:
@@ -186,14 +168,6 @@ def _answers(url: str) -> bool:
         return False
     finally:
         client.close()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def read_key(file: Path | None) -> str | None:

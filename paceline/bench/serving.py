@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import statistics
 import time
 from collections import Counter
@@ -24,7 +23,9 @@ from paceline.bench.client import Client, Stream
 from paceline.bench.config import ServingConfig
 from paceline.bench.serving_figures import Answer, read_answer, tokens_per_round
 from paceline.figures import Spread
+from paceline.progress import ignore
 from paceline.prompts import Prompt
+from paceline.simulate.arrivals import poisson
 
 BASELINE = "off"
 WARM_UP_TOKENS = 8
@@ -127,8 +128,8 @@ class ServingBench:
 
     def run(
         self,
-        on_answer: Callable[[Load, str], None] | None = None,
-        on_pass: Callable[[Load, str, Pass], None] | None = None,
+        on_answer: Callable[[Load, str], None] = ignore,
+        on_pass: Callable[[Load, str, Pass], None] = ignore,
     ) -> None:
         """All loads, `repeat` times; at each load the contenders follow one another, in an order that turns around."""
         try:
@@ -137,17 +138,16 @@ class ServingBench:
             for number in range(self.config.repeat):
                 for place, load in enumerate(self.loads):
                     for contender in self.contenders[:: -1 if (number + place) % 2 else 1]:
-                        told = partial(on_answer, load, contender.name) if on_answer else None
+                        told = partial(on_answer, load, contender.name)
                         done = self._pass(contender, load, self.config.max_tokens, number, told)
                         self.passes[load, contender.name].append(done)
-                        if on_pass:
-                            on_pass(load, contender.name, done)
+                        on_pass(load, contender.name, done)
         finally:
             for contender in self.contenders:
                 contender.client.close()
 
     def _pass(
-        self, contender: Contender, load: Load, max_tokens: int, number: int, on_answer: Callable[[], None] | None = None
+        self, contender: Contender, load: Load, max_tokens: int, number: int, on_answer: Callable[[], None] = ignore
     ) -> Pass:
         requests = [self._request(index, contender.fields, max_tokens) for index in range(self.num_requests(load))]
         began, cpu_began = time.perf_counter(), time.process_time()
@@ -155,14 +155,13 @@ class ServingBench:
         def send(index: int, due_s: float | None = None) -> Stream:
             path, body = requests[index]
             stream = contender.client.post(path, body, due_s)
-            if on_answer:
-                on_answer()
+            on_answer()
             return stream
 
         with ThreadPoolExecutor(load.concurrency or len(requests)) as threads:
             try:
                 if load.rate:
-                    due = [began + each for each in arrivals(load.rate, len(requests), self.config.seed + number)]
+                    due = [began + each for each in poisson(load.rate, len(requests), self.config.seed + number)]
                     streams = _open_loop(threads, send, due)
                 else:
                     streams = list(threads.map(send, range(len(requests))))
@@ -219,16 +218,6 @@ class ServingBench:
             client_cpu=sum(each.client_cpu_s for each in passes) / sum(each.wall_s for each in passes),
             late=Spread.of([each.late_s for each in whole]),
         )
-
-
-def arrivals(rate: float, number: int, seed: int) -> list[float]:
-    """Times of a Poisson process: independent exponential gaps of mean 1 / rate seconds; the same seed, the same times."""
-    draw = random.Random(seed)
-    times, now = [], 0.0
-    for _ in range(number):
-        now += draw.expovariate(rate)
-        times.append(now)
-    return times
 
 
 def _open_loop(threads: ThreadPoolExecutor, send: Callable[[int, float], Stream], due: list[float]) -> list[Stream]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.bench.evaluation_file import flat
 from paceline.bench.pages import write_load_report
 from paceline.bench.plots import LoadPlot, load_plots
 from paceline.bench.serving import ServingBench, ServingResult
+from paceline.errors import ConfigError
+from paceline.progress import Progress
 from paceline.runlog import RunFolder
-from paceline.tables import Column, Table, spread_column
+from paceline.tables import Column, Table, flat, spread_column
 
 NOTE = (
     "Times are p50 / p90 / p99 over the answers of all repetitions. first token and whole count from when a request was due; "
@@ -69,19 +70,31 @@ PLOTS = (
 )
 
 
-def write_run(run: RunFolder, bench: ServingBench, model: str, line: dict[str, Any], config: dict[str, Any]) -> str | None:
-    """report.md, report.html and results.json; returns a notice when the page had to be left out."""
-    results: list[ServingResult] = line["results"]
+def report(
+    run: RunFolder, bench: ServingBench, line: dict[str, Any], settings: dict[str, Any], progress: Progress
+) -> dict[str, Any]:
+    """report.md, report.html and results.json; returns what they hold. Raises ConfigError when every request failed."""
+    results = bench.results()
+    line = {"results": results, **line}
     run.results(line)
-    closed = [(float(each.load.concurrency), each.speculate, each) for each in results if each.load.concurrency]
-    opened = [(each.load.rate, each.speculate, each) for each in results if each.load.rate]
-    return write_load_report(
+    by_load = [(each.load.rate, each.load.concurrency, each.speculate, each) for each in results]
+    notice = write_load_report(
         run,
-        lambda: load_plots(PLOTS, closed, "requests in flight") + load_plots(PLOTS, opened, "requests per second"),
-        title=f"Serving under load: {model}",
+        lambda: load_plots(PLOTS, by_load),
+        title=f"Serving under load: {line['model']}",
         about=about(bench, results),
         note=NOTE,
         figures=table(results),
         listed={"Failures": failure_lines(results)},
-        settings=flat(config),
+        settings=flat(settings),
     )
+    progress.table(table(results))
+    progress.say(about(bench, results))
+    for failure in failure_lines(results):
+        progress.say(f"FAILED: {failure}")
+    if notice:
+        progress.say(notice)
+    progress.say(f"report, figures and raw answers: {run.path}")
+    if all(result.num_failed == result.num_answers for result in results):
+        raise ConfigError(f"every request failed, first with: {next(iter(results[0].failures))}")
+    return {**line, "run": run.path}

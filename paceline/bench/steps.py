@@ -27,6 +27,7 @@ from paceline.hardware import Machine
 from paceline.hub import resolve
 from paceline.model.checkpoint import read_json
 from paceline.plan import FixedPlanner
+from paceline.progress import ignore
 from paceline.types import Batch, DraftBlock, SamplingParams
 
 FILLER = 5
@@ -99,7 +100,7 @@ class StepBench:
         self.times = Times()
         self._engine = mocked_engine(llm, FilledDrafter(self.drafter, config.max_positions - 1), config.tokens_per_round)
 
-    def run(self, on_turn: Callable[[str], None] | None = None) -> None:
+    def run(self, on_turn: Callable[[str], None] = ignore) -> None:
         """All sizes in turn, `repeat` times, the widths of each turn in another order; a turn before them warms up."""
         order = random.Random(0)
         for turn in range(-1, self.config.repeat):
@@ -107,8 +108,7 @@ class StepBench:
             for num_rows in self.config.batches:
                 widths = order.sample(range(self.config.max_positions), self.config.max_positions)
                 self._turn(num_rows, widths, self.times if turn >= 0 else Times())
-                if on_turn:
-                    on_turn(f"batch {num_rows}")
+                on_turn(f"batch {num_rows}")
 
     def _prefills(self, turn: int, times: Times) -> None:
         """A prompt of each length, in one chunk and beside nothing."""

@@ -21,6 +21,7 @@ from paceline.draft.base import NoDrafter
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.figures import first_difference
+from paceline.progress import ignore
 from paceline.simulate.files import read_json
 from paceline.types import SamplingParams, Sequence
 
@@ -127,7 +128,7 @@ def record(
     prompt: str,
     machine: str = "",
     repeat: int = 3,
-    on_answer: Callable[[str], None] | None = None,
+    on_answer: Callable[[str], None] = ignore,
 ) -> Timing:
     """Answer `repeat` times each way with the drafter that `llm` has; leaves it as it was."""
     warm_up = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens))
@@ -142,8 +143,7 @@ def record(
                     engines.use(name)
                     sequence = _sequence(llm, prompt_ids, each)
                 done.append((timed(sequence, llm.tokenizer.stream(), llm.drafter.name), sequence.output_ids))
-                if on_answer:
-                    on_answer(f"speculation {name}")
+                on_answer(f"speculation {name}")
     finally:
         engines.use("on")
     (off, off_ids), (on, on_ids) = (sorted(done, key=lambda run: run[0].total_s)[len(done) // 2] for done in runs.values())

@@ -10,7 +10,7 @@ import typer
 from paceline.commands.generate import encode
 from paceline.commands.options import Only, Without, options
 from paceline.commands.shared import MOCK, Json, Raw, System, check_template, prompt_of, with_model
-from paceline.commands.terminal import introduce, progress, say
+from paceline.commands.terminal import TerminalProgress, introduce, say
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.runlog import RunFolder, write_whole
@@ -78,7 +78,7 @@ def _record(engine: EngineConfig, sampling: SamplingParams, prompt: str, system:
     say(introduce(llm))
     token_ids = encode(llm, prompt, system, raw)
     machine = this_machine(llm.config.device)
-    with progress("answering", 2 * repeat) as advance:
+    with TerminalProgress().bar("answering", 2 * repeat) as advance:
         return record(llm, token_ids, sampling, prompt=prompt, machine=machine.name, repeat=repeat, on_answer=advance)
 
 

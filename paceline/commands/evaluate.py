@@ -36,9 +36,8 @@ def evaluate(
     Example: paceline evaluate runs/mine/drafter --prompts questions.jsonl --limit 20
     """
     from paceline.bench import evaluate as library
-    from paceline.bench.evaluation_file import EVALUATION
 
     engine = replace(engine, plan="fixed")
     done = library.evaluate(drafter, prompts or (), config, engine=engine, limit=limit, out=out, progress=TerminalProgress())
-    say(f"figures and texts: {done.run.path / EVALUATION} (paceline report {done.run.path} draws them)")
+    say(f"figures and texts: {done.run.path / library.EVALUATION} (paceline report {done.run.path} draws them)")
     return {**done.as_line(), "run": done.run.path}

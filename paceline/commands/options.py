@@ -56,25 +56,19 @@ class Opt:
         self.names, self.help, self.default, self.metavar, self.comma = names, help, default, metavar, comma
 
 
-class Only:
+class Changed:
+    """The named fields are asked for in another way."""
+
+    def __init__(self, *fields: str, **opts: Opt) -> None:
+        self.fields, self.opts = fields, opts
+
+
+class Only(Changed):
     """Only these fields become options."""
 
-    def __init__(self, *fields: str) -> None:
-        self.fields = fields
 
-
-class Without:
+class Without(Changed):
     """These fields become no options."""
-
-    def __init__(self, *fields: str) -> None:
-        self.fields = fields
-
-
-class Changed:
-    """Fields that this command asks for in another way."""
-
-    def __init__(self, **opts: Opt) -> None:
-        self.opts = opts
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,20 +197,17 @@ def size(option: str, text: str | None) -> int | None:
     return int(value)
 
 
-def _asked(owner: type, markers: list[Any]) -> list[_Asked]:
+def _asked(owner: type, markers: list[Changed]) -> list[_Asked]:
     hints = _hints(owner)
     fields = {field.name: field for field in dataclasses.fields(owner) if field.init}
     chosen, opts = list(fields), {}
     for marker in markers:
-        named = marker.opts if isinstance(marker, Changed) else marker.fields
-        if unknown := set(named) - set(fields):
+        if unknown := {*marker.fields, *marker.opts} - set(fields):
             raise TypeError(f"{owner.__name__} has no field {', '.join(sorted(unknown))}")
         if isinstance(marker, Only):
             chosen = list(marker.fields)
-        elif isinstance(marker, Without):
-            chosen = [name for name in chosen if name not in marker.fields]
-        else:
-            opts |= marker.opts
+        chosen = [name for name in chosen if not (isinstance(marker, Without) and name in marker.fields)]
+        opts |= marker.opts
     return [_Asked.of(owner, fields[name], hints[name], opts.get(name, Opt())) for name in chosen]
 
 

@@ -21,8 +21,7 @@ def report(
 
     Example: paceline report runs/mine
     """
-    from paceline.bench.html import page
-    from paceline.bench.rundata import read_run
+    from paceline.bench.html import page, read_run
     from paceline.runlog import write_whole
 
     run = read_run(folder)

@@ -6,7 +6,6 @@ from paceline.bench.pages import write_load_report
 from paceline.bench.plots import LoadPlot, Plot, Series, curves, load_plots
 from paceline.runlog import RunFolder
 from paceline.simulate.answer import ServerAnswer
-from paceline.simulate.load import LoadFigures
 from paceline.simulate.replay import Compared
 from paceline.tables import Column, Table, spread_column
 
@@ -58,9 +57,10 @@ def figures_table(answer: ServerAnswer) -> Table:
 
 def write_report(run: RunFolder, answer: ServerAnswer) -> str | None:
     """report.md and report.html; returns a notice when the page had to be left out."""
+    by_load = [(each.rate, each.concurrency, each.policy, each) for each in answer.loads]
     return write_load_report(
         run,
-        lambda: _compared_plots(answer.compared) if answer.compared else _load_plots(answer.loads),
+        lambda: _compared_plots(answer.compared) if answer.compared else load_plots(PLOTS, by_load),
         title=f"Simulated serving: {answer.setup.title}",
         about="",
         note=NOTE,
@@ -76,12 +76,6 @@ PLOTS = (
     LoadPlot.of_times("Time between tokens", "ms", lambda each: each.inter_token),
     LoadPlot("Requests without a row", "mean", {"": lambda each: each.mean_queue}),
 )
-
-
-def _load_plots(found: list[LoadFigures]) -> list[Plot]:
-    opened = [(each.rate, each.policy, each) for each in found if each.rate is not None]
-    closed = [(float(each.concurrency), each.policy, each) for each in found if each.concurrency is not None]
-    return load_plots(PLOTS, opened, "requests per second") + load_plots(PLOTS, closed, "requests in flight")
 
 
 def _compared_plots(found: list[Compared]) -> list[Plot]:

@@ -99,18 +99,6 @@ def stats_lines(stats: GenerationStats, weight_bytes: int, machine: Machine | No
     return lines
 
 
-@contextlib.contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr; the value given is called once per finished item with what is under way."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda text: bar.update(task, advance=1, description=text)
-
-
 class TerminalProgress(Progress):
     """Writes to stderr what a library call tells of its progress."""
 
@@ -120,8 +108,15 @@ class TerminalProgress(Progress):
     def loaded(self, llm: LLM) -> None:
         say(introduce(llm))
 
-    def bar(self, what: str, total: int) -> contextlib.AbstractContextManager[Callable[[str], None]]:
-        return progress(what, total)
+    @contextlib.contextmanager
+    def bar(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda text: bar.update(task, advance=1, description=text)
 
     def table(self, table: Table) -> None:
         table.show()

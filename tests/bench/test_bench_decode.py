@@ -76,7 +76,7 @@ def test_what_is_measured_has_not_seen_the_warm_up() -> None:
     one.requests = [replace(request, token_ids=long + request.token_ids) for request in one.requests[:1]]
     for setting in one.settings:
         begun = len(target.calls)
-        one._pass(setting, None)
+        one._pass(setting, lambda: None)
         prefills = [call for call in target.calls[begun:] if call.num_tokens > 20]
         assert len(prefills) == 2, "the warm-up's and the measured one's"
 

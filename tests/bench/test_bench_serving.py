@@ -19,12 +19,13 @@ from small_llm import tiny_model
 from paceline.bench import servers
 from paceline.bench.client import Client, Stream
 from paceline.bench.config import ServersConfig, ServingConfig
-from paceline.bench.serving import Contender, Load, ServingBench, arrivals
+from paceline.bench.serving import Contender, Load, ServingBench
 from paceline.bench.serving_figures import Answer, read_answer, tokens_per_round
 from paceline.commands.bench_serving import bench_serving, words_of
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
 from paceline.prompts import Prompt
+from paceline.simulate.arrivals import poisson
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 FAST = ("--concurrency", "2", "--rate", "50", "--requests", "3", "--max-tokens", "6")
@@ -108,12 +109,12 @@ def test_servers_that_tell_less() -> None:
 
 
 def test_arrivals_are_a_poisson_process() -> None:
-    times = arrivals(4.0, 20_000, seed=1)
+    times = poisson(4.0, 20_000, seed=1)
     gaps = [later - sooner for sooner, later in zip([0.0, *times], times, strict=False)]
     mean = sum(gaps) / len(gaps)
     deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
     assert mean == pytest.approx(0.25, rel=0.03) and deviation == pytest.approx(0.25, rel=0.03)
-    assert times == arrivals(4.0, 20_000, seed=1) != arrivals(4.0, 20_000, seed=2)
+    assert times == poisson(4.0, 20_000, seed=1) != poisson(4.0, 20_000, seed=2)
 
 
 class Recording(Client):
@@ -343,7 +344,9 @@ def answered(*said_by_server: bytes, timeout_s: float = 5.0) -> list[Answer]:
         def speak() -> None:
             with listening.accept()[0] as connection:
                 for each in said_by_server:
-                    connection.recv(2**16)
+                    asked = b""
+                    while not asked.endswith(b"{}"):
+                        asked += connection.recv(2**16)
                     connection.sendall(each)
 
         thread = threading.Thread(target=speak, daemon=True)

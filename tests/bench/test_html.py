@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.html import page
-from paceline.bench.rundata import RunData, numbers, read_run, thinned
+from paceline.bench.html import RunData, numbers, page, read_run, thinned
 from paceline.commands.report import report
 from paceline.errors import ConfigError
 

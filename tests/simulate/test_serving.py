@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from paceline.bench.serving import arrivals
 from paceline.errors import ConfigError
 from paceline.figures import Spread
 from paceline.learned import LEAST_CHUNK
@@ -267,10 +266,6 @@ def test_a_fixed_number_draws_by_the_curve_alone() -> None:
 
 
 # Workloads and nonsense
-
-
-def test_arrivals_are_those_of_the_benchmark() -> None:
-    assert poisson(3.0, 100, 4) == arrivals(3.0, 100, 4)
 
 
 def test_lengths() -> None:
