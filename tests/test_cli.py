@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from small_llm import tiny_model
 
-from paceline.bench.beside import BesideTransformers
+from paceline.bench.beside import BesidePlain, BesideTransformers
+from paceline.bench.pages import render
 from paceline.commands.generate import model_and_prompt
 from paceline.commands.shared import grammar_of, note_without_effect
 from paceline.errors import PromptError
@@ -116,10 +117,27 @@ def test_an_answer_beside_plain_decoding_and_transformers(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("num_same", [0, 7])
 def test_other_tokens_than_transformers_are_explained(num_same: int) -> None:
-    line = BesideTransformers(10.0, 2.0, num_same).line("bfloat16")
+    peer = BesideTransformers(10.0, 2.0, num_same)
+    line = render("beside.txt", plain=None, peer=peer, dtype="bfloat16")
     assert "the same 0" not in line and ("the first 7 tokens are the same" in line) == (num_same == 7)
-    assert "almost equally likely" in line and "--dtype float32" in line
-    assert "NOT the same tokens" in BesideTransformers(10.0, 2.0, num_same).line("float32")
+    assert "almost equally likely" in line and "--dtype float32" in line and line.count("\n") == 1
+    assert "NOT the same tokens" in render("beside.txt", plain=None, peer=peer, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("plain", "said"),
+    [
+        (BesidePlain(10.0, 2.0, None), "sampled: texts need not agree"),
+        (BesidePlain(10.0, 2.0, True), "2.00x, token-identical"),
+        (
+            BesidePlain(10.0, 2.0, False, 3, 0.25),
+            "not token-identical after 3 tokens, where bfloat16 has the top two logits 0.250 apart;",
+        ),
+    ],
+)
+def test_beside_plain_decoding(plain: BesidePlain, said: str) -> None:
+    line = render("beside.txt", plain=plain, peer=None, tokens_per_s=20.0, dtype="bfloat16", is_exact=False)
+    assert line.startswith("plain 10.0 tokens/s, with drafts 20.0 tokens/s: ") and said in line and line.count("\n") == 1
 
 
 def test_with_json_an_error_is_json_too() -> None:

@@ -106,15 +106,6 @@ class BesidePlain:
         best, second = logits_after(llm.target, plain.prompt_token_ids + plain.token_ids[:at]).topk(2).values.tolist()
         return cls(speed, speedup, False, at, best - second)
 
-    def line(self, tokens_per_s: float, dtype: str, is_exact: bool) -> str:
-        """For people; `is_exact`: passes of any width give the same bits."""
-        same = {None: "sampled: texts need not agree", True: "token-identical", False: "not token-identical"}[self.identical]
-        if self.top2_gap is not None:
-            same += f" after {self.first_difference} tokens, where {dtype} has the top two logits {self.top2_gap:.3f} apart"
-            same += "" if is_exact or dtype == "float32" else "; --backend native, or --dtype float32, is exact"
-        speeds = f"plain {self.plain_tokens_per_s:.1f} tokens/s, with drafts {tokens_per_s:.1f} tokens/s"
-        return f"{speeds}: {self.speedup:.2f}x, {same}"
-
 
 @dataclass(frozen=True, slots=True)
 class BesideTransformers:
@@ -124,22 +115,6 @@ class BesideTransformers:
     speedup: float
     first_difference: int | None
     """Tokens that are still the same; None when all are."""
-
-    def line(self, dtype: str) -> str:
-        """For people: what it means when the tokens are not the same."""
-        speeds = f"Transformers {self.tokens_per_s:.1f} tokens/s: {self.speedup:.1f}x as fast"
-        if self.first_difference is None:
-            return f"{speeds}, the same tokens"
-        begins = f"the first {self.first_difference} tokens are the same, then" if self.first_difference else "here"
-        if dtype == "float32":
-            return f"{speeds}, NOT the same tokens: {begins} the two differ, which float32 leaves no reason for but a near-tie"
-        return (
-            f"{speeds}; {begins} the two choose different tokens, as they may in {dtype}: each rounds in its own way, which "
-            "decides where two tokens are almost equally likely. The proof is --dtype float32, where the tokens are the same"
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        return {"transformers": {"tokens_per_s": self.tokens_per_s, "speedup": self.speedup}}
 
 
 def answer_plainly(llm: LLM, token_ids: list[int], params: SamplingParams) -> Completion:

@@ -90,6 +90,11 @@ class Result(Drafting):
     num_output_tokens: int
     differences: list[Difference] = field(default_factory=list)
 
+    @property
+    def setting(self) -> str:
+        """How reports call it."""
+        return f"{self.drafter}, batch {self.batch}, T={self.temperature:g}"
+
 
 class Bench:
     """A loaded model, its requests, and the passes run so far. `run()` then `results()`."""
@@ -212,8 +217,3 @@ def as_line(bench: Bench, machine: Machine) -> dict[str, Any]:
     """What the command prints as its JSON line."""
     counts = {"num_requests": len(bench.requests), "num_skipped": bench.num_skipped}
     return {"results": bench.results(), **introduction(bench.llm, machine, bench.config), **counts}
-
-
-def name_of(result: Result) -> str:
-    """How reports call a result's setting."""
-    return f"{result.drafter}, batch {result.batch}, T={result.temperature:g}"

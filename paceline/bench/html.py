@@ -15,10 +15,10 @@ from statistics import fmean
 from typing import Any
 
 from paceline.bench.config import BASELINE
-from paceline.bench.decode import Result, name_of
+from paceline.bench.decode import Result
 from paceline.bench.drafting import sources_table
-from paceline.bench.pages import number, render
-from paceline.bench.plots import Plot, Series, bars, curves, speedup_bars
+from paceline.bench.pages import Plot, render
+from paceline.bench.plots import Series, bars, curves, speedup_bars
 from paceline.bench.report import COLUMNS, MEANING, with_interval
 from paceline.errors import ConfigError
 from paceline.figures import shares
@@ -121,12 +121,12 @@ def thinned(x: list[float], y: list[float], most: int = 300) -> tuple[list[float
 
 def page(run: RunData) -> str:
     """The whole page. Raises ConfigError when matplotlib is missing."""
-    rows = run.results()
+    rows, at = run.results(), run.evaluation
     return render(
         "run.html",
-        title=_title(run),
         run=run,
-        glance=_glance(run),
+        kinds=KINDS,
+        form=Form(at["backend"], at["isa"], at["weight_format"]) if at.get("weight_format") else None,
         training=_training(run),
         served=[_accepted("Accepted drafts a round", [("held out", run.served.get("accepted_histogram") or [])])],
         engine=_engine([(name, result) for name, result in rows if result.drafter != BASELINE]),
@@ -136,37 +136,6 @@ def page(run: RunData) -> str:
         settings=flat(run.config),
         asked=flat(run.evaluation.get("settings", {})),
     )
-
-
-def _title(run: RunData) -> str:
-    if run.evaluation:
-        return f"Drafter {run.evaluation['drafter']} for {run.evaluation['model']}"
-    return f"{str(run.config.get('what', 'run')).capitalize()}: {run.path.resolve().name}"
-
-
-def _glance(run: RunData) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    if run.steps:
-        last = run.steps[-1]
-        minutes = number((last.get("seconds") or 0) / 60, 1)
-        found.append(("trained", f"{last['step']:,} steps, {number(last.get('blocks'))} blocks, {minutes} minutes"))
-    if run.checks:
-        for key, name in KINDS.items():
-            held = run.checks[-1].get(key)
-            if isinstance(held, dict):
-                found.append((f"{name}, last", f"loss {number(held.get('loss'), 3)}, eal {number(held.get('eal'))}"))
-    if run.served.get("num_rounds"):
-        rate, count = number(run.served.get("tokens_per_round")), run.served.get("num_prompts")
-        found.append(("tokens per round, served", f"{rate} (batched, greedy, {count} held-out prompts)"))
-    if run.evaluation:
-        at = run.evaluation
-        machine = (at.get("machine") or {}).get("name", at["device"])
-        how = Form(at["backend"], at["isa"], at["weight_format"]) if at.get("weight_format") else None
-        found.append(("evaluated on", f"{machine} ({at['device']}), {at['dtype']}" + (f" ({how})" if how else "")))
-        found.append(("ceiling of plain decoding", f"{number(at['ceiling_tokens_per_s'], 1)} tokens/s at batch 1"))
-        for name, value in at.get("heldout", {}).items():
-            found.append((f"tokens per round, {name}", f"{number(value)} (batch 1, greedy)"))
-    return found
 
 
 def _training(run: RunData) -> list[Plot]:
@@ -219,7 +188,7 @@ def _figures(run: RunData, rows: list[tuple[str, Result]]) -> list[Table]:
     in_sets += [replace(column, cell=lambda row, column=column: column.cell(row[1])) for column in COLUMNS]
     tables = [Table(in_sets, rows)]
     if any(result.sources for _, result in rows):
-        sources = sources_table([(f"{name}: {name_of(result)}", result) for name, result in rows])
+        sources = sources_table([(f"{name}: {result.setting}", result) for name, result in rows])
         tables.append(replace(sources, title="Rounds by source of drafts"))
     looping = [(name, each) for name, figures in run.sets.items() for each in figures.get("looping", [])]
     if looping:

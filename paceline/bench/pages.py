@@ -1,4 +1,4 @@
-"""Reports from the Jinja templates in `templates/`: Markdown, HTML pages and the animated picture of `paceline compare`.
+"""Reports from the Jinja templates in `templates/`: text, Markdown, HTML pages and the animated picture of `paceline compare`.
 
 Whatever a model or a user wrote is escaped in HTML and SVG, and control characters, which no page can hold, are replaced.
 """
@@ -12,10 +12,12 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from paceline.bench.plots import Plot
 from paceline.errors import ConfigError
 from paceline.runlog import RunFolder
 from paceline.tables import printable
+
+Plot = tuple[str, str]
+"""Title and SVG element; the element is "" when there is nothing to draw."""
 
 
 def render(template: str, **values: Any) -> str:
@@ -27,7 +29,7 @@ def render(template: str, **values: Any) -> str:
 def _environment() -> Environment:
     made = Environment(
         loader=FileSystemLoader(Path(__file__).with_name("templates")),
-        autoescape=lambda name: name is not None and not name.endswith(".md.j2"),
+        autoescape=lambda name: name is not None and name.endswith((".html.j2", ".svg.j2")),
         finalize=lambda value: value if hasattr(value, "__html__") else printable(str(value)),
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -7,13 +7,14 @@ import html
 import io
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.decode import Result, name_of
+from paceline.bench.pages import Plot
 from paceline.errors import CacheError, ConfigError
 from paceline.figures import Spread
 
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from paceline.bench.decode import Result
+
     Fill = Callable[[Axes], None]
 
-Plot = tuple[str, str]
-"""Title and SVG element; the element is "" when there is nothing to draw."""
 COLORS = ("#3b82c4", "#d55e00", "#0a9a72", "#b05fa5", "#a87b00", "#7f7f7f")
 """Told apart by colour-blind eyes, and at least 3:1 on a white page as on a dark one."""
 INK = "#010203"
@@ -33,25 +34,16 @@ WIDTH_INCHES = 4.4
 """302 points: on a phone's 390 pixels the text keeps its size."""
 FEW_POINTS = 30
 LONGEST_LABEL = 20
-STYLE: Any = {
-    "svg.hashsalt": "paceline",
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-    "font.size": 9,
-    "text.color": INK,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.labelcolor": INK,
-}
+INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "legend.labelcolor")
+STYLE: Any = {"svg.hashsalt": "paceline", "svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
+STYLE |= dict.fromkeys(INKED, INK)
 
 
 def draw(folder: Path, results: list[Result]) -> str | None:
     """survival.png and tokens_per_s.png; returns a notice instead when matplotlib is missing."""
     drafted = [result for result in results if result.survival]
     series = [
-        Series(name_of(each), range(1, len(each.survival) + 1), each.survival, color) for color, each in enumerate(drafted)
+        Series(each.setting, range(1, len(each.survival) + 1), each.survival, color) for color, each in enumerate(drafted)
     ]
 
     def speed(axes: Axes) -> None:
@@ -59,7 +51,7 @@ def draw(folder: Path, results: list[Result]) -> str | None:
         ranges = [result.tokens_per_s_range for result in results]
         whiskers = [[rate - low for rate, (low, _) in zip(rates, ranges, strict=True)]]
         whiskers += [[high - rate for rate, (_, high) in zip(rates, ranges, strict=True)]]
-        axes.barh([name_of(result) for result in results], rates, xerr=whiskers, capsize=3)
+        axes.barh([result.setting for result in results], rates, xerr=whiskers, capsize=3)
         axes.invert_yaxis()
         axes.set(xlabel="tokens per second (bars: median, whiskers: slowest and fastest repetition)")
 
@@ -115,37 +107,39 @@ def _lines(shown: list[Series], xlabel: str, ylabel: str, ylim: tuple[float, flo
 
 @dataclass(frozen=True, slots=True)
 class LoadPlot:
-    """A quantity of a server over its load, a line for each contender and each of `lines`."""
+    """A quantity of a server over its load."""
 
     title: str
     ylabel: str
-    lines: dict[str, Callable[[Any], float | None]]
-    """What stands behind the contender's name -> how to take the value from a record; a p99 is drawn faint."""
+    """Of times their unit: s or ms."""
+    take: Callable[[Any], Spread | float | None]
+    """From a record; of a `Spread` of seconds the median is drawn, and p99 faint."""
 
-    @classmethod
-    def of_times(cls, title: str, unit: str, of: Callable[[Any], Spread]) -> LoadPlot:
-        """Median and p99 of seconds, shown in s or ms."""
-        scale = {"s": 1.0, "ms": 1e3}[unit]
-
-        def scaled(seconds: float | None) -> float | None:
-            return None if seconds is None else scale * seconds
-
-        return cls(title, unit, {" p50": lambda each: scaled(of(each).p50), " p99": lambda each: scaled(of(each).p99)})
+    def values(self, record: Any) -> dict[str, float | None]:
+        """What is added to the contender's name -> the value there."""
+        found = self.take(record)
+        if not isinstance(found, Spread):
+            return {"": found}
+        scale = 1e3 if self.ylabel == "ms" else 1.0
+        return {name: None if value is None else scale * value for name, value in ((" p50", found.p50), (" p99", found.p99))}
 
 
 def load_plots(plots: Sequence[LoadPlot], found: Sequence[tuple[float | None, int | None, str, Any]]) -> list[Plot]:
-    """Of records, each after its rate or its number in flight, and its contender's name."""
+    """A line for each contender; `found`: records, each after its rate or its number in flight, and its contender's name."""
     made = []
     for place, xlabel in ((1, "requests in flight"), (0, "requests per second")):
-        own = [(each[place], *each[2:]) for each in found if each[place]]
+        own = sorted([(float(each[place] or 0), *each[2:]) for each in found if each[place]], key=lambda each: each[0])
+        contenders = list(dict.fromkeys(name for _, name, _ in own))
         for plot in plots:
-            series = []
-            for line, take in plot.lines.items():
-                for color, contender in enumerate(dict.fromkeys(name for _, name, _ in own)):
-                    points = [(float(x), take(record)) for x, name, record in own if name == contender]
-                    known = sorted((x, y) for x, y in points if y is not None)
-                    xs, ys = [x for x, _ in known], [y for _, y in known]
-                    series.append(Series(contender + line, xs, ys, color, line.endswith("p99")))
+            lines: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+            for x, name, record in own:
+                for kind, y in plot.values(record).items():
+                    if y is not None:
+                        lines[name, kind].append((x, y))
+            series = [
+                Series(name + kind, [x for x, _ in points], [y for _, y in points], contenders.index(name), kind == " p99")
+                for (name, kind), points in lines.items()
+            ]
             title = f"{plot.title}, by {xlabel}"
             made.append(curves(title, series, xlabel=xlabel, ylabel=plot.ylabel, ylim=(0, None)))
     return made

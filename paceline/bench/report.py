@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from paceline.bench.decode import Bench, Result, name_of
+from paceline.bench.decode import Bench, Result
 from paceline.bench.drafting import sources_table
 from paceline.bench.pages import render
 from paceline.bench.plots import draw
@@ -76,11 +76,10 @@ def markdown(bench: Bench, machine: Machine, results: list[Result]) -> str:
         ceiling=ceiling_line(bench.llm, machine),
         meaning=MEANING,
         results=results,
-        name_of=name_of,
         figures=table(results),
-        sources=sources_table([(name_of(result), result) for result in results]),
+        sources=sources_table([(result.setting, result) for result in results]),
         stages=_stages(machine, results),
-        differences=[(name_of(result), each) for result in results for each in result.differences],
+        differences=[(result.setting, each) for result in results for each in result.differences],
         samples=list(zip(bench.requests, answers, strict=False)),
     )
 
@@ -94,7 +93,9 @@ def _stages(machine: Machine, results: list[Result]) -> Table:
         return None if read is None else f"{read / 1e9:.1f} ({read / machine.bytes_per_s:.0%})"
 
     stages = [Column(name, seconds(name), "{:.2f}", "right") for name in ("prefill", "draft", "verify", "host", "wall")]
-    return Table([Column("setting", name_of), *stages, Column("GB/s of weights while verifying", rate)], results)
+    return Table(
+        [Column("setting", lambda each: each.setting), *stages, Column("GB/s of weights while verifying", rate)], results
+    )
 
 
 def raw_runs(bench: Bench) -> list[dict[str, Any]]:

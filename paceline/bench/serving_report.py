@@ -63,10 +63,10 @@ def about(bench: ServingBench, results: list[ServingResult]) -> str:
 
 
 PLOTS = (
-    LoadPlot("Output", "tokens/s", {"": lambda each: each.tokens_per_s}),
-    LoadPlot.of_times("Time to the first token", "ms", lambda each: each.first_token),
-    LoadPlot.of_times("Time between tokens", "ms", lambda each: each.inter_token),
-    LoadPlot.of_times("Time of an answer", "s", lambda each: each.total),
+    LoadPlot("Output", "tokens/s", lambda each: each.tokens_per_s),
+    LoadPlot("Time to the first token", "ms", lambda each: each.first_token),
+    LoadPlot("Time between tokens", "ms", lambda each: each.inter_token),
+    LoadPlot("Time of an answer", "s", lambda each: each.total),
 )
 
 

@@ -23,14 +23,17 @@ from paceline.commands.shared import (
     prompt_of,
     with_model,
 )
-from paceline.commands.terminal import introduce, say, stats_lines, weights_read_per_s
+from paceline.commands.terminal import introduce, say
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PromptError
 from paceline.types import SamplingParams
 
 if TYPE_CHECKING:
     from paceline.engine.llm import LLM, Completion
-    from paceline.hardware import Machine
+
+
+FIGURES = ("num_prompt_tokens", "num_output_tokens", "tokens_per_s", "decode_tokens_per_s", "time_to_first_token_s")
+FIGURES += ("tokens_per_round", "acceptance_rate", "accepted_histogram", "lossless")
 
 
 @options
@@ -63,6 +66,8 @@ def generate(
     if sampling.logprobs is not None and not as_json:
         say("note: --logprobs shows only with --json")
     from paceline.bench.beside import BesidePlain, answer_plainly, ask_transformers
+    from paceline.bench.pages import render
+    from paceline.bench.passes import described
     from paceline.engine.llm import LLM
     from paceline.hardware import this_machine
 
@@ -73,19 +78,36 @@ def generate(
     completion = _stream(llm, token_ids, sampling, as_json)
     beside_plain = BesidePlain.of(llm, completion, plain, sampling) if plain else None
     beside_peer = ask_transformers(llm, completion, sampling) if against else None
-    machine = this_machine(llm.config.device)
-    for line in stats_lines(completion.stats, llm.target.weight_bytes, machine):
-        say(line)
-    if beside_plain:
-        say(beside_plain.line(completion.stats.tokens_per_s, llm.config.dtype, llm.target.is_width_invariant))
-    if beside_peer:
-        say(beside_peer.line(llm.config.dtype))
-    return (
-        as_line(llm, completion, machine)
-        | ({"logprobs": completion.logprobs} if sampling.logprobs is not None else {})
-        | (asdict(beside_plain) if beside_plain else {})
-        | (beside_peer.as_json() if beside_peer else {})
+    machine, figures, weight_bytes = this_machine(llm.config.device), completion.stats, llm.target.weight_bytes
+    read_per_s = weight_bytes * figures.num_rounds / figures.timings.verify_s if figures.timings.verify_s else None
+    said = render(
+        "answer.txt",
+        stats=figures,
+        machine=machine,
+        weight_bytes=weight_bytes,
+        read_per_s=read_per_s,
+        plain=beside_plain,
+        peer=beside_peer,
+        tokens_per_s=figures.tokens_per_s,
+        dtype=llm.config.dtype,
+        is_exact=llm.target.is_width_invariant,
     )
+    say(said.rstrip())
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        **{name: getattr(figures, name) for name in FIGURES},
+        "seconds": {name: getattr(figures.timings, f"{name}_s") for name in ("prefill", "draft", "verify", "host")},
+        **described(llm),
+        "drafter": llm.drafter.name,
+        "kv_cache_bytes": llm.cache_bytes,
+        "bytes_per_s": read_per_s,
+        "machine": machine,
+        **({"logprobs": completion.logprobs} if sampling.logprobs is not None else {}),
+        **(asdict(beside_plain) if beside_plain else {}),
+        **({"transformers": {"tokens_per_s": beside_peer.tokens_per_s, "speedup": beside_peer.speedup}} if beside_peer else {}),
+    }
 
 
 def model_and_prompt(words: list[str], has_model: bool, prompt_file: Path | None) -> tuple[str | None, str]:
@@ -124,30 +146,3 @@ def _stream(llm: LLM, token_ids: list[int], sampling: SamplingParams, as_json: b
     if not completion.text.endswith("\n"):
         print(file=out, flush=True)
     return completion
-
-
-def as_line(llm: LLM, completion: Completion, machine: Machine) -> dict[str, Any]:
-    """The command's JSON object."""
-    from paceline.bench.passes import described
-
-    stats, times = completion.stats, completion.stats.timings
-    return {
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "num_prompt_tokens": stats.num_prompt_tokens,
-        "num_output_tokens": stats.num_output_tokens,
-        "tokens_per_s": stats.tokens_per_s,
-        "decode_tokens_per_s": stats.decode_tokens_per_s,
-        "time_to_first_token_s": stats.time_to_first_token_s,
-        "tokens_per_round": stats.tokens_per_round,
-        "acceptance_rate": stats.acceptance_rate,
-        "accepted_histogram": stats.accepted_histogram,
-        "lossless": stats.lossless,
-        "seconds": {"prefill": times.prefill_s, "draft": times.draft_s, "verify": times.verify_s, "host": times.host_s},
-        **described(llm),
-        "drafter": llm.drafter.name,
-        "kv_cache_bytes": llm.cache_bytes,
-        "bytes_per_s": weights_read_per_s(stats, llm.target.weight_bytes),
-        "machine": machine,
-    }

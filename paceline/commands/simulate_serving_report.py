@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.bench.pages import write_load_report
-from paceline.bench.plots import LoadPlot, Plot, Series, curves, load_plots
+from paceline.bench.pages import Plot, write_load_report
+from paceline.bench.plots import LoadPlot, Series, curves, load_plots
 from paceline.runlog import RunFolder
 from paceline.simulate.answer import ServerAnswer
 from paceline.simulate.replay import Compared
@@ -71,10 +71,10 @@ def write_report(run: RunFolder, answer: ServerAnswer) -> str | None:
 
 
 PLOTS = (
-    LoadPlot("Output", "tokens/s", {"": lambda each: each.tokens_per_s}),
-    LoadPlot.of_times("Time to the first token", "ms", lambda each: each.first_token),
-    LoadPlot.of_times("Time between tokens", "ms", lambda each: each.inter_token),
-    LoadPlot("Requests without a row", "mean", {"": lambda each: each.mean_queue}),
+    LoadPlot("Output", "tokens/s", lambda each: each.tokens_per_s),
+    LoadPlot("Time to the first token", "ms", lambda each: each.first_token),
+    LoadPlot("Time between tokens", "ms", lambda each: each.inter_token),
+    LoadPlot("Requests without a row", "mean", lambda each: each.mean_queue),
 )
 
 
