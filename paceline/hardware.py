@@ -47,26 +47,20 @@ class Machine:
         return self.read_bytes_per_s(weight_bytes) / weight_bytes
 
 
-def _gpu(
-    name: str, float4: float, float8: float, bfloat16: float, bytes_per_s: float, gigabytes: int, link_bytes_per_s: float
-) -> Machine:
-    rates = {"float4": float4, "float8": float8, "bfloat16": bfloat16}
-    known = {kind: rate for kind, rate in rates.items() if rate}
-    return Machine(name, bytes_per_s, known, 0, gigabytes * 10**9, link_bytes_per_s)
-
-
 KNOWN_GPUS: dict[str, Machine] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("B200", 9e15, 4.5e15, 2.25e15, 8e12, 192, 9e11),
-        _gpu("B300", 13.5e15, 4.5e15, 2.25e15, 8e12, 288, 9e11),
-        _gpu("H200", 0, 1.979e15, 9.895e14, 4.8e12, 141, 4.5e11),
-        _gpu("H100", 0, 1.979e15, 9.895e14, 3.35e12, 80, 4.5e11),
-        _gpu("GH200", 0, 1.979e15, 9.89e14, 4.0e12, 96, 4.5e11),
-        _gpu("L40S", 0, 7.33e14, 3.62e14, 8.64e11, 48, 3.2e10),
-        _gpu("RTX 4090", 0, 3.303e14, 1.652e14, 1.008e12, 24, 3.2e10),
-        _gpu("RTX Pro 6000", 2.0152e15, 1.0076e15, 5.038e14, 1.792e12, 96, 6.4e10),
-        _gpu("MI300X", 0, 2.6149e15, 1.3074e15, 5.3e12, 192, 4.48e11),
+        Machine("B200", 8e12, {"float4": 9e15, "float8": 4.5e15, "bfloat16": 2.25e15}, 0, 192 * 10**9, 9e11),
+        Machine("B300", 8e12, {"float4": 13.5e15, "float8": 4.5e15, "bfloat16": 2.25e15}, 0, 288 * 10**9, 9e11),
+        Machine("H200", 4.8e12, {"float8": 1.979e15, "bfloat16": 9.895e14}, 0, 141 * 10**9, 4.5e11),
+        Machine("H100", 3.35e12, {"float8": 1.979e15, "bfloat16": 9.895e14}, 0, 80 * 10**9, 4.5e11),
+        Machine("GH200", 4.0e12, {"float8": 1.979e15, "bfloat16": 9.89e14}, 0, 96 * 10**9, 4.5e11),
+        Machine("L40S", 8.64e11, {"float8": 7.33e14, "bfloat16": 3.62e14}, 0, 48 * 10**9, 3.2e10),
+        Machine("RTX 4090", 1.008e12, {"float8": 3.303e14, "bfloat16": 1.652e14}, 0, 24 * 10**9, 3.2e10),
+        Machine(
+            "RTX Pro 6000", 1.792e12, {"float4": 2.0152e15, "float8": 1.0076e15, "bfloat16": 5.038e14}, 0, 96 * 10**9, 6.4e10
+        ),
+        Machine("MI300X", 5.3e12, {"float8": 2.6149e15, "bfloat16": 1.3074e15}, 0, 192 * 10**9, 4.48e11),
     )
 }
 """Makers' figures: dense (without sparsity), sums in float32, NVLink or Infinity Fabric or else PCIe, one way.

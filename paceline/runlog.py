@@ -2,7 +2,7 @@
 
     runs/<what>-<timestamp>/
         config.json     settings, and what made it     command.txt   the command line that made it
-        metrics.jsonl   one line per `log` call        report.md     for people      *.png   figures
+        metrics.jsonl   one line per `log` call        report.md     for people      *.svg   figures
         results.json    the figures, and what made them: processor, versions, commit
 
 Scripts write their results with `write_results`, the same way. Files appear whole or not at all (written beside, then

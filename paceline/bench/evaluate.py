@@ -19,8 +19,8 @@ from typing import Any
 
 from paceline import hub
 from paceline.bench.config import BASELINE, BUILTIN_PROMPTS, BenchConfig
-from paceline.bench.decode import ABOUT, Bench, Result, Setting, introduction
-from paceline.bench.drafting import drafting
+from paceline.bench.decode import ABOUT, Bench, Setting, introduction
+from paceline.bench.drafting import Drafting, drafting
 from paceline.bench.passes import Pass
 from paceline.bench.report import ceiling_line, table
 from paceline.config import EngineConfig
@@ -41,54 +41,6 @@ NUM_TEXTS = 4
 """Texts kept of each set and temperature."""
 IDENTITY = ("model", "dtype", "backend", "isa", "weight_bytes", "device", "machine")
 """What must be the same for two sets to stand in one table; of the machine, its name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Looping:
-    """How much of the acceptance at one temperature comes from answers that end in a loop (`figures.is_loop`)."""
-
-    temperature: float
-    num_answers: int
-    looping_share: float
-    tokens_per_round: float | None
-    tokens_per_round_interval: tuple[float | None, float | None]
-    without_loops: float | None
-    """Tokens per round of the other answers; None when there is none."""
-    without_loops_interval: tuple[float | None, float | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """One answer, to be read."""
-
-    request: str
-    temperature: float
-    prompt: str
-    """The user's last turn."""
-    text: str
-    num_tokens: int
-    tokens_per_round: float | None
-    is_loop: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SetFigures:
-    """One prompt set: rows as of `bench decode`, what loops, and texts."""
-
-    results: list[Result]
-    looping: list[Looping]
-    texts: list[Text]
-    num_requests: int
-    num_skipped: int
-    """Turns left out because they do not fit the context."""
-
-    @property
-    def looping_share(self) -> float:
-        """At the lowest temperature, where models loop most."""
-        return min(self.looping, key=lambda each: each.temperature).looping_share
-
-    def as_json(self) -> dict[str, Any]:
-        return {**plain(self), "looping_share": self.looping_share}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +99,7 @@ class Evaluation:
     about: dict[str, Any] = field(default_factory=dict)
     """What was measured and on which machine, as of `bench.decode.introduction`; {} when no set is done."""
     sets: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Name -> `SetFigures.as_json()` and where its prompts are from."""
+    """Name -> `set_figures` and where its prompts are from."""
 
     @classmethod
     def open(cls, drafter: str, settings: dict[str, Any], out: Path | None, sources: tuple[str, ...]) -> Evaluation:
@@ -283,52 +235,59 @@ def _evaluate_set(llm: LLM, each: PromptSet, config: BenchConfig, progress: Prog
     with progress.bar(each.name, bench.num_answers) as advance:
         bench.run(on_answer=lambda setting: advance(f"{each.name}: {setting}"))
     figures = set_figures(bench)
-    loops = f"{figures.looping_share:.0%} of the drafter's answers end in a loop"
-    progress.say(f"{each.name}: {figures.num_requests} requests, {loops}")
-    progress.table(table(figures.results))
-    return figures.as_json()
+    loops = f"{figures['looping_share']:.0%} of the drafter's answers end in a loop"
+    progress.say(f"{each.name}: {len(bench.requests)} requests, {loops}")
+    progress.table(table(figures["results"]))
+    return plain(figures)
 
 
-def set_figures(bench: Bench) -> SetFigures:
-    """The figures of a benchmark that has run on one prompt set, its config made by `evaluation_config`."""
+def set_figures(bench: Bench) -> dict[str, Any]:
+    """Of a benchmark that has run on one prompt set: rows as of `bench decode`, and by temperature what loops, and texts.
+
+    "looping_share" is that of the lowest temperature, where models loop most; "without_loops" counts the other answers only,
+    None when there is none. "num_skipped": turns left out because they do not fit the context.
+    """
     config = bench.config
-    looping, texts = [], []
-    for temperature in config.temperatures:
-        done = bench.passes[Setting(config.drafters[-1], min(config.batches), temperature)][0]
-        looping.append(_looping(done, temperature))
-        texts += _texts(bench, done, temperature)
-    return SetFigures(bench.results(), looping, texts, len(bench.requests), bench.num_skipped)
+    passes = {each: bench.passes[Setting(config.drafters[-1], min(config.batches), each)][0] for each in config.temperatures}
+    looping = [_looping(done, temperature) for temperature, done in passes.items()]
+    return {
+        "results": bench.results(),
+        "looping": looping,
+        "texts": [text for temperature, done in passes.items() for text in _texts(bench, done, temperature)],
+        "num_requests": len(bench.requests),
+        "num_skipped": bench.num_skipped,
+        "looping_share": min(looping, key=lambda each: each["temperature"])["looping_share"],
+    }
 
 
-def _looping(done: Pass, temperature: float) -> Looping:
+def _looping(done: Pass, temperature: float) -> dict[str, Any]:
     others = [answer.rounds for answer in done.answers if not is_loop(answer.token_ids)]
     whole = drafting([answer.rounds for answer in done.answers])
-    rest = drafting(others) if others else None
-    return Looping(
-        temperature=temperature,
-        num_answers=len(done.answers),
-        looping_share=1 - len(others) / len(done.answers),
-        tokens_per_round=whole.tokens_per_round,
-        tokens_per_round_interval=whole.tokens_per_round_interval,
-        without_loops=rest.tokens_per_round if rest else None,
-        without_loops_interval=rest.tokens_per_round_interval if rest else (None, None),
-    )
+    rest = drafting(others) if others else Drafting()
+    return {
+        "temperature": temperature,
+        "num_answers": len(done.answers),
+        "looping_share": 1 - len(others) / len(done.answers),
+        "tokens_per_round": whole.tokens_per_round,
+        "tokens_per_round_interval": whole.tokens_per_round_interval,
+        "without_loops": rest.tokens_per_round,
+        "without_loops_interval": rest.tokens_per_round_interval,
+    }
 
 
-def _texts(bench: Bench, done: Pass, temperature: float) -> list[Text]:
-    """Answers from all over the set, not its best."""
+def _texts(bench: Bench, done: Pass, temperature: float) -> list[dict[str, Any]]:
+    """Answers from all over the set, not its best, each with the user's last turn."""
     count = min(NUM_TEXTS, len(done.answers))
     places = [index * len(done.answers) // count for index in range(count)]
-    chosen = [(bench.requests[place], done.answers[place]) for place in places]
     return [
-        Text(
-            request=request.name,
-            temperature=temperature,
-            prompt=request.turn,
-            text=answer.text,
-            num_tokens=len(answer.token_ids),
-            tokens_per_round=drafting([answer.rounds]).tokens_per_round,
-            is_loop=is_loop(answer.token_ids),
-        )
-        for request, answer in chosen
+        {
+            "request": request.name,
+            "temperature": temperature,
+            "prompt": request.turn,
+            "text": answer.text,
+            "num_tokens": len(answer.token_ids),
+            "tokens_per_round": drafting([answer.rounds]).tokens_per_round,
+            "is_loop": is_loop(answer.token_ids),
+        }
+        for request, answer in ((bench.requests[place], done.answers[place]) for place in places)
     ]

@@ -18,7 +18,7 @@ from paceline.bench.config import BASELINE
 from paceline.bench.decode import Result
 from paceline.bench.drafting import sources_table
 from paceline.bench.pages import Plot, render
-from paceline.bench.plots import Series, bars, curves, speedup_bars
+from paceline.bench.plots import Series, bars, curves, ranges, short
 from paceline.bench.report import COLUMNS, MEANING, with_interval
 from paceline.errors import ConfigError
 from paceline.figures import shares
@@ -48,7 +48,7 @@ class RunData:
 
     @property
     def sets(self) -> dict[str, Line]:
-        """Prompt set -> its figures, as `bench.evaluate.SetFigures.as_json` made them."""
+        """Prompt set -> its figures, as of `bench.evaluate.set_figures`."""
         return self.evaluation.get("sets", {})
 
     def results(self) -> list[tuple[str, Result]]:
@@ -177,7 +177,12 @@ def _engine(rows: list[tuple[str, Result]]) -> list[Plot]:
         plots.append(curves(title, curved, xlabel=xlabel, ylabel="share of rounds", ylim=(0, 1)))
         histograms = [(name, each.accepted_histogram) for name, each in shown]
         plots.append(_accepted(f"Accepted drafts a round, T={temperature:g}", histograms))
-    plots.append(speedup_bars("Speed-up, with 95% intervals over prompts", rows))
+    sets = list(dict.fromkeys(name for name, _ in rows))
+    bars_of = [
+        (f"{short(name)}, b{each.batch}, T={each.temperature:g}", each.speedup, each.speedup_interval, sets.index(name))
+        for name, each in rows
+    ]
+    plots.append(ranges("Speed-up, with 95% intervals over prompts", bars_of, "speed-up over plain decoding", mark=1))
     return plots
 
 

@@ -103,8 +103,12 @@ class Pass:
         return (self.num_tokens - len(self.answers)) / (self.wall_s - self.prefill_s)
 
     @property
-    def host_s(self) -> float:
-        return max(self.wall_s - (self.prefill_s or 0.0) - self.draft_s - self.verify_s, 0.0)
+    def seconds(self) -> dict[str, float | None]:
+        """By stage; a peer tells only the whole."""
+        if self.prefill_s is None:
+            return {"prefill": None, "draft": None, "verify": None, "host": None, "wall": self.wall_s}
+        told = {"prefill": self.prefill_s, "draft": self.draft_s, "verify": self.verify_s}
+        return {**told, "host": max(self.wall_s - sum(told.values()), 0.0), "wall": self.wall_s}
 
 
 def run_pass(

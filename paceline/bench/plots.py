@@ -1,4 +1,4 @@
-"""Figures, drawn when matplotlib is installed: PNG files of a benchmark, and SVG elements for the pages of reports."""
+"""Figures, drawn when matplotlib is installed: SVG elements for the pages of reports, and files of their own."""
 
 from __future__ import annotations
 
@@ -8,23 +8,16 @@ import io
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.pages import Plot
-from paceline.errors import CacheError, ConfigError
+from paceline.errors import ConfigError
 from paceline.figures import Spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-    from paceline.bench.decode import Result
-
-    Fill = Callable[[Axes], None]
 
 COLORS = ("#3b82c4", "#d55e00", "#0a9a72", "#b05fa5", "#a87b00", "#7f7f7f")
 """Told apart by colour-blind eyes, and at least 3:1 on a white page as on a dark one."""
@@ -37,35 +30,6 @@ LONGEST_LABEL = 20
 INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "legend.labelcolor")
 STYLE: Any = {"svg.hashsalt": "paceline", "svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
 STYLE |= dict.fromkeys(INKED, INK)
-
-
-def draw(folder: Path, results: list[Result]) -> str | None:
-    """survival.png and tokens_per_s.png; returns a notice instead when matplotlib is missing."""
-    drafted = [result for result in results if result.survival]
-    series = [
-        Series(each.setting, range(1, len(each.survival) + 1), each.survival, color) for color, each in enumerate(drafted)
-    ]
-
-    def speed(axes: Axes) -> None:
-        rates = [result.tokens_per_s for result in results]
-        ranges = [result.tokens_per_s_range for result in results]
-        whiskers = [[rate - low for rate, (low, _) in zip(rates, ranges, strict=True)]]
-        whiskers += [[high - rate for rate, (_, high) in zip(rates, ranges, strict=True)]]
-        axes.barh([result.setting for result in results], rates, xerr=whiskers, capsize=3)
-        axes.invert_yaxis()
-        axes.set(xlabel="tokens per second (bars: median, whiskers: slowest and fastest repetition)")
-
-    survived = _lines(series, "i", "share of rounds whose first i drafts stood", (0, 1))
-    try:
-        with _drawn(survived, width=7, height=4, has_legend=bool(series)) as figure:
-            figure.savefig(folder / "survival.png")
-        with _drawn(speed, width=7, height=1.5 + 0.4 * len(results)) as figure:
-            figure.savefig(folder / "tokens_per_s.png")
-    except ConfigError:
-        return "no figures: pip install matplotlib to have them drawn"
-    except OSError as error:
-        raise CacheError(f"cannot write the figures into {folder} ({error.strerror or error}): choose another --out") from error
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +48,7 @@ def curves(
 ) -> Plot:
     """Lines over a common axis; a series without a point is left out."""
     shown = [each for each in series if len(each.x)]
-    return _plot(title, _lines(shown, xlabel, ylabel, ylim), len(shown))
 
-
-def _lines(shown: list[Series], xlabel: str, ylabel: str, ylim: tuple[float, float | None] | None) -> Fill:
     def fill(axes: Axes) -> None:
         from matplotlib.ticker import EngFormatter, MaxNLocator
 
@@ -95,14 +56,14 @@ def _lines(shown: list[Series], xlabel: str, ylabel: str, ylim: tuple[float, flo
         for each in shown:
             style: dict[str, Any] = {"linestyle": "--", "linewidth": 1.0} if each.is_faint else {"linewidth": 1.6}
             color = COLORS[each.color % len(COLORS)]
-            axes.plot(each.x, each.y, label=_short(each.label), color=color, marker=marker, markersize=3, **style)
+            axes.plot(each.x, each.y, label=short(each.label), color=color, marker=marker, markersize=3, **style)
         axes.set(xlabel=xlabel, ylabel=ylabel, ylim=ylim)
         places = [float(place) for each in shown for place in each.x]
         if max(places, default=0) >= 1000 or all(place.is_integer() for place in places):
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
-    return fill
+    return _plot(title, fill, len(shown))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +88,10 @@ class LoadPlot:
 def load_plots(plots: Sequence[LoadPlot], found: Sequence[tuple[float | None, int | None, str, Any]]) -> list[Plot]:
     """A line for each contender; `found`: records, each after its rate or its number in flight, and its contender's name."""
     made = []
-    for place, xlabel in ((1, "requests in flight"), (0, "requests per second")):
-        own = sorted([(float(each[place] or 0), *each[2:]) for each in found if each[place]], key=lambda each: each[0])
+    flying = [(float(flight), name, record) for _, flight, name, record in found if flight]
+    coming = [(rate, name, record) for rate, _, name, record in found if rate]
+    for xlabel, own in (("requests in flight", flying), ("requests per second", coming)):
+        own.sort(key=lambda each: each[0])
         contenders = list(dict.fromkeys(name for _, name, _ in own))
         for plot in plots:
             lines: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
@@ -161,50 +124,40 @@ def bars(
         width = 0.8 / len(shown)
         for index, (label, values) in enumerate(shown):
             places = [first + place - 0.4 + width * (index + 0.5) for place in range(len(values))]
-            axes.bar(places, values, width, label=_short(label), color=COLORS[index % len(COLORS)])
+            axes.bar(places, values, width, label=short(label), color=COLORS[index % len(COLORS)])
         axes.set_xticks(range(first, first + max(len(values) for _, values in shown)))
         axes.set(xlabel=xlabel, ylabel=ylabel, ylim=ylim)
 
     return _plot(title, fill, len(shown))
 
 
-def speedup_bars(title: str, rows: list[tuple[str, Result]]) -> Plot:
-    """A bar a setting with its interval, plain decoding as a line at 1."""
+def ranges(
+    title: str, rows: Sequence[tuple[str, float, Sequence[float | None], int]], xlabel: str, mark: float | None = None
+) -> Plot:
+    """One below the other, of each row its label, value, interval and colour: a bar with whiskers. A dotted line at `mark`."""
 
     def fill(axes: Axes) -> None:
-        sets = list(dict.fromkeys(name for name, _ in rows))
-        for place, (name, result) in enumerate(rows):
-            low, high = result.speedup_interval
-            error = None if low is None or high is None else [[max(result.speedup - low, 0)], [max(high - result.speedup, 0)]]
-            color = COLORS[sets.index(name) % len(COLORS)]
-            axes.barh(place, result.speedup, color=color, xerr=error, capsize=3, ecolor=INK)
-        labels = [f"{_short(name)}, b{result.batch}, T={result.temperature:g}" for name, result in rows]
-        axes.set_yticks(range(len(rows)), labels)
-        axes.axvline(1, color=INK, linewidth=1, linestyle=":")
+        for place, (_, value, (low, high), color) in enumerate(rows):
+            error = None if low is None or high is None else [[max(value - low, 0)], [max(high - value, 0)]]
+            axes.barh(place, value, color=COLORS[color % len(COLORS)], xerr=error, capsize=3, ecolor=INK)
+        axes.set_yticks(range(len(rows)), [label for label, *_ in rows])
+        if mark is not None:
+            axes.axvline(mark, color=INK, linewidth=1, linestyle=":")
         axes.invert_yaxis()
-        axes.set(xlabel="speed-up over plain decoding")
+        axes.set(xlabel=xlabel)
 
     return _plot(title, fill, min(len(rows), 1), height=1.0 + 0.26 * len(rows))
 
 
-def _short(label: str) -> str:
+def short(label: str) -> str:
     """The end of a long name, such as a path's, tells most."""
     return label if len(label) <= LONGEST_LABEL else "…" + label[1 - LONGEST_LABEL :]
 
 
-def _plot(title: str, fill: Fill, num_series: int, height: float = 3.0) -> Plot:
-    """In the page's text colour, the same bytes for the same input. Raises ConfigError without matplotlib."""
+def _plot(title: str, fill: Callable[[Axes], None], num_series: int, height: float = 3.0) -> Plot:
+    """In the page's text colour, the same bytes for the same input. Raises ConfigError when matplotlib is missing."""
     if not num_series:
         return title, ""
-    with _drawn(fill, height=height, has_legend=num_series > 1) as figure:
-        out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    return title, _inline(out.getvalue(), title)
-
-
-@contextmanager
-def _drawn(fill: Fill, *, width: float = WIDTH_INCHES, height: float = 3.0, has_legend: bool = False) -> Iterator[Figure]:
-    """A figure with one plot, to be saved within. Raises ConfigError when matplotlib is missing."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -212,15 +165,17 @@ def _drawn(fill: Fill, *, width: float = WIDTH_INCHES, height: float = 3.0, has_
         raise ConfigError("drawing the report needs matplotlib: pip install paceline[plots]") from error
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
-        figure = Figure(figsize=(width, height), layout="constrained")
+        figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
         axes = figure.subplots()
         fill(axes)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.15, color=INK)
         axes.set_axisbelow(True)
-        if has_legend:
+        if num_series > 1:
             figure.legend(loc="outside lower center", ncols=2, frameon=False)
-        yield figure
+        out = io.StringIO()
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    return title, _inline(out.getvalue(), title)
 
 
 def _inline(document: str, title: str) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 from paceline.bench.decode import Bench, Result
 from paceline.bench.drafting import sources_table
 from paceline.bench.pages import render
-from paceline.bench.plots import draw
+from paceline.bench.plots import Series, curves, ranges
 from paceline.engine.llm import LLM
+from paceline.errors import ConfigError
 from paceline.hardware import Machine
 from paceline.model.backends import form_of
 from paceline.runlog import RunFolder
@@ -104,19 +105,13 @@ def raw_runs(bench: Bench) -> list[dict[str, Any]]:
         {
             **asdict(setting),
             "repetition": number,
-            "wall_s": each.wall_s,
-            "prefill_s": each.prefill_s,
-            "draft_s": each.draft_s,
-            "verify_s": each.verify_s,
-            "num_passes": each.num_passes,
+            **{name: getattr(each, name) for name in ("wall_s", "prefill_s", "draft_s", "verify_s", "num_passes")},
             "answers": [
                 {
                     "request": request.name,
                     "num_prompt_tokens": len(request.token_ids),
                     "num_output_tokens": len(answer.token_ids),
-                    "seconds": answer.seconds,
-                    "num_rounds": answer.num_rounds,
-                    "num_accepted": answer.num_accepted,
+                    **{name: getattr(answer, name) for name in ("seconds", "num_rounds", "num_accepted")},
                 }
                 for request, answer in zip(bench.requests, each.answers, strict=True)
             ],
@@ -137,4 +132,21 @@ def write_run(run: RunFolder, bench: Bench, machine: Machine, line: dict[str, An
         for request, answer in zip(bench.requests, passes[0].answers if passes else [], strict=False)
     ]
     run.write_json("texts.json", texts)
-    return draw(run.path, results)
+    return draw(run, results)
+
+
+def draw(run: RunFolder, results: list[Result]) -> str | None:
+    """survival.svg and tokens_per_s.svg; returns a notice when they had to be left out."""
+    drafted = [result for result in results if result.survival]
+    series = [
+        Series(each.setting, range(1, len(each.survival) + 1), each.survival, color) for color, each in enumerate(drafted)
+    ]
+    speeds = [(each.setting, each.tokens_per_s, each.tokens_per_s_range, 0) for each in results]
+    try:
+        survived = curves("survival", series, xlabel="first i drafts stood", ylabel="share of rounds", ylim=(0, 1))
+        plots = (survived, ranges("tokens_per_s", speeds, "tokens per second: median, slowest and fastest repetition"))
+    except ConfigError as error:
+        return f"no figures: {error}"
+    for name, drawn in plots if series else plots[1:]:
+        run.write(f"{name}.svg", drawn)
+    return None

@@ -52,17 +52,8 @@ def _seconds(passes: list[Pass]) -> list[float]:
 
 
 def stages(passes: list[Pass]) -> dict[str, float | None]:
-    """Median seconds of each stage; a peer tells only the whole."""
-    wall_s = statistics.median(each.wall_s for each in passes)
-    if passes[0].prefill_s is None:
-        return {"prefill": None, "draft": None, "verify": None, "host": None, "wall": wall_s}
-    return {
-        "prefill": median_of([each.prefill_s for each in passes]),
-        "draft": statistics.median(each.draft_s for each in passes),
-        "verify": statistics.median(each.verify_s for each in passes),
-        "host": statistics.median(each.host_s for each in passes),
-        "wall": wall_s,
-    }
+    """Median seconds of each stage."""
+    return {name: median_of([each.seconds[name] for each in passes]) for name in passes[0].seconds}
 
 
 def median_of(values: list[float | None]) -> float | None:

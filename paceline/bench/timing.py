@@ -141,7 +141,8 @@ def record(
             for name, done in runs.items():
                 for each in (warm_up, params):
                     engines.use(name)
-                    sequence = _sequence(llm, prompt_ids, each)
+                    *_, last = llm.stream(prompt_ids, each)
+                sequence = last.sequence
                 done.append((timed(sequence, llm.tokenizer.stream(), llm.drafter.name), sequence.output_ids))
                 on_answer(f"speculation {name}")
     finally:
@@ -158,14 +159,6 @@ def record(
         on=on,
         first_difference=first_difference(on_ids, off_ids),
     )
-
-
-def _sequence(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> Sequence:
-    sequence = None
-    for chunk in llm.stream(prompt_ids, params):
-        sequence = chunk.sequence
-    assert sequence is not None, "a request ends with a chunk"
-    return sequence
 
 
 def timed(sequence: Sequence, detokenizer: Any, drafter: str) -> TimedAnswer:

@@ -21,17 +21,8 @@ if TYPE_CHECKING:
     from paceline.engine.llm import LLM
 
 HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer, Ctrl-D leaves"
-
-
 NOT_ASKED = Without(
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "stop_token_ids",
-    "ignore_eos",
-    "logprobs",
-    "max_drafted",
-    "grammar",
+    "presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids", "ignore_eos", "logprobs", "max_drafted", "grammar"
 )
 
 

@@ -173,7 +173,7 @@ def options(command: Callable[P, R]) -> Callable[P, R]:
             for name, (owner, asked) in configs.items():
                 given[name] = _build(owner, [(each, given.pop(each.parameter.name)) for each in asked])
             line = command(**given)  # pyright: ignore[reportCallIssue]
-        if given.get("as_json") and line is not None:
+        if given.get("as_json") and isinstance(line, dict):
             print_json(line)
         return line
 

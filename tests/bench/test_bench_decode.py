@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.bench import decode, plots, report
+from paceline.bench import decode, report
 from paceline.bench.config import BenchConfig
 from paceline.bench.decode import Bench, as_line
 from paceline.bench.drafting import drafting, sources_table
@@ -214,7 +214,7 @@ def test_report_and_json_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     line = as_line(made, MACHINE)
     assert (line["backend"], line["isa"], line["weight_format"]) == ("torch", None, "float32")
     assert line["ceiling_tokens_per_s"] == 1e9 / made.llm.target.weight_bytes
-    monkeypatch.setattr(report, "draw", lambda folder, results: None)
+    monkeypatch.setattr(report, "draw", lambda run, results: None)
     run = RunFolder.create("bench-decode", {}, tmp_path / "run")
     assert report.write_run(run, made, MACHINE, line) is None
     text = (run.path / "report.md").read_text()
@@ -230,7 +230,8 @@ def test_figures_are_drawn_or_their_absence_explained(tmp_path: Path, monkeypatc
     made = bench(BenchConfig(("none", "good"), max_tokens=8))
     made.run()
     pytest.importorskip("matplotlib")
-    assert plots.draw(tmp_path, made.results()) is None
-    assert {file.name for file in tmp_path.iterdir()} == {"survival.png", "tokens_per_s.png"}
+    assert report.draw(RunFolder(tmp_path), made.results()) is None
+    assert {file.name for file in tmp_path.iterdir()} == {"survival.svg", "tokens_per_s.svg"}
+    assert "good, batch 1, T=0" in (tmp_path / "tokens_per_s.svg").read_text()
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    assert "pip install matplotlib" in (plots.draw(tmp_path, made.results()) or "")
+    assert "pip install matplotlib" in (report.draw(RunFolder(tmp_path), made.results()) or "")

@@ -23,7 +23,7 @@ from paceline.figures import is_loop
 from paceline.hardware import Machine
 from paceline.progress import Progress
 from paceline.prompts import Prompt
-from paceline.runlog import RunFolder
+from paceline.runlog import RunFolder, plain
 from paceline.tables import Table
 from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
 from paceline.types import Round
@@ -136,23 +136,23 @@ def test_a_loop_is_a_short_period_at_the_end() -> None:
 def test_the_figures_of_one_set() -> None:
     made = run_bench(evaluation_config("good", CONFIG))
     figures = set_figures(made)
-    assert [(each.drafter, each.batch, each.temperature) for each in figures.results][:4] == [
+    assert [(each.drafter, each.batch, each.temperature) for each in figures["results"]][:4] == [
         ("none", 1, 0.0),
         ("good", 1, 0.0),
         ("none", 2, 0.0),
         ("good", 2, 0.0),
     ]
-    for result in figures.results:
+    for result in figures["results"]:
         low, high = result.speedup_interval
         assert low is not None and high is not None and low <= high
-    assert [each.temperature for each in figures.looping] == [0.0, 1.0]
-    assert len(figures.texts) == 8
-    first = figures.texts[0]
+    assert [each["temperature"] for each in figures["looping"]] == [0.0, 1.0]
+    assert len(figures["texts"]) == 8
+    first = figures["texts"][0]
     answer = made.passes[made.settings[1]][0].answers[0]
-    assert (first.prompt, first.text, first.num_tokens) == ("one", answer.text, 40)
-    assert first.tokens_per_round == pytest.approx(1 + answer.num_accepted / answer.num_rounds)
-    assert json.dumps(figures.as_json())
-    assert figures.as_json()["looping_share"] == figures.looping[0].looping_share
+    assert (first["prompt"], first["text"], first["num_tokens"]) == ("one", answer.text, 40)
+    assert first["tokens_per_round"] == pytest.approx(1 + answer.num_accepted / answer.num_rounds)
+    assert json.dumps(plain(figures))
+    assert figures["looping_share"] == figures["looping"][0]["looping_share"]
 
 
 def test_loops_are_told_apart_from_the_rest() -> None:
@@ -162,24 +162,24 @@ def test_loops_are_told_apart_from_the_rest() -> None:
         answer.token_ids, answer.rounds = [9] * 40, [Round(4, 4, "good")] * 8
     for answer in answers[2:]:
         answer.token_ids, answer.rounds = list(range(40)), [Round(4, 1, "good")] * 20
-    (looping,) = set_figures(made).looping
-    assert looping.looping_share == pytest.approx(0.4)
-    assert looping.tokens_per_round == pytest.approx((2 * 40 + 3 * 40) / (2 * 8 + 3 * 20))
-    assert looping.without_loops == 2.0
+    (looping,) = set_figures(made)["looping"]
+    assert looping["looping_share"] == pytest.approx(0.4)
+    assert looping["tokens_per_round"] == pytest.approx((2 * 40 + 3 * 40) / (2 * 8 + 3 * 20))
+    assert looping["without_loops"] == 2.0
     for answer in answers:
         answer.token_ids = [9] * 40
-    (looping,) = set_figures(made).looping
-    assert (looping.looping_share, looping.without_loops) == (1.0, None)
+    (looping,) = set_figures(made)["looping"]
+    assert (looping["looping_share"], looping["without_loops"]) == (1.0, None)
 
 
 def test_decode_and_evaluation_report_the_same_figures_under_the_same_names() -> None:
     made = run_bench(evaluation_config("good", BenchConfig(max_tokens=40, ignore_eos=True)))
     figures = set_figures(made)
-    assert figures.results == made.results()
-    (looping,) = figures.looping
-    drafted = figures.results[-1]
-    assert (drafted.drafter, looping.tokens_per_round) == ("good", drafted.tokens_per_round)
-    assert looping.tokens_per_round_interval == drafted.tokens_per_round_interval
+    assert figures["results"] == made.results()
+    (looping,) = figures["looping"]
+    drafted = figures["results"][-1]
+    assert (drafted.drafter, looping["tokens_per_round"]) == ("good", drafted.tokens_per_round)
+    assert looping["tokens_per_round_interval"] == drafted.tokens_per_round_interval
     assert drafted.sources.keys() == {"scripted", "none"} or drafted.sources.keys() == {"scripted"}
 
 
@@ -187,7 +187,7 @@ def test_the_line_names_the_set_of_each_row(tmp_path: Path) -> None:
     config = evaluation_config("good", CONFIG)
     made = run_bench(config)
     evaluation = Evaluation("good", {}, RunFolder(tmp_path), introduction(made.llm, MACHINE, config))
-    evaluation.sets["a"] = set_figures(made).as_json()
+    evaluation.sets["a"] = plain(set_figures(made))
     line = evaluation.as_line()
     assert {row["prompts"] for row in line["results"]} == {"a"}
     assert len(line["results"]) == 8
