@@ -11,8 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import paceline
-from paceline.commands.bench import bench_decode, bench_steps
-from paceline.commands.bench_serving import bench_serving
+from paceline.commands.bench import bench_decode, bench_serving, bench_steps
 from paceline.commands.calculator import calculator
 from paceline.commands.chat import chat
 from paceline.commands.compare import compare

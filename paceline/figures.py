@@ -11,19 +11,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-Interval = tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A figure with its 95% interval; the interval is None when there is one sample only."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f}" + (f" [{self.low:.2f}, {self.high:.2f}]" if self.low is not None else "")
+Interval = tuple[float | None, float | None]
+"""Low and high end of 95%; of None when there is one sample only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +73,10 @@ def survival(histogram: Sequence[float], num_drafted: int = 0) -> list[float]:
 
 def bootstrap(
     items: Sequence[tuple[float, ...]], figure: Callable[[list[tuple[float, ...]]], float], num_draws: int = 1000
-) -> Interval | None:
-    """The 95% percentile interval of `figure` over resampled items (Efron and Tibshirani, chapter 13); None for one item."""
+) -> Interval:
+    """The 95% percentile interval of `figure` over resampled items (Efron and Tibshirani, chapter 13)."""
     if len(items) < 2:
-        return None
+        return None, None
     draw = random.Random(0)
     values = sorted(figure(draw.choices(items, k=len(items))) for _ in range(num_draws))
     return values[int(0.025 * num_draws)], values[int(0.975 * num_draws)]
@@ -97,12 +86,6 @@ def ratio_of_sums(pairs: Sequence[tuple[float, ...]]) -> float:
     """sum of firsts / sum of seconds: how token-weighted averages are made."""
     below = sum(pair[1] for pair in pairs)
     return sum(pair[0] for pair in pairs) / below if below else 0.0
-
-
-def ratio(pairs: Sequence[tuple[float, float]]) -> Estimate:
-    """`ratio_of_sums` with its bootstrap interval over the pairs."""
-    interval = bootstrap(pairs, ratio_of_sums)
-    return Estimate(ratio_of_sums(pairs), *(interval or (None, None)))
 
 
 def repetition(answers: Sequence[Sequence[int]], size: int = 8) -> float:

@@ -47,9 +47,9 @@ class Machine:
         return self.read_bytes_per_s(weight_bytes) / weight_bytes
 
 
-KNOWN_GPUS: dict[str, Machine] = {
-    gpu.name: gpu
-    for gpu in (
+KNOWN_MACHINES: dict[str, Machine] = {
+    each.name: each
+    for each in (
         Machine("B200", 8e12, {"float4": 9e15, "float8": 4.5e15, "bfloat16": 2.25e15}, 0, 192 * 10**9, 9e11),
         Machine("B300", 8e12, {"float4": 13.5e15, "float8": 4.5e15, "bfloat16": 2.25e15}, 0, 288 * 10**9, 9e11),
         Machine("H200", 4.8e12, {"float8": 1.979e15, "bfloat16": 9.895e14}, 0, 141 * 10**9, 4.5e11),
@@ -61,17 +61,14 @@ KNOWN_GPUS: dict[str, Machine] = {
             "RTX Pro 6000", 1.792e12, {"float4": 2.0152e15, "float8": 1.0076e15, "bfloat16": 5.038e14}, 0, 96 * 10**9, 6.4e10
         ),
         Machine("MI300X", 5.3e12, {"float8": 2.6149e15, "bfloat16": 1.3074e15}, 0, 192 * 10**9, 4.48e11),
+        Machine("laptop CPU", 6e10, {"float32": 6e11}, 8, 16 * 10**9),
     )
 }
 """Makers' figures: dense (without sparsity), sums in float32, NVLink or Infinity Fabric or else PCIe, one way.
 
-RTX Pro 6000 is the Blackwell Workstation Edition.
+RTX Pro 6000 is the Blackwell Workstation Edition. The laptop is a typical one, of nobody in particular: eight cores with AVX2,
+two channels of DDR5, two thirds of the peak of both.
 """
-KNOWN_CPUS: dict[str, Machine] = {
-    "laptop CPU": Machine("laptop CPU", 6e10, {"float32": 6e11}, 8, 16 * 10**9),
-}
-"""A typical one, of nobody in particular: eight cores with AVX2, two channels of DDR5, two thirds of the peak of both."""
-KNOWN_MACHINES: dict[str, Machine] = {**KNOWN_GPUS, **KNOWN_CPUS}
 
 
 def this_machine(device: str = "cpu") -> Machine:

@@ -74,10 +74,6 @@ class RunFolder:
                 found.append(json.loads(line))
         return [line for line in found if isinstance(line, dict)]
 
-    def report(self, markdown: str) -> Path:
-        """Write report.md."""
-        return self.write("report.md", markdown)
-
     def results(self, figures: dict[str, Any], name: str = "results.json") -> Path:
         """Write a file of figures that says what made them."""
         return write_results(self.path / name, figures)

@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from small_llm import tiny_model
@@ -17,6 +18,7 @@ from paceline.bench.beside import BesidePlain, BesideTransformers
 from paceline.bench.pages import render
 from paceline.commands.generate import model_and_prompt
 from paceline.commands.shared import grammar_of, note_without_effect
+from paceline.config import EngineConfig
 from paceline.errors import PromptError
 from paceline.types import GrammarSpec, SamplingParams
 
@@ -115,13 +117,17 @@ def test_an_answer_beside_plain_decoding_and_transformers(tmp_path: Path) -> Non
     assert json.loads(done.stdout)["transformers"]["speedup"] > 0
 
 
+LOADED = SimpleNamespace(config=EngineConfig(dtype="bfloat16"), target=SimpleNamespace(is_width_invariant=False))
+
+
 @pytest.mark.parametrize("num_same", [0, 7])
 def test_other_tokens_than_transformers_are_explained(num_same: int) -> None:
     peer = BesideTransformers(10.0, 2.0, num_same)
-    line = render("beside.txt", plain=None, peer=peer, dtype="bfloat16")
+    line = render("beside.txt", llm=LOADED, plain=None, peer=peer)
     assert "the same 0" not in line and ("the first 7 tokens are the same" in line) == (num_same == 7)
     assert "almost equally likely" in line and "--dtype float32" in line and line.count("\n") == 1
-    assert "NOT the same tokens" in render("beside.txt", plain=None, peer=peer, dtype="float32")
+    exact = SimpleNamespace(config=EngineConfig(dtype="float32"))
+    assert "NOT the same tokens" in render("beside.txt", llm=exact, plain=None, peer=peer)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +142,7 @@ def test_other_tokens_than_transformers_are_explained(num_same: int) -> None:
     ],
 )
 def test_beside_plain_decoding(plain: BesidePlain, said: str) -> None:
-    line = render("beside.txt", plain=plain, peer=None, tokens_per_s=20.0, dtype="bfloat16", is_exact=False)
+    line = render("beside.txt", llm=LOADED, stats=SimpleNamespace(tokens_per_s=20.0), plain=plain, peer=None)
     assert line.startswith("plain 10.0 tokens/s, with drafts 20.0 tokens/s: ") and said in line and line.count("\n") == 1
 
 

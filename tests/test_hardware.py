@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 
-from paceline.hardware import KNOWN_GPUS, Machine, this_machine
+from paceline.hardware import KNOWN_MACHINES, Machine, this_machine
 
 
 def test_known_gpus() -> None:
-    assert KNOWN_GPUS["B200"].flops_per_s["float8"] == 4.5e15
-    assert "float4" not in KNOWN_GPUS["H100"].flops_per_s
-    assert KNOWN_GPUS["H200"].bytes_per_s == 4.8e12
-    assert KNOWN_GPUS["GH200"].memory_bytes == 96 * 10**9
+    assert KNOWN_MACHINES["B200"].flops_per_s["float8"] == 4.5e15
+    assert "float4" not in KNOWN_MACHINES["H100"].flops_per_s
+    assert KNOWN_MACHINES["H200"].bytes_per_s == 4.8e12
+    assert KNOWN_MACHINES["GH200"].memory_bytes == 96 * 10**9
 
 
 def test_this_machine_is_measured_quickly() -> None:

@@ -86,8 +86,8 @@ def test_a_run_continued_after_a_crash_drops_the_cut_line(tmp_path: Path) -> Non
 
 def test_writes_are_whole_and_leave_nothing_behind(tmp_path: Path) -> None:
     run = RunFolder.create("bench", {}, tmp_path / "run")
-    run.report("# one\n")
-    run.report("# two\n")
+    run.write("report.md", "# one\n")
+    run.write("report.md", "# two\n")
     assert (run.path / "report.md").read_text() == "# two\n"
     assert sorted(file.name for file in run.path.iterdir()) == ["command.txt", "config.json", "report.md"]
 

@@ -170,7 +170,7 @@ class Bench:
         baseline = self.passes[replace(setting, drafter=BASELINE)]
         rates = [each.tokens_per_s for each in passes]
         first = passes[0]
-        speedup = speedup_over(passes, baseline)
+        speedup, interval = speedup_over(passes, baseline)
         is_greedy = setting.temperature == 0
         differ = differences(self.llm.target, self.requests, first, baseline[0]) if is_greedy else []
         drafter = None if setting.is_peer else self._engines[setting.drafter]
@@ -184,8 +184,8 @@ class Bench:
             tokens_per_s=statistics.median(rates),
             tokens_per_s_range=(min(rates), max(rates)),
             decode_tokens_per_s=median_of([each.decode_tokens_per_s for each in passes]),
-            speedup=speedup.value,
-            speedup_interval=(speedup.low, speedup.high),
+            speedup=speedup,
+            speedup_interval=interval,
             speedup_vs=self._versus_peers(setting, passes),
             identical=share_identical(first, baseline[0]) if is_greedy else None,
             lossless=None if setting.is_peer else all(answer.lossless for each in passes for answer in each.answers),
@@ -199,7 +199,7 @@ class Bench:
 
     def _versus_peers(self, setting: Setting, passes: list[Pass]) -> dict[str, float]:
         peers = {name: self.passes.get(replace(setting, drafter=name)) for name in PEERS}
-        return {name: speedup_over(passes, theirs).value for name, theirs in peers.items() if theirs}
+        return {name: speedup_over(passes, theirs)[0] for name, theirs in peers.items() if theirs}
 
 
 def introduction(llm: LLM, machine: Machine, config: BenchConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.figures import ratio, survival
+from paceline.figures import Interval, bootstrap, ratio_of_sums, survival
 from paceline.tables import Column, Table
 from paceline.types import Round
 
@@ -21,8 +21,8 @@ class Drafting:
 
     tokens_per_round: float | None = None
     """Accepted drafts plus the target's own token."""
-    tokens_per_round_interval: tuple[float | None, float | None] = (None, None)
-    """95%, a bootstrap over answers."""
+    tokens_per_round_interval: Interval = (None, None)
+    """A bootstrap over answers."""
     acceptance_rate: float | None = None
     """Accepted drafts over drafts; None when nothing was drafted."""
     survival: list[float] = field(default_factory=list)
@@ -39,7 +39,6 @@ def drafting(answers: Many[Many[Round]], num_drafted: int = 0) -> Drafting:
     if not rounds:
         return Drafting(tokens_per_round=1.0)
     pairs = [(float(len(answer) + sum(each.num_accepted for each in answer)), float(len(answer))) for answer in answers]
-    per_round = ratio(pairs)
     histogram = accepted_histogram(rounds)
     sources = {}
     for source in sorted({each.source for each in rounds}):
@@ -50,8 +49,8 @@ def drafting(answers: Many[Many[Round]], num_drafted: int = 0) -> Drafting:
             "acceptance_rate": acceptance_rate(own),
         }
     return Drafting(
-        tokens_per_round=per_round.value,
-        tokens_per_round_interval=(per_round.low, per_round.high),
+        tokens_per_round=ratio_of_sums(pairs),
+        tokens_per_round_interval=bootstrap(pairs, ratio_of_sums),
         acceptance_rate=acceptance_rate(rounds),
         survival=survival(histogram, num_drafted),
         accepted_histogram=histogram,

@@ -130,7 +130,9 @@ def page(run: RunData) -> str:
         training=_training(run),
         served=[_accepted("Accepted drafts a round", [("held out", run.served.get("accepted_histogram") or [])])],
         engine=_engine([(name, result) for name, result in rows if result.drafter != BASELINE]),
-        figures=_figures(run, rows),
+        figures=_figures(rows),
+        looping=[(name, each) for name, figures in run.sets.items() for each in figures.get("looping", [])],
+        with_interval=with_interval,
         meaning=MEANING,
         is_lossless=all(result.lossless is not False for _, result in rows),
         settings=flat(run.config),
@@ -186,7 +188,7 @@ def _engine(rows: list[tuple[str, Result]]) -> list[Plot]:
     return plots
 
 
-def _figures(run: RunData, rows: list[tuple[str, Result]]) -> list[Table]:
+def _figures(rows: list[tuple[str, Result]]) -> list[Table]:
     if not rows:
         return []
     in_sets = [Column("prompts", lambda row: row[0])]
@@ -195,17 +197,4 @@ def _figures(run: RunData, rows: list[tuple[str, Result]]) -> list[Table]:
     if any(result.sources for _, result in rows):
         sources = sources_table([(f"{name}: {result.setting}", result) for name, result in rows])
         tables.append(replace(sources, title="Rounds by source of drafts"))
-    looping = [(name, each) for name, figures in run.sets.items() for each in figures.get("looping", [])]
-    if looping:
-        tables.append(Table(LOOPING, looping, title="Answers that end in a loop", notes=[LOOPING_MEANING]))
     return tables
-
-
-LOOPING_MEANING = "The last 32 tokens repeat with a period of at most 8: easy to draft, worth nothing."
-LOOPING = (
-    Column("prompts", lambda row: row[0]),
-    Column("temp", lambda row: row[1]["temperature"], "{:g}", "right"),
-    Column("looping", lambda row: f"{row[1]['looping_share']:.0%} of {row[1]['num_answers']}"),
-    Column("tokens/round", lambda row: with_interval(row[1]["tokens_per_round"], row[1]["tokens_per_round_interval"])),
-    Column("without loops", lambda row: with_interval(row[1]["without_loops"], row[1]["without_loops_interval"])),
-)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from paceline.bench.config import PLAIN, MockConfig
@@ -29,26 +29,6 @@ from paceline.simulate.shapes import ModelShape
 from paceline.types import SamplingParams
 
 WARM_UP_TOKENS = 8
-
-
-@dataclass(slots=True)
-class MockResult:
-    """One setting: medians over the repetitions."""
-
-    batch: int
-    tokens_per_round: float
-    """As set."""
-    num_drafted: int
-    kept_tokens_per_round: float
-    """As it came out: an answer's last round may be cut short."""
-    step_ms: float
-    tokens_per_s: float
-    """Of all rows, prefill apart."""
-    speedup: float
-    """Over plain decoding of the same repetition."""
-    roofline_step_ms: float
-    roofline_speedup: float
-    lossless: bool = False
 
 
 class MockBench:
@@ -89,26 +69,33 @@ class MockBench:
         max_tokens = self.config.max_tokens if number >= 0 else min(self.config.max_tokens, WARM_UP_TOKENS)
         return run_pass(engine, requests, [SamplingParams(max_tokens=max_tokens, ignore_eos=True)] * batch, batch)
 
-    def results(self) -> list[MockResult]:
-        """One for each setting."""
+    def results(self) -> list[dict[str, Any]]:
+        """For each setting medians over the repetitions.
+
+        "kept_tokens_per_round" is as it came out: an answer's last round may be cut short. "tokens_per_s" is of all rows,
+        prefill apart, "speedup" over plain decoding of the same repetition.
+        """
         return [self._result(batch, value) for batch, value in self.config.settings]
 
-    def _result(self, batch: int, value: float) -> MockResult:
+    def _result(self, batch: int, value: float) -> dict[str, Any]:
         own, plain = self.passes[batch, value], self.passes[batch, PLAIN]
         answers = [answer for each in own for answer in each.answers]
         rounds, accepted = (sum(getattr(each, name) for each in answers) for name in ("num_rounds", "num_accepted"))
+        steps_s = [(each.wall_s - (each.prefill_s or 0.0)) / each.num_passes for each in own]
+        rates, plain_rates = ([each.decode_tokens_per_s or 0.0 for each in passes] for passes in (own, plain))
         predicted_s, plain_s = self._roofline_s(batch, value), self._roofline_s(batch, PLAIN)
-        return MockResult(
-            batch=batch,
-            tokens_per_round=value,
-            num_drafted=self.config.drafts(value),
-            kept_tokens_per_round=1 + accepted / rounds,
-            step_ms=1e3 * statistics.median(_decode_s(each) / each.num_passes for each in own),
-            tokens_per_s=statistics.median(_rate(each) for each in own),
-            speedup=statistics.median(_rate(ours) / _rate(theirs) for ours, theirs in zip(own, plain, strict=True)),
-            roofline_step_ms=1e3 * predicted_s,
-            roofline_speedup=value * plain_s / predicted_s,
-        )
+        return {
+            "batch": batch,
+            "tokens_per_round": value,
+            "num_drafted": self.config.drafts(value),
+            "kept_tokens_per_round": 1 + accepted / rounds,
+            "step_ms": 1e3 * statistics.median(steps_s),
+            "tokens_per_s": statistics.median(rates),
+            "speedup": statistics.median(ours / theirs for ours, theirs in zip(rates, plain_rates, strict=True)),
+            "roofline_step_ms": 1e3 * predicted_s,
+            "roofline_speedup": value * plain_s / predicted_s,
+            "lossless": False,
+        }
 
     def _roofline_s(self, batch: int, value: float) -> float:
         """Seconds of a round at the machine's full rates, the cache half full of the answer."""
@@ -134,7 +121,7 @@ class MockBench:
         config = self.config
         drafter = next((each for each in self._drafters.values() if each.num_drafted), None)
         return {
-            "results": [asdict(result) for result in self.results()],
+            "results": self.results(),
             "lossless": False,
             "weights": self.llm.config.weights,
             **described(self.llm),
@@ -144,11 +131,3 @@ class MockBench:
             "max_tokens": config.max_tokens,
             "repeat": config.repeat,
         }
-
-
-def _decode_s(done: Pass) -> float:
-    return done.wall_s - (done.prefill_s or 0.0)
-
-
-def _rate(done: Pass) -> float:
-    return done.decode_tokens_per_s or 0.0

@@ -50,7 +50,7 @@ def write_load_report(run: RunFolder, draw: Callable[[], list[Plot]], **values: 
 
     `draw` makes its plots; `values`: title, about, note, figures, listed and settings, as `load.html.j2` shows them.
     """
-    run.report(render("load.md", **values))
+    run.write("report.md", render("load.md", **values))
     try:
         drawn = draw()
     except ConfigError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -49,14 +49,7 @@ COLUMNS = (
 
 def ceiling_line(llm: LLM, machine: Machine) -> str:
     """The most plain decoding could do, stated before anything runs."""
-    num_bytes = llm.target.weight_bytes
-    rate = machine.read_bytes_per_s(num_bytes)
-    cached = f" from memory, {rate / 1e9:.1f} GB/s of this much with its caches" if rate > machine.bytes_per_s else ""
-    return (
-        f"ceiling: {machine.name} reads {machine.bytes_per_s / 1e9:.1f} GB/s{cached}, a pass reads {num_bytes / 1e6:.0f} "
-        f"MB of {form_of(llm.target).weight_format} weights: plain decoding of one request cannot exceed "
-        f"{machine.ceiling_tokens_per_s(num_bytes):.1f} tokens/s"
-    )
+    return render("ceiling.txt", llm=llm, machine=machine, weight_format=form_of(llm.target).weight_format).rstrip()
 
 
 def table(results: list[Result]) -> Table:
@@ -79,23 +72,8 @@ def markdown(bench: Bench, machine: Machine, results: list[Result]) -> str:
         results=results,
         figures=table(results),
         sources=sources_table([(result.setting, result) for result in results]),
-        stages=_stages(machine, results),
         differences=[(result.setting, each) for result in results for each in result.differences],
         samples=list(zip(bench.requests, answers, strict=False)),
-    )
-
-
-def _stages(machine: Machine, results: list[Result]) -> Table:
-    def seconds(name: str) -> Callable[[Result], float | None]:
-        return lambda result: result.seconds[name]
-
-    def rate(result: Result) -> str | None:
-        read = result.bytes_per_s
-        return None if read is None else f"{read / 1e9:.1f} ({read / machine.bytes_per_s:.0%})"
-
-    stages = [Column(name, seconds(name), "{:.2f}", "right") for name in ("prefill", "draft", "verify", "host", "wall")]
-    return Table(
-        [Column("setting", lambda each: each.setting), *stages, Column("GB/s of weights while verifying", rate)], results
     )
 
 
@@ -124,7 +102,7 @@ def raw_runs(bench: Bench) -> list[dict[str, Any]]:
 def write_run(run: RunFolder, bench: Bench, machine: Machine, line: dict[str, Any]) -> str | None:
     """report.md, results.json, texts and figures; returns a notice when the figures had to be left out."""
     results: list[Result] = line["results"]
-    run.report(markdown(bench, machine, results))
+    run.write("report.md", markdown(bench, machine, results))
     run.results({**line, "runs": raw_runs(bench)})
     texts = [
         {**asdict(setting), "request": request.name, "text": answer.text}

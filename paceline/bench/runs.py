@@ -25,7 +25,6 @@ from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
 from paceline.simulate import catalogue
 from paceline.simulate.hf_config import shape_of
-from paceline.tables import Column, Table
 
 DISTURBED = 0.15
 """Times of one size that are so far apart were taken while other programs were at work."""
@@ -74,8 +73,8 @@ def bench_mock(
         bench.run(advance)
     line = bench.as_line()
     run.results(line)
-    report = mock_report(line)
-    run.report(report)
+    report = render("mock.md", line=line)
+    run.write("report.md", report)
     progress.say(report)
     progress.say(f"report and figures: {run.path}")
     return {**line, "run": run.path}
@@ -96,7 +95,7 @@ def bench_steps(
     steps = bench.as_json(machine, config_of(engine.model))
     file = run.write_json("steps.json", steps)
     report = steps_report(steps)
-    run.report(report)
+    run.write("report.md", report)
     progress.say(report)
     if steps["spread"] > DISTURBED:
         apart = f"the same size took times {steps['spread']:.0%} apart"
@@ -114,29 +113,8 @@ def _loaded(engine: EngineConfig, progress: Progress) -> tuple[LLM, Machine]:
     return llm, machine
 
 
-def mock_report(line: dict[str, Any]) -> str:
-    """report.md of mocked acceptance."""
-    columns = [
-        Column("batch", lambda each: each["batch"]),
-        Column("tokens per round", lambda each: each["tokens_per_round"], "{:g}", "right"),
-        Column("drafted", lambda each: each["num_drafted"], align="right"),
-        Column("step, ms", lambda each: each["step_ms"], "{:.2f}", "right"),
-        Column("tokens/s", lambda each: each["tokens_per_s"], "{:.1f}", "right"),
-        Column("speed-up", lambda each: each["speedup"], "{:.2f}x", "right"),
-        Column("roofline's step, ms", lambda each: each["roofline_step_ms"], "{:.2f}", "right"),
-        Column("its speed-up", lambda each: each["roofline_speedup"], "{:.2f}x", "right"),
-    ]
-    return render("mock.md", line=line, figures=Table(columns, line["results"]))
-
-
 def steps_report(steps: dict[str, Any]) -> str:
     """report.md of step times: milliseconds, a line for each width."""
-    verify = {(batch, width): 1e3 * spent for batch, width, spent in steps["verify"]}
-    draft = {(batch, width): 1e3 * spent for batch, width, spent in steps["draft"]}
-    columns = [Column("positions", lambda width: width)]
-    for batch in sorted({batch for batch, _ in verify}):
-        columns += [
-            Column(f"batch {batch}: verify", lambda width, batch=batch: verify.get((batch, width)), "{:.2f}", "right"),
-            Column("draft", lambda width, batch=batch: draft.get((batch, width - 1)), "{:.2f}", "right"),
-        ]
-    return render("steps.md", steps=steps, figures=Table(columns, sorted({width for _, width in verify})))
+    verify, draft = ({(batch, width): 1e3 * spent for batch, width, spent in steps[name]} for name in ("verify", "draft"))
+    batches, widths = (sorted(set(each)) for each in zip(*verify, strict=True))
+    return render("steps.md", steps=steps, verify=verify, draft=draft, batches=batches, widths=widths)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from paceline.bench.passes import Pass, Request
-from paceline.figures import Estimate, bootstrap, first_difference
+from paceline.figures import Interval, bootstrap, first_difference
 from paceline.model.target import ForwardBatch, Target
 
 
-def speedup_over(ours: list[Pass], theirs: list[Pass]) -> Estimate:
+def speedup_over(ours: list[Pass], theirs: list[Pass]) -> tuple[float, Interval]:
     """Ratio of tokens per second: the median over repetitions that ran side by side, with a bootstrap interval over prompts.
 
     With more than one request in flight an answer's time passes while others run. All slots but the last few are full all the
@@ -26,11 +26,11 @@ def speedup_over(ours: list[Pass], theirs: list[Pass]) -> Estimate:
     ratios = [one.tokens_per_s / other.tokens_per_s for one, other in zip(ours, theirs, strict=True) if other.tokens_per_s]
     value = statistics.median(ratios) if ratios else 0.0
     items = _tokens_and_seconds(ours, theirs)
-    interval, over_answers = bootstrap(items, _rate_ratio), _rate_ratio(items)
-    if interval is None or not over_answers:
-        return Estimate(value)
+    (low, high), over_answers = bootstrap(items, _rate_ratio), _rate_ratio(items)
+    if low is None or high is None or not over_answers:
+        return value, (None, None)
     scale = value / over_answers
-    return Estimate(value, interval[0] * scale, interval[1] * scale)
+    return value, (low * scale, high * scale)
 
 
 def _tokens_and_seconds(ours: list[Pass], theirs: list[Pass]) -> list[tuple[float, ...]]:

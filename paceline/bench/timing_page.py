@@ -23,12 +23,8 @@ from paceline.simulate.calculator import embedded, hash_of
 from paceline.tables import printable
 
 TEMPLATE = Path(__file__).with_name("timing_page.html")
-WIDTH, MARGIN, GAP = 880, 24, 32
-COLUMN = (WIDTH - 2 * MARGIN - GAP) / 2
-CELL, LINE = 7.2, 19
-"""Of a monospaced letter, in pixels; every piece of text is stretched to whole cells, whatever font there is."""
-CELLS = int(COLUMN / CELL)
-TOP, CHART = 118, 34
+CELLS = 55
+"""Monospaced letters that fit into a column of the template."""
 MOST_LINES = 26
 MOST_TICKS = 90
 """Steps of the clock at most; none shorter than 0.1 s of the replay."""
@@ -66,54 +62,24 @@ class Run:
     is_drafted: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """A bar of the chart and the pieces of text that appear with it."""
-
-    number: int
-    at_s: float
-    num_own: int
-    """Tokens that are the target's own."""
-    num_kept: int
-    """Drafts that stood."""
-    runs: list[Run]
-
-    @classmethod
-    def all_of(cls, side: TimedAnswer) -> list[Round]:
-        """Those of one answer, in order."""
-        found, laid_out = [], list(runs(side))
-        for number, group in groupby(side.tokens, key=lambda token: token.round):
-            tokens = list(group)
-            num_kept = sum(token.is_drafted for token in tokens)
-            own = [run for run in laid_out if run.round == number]
-            found.append(cls(number, tokens[0].at_s, len(tokens) - num_kept, num_kept, own))
-        return found
-
-
 def svg(timing: Timing, speed: float | None = None) -> str:
     """The whole picture, `speed` times as fast as it was; None: so that the eye can follow. Raises ConfigError."""
     check_speed(speed)
     speed = speed or timing.usual_speed
     sides = (timing.off, timing.on)
-    rounds = [Round.all_of(side) for side in sides]
+    laid_out = [list(runs(side)) for side in sides]
+    rounds = [list(group) for side in sides for _, group in groupby(side.tokens, key=lambda token: token.round)]
     end_s = max(side.total_s for side in sides)
     tick_s = max(0.1 * speed, end_s / MOST_TICKS)
     num_ticks = int(end_s / tick_s) + 1
     pace = "" if speed == 1 else f", shown at {speed:g}x speed"
     return render(
         "timing.svg",
-        width=WIDTH,
-        margin=MARGIN,
-        column=COLUMN,
-        lefts=(MARGIN, MARGIN + COLUMN + GAP),
-        cell=CELL,
-        line=LINE,
-        top=TOP,
-        base=TOP + CHART,
-        unit=CHART / max(each.num_own + each.num_kept for own in rounds for each in own),
+        sides=sides,
+        runs=laid_out,
+        tallest=max(map(len, rounds)),
         most_lines=MOST_LINES,
-        num_lines=[max((run.line for each in own for run in each.runs), default=0) + 1 for own in rounds],
-        rounds=rounds,
+        num_lines=[max((run.line for run in own), default=0) + 1 for own in laid_out],
         end_s=end_s,
         speed=speed,
         loop_s=end_s / speed + HOLD_S,

@@ -78,21 +78,10 @@ def generate(
     completion = _stream(llm, token_ids, sampling, as_json)
     beside_plain = BesidePlain.of(llm, completion, plain, sampling) if plain else None
     beside_peer = ask_transformers(llm, completion, sampling) if against else None
-    machine, figures, weight_bytes = this_machine(llm.config.device), completion.stats, llm.target.weight_bytes
-    read_per_s = weight_bytes * figures.num_rounds / figures.timings.verify_s if figures.timings.verify_s else None
-    said = render(
-        "answer.txt",
-        stats=figures,
-        machine=machine,
-        weight_bytes=weight_bytes,
-        read_per_s=read_per_s,
-        plain=beside_plain,
-        peer=beside_peer,
-        tokens_per_s=figures.tokens_per_s,
-        dtype=llm.config.dtype,
-        is_exact=llm.target.is_width_invariant,
-    )
-    say(said.rstrip())
+    machine, figures, spent_s = this_machine(llm.config.device), completion.stats, completion.stats.timings.verify_s
+    read_per_s = llm.target.weight_bytes * figures.num_rounds / spent_s if spent_s else None
+    told = {"llm": llm, "stats": figures, "machine": machine, "read_per_s": read_per_s}
+    say(render("answer.txt", **told, plain=beside_plain, peer=beside_peer).rstrip())
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,

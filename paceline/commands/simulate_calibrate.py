@@ -13,40 +13,21 @@ from paceline.errors import ConfigError
 from paceline.runlog import plain, write_whole
 from paceline.simulate.calibrate import Fitted, calibrate, measured_rounds, reached
 from paceline.simulate.config import CostsConfig
-from paceline.tables import Column, Table
 
 
 def fit_and_report(config: CostsConfig, paths: list[Path], out: Path | None, as_json: bool) -> dict[str, Any]:
     """Write calibration.json, calibration.md and calibration.svg beside the step times, or into `out`."""
     fitted = calibrate(config, paths)
     folder = out or (paths[0] if paths[0].is_dir() else paths[0].parent)
-    file, text = folder / "calibration.json", report_of(fitted)
+    bandwidth, arithmetic = reached(fitted.costs, measured_rounds(fitted.steps)[0].context)
+    said = {"calibration": fitted.calibration, "report": fitted.report, "bandwidth": bandwidth, "arithmetic": arithmetic}
+    file, text = folder / "calibration.json", render("calibration.md", **said)
     write_whole(file, json.dumps(plain(fitted.as_json()), indent=1) + "\n")
     write_whole(folder / "calibration.md", text)
     _draw(folder / "calibration.svg", fitted)
     (say if as_json else print)(text)
     say(f"predict with it: paceline simulate --calibration {file}")
     return {"calibration": file, **fitted.as_json()}
-
-
-def report_of(fitted: Fitted) -> str:
-    """For people: what was fitted, and how well it predicts."""
-    bandwidth, arithmetic = reached(fitted.costs, measured_rounds(fitted.steps)[0].context)
-    columns = [
-        Column("batch", lambda point: point.batch, "{:g}"),
-        Column("positions", lambda point: point.positions, "{:g}"),
-        Column("measured, ms", lambda point: 1e3 * point.measured_s, "{:.2f}"),
-        Column("predicted, ms", lambda point: 1e3 * point.predicted_s, "{:.2f}"),
-        Column("error of tokens/s", lambda point: point.error, "{:+.1%}"),
-    ]
-    return render(
-        "calibration.md",
-        calibration=fitted.calibration,
-        report=fitted.report,
-        bandwidth=bandwidth,
-        arithmetic=arithmetic,
-        held_out=Table(columns, fitted.report.held_out),
-    )
 
 
 def _draw(file: Path, fitted: Fitted) -> None:

@@ -27,31 +27,12 @@ def print_json(line: dict[str, Any]) -> None:
     print(json.dumps(plain(line)), flush=True)
 
 
-def size(num_bytes: float) -> str:
-    """Bytes for people: 94 MB, 1.2 GB."""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
-
-
 def introduce(llm: LLM) -> str:
     """What "auto" and "default" came to, and the memory taken."""
+    from paceline.bench.pages import render
     from paceline.model.backends import form_of
 
-    cache = llm.target.cache
-    rows = "1 row" if cache.num_rows == 1 else f"{cache.num_rows} rows"
-    return (
-        f"{llm.config.model} on {llm.config.device}, {llm.config.dtype} ({form_of(llm.target)}), "
-        f"drafter {llm.drafter.name or 'custom'}; "
-        f"weights {size(llm.target.weight_bytes)}, KV cache {size(llm.cache_bytes)} ({rows} of {cache.max_len} tokens)"
-        + _measured(llm)
-    )
-
-
-def _measured(llm: LLM) -> str:
-    """What the planner begins with, where passes were measured at the start."""
-    if llm.pass_costs is None:
-        return ""
-    one, eight = (1000 * llm.pass_costs.seconds(positions) for positions in (1, 8))
-    return f"; measured at the start: a pass of one position {one:.1f} ms, of eight {eight:.1f} ms"
+    return render("loaded.txt", llm=llm, form=form_of(llm.target)).rstrip()
 
 
 class TerminalProgress(Progress):

@@ -43,28 +43,28 @@ def test_rounds_keep_what_was_asked_for(config_only: Path) -> None:
     config = MockConfig((2.0, 4.0), (1, 2), prompt_tokens=20, max_tokens=33, repeat=2)
     bench = measured(config_only, config)
     results = bench.results()
-    assert [(each.batch, each.tokens_per_round, each.num_drafted) for each in results] == [
+    assert [(each["batch"], each["tokens_per_round"], each["num_drafted"]) for each in results] == [
         (batch, value, int(value) - 1) for batch in (1, 2) for value in (1.0, 2.0, 4.0)
     ], "plain decoding is always measured"
     for each in results:
-        assert each.kept_tokens_per_round == pytest.approx(each.tokens_per_round, rel=0.1)
-        assert each.step_ms > 0 and each.tokens_per_s > 0 and not each.lossless
-        one = bench.passes[each.batch, each.tokens_per_round][0]
-        assert one.num_passes == pytest.approx(32 / each.tokens_per_round, abs=1 + each.batch)
-        assert [len(answer.token_ids) for answer in one.answers] == [33] * each.batch
-    assert results[0].speedup == 1.0 and results[0].roofline_speedup == pytest.approx(1.0)
-    assert results[2].roofline_speedup == pytest.approx(4 * results[0].roofline_step_ms / results[2].roofline_step_ms)
+        assert each["kept_tokens_per_round"] == pytest.approx(each["tokens_per_round"], rel=0.1)
+        assert each["step_ms"] > 0 and each["tokens_per_s"] > 0 and not each["lossless"]
+        one = bench.passes[each["batch"], each["tokens_per_round"]][0]
+        assert one.num_passes == pytest.approx(32 / each["tokens_per_round"], abs=1 + each["batch"])
+        assert [len(answer.token_ids) for answer in one.answers] == [33] * each["batch"]
+    assert results[0]["speedup"] == 1.0 and results[0]["roofline_speedup"] == pytest.approx(1.0)
+    assert results[2]["roofline_speedup"] == pytest.approx(4 * results[0]["roofline_step_ms"] / results[2]["roofline_step_ms"])
 
 
 def test_a_fixed_number_of_drafts_makes_every_round_as_wide(config_only: Path) -> None:
     bench = measured(config_only, MockConfig((2.0,), prompt_tokens=20, max_tokens=17, repeat=1, num_drafted=5))
     result = bench.results()[1]
-    assert (result.num_drafted, result.kept_tokens_per_round) == (5, pytest.approx(2.0, rel=0.1))
+    assert (result["num_drafted"], result["kept_tokens_per_round"]) == (5, pytest.approx(2.0, rel=0.1))
     assert all(
         sum(each.num_drafted for each in answer.rounds) >= 4 * answer.num_rounds for answer in bench.passes[1, 2.0][0].answers
     )
     narrow = measured(config_only, MockConfig((2.0,), prompt_tokens=20, max_tokens=17, repeat=1)).results()[1]
-    assert result.roofline_step_ms > narrow.roofline_step_ms, "a wider pass has more to do"
+    assert result["roofline_step_ms"] > narrow["roofline_step_ms"], "a wider pass has more to do"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from paceline.bench.client import Client, Stream
 from paceline.bench.config import ServersConfig, ServingConfig
 from paceline.bench.serving import Contender, Load, ServingBench
 from paceline.bench.serving_figures import Answer, read_answer, tokens_per_round
-from paceline.commands.bench_serving import bench_serving, words_of
+from paceline.commands.bench import bench_serving, words_of
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
 from paceline.prompts import Prompt

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ModelNotFoundError, UnsupportedModelError
-from paceline.hardware import KNOWN_GPUS, KNOWN_MACHINES
+from paceline.hardware import KNOWN_MACHINES
 from paceline.simulate import catalogue
 from paceline.simulate.shapes import as_json
 
@@ -114,4 +114,4 @@ def test_machines() -> None:
     for name in ("B200", "B300", "H100", "H200", "GH200", "L40S", "RTX 4090", "RTX Pro 6000", "MI300X", "laptop CPU"):
         machine = KNOWN_MACHINES[name]
         assert machine.bytes_per_s > 1e10 and machine.memory_bytes > 1e10 and machine.flops_per_s
-    assert all(gpu.link_bytes_per_s for gpu in KNOWN_GPUS.values())
+    assert all(each.link_bytes_per_s for each in KNOWN_MACHINES.values() if not each.num_threads)

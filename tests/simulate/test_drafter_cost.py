@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.hardware import KNOWN_GPUS
+from paceline.hardware import KNOWN_MACHINES
 from paceline.simulate.costs import FractionDrafter, ShapeDrafter
 
-B200 = KNOWN_GPUS["B200"]
+B200 = KNOWN_MACHINES["B200"]
 RATES = {"flops_per_s": B200.flops_per_s["bfloat16"], "bytes_per_s": B200.bytes_per_s}
 DFLASH = ShapeDrafter(0.983e9, **RATES, block=16)
 MTP = ShapeDrafter(5.394e8, **RATES, num_experts=256, experts_per_token=8, expert=3145728)

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.hardware import KNOWN_GPUS, Machine
+from paceline.hardware import KNOWN_MACHINES, Machine
 from paceline.simulate import catalogue
 from paceline.simulate.limits import memory_warning, roofline_limits
 from paceline.simulate.roofline import MEASURED_LOCALITY, Deployment, attended, distinct_experts, memory_need, pass_seconds
 from paceline.simulate.shapes import Attention, Experts, ModelShape, Precisions, with_precisions
 from paceline.simulate.speedup import Load
 
-B200 = KNOWN_GPUS["B200"]
+B200 = KNOWN_MACHINES["B200"]
 BF16 = Precisions()
 
 
@@ -124,7 +124,7 @@ def test_several_gpus() -> None:
 
 def test_missing_formats_are_multiplied_wider_and_said_so() -> None:
     shape = replace(dense_shape(), precisions=Precisions(weights="float4"))
-    deployment = Deployment(KNOWN_GPUS["H100"], shape.precisions)
+    deployment = Deployment(KNOWN_MACHINES["H100"], shape.precisions)
     assert deployment.flops_per_s("float4") == 1.979e15
     assert any("multiplied as float8" in sentence for sentence in roofline_limits(shape, deployment))
     with pytest.raises(ConfigError, match="no known arithmetic rate"):
