@@ -22,13 +22,12 @@ from paceline.bench.config import BASELINE, BUILTIN_PROMPTS, BenchConfig
 from paceline.bench.decode import ABOUT, Bench, Setting, introduction
 from paceline.bench.drafting import Drafting, drafting
 from paceline.bench.passes import Pass
-from paceline.bench.report import ceiling_line, table
+from paceline.bench.report import loaded, table
 from paceline.config import EngineConfig
 from paceline.draft.registry import DRAFTERS
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ModelNotFoundError
 from paceline.figures import is_loop
-from paceline.hardware import this_machine
 from paceline.progress import Progress
 from paceline.prompts import Prompt, read_prompts
 from paceline.runlog import RunFolder, plain
@@ -202,10 +201,7 @@ def evaluate(
             progress.say(f"{each.name} is done: skipped")
     if not waiting:
         return evaluation
-    llm = LLM.of(engine)
-    machine = this_machine(llm.config.device)
-    progress.loaded(llm)
-    progress.say(ceiling_line(llm, machine))
+    llm, machine = loaded(engine, progress)
     about = introduction(llm, machine, config)
     if evaluation.about:
         evaluation.refuse_change(_identity(evaluation.about), _identity(about))

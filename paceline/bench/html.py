@@ -96,18 +96,11 @@ def _object(path: Path) -> Line:
     return value
 
 
-def numbers(lines: list[Line], *keys: str, over: str = "blocks") -> tuple[list[float], list[float]]:
-    """The value under `over` (blocks trained on so far) and the one under `keys`, of the lines that have both."""
-    pairs = [(line.get(over), _at(line, keys)) for line in lines]
+def numbers(lines: list[Line], key: str, kind: str = "", over: str = "blocks") -> tuple[list[float], list[float]]:
+    """The values under `over` (blocks trained on so far) and under `key`, of lines that have both; `kind`: of such a check."""
+    pairs = [(line.get(over), ((line.get(kind) or {}) if kind else line).get(key)) for line in lines]
     known = [(float(x), float(y)) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)]
     return [x for x, _ in known], [y for _, y in known]
-
-
-def _at(line: Line, keys: tuple[str, ...]) -> Any:
-    value: Any = line
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
 
 
 def thinned(x: list[float], y: list[float], most: int = 300) -> tuple[list[float], list[float]]:
@@ -144,7 +137,7 @@ def _training(run: RunData) -> list[Plot]:
     plots = []
     for key, ylabel in (("loss", "loss"), ("eal", "expected tokens per round")):
         series = [Series("training", *thinned(*numbers(run.steps, key)), color=5, is_faint=True)]
-        series += [Series(name, *numbers(run.checks, kind, key), color=at) for at, (kind, name) in enumerate(KINDS.items())]
+        series += [Series(name, *numbers(run.checks, key, kind), color=at) for at, (kind, name) in enumerate(KINDS.items())]
         plots.append(curves(ylabel.capitalize(), series, xlabel="blocks", ylabel=ylabel))
     last = run.checks[-1] if run.checks else {}
     for key, name in (("recall1", "Recall@1"), ("recall16", "Recall@16")):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from paceline.bench.decode import Bench, Result
 from paceline.bench.drafting import sources_table
 from paceline.bench.pages import render
 from paceline.bench.plots import Series, curves, ranges
+from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
-from paceline.hardware import Machine
+from paceline.hardware import Machine, this_machine
 from paceline.model.backends import form_of
+from paceline.progress import Progress
 from paceline.runlog import RunFolder
 from paceline.tables import Column, Table
 
@@ -50,6 +52,15 @@ COLUMNS = (
 def ceiling_line(llm: LLM, machine: Machine) -> str:
     """The most plain decoding could do, stated before anything runs."""
     return render("ceiling.txt", llm=llm, machine=machine, weight_format=form_of(llm.target).weight_format).rstrip()
+
+
+def loaded(engine: EngineConfig, progress: Progress) -> tuple[LLM, Machine]:
+    """The model without a drafter, and the machine's ceiling, which is told before anything is measured."""
+    llm = LLM.of(replace(engine, drafter="none"))
+    machine = this_machine(llm.config.device)
+    progress.loaded(llm)
+    progress.say(ceiling_line(llm, machine))
+    return llm, machine
 
 
 def table(results: list[Result]) -> Table:

@@ -15,11 +15,9 @@ from paceline.bench.config import BUILTIN_PROMPTS, BenchConfig, MockConfig, Step
 from paceline.bench.decode import Bench, as_line
 from paceline.bench.mock import MockBench
 from paceline.bench.pages import render
-from paceline.bench.report import ceiling_line, table, write_run
+from paceline.bench.report import loaded, table, write_run
 from paceline.bench.steps import StepBench, config_of
 from paceline.config import EngineConfig
-from paceline.engine.llm import LLM
-from paceline.hardware import Machine, this_machine
 from paceline.progress import Progress
 from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
@@ -43,7 +41,7 @@ def bench_decode(
     asked = read_prompts(prompts or BUILTIN_PROMPTS, limit)
     described = {"llm": engine, "bench": config, "prompts": prompts or "built-in", "limit": limit}
     run = RunFolder.create("bench-decode", described, out)
-    llm, machine = _loaded(replace(engine, max_batch=max(config.batches)), progress)
+    llm, machine = loaded(replace(engine, max_batch=max(config.batches)), progress)
     bench = Bench(llm, asked, config, notice=progress.say)
     with progress.bar("decoding", bench.num_answers) as advance:
         bench.run(
@@ -65,7 +63,7 @@ def bench_mock(
     progress = progress or Progress()
     run = RunFolder.create("bench-decode", {"llm": engine, "mock": config}, out)
     engine = replace(engine, max_batch=max(config.batches), max_len=engine.max_len or config.needed_len)
-    llm, machine = _loaded(engine, progress)
+    llm, machine = loaded(engine, progress)
     known = config_of(engine.model)
     shape = shape_of(known, engine.model) if known else catalogue.find(engine.model)
     bench = MockBench(llm, config, shape, machine)
@@ -88,7 +86,7 @@ def bench_steps(
     run = RunFolder.create("bench-steps", {"llm": engine, "steps": config, "drafter": engine.drafter}, out)
     rows, drafter = max(config.batches), engine.drafter
     engine = replace(engine, drafter="none", max_batch=rows, max_len=engine.max_len or config.needed_len)
-    llm, machine = _loaded(engine, progress)
+    llm, machine = loaded(engine, progress)
     bench = StepBench(llm, config, drafter)
     with progress.bar("measuring", (config.repeat + 1) * len(config.batches)) as advance:
         bench.run(advance)
@@ -102,15 +100,6 @@ def bench_steps(
         progress.say(f"{apart}: other programs were at work, measure again on a quiet machine")
     progress.say(f"step times: {file}")
     return {**{key: value for key, value in steps.items() if key != "config"}, "run": run.path}
-
-
-def _loaded(engine: EngineConfig, progress: Progress) -> tuple[LLM, Machine]:
-    """The model without a drafter, and the machine's ceiling, which is told before anything is measured."""
-    llm = LLM.of(replace(engine, drafter="none"))
-    machine = this_machine(llm.config.device)
-    progress.loaded(llm)
-    progress.say(ceiling_line(llm, machine))
-    return llm, machine
 
 
 def steps_report(steps: dict[str, Any]) -> str:

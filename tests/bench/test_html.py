@@ -199,7 +199,7 @@ def test_the_last_value_of_a_step_wins(tmp_path: Path) -> None:
     run = read_run(path)
     assert [line["step"] for line in run.steps] == [1, 2, 3]
     assert numbers(run.steps, "loss") == ([100.0, 200.0], [2.0, 1.5])
-    assert numbers(run.checks, "heldout", "eal") == ([200.0], [1.5])
+    assert numbers(run.checks, "eal", "heldout") == ([200.0], [1.5])
 
 
 def test_a_step_and_its_check_may_share_a_line(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_step_and_its_check_may_share_a_line(tmp_path: Path) -> None:
     assert [line["step"] for line in run.steps] == [1, 2, 3]
     assert [line["step"] for line in run.checks] == [2, 3]
     only_ood = {"step": 1, "ood": check(1)["ood"], "blocks": 100}
-    assert numbers(read_run(folder(tmp_path / "ood", [only_ood])).checks, "ood", "eal") == ([100.0], [1.2])
+    assert numbers(read_run(folder(tmp_path / "ood", [only_ood])).checks, "eal", "ood") == ([100.0], [1.2])
 
 
 def test_prompts_served_after_training_are_shown(tmp_path: Path) -> None:
