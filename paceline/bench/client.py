@@ -98,8 +98,8 @@ class Client:
             stream.status = response.status
             while piece := response.read1():
                 stream.pieces.append((time.perf_counter(), piece))
-                if connection.sock:
-                    connection.sock.settimeout(max(sent_s + self._timeout_s - stream.pieces[-1][0], 1e-3))
+                if stream.pieces[-1][0] > sent_s + self._timeout_s:
+                    raise TimeoutError
             if response.length:
                 raise IncompleteRead(b"", response.length)
             response.close()

@@ -26,7 +26,6 @@ import ast
 import dataclasses
 import functools
 import inspect
-import keyword
 import re
 import sys
 from collections.abc import Callable
@@ -43,14 +42,19 @@ from paceline.errors import ConfigError, PacelineError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-KEEP: Any = object()
+HINTS = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
 
 class Opt:
     """How a command asks for one field, where the field's own name, docstring and default are not what it needs."""
 
     def __init__(
-        self, *names: str, help: str | None = None, default: Any = KEEP, metavar: str | None = None, comma: bool = False
+        self,
+        *names: str,
+        help: str | None = None,
+        default: Any = dataclasses.MISSING,
+        metavar: str | None = None,
+        comma: bool = False,
     ):
         """`names` as in typer.Option; `comma` writes a tuple of strings as `a,b` in place of repeating the option."""
         self.names, self.help, self.default, self.metavar, self.comma = names, help, default, metavar, comma
@@ -115,14 +119,15 @@ class _Asked:
     def of(cls, owner: type, field: dataclasses.Field[Any], hint: Any, opt: Opt) -> _Asked:
         kind = _Kind.of(hint)
         is_comma = kind.is_tuple and (opt.comma or kind.base in (int, float))
-        default = field.default if opt.default is KEEP else opt.default
+        default = field.default if opt.default is dataclasses.MISSING else opt.default
         if default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        names = opt.names or (_option_of(field.name, kind, default),)
+        own = "--" + field.name.replace("_", "-")
+        names = opt.names or (f"{own}/--no-{own[2:]}" if kind.base is bool and default is not False else own,)
         option = next(part for name in names for part in name.split("/") if part.startswith("--"))
-        name, text = option[2:].replace("-", "_"), opt.help or _helps(owner).get(field.name, "")
+        text = opt.help or _helps(owner).get(field.name, "")
         parameter = inspect.Parameter(
-            name + "_" * keyword.iskeyword(name),
+            option[2:].replace("-", "_"),
             inspect.Parameter.KEYWORD_ONLY,
             default=inspect.Parameter.empty if default is dataclasses.MISSING else _as_text(kind, is_comma, default),
             annotation=Annotated[
@@ -198,7 +203,7 @@ def size(option: str, text: str | None) -> int | None:
 
 
 def _asked(owner: type, markers: list[Changed]) -> list[_Asked]:
-    hints = _hints(owner)
+    hints = HINTS(owner)
     fields = {field.name: field for field in dataclasses.fields(owner) if field.init}
     chosen, opts = list(fields), {}
     for marker in markers:
@@ -209,11 +214,6 @@ def _asked(owner: type, markers: list[Changed]) -> list[_Asked]:
         chosen = [name for name in chosen if not (isinstance(marker, Without) and name in marker.fields)]
         opts |= marker.opts
     return [_Asked.of(owner, fields[name], hints[name], opts.get(name, Opt())) for name in chosen]
-
-
-@functools.cache
-def _hints(owner: type) -> dict[str, Any]:
-    return get_type_hints(owner, include_extras=True)
 
 
 def _build(owner: type, values: list[tuple[_Asked, Any]]) -> Any:
@@ -233,11 +233,6 @@ def _build(owner: type, values: list[tuple[_Asked, Any]]) -> Any:
             return names.get(word[0], word[0]) if is_name else word[0]
 
         raise type(error)(re.sub(r"\w+", named, str(error))) from error
-
-
-def _option_of(field: str, kind: _Kind, default: Any) -> str:
-    name = field.replace("_", "-")
-    return f"--{name}/--no-{name}" if kind.base is bool and default is not False else f"--{name}"
 
 
 def _typer_type(kind: _Kind, is_comma: bool) -> Any:
