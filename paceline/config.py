@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from paceline.errors import ConfigError, refuse
@@ -123,3 +125,17 @@ def _multiplies_bfloat16(device: str) -> bool:
     if platform.machine().lower() in ("x86_64", "amd64"):
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def read_api_keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:
+    """Keys `given`, of a file (one a line, # begins a comment) and of PACELINE_API_KEY. Raises ConfigError."""
+    found: list[str] = []
+    if file is not None:
+        try:
+            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the API keys in {file}: check the path and its permissions") from error
+        found = [line for line in lines if line and not line.startswith("#")]
+        refuse(ConfigError, (not found, f"there is no API key in {file}: put one on a line"))
+    found += [key.strip() for key in os.environ.get("PACELINE_API_KEY", "").split(",") if key.strip()]
+    return tuple(dict.fromkeys([*given, *found]))

@@ -198,7 +198,8 @@ class ServersConfig:
     def __post_init__(self) -> None:
         for name in self.speculate or ():
             is_known = name in ("off", "auto", "full") or (name.isdecimal() and name.isascii())
-            refuse(ConfigError, (not is_known, f"speculate {name!r} is not known: choose from off, auto, full and numbers of drafts"))
+            known = "choose from off, auto, full and numbers of drafts"
+            refuse(ConfigError, (not is_known, f"speculate {name!r} is not known: {known}"))
         refuse(ConfigError, (self.speculate == (), "speculate names no contender: write it as off,auto"))
         if self.speculate:
             object.__setattr__(self, "speculate", tuple(dict.fromkeys(self.speculate)))

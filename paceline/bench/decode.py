@@ -24,7 +24,6 @@ from paceline.bench.summary import (
     bytes_per_s,
     differences,
     median_of,
-    share_identical,
     speedup_over,
     stages,
 )
@@ -187,7 +186,7 @@ class Bench:
             speedup=speedup,
             speedup_interval=interval,
             speedup_vs=self._versus_peers(setting, passes),
-            identical=share_identical(first, baseline[0]) if is_greedy else None,
+            identical=1 - len(differ) / len(first.answers) if is_greedy else None,
             lossless=None if setting.is_peer else all(answer.lossless for each in passes for answer in each.answers),
             seconds=stages(passes),
             bytes_per_s=bytes_per_s(passes, self.llm.target.weight_bytes),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from paceline.bench.client import Client
 from paceline.bench.config import BUILTIN_PROMPTS, ServersConfig, ServingConfig
 from paceline.bench.serving import BASELINE, Contender, Load, Pass, ServingBench
 from paceline.bench.serving_report import report
+from paceline.config import read_api_keys
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
 from paceline.progress import Progress
 from paceline.prompts import read_prompts
@@ -43,7 +43,7 @@ def bench_serving(
     """Returns the command's JSON, with the run folder as "run". Raises what is wrong with the server, before any load."""
     progress = progress or Progress()
     asked = read_prompts(prompts or BUILTIN_PROMPTS, limit)
-    key = read_key(servers.api_key_file)
+    key = next(iter(read_api_keys((), servers.api_key_file)), None)  # as an option it would stay in the run folder
     described: dict[str, Any] = {
         "bench": config,
         "url": servers.url,
@@ -97,13 +97,11 @@ def _found(servers: ServersConfig, url: str, key: str | None, timeout_s: float) 
 
 def _look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
     """What the server calls the model, and whether it is a paceline server. Raises what is wrong with it, in one line."""
-    client = Client(url, key, timeout_s=30)
     try:
-        reply = client.get("/v1/models")
+        with contextlib.closing(Client(url, key, timeout_s=30)) as client:
+            reply = client.get("/v1/models")
     except OSError as error:
         raise DownloadError(f"there is no server at {url} ({error}): start one with paceline serve, or check --url") from error
-    finally:
-        client.close()
     if reply.status in (401, 403):
         had = "does not take this API key" if key else "wants an API key"
         raise ConfigError(f"{url} {had}: put the right one into a file and give --api-key-file, or set PACELINE_API_KEY")
@@ -161,24 +159,6 @@ def _ready(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def _answers(url: str) -> bool:
-    client = Client(url, timeout_s=10)
-    try:
+    with contextlib.closing(Client(url, timeout_s=10)) as client, contextlib.suppress(OSError):
         return client.get("").status == 200
-    except OSError:
-        return False
-    finally:
-        client.close()
-
-
-def read_key(file: Path | None) -> str | None:
-    """The first key of a file, else of PACELINE_API_KEY; as an option it would stay in the run folder. Raises ConfigError."""
-    text = os.environ.get("PACELINE_API_KEY", "").replace(",", "\n")
-    if file is not None:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the API key in {file}: check the path and its permissions") from error
-    keys = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    if file is not None and not keys:
-        raise ConfigError(f"there is no API key in {file}: put one on a line")
-    return keys[0] if keys else None
+    return False

@@ -79,12 +79,6 @@ class Difference:
     """Best logit minus second-best after the common prefix; 0 is a tie."""
 
 
-def share_identical(ours: Pass, baseline: Pass) -> float:
-    """Share of answers whose tokens equal the baseline's."""
-    pairs = list(zip(ours.answers, baseline.answers, strict=True))
-    return sum(one.token_ids == other.token_ids for one, other in pairs) / len(pairs)
-
-
 def differences(target: Target, requests: list[Request], ours: Pass, baseline: Pass) -> list[Difference]:
     """Every answer that differs from the baseline's; the engine must be idle, for a cache row is borrowed."""
     found = []

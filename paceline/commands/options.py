@@ -42,7 +42,7 @@ from paceline.errors import ConfigError, PacelineError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-HINTS = functools.cache(functools.partial(get_type_hints, include_extras=True))
+_hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
 
 class Opt:
@@ -203,7 +203,7 @@ def size(option: str, text: str | None) -> int | None:
 
 
 def _asked(owner: type, markers: list[Changed]) -> list[_Asked]:
-    hints = HINTS(owner)
+    hints = _hints(owner)
     fields = {field.name: field for field in dataclasses.fields(owner) if field.init}
     chosen, opts = list(fields), {}
     for marker in markers:

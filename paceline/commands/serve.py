@@ -11,9 +11,9 @@ import typer
 
 from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.terminal import introduce, say
-from paceline.config import EngineConfig
+from paceline.config import EngineConfig, read_api_keys
 from paceline.errors import ConfigError
-from paceline.serve.settings import ServeConfig, TraceConfig, read_api_keys, speculation
+from paceline.serve.settings import ServeConfig, TraceConfig, speculation
 from paceline.types import GrammarSpec, SamplingParams
 
 if TYPE_CHECKING:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import Bytes
 from paceline.errors import ConfigError
-
-KEY_VARIABLE = "PACELINE_API_KEY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,22 +105,6 @@ def _refuse(checks: Iterable[tuple[bool, str]]) -> None:
     for is_wrong, remedy in checks:
         if is_wrong:
             raise ConfigError(remedy)
-
-
-def read_api_keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:
-    """Keys from the options, a file (one a line, # begins a comment) and the environment. Raises ConfigError."""
-    keys = list(given)
-    if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the API keys in {file}: check the path and its permissions") from error
-        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        if not found:
-            raise ConfigError(f"there is no API key in {file}: put one on a line")
-        keys += found
-    keys += [key.strip() for key in os.environ.get(KEY_VARIABLE, "").split(",") if key.strip()]
-    return tuple(dict.fromkeys(keys))
 
 
 def speculation(text: str, num_drafted: int | None, drafter: str) -> dict[str, object]:

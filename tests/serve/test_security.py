@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from live_server import Live, asked, serving, talker
 
+from paceline.config import read_api_keys
 from paceline.errors import ConfigError
-from paceline.serve.settings import ServeConfig, read_api_keys, speculation
+from paceline.serve.settings import ServeConfig, speculation
 
 
 @pytest.fixture(scope="module")
