@@ -3,8 +3,7 @@
     columns = [Column("drafter", lambda each: each.name), Column("tokens/s", lambda each: each.rate, "{:.1f}", align="right")]
     table = Table(columns, results, title="Decoding", notes=["rate: median of 3 repetitions"])
     table.show()            # to stderr
-    table.markdown()        # for report.md
-    {{ table(made) }}       # in a template of `bench/templates`, for report.html
+    {{ table(made) }}       # in a template of `bench/templates`, for report.md and report.html
 
 A row is any record; each column knows how to read its cell from one. No torch here, and rich only when a table is shown.
 """
@@ -86,15 +85,6 @@ class Table:
             made.add_row(*map(Text, cells))
         return made
 
-    def markdown(self) -> str:
-        """With its title as a heading of the second level."""
-        ruler = ["---:" if column.align == "right" else "---" for column in self.columns]
-        lines = [[_markdown(column.name) for column in self.columns], ruler]
-        lines += [[_markdown(cell) for cell in cells] for cells in self.texts()]
-        parts = [f"## {self.title}"] if self.title else []
-        parts.append("\n".join("| " + " | ".join(cells) + " |" for cells in lines))
-        return "\n\n".join([*parts, *self.notes])
-
 
 def spread_column(
     name: str, of: Callable[[Any], Spread], scale: float, digits: int, shown: Sequence[str] = ("p50", "p90", "p99")
@@ -106,10 +96,6 @@ def spread_column(
         return " / ".join(MISSING if value is None else f"{scale * value:,.{digits}f}" for value in values)
 
     return Column(name, cell, cut=" / ")
-
-
-def _markdown(cell: str) -> str:
-    return cell.replace("|", "\\|").replace("\n", " ")
 
 
 def printable(text: str) -> str:

@@ -37,6 +37,7 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     made.filters["number"] = number
+    made.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
     return made
 
 

@@ -121,7 +121,7 @@ def test_figures_of_drafting_weigh_by_rounds_and_tell_sources_apart() -> None:
         "ngram": {"share_of_rounds": 0.3, "tokens_per_round": 2.0, "acceptance_rate": 0.5},
         "none": {"share_of_rounds": 0.6, "tokens_per_round": 1.0, "acceptance_rate": None},
     }
-    assert "| x | ngram | 30% | 2.00 | 50% |" in sources_table([("x", found)]).markdown()
+    assert ["x", "ngram", "30%", "2.00", "50%"] in sources_table([("x", found)]).texts()
     assert drafting([[]]).tokens_per_round == 1.0, "an answer of one token, which is prefill's"
 
 
