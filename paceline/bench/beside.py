@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.bench.passes import Answer, Pass, Request
-from paceline.bench.summary import logits_after
+from paceline.bench.passes import Answer, Pass, Request, logits_after
 from paceline.engine.llm import LLM, Completion
 from paceline.errors import ConfigError
 from paceline.figures import first_difference

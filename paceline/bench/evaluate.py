@@ -22,7 +22,7 @@ from paceline.bench.config import BASELINE, BUILTIN_PROMPTS, BenchConfig
 from paceline.bench.decode import ABOUT, Bench, Setting, introduction
 from paceline.bench.drafting import Drafting, drafting
 from paceline.bench.passes import Pass
-from paceline.bench.report import loaded, table
+from paceline.bench.runs import loaded, table
 from paceline.config import EngineConfig
 from paceline.draft.registry import DRAFTERS
 from paceline.engine.llm import LLM

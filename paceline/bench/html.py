@@ -19,7 +19,7 @@ from paceline.bench.decode import Result
 from paceline.bench.drafting import sources_table
 from paceline.bench.pages import Plot, render
 from paceline.bench.plots import Series, bars, curves, ranges, short
-from paceline.bench.report import COLUMNS, MEANING, with_interval
+from paceline.bench.runs import COLUMNS, MEANING, with_interval
 from paceline.errors import ConfigError
 from paceline.figures import shares
 from paceline.model.backends import Form

@@ -9,12 +9,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
 from paceline.draft.base import Drafter
 from paceline.engine.engine import Engine
 from paceline.engine.judge import MockedJudge
 from paceline.engine.llm import LLM
 from paceline.errors import ContextLengthError
 from paceline.model.backends import form_of
+from paceline.model.target import ForwardBatch, Target
 from paceline.progress import ignore
 from paceline.prompts import Prompt
 from paceline.types import Round, SamplingParams, Sequence
@@ -212,3 +215,20 @@ def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[lis
             "raise --max-len or lower --max-tokens"
         )
     return requests, num_skipped
+
+
+@torch.inference_mode()
+def logits_after(target: Target, token_ids: list[int], chunk: int = 256) -> torch.Tensor:
+    """The target's logits [V] in float32 after `token_ids`, on a row taken and given back."""
+    row = target.cache.allocate()
+    assert row is not None, "the engine still holds every row"
+    try:
+        out = None
+        for begin in range(0, len(token_ids), chunk):
+            part = token_ids[begin : begin + chunk]
+            is_last = begin + chunk >= len(token_ids)
+            out = target.forward(ForwardBatch([row], [begin], [len(part)], part, "last" if is_last else "none"))
+        assert out is not None and out.logits_TV is not None
+        return out.logits_TV[-1].float().clone()
+    finally:
+        target.cache.free(row)

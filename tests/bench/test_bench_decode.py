@@ -9,12 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.bench import decode, report
+from paceline.bench import decode, runs
 from paceline.bench.config import BenchConfig
-from paceline.bench.decode import Bench, as_line
+from paceline.bench.decode import Bench, as_line, differences, speedup_over
 from paceline.bench.drafting import drafting, sources_table
 from paceline.bench.passes import Answer, Pass, Request, run_pass
-from paceline.bench.summary import differences, speedup_over
 from paceline.config import EngineConfig
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.engine.engine import Engine
@@ -211,9 +210,9 @@ def test_report_and_json_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     line = as_line(made, MACHINE)
     assert (line["backend"], line["isa"], line["weight_format"]) == ("torch", None, "float32")
     assert line["ceiling_tokens_per_s"] == 1e9 / made.llm.target.weight_bytes
-    monkeypatch.setattr(report, "draw", lambda run, results: None)
+    monkeypatch.setattr(runs, "draw", lambda run, results: None)
     run = RunFolder.create("bench-decode", {}, tmp_path / "run")
-    assert report.write_run(run, made, MACHINE, line) is None
+    assert runs.write_run(run, made, MACHINE, line) is None
     text = (run.path / "report.md").read_text()
     assert "ceiling: test reads 1.0 GB/s" in text
     assert "| good | 1 | 0 |" in text and "## Rounds by source of drafts" in text
@@ -227,8 +226,8 @@ def test_figures_are_drawn_or_their_absence_explained(tmp_path: Path, monkeypatc
     made = bench(BenchConfig(("none", "good"), max_tokens=8))
     made.run()
     pytest.importorskip("matplotlib")
-    assert report.draw(RunFolder(tmp_path), made.results()) is None
+    assert runs.draw(RunFolder(tmp_path), made.results()) is None
     assert {file.name for file in tmp_path.iterdir()} == {"survival.svg", "tokens_per_s.svg"}
     assert "good, batch 1, T=0" in (tmp_path / "tokens_per_s.svg").read_text()
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    assert "pip install matplotlib" in (report.draw(RunFolder(tmp_path), made.results()) or "")
+    assert "pip install matplotlib" in (runs.draw(RunFolder(tmp_path), made.results()) or "")

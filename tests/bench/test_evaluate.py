@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.bench import decode, report
+from paceline.bench import decode, runs
 from paceline.bench import evaluate as library
 from paceline.bench.config import BenchConfig
 from paceline.bench.decode import Bench, introduction
@@ -111,8 +111,8 @@ class Heard(Progress):
 @pytest.fixture
 def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
     """An evaluation of a drafter's folder on two files, nothing run yet."""
-    monkeypatch.setattr(report, "LLM", FakeLLM)
-    monkeypatch.setattr(report, "this_machine", lambda device: MACHINE)
+    monkeypatch.setattr(runs, "LLM", FakeLLM)
+    monkeypatch.setattr(runs, "this_machine", lambda device: MACHINE)
     monkeypatch.setattr(FakeLLM, "num_made", 0)
     drafter = tmp_path / "drafter"
     drafter.mkdir()
@@ -265,7 +265,7 @@ def test_other_settings_are_refused_and_named(ask: Asked, monkeypatch: pytest.Mo
     Path(ask.prompts[0]).write_text('{"prompt": "another"}\n')
     with pytest.raises(ConfigError, match="prompt set easy: num_prompts 3 -> 1"):
         ask.run()
-    monkeypatch.setattr(report, "this_machine", lambda device: Machine("another", 1e9, {}, 1, 1))
+    monkeypatch.setattr(runs, "this_machine", lambda device: Machine("another", 1e9, {}, 1, 1))
     extra = Path(ask.prompts[0]).with_name("extra.jsonl")
     extra.write_text('{"prompt": "more"}\n')
     with pytest.raises(ConfigError, match="machine test -> another"):

@@ -14,7 +14,7 @@ from gguf_files import write_gguf
 from native_models import BASE, ISAS, needs_library, restored, same_bits, use
 from small_llm import tiny_model
 
-from paceline.bench.report import ceiling_line
+from paceline.bench.runs import ceiling_line
 from paceline.commands.terminal import introduce
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, NativeError
