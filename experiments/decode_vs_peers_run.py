@@ -95,7 +95,7 @@ class Ours:
             "verify_bytes_per_s": self.weight_bytes * done.num_passes / done.verify_s,
             "draft_s": done.draft_s,
             "verify_s": done.verify_s,
-            "host_s": done.host_s,
+            "host_s": done.seconds["host"],
             "lossless": all(answer.lossless for answer in done.answers),
         }
         return Run([answer.token_ids for answer in done.answers], done.wall_s, done.prefill_s, details)
