@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from paceline import LLM, SamplingParams
+from paceline.bench.drafting import accepted_histogram
 from paceline.bench.passes import Request, run_pass
-from paceline.figures import add_histograms
 from paceline.hub import resolve
 from paceline.model.backends import form_of
 
@@ -90,7 +90,7 @@ class Ours:
         accepted = sum(answer.num_accepted for answer in done.answers)
         details = {
             "tokens_per_round": 1 + accepted / rounds,
-            "histogram": add_histograms([answer.histogram for answer in done.answers]),
+            "histogram": accepted_histogram([each for answer in done.answers for each in answer.rounds]),
             "num_passes": done.num_passes,
             "verify_bytes_per_s": self.weight_bytes * done.num_passes / done.verify_s,
             "draft_s": done.draft_s,
