@@ -230,4 +230,4 @@ def test_figures_are_drawn_or_their_absence_explained(tmp_path: Path, monkeypatc
     assert {file.name for file in tmp_path.iterdir()} == {"survival.svg", "tokens_per_s.svg"}
     assert "good, batch 1, T=0" in (tmp_path / "tokens_per_s.svg").read_text()
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    assert "pip install matplotlib" in (runs.draw(RunFolder(tmp_path), made.results()) or "")
+    assert "pip install paceline[plots]" in (runs.draw(RunFolder(tmp_path), made.results()) or "")
