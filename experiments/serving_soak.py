@@ -279,7 +279,8 @@ def serve_swapping(options: argparse.Namespace) -> None:
 
     settings = {"drafter": options.drafter, "dtype": options.dtype, "max_len": 512}
     config = ServeConfig(port=0, drain_seconds=300)
-    worker = EngineWorker(lambda: LLM(options.model, **settings), config, observer=Metrics(options.model, None), warm_up=warm_up)
+    metrics = Metrics(options.model, None)
+    worker = EngineWorker(lambda: LLM(options.model, **settings), config, observer=metrics, warm_up=warm_up)
     run(worker, say=say, introduce=lambda llm: "")
 
 
