@@ -202,7 +202,6 @@ class RoundCosts:
 
     def record(self, num_positions: int, pass_s: float, drafting: dict[str, int], draft_s: float) -> None:
         """A round: its pass and host work, and `draft_s` of drafting for the rows of each source that had to compute."""
-        self._pass_s.clear()
         size, measured = _size_class(num_positions), pass_s / self.passes.seconds(num_positions)
         ratio = measured / (self._factor(size) * self.slowness)
         if self._num_seen == 0:
@@ -229,6 +228,7 @@ class RoundCosts:
         before, measured_before = self._latest
         if before is None:
             return
+        self._pass_s.clear()
         off = math.log(measured * self._factor(before) / (measured_before * self._factor(size)))
         num_seen = min(self._factors.get(each, (1.0, 0))[1] for each in (size, before))
         most = max(0.3, 3.0 / (1 + num_seen))
