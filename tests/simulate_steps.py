@@ -7,8 +7,7 @@ from typing import Any
 
 from paceline.hardware import Machine
 from paceline.simulate import catalogue
-from paceline.simulate.calibrated import Calibration
-from paceline.simulate.costs import DraftFit, PassFit
+from paceline.simulate.costs import Calibration, DraftFit, PassFit
 from paceline.simulate.roofline import Deployment
 
 MACHINE = Machine("box", 4e10, {"bfloat16": 2e12}, 2, 10**10)

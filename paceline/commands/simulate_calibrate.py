@@ -20,7 +20,7 @@ def fit_and_report(config: CostsConfig, paths: list[Path], out: Path | None, as_
     fitted = calibrate(config, paths)
     folder = out or (paths[0] if paths[0].is_dir() else paths[0].parent)
     bandwidth, arithmetic = reached(fitted.costs, measured_rounds(fitted.steps)[0].context)
-    said = {"calibration": fitted.calibration, "report": fitted.report, "bandwidth": bandwidth, "arithmetic": arithmetic}
+    said = {"calibration": fitted.calibration, "report": fitted, "bandwidth": bandwidth, "arithmetic": arithmetic}
     file, text = folder / "calibration.json", render("calibration.md", **said)
     write_whole(file, json.dumps(plain(fitted.as_json()), indent=1) + "\n")
     write_whole(folder / "calibration.md", text)

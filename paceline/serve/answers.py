@@ -11,13 +11,13 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable
-from itertools import zip_longest
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from paceline.figures import add_histograms, tokens_per_round
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.failures import ApiError, RequestFailed, dump
 from paceline.serve.protocol import Sampling
@@ -178,12 +178,12 @@ class Exchange:
 
     def _metrics(self) -> dict[str, Any]:
         """vLLM's block of speculation figures, over all answers of the request."""
-        sequences, histograms = self._sequences, [seq.accepted_histogram for seq in self._sequences]
+        sequences, histogram = self._sequences, add_histograms([seq.accepted_histogram for seq in self._sequences])
         num_drafted, num_accepted = sum(seq.num_drafted for seq in sequences), sum(seq.num_accepted for seq in sequences)
         figures = {
-            "mean_acceptance_length": _tokens_per_round(sequences),
+            "mean_acceptance_length": tokens_per_round(histogram) or 1.0,
             "draft_acceptance_rate": num_accepted / num_drafted if num_drafted else 0.0,
-            "acceptance_histogram": [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)],
+            "acceptance_histogram": histogram,
             "rounds_by_source": _by_source([each for seq in sequences for each in seq.rounds]),
         }
         return {"speculative_decoding": figures}
@@ -212,14 +212,9 @@ def _timings(seq: Sequence) -> dict[str, Any]:
         "first_token_s": times.first_token_s - times.arrival_s,
         "total_s": total_s,
         "tokens_per_s": seq.num_output / computing_s if computing_s > 0 else 0.0,
-        "tokens_per_round": _tokens_per_round([seq]),
+        "tokens_per_round": tokens_per_round(seq.accepted_histogram) or 1.0,
         "lossless": seq.lossless,
     }
-
-
-def _tokens_per_round(sequences: list[Sequence]) -> float:
-    num_rounds = sum(seq.num_rounds for seq in sequences)
-    return 1.0 + sum(seq.num_accepted for seq in sequences) / num_rounds if num_rounds else 1.0
 
 
 def finite(logprob: float) -> float:

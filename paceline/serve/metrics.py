@@ -133,7 +133,10 @@ class Metrics(Observer, Collector):
         request = self._open.get(sequence)
         if request is None or not request.last_at:
             request = self._count_prefill(sequence)
-            self._count_prompt(sequence, now)
+            self.totals.prompt_tokens += sequence.prompt_len
+            self.totals.prefix_cache_queries += sequence.prompt_len
+            self.totals.prefix_cache_hits += sequence.num_reused
+            self._times["time_to_first_token"].observe(now - sequence.timings.arrival_s)
         elif now != request.last_at:  # a first token and the round behind it leave in one step
             self._times["inter_token_latency"].observe(now - request.last_at)
         request.last_at = now
@@ -174,12 +177,6 @@ class Metrics(Observer, Collector):
     def render(self) -> tuple[bytes, str]:
         """Body and content type of /metrics."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
-
-    def _count_prompt(self, sequence: Sequence, now: float) -> None:
-        self.totals.prompt_tokens += sequence.prompt_len
-        self.totals.prefix_cache_queries += sequence.prompt_len
-        self.totals.prefix_cache_hits += sequence.num_reused
-        self._times["time_to_first_token"].observe(now - sequence.timings.arrival_s)
 
     def _count_prefill(self, sequence: Sequence) -> _Request:
         """Prefill time of a request that was not counted yet."""

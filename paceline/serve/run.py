@@ -34,18 +34,13 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._worker = worker
         self._draining: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def startup(self, sockets: Any = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._draining or self._loop is None:
+        if self._draining:
             self.force_exit = self.should_exit = True
             self._captured_signals.append(sig)
-            return
-        self._loop.call_soon_threadsafe(self.drain)
+        else:
+            asyncio.get_running_loop().call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
         """Finish what is under way, then exit."""

@@ -41,10 +41,12 @@ def jobs_of(
     n = request.n or 1
     if n > config.max_n:
         raise RequestRefused(f"n must be at most {config.max_n} on this server, not {n}", param="n")
-    common = _params(request, model, logprobs, grammar)
-    jobs = []
+    common, jobs = _params(request, model, logprobs, grammar), []
+    most = min(model.max_len - 1, config.max_prompt_tokens or model.max_len)
     for prompt in prompts:
-        _check_length(len(prompt), model, config)
+        if len(prompt) > most:
+            message = f"the prompt has {len(prompt)} tokens, this server takes at most {most}: shorten it"
+            raise RequestRefused(message, param="messages", code="context_length_exceeded")
         room = model.max_len - len(prompt)
         each = replace(common, max_tokens=max_tokens or min(room, config.default_max_tokens or room))
         seeds = [None if each.seed is None else (each.seed + index) % 2**63 for index in range(n)]
@@ -59,13 +61,6 @@ def check_characters(texts: Iterable[str], model: ModelInfo) -> None:
     num_characters = sum(map(len, texts))
     if num_characters > MAX_TOKEN_CHARACTERS * model.max_len:
         message = f"the prompt has {num_characters:,} characters, far more than {model.max_len} tokens hold: shorten it"
-        raise RequestRefused(message, param="messages", code="context_length_exceeded")
-
-
-def _check_length(num_tokens: int, model: ModelInfo, config: ServeConfig) -> None:
-    most = min(model.max_len - 1, config.max_prompt_tokens or model.max_len)
-    if num_tokens > most:
-        message = f"the prompt has {num_tokens} tokens, this server takes at most {most}: shorten it"
         raise RequestRefused(message, param="messages", code="context_length_exceeded")
 
 

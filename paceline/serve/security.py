@@ -42,7 +42,10 @@ class Gate:
         body = Body(receive, self._config)
         try:
             headers = Headers(scope=scope)
-            _check_framing(headers)
+            if "transfer-encoding" in headers and "content-length" in headers:
+                # A proxy before this server may see the body end elsewhere and take its rest for a request of its own.
+                message = "a request has either Content-Length or Transfer-Encoding: leave one out"
+                raise ApiError(400, message, code="invalid_http", headers={"connection": "close"})
             self._check_host(headers)
             if self._digests and scope["path"] not in OPEN_PATHS:
                 self._check_key(headers)
@@ -130,13 +133,6 @@ class Body:
     def _too_large(self) -> ApiError:
         message = f"the request's body is longer than {self._config.max_body_bytes:,} bytes: send less"
         return ApiError(413, message, code="body_too_large", headers={"connection": "close"})
-
-
-def _check_framing(headers: Headers) -> None:
-    """Two lengths: a proxy before this server may see the body end elsewhere and take its rest for a request of its own."""
-    if "transfer-encoding" in headers and "content-length" in headers:
-        message = "a request has either Content-Length or Transfer-Encoding: leave one out"
-        raise ApiError(400, message, code="invalid_http", headers={"connection": "close"})
 
 
 async def _refuse(error: ApiError, body: Body, send: Send) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config import Bytes
+from paceline.config import Bytes, refuse_if
 from paceline.errors import ConfigError
 
 
@@ -50,7 +49,7 @@ class ServeConfig:
     """How long a token may wait for the next round's, to be sent together; 0 sends each round's at once."""
 
     def __post_init__(self) -> None:
-        checks = (
+        refuse_if(
             (not 0 <= self.port < 65536, "port must be between 0 and 65535"),
             (any(not key.strip() for key in self.api_keys), "an API key must not be empty"),
             (any(not key.isascii() for key in self.api_keys), "an API key must be ASCII text: HTTP headers carry nothing else"),
@@ -67,7 +66,6 @@ class ServeConfig:
             (not self.drain_seconds >= 0, "drain_seconds must be 0 or more"),
             (not 0 <= self.stream_interval_ms <= 1000, "stream_interval_ms must be between 0 and 1000"),
         )
-        _refuse(checks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,7 @@ class TraceConfig:
     """Older traces go."""
 
     def __post_init__(self) -> None:
-        checks = (
+        refuse_if(
             (
                 self.folder is None and bool(self.sample != 1.0 or self.redact),
                 "--trace-sample and --trace-redact need --traces FOLDER",
@@ -98,13 +96,6 @@ class TraceConfig:
             (self.max_bytes < 1, "--trace-size must be at least one byte"),
             (not self.max_days > 0, f"--trace-days must be above 0, not {self.max_days:g}"),
         )
-        _refuse(checks)
-
-
-def _refuse(checks: Iterable[tuple[bool, str]]) -> None:
-    for is_wrong, remedy in checks:
-        if is_wrong:
-            raise ConfigError(remedy)
 
 
 def speculation(text: str, num_drafted: int | None, drafter: str) -> dict[str, object]:

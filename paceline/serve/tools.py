@@ -87,14 +87,13 @@ def prompt_messages(
 
 
 def _native(message: Message) -> dict[str, Any]:
-    calls = [{"type": "function", "function": _decoded(call.function.model_dump())} for call in message.tool_calls or ()]
+    calls = []
+    for call in message.tool_calls or ():
+        name, arguments = call.function.name, call.function.arguments
+        # templates expect arguments as an object
+        calls.append({"type": "function", "function": {"name": name, "arguments": _json(arguments, arguments)}})
     more = {"name": message.name, "tool_call_id": message.tool_call_id, "tool_calls": calls or None}
     return {"role": _role(message), "content": text_of(message), **{key: value for key, value in more.items() if value}}
-
-
-def _decoded(function: dict[str, Any]) -> dict[str, Any]:
-    """Templates expect arguments as an object."""
-    return function | {"arguments": _json(function["arguments"], function["arguments"])}
 
 
 def _as_text(message: Message) -> dict[str, Any]:

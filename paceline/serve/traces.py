@@ -166,7 +166,7 @@ class TraceWriter:
 
     def _row(self, trace: _Trace) -> dict[str, Any] | None:
         """None when what should be redacted cannot be taken out."""
-        seq, redactor = trace.sequence, self._redactor
+        seq, times, redactor = trace.sequence, trace.sequence.timings, self._redactor
         prompt_ids, answer_ids, outcome = seq.tokens[: seq.prompt_len], seq.output_ids, trace.outcome
         tag, sampling = trace.tag, _given(seq.params)
         if redactor:
@@ -175,13 +175,11 @@ class TraceWriter:
                 return None
             outcome = outcome if len(redacted[1]) == len(answer_ids) else "redacted"
             prompt_ids, answer_ids = redacted
-            tag = redactor.text(tag) if tag else tag
-            sampling = _redacted(sampling, redactor)
+            tag, sampling = _redacted(tag, redactor), _redacted(sampling, redactor)
         self._num_rows += 1
         prompt = np.array(prompt_ids, np.int32)
         digest = hashlib.blake2b(prompt.tobytes(), digest_size=8).hexdigest()
         is_ended = bool(answer_ids) and answer_ids[-1] in seq.eos_token_ids
-        times = seq.timings
         return {
             # Up to the @ it names the prompt: what is asked twice is held out twice, or not at all.
             "key": f"{SOURCE}/{digest}@{seq.params.temperature:g}#{self._run_id}-{self._num_rows}",
@@ -229,8 +227,8 @@ class TraceWriter:
         scratch = path.with_suffix(".part")
         table = pa.Table.from_pylist(rows, SCHEMA)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            with open(scratch, "wb", opener=_private) as file:
+        try:  # what users said is for the owner alone
+            with open(scratch, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 parquet.write_table(table, file, compression="zstd")
                 file.flush()
                 os.fsync(file.fileno())  # some disks say only now that they are full
@@ -271,11 +269,6 @@ def _redacted(value: Any, redactor: Redactor) -> Any:
     if isinstance(value, list | tuple):
         return [_redacted(each, redactor) for each in value]
     return redactor.text(value) if isinstance(value, str) else value
-
-
-def _private(path: str, flags: int) -> int:
-    """What users said is for the owner alone."""
-    return os.open(path, flags, 0o600)
 
 
 def _aged(path: Path) -> tuple[float, Path, int] | None:

@@ -20,7 +20,7 @@ import paceline
 from paceline.hardware import KNOWN_MACHINES, Machine
 from paceline.simulate import catalogue, limits
 from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, MEASURED_LOCALITY
-from paceline.simulate.shapes import FORMATS, ModelShape, as_json
+from paceline.simulate.shapes import FORMATS, ModelShape
 
 FOLDER = Path(__file__).parent / "page"
 PURE = ("formulas.js", "config_reader.js", "hf_config.js", "flags.js", "limits.js", "state.js")
@@ -71,7 +71,7 @@ def data(this_machine: Machine | None = None) -> dict[str, Any]:
 def _model(shape: ModelShape) -> dict[str, Any]:
     active = f"-A{_short(shape.num_active)}" if shape.experts else ""
     label = f"{shape.name}, {_short(shape.num_parameters)}{active}"
-    return {"shape": as_json(shape), "label": label, "hub": catalogue.served_name(shape.name)}
+    return {"shape": asdict(shape), "label": label, "hub": catalogue.served_name(shape.name)}
 
 
 def _short(number: float) -> str:

@@ -21,9 +21,8 @@ import numpy as np
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
 from paceline.simulate import catalogue
-from paceline.simulate.calibrated import Calibration
 from paceline.simulate.config import CostsConfig
-from paceline.simulate.costs import DraftFit, PassFit, RooflineCosts
+from paceline.simulate.costs import Calibration, DraftFit, PassFit, RooflineCosts
 from paceline.simulate.hf_config import shape_of
 from paceline.simulate.measured import TimeTable, read_steps, table_of
 from paceline.simulate.roofline import Deployment, works_of
@@ -80,9 +79,12 @@ class HeldOut:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """How well sizes are predicted that were left out of the fit."""
+class Fitted:
+    """A calibration, what it was fitted to, and how well sizes are predicted that were left out of the fit."""
 
+    steps: Steps
+    calibration: Calibration
+    costs: RooflineCosts
     held_out: list[HeldOut]
 
     @property
@@ -96,20 +98,8 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         points = [{**asdict(point), "error": point.error} for point in self.held_out]
-        return {"mean_error": self.mean_error, "worst_error": self.worst_error, "points": points}
-
-
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    """A calibration, its error on sizes that were left out, and what it was fitted to."""
-
-    steps: Steps
-    calibration: Calibration
-    costs: RooflineCosts
-    report: Report
-
-    def as_json(self) -> dict[str, Any]:
-        return {**self.calibration.as_json(), "held_out": self.report.as_json()}
+        told = {"mean_error": self.mean_error, "worst_error": self.worst_error, "points": points}
+        return {**self.calibration.as_json(), "held_out": told}
 
 
 def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
@@ -119,8 +109,7 @@ def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
     machine = machine_of(files[0]) if config.hardware is None else None
     precisions = precisions_of(files[0], shape.precisions)
     deployment = deployment_of(config, precisions, machine or machine_named(config.hardware))
-    calibration = fit(steps, shape, deployment)
-    return Fitted(steps, calibration, calibration.costs(shape, deployment), check(steps, shape, deployment))
+    return fitted(steps, shape, deployment)
 
 
 def _measured_shape(config: CostsConfig, steps: dict[str, Any]) -> ModelShape:
@@ -172,6 +161,12 @@ def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
     rest = dtype if dtype in FORMATS else known.kv
     weights = stored if stored in FORMATS else rest
     return replace(known, weights=weights, experts=weights, attention=rest, kv=rest)
+
+
+def fitted(steps: Steps, shape: ModelShape, deployment: Deployment) -> Fitted:
+    """Fit to all sizes, and to two of three to predict the third. Raises ConfigError when nothing is left to predict."""
+    calibration = fit(steps, shape, deployment)
+    return Fitted(steps, calibration, calibration.costs(shape, deployment), predicted(steps, shape, deployment))
 
 
 def fit(steps: Steps, shape: ModelShape, deployment: Deployment) -> Calibration:
@@ -274,11 +269,8 @@ def _searched(solve: Callable[[float], tuple[float, np.ndarray]]) -> float:
     return 10.0**best
 
 
-def check(steps: Steps, shape: ModelShape, deployment: Deployment) -> Report:
-    """Fit to two sizes of three, predict the third: whole rounds of the widths that were drafted, else passes.
-
-    Raises ConfigError when nothing is left to predict.
-    """
+def predicted(steps: Steps, shape: ModelShape, deployment: Deployment) -> list[HeldOut]:
+    """Fit to two sizes of three, predict the third: whole rounds of the widths that were drafted, else passes."""
     held = held_out_sizes(steps)
     kept = Steps(
         verify=[each for each in steps.verify if each.size not in held],
@@ -294,7 +286,7 @@ def check(steps: Steps, shape: ModelShape, deployment: Deployment) -> Report:
     ]
     if not points:
         raise ConfigError("no size was left to predict: measure more sizes with paceline bench steps")
-    return Report(points)
+    return points
 
 
 def held_out_sizes(steps: Steps) -> set[tuple[float, float]]:

@@ -1,7 +1,7 @@
 """Known targets: JSON files in `catalogue/`, one for each family; or any config.json by its path.
 
-An entry holds "config" (the keys of its Hugging Face config.json), "shape" (as `shapes.as_json` writes one), or "unavailable",
-the reason why nothing can be predicted of it.
+An entry holds "config" (the keys of its Hugging Face config.json), "shape" (the fields of `shapes.ModelShape`), or
+"unavailable", the reason why nothing can be predicted of it.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.config import refuse_if
 from paceline.errors import ConfigError
 
 
@@ -38,10 +39,12 @@ class CostsConfig:
     """A calibration.json: the roofline as it was fitted to a machine."""
 
     def __post_init__(self) -> None:
-        if sum((self.toy, self.table is not None, self.calibration is not None)) > 1:
-            raise ConfigError("--toy, --table and --calibration exclude each other: leave all but one out")
-        if self.drafter_cost is not None and self.drafter_params is not None:
-            raise ConfigError("--drafter-cost and --drafter-params say the same in two ways: leave one out")
+        num_sources = sum((self.toy, self.table is not None, self.calibration is not None))
+        is_twice = self.drafter_cost is not None and self.drafter_params is not None
+        refuse_if(
+            (num_sources > 1, "--toy, --table and --calibration exclude each other: leave all but one out"),
+            (is_twice, "--drafter-cost and --drafter-params say the same in two ways: leave one out"),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ class ServingConfig:
     """Replay a bench serving run instead: simulated beside measured."""
 
     def __post_init__(self) -> None:
-        checks = (
+        refuse_if(
             (self.requests < 1, "--requests must be at least 1"),
             (self.max_draft is not None and self.max_draft < 1, "--max-draft must be at least 1"),
             (self.max_rows is not None and self.max_rows < 1, f"--max-rows must be at least 1, not {self.max_rows}"),
@@ -109,6 +112,3 @@ class ServingConfig:
                 "--against has its own loads: leave --rate and --concurrency out",
             ),
         )
-        for is_wrong, remedy in checks:
-            if is_wrong:
-                raise ConfigError(remedy)

@@ -1,6 +1,12 @@
 """Seconds of the parts of a round: of a toy, of a roofline, calibrated or not; `measured.py` has those of a table.
 
-A round of B sequences that draft g tokens each takes `verify_s(B, g + 1, S) + draft_s(B, g, S) + host_s`.
+A round of B sequences that draft g tokens each takes `verify_s(B, g + 1, S) + draft_s(B, g, S) + host_s`. A calibrated roofline
+was fitted to a machine by `calibrate.py`, whose file `paceline simulate --calibration FILE` reads:
+
+    pass    = sum over parts of max(reading * read, computing * compute) + fixed + token * B*q + cached_token * B*S
+    draft   = passes * (fixed + position * max(floor, positions of a pass)) + row * B
+
+`read` and `compute` are the roofline's seconds of a part at the machine's full rates; a factor of 2 means half the rate.
 
 Drafting takes a share of a plain target pass, or what the drafter's own size says, or what was fitted to measured times.
 Autoregressive drafters (MTP, EAGLE, a small model) run once for each draft, block drafters (DFlash) once for each block.
@@ -9,11 +15,15 @@ Autoregressive drafters (MTP, EAGLE, a small model) run once for each draft, blo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.hardware import Machine
+from paceline.simulate.files import check_amounts, read_json, record_of
 from paceline.simulate.roofline import Deployment, distinct_experts, pass_seconds
-from paceline.simulate.shapes import ModelShape
+from paceline.simulate.shapes import ModelShape, Precisions
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,3 +188,47 @@ class RooflineCosts(StepCosts):
         parts = pass_seconds(self.shape, self.deployment, batch, positions, context, fit.reading, fit.computing)
         parts["attention"] += fit.cached_token_s * batch * context
         return {**parts, "overhead": fit.fixed_s + fit.token_s * batch * positions}
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The fitted numbers, and the model and machine that were measured."""
+
+    verify: PassFit
+    draft: DraftFit | None
+    """None when no drafter was measured."""
+    host_s: float
+    """Seconds of a round outside target and drafter."""
+    model: str = ""
+    drafter: str = ""
+    machine: Machine | None = None
+    precisions: Precisions | None = None
+
+    def costs(self, shape: ModelShape, deployment: Deployment, drafter: DrafterCost = NO_COST) -> RooflineCosts:
+        """For the model it was fitted to, or for others as an estimate; `drafter` where none was measured."""
+        return RooflineCosts(shape, deployment, self.draft or drafter, self.host_s, self.verify)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"kind": "paceline calibration", **asdict(self)}
+
+
+def read_calibration(path: Path) -> Calibration:
+    """A file of `Calibration.as_json`, or the folder with its calibration.json. Raises ConfigError."""
+    file = path / "calibration.json" if path.is_dir() else path
+    told = read_json(file, "paceline simulate --calibrate makes one")
+    if not isinstance(told, dict) or told.get("kind") != "paceline calibration":
+        raise ConfigError(f"{file} is no calibration: paceline simulate --calibrate RUN makes one")
+    try:
+        found = Calibration(
+            verify=record_of(PassFit, told.get("verify")),
+            draft=record_of(DraftFit, told["draft"]) if told.get("draft") else None,
+            host_s=told.get("host_s"),  # pyright: ignore[reportArgumentType]  (checked below)
+            model=str(told.get("model", "")),
+            drafter=str(told.get("drafter", "")),
+            machine=Machine(**told["machine"]) if told.get("machine") else None,
+            precisions=Precisions(**told["precisions"]) if told.get("precisions") else None,
+        )
+        check_amounts(found)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}): make the calibration again") from error
+    return found

@@ -51,19 +51,15 @@ def vllm(serving: Serving) -> str:
     words = ["vllm", "serve", serving.model, "--max-num-seqs", str(serving.batch)]
     words += ["--tensor-parallel-size", str(serving.num_gpus)] if serving.num_gpus > 1 else []
     words += ["--kv-cache-dtype", "fp8"] if serving.has_8bit_cache else []
-    return shlex.join([*words, *_vllm_speculation(serving)])
-
-
-def _vllm_speculation(serving: Serving) -> list[str]:
     if serving.num_drafted == 0:
-        return []
+        return shlex.join(words)
     config: dict[str, str | int] = {"method": serving.method.replace("-", "_")}
     if serving.method in ("dflash", "eagle3", "draft-model"):
         config["model"] = serving.drafter
     config["num_speculative_tokens"] = serving.num_drafted
     if serving.method == "ngram":
         config["prompt_lookup_max"] = 4
-    return ["--speculative-config", json.dumps(config)]
+    return shlex.join([*words, "--speculative-config", json.dumps(config)])
 
 
 def sglang(serving: Serving) -> str:
@@ -71,17 +67,12 @@ def sglang(serving: Serving) -> str:
     words += ["--max-running-requests", str(serving.batch)]
     words += ["--tp-size", str(serving.num_gpus)] if serving.num_gpus > 1 else []
     words += ["--kv-cache-dtype", "fp8_e4m3"] if serving.has_8bit_cache else []
-    return shlex.join([*words, *_sglang_speculation(serving)])
-
-
-def _sglang_speculation(serving: Serving) -> list[str]:
-    count = serving.num_drafted
-    if count == 0:
-        return []
+    if serving.num_drafted == 0:
+        return shlex.join(words)
     names = {"dflash": "DFLASH", "mtp": "EAGLE", "eagle3": "EAGLE3", "draft-model": "STANDALONE", "ngram": "NGRAM"}
-    words = ["--speculative-algorithm", names[serving.method]]
+    words += ["--speculative-algorithm", names[serving.method]]
     if serving.method in ("dflash", "eagle3", "draft-model"):
         words += ["--speculative-draft-model-path", serving.drafter]
     if serving.method in ("mtp", "eagle3", "draft-model"):
-        words += ["--speculative-num-steps", str(count), "--speculative-eagle-topk", "1"]
-    return [*words, "--speculative-num-draft-tokens", str(count + 1)]
+        words += ["--speculative-num-steps", str(serving.num_drafted), "--speculative-eagle-topk", "1"]
+    return shlex.join([*words, "--speculative-num-draft-tokens", str(serving.num_drafted + 1)])

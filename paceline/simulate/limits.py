@@ -31,8 +31,14 @@ CALIBRATED = (
 def roofline_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
     """Of a shape on a machine."""
     limits: list[str] = list(ROOFLINE)
-    if shape.experts:
-        limits.append(_expert_limit(deployment))
+    if shape.experts and deployment.expert_locality == 0:
+        limits.append(
+            "Experts are drawn uniformly, anew for each position; real routing is more local, so drafts bring fewer new "
+            "experts (--expert-locality 0.255 fits one measurement)."
+        )
+    elif shape.experts:
+        power = 1 - deployment.expert_locality
+        limits.append(f"The q positions of a sequence draw experts as q^{power:g} positions would, uniformly.")
     if any(group.kind == "linear" for group in shape.attention):
         limits.append(
             "Linear attention costs the reading of its state, in 16 bits, once a pass: its arithmetic and the copies of the "
@@ -45,15 +51,6 @@ def roofline_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
             f"{1e6 * deployment.collective_latency_s:g} us each, hidden behind nothing. An assumption, not a measurement."
         )
     return limits + _rate_limits(shape, deployment) + ([shape.note] if shape.note else [])
-
-
-def _expert_limit(deployment: Deployment) -> str:
-    if deployment.expert_locality == 0:
-        return (
-            "Experts are drawn uniformly, anew for each position; real routing is more local, so drafts bring fewer new "
-            "experts (--expert-locality 0.255 fits one measurement)."
-        )
-    return f"The q positions of a sequence draw experts as q^{1 - deployment.expert_locality:g} positions would, uniformly."
 
 
 def _rate_limits(shape: ModelShape, deployment: Deployment) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.errors import ConfigError
+from paceline.config import refuse_if
 from paceline.hardware import Machine
 from paceline.simulate.shapes import Attention, ModelShape, Precisions, arithmetic, num_bytes
 
@@ -44,12 +44,15 @@ class Deployment:
     collective_latency_s: float = COLLECTIVE_LATENCY_S
 
     def __post_init__(self) -> None:
-        if self.num_gpus < 1:
-            raise ConfigError(f"--gpus must be at least 1, not {self.num_gpus}")
-        if not 0 <= self.expert_locality <= 1:
-            raise ConfigError(f"--expert-locality must be between 0 (uniform) and 1, not {self.expert_locality:g}")
-        if self.num_gpus > 1 and not self.machine.link_bytes_per_s:
-            raise ConfigError(f"how fast several {self.machine.name} talk to each other is not known: use --gpus 1")
+        locality, has_link = self.expert_locality, self.machine.link_bytes_per_s > 0
+        refuse_if(
+            (self.num_gpus < 1, f"--gpus must be at least 1, not {self.num_gpus}"),
+            (not 0 <= locality <= 1, f"--expert-locality must be between 0 (uniform) and 1, not {locality:g}"),
+            (
+                self.num_gpus > 1 and not has_link,
+                f"how fast several {self.machine.name} talk to each other is not known: use --gpus 1",
+            ),
+        )
 
     def flops_per_s(self, number_format: str) -> float:
         rates = self.machine.flops_per_s

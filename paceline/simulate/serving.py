@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from paceline.config import refuse_if
 from paceline.errors import ConfigError
 from paceline.plan import Plan, Planner, Row
 from paceline.simulate.arrivals import Job, Survival
@@ -41,12 +42,12 @@ class ServerShape:
     """Seconds of a request outside the engine before its first token: HTTP, tokenizing. They delay no other request."""
 
     def __post_init__(self) -> None:
-        if self.max_rows < 1:
-            raise ConfigError(f"--max-rows must be at least 1, not {self.max_rows}")
-        if self.prefill_chunk is not None and self.prefill_chunk < 1:
-            raise ConfigError(f"--prefill-chunk must be at least 1, not {self.prefill_chunk}")
-        if not 0 <= self.request_s < 3600:
-            raise ConfigError(f"--request-overhead must be 0 seconds or more, not {self.request_s:g}")
+        chunk = self.prefill_chunk
+        refuse_if(
+            (self.max_rows < 1, f"--max-rows must be at least 1, not {self.max_rows}"),
+            (chunk is not None and chunk < 1, f"--prefill-chunk must be at least 1, not {chunk}"),
+            (not 0 <= self.request_s < 3600, f"--request-overhead must be 0 seconds or more, not {self.request_s:g}"),
+        )
 
 
 @dataclass(slots=True, eq=False)

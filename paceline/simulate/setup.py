@@ -9,9 +9,17 @@ from paceline.config import EngineConfig, resolve
 from paceline.errors import ConfigError
 from paceline.hardware import KNOWN_MACHINES, Machine, this_machine
 from paceline.simulate import catalogue, limits
-from paceline.simulate.calibrated import Calibration, read_calibration
 from paceline.simulate.config import CostsConfig
-from paceline.simulate.costs import DrafterCost, FractionDrafter, RooflineCosts, ShapeDrafter, StepCosts, ToyCosts
+from paceline.simulate.costs import (
+    Calibration,
+    DrafterCost,
+    FractionDrafter,
+    RooflineCosts,
+    ShapeDrafter,
+    StepCosts,
+    ToyCosts,
+    read_calibration,
+)
 from paceline.simulate.measured import MeasuredCosts, read_table
 from paceline.simulate.roofline import Deployment
 from paceline.simulate.shapes import ModelShape, Precisions, with_precisions

@@ -5,7 +5,7 @@ Shapes come from the catalogue (`catalogue.py`) or from any Hugging Face config.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from paceline.errors import ConfigError, UnsupportedModelError
@@ -180,14 +180,6 @@ class ModelShape:
         return self.dense + (self.experts.active if self.experts else 0.0)
 
 
-def as_json(shape: ModelShape) -> dict[str, Any]:
-    """The shape as a catalogue entry holds it; fields at their defaults are left out of the attention groups."""
-    line = asdict(shape)
-    defaults = {field.name: field.default for field in fields(Attention)}
-    groups = [{key: value for key, value in group.items() if value != defaults[key]} for group in line["attention"]]
-    return {**line, "attention": groups}
-
-
 def _check(shape: ModelShape) -> None:
     """Raises ValueError for sizes that are none."""
     for record in (shape, *shape.attention, *([shape.experts] if shape.experts else [])):
@@ -198,12 +190,12 @@ def _check(shape: ModelShape) -> None:
     if shape.dense == 0 or sum(group.layers for group in shape.attention) != shape.num_layers:
         raise ValueError("dense must be above 0, and the attention groups must have num_layers layers together")
     for group in shape.attention:
-        if group.kind not in KINDS or group.ratio == 0 or (group.ratio or 1) < 1:
+        if group.kind not in KINDS or (group.ratio is not None and group.ratio < 1):
             raise ValueError(f"attention kind {group.kind!r} with ratio {group.ratio!r}: choose from {', '.join(KINDS)}")
 
 
 def from_json(entry: dict[str, Any]) -> ModelShape:
-    """The reverse of `as_json`. Raises UnsupportedModelError for an entry with unknown or missing fields."""
+    """The reverse of `asdict`. Raises UnsupportedModelError for an entry with unknown or missing fields."""
     try:
         precisions = Precisions(**{part: format_named(name) for part, name in entry.get("precisions", {}).items()})
         experts = Experts(**entry["experts"]) if entry.get("experts") else None

@@ -12,9 +12,8 @@ import pytest
 from simulate_steps import DEPLOYMENT, MACHINE, PLANTED, SHAPE, steps_file
 
 from paceline.errors import ConfigError
-from paceline.simulate.calibrate import check, fit, held_out_sizes, machine_of, nnls, precisions_of, reached, steps_of
-from paceline.simulate.calibrated import Calibration, read_calibration
-from paceline.simulate.costs import DraftFit, PassFit
+from paceline.simulate.calibrate import fit, fitted, held_out_sizes, machine_of, nnls, precisions_of, reached, steps_of
+from paceline.simulate.costs import Calibration, DraftFit, PassFit, read_calibration
 from paceline.simulate.shapes import Precisions
 
 
@@ -42,11 +41,11 @@ def test_a_drafter_that_goes_token_by_token_is_told_apart() -> None:
 
 def test_held_out_sizes_are_predicted() -> None:
     steps = steps_of([steps_file()])
-    report = check(steps, SHAPE, DEPLOYMENT)
-    assert {(point.batch, point.positions) for point in report.held_out} == held_out_sizes(steps)
-    assert len(report.held_out) >= 20
-    assert report.worst_error < 1e-3
-    noisy = check(steps_of([steps_file(noise=0.05)]), SHAPE, DEPLOYMENT)
+    found = fitted(steps, SHAPE, DEPLOYMENT)
+    assert {(point.batch, point.positions) for point in found.held_out} == held_out_sizes(steps)
+    assert len(found.held_out) >= 20
+    assert found.worst_error < 1e-3
+    noisy = fitted(steps_of([steps_file(noise=0.05)]), SHAPE, DEPLOYMENT)
     assert 0.005 < noisy.mean_error < 0.05, "the errors are those of sizes that were not fitted"
 
 
@@ -56,15 +55,15 @@ def test_held_out_sizes_are_not_fitted() -> None:
     file = steps_file(replace(PLANTED, host_s=0.0))
     file["verify"] = [[batch, width, spent * (1 + ((batch, width) in held))] for batch, width, spent in file["verify"]]
     file["draft"] = [[batch, width, spent * (1 + ((batch, width + 1) in held))] for batch, width, spent in file["draft"]]
-    report = check(steps_of([file]), SHAPE, DEPLOYMENT)
-    assert all(point.error == pytest.approx(1.0, abs=2e-3) for point in report.held_out)
+    found = fitted(steps_of([file]), SHAPE, DEPLOYMENT)
+    assert all(point.error == pytest.approx(1.0, abs=2e-3) for point in found.held_out)
 
 
 def test_a_machine_unlike_the_model_shows_in_the_error() -> None:
     """Times that double at every second width cannot be a roofline's."""
     file = steps_file()
     file["verify"] = [[batch, width, seconds * (1 + width % 2)] for batch, width, seconds in file["verify"]]
-    assert check(steps_of([file]), SHAPE, DEPLOYMENT).worst_error > 0.15
+    assert fitted(steps_of([file]), SHAPE, DEPLOYMENT).worst_error > 0.15
 
 
 def test_whole_rounds_count_where_they_were_measured() -> None:
@@ -74,8 +73,8 @@ def test_whole_rounds_count_where_they_were_measured() -> None:
         [batch, width, 1.1 * (seconds + costs.draft_s(batch, width - 1, 0) + costs.host_s)]
         for batch, width, seconds in file["verify"]
     ]
-    report = check(steps_of([file]), SHAPE, DEPLOYMENT)
-    assert all(point.error == pytest.approx(0.1, abs=0.005) for point in report.held_out)
+    found = fitted(steps_of([file]), SHAPE, DEPLOYMENT)
+    assert all(point.error == pytest.approx(0.1, abs=0.005) for point in found.held_out)
 
 
 def test_shares_that_were_reached() -> None:

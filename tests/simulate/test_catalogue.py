@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ import pytest
 from paceline.errors import ModelNotFoundError, UnsupportedModelError
 from paceline.hardware import KNOWN_MACHINES
 from paceline.simulate import catalogue
-from paceline.simulate.shapes import as_json
 
 TOTALS = {
     "smollm2-135m": 0.1345,
@@ -56,7 +56,7 @@ def test_every_entry_is_whole() -> None:
         assert shape.source, name
         assert sum(group.layers for group in shape.attention) == shape.num_layers, name
         assert shape.vocab_size > 10_000 and shape.max_context >= 8192, name
-        json.dumps(as_json(shape), allow_nan=False)
+        json.dumps(asdict(shape), allow_nan=False)
 
 
 def test_figures_of_the_performance_model() -> None:
@@ -102,7 +102,7 @@ def test_a_config_and_a_shape_by_path(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert catalogue.find(str(tmp_path)).dense == catalogue.find("Qwen3-8B").dense
     own = tmp_path / "own.json"
-    own.write_text(json.dumps(as_json(catalogue.find("Qwen3-8B"))))
+    own.write_text(json.dumps(asdict(catalogue.find("Qwen3-8B"))))
     assert catalogue.find(str(own)).attention == catalogue.find("Qwen3-8B").attention
     for text, remedy in (("{", "not JSON"), ("[1]", "no JSON object"), ("{}", "no num_hidden_layers")):
         own.write_text(text)

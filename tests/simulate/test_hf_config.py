@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from paceline.errors import PacelineError, UnsupportedModelError
 from paceline.simulate import catalogue
 from paceline.simulate.hf_config import shape_of
-from paceline.simulate.shapes import Attention, Experts, as_json, from_json
+from paceline.simulate.shapes import Attention, Experts, from_json
 
 SMALL: dict[str, Any] = {
     "model_type": "llama",
@@ -210,7 +211,7 @@ def test_incomplete_configs_say_what_is_missing(change: dict[str, Any], remedy: 
 
 def test_a_shape_survives_json() -> None:
     shape = catalogue.find("DeepSeek-V4-Flash")
-    assert from_json(as_json(shape)) == shape
+    assert from_json(asdict(shape)) == shape
 
 
 @pytest.mark.parametrize(
@@ -232,4 +233,4 @@ def test_a_shape_survives_json() -> None:
 )
 def test_shapes_that_are_none_are_refused(change: dict[str, Any], remedy: str) -> None:
     with pytest.raises(PacelineError, match=remedy):
-        from_json({**as_json(catalogue.find("DeepSeek-V4-Flash")), **change})
+        from_json({**asdict(catalogue.find("DeepSeek-V4-Flash")), **change})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import asdict
 from typing import Any
 
 from javascript import run_js
@@ -17,7 +18,6 @@ from paceline.errors import PacelineError
 from paceline.simulate import catalogue
 from paceline.simulate.calculator import data
 from paceline.simulate.hf_config import shape_of
-from paceline.simulate.shapes import as_json
 
 QUANTIZATIONS = (
     {"quant_method": "fp8"},
@@ -69,7 +69,7 @@ def test_every_config_of_the_catalogue_is_read_as_python_reads_it() -> None:
     found = run_js(READ, {"formats": data()["formats"], "configs": configs()})
     assert len(found) > 20
     for ours, config in zip(found, configs(), strict=True):
-        assert comparable(ours["shape"]) == comparable(as_json(shape_of(config))), config
+        assert comparable(ours["shape"]) == comparable(asdict(shape_of(config))), config
         assert ours["again"] == ours["shape"]
 
 
@@ -80,7 +80,7 @@ def test_spoiled_configs_are_read_or_refused_as_python_does() -> None:
     refused = 0
     for ours, config in zip(found, cases, strict=True):
         try:
-            expected = comparable(as_json(shape_of(config)))
+            expected = comparable(asdict(shape_of(config)))
         except (PacelineError, ZeroDivisionError, TypeError):
             expected = None
         refused += expected is None
@@ -90,7 +90,7 @@ def test_spoiled_configs_are_read_or_refused_as_python_does() -> None:
 
 
 def test_a_pasted_shape_is_checked() -> None:
-    good = as_json(catalogue.find("DeepSeek-V4-Flash"))
+    good = asdict(catalogue.find("DeepSeek-V4-Flash"))
     wrong = [
         {**good, "dense": 0},
         {**good, "num_layers": 5},

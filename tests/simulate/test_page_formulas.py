@@ -28,7 +28,7 @@ from paceline.simulate.calculator import data
 from paceline.simulate.costs import DrafterCost, FractionDrafter, RooflineCosts, ShapeDrafter
 from paceline.simulate.flags import METHODS, Serving, server_flags
 from paceline.simulate.roofline import Deployment, memory_need
-from paceline.simulate.shapes import FORMATS, Attention, ModelShape, Precisions, as_json
+from paceline.simulate.shapes import FORMATS, Attention, ModelShape, Precisions
 from paceline.simulate.speedup import Load, predict
 
 NUM_INPUTS = 1000
@@ -123,7 +123,7 @@ def drawn_case(rng: random.Random, place: int) -> tuple[dict[str, Any], dict[str
     length = expected["best_draft_length"]
     expected["parts"] = costs.split(load.batch, length + 1, load.context)
     expected["memory"] = memory_need(shape, deployment, load.batch, load.context)
-    told = {"shape": as_json(shape), "deployment": told_deployment(deployment, host_s), "drafter": asdict(drafter)}
+    told = {"shape": asdict(shape), "deployment": told_deployment(deployment, host_s), "drafter": asdict(drafter)}
     return {**told, "kind": kind, "values": values, "load": asdict(load)}, expected
 
 
@@ -269,7 +269,7 @@ def test_limits_are_as_many_as_pythons() -> None:
         expected.append((told, sum(each is not None for each in warned)))
         words = {"conditional": made.conditional, "kind": made.kind, "numRounds": made.num_rounds}
         cases.append(
-            {"shape": as_json(shape), "deployment": told_deployment(deployment, 0.0), "acceptance": words, "load": asdict(load)}
+            {"shape": asdict(shape), "deployment": told_deployment(deployment, 0.0), "acceptance": words, "load": asdict(load)}
         )
     for (told, warned), (sentences, num_warnings) in zip(run_js(main, {"data": data(), "cases": cases}), expected, strict=True):
         assert [sentence.replace("(an expert locality of", "(--expert-locality") for sentence in told] == sentences
