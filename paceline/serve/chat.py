@@ -83,10 +83,10 @@ class ChatReply(Reply):
         return "tool_calls" if reason == "stop" and self._num_calls else reason
 
     def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        shown = []
-        for each in logprobs:
-            top = [self._token(token, logprob) for token, logprob in each.top]
-            shown.append(self._token(each.token_id, each.logprob) | {"top_logprobs": top})
+        shown = [
+            self._token(each.token_id, each.logprob) | {"top_logprobs": [self._token(*pair) for pair in each.top]}
+            for each in logprobs
+        ]
         return {"content": shown, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 from paceline.errors import PacelineError
@@ -88,10 +89,7 @@ class TextReply(Reply):
 
     def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         tokens = [self.token_text(each.token_id) for each in logprobs]
-        offsets = []
-        for text in tokens:
-            offsets.append(self._offset)
-            self._offset += len(text)
+        *offsets, self._offset = accumulate(map(len, tokens), initial=self._offset)
         return {
             "tokens": tokens,
             "token_logprobs": [finite(each.logprob) for each in logprobs],

@@ -10,7 +10,9 @@ Measured curves rise with depth: one number is a first guess only.
 
 from __future__ import annotations
 
+import itertools
 import json
+import operator
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -51,11 +53,7 @@ class Acceptance:
 
     def survival(self, num_drafted: int) -> list[float]:
         """Share of rounds whose first i drafts all stand, for i = 1..num_drafted."""
-        kept, found = 1.0, []
-        for place in range(1, num_drafted + 1):
-            kept *= self.at(place)
-            found.append(kept)
-        return found
+        return list(itertools.accumulate(map(self.at, range(1, num_drafted + 1)), operator.mul))
 
 
 def tokens_per_round(acceptance: Acceptance, num_drafted: int) -> float:

@@ -5,6 +5,7 @@ Lengths are written 128, 64-512 (each equally likely) or lognormal:200,0.7 (medi
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -103,11 +104,7 @@ def parse_lengths(option: str, text: str) -> Lengths:
 def poisson(rate: float, number: int, seed: int) -> list[float]:
     """Arrival times of a Poisson process of `rate` per second, the very ones that `paceline bench serving` sends at."""
     source = random.Random(seed)
-    times, now = [], 0.0
-    for _ in range(number):
-        now += source.expovariate(rate)
-        times.append(now)
-    return times
+    return list(itertools.accumulate(source.expovariate(rate) for _ in range(number)))
 
 
 def workload(number: int, prompt: Lengths, answer: Lengths, seed: int) -> list[Job]:

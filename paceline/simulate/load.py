@@ -8,6 +8,7 @@ The figures are those of `paceline bench serving`, so that the two can be compar
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -15,35 +16,8 @@ from dataclasses import dataclass, replace
 
 from paceline.errors import ConfigError
 from paceline.figures import Spread
-from paceline.simulate.arrivals import Job, Survival, arriving, poisson
-from paceline.simulate.costs import StepCosts
-from paceline.simulate.policies import make_planner
-from paceline.simulate.serving import Outcome, ServerShape, SimulatedRequest, Simulation
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Everything of a simulation but its load and its policy."""
-
-    jobs: Sequence[Job]
-    costs: StepCosts
-    server: ServerShape
-    survival: Survival
-    """As long as the most drafts of a round."""
-    seed: int = 0
-
-    @property
-    def context(self) -> float:
-        """Tokens of a row on average: its prompt and half its answer."""
-        return statistics.fmean(job.prompt_tokens + job.answer_tokens / 2 for job in self.jobs)
-
-    def run(self, policy: str, jobs: Sequence[Job] | None = None, concurrency: int | None = None) -> Outcome:
-        """One simulation, under a fresh policy of this name. Raises ConfigError."""
-        jobs, server = self.jobs if jobs is None else jobs, self.server
-        chunk = server.prefill_chunk or max((job.prompt_tokens for job in jobs), default=1)
-        adapts = server.prefill_adapts
-        planner = make_planner(policy, self.survival, self.costs, self.context, chunk, adapts_chunks=adapts)
-        return Simulation(jobs, self.costs, server, planner, self.survival, concurrency=concurrency, seed=self.seed).run()
+from paceline.simulate.arrivals import arriving, poisson
+from paceline.simulate.serving import Case, Outcome, SimulatedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +101,7 @@ def _longest_queue(requests: Sequence[SimulatedRequest]) -> int:
     """Most requests that waited for a row at once; at equal times those that get their row count as gone."""
     waited = [each for each in requests if each.wait_s > 0]
     events = sorted([(each.arrived_at, 1) for each in waited] + [(each.admitted_at, -1) for each in waited])
-    now = most = 0
-    for _, change in events:
-        now += change
-        most = max(most, now)
-    return most
+    return max(itertools.accumulate(change for _, change in events), default=0)
 
 
 def capacity(case: Case, policy: str) -> float:

@@ -1,6 +1,6 @@
 """A simulated server: requests come, wait, are prefilled, decode together in rounds, and leave. No model, no torch, seeded.
 
-    outcome = Simulation(jobs, costs, ServerShape(max_rows=8), make_planner("best", survival, costs, 500, 256), survival).run()
+    outcome = Case(jobs, costs, ServerShape(max_rows=8), survival).run("best")
 
 The steps are those of `engine/scheduler.py` and `engine/engine.py`: each does at most one prefill chunk and one decode round
 over all rows, in which a prompt that was just finished takes part. What a step made is handed out at its end; a request that
@@ -24,7 +24,7 @@ from paceline.errors import ConfigError
 from paceline.plan import Plan, Planner, Row
 from paceline.simulate.arrivals import Job, Survival
 from paceline.simulate.costs import StepCosts
-from paceline.simulate.policies import SOURCE, check_survival, drafted
+from paceline.simulate.policies import SOURCE, check_survival, drafted, make_planner
 from paceline.types import RoundStats
 
 
@@ -48,6 +48,31 @@ class ServerShape:
             (chunk is not None and chunk < 1, f"--prefill-chunk must be at least 1, not {chunk}"),
             (not 0 <= self.request_s < 3600, f"--request-overhead must be 0 seconds or more, not {self.request_s:g}"),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Everything of a simulation but its load and its policy."""
+
+    jobs: Sequence[Job]
+    costs: StepCosts
+    server: ServerShape
+    survival: Survival
+    """As long as the most drafts of a round."""
+    seed: int = 0
+
+    @property
+    def context(self) -> float:
+        """Tokens of a row on average: its prompt and half its answer."""
+        return statistics.fmean(job.prompt_tokens + job.answer_tokens / 2 for job in self.jobs)
+
+    def run(self, policy: str, jobs: Sequence[Job] | None = None, concurrency: int | None = None) -> Outcome:
+        """One simulation, under a fresh policy of this name. Raises ConfigError."""
+        jobs, server = self.jobs if jobs is None else jobs, self.server
+        chunk = server.prefill_chunk or max((job.prompt_tokens for job in jobs), default=1)
+        adapts = server.prefill_adapts
+        planner = make_planner(policy, self.survival, self.costs, self.context, chunk, adapts_chunks=adapts)
+        return Simulation(self, planner, jobs, concurrency).run()
 
 
 @dataclass(slots=True, eq=False)
@@ -116,7 +141,6 @@ class Outcome:
     """Seconds in which the server worked."""
     prefill_s: float
     """Seconds of prefill chunks."""
-    num_rounds: int
     row_seconds: float
     """Seconds of each round times its rows, summed."""
 
@@ -133,27 +157,17 @@ class Outcome:
 class Simulation:
     """The clock, the queue and the rows of a server that serves all jobs."""
 
-    def __init__(
-        self,
-        jobs: Sequence[Job],
-        costs: StepCosts,
-        server: ServerShape,
-        planner: Planner,
-        survival: Survival,
-        *,
-        concurrency: int | None = None,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, case: Case, planner: Planner, jobs: Sequence[Job], concurrency: int | None = None) -> None:
         """`concurrency` keeps so many jobs in flight, whatever their arrival times. Raises ConfigError on impossible input."""
         if concurrency is not None and concurrency < 1:
             raise ConfigError(f"--concurrency must be at least 1, not {concurrency}")
         if any(not 0 <= job.arrives_at < math.inf or job.prompt_tokens < 1 or job.answer_tokens < 1 for job in jobs):
             raise ConfigError("every request needs an arrival time of 0 or later, and at least one token of prompt and answer")
-        check_survival(survival)
-        self._costs, self._server, self._planner, self._survival = costs, server, planner, survival
+        check_survival(case.survival)
+        self._costs, self._server, self._planner, self._survival = case.costs, case.server, planner, case.survival
         is_closed = concurrency is not None
         self._all = [
-            SimulatedRequest(job, 0.0 if is_closed else job.arrives_at, random.Random(f"{seed} {index}"))
+            SimulatedRequest(job, 0.0 if is_closed else job.arrives_at, random.Random(f"{case.seed} {index}"))
             for index, job in enumerate(jobs)
         ]
         self._order = itertools.count()
@@ -164,8 +178,7 @@ class Simulation:
         self._prefilling: deque[SimulatedRequest] = deque()
         self._running: list[SimulatedRequest] = []
         self._now = self._busy_s = self._row_seconds = self._prefill_s = 0.0
-        self._num_rounds = 0
-        self._is_block = costs.draft_s(1, 2, 1) < 1.5 * costs.draft_s(1, 1, 1)
+        self._is_block = case.costs.draft_s(1, 2, 1) < 1.5 * case.costs.draft_s(1, 1, 1)
         # A second draft costs hardly more than the first: a block drafter, which knows beforehand how sure it is of each slot.
 
     def run(self) -> Outcome:
@@ -174,7 +187,7 @@ class Simulation:
                 self._now = max(self._now, self._coming[0][0])  # idle until a request comes
             self._receive()
             self._step()
-        return Outcome(self._all, self._busy_s, self._prefill_s, self._num_rounds, self._row_seconds)
+        return Outcome(self._all, self._busy_s, self._prefill_s, self._row_seconds)
 
     def _receive(self) -> None:
         while self._coming and self._coming[0][0] <= self._now:
@@ -240,7 +253,6 @@ class Simulation:
         spent_s = verify_s + draft_s + self._costs.host_s
         self._now += spent_s
         self._row_seconds += spent_s * len(rows)
-        self._num_rounds += 1
         return [(each, count + 1) for each, count in zip(rows, accepted, strict=True)]
 
     def _send_next(self) -> None:
