@@ -62,7 +62,10 @@ class Redactor:
         kept, at = list[int](), 0
         for begin, end in _merged(place for place in places if place[0] < border):
             first, last = ends[begin], ends[end]
-            middle = _replaced(text, first, last, [span for span in matches if span[0] < last and span[1] > first])
+            middle = text[first:last]
+            for start, stop in reversed(matches):
+                if start < last and stop > first:
+                    middle = middle[: start - first] + PLACEHOLDER + middle[stop - first :]
             kept += ids[at:begin] + self._tokenizer.encode(middle, add_special_tokens=False)
             at = end
         return kept + ids[at:border], []
@@ -111,12 +114,3 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((begin, end))
     return merged
-
-
-def _replaced(text: str, first: int, last: int, spans: list[tuple[int, int]]) -> str:
-    """text[first:last] with a placeholder for each span."""
-    pieces, at = list[str](), first
-    for begin, end in spans:
-        pieces += [text[at:begin], PLACEHOLDER]
-        at = end
-    return "".join([*pieces, text[at:last]])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from paceline.simulate import catalogue, limits
@@ -18,10 +17,10 @@ from paceline.simulate.acceptance import Acceptance, parse_acceptance
 from paceline.simulate.arrivals import Job, Survival, parse_lengths, workload
 from paceline.simulate.config import CostsConfig, PredictConfig, ServingConfig
 from paceline.simulate.flags import PLACEHOLDER, Serving, server_flags
-from paceline.simulate.load import Case, LoadFigures, capacity, sweep
+from paceline.simulate.load import LoadFigures, capacity, sweep
 from paceline.simulate.replay import Compared, compare, read_passes, recorded_survival, rows_of
 from paceline.simulate.roofline import memory_need
-from paceline.simulate.serving import ServerShape
+from paceline.simulate.serving import Case, ServerShape
 from paceline.simulate.setup import Setup, set_up
 from paceline.simulate.speedup import Load, Prediction, predict
 
@@ -138,41 +137,28 @@ class ServerAnswer:
 
 def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
     """Simulate each load under each policy, or replay the run `config.against`. Raises PacelineError."""
-    if config.against:
-        return _replay(costs, config, config.against)
-    lengths = parse_lengths("--prompt-tokens", config.prompt_tokens), parse_lengths("--answer-tokens", config.answer_tokens)
-    jobs = workload(config.requests, *lengths, config.seed)
-    setup = _set_up(costs, config, jobs)
-    server, survival = _server(config, setup, MAX_ROWS), _survival(config, setup)
-    case = Case(jobs, setup.costs, server, survival, config.seed)
-    rates = config.rate
+    passes = read_passes(config.against) if config.against else []
+    jobs = [job for each in passes for job in each.jobs] or _workload(config)
+    context = round(sum(job.prompt_tokens + job.answer_tokens / 2 for job in jobs) / len(jobs))
+    setup = set_up(costs, [Load(config.max_rows or MAX_ROWS, context, config.max_draft or 1)])
+    if passes and not config.acceptance:
+        survival = recorded_survival(passes)[: config.max_draft]
+    else:
+        most = config.max_draft or (setup.table and setup.table.max_draft) or MAX_DRAFT
+        survival = tuple(parse_acceptance(config.acceptance or ACCEPTANCE).survival(most))
+    rows = config.max_rows or (config.against and rows_of(config.against)) or MAX_ROWS
+    adapts = setup.table is not None and setup.table.prefill_adapts  # prompts are cut as the engine that was measured does
+    server = ServerShape(rows, config.prefill_chunk or None, adapts, config.request_overhead)
+    if passes:
+        compared = compare(passes, setup.costs, server, survival, seed=config.seed)
+        return ServerAnswer(setup, server, survival, compared=compared)
+    case, rates = Case(jobs, setup.costs, server, survival, config.seed), config.rate
     if not rates and not config.concurrency:
-        most = capacity(case, "off")
-        rates = tuple(float(f"{share * most:.2g}") for share in SHARES)
+        most_per_s = capacity(case, "off")
+        rates = tuple(float(f"{share * most_per_s:.2g}") for share in SHARES)
     return ServerAnswer(setup, server, survival, sweep(case, list(dict.fromkeys(config.policy)), rates, config.concurrency))
 
 
-def _replay(costs: CostsConfig, config: ServingConfig, folder: Path) -> ServerAnswer:
-    passes = read_passes(folder)
-    setup = _set_up(costs, config, [job for each in passes for job in each.jobs])
-    survival = _survival(config, setup) if config.acceptance else recorded_survival(passes)[: config.max_draft]
-    server = _server(config, setup, rows_of(folder) or MAX_ROWS)
-    compared = compare(passes, setup.costs, server, survival, seed=config.seed)
-    return ServerAnswer(setup, server, survival, compared=compared)
-
-
-def _set_up(costs: CostsConfig, config: ServingConfig, jobs: list[Job]) -> Setup:
-    context = round(sum(job.prompt_tokens + job.answer_tokens / 2 for job in jobs) / len(jobs))
-    return set_up(costs, [Load(config.max_rows or MAX_ROWS, context, config.max_draft or 1)])
-
-
-def _survival(config: ServingConfig, setup: Setup) -> Survival:
-    """As long as drafts may be: as told, else as was measured."""
-    most = config.max_draft or (setup.table and setup.table.max_draft) or MAX_DRAFT
-    return tuple(parse_acceptance(config.acceptance or ACCEPTANCE).survival(most))
-
-
-def _server(config: ServingConfig, setup: Setup, max_rows: int) -> ServerShape:
-    """Prompts are cut as the engine that was measured does."""
-    adapts = setup.table is not None and setup.table.prefill_adapts
-    return ServerShape(config.max_rows or max_rows, config.prefill_chunk or None, adapts, config.request_overhead)
+def _workload(config: ServingConfig) -> list[Job]:
+    lengths = parse_lengths("--prompt-tokens", config.prompt_tokens), parse_lengths("--answer-tokens", config.answer_tokens)
+    return workload(config.requests, *lengths, config.seed)

@@ -11,6 +11,7 @@ a batch larger than any measured counts as wider passes of as many positions.
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +35,10 @@ class TimeTable:
         """Raises ConfigError for points that are no [batch, width, seconds]."""
         best: dict[float, dict[float, float]] = {}
         for point in points:
-            batch, width, seconds = _checked(point, what)
+            is_point = isinstance(point, list | tuple) and len(point) == 3
+            if not is_point or not all(is_amount(each) and each > 0 for each in point):
+                raise ConfigError(f"{what} time {point!r} is not [batch, positions, seconds] with numbers above 0")
+            batch, width, seconds = map(float, point)
             row = best.setdefault(batch, {})
             row[width] = min(row.get(width, math.inf), seconds)
         if not best:
@@ -147,20 +151,13 @@ def _prefill(steps: dict[str, Any]) -> list[list[float]]:
         return [[1, *point] if isinstance(point, list) else [] for point in measured]
     points = sorted((batch * positions, seconds) for batch, positions, seconds in steps["verify"])
     larger = [point for point in points if point[0] >= points[-1][0] / 2]
-    mean_x, mean_y = (math.fsum(values) / len(larger) for values in zip(*larger, strict=True))
-    spread = math.fsum((x - mean_x) ** 2 for x, _ in larger)
-    if spread > 0:
-        slope = max(math.fsum((x - mean_x) * (y - mean_y) for x, y in larger) / spread, 0.0)
-        fitted = [(x, mean_y + slope * (x - mean_x)) for x in (larger[-1][0], 2 * larger[-1][0])]
-        points = [point for point in points if point[0] < larger[-1][0]] + fitted
+    if larger[0][0] < larger[-1][0]:
+        sizes, times = zip(*larger, strict=True)
+        slope = max(statistics.linear_regression(sizes, times).slope, 0.0)
+        middle, mean_s = statistics.fmean(sizes), statistics.fmean(times)
+        fitted = [(size, mean_s + slope * (size - middle)) for size in (sizes[-1], 2 * sizes[-1])]
+        points = [point for point in points if point[0] < sizes[-1]] + fitted
     return [[1, tokens, seconds] for tokens, seconds in points]
-
-
-def _checked(point: Sequence[float], what: str) -> tuple[float, float, float]:
-    is_point = isinstance(point, list | tuple) and len(point) == 3
-    if not is_point or not all(is_amount(each) and each > 0 for each in point):
-        raise ConfigError(f"{what} time {point!r} is not [batch, positions, seconds] with numbers above 0")
-    return float(point[0]), float(point[1]), float(point[2])
 
 
 def _rising(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
