@@ -16,8 +16,7 @@ from starlette.responses import FileResponse, Response
 
 import paceline
 from paceline.serve.answers import EventStream, Exchange, unless_gone
-from paceline.serve.chat import ChatReply, chat_jobs, encode_chat
-from paceline.serve.completions import TextReply, check_ids, completion_jobs
+from paceline.serve.completions import ChatReply, TextReply, chat_jobs, check_ids, completion_jobs, encode_chat, encode_text
 from paceline.serve.engine import ModelInfo
 from paceline.serve.failures import ApiError, NotServing, RequestFailed, RequestRefused, error_response, json_response
 from paceline.serve.protocol import (
@@ -161,7 +160,11 @@ def _add_tokens(app: FastAPI, worker: EngineWorker) -> None:
         _, model = _check_model(body.model, worker)
         if (body.prompt is None) == (body.messages is None):
             raise RequestRefused("give either prompt or messages", param="prompt")
-        tokens = await asyncio.to_thread(_tokens, body, model)
+        if body.messages is None:
+            text, with_special = body.prompt or "", bool(body.add_special_tokens)
+            tokens = await asyncio.to_thread(encode_text, text, model.tokenizer, with_special)
+        else:
+            tokens = await asyncio.to_thread(encode_chat, body.messages, model.tokenizer)
         return json_response({"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens})
 
     @app.post("/detokenize", tags=["tokens"], response_model=DetokenizeAnswer)
@@ -174,15 +177,6 @@ def _add_tokens(app: FastAPI, worker: EngineWorker) -> None:
 def _described(name: str, worker: EngineWorker) -> dict[str, object]:
     max_len = worker.serving().max_len
     return {"id": name, "object": "model", "created": 0, "owned_by": "paceline", "max_model_len": max_len}
-
-
-def _tokens(body: TokenizeRequest, model: ModelInfo) -> list[int]:
-    if body.prompt is None:
-        return encode_chat(body.messages or [], model.tokenizer)
-    try:
-        return model.tokenizer.encode(body.prompt, bool(body.add_special_tokens))
-    except paceline.PacelineError as error:
-        raise RequestRefused(str(error), param="prompt") from error
 
 
 def _add_answers(app: FastAPI, worker: EngineWorker) -> None:

@@ -41,7 +41,7 @@ GATED = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelShape:
     """Read a config. Raises UnsupportedModelError naming what is missing or not known."""
     read = ConfigReader(config)
-    layers, hidden, vocab = range(read.num_layers), read.hidden, read.whole("vocab_size")
+    layers, hidden, vocab = range(read.whole("num_hidden_layers")), read.whole("hidden_size"), read.whole("vocab_size")
     found = [attention_of(read, layer) for layer in layers]
     groups = Counter(group for group, _ in found)
     dense = hidden * vocab + sum(parameters for _, parameters in found)
@@ -109,20 +109,8 @@ class ConfigReader:
         return default if value is None else bool(value)
 
     @property
-    def num_layers(self) -> int:
-        return self.whole("num_hidden_layers")
-
-    @property
-    def hidden(self) -> int:
-        return self.whole("hidden_size")
-
-    @property
-    def heads(self) -> int:
-        return self.whole("num_attention_heads")
-
-    @property
     def head_dim(self) -> int:
-        return self.whole("head_dim", self.hidden // self.heads)
+        return self.whole("head_dim", self.whole("hidden_size") // self.whole("num_attention_heads"))
 
     @property
     def is_tied(self) -> bool:
@@ -160,7 +148,7 @@ class ConfigReader:
 
     def compress_ratio(self, layer: int) -> int:
         """DeepSeek V4's, of a layer."""
-        values, num_layers = self.config.get("compress_ratios"), self.num_layers
+        values, num_layers = self.config.get("compress_ratios"), self.whole("num_hidden_layers")
         if not isinstance(values, list) or len(values) < num_layers or not all(isinstance(value, int) for value in values):
             raise UnsupportedModelError(
                 f"{self.family}: compress_ratios must list a whole number for each of {num_layers} layers"
@@ -206,11 +194,11 @@ def attention_of(read: ConfigReader, layer: int) -> tuple[Attention, int]:
         return _compressed(read, layer)
     if read.has("kv_lora_rank"):
         return _latent(read)
-    heads, head_dim = read.heads, read.head_dim
+    heads, head_dim = read.whole("num_attention_heads"), read.head_dim
     width, kv_heads = heads * head_dim, read.whole("num_key_value_heads", heads)
     queries = 2 * width if read.flag("attn_output_gate", read.family.removesuffix("_text") in GATED) else width
     window = read.whole("sliding_window") if kind == "sliding_attention" else None
-    parameters = read.hidden * (queries + 2 * kv_heads * head_dim + width)
+    parameters = read.whole("hidden_size") * (queries + 2 * kv_heads * head_dim + width)
     return Attention("gqa", 1, heads, kv_heads, head_dim, window=window), parameters
 
 
@@ -219,13 +207,13 @@ def _linear(read: ConfigReader) -> tuple[Attention, int]:
     key_dim, heads = read.whole("linear_key_head_dim"), read.whole("linear_num_value_heads")
     keys, values = read.whole("linear_num_key_heads") * key_dim, heads * read.whole("linear_value_head_dim")
     convolution = (2 * keys + values) * read.whole("linear_conv_kernel_dim")
-    parameters = read.hidden * (2 * keys + 3 * values + 2 * heads) + convolution
+    parameters = read.whole("hidden_size") * (2 * keys + 3 * values + 2 * heads) + convolution
     return Attention("linear", 1, state_bytes=float(2 * (values * key_dim + convolution))), parameters
 
 
 def _latent(read: ConfigReader) -> tuple[Attention, int]:
     """MLA; with an indexer (DeepSeek V3.2) it reads the positions that this chooses."""
-    hidden, heads = read.hidden, read.heads
+    hidden, heads = read.whole("hidden_size"), read.whole("num_attention_heads")
     latent, rope = read.whole("kv_lora_rank"), read.whole("qk_rope_head_dim")
     plain, value = read.whole("qk_nope_head_dim"), read.whole("v_head_dim")
     rank = read.whole("q_lora_rank", 0)
@@ -245,7 +233,8 @@ def _compressed(read: ConfigReader, layer: int) -> tuple[Attention, int]:
 
     Low-rank queries and grouped low-rank output, one key that is the value too, the compressor, the indexer.
     """
-    ratio, hidden, heads, width = read.compress_ratio(layer), read.hidden, read.heads, read.head_dim
+    ratio, width = read.compress_ratio(layer), read.head_dim
+    hidden, heads = read.whole("hidden_size"), read.whole("num_attention_heads")
     rank, out_rank, groups = read.whole("q_lora_rank"), read.whole("o_lora_rank"), read.whole("o_groups")
     parameters = hidden * rank + rank * heads * width + hidden * width + heads * width * out_rank + groups * out_rank * hidden
     rope, window = read.whole("qk_rope_head_dim"), read.whole("sliding_window")
@@ -268,18 +257,18 @@ def _indexer(read: ConfigReader) -> dict[str, int]:
 def feed_forward_parameters(read: ConfigReader, layer: int) -> int:
     """One layer's dense feed-forward part, or the router of its experts."""
     if not read.is_sparse(layer):
-        return 3 * read.hidden * read.whole("intermediate_size")
-    return read.hidden * (read.num_experts + read.has("shared_expert_intermediate_size"))
+        return 3 * read.whole("hidden_size") * read.whole("intermediate_size")
+    return read.whole("hidden_size") * (read.num_experts + read.has("shared_expert_intermediate_size"))
 
 
 def experts_of(read: ConfigReader) -> Experts | None:
     """Over all sparse layers; None for a dense model."""
-    layers = sum(read.is_sparse(layer) for layer in range(read.num_layers))
+    layers = sum(read.is_sparse(layer) for layer in range(read.whole("num_hidden_layers")))
     if not layers:
         return None
     width = read.whole("moe_intermediate_size", read.whole("intermediate_size", 0)) or read.whole("intermediate_size")
     shared = read.whole("n_shared_experts", 0) * width + read.whole("shared_expert_intermediate_size", 0)
-    each, always = 3 * read.hidden * width, 3 * read.hidden * shared
+    each, always = 3 * read.whole("hidden_size") * width, 3 * read.whole("hidden_size") * shared
     num_routed, per_token = read.num_experts, read.experts_per_token
     if not 0 < per_token < num_routed:
         raise UnsupportedModelError(
