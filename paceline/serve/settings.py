@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config import Bytes, refuse_if
-from paceline.errors import ConfigError
+from paceline.config import Bytes
+from paceline.errors import ConfigError, refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,8 @@ class ServeConfig:
     """How long a token may wait for the next round's, to be sent together; 0 sends each round's at once."""
 
     def __post_init__(self) -> None:
-        refuse_if(
+        refuse(
+            ConfigError,
             (not 0 <= self.port < 65536, "port must be between 0 and 65535"),
             (any(not key.strip() for key in self.api_keys), "an API key must not be empty"),
             (any(not key.isascii() for key in self.api_keys), "an API key must be ASCII text: HTTP headers carry nothing else"),
@@ -84,7 +85,8 @@ class TraceConfig:
     """Older traces go."""
 
     def __post_init__(self) -> None:
-        refuse_if(
+        refuse(
+            ConfigError,
             (
                 self.folder is None and bool(self.sample != 1.0 or self.redact),
                 "--trace-sample and --trace-redact need --traces FOLDER",

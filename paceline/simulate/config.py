@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config import refuse_if
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,8 @@ class CostsConfig:
     def __post_init__(self) -> None:
         num_sources = sum((self.toy, self.table is not None, self.calibration is not None))
         is_twice = self.drafter_cost is not None and self.drafter_params is not None
-        refuse_if(
+        refuse(
+            ConfigError,
             (num_sources > 1, "--toy, --table and --calibration exclude each other: leave all but one out"),
             (is_twice, "--drafter-cost and --drafter-params say the same in two ways: leave one out"),
         )
@@ -102,7 +102,8 @@ class ServingConfig:
     """Replay a bench serving run instead: simulated beside measured."""
 
     def __post_init__(self) -> None:
-        refuse_if(
+        refuse(
+            ConfigError,
             (self.requests < 1, "--requests must be at least 1"),
             (self.max_draft is not None and self.max_draft < 1, "--max-draft must be at least 1"),
             (self.max_rows is not None and self.max_rows < 1, f"--max-rows must be at least 1, not {self.max_rows}"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.config import refuse_if
+from paceline.errors import ConfigError, refuse
 from paceline.hardware import Machine
 from paceline.simulate.shapes import Attention, ModelShape, Precisions, arithmetic, num_bytes
 
@@ -45,7 +45,8 @@ class Deployment:
 
     def __post_init__(self) -> None:
         locality, has_link = self.expert_locality, self.machine.link_bytes_per_s > 0
-        refuse_if(
+        refuse(
+            ConfigError,
             (self.num_gpus < 1, f"--gpus must be at least 1, not {self.num_gpus}"),
             (not 0 <= locality <= 1, f"--expert-locality must be between 0 (uniform) and 1, not {locality:g}"),
             (

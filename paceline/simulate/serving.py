@@ -19,8 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.config import refuse_if
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, refuse
 from paceline.plan import Plan, Planner, Row
 from paceline.simulate.arrivals import Job, Survival
 from paceline.simulate.costs import StepCosts
@@ -43,7 +42,8 @@ class ServerShape:
 
     def __post_init__(self) -> None:
         chunk = self.prefill_chunk
-        refuse_if(
+        refuse(
+            ConfigError,
             (self.max_rows < 1, f"--max-rows must be at least 1, not {self.max_rows}"),
             (chunk is not None and chunk < 1, f"--prefill-chunk must be at least 1, not {chunk}"),
             (not 0 <= self.request_s < 3600, f"--request-overhead must be 0 seconds or more, not {self.request_s:g}"),

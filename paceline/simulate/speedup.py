@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.config import refuse_if
+from paceline.errors import ConfigError, refuse
 from paceline.simulate.acceptance import Acceptance, shifted, tokens_per_round
 from paceline.simulate.costs import StepCosts
 
@@ -28,7 +28,8 @@ class Load:
     """Longest draft considered."""
 
     def __post_init__(self) -> None:
-        refuse_if(
+        refuse(
+            ConfigError,
             (self.batch < 1, f"--batch must be at least 1 sequence, not {self.batch}"),
             (self.context < 1, f"--context must be at least 1 token, not {self.context}"),
             (not 0 <= self.max_draft <= 1024, f"--max-draft must be between 0 and 1024 drafts, not {self.max_draft}"),
