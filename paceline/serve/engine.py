@@ -5,7 +5,7 @@ Everything belongs to the engine's thread, but for `Grammars.compile`.
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,9 +41,14 @@ class Target(Protocol):
 class Requests(Protocol):
     """Those in the engine: without a row of the cache, with a part of their prompt read, with an answer under way."""
 
-    waiting: deque[Sequence]
-    prefilling: deque[Sequence]
-    running: list[Sequence]
+    @property
+    def waiting(self) -> Collection[Sequence]: ...
+
+    @property
+    def prefilling(self) -> Collection[Sequence]: ...
+
+    @property
+    def running(self) -> Collection[Sequence]: ...
 
 
 class Engine(Protocol):
