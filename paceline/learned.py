@@ -305,7 +305,7 @@ class RoundRecord:
         if self.trial_s < self.wanted_s:
             self.trial_s += TRIAL_SHARE * seconds
         if is_trial:
-            self.trial_s -= max(seconds - plain_s, 0.0)
+            self.trial_s -= max(seconds - plain_s, self.wanted_s)
 
     def needs_plain(self, num_rows: int) -> bool:
         """Whether it is time for a round without drafts: without some, nobody knows what one takes by now."""

@@ -31,6 +31,8 @@ LEAST_GAIN = 0.01
 """Chance to stand of a draft that is looked at: to weigh those behind it takes longer than they are worth."""
 LIFT_WEIGHT = 0.05
 """Of the latest round in what cutting unsure drafts gains on average."""
+SURE_TRIALS, HOPELESS = 3, 5.0
+"""After so many trials those become so many times rarer that no drafter could make pay: many rows on a slow processor."""
 SPARE = 2
 """Slots that a block drafter drafts beyond those that are worth checking on average: it may be sure of them."""
 
@@ -246,11 +248,21 @@ class AdaptivePlanner:
             count = min(3, len(offer.chances))
             costs = kind.costs
             extra_s = offer.cost_s + count * offer.each_s + costs.pass_s(plan.num_rows + count) - costs.pass_s(plan.num_rows)
-            kind.wanted_s = extra_s
-            if extra_s <= kind.trial_s:
+            is_hopeless = kind.turn >= SURE_TRIALS and not self._could_pay(kind, plan)
+            kind.wanted_s = extra_s * (HOPELESS if is_hopeless else 1.0)
+            if kind.wanted_s <= kind.trial_s:
                 plan.drafts[place], plan.is_trial = Take(offer.source, count), True
                 kind.turn += 1
             return
+
+    def _could_pay(self, kind: RoundRecord, plan: Plan) -> bool:
+        """Whether drafts that nearly always stand would be worth their time in a round of these rows."""
+        wants = [
+            _Want(place, Offer(offer.source, (0.95,) * len(offer.chances), offer.cost_s, offer.each_s))
+            for place, row in enumerate(plan.rows)
+            for offer in row.offers[:1]
+        ]
+        return any(_share_out(kind.costs, kind.rate(plan.num_rows), plan.num_rows, wants, math.inf, margin=MARGIN))
 
     def narrow(self, plan: Plan, sure_B: Sequence[Sequence[float] | None]) -> list[int]:
         if all(sure is None for sure in sure_B):
