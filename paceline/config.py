@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from paceline.errors import ConfigError, refuse
+from paceline.errors import ConfigError, refuse, refuse_below
 from paceline.plan import num_fixed
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -62,13 +62,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
+        refuse_below(1, max_batch=self.max_batch, prefill_chunk=self.prefill_chunk, threads=self.threads)
+        refuse_below(2, max_len=self.max_len)
+        refuse_below(0, num_drafted=self.num_drafted)
         refuse(
             ConfigError,
-            (self.max_batch < 1, "max_batch must be at least 1"),
-            (self.max_len is not None and self.max_len < 2, "max_len must be at least 2"),
-            (self.prefill_chunk < 1, "prefill_chunk must be at least 1"),
-            (self.num_drafted is not None and self.num_drafted < 0, "num_drafted must be 0 or more"),
-            (self.threads is not None and self.threads < 1, "threads must be at least 1"),
             (
                 self.mocked_tokens_per_round is not None and self.mocked_tokens_per_round < 1,
                 "mocked_tokens_per_round must be at least 1: every round yields the target's own token",

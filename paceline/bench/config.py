@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import ConfigError, refuse
+from paceline.errors import ConfigError, refuse, refuse_below
 from paceline.types import SamplingParams
 
 BUILTIN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
@@ -14,12 +14,6 @@ BASELINE = "none"
 """The drafter that every other is compared with: plain decoding."""
 PLAIN = 1.0
 """Tokens per round without drafts."""
-
-
-def refuse_below(least: float, **values: float | None) -> None:
-    """Raises ConfigError naming the first value that is below `least` or no number; None, not given, is neither."""
-    for name, value in values.items():
-        refuse(ConfigError, (value is not None and not value >= least, f"{name} must be at least {least:g}"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import Bytes
-from paceline.errors import ConfigError, refuse
+from paceline.errors import ConfigError, refuse, refuse_below
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ class ServeConfig:
     """How long a token may wait for the next round's, to be sent together; 0 sends each round's at once."""
 
     def __post_init__(self) -> None:
+        refuse_below(1, default_max_tokens=self.default_max_tokens, max_prompt_tokens=self.max_prompt_tokens, max_n=self.max_n)
+        refuse_below(0, max_queue=self.max_queue, drain_seconds=self.drain_seconds)
         refuse(
             ConfigError,
             (not 0 <= self.port < 65536, "port must be between 0 and 65535"),
@@ -59,12 +61,7 @@ class ServeConfig:
             (self.body_seconds <= 0, "body_seconds must be above 0"),
             (self.header_seconds <= 0, "header_seconds must be above 0"),
             (self.write_seconds <= 0, "write_seconds must be above 0"),
-            (self.default_max_tokens is not None and self.default_max_tokens < 1, "default_max_tokens must be at least 1"),
-            (self.max_prompt_tokens is not None and self.max_prompt_tokens < 1, "max_prompt_tokens must be at least 1"),
-            (self.max_n < 1, "max_n must be at least 1"),
-            (self.max_queue < 0, "max_queue must be 0 or more"),
             (not self.deadline >= 0, "deadline must be 0 (none) or more seconds"),
-            (not self.drain_seconds >= 0, "drain_seconds must be 0 or more"),
             (not 0 <= self.stream_interval_ms <= 1000, "stream_interval_ms must be between 0 and 1000"),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import ConfigError, refuse
+from paceline.errors import ConfigError, refuse_below
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,10 @@ class CostsConfig:
     """A calibration.json: the roofline as it was fitted to a machine."""
 
     def __post_init__(self) -> None:
-        num_sources = sum((self.toy, self.table is not None, self.calibration is not None))
-        is_twice = self.drafter_cost is not None and self.drafter_params is not None
-        refuse(
-            ConfigError,
-            (num_sources > 1, "--toy, --table and --calibration exclude each other: leave all but one out"),
-            (is_twice, "--drafter-cost and --drafter-params say the same in two ways: leave one out"),
-        )
+        if sum((self.toy, self.table is not None, self.calibration is not None)) > 1:
+            raise ConfigError("--toy, --table and --calibration exclude each other: leave all but one out")
+        if self.drafter_cost is not None and self.drafter_params is not None:
+            raise ConfigError("--drafter-cost and --drafter-params say the same in two ways: leave one out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +99,7 @@ class ServingConfig:
     """Replay a bench serving run instead: simulated beside measured."""
 
     def __post_init__(self) -> None:
-        refuse(
-            ConfigError,
-            (self.requests < 1, "--requests must be at least 1"),
-            (self.max_draft is not None and self.max_draft < 1, "--max-draft must be at least 1"),
-            (self.max_rows is not None and self.max_rows < 1, f"--max-rows must be at least 1, not {self.max_rows}"),
-            (any(each < 1 for each in self.concurrency), "--concurrency must be at least 1"),
-            (
-                bool(self.against and (self.rate or self.concurrency)),
-                "--against has its own loads: leave --rate and --concurrency out",
-            ),
-        )
+        refuse_below(1, requests=self.requests, max_draft=self.max_draft, max_rows=self.max_rows)
+        refuse_below(1, concurrency=min(self.concurrency, default=1))
+        if self.against and (self.rate or self.concurrency):
+            raise ConfigError("--against has its own loads: leave --rate and --concurrency out")

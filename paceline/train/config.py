@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from paceline.config import EngineConfig, check_choices
-from paceline.errors import ConfigError, refuse
+from paceline.errors import ConfigError, refuse, refuse_below
 from paceline.types import SamplingParams
 
 LOSSES = ("ce", "d-pace", "kl", "lk", "lk-hybrid")
@@ -33,10 +33,10 @@ class AnswerConfig:
     """Another seed, other sampled answers."""
 
     def __post_init__(self) -> None:
+        refuse_below(1, max_tokens=self.max_tokens, max_prompt_tokens=self.max_prompt_tokens)
         different = {f"{temperature:g}" for temperature in self.temperatures}
         refuse(
             ConfigError,
-            (self.max_tokens < 1 or self.max_prompt_tokens < 1, "max_tokens and max_prompt_tokens must be at least 1"),
             (not self.temperatures, "give at least one temperature"),
             (len(different) < len(self.temperatures), f"temperatures must differ from each other, unlike {self.temperatures}"),
         )
@@ -58,7 +58,7 @@ class PromptsConfig:
     """Text file: beginnings of self-written prompts, one a line."""
 
     def __post_init__(self) -> None:
-        refuse(ConfigError, (self.self_written < 0, "the number of self-written prompts must be 0 or more"))
+        refuse_below(0, self_written=self.self_written)
 
     @property
     def num_self_written(self) -> int:
@@ -164,14 +164,9 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        counts = (self.blocks_per_step, self.anchors, self.blocks_per_pack, self.heldout_every)
-        refuse(
-            ConfigError,
-            (
-                min(counts) < 1 or self.epochs <= 0,
-                "epochs, blocks_per_step, anchors, blocks_per_pack and heldout_every must be above 0",
-            ),
-        )
+        refuse_below(1, blocks_per_step=self.blocks_per_step, anchors=self.anchors)
+        refuse_below(1, blocks_per_pack=self.blocks_per_pack, heldout_every=self.heldout_every)
+        refuse(ConfigError, (self.epochs <= 0, "epochs must be above 0"))
 
 
 @dataclass(frozen=True, slots=True)
