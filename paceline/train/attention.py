@@ -82,33 +82,25 @@ class _PackedAttention(ABC):
     def _attend(self, plan: Any, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor:
         """Attention output [T, heads * head_dim] from rotated queries and keys."""
 
-    def _masks(self, window: int | None, is_causal: bool) -> list[tuple[Tensor, Tensor]]:
-        """Per document: whether slots see the context, bool [A, B, N], and their own block, bool [A, B, B]."""
-        return [
-            self._mask(anchors_A, length, window, is_causal)
-            for anchors_A, length in zip(self.layout.anchors, self.layout.context_lens, strict=True)
-        ]
-
-    def _mask(self, anchors_A: Tensor, length: int, window: int | None, is_causal: bool) -> tuple[Tensor, Tensor]:
-        slots_B = torch.arange(self.layout.block_size, device=anchors_A.device)
-        context_N = torch.arange(length, device=anchors_A.device)
-        sees_context = (context_N < anchors_A[:, None])[:, None, :].expand(-1, len(slots_B), -1)
-        if window is not None:
-            query_AB = anchors_A[:, None] + slots_B
-            sees_context = sees_context & (query_AB[:, :, None] - context_N < window)
-        sees_own = visible(slots_B, slots_B, window, is_causal)
-        return sees_context, sees_own.expand(len(anchors_A), -1, -1)
-
 
 class SplitAttention(_PackedAttention):
     """Context and own block as two products under one softmax, document by document."""
 
     def _plan(self, window: int | None, is_causal: bool) -> list[Tensor]:
         """Per document an additive mask [A, 1, B, N + B]."""
-        return [
-            torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))[:, None]
-            for seen in (torch.cat(pair, dim=-1) for pair in self._masks(window, is_causal))
-        ]
+        documents = zip(self.layout.anchors, self.layout.context_lens, strict=True)
+        return [self._mask(anchors_A, length, window, is_causal) for anchors_A, length in documents]
+
+    def _mask(self, anchors_A: Tensor, length: int, window: int | None, is_causal: bool) -> Tensor:
+        slots_B = torch.arange(self.layout.block_size, device=anchors_A.device)
+        context_N = torch.arange(length, device=anchors_A.device)
+        sees_context = (context_N < anchors_A[:, None])[:, None, :].expand(-1, len(slots_B), -1)
+        if window is not None:
+            query_AB = anchors_A[:, None] + slots_B
+            sees_context = sees_context & (query_AB[:, :, None] - context_N < window)
+        sees_own = visible(slots_B, slots_B, window, is_causal).expand(len(anchors_A), -1, -1)
+        seen = torch.cat([sees_context, sees_own], dim=-1)
+        return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))[:, None]
 
     def _attend(
         self, plan: list[Tensor], query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]
@@ -145,26 +137,23 @@ class SplitAttention(_PackedAttention):
 class SdpaAttention(_PackedAttention):
     """One scaled-dot-product call over all contexts and blocks of the pack, with a dense mask."""
 
-    def _plan(self, window: int | None, is_causal: bool) -> Tensor:
-        """Bool [T, N + T]."""
-        pairs = self._masks(window, is_causal)
-        context = torch.block_diag(*(seen.flatten(0, 1).float() for seen, _ in pairs))
-        own = torch.block_diag(*(block.float() for _, blocks in pairs for block in blocks))
-        return torch.cat([context, own], dim=1).bool()
-
-    def _attend(self, plan: Tensor, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor:
-        key, value = (torch.cat(pair).transpose(0, 1)[None] for pair in zip(context, own, strict=True))
-        query = query_THD.transpose(0, 1)[None]
-        out = F.scaled_dot_product_attention(query.to(value.dtype), key.to(value.dtype), value, attn_mask=plan, enable_gqa=True)
-        return out[0].transpose(0, 1).flatten(1)
-
-
-class FlexAttention(_PackedAttention):
-    """FlexAttention over all contexts and blocks of the pack; tiles that the mask empties cost nothing."""
-
     def _plan(self, window: int | None, is_causal: bool) -> Any:
-        from torch.nn.attention.flex_attention import create_block_mask
+        """Bool [T, N + T]."""
+        sees, num_slots, num_keys = self._sees(window, is_causal)
+        slots, keys = (torch.arange(number, device=self.layout.anchors[0].device) for number in (num_slots, num_keys))
+        return sees(None, None, slots[:, None], keys)
 
+    def _attend(self, plan: Any, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor:
+        key, value = (torch.cat(pair).transpose(0, 1)[None] for pair in zip(context, own, strict=True))
+        query = query_THD.transpose(0, 1)[None].to(value.dtype)
+        return self._product(query, key.to(value.dtype), value, plan)[0].transpose(0, 1).flatten(1)
+
+    def _product(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=plan, enable_gqa=True)
+
+    def _sees(self, window: int | None, is_causal: bool) -> tuple[Callable[..., Tensor], int, int]:
+        """Whether a slot sees a key, by their numbers (contexts before slots; `batch` and `head` do not matter); how many slots
+        there are, and how many keys."""
         layout, device = self.layout, self.layout.anchors[0].device
         documents = torch.arange(len(layout.anchors), device=device)
         num_blocks = torch.tensor([len(anchors_A) for anchors_A in layout.anchors], device=device)
@@ -177,7 +166,7 @@ class FlexAttention(_PackedAttention):
         key_document = torch.cat([context_document, query_document])
         key_block = torch.cat([torch.full_like(context_document, -1), block])
 
-        def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        def sees(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
             distance = position[num_context + query] - position[key]
             is_context = (key < num_context) & (key_document[key] == query_document[query]) & (position[key] < anchor[query])
             is_own = key_block[key] == block[query]
@@ -186,13 +175,20 @@ class FlexAttention(_PackedAttention):
             seen = is_context | is_own
             return seen if window is None else seen & (distance.abs() < window)
 
-        return create_block_mask(sees, None, None, num_slots, num_context + num_slots, device=str(device))
+        return sees, num_slots, num_context + num_slots
 
-    def _attend(self, plan: Any, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor:
-        key, value = (torch.cat(pair).transpose(0, 1)[None] for pair in zip(context, own, strict=True))
-        query = query_THD.transpose(0, 1)[None].to(value.dtype)
-        out = _flex(query.device)(query, key.to(value.dtype), value, block_mask=plan, enable_gqa=True)
-        return out[0].transpose(0, 1).flatten(1)
+
+class FlexAttention(SdpaAttention):
+    """FlexAttention over all contexts and blocks of the pack; tiles that the mask empties cost nothing."""
+
+    def _plan(self, window: int | None, is_causal: bool) -> Any:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        sees, num_slots, num_keys = self._sees(window, is_causal)
+        return create_block_mask(sees, None, None, num_slots, num_keys, device=str(self.layout.anchors[0].device))
+
+    def _product(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:
+        return _flex(query.device)(query, key, value, block_mask=plan, enable_gqa=True)
 
 
 def _flex(device: torch.device) -> Callable[..., Tensor]:
