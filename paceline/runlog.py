@@ -30,6 +30,7 @@ from paceline.hardware import processor
 
 PACKAGES = ("paceline", "torch", "transformers", "tokenizers", "safetensors", "numpy", "llama-cpp-python", "vllm")
 """Those that decide speed or output, ours and peers."""
+ELSEWHERE = "choose another folder with --out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class RunFolder:
     def create(cls, what: str, config: dict[str, Any], out: str | Path | None = None) -> RunFolder:
         """A fresh run in `out`, else in runs/<what>-<timestamp>; a folder used before loses its old metrics."""
         path = Path(out) if out else _unused(Path("runs") / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}")
-        with _writing(path):
+        with reraised(CacheError, f"cannot write {path}", ELSEWHERE, OSError):
             path.mkdir(parents=True, exist_ok=True)
             (path / "metrics.jsonl").unlink(missing_ok=True)
         run = cls(path)
@@ -63,7 +64,8 @@ class RunFolder:
     def log(self, **figures: Any) -> None:
         """Append one line to metrics.jsonl."""
         line = json.dumps(plain(figures)) + "\n"
-        with _writing(self.path), (self.path / "metrics.jsonl").open("a", encoding="utf-8") as metrics:
+        refused = reraised(CacheError, f"cannot write {self.path}", ELSEWHERE, OSError)
+        with refused, (self.path / "metrics.jsonl").open("a", encoding="utf-8") as metrics:
             metrics.write(line)
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -90,7 +92,7 @@ class RunFolder:
 
 def drop_cut_line(file: Path) -> None:
     """Cut off a last line that a crash left without its end."""
-    with _writing(file):
+    with reraised(CacheError, f"cannot write {file}", ELSEWHERE, OSError):
         data = file.read_bytes() if file.exists() else b""
         whole = data.rfind(b"\n") + 1
         if whole != len(data):
@@ -99,15 +101,12 @@ def drop_cut_line(file: Path) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file so that a reader sees the old file or the new one, never half."""
-    with _writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
+    with whole_file(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
-def whole_file(path: Path, remedy: str) -> Iterator[Path]:
+def whole_file(path: Path, remedy: str = ELSEWHERE) -> Iterator[Path]:
     """Where to write a file that becomes `path` when it is done. Raises CacheError with the remedy when the disk refuses."""
     from safetensors import SafetensorError
 
@@ -201,11 +200,3 @@ def _unused(path: Path) -> Path:
     while candidate.exists():
         candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
     return candidate
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CacheError(f"cannot write {path} ({error.strerror or error}): choose another folder with --out") from error

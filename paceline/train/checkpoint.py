@@ -21,6 +21,7 @@ from paceline.draft.checkpoint import write_checkpoint
 from paceline.errors import CacheError, ConfigError, PacelineError
 from paceline.model.checkpoint import load_tensors, read_json
 from paceline.runlog import plain, write_whole
+from paceline.tables import flat
 
 LATEST = "latest"
 FREE_TO_CHANGE = ("checkpoint_minutes", "heldout_every", "gradient_checkpointing", "parallel")
@@ -89,7 +90,7 @@ def _newest_name(folder: Path) -> str | None:
 
 def check_same(folder: Path, before: dict[str, Any], now: dict[str, Any], or_else: str = "") -> None:
     """Raises ConfigError that shows every difference of the settings which would change what is learned or answered."""
-    before, now = _flat(before), _flat(plain(now))
+    before, now = dict(flat(before)), dict(flat(plain(now)))
     differences = [
         f"{name}: {before.get(name)!r} there, {now.get(name)!r} now"
         for name in sorted(before.keys() | now.keys())
@@ -99,10 +100,3 @@ def check_same(folder: Path, before: dict[str, Any], now: dict[str, Any], or_els
         raise ConfigError(
             f"{folder} was begun with other settings ({'; '.join(differences)}): use the same, or another --out{or_else}"
         )
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
