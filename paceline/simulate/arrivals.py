@@ -58,11 +58,6 @@ class Job:
     rounds_by_source: dict[str, Rounds] = field(default_factory=dict)
     """Its rounds in a recorded run by the source of their drafts ("dflash", "ngram", "none"); empty where it is not known."""
 
-    def share_of(self, source: str) -> float:
-        """Share of its recorded rounds whose drafts came from `source`; 0 where it is not known."""
-        found = self.rounds_by_source.get(source, Rounds()).num_rounds
-        return found / max(Rounds.sum(self.rounds_by_source.values()).num_rounds, 1)
-
 
 @dataclass(frozen=True, slots=True)
 class Lengths:

@@ -177,11 +177,11 @@ def test_lookups_do_not_count_as_the_drafters_rounds(tmp_path: Path) -> None:
     [told] = read_passes(written(tmp_path, line_of(**ALL, rounds_by_source=BY_SOURCE)))
     assert recorded_survival([told]) == (0.5, 0.25)
     [job] = told.jobs
-    assert (job.share_of("dflash"), job.share_of("ngram"), job.share_of("eagle3")) == (0.5, 0.3, 0.0)
+    assert {name: each.num_rounds for name, each in job.rounds_by_source.items()} == {"dflash": 100, "ngram": 60, "none": 40}
     assert job.rounds_by_source["ngram"].tokens_per_round == 9.0
     assert (told.rounds.tokens_per_round, told.rounds.drafted_per_round) == (pytest.approx(1 + 555 / 200), 3.4)
     [untold] = read_passes(written(tmp_path, line_of(**ALL)))
-    assert len(recorded_survival([untold])) == 8 and untold.jobs[0].share_of("ngram") == 0.0
+    assert len(recorded_survival([untold])) == 8 and not untold.jobs[0].rounds_by_source
 
 
 def test_where_lookups_are_the_drafter_they_count(tmp_path: Path) -> None:
