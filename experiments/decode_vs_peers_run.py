@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from paceline import LLM, SamplingParams
-from paceline.bench.drafting import accepted_histogram
 from paceline.bench.passes import Request, run_pass
+from paceline.figures import Rounds
 from paceline.hub import resolve
 from paceline.model.backends import form_of
 
@@ -86,11 +86,10 @@ class Ours:
         requests = [Request(str(index), ids) for index, ids in enumerate(prompts)]
         params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True)] * len(prompts)
         done = run_pass(self._llm.engine, requests, params, self.streams)
-        rounds = sum(answer.num_rounds for answer in done.answers)
-        accepted = sum(answer.num_accepted for answer in done.answers)
+        rounds = Rounds.counted(each for answer in done.answers for each in answer.rounds)
         details = {
-            "tokens_per_round": 1 + accepted / rounds,
-            "histogram": accepted_histogram([each for answer in done.answers for each in answer.rounds]),
+            "tokens_per_round": rounds.tokens_per_round,
+            "histogram": rounds.accepted_histogram,
             "num_passes": done.num_passes,
             "verify_bytes_per_s": self.weight_bytes * done.num_passes / done.verify_s,
             "draft_s": done.draft_s,

@@ -8,8 +8,11 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+from paceline.types import Round
 
 Interval = tuple[float | None, float | None]
 """Low and high end of 95%; of None when there is one sample only."""
@@ -52,6 +55,49 @@ def tokens_per_round(histogram: Sequence[int]) -> float | None:
     """
     num_rounds = sum(histogram)
     return 1 + sum(count * rounds for count, rounds in enumerate(histogram)) / num_rounds if num_rounds else None
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """The figures of some rounds: how many tokens they drafted, and how many of these stood."""
+
+    num_rounds: int = 0
+    num_drafted: int = 0
+    accepted_histogram: tuple[int, ...] = ()
+    """accepted_histogram[n]: rounds in which exactly n drafts stood."""
+
+    @classmethod
+    def counted(cls, rounds: Iterable[Round]) -> Rounds:
+        found = list(rounds)
+        counts = Counter(each.num_accepted for each in found)
+        histogram = tuple(counts[number] for number in range(max(counts, default=-1) + 1))
+        return Rounds(len(found), sum(each.num_drafted for each in found), histogram)
+
+    @classmethod
+    def sum(cls, parts: Iterable[Rounds]) -> Rounds:
+        found = list(parts)
+        histogram = tuple(add_histograms([each.accepted_histogram for each in found]))
+        return Rounds(sum(each.num_rounds for each in found), sum(each.num_drafted for each in found), histogram)
+
+    @classmethod
+    def by_source(cls, rounds: Sequence[Round]) -> dict[str, Rounds]:
+        """Source of drafts ("dflash", "ngram", "none") -> the figures of its rounds."""
+        sources = sorted({each.source for each in rounds})
+        return {source: cls.counted(each for each in rounds if each.source == source) for source in sources}
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(number * rounds for number, rounds in enumerate(self.accepted_histogram))
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Accepted drafts plus the target's own token, the mean over rounds; 1.0 without a round."""
+        return 1.0 + self.num_accepted / self.num_rounds if self.num_rounds else 1.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafts over drafts; 0.0 when nothing was drafted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
 
 def shares(histogram: Sequence[int]) -> list[float]:

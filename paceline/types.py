@@ -70,10 +70,7 @@ class SamplingParams:
     """Only tokens that lead to such an answer can be chosen; the model's end token ends it, also with ignore_eos."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        else:
-            object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _check_sampling(self)
 
@@ -190,11 +187,6 @@ class Sequence:
     finish_reason: FinishReason | None = None
     counts: Counter[int] = field(default_factory=Counter)
     """How often each token stands in the answer; kept only when penalties need it."""
-    num_rounds: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    accepted_histogram: list[int] = field(default_factory=list)
-    """accepted_histogram[n]: rounds in which exactly n drafts stood."""
     rounds: list[Round] = field(default_factory=list)
     lossless: bool = True
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -269,10 +261,6 @@ class Batch:
     @property
     def cached_len_B(self) -> list[int]:
         return [seq.cached_len for seq in self.sequences]
-
-    @property
-    def anchors_B(self) -> list[int]:
-        return [seq.tokens[-1] for seq in self.sequences]
 
     def draft_limits_B(self, num_drafted: int) -> list[int]:
         """No more drafts than were chosen or asked for, nor than the request may still produce besides the bonus token."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from paceline.draft.base import Drafter, Observed
+from paceline.engine.judge import RuleJudge
 from paceline.engine.round import decode_round
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 from paceline.types import Batch, DraftBlock, RoundStats, SamplingParams, Sequence, Verdict
 
 
-class GreedyJudge:
+class GreedyJudge(RuleJudge):
     """The longest match with the largest logits, which it always asks for."""
 
     def only_argmax(self, batch: Batch) -> bool:

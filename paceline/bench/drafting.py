@@ -10,7 +10,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.figures import Interval, bootstrap, ratio_of_sums, survival
+from paceline.figures import Interval, Rounds, bootstrap, ratio_of_sums, survival
 from paceline.tables import Column, Table
 from paceline.types import Round
 
@@ -38,36 +38,24 @@ def drafting(answers: Many[Many[Round]], num_drafted: int = 0) -> Drafting:
     rounds = [each for answer in answers for each in answer]
     if not rounds:
         return Drafting(tokens_per_round=1.0)
-    pairs = [(float(len(answer) + sum(each.num_accepted for each in answer)), float(len(answer))) for answer in answers]
-    histogram = accepted_histogram(rounds)
-    sources = {}
-    for source in sorted({each.source for each in rounds}):
-        own = [each for each in rounds if each.source == source]
-        sources[source] = {
-            "share_of_rounds": len(own) / len(rounds),
-            "tokens_per_round": 1 + sum(each.num_accepted for each in own) / len(own),
-            "acceptance_rate": acceptance_rate(own),
+    whole, each_answer = Rounds.counted(rounds), [Rounds.counted(answer) for answer in answers]
+    pairs = [(float(each.num_rounds + each.num_accepted), float(each.num_rounds)) for each in each_answer]
+    sources = {
+        source: {
+            "share_of_rounds": own.num_rounds / len(rounds),
+            "tokens_per_round": own.tokens_per_round,
+            "acceptance_rate": own.acceptance_rate if own.num_drafted else None,
         }
+        for source, own in Rounds.by_source(rounds).items()
+    }
     return Drafting(
         tokens_per_round=ratio_of_sums(pairs),
         tokens_per_round_interval=bootstrap(pairs, ratio_of_sums),
-        acceptance_rate=acceptance_rate(rounds),
-        survival=survival(histogram, num_drafted),
-        accepted_histogram=histogram,
+        acceptance_rate=whole.acceptance_rate if whole.num_drafted else None,
+        survival=survival(whole.accepted_histogram, num_drafted),
+        accepted_histogram=list(whole.accepted_histogram),
         sources=sources,
     )
-
-
-def accepted_histogram(rounds: Many[Round]) -> list[int]:
-    """[n]: rounds in which exactly n drafts stood."""
-    counts = [each.num_accepted for each in rounds]
-    return [counts.count(number) for number in range(max(counts, default=-1) + 1)]
-
-
-def acceptance_rate(rounds: Many[Round]) -> float | None:
-    """Accepted drafts over drafts; None when nothing was drafted."""
-    num_drafted = sum(each.num_drafted for each in rounds)
-    return sum(each.num_accepted for each in rounds) / num_drafted if num_drafted else None
 
 
 def sources_table(named: Many[tuple[str, Drafting]]) -> Table:

@@ -13,7 +13,7 @@ import torch
 
 from paceline.draft.base import Drafter
 from paceline.engine.engine import Engine
-from paceline.engine.judge import MockedJudge
+from paceline.engine.judge import RuleJudge
 from paceline.engine.llm import LLM
 from paceline.errors import ContextLengthError
 from paceline.model.backends import form_of
@@ -37,7 +37,7 @@ def described(llm: LLM) -> dict[str, Any]:
 
 def mocked_engine(llm: LLM, drafter: Drafter, tokens_per_round: float) -> Engine:
     """An engine whose rounds keep so many tokens, whatever the target says."""
-    judge = MockedJudge(MockedAcceptance(tokens_per_round))
+    judge = RuleJudge(MockedAcceptance(tokens_per_round).rule)
     return Engine(llm.target, llm.tokenizer, drafter, judge=judge, prefill_chunk=llm.config.prefill_chunk)
 
 

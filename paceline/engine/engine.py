@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,15 +16,17 @@ from paceline.draft.base import Drafter, NoDrafter, Observed
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.pool import LOOKUP_MATCH, Pool
 from paceline.engine.grammar import Grammars
-from paceline.engine.judge import MockedJudge, RuleJudge
+from paceline.engine.judge import RuleJudge
 from paceline.engine.prefix import PrefixReuse
-from paceline.engine.round import Judge, decode_round, fail, record
+from paceline.engine.round import decode_round, fail
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.text import Detokenizer, TextStream
+from paceline.engine.text import TextStream
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.model.target import ForwardBatch, Target
+from paceline.model.tokenizer import Tokenizer
 from paceline.plan import FixedPlanner, Plan, Planner, Row
-from paceline.types import Batch, Constraint, DraftBlock, FinishReason, RoundStats, SamplingParams, Sequence
+from paceline.types import Batch, Constraint, DraftBlock, FinishReason, Round, RoundStats, SamplingParams, Sequence
+from paceline.verify.mocked import MOCKED
 
 
 @dataclass(slots=True)
@@ -39,29 +41,16 @@ class Chunk:
     """"error" when the model failed at this request; `sequence.error` says how."""
 
 
-@dataclass(slots=True)
-class _Request:
-    sequence: Sequence
-    stream: TextStream
-    num_shown: int = field(default=0)
-
-
-class TextTokenizer(Protocol):
-    """What the engine needs of a tokenizer."""
-
-    def stream(self) -> Detokenizer: ...
-
-
 class Engine:
     """Continuous batching over one target; `planner` decides what each step does."""
 
     def __init__(
         self,
         target: Target,
-        tokenizer: TextTokenizer,
+        tokenizer: Tokenizer,
         drafter: Drafter | None = None,
         *,
-        judge: Judge | None = None,
+        judge: RuleJudge | None = None,
         planner: Planner | None = None,
         lookups: bool = False,
         eos_token_ids: tuple[int, ...] = (),
@@ -79,7 +68,7 @@ class Engine:
         self.grammars = Grammars(tokenizer, target.vocab_size, eos_token_ids)
         self.rounds: list[RoundStats] = []
         """The rounds of the latest step: at most one."""
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, tuple[Sequence, TextStream]] = {}
         self._ids = itertools.count()
 
     @property
@@ -112,7 +101,7 @@ class Engine:
         ends = params.stop_token_ids if ignores_eos else (*self.eos_token_ids, *params.stop_token_ids)
         seq = Sequence(next(self._ids), list(prompt_ids), len(prompt_ids), params, eos_token_ids=ends, constraint=constraint)
         seq.timings.arrival_s = time.perf_counter()
-        self._requests[seq.request_id] = _Request(seq, TextStream(self.tokenizer.stream(), params.stop))
+        self._requests[seq.request_id] = seq, TextStream(self.tokenizer.stream(), params.stop)
         self.scheduler.add(seq)
         self._admit()
         return seq.request_id
@@ -125,7 +114,7 @@ class Engine:
             raise PromptError(f"token {wrong} is outside the model's vocabulary of {vocab_size}: check the tokenizer")
         if wrong := next((token for token in params.logit_bias or {} if not 0 <= token < vocab_size), None):
             raise SamplingError(f"logit_bias names token {wrong}, outside the vocabulary of {vocab_size}: remove it")
-        if params.grammar and isinstance(self.judge, MockedJudge):
+        if params.grammar and self.judge.rule.name == MOCKED:
             raise SamplingError("grammar cannot hold with a mocked acceptance, which looks at no token: leave one of them out")
         needed = len(prompt_ids) + params.max_tokens
         if needed > max_len:
@@ -136,13 +125,13 @@ class Engine:
 
     def abort(self, request_id: int) -> Sequence | None:
         """Drop a request wherever it is; returns its sequence, or None when it is already done or unknown."""
-        request = self._requests.get(request_id)
-        if request is None:
+        if request_id not in self._requests:
             return None
-        request.sequence.finish_reason = "abort"
-        self._release(request.sequence)
+        seq, _ = self._requests[request_id]
+        seq.finish_reason = "abort"
+        self._release(seq)
         self._admit()
-        return request.sequence
+        return seq
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
@@ -211,14 +200,14 @@ class Engine:
         return [self._publish(seq, now)]
 
     def _decode(self, plan: Plan) -> list[Chunk]:
-        batch = self.scheduler.batch()
+        batch = Batch(list(self.scheduler.running))
         if not batch.sequences:
             return []
         for place, seq in enumerate(batch.sequences):
             if place == len(plan.rows) or plan.rows[place].key != seq.request_id:
                 self.planner.join(plan, place, self._row(seq))  # its prompt ended in this step
         batch.takes_B, batch.whole_blocks = plan.drafts, plan.whole_blocks
-        stats = decode_round(batch, self.target, self.pool, self.judge, lambda draft: self._narrow(plan, draft))
+        stats = decode_round(batch, self.target, self.pool, self.judge, partial(self.planner.narrow, plan))
         self.planner.learn(plan, stats)
         self.rounds.append(stats)
         now = time.perf_counter()
@@ -226,7 +215,7 @@ class Engine:
         for seq, drafted, accepted, source in zip(
             batch.sequences, stats.num_drafted_B, stats.num_accepted_B, stats.source_B, strict=True
         ):
-            record(seq, drafted, accepted, source)
+            seq.rounds.append(Round(drafted, accepted, source))
             seq.timings.draft_s += stats.draft_s
             seq.timings.verify_s += stats.verify_s
             chunks.append(self._publish(seq, now))
@@ -235,23 +224,19 @@ class Engine:
             seq.timings.host_s += host_s
         return chunks
 
-    def _narrow(self, plan: Plan, draft: DraftBlock) -> list[int]:
-        return self.planner.narrow(plan, draft.sure_B or [None] * len(plan.drafts))
-
     def _publish(self, seq: Sequence, now: float) -> Chunk:
         """Decode the new tokens, end the answer at a stop string, release what is done."""
-        request = self._requests[seq.request_id]
-        tokens = seq.tokens[seq.prompt_len + request.num_shown :]
+        _, stream = self._requests[seq.request_id]
+        tokens = seq.tokens[seq.prompt_len + len(seq.timings.token_s) :]
         ended_by_token = seq.finish_reason == "stop"
-        text, stopped_after = request.stream.push(tokens[:-1] if ended_by_token else tokens)
+        text, stopped_after = stream.push(tokens[:-1] if ended_by_token else tokens)
         if stopped_after is not None:
             del seq.tokens[len(seq.tokens) - len(tokens) + stopped_after :]
             tokens = tokens[:stopped_after]
             del seq.logprobs[seq.num_output :]
             seq.finish_reason = "stop"
         elif seq.finish_reason is not None:
-            text += request.stream.finish()
-        request.num_shown += len(tokens)
+            text += stream.finish()
         seq.timings.token_s.extend([now] * len(tokens))
         if seq.finish_reason is not None:
             self._release(seq)

@@ -13,21 +13,23 @@ from paceline.model.logits import draw, logprobs_of, penalise, target_probs
 from paceline.model.target import ForwardOutput
 from paceline.types import Batch, DraftBlock, Sequence, Verdict
 from paceline.verify.lossless import match_prefix
-from paceline.verify.mocked import MockedAcceptance
 from paceline.verify.rule import CheckedRow, RowVerdict, Rule, Uniforms
 from paceline.verify.table import RULES
 
 
 class RuleJudge:
-    """Sampled rows by `rule`; greedy rows by it too unless it weighs probabilities, then by the longest match."""
+    """Decides which drafts stand: of sampled rows by `rule`, of greedy rows too unless it weighs probabilities, then by the
+    longest match."""
 
     def __init__(self, rule: Rule = RULES["auto"]) -> None:
         self.rule = rule
 
     def only_argmax(self, batch: Batch) -> bool:
+        """Whether the largest logit of each position is all it will look at."""
         return all(_is_plain(seq) and seq.params.logprobs is None for seq in batch.sequences)
 
     def __call__(self, batch: Batch, draft: DraftBlock, out: ForwardOutput) -> Verdict:
+        """`out` is the verify pass's, positions packed row after row."""
         plain = [_is_plain(seq) for seq in batch.sequences]
         argmax_T = out.best_T() if any(plain) else []
         accepted: list[int] = []
@@ -78,13 +80,6 @@ class RuleJudge:
             return self.rule.verify(row)
         except NumericsError:
             return RowVerdict(0, _NONE)
-
-
-class MockedJudge(RuleJudge):
-    """Accepts as many drafts as the mock says, whatever the target says: for modelling only, never lossless."""
-
-    def __init__(self, acceptance: MockedAcceptance) -> None:
-        super().__init__(acceptance.rule)
 
 
 _NONE = -1

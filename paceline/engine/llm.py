@@ -7,9 +7,10 @@ out[0].text, out[0].stats.tokens_per_round
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,10 +21,10 @@ from paceline.config import EngineConfig, resolve
 from paceline.draft.base import Drafter
 from paceline.draft.registry import make_drafter
 from paceline.engine.engine import Chunk, Engine
-from paceline.engine.judge import MockedJudge, RuleJudge
+from paceline.engine.judge import RuleJudge
 from paceline.engine.passes import measure_passes
-from paceline.engine.round import Judge
-from paceline.errors import MemoryBudgetError, PromptError
+from paceline.errors import MemoryBudgetError
+from paceline.figures import Rounds
 from paceline.hub import resolve as resolve_model
 from paceline.learned import PassCosts
 from paceline.model import native_lib
@@ -38,28 +39,14 @@ from paceline.verify.table import RULES
 Message = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationStats:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationStats(Rounds):
     """Figures of one answer. `lossless` is False when a lossy rule or a mocked acceptance made it."""
 
     num_prompt_tokens: int
     num_output_tokens: int
-    num_rounds: int
-    num_drafted: int
-    num_accepted: int
-    accepted_histogram: tuple[int, ...]
-    """accepted_histogram[n]: rounds in which exactly n drafts stood."""
     lossless: bool
     timings: Timings
-
-    @property
-    def tokens_per_round(self) -> float:
-        """Accepted drafts plus the bonus token, averaged over rounds; 1.0 for plain decoding."""
-        return 1.0 + self.num_accepted / self.num_rounds if self.num_rounds else 1.0
-
-    @property
-    def acceptance_rate(self) -> float:
-        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
     @property
     def total_s(self) -> float:
@@ -84,12 +71,9 @@ class GenerationStats:
     @classmethod
     def of(cls, seq: Sequence) -> GenerationStats:
         return cls(
+            **asdict(Rounds.counted(seq.rounds)),
             num_prompt_tokens=seq.prompt_len,
             num_output_tokens=seq.num_output,
-            num_rounds=seq.num_rounds,
-            num_drafted=seq.num_drafted,
-            num_accepted=seq.num_accepted,
-            accepted_histogram=tuple(seq.accepted_histogram),
             lossless=seq.lossless,
             timings=seq.timings,
         )
@@ -131,7 +115,7 @@ class LLM:
             if native_lib.load() is not None:
                 native_lib.follow_torch()
         self.tokenizer = _tokenizer(self.config, resolve_model(config.model))
-        self.target = _load(self.config)
+        self.target = load(self.config)
         self.drafter = make_drafter(drafter, self.target, target_name=config.model, num_drafted=self.config.num_drafted)
         _fit_budget(self.config, self.target, self.drafter)
         self.pass_costs: PassCosts | None = None
@@ -146,21 +130,20 @@ class LLM:
         """Bytes of all KV caches; taken once, never exceeded."""
         return self.target.cache.num_bytes + self.drafter.cache_bytes(self.target)
 
-    def new_engine(self, drafter: Drafter, judge: Judge | None = None) -> Engine:
-        """An engine over the same weights and cache with another drafter or rule; use one engine at a time.
+    def new_engine(self, drafter: Drafter) -> Engine:
+        """An engine over the same weights and cache with another drafter; use one engine at a time.
 
         Where the plan adapts and no number of drafts is asked for, lookups stand beside a drafter that computes.
         """
-        planner = None if judge else self._planner_of(drafter)
+        planner = self._planner_of(drafter)
         return Engine(
             self.target,
             self.tokenizer,
             drafter,
-            judge=judge or _judge(self.config),
+            judge=_judge(self.config),
             planner=planner,
             lookups=isinstance(planner, AdaptivePlanner) and self.config.num_drafted is None,
             eos_token_ids=self.tokenizer.eos_token_ids,
-            prefill_chunk=self.config.prefill_chunk,
         )
 
     def _planner_of(self, drafter: Drafter) -> Planner:
@@ -198,7 +181,7 @@ class LLM:
 
     def encode_chat(self, messages: list[Message]) -> list[int]:
         """Token ids of a conversation through the model's chat template. Raises PromptError on malformed messages."""
-        return self.tokenizer.encode_chat(check_messages(messages))
+        return self.tokenizer.encode_chat(messages)
 
     def chat(
         self,
@@ -223,61 +206,49 @@ class LLM:
     ) -> list[Completion]:
         """Continue each list of token ids. On an error or interrupt every request of this call is aborted."""
         each = params if isinstance(params, list) else [params] * len(prompts)
-        ids: list[int] = []
-        done: dict[int, Completion] = {}
-        texts: dict[int, list[str]] = {}
-        try:
-            for prompt, own in zip(prompts, each, strict=True):
-                ids.append(self._add(prompt, own))
-                texts[ids[-1]] = []
-            while len(done) < len(ids):
-                for chunk in self._next_chunks(ids):
-                    if chunk.sequence.error:
-                        raise chunk.sequence.error
-                    _collect(chunk, texts, done)
-                    if on_chunk:
-                        on_chunk(chunk)
-        finally:
-            self._forget(ids)
-        return [done[request_id] for request_id in ids]
+        texts, done = [""] * len(prompts), dict[int, Completion]()
+        with contextlib.closing(self._answer(list(zip(prompts, each, strict=True)))) as answering:
+            for place, chunk in answering:
+                seq = chunk.sequence
+                texts[place] += chunk.text
+                if chunk.finish_reason is not None:
+                    asked, stats = seq.tokens[: seq.prompt_len], GenerationStats.of(seq)
+                    done[place] = Completion(texts[place], seq.output_ids, chunk.finish_reason, stats, seq.logprobs, asked)
+                if on_chunk:
+                    on_chunk(chunk)
+        return [done[place] for place in range(len(prompts))]
 
     def stream(self, prompt: list[Message] | str | list[int], params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Chunks of one answer as they are committed: messages go through the chat template, a string is raw text.
 
         Several streams may be read in turns, and other answers made between two chunks: each gets its own.
         """
-        ids = [self._add(self._ids_of(prompt), params)]
-        is_done = False
+        with contextlib.closing(self._answer([(self._ids_of(prompt), params)])) as answering:
+            for _, chunk in answering:
+                yield chunk
+
+    def _answer(self, asked: list[tuple[list[int], SamplingParams | None]]) -> Generator[tuple[int, Chunk]]:
+        """Chunks of these requests, each with the place of its request, until all are finished; the others are then aborted."""
+        inbox, places = deque[Chunk](), dict[int, int]()
         try:
-            while not is_done:
-                for chunk in self._next_chunks(ids):
-                    if chunk.sequence.error:
-                        raise chunk.sequence.error
-                    is_done = chunk.finish_reason is not None
-                    yield chunk
+            for place, (prompt_ids, params) in enumerate(asked):
+                request_id = self.engine.add(prompt_ids, params)
+                self._inboxes[request_id], places[request_id] = inbox, place
+            num_left = len(asked)
+            while num_left:
+                while not inbox:
+                    for chunk in self.engine.step():
+                        if chunk.sequence.request_id in self._inboxes:
+                            self._inboxes[chunk.sequence.request_id].append(chunk)
+                chunk = inbox.popleft()
+                if chunk.sequence.error:
+                    raise chunk.sequence.error
+                num_left -= chunk.finish_reason is not None
+                yield places[chunk.sequence.request_id], chunk
         finally:
-            self._forget(ids)
-
-    def _add(self, prompt_ids: list[int], params: SamplingParams | None) -> int:
-        request_id = self.engine.add(prompt_ids, params)
-        self._inboxes[request_id] = deque()
-        return request_id
-
-    def _next_chunks(self, ids: list[int]) -> Iterator[Chunk]:
-        """What has come for these requests; makes a step of the engine when nothing has."""
-        if not any(self._inboxes[request_id] for request_id in ids):
-            for chunk in self.engine.step():
-                if (inbox := self._inboxes.get(chunk.sequence.request_id)) is not None:
-                    inbox.append(chunk)
-        for request_id in ids:
-            while self._inboxes[request_id]:
-                yield self._inboxes[request_id].popleft()
-
-    def _forget(self, ids: list[int]) -> None:
-        """The caller is done with these requests; those that are not finished are aborted."""
-        for request_id in ids:
-            del self._inboxes[request_id]
-            self.engine.abort(request_id)
+            for request_id in places:
+                del self._inboxes[request_id]
+                self.engine.abort(request_id)
 
     def _ids_of(self, prompt: list[Message] | str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -287,29 +258,6 @@ class LLM:
         return self.encode_chat([message for message in prompt if isinstance(message, dict)])
 
 
-def _collect(chunk: Chunk, texts: dict[int, list[str]], done: dict[int, Completion]) -> None:
-    seq = chunk.sequence
-    if seq.request_id not in texts:
-        return
-    texts[seq.request_id].append(chunk.text)
-    if chunk.finish_reason is not None:
-        text = "".join(texts[seq.request_id])
-        stats = GenerationStats.of(seq)
-        done[seq.request_id] = Completion(
-            text, seq.output_ids, chunk.finish_reason, stats, seq.logprobs, seq.tokens[: seq.prompt_len]
-        )
-
-
-def check_messages(messages: list[Message]) -> list[Message]:
-    """Refuse what no chat template could render, in one line."""
-    if not messages:
-        raise PromptError("the conversation is empty: give at least one message")
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise PromptError(f'each message must be {{"role": ..., "content": ...}}, not {message!r}')
-    return messages
-
-
 def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer:
     """Random weights say nothing, and need no words: a folder with a config.json is enough."""
     if config.weights == "random" and path.is_dir() and not (path / "tokenizer.json").is_file():
@@ -317,13 +265,14 @@ def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer:
     return Tokenizer.from_path(path)
 
 
-def _judge(config: EngineConfig) -> Judge:
+def _judge(config: EngineConfig) -> RuleJudge:
     if config.mocked_tokens_per_round is not None:
-        return MockedJudge(MockedAcceptance(config.mocked_tokens_per_round))
+        return RuleJudge(MockedAcceptance(config.mocked_tokens_per_round).rule)
     return RuleJudge(RULES[config.rule])
 
 
-def _load(config: EngineConfig) -> Target:
+def load(config: EngineConfig) -> Target:
+    """The target alone; raises what `load_target` does."""
     return load_target(
         config.model,
         dtype=getattr(torch, config.dtype),

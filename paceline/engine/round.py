@@ -4,45 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
-from paceline.draft.base import Observed
+from paceline.draft.base import Drafter, Observed
+from paceline.draft.pool import Pool
 from paceline.engine.grammar import within_grammars
+from paceline.engine.judge import RuleJudge
 from paceline.errors import NumericsError
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
-from paceline.types import NONE, Batch, DraftBlock, Round, RoundStats, Sequence, Take, Verdict
+from paceline.types import NONE, Batch, DraftBlock, RoundStats, Take, Verdict
+
+Narrow = Callable[[list[list[float] | None]], list[int]]
+"""How many drafts of each row to check, told from `DraftBlock.sure_B` (`Planner.narrow`)."""
 
 
-class Judge(Protocol):
-    """Decides which drafts stand. See `engine/judge.py`."""
-
-    def only_argmax(self, batch: Batch) -> bool:
-        """Whether the largest logit of each position is all it will look at."""
-        ...
-
-    def __call__(self, batch: Batch, draft: DraftBlock, out: ForwardOutput) -> Verdict:
-        """`out` is the verify pass's, positions packed row after row."""
-        ...
-
-
-class Source(Protocol):
-    """Where drafts come from: a drafter, or a pool of them."""
-
-    def propose(self, batch: Batch) -> DraftBlock: ...
-
-    def observe(self, observed: list[Observed]) -> None: ...
-
-
-Narrow = Callable[[DraftBlock], list[int]]
-"""How many drafts of each row to check, told from what is known before any token is drawn (`Planner.narrow`)."""
-
-
-def decode_round(batch: Batch, target: Target, drafter: Source, judge: Judge, narrow: Narrow | None = None) -> RoundStats:
+def decode_round(
+    batch: Batch, target: Target, drafter: Drafter | Pool, judge: RuleJudge, narrow: Narrow | None = None
+) -> RoundStats:
     """One round for every sequence of the batch: draft K tokens, verify J = K+1 positions, commit what stands."""
     started = time.perf_counter()
     proposed = drafter.propose(batch)
     if narrow:
-        proposed = proposed.cut(narrow(proposed))
+        proposed = proposed.cut(narrow(proposed.sure_B or [None] * len(batch)))
     draft = within_grammars(batch, proposed)
     drafted = time.perf_counter()
     out = target.forward(verify_input(batch, draft, judge.only_argmax(batch)))
@@ -97,17 +79,6 @@ def commit(batch: Batch, draft: DraftBlock, verdict: Verdict) -> list[int]:
         seq.lossless &= verdict.lossless
         gained.append(len(tokens))
     return gained
-
-
-def record(seq: Sequence, num_drafted: int, num_accepted: int, source: str) -> None:
-    """Count a round in the sequence's own statistics."""
-    seq.num_rounds += 1
-    seq.num_drafted += num_drafted
-    seq.num_accepted += num_accepted
-    seq.rounds.append(Round(num_drafted, num_accepted, source))
-    missing = num_accepted + 1 - len(seq.accepted_histogram)
-    seq.accepted_histogram.extend([0] * missing)
-    seq.accepted_histogram[num_accepted] += 1
 
 
 def _observed(

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from paceline.model.kv_cache import KVCache
-from paceline.types import Batch, Sequence
+from paceline.types import Sequence
 
 
 class Scheduler:
@@ -45,9 +45,6 @@ class Scheduler:
         self.prefilling.remove(seq)
         self.running.append(seq)
         self.running.sort(key=lambda running: running.row)
-
-    def batch(self) -> Batch:
-        return Batch(list(self.running))
 
     def remove(self, seq: Sequence) -> None:
         """Take a request out wherever it is and free its row."""

@@ -5,53 +5,37 @@ Text that might still turn out to be the beginning of a stop string is held back
 
 from __future__ import annotations
 
-from typing import Protocol
-
-
-class Detokenizer(Protocol):
-    """Turns tokens into text piece by piece; never splits a character."""
-
-    def push(self, ids: list[int]) -> str: ...
-
-    def flush(self) -> str: ...
+from paceline.model.tokenizer import IncrementalDetokenizer
 
 
 class TextStream:
     """The text of one answer as it grows."""
 
-    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
+    def __init__(self, detokenizer: IncrementalDetokenizer, stop: tuple[str, ...]) -> None:
         self._detokenizer = detokenizer
         self._stop = stop
         self._longest = max((len(text) for text in stop), default=0)
         self._held = ""
-        self.text = ""
 
     def push(self, tokens: list[int]) -> tuple[str, int | None]:
         """Feed tokens; returns the text now final, and how many of the tokens stand when a stop string ended it."""
         if not self._stop:
-            return self._emit(self._detokenizer.push(tokens)), None
+            return self._detokenizer.push(tokens), None
         shown = ""
         for taken, token in enumerate(tokens, start=1):
             self._held += self._detokenizer.push([token])
             at = self._first_stop()
             if at is not None:
-                shown += self._emit(self._held[:at])
-                self._held = ""
+                shown, self._held = shown + self._held[:at], ""
                 return shown, taken
             safe = len(self._held) - self._num_undecided()
-            shown += self._emit(self._held[:safe])
-            self._held = self._held[safe:]
+            shown, self._held = shown + self._held[:safe], self._held[safe:]
         return shown, None
 
     def finish(self) -> str:
         """No more tokens: whatever was held back is text after all."""
-        rest, self._held = self._held + self._detokenizer.flush(), ""
-        ends = [at for stop in self._stop if (at := rest.find(stop)) >= 0]
-        return self._emit(rest[: min(ends)] if ends else rest)
-
-    def _emit(self, text: str) -> str:
-        self.text += text
-        return text
+        self._held += self._detokenizer.flush()
+        return self._held[: self._first_stop()]
 
     def _first_stop(self) -> int | None:
         ends = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]

@@ -11,13 +11,15 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from paceline.figures import add_histograms, tokens_per_round
+from paceline.engine.llm import GenerationStats
+from paceline.figures import Rounds
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.failures import ApiError, RequestFailed, dump
 from paceline.serve.protocol import Sampling
@@ -114,7 +116,10 @@ class Exchange:
             if self._request.return_metrics:
                 body["metrics"] = self._metrics()
             if self._request.paceline_timings:
-                told = [{"drafted": seq.num_accepted, "tokens": seq.num_output} | _timings(seq) for seq in self._sequences]
+                told = [
+                    {"drafted": Rounds.counted(seq.rounds).num_accepted, "tokens": seq.num_output} | _timings(seq)
+                    for seq in self._sequences
+                ]
                 body["paceline"] = told[0] if len(told) == 1 else told
             return body
         finally:
@@ -162,58 +167,49 @@ class Exchange:
     def _sequences(self) -> list[Sequence]:
         return [reply.sequence for reply in self._replies if reply.sequence]
 
+    @property
+    def _rounds(self) -> list[Round]:
+        return [each for seq in self._sequences for each in seq.rounds]
+
     def _usage(self) -> dict[str, Any]:
         """The prompt counts once, however many answers it got."""
         sequences, firsts = self._sequences, self._sequences[:: self._num_each]
         num_prompt, num_output = sum(seq.prompt_len for seq in firsts), sum(seq.num_output for seq in sequences)
-        accepted = sum(seq.num_accepted for seq in sequences)
-        rejected = sum(seq.num_drafted for seq in sequences) - accepted
+        rounds = Rounds.counted(self._rounds)
+        drafted = {
+            "accepted_prediction_tokens": rounds.num_accepted,
+            "rejected_prediction_tokens": rounds.num_drafted - rounds.num_accepted,
+        }
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
             "prompt_tokens_details": {"cached_tokens": sum(seq.num_reused for seq in firsts)},
-            "completion_tokens_details": {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected},
+            "completion_tokens_details": drafted,
         }
 
     def _metrics(self) -> dict[str, Any]:
         """vLLM's block of speculation figures, over all answers of the request."""
-        sequences, histogram = self._sequences, add_histograms([seq.accepted_histogram for seq in self._sequences])
-        num_drafted, num_accepted = sum(seq.num_drafted for seq in sequences), sum(seq.num_accepted for seq in sequences)
+        rounds = Rounds.counted(self._rounds)
         figures = {
-            "mean_acceptance_length": tokens_per_round(histogram) or 1.0,
-            "draft_acceptance_rate": num_accepted / num_drafted if num_drafted else 0.0,
-            "acceptance_histogram": histogram,
-            "rounds_by_source": _by_source([each for seq in sequences for each in seq.rounds]),
+            "mean_acceptance_length": rounds.tokens_per_round,
+            "draft_acceptance_rate": rounds.acceptance_rate,
+            "acceptance_histogram": list(rounds.accepted_histogram),
+            "rounds_by_source": {source: asdict(each) for source, each in Rounds.by_source(self._rounds).items()},
         }
         return {"speculative_decoding": figures}
 
 
-def _by_source(rounds: list[Round]) -> dict[str, dict[str, Any]]:
-    """Source of drafts ("dflash", "ngram", "none") -> the figures of its rounds."""
-    found: dict[str, dict[str, Any]] = {}
-    for one in rounds:
-        figures = found.setdefault(one.source, {"num_rounds": 0, "num_drafted": 0, "accepted_histogram": []})
-        figures["num_rounds"] += 1
-        figures["num_drafted"] += one.num_drafted
-        histogram = figures["accepted_histogram"]
-        histogram.extend([0] * (one.num_accepted + 1 - len(histogram)))
-        histogram[one.num_accepted] += 1
-    return found
-
-
 def _timings(seq: Sequence) -> dict[str, Any]:
     """Where an answer's time went. Seconds; `first_token_s` counts from the request's arrival at the engine."""
-    times = seq.timings
-    total_s = max(times.token_s, default=times.arrival_s) - times.arrival_s
-    computing_s = total_s - times.queue_s
+    stats, total_s = GenerationStats.of(seq), max(seq.timings.token_s, default=seq.timings.arrival_s) - seq.timings.arrival_s
     return {
-        **{name: getattr(times, name) for name in ("queue_s", "prefill_s", "draft_s", "verify_s", "host_s")},
-        "first_token_s": times.first_token_s - times.arrival_s,
+        **{name: getattr(seq.timings, name) for name in ("queue_s", "prefill_s", "draft_s", "verify_s", "host_s")},
+        "first_token_s": stats.time_to_first_token_s,
         "total_s": total_s,
-        "tokens_per_s": seq.num_output / computing_s if computing_s > 0 else 0.0,
-        "tokens_per_round": tokens_per_round(seq.accepted_histogram) or 1.0,
-        "lossless": seq.lossless,
+        "tokens_per_s": stats.tokens_per_s,
+        "tokens_per_round": stats.tokens_per_round,
+        "lossless": stats.lossless,
     }
 
 

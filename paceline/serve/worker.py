@@ -51,7 +51,6 @@ class _Live:
     ticket: Ticket
     index: int
     num_tokens: int = 0
-    num_accepted: int = 0
 
 
 class EngineWorker(Generic[M]):
@@ -330,8 +329,8 @@ class EngineWorker(Generic[M]):
                 continue
             # The first chunk is the prompt's own token, whatever the round behind it has already brought to the sequence.
             is_first, before = not live.num_tokens, live.num_tokens
-            num_accepted = 0 if is_first else min(seq.num_accepted - live.num_accepted, num_tokens)
-            live.num_tokens, live.num_accepted = before + num_tokens, live.num_accepted + num_accepted
+            num_accepted = min(seq.rounds[-1].num_accepted, num_tokens) if seq.rounds and not is_first else 0
+            live.num_tokens = before + num_tokens
             logprobs = seq.logprobs[before : live.num_tokens] if seq.params.logprobs is not None else []
             events.append((live.ticket, Event(live.index, chunk.token_ids, chunk.text, num_accepted, logprobs, reason, seq)))
             is_urgent = is_urgent or is_first or reason is not None

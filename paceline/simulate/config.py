@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import ConfigError, refuse_below
+from paceline.errors import ConfigError, refuse, refuse_below
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,13 @@ class CostsConfig:
     """A calibration.json: the roofline as it was fitted to a machine."""
 
     def __post_init__(self) -> None:
-        if sum((self.toy, self.table is not None, self.calibration is not None)) > 1:
-            raise ConfigError("--toy, --table and --calibration exclude each other: leave all but one out")
-        if self.drafter_cost is not None and self.drafter_params is not None:
-            raise ConfigError("--drafter-cost and --drafter-params say the same in two ways: leave one out")
+        num_sources = sum((self.toy, self.table is not None, self.calibration is not None))
+        is_twice = self.drafter_cost is not None and self.drafter_params is not None
+        refuse(
+            ConfigError,
+            (num_sources > 1, "--toy, --table and --calibration exclude each other: leave all but one out"),
+            (is_twice, "--drafter-cost and --drafter-params say the same in two ways: leave one out"),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,12 @@ class ServingConfig:
     """Replay a bench serving run instead: simulated beside measured."""
 
     def __post_init__(self) -> None:
+        refuse(
+            ConfigError,
+            (
+                bool(self.against and (self.rate or self.concurrency)),
+                "--against has its own loads: leave --rate and --concurrency out",
+            ),
+        )
         refuse_below(1, requests=self.requests, max_draft=self.max_draft, max_rows=self.max_rows)
         refuse_below(1, concurrency=min(self.concurrency, default=1))
-        if self.against and (self.rate or self.concurrency):
-            raise ConfigError("--against has its own loads: leave --rate and --concurrency out")

@@ -22,12 +22,11 @@ from paceline.config import resolve
 from paceline.draft.base import Drafter
 from paceline.draft.checkpoint import write_checkpoint
 from paceline.draft.dflash import DFlashDrafter
-from paceline.engine.llm import LLM
+from paceline.engine.llm import LLM, load
 from paceline.errors import CacheError
-from paceline.figures import add_histograms, tokens_per_round
+from paceline.figures import Rounds
 from paceline.hardware import this_machine
 from paceline.hub import resolve as resolve_model
-from paceline.model.backends import load_target
 from paceline.model.target import Target
 from paceline.model.tokenizer import Tokenizer
 from paceline.plan import FixedPlanner
@@ -170,14 +169,7 @@ class _Stages:
         if settings.threads or self.ranks.world > 1:
             torch.set_num_threads(settings.threads or 1)
         device = f"cuda:{self.ranks.local}" if settings.device == "cuda" and self.ranks.world > 1 else settings.device
-        return load_target(
-            settings.model,
-            dtype=getattr(torch, settings.dtype),
-            device=device,
-            max_len=self.config.max_len,
-            backend=settings.backend,
-            weight_format=settings.weight_format,
-        )
+        return load(replace(settings, device=device, max_batch=1, max_len=self.config.max_len))
 
     def _train(self, corpus: Corpus, ood: Path | None, target: Target, run: RunFolder) -> TrainResult:
         """The loop, its figures into metrics.jsonl; the finished drafter in `out/drafter`."""
@@ -300,14 +292,13 @@ def serve_heldout(
     llm.engine.planner = FixedPlanner()  # the drafter is measured, not what it brings on this machine
     prompts = [document.tokens[: document.answer_start].tolist() for document in documents]
     answers = llm.generate_ids(prompts, SamplingParams(max_tokens=max_tokens))
-    stats = [answer.stats for answer in answers]
-    histogram = add_histograms([each.accepted_histogram for each in stats])
+    rounds = Rounds.sum(answer.stats for answer in answers)
     return HeldoutFigures(
-        tokens_per_round=tokens_per_round(histogram) or 1.0,
+        tokens_per_round=rounds.tokens_per_round,
         num_prompts=len(answers),
-        num_tokens=sum(each.num_output_tokens for each in stats),
-        num_rounds=sum(histogram),
-        accepted_histogram=tuple(histogram),
+        num_tokens=sum(len(answer.token_ids) for answer in answers),
+        num_rounds=rounds.num_rounds,
+        accepted_histogram=rounds.accepted_histogram,
         texts=tuple(answer.text for answer in answers[:num_texts]),
     )
 

@@ -12,6 +12,9 @@ from collections.abc import Iterable
 from paceline.errors import ConfigError
 from paceline.verify.rule import CheckedRow, RowVerdict, Rule, Uniforms
 
+MOCKED = "mocked"
+"""Name of the rule that it makes."""
+
 
 class MockedAcceptance:
     """Accepts `tokens_per_round` - 1 drafts on average, or draws from a survival curve.
@@ -52,7 +55,7 @@ class MockedAcceptance:
 
     @property
     def rule(self) -> Rule:
-        return Rule("mocked", self._verify, lossless=False, needs_probs=False)
+        return Rule(MOCKED, self._verify, lossless=False, needs_probs=False)
 
     def _verify(self, row: CheckedRow) -> RowVerdict:
         num_accepted = self.num_accepted(len(row.draft_tokens), row.uniforms)

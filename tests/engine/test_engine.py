@@ -13,8 +13,9 @@ from scipy.stats import chisquare
 
 from paceline.draft.base import Drafter
 from paceline.engine.engine import Chunk, Engine
-from paceline.engine.judge import MockedJudge, RuleJudge
+from paceline.engine.judge import RuleJudge
 from paceline.errors import ContextLengthError, PromptError, SamplingError
+from paceline.figures import Rounds
 from paceline.model.logits import penalise, sample, target_probs
 from paceline.model.target import ForwardBatch, ForwardOutput
 from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
@@ -82,9 +83,10 @@ def test_tokens_per_round_follow_the_drafter() -> None:
     for name in ("none", "always", "never"):
         engine = Engine(target, ByteTokenizer(), drafters(target)[name])
         (seq,) = run(engine, [[1, 2]], SamplingParams(max_tokens=21))
-        rounds[name] = seq.num_rounds
-        assert sum(seq.accepted_histogram) == seq.num_rounds
-        assert sum(count * number for count, number in enumerate(seq.accepted_histogram)) == seq.num_accepted
+        figures = Rounds.counted(seq.rounds)
+        rounds[name] = figures.num_rounds
+        assert sum(figures.accepted_histogram) == figures.num_rounds
+        assert figures.num_accepted == sum(each.num_accepted for each in seq.rounds)
     assert rounds == {"none": 20, "always": 4, "never": 20}
 
 
@@ -362,10 +364,10 @@ def test_abort_frees_the_row_wherever_the_request_is() -> None:
 def test_mocked_acceptance_is_labelled() -> None:
     target = byte_target()
     drafter = ScriptedDrafter(target, num_drafted=7, accuracy=0.0)
-    engine = Engine(target, ByteTokenizer(), drafter, judge=MockedJudge(MockedAcceptance(4)))
+    engine = Engine(target, ByteTokenizer(), drafter, judge=RuleJudge(MockedAcceptance(4).rule))
     (seq,) = run(engine, [[1]], SamplingParams(max_tokens=41))
     assert not seq.lossless
-    assert seq.num_rounds == pytest.approx(10, abs=1)
+    assert len(seq.rounds) == pytest.approx(10, abs=1)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_greedy_answers_are_constrained_plain_decodings(name: str, spec: Grammar
         assert seq.output_ids[-1] == EOS
         assert is_right(spec, ByteTokenizer().decode(seq.output_ids))
     if name == "the answer":
-        assert sum(seq.num_rounds for seq in answers) < 0.6 * sum(seq.num_output for seq in answers)
+        assert sum(len(seq.rounds) for seq in answers) < 0.6 * sum(seq.num_output for seq in answers)
 
 
 @pytest.mark.parametrize("name", CERTAIN)
@@ -279,7 +279,7 @@ def test_what_is_over_or_aborted_keeps_nothing() -> None:
     engine = byte_engine(byte_target(num_rows=1))
     params = SamplingParams(max_tokens=60, grammar=SCHEMA)
     ids = [engine.add([1, 2], params), engine.add([3, 4], params), engine.add([5], SamplingParams(max_tokens=5, grammar=DATE))]
-    sequences = [request.sequence for request in engine._requests.values()]
+    sequences = [seq for seq, _ in engine._requests.values()]
     states = [weakref.ref(seq.constraint) for seq in sequences]  # pyright: ignore[reportArgumentType]
     for _ in range(4):
         engine.step()
@@ -302,8 +302,8 @@ def test_the_target_never_sees_a_refused_draft() -> None:
         matcher.reset()
         assert matcher.consume_tokens(seq.tokens[begin : call.starts[0] + 1])
         assert matcher.validate_tokens(drafts) == len(drafts)
-    assert seq.num_drafted > 2 * sum(len(call.tokens) - 1 for call in target.calls[1:]), "few wrong drafts are good JSON"
-    assert seq.num_drafted == sum(one.num_drafted for one in seq.rounds)
+    num_drafted = sum(one.num_drafted for one in seq.rounds)
+    assert num_drafted > 2 * sum(len(call.tokens) - 1 for call in target.calls[1:]), "few wrong drafts are good JSON"
 
 
 def test_a_refused_draft_gives_way_to_the_only_token_there_is() -> None:
@@ -313,7 +313,7 @@ def test_a_refused_draft_gives_way_to_the_only_token_there_is() -> None:
     answer = [*b"the quick brown fox", EOS]
     (seq,) = run(byte_engine(target, _Knowing({tuple(prompt): answer})), [prompt], SamplingParams(max_tokens=40, grammar=spec))
     assert seq.output_ids == answer
-    assert seq.num_rounds == 3  # 1 + 8 + 8 + 3 tokens
+    assert len(seq.rounds) == 3  # 1 + 8 + 8 + 3 tokens
 
 
 def test_a_grammar_that_grows_too_large_cuts_its_own_answer_short() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
-from paceline.engine.judge import MockedJudge
+from paceline.engine.judge import RuleJudge
 from paceline.errors import SamplingError
 from paceline.testing import ByteTokenizer, FakeTarget
 from paceline.types import Constraint, GrammarSpec, SamplingParams
@@ -49,7 +49,7 @@ def test_grammars_are_compiled_in_any_thread_and_handed_to_the_engine(monkeypatc
 
 
 def test_a_mocked_acceptance_keeps_to_no_grammar_and_says_so() -> None:
-    judge = MockedJudge(MockedAcceptance(2.0))
+    judge = RuleJudge(MockedAcceptance(2.0).rule)
     engine = Engine(FakeTarget(vocab_size=258), ByteTokenizer(), judge=judge, eos_token_ids=(EOS,))
     with pytest.raises(SamplingError, match="grammar cannot hold with a mocked acceptance"):
         engine.add([1], WORDS)

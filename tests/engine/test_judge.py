@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.config import RULES as RULE_NAMES
 from paceline.engine.engine import Engine
-from paceline.engine.judge import MockedJudge, RuleJudge
+from paceline.engine.judge import RuleJudge
 from paceline.engine.llm import GenerationStats
 from paceline.errors import NumericsError
 from paceline.model.target import ForwardOutput
@@ -41,7 +41,7 @@ def test_answers_of_a_lossy_rule_are_reported_as_lossy(needs_probs: bool, temper
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     lossy = Rule("keep everything", keep_everything, lossless=False, needs_probs=needs_probs)
     assert stats_with(RuleJudge(lossy), params).lossless is False
-    assert stats_with(MockedJudge(MockedAcceptance(3)), params).lossless is False
+    assert stats_with(RuleJudge(MockedAcceptance(3).rule), params).lossless is False
     assert stats_with(RuleJudge(), params).lossless is True
 
 

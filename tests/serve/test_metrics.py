@@ -100,8 +100,8 @@ def test_a_batch_agrees_with_its_sequences(accuracy: float) -> None:
     assert seen["vllm:prompt_tokens_total", ()] == sum(3 + 5 * number for number in range(8))
     assert seen["vllm:generation_tokens_total", ()] == sum(1 + 4 * number for number in range(8))
     assert seen["vllm:spec_decode_num_drafts_total", ()] == sum(drafted > 0 for drafted, _ in pairs)
-    assert seen["vllm:spec_decode_num_draft_tokens_total", ()] == sum(seq.num_drafted for seq in done)
-    assert seen["vllm:spec_decode_num_accepted_tokens_total", ()] == sum(seq.num_accepted for seq in done)
+    assert seen["vllm:spec_decode_num_draft_tokens_total", ()] == sum(drafted for drafted, _ in pairs)
+    assert seen["vllm:spec_decode_num_accepted_tokens_total", ()] == sum(accepted for _, accepted in pairs)
     for place in range(3):
         count = sum(accepted > place for _, accepted in pairs)
         assert seen["vllm:spec_decode_num_accepted_tokens_per_pos_total", (str(place),)] == count
