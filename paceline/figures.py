@@ -147,9 +147,14 @@ def is_loop(token_ids: Sequence[int], tail: int = 32, max_period: int = 8) -> bo
     return len(last) == tail and any(last[period:] == last[:-period] for period in range(1, max_period + 1))
 
 
+def num_common(ours: list[int], theirs: list[int]) -> int:
+    """How many first tokens two texts share: found piece by piece, then one by one in the first piece that differs."""
+    most = min(len(ours), len(theirs))
+    piece = next((at for at in range(0, most, 64) if ours[at : at + 64] != theirs[at : at + 64]), most)
+    return next((at for at in range(piece, most) if ours[at] != theirs[at]), most)
+
+
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     """Index of the first token that differs, the shorter one's end included; None when they are the same."""
-    if list(ours) == list(theirs):
-        return None
-    pairs = zip(ours, theirs, strict=False)
-    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(ours), len(theirs)))
+    at = num_common(list(ours), list(theirs))
+    return None if at == len(ours) == len(theirs) else at

@@ -20,6 +20,7 @@ from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.registry import make_drafter
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
+from paceline.figures import Rounds
 from paceline.hardware import Machine
 from paceline.progress import ignore
 from paceline.simulate.calibrate import precisions_of
@@ -79,8 +80,7 @@ class MockBench:
 
     def _result(self, batch: int, value: float) -> dict[str, Any]:
         own, plain = self.passes[batch, value], self.passes[batch, PLAIN]
-        answers = [answer for each in own for answer in each.answers]
-        rounds, accepted = (sum(getattr(each, name) for each in answers) for name in ("num_rounds", "num_accepted"))
+        rounds = Rounds.counted(one for each in own for answer in each.answers for one in answer.rounds)
         steps_s = [(each.wall_s - (each.prefill_s or 0.0)) / each.num_passes for each in own]
         rates, plain_rates = ([each.decode_tokens_per_s or 0.0 for each in passes] for passes in (own, plain))
         predicted_s, plain_s = self._roofline_s(batch, value), self._roofline_s(batch, PLAIN)
@@ -88,7 +88,7 @@ class MockBench:
             "batch": batch,
             "tokens_per_round": value,
             "num_drafted": self.config.drafts(value),
-            "kept_tokens_per_round": 1 + accepted / rounds,
+            "kept_tokens_per_round": rounds.tokens_per_round,
             "step_ms": 1e3 * statistics.median(steps_s),
             "tokens_per_s": statistics.median(rates),
             "speedup": statistics.median(ours / theirs for ours, theirs in zip(rates, plain_rates, strict=True)),

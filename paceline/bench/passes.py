@@ -68,14 +68,6 @@ class Answer:
     rounds: list[Round] = field(default_factory=list)
     lossless: bool = True
 
-    @property
-    def num_rounds(self) -> int:
-        return len(self.rounds)
-
-    @property
-    def num_accepted(self) -> int:
-        return sum(each.num_accepted for each in self.rounds)
-
 
 @dataclass(slots=True)
 class Pass:

@@ -195,7 +195,9 @@ def raw_runs(bench: Bench) -> list[dict[str, Any]]:
                     "request": request.name,
                     "num_prompt_tokens": len(request.token_ids),
                     "num_output_tokens": len(answer.token_ids),
-                    **{name: getattr(answer, name) for name in ("seconds", "num_rounds", "num_accepted")},
+                    "seconds": answer.seconds,
+                    "num_rounds": len(answer.rounds),
+                    "num_accepted": sum(one.num_accepted for one in answer.rounds),
                 }
                 for request, answer in zip(bench.requests, each.answers, strict=True)
             ],

@@ -8,6 +8,7 @@ the same bits in any company (`Target.is_width_invariant`): then reuse changes n
 from __future__ import annotations
 
 from paceline.draft.pool import Pool
+from paceline.figures import num_common
 from paceline.model.target import Target
 from paceline.types import Sequence
 
@@ -60,14 +61,4 @@ class PrefixReuse:
 
 def _common(tokens: list[int], seq: Sequence) -> int:
     """How many first tokens of the prompt `tokens` begins with; the prompt's last token is always left to compute."""
-    most = min(len(tokens), seq.prompt_len - 1)
-    if tokens[:most] == seq.tokens[:most]:
-        return most
-    low, high = 0, most  # the first `low` agree, the first `high` do not
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tokens[low:middle] == seq.tokens[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
+    return num_common(tokens, seq.tokens[: seq.prompt_len - 1])

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.errors import CacheError, reraised
+from paceline.figures import num_common
 from paceline.model.target import ForwardBatch, Target
 from paceline.runlog import whole_file
 from paceline.train.dataset import Document
@@ -93,8 +94,7 @@ class OnlineFeatures:
         before, taps_SF, last_row, generation = self._last
         if (row, self._target.cache.generations[row]) != (last_row, generation + 1):
             return None
-        pairs = enumerate(zip(before, tokens[:-1], strict=False))
-        length = next((at for at, (one, other) in pairs if one != other), min(len(before), len(tokens) - 1))
+        length = num_common(before, tokens[:-1])
         if not length:
             return None
         self._target.cache.adopt(row, row, length)
@@ -149,9 +149,9 @@ def cache_features(
     first = 0
     for shard, members in enumerate(_shards(documents)):
         path = _shard_path(folder, shard)
-        if shard % ranks.world == ranks.rank and not path.exists():
-            _write_shard(path, source, range(first, first + len(members)))
         if shard % ranks.world == ranks.rank:
+            if not path.exists():
+                _write_shard(path, source, range(first, first + len(members)))
             for _ in members:
                 on_document()
         first += len(members)
