@@ -17,12 +17,11 @@ from paceline.commands.chat import chat
 from paceline.commands.compare import compare
 from paceline.commands.evaluate import evaluate
 from paceline.commands.generate import generate
-from paceline.commands.regenerate import regenerate
 from paceline.commands.report import report
 from paceline.commands.serve import serve
 from paceline.commands.simulate import simulate
 from paceline.commands.simulate_serving import simulate_serving
-from paceline.commands.train import train
+from paceline.commands.train import regenerate, train
 from paceline.errors import PacelineError
 
 app = typer.Typer(
@@ -66,21 +65,23 @@ def models() -> None:
     print(f"kept in {home} (set PACELINE_HOME to move it)")
 
 
-app.command()(generate)
-app.command()(chat)
-app.command()(compare)
-app.command()(train)
-app.command()(regenerate)
-app.command()(evaluate)
-app.command()(report)
-app.command()(serve)
-app.command()(simulate_serving)
-app.command()(simulate)
-app.command()(calculator)
-app.command()(models)
-bench_app.command("decode")(bench_decode)
-bench_app.command("serving")(bench_serving)
-bench_app.command("steps")(bench_steps)
+for _each in (
+    generate,
+    chat,
+    compare,
+    train,
+    regenerate,
+    evaluate,
+    report,
+    serve,
+    simulate_serving,
+    simulate,
+    calculator,
+    models,
+):
+    app.command()(_each)
+for _each in (bench_decode, bench_serving, bench_steps):
+    bench_app.command(_each.__name__.removeprefix("bench_"))(_each)
 
 _UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 """Typer carries its own click since 0.22; its base error has no public name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,7 +17,6 @@ from paceline.errors import ContextLengthError, PromptError
 from paceline.types import SamplingParams
 
 if TYPE_CHECKING:
-    from paceline.engine.engine import Chunk
     from paceline.engine.llm import LLM
 
 HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer, Ctrl-D leaves"
@@ -74,7 +73,7 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) ->
     from paceline.engine.llm import GenerationStats
 
     texts, stats = [], None
-    with interruptible() as is_interrupted, contextlib.closing(_chunks(llm, messages, params)) as chunks:
+    with interruptible() as is_interrupted, contextlib.closing(llm.stream(messages, params)) as chunks:
         for chunk in chunks:
             texts.append(chunk.text)
             print(chunk.text, end="", flush=True)
@@ -85,10 +84,6 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) ->
     if stats and sys.stdin.isatty():
         say(f"[{stats.tokens_per_s:.1f} tokens/s, {stats.tokens_per_round:.2f} tokens per round]")
     return "".join(texts)
-
-
-def _chunks(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> Generator[Chunk, None, None]:
-    yield from llm.stream(messages, params)
 
 
 def _lines() -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +25,7 @@ from paceline.commands.shared import (
 )
 from paceline.commands.terminal import introduce, say
 from paceline.config import EngineConfig
-from paceline.errors import ConfigError, PromptError
+from paceline.errors import ConfigError, PromptError, reraised
 from paceline.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 FIGURES = ("num_prompt_tokens", "num_output_tokens", "tokens_per_s", "decode_tokens_per_s", "time_to_first_token_s")
 FIGURES += ("tokens_per_round", "acceptance_rate", "accepted_histogram", "lossless")
+BESIDE = ("speedup", "identical", "first_difference", "top2_gap")
 
 
 @options
@@ -65,7 +66,7 @@ def generate(
         raise ConfigError("--against knows transformers only, and greedy answers only: leave it or --temperature out")
     if sampling.logprobs is not None and not as_json:
         say("note: --logprobs shows only with --json")
-    from paceline.bench.beside import BesidePlain, answer_plainly, ask_transformers
+    from paceline.bench.beside import answer_plainly, beside_plain, beside_transformers
     from paceline.bench.pages import render
     from paceline.bench.passes import described
     from paceline.engine.llm import LLM
@@ -76,12 +77,12 @@ def generate(
     token_ids = encode(llm, prompt, system, raw)
     plain = answer_plainly(llm, token_ids, sampling) if compare else None
     completion = _stream(llm, token_ids, sampling, as_json)
-    beside_plain = BesidePlain.of(llm, completion, plain, sampling) if plain else None
-    beside_peer = ask_transformers(llm, completion, sampling) if against else None
+    beside = beside_plain(llm, completion, plain, sampling) if plain else None
+    peer = beside_transformers(llm, completion, sampling) if against else None
     machine, figures, spent_s = this_machine(llm.config.device), completion.stats, completion.stats.timings.verify_s
     read_per_s = llm.target.weight_bytes * figures.num_rounds / spent_s if spent_s else None
     told = {"llm": llm, "stats": figures, "machine": machine, "read_per_s": read_per_s}
-    say(render("answer.txt", **told, plain=beside_plain, peer=beside_peer).rstrip())
+    say(render("answer.txt", **told, plain=beside, peer=peer).rstrip())
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,
@@ -94,8 +95,8 @@ def generate(
         "bytes_per_s": read_per_s,
         "machine": machine,
         **({"logprobs": completion.logprobs} if sampling.logprobs is not None else {}),
-        **(asdict(beside_plain) if beside_plain else {}),
-        **({"transformers": {"tokens_per_s": beside_peer.tokens_per_s, "speedup": beside_peer.speedup}} if beside_peer else {}),
+        **({"plain_tokens_per_s": beside.tokens_per_s, **{name: getattr(beside, name) for name in BESIDE}} if beside else {}),
+        **({"transformers": {"tokens_per_s": peer.tokens_per_s, "speedup": peer.speedup}} if peer else {}),
     }
 
 
@@ -105,19 +106,12 @@ def model_and_prompt(words: list[str], has_model: bool, prompt_file: Path | None
     if prompt_file is None:
         prompt = prompt_of(words.pop() if words else None, "paceline generate")
     else:
-        prompt = not_empty(_read(prompt_file))
+        unread = f"cannot read the prompt file {prompt_file}"
+        with reraised(PromptError, unread, "check the path, and that it is UTF-8 text", OSError, UnicodeDecodeError):
+            prompt = not_empty(prompt_file.read_text(encoding="utf-8"))
     if len(words) > 1 or (words and has_model):
         raise PromptError("too many words: put the prompt in quotes, after the model's name if you give one")
     return (words[0] if words else None), prompt
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PromptError(f"cannot read the prompt file {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise PromptError(f"the prompt file {path} is not UTF-8 text: convert it first") from error
 
 
 def encode(llm: LLM, prompt: str, system: str | None, raw: bool) -> list[int]:

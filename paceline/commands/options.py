@@ -77,8 +77,6 @@ class Without(Changed):
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a field's annotation says."""
-
     base: type
     """The type of the value, or of a tuple's items."""
     is_optional: bool = False
@@ -105,8 +103,6 @@ class _Kind:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """One field of a dataclass as an option."""
-
     field: str
     option: str
     """As it is typed: --max-batch."""

@@ -29,7 +29,6 @@ def with_model(engine: EngineConfig, word: str | None) -> EngineConfig:
 
 
 def is_named(engine: EngineConfig) -> bool:
-    """Whether --model names another model than the default."""
     return engine.model != EngineConfig().model
 
 
@@ -73,7 +72,6 @@ def grammar_of(json_schema: str | None, regex: str | None) -> GrammarSpec | None
 
 
 def note_without_effect(sampling: SamplingParams) -> None:
-    """Say which options do nothing at temperature 0."""
     for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         if sampling.is_greedy and getattr(sampling, name) != off:
             say(f"note: --{name.replace('_', '-')} has no effect at temperature 0")

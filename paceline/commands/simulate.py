@@ -1,7 +1,8 @@
-"""`paceline simulate`: predict, and print the table, the limits and the flags; or fit a calibration."""
+"""`paceline simulate`: predict, and print the table, the limits and the flags; or fit the roofline to measured steps."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,11 +12,14 @@ import typer
 from paceline.commands.options import options
 from paceline.commands.shared import Json
 from paceline.commands.terminal import say
+from paceline.errors import ConfigError
+from paceline.runlog import plain, write_whole
 from paceline.simulate.config import CostsConfig, PredictConfig
 from paceline.tables import Column, Table
 
 if TYPE_CHECKING:
     from paceline.simulate.answer import Answer
+    from paceline.simulate.calibrate import Fitted
     from paceline.simulate.speedup import Prediction
 
 BAR_WIDTH = 32
@@ -56,9 +60,7 @@ def simulate(
     if list_known:
         return _list_known(as_json)
     if calibrate:
-        from paceline.commands.simulate_calibrate import fit_and_report
-
-        return fit_and_report(costs, calibrate, out, as_json)
+        return _fit_and_report(costs, calibrate, out, as_json)
     from paceline.simulate.answer import predict_all
 
     answer = predict_all(costs, config)
@@ -109,13 +111,11 @@ def _bar(found: Prediction, length: int, speedup: float) -> str:
 
 
 def print_notes(warnings: Sequence[str], limits: Sequence[str], *, stderr: bool) -> None:
-    """What a reader must know about the figures above."""
     lines = [*(f"warning: {warning}" for warning in warnings), "Limits:", *(f"- {sentence}" for sentence in limits)]
     (say if stderr else print)("\n".join(lines))
 
 
 def _list_known(as_json: bool) -> dict[str, Any]:
-    """Models and machines of the catalogue."""
     from paceline.hardware import KNOWN_MACHINES
     from paceline.simulate import catalogue
 
@@ -128,3 +128,41 @@ def _list_known(as_json: bool) -> dict[str, Any]:
     if not as_json:
         print("machines: " + ", ".join([*KNOWN_MACHINES, "this"]))
     return {"models": list(shapes), "unavailable": unavailable, "machines": list(KNOWN_MACHINES)}
+
+
+def _fit_and_report(config: CostsConfig, paths: list[Path], out: Path | None, as_json: bool) -> dict[str, Any]:
+    """Write calibration.json, calibration.md and calibration.svg beside the step times, or into `out`."""
+    from paceline.bench.pages import render
+    from paceline.simulate.calibrate import calibrate, measured_rounds, reached
+
+    fitted = calibrate(config, paths)
+    folder = out or (paths[0] if paths[0].is_dir() else paths[0].parent)
+    bandwidth, arithmetic = reached(fitted.costs, measured_rounds(fitted.steps)[0].context)
+    said = {"calibration": fitted.calibration, "report": fitted, "bandwidth": bandwidth, "arithmetic": arithmetic}
+    file, text = folder / "calibration.json", render("calibration.md", **said)
+    write_whole(file, json.dumps(plain(fitted.as_json()), indent=1) + "\n")
+    write_whole(folder / "calibration.md", text)
+    _draw_fit(folder / "calibration.svg", fitted)
+    (say if as_json else print)(text)
+    say(f"predict with it: paceline simulate --calibration {file}")
+    return {"calibration": file, **fitted.as_json()}
+
+
+def _draw_fit(file: Path, fitted: Fitted) -> None:
+    """Measured rounds as points joined by lines, predicted ones dashed; a notice when matplotlib is missing."""
+    from paceline.bench.plots import Series, curves
+    from paceline.simulate.calibrate import measured_rounds
+
+    rounds, series = measured_rounds(fitted.steps), []
+    for color, batch in enumerate(sorted({each.batch for each in rounds})):
+        own = sorted((each for each in rounds if each.batch == batch), key=lambda each: each.width)
+        widths = [each.width for each in own]
+        predicted = [1e3 * fitted.costs.round_s(batch, round(each.width) - 1, each.context) for each in own]
+        series.append(Series(f"batch {batch:g}", widths, [1e3 * each.seconds for each in own], color))
+        series.append(Series(f"predicted {batch:g}", widths, predicted, color, is_faint=True))
+    try:
+        _, drawn = curves("Rounds, measured and predicted", series, xlabel="positions of a row", ylabel="ms", ylim=(0, None))
+    except ConfigError as error:
+        say(f"no figure: {error}")
+        return
+    write_whole(file, drawn + "\n")

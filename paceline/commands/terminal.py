@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 
 
 def say(text: str) -> None:
-    """One line for the person at the terminal."""
     print(text, file=sys.stderr, flush=True)
 
 
 def print_json(line: dict[str, Any]) -> None:
-    """The last line of stdout."""
     print(json.dumps(plain(line)), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""`paceline train`: the options of `paceline.train.train`, and what is shown of the run."""
+"""`paceline train` and `paceline regenerate`: the options of these calls of `paceline.train`, and what is shown of the runs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ from paceline.commands.shared import Json
 from paceline.commands.terminal import TerminalProgress, say
 from paceline.config import EngineConfig
 from paceline.errors import CacheError, ConfigError
-from paceline.train import train as run
-from paceline.train.config import (
-    AnswerConfig,
-    DrafterShape,
-    LoopConfig,
-    LossConfig,
-    OptimConfig,
-    PromptsConfig,
-    TrainConfig,
-)
+from paceline.train import config as asks
+from paceline.train import regenerate as run_regenerate
+from paceline.train import train as run_train
+from paceline.train.ranks import Ranks
 
 Target = Annotated[
     EngineConfig,
@@ -37,14 +31,14 @@ SHAPE = {
 
 @options
 def train(
-    config: Annotated[TrainConfig, Without("target", "asked", "answering", "shape", "loop")],
+    config: Annotated[asks.TrainConfig, Without("target", "asked", "answering", "shape", "loop")],
     target: Target,
-    asked: PromptsConfig,
-    answering: Annotated[AnswerConfig, Without("seed"), Changed(temperatures=Opt("--temperature"))],
-    shape: Annotated[DrafterShape, Changed(**SHAPE)],
-    loop: Annotated[LoopConfig, Without("loss", "optim"), Changed(autocast=Opt("--autocast/--full-precision"))],
-    loss: Annotated[LossConfig, Without("alpha"), Changed(name=Opt("--loss"), vocab=Opt("--loss-vocab"))],
-    optim: Annotated[OptimConfig, Only("name", "lr"), Changed(name=Opt("--optimiser"))],
+    asked: asks.PromptsConfig,
+    answering: Annotated[asks.AnswerConfig, Without("seed"), Changed(temperatures=Opt("--temperature"))],
+    shape: Annotated[asks.DrafterShape, Changed(**SHAPE)],
+    loop: Annotated[asks.LoopConfig, Without("loss", "optim"), Changed(autocast=Opt("--autocast/--full-precision"))],
+    loss: Annotated[asks.LossConfig, Without("alpha"), Changed(name=Opt("--loss"), vocab=Opt("--loss-vocab"))],
+    optim: Annotated[asks.OptimConfig, Only("name", "lr"), Changed(name=Opt("--optimiser"))],
     as_json: Json = False,
 ) -> dict[str, Any] | None:
     """Prompts in, drafter out: the target answers, its hidden states teach a DFlash drafter. Killed, it resumes.
@@ -59,9 +53,7 @@ def train(
         shape=shape,
         loop=replace(loop, loss=loss, optim=optim),
     )
-    result = run(config, progress=TerminalProgress())
-    from paceline.train.ranks import Ranks
-
+    result = run_train(config, progress=TerminalProgress())
     if not Ranks.here().is_first:
         return None
     try:
@@ -71,3 +63,19 @@ def train(
     except (ConfigError, CacheError) as error:
         say(f"note: no report.html ({error})")
     return asdict(result)
+
+
+@options
+def regenerate(
+    config: Annotated[asks.RegenerateConfig, Without("target", "asked", "answering")],
+    target: Target,
+    asked: asks.PromptsConfig,
+    answering: Annotated[asks.AnswerConfig, Changed(temperatures=Opt("--temperature"))],
+    as_json: Json = False,
+) -> dict[str, Any] | None:
+    """The target answers prompts, batched: the data a drafter learns from. Without prompts it writes some itself.
+
+    Example: paceline regenerate --prompts questions.jsonl --out runs/answers
+    """
+    result = run_regenerate(replace(config, target=target, asked=asked, answering=answering), progress=TerminalProgress())
+    return asdict(result) if Ranks.here().is_first else None

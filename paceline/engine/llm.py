@@ -218,7 +218,9 @@ class LLM:
                     on_chunk(chunk)
         return [done[place] for place in range(len(prompts))]
 
-    def stream(self, prompt: list[Message] | str | list[int], params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(
+        self, prompt: list[Message] | str | list[int], params: SamplingParams | None = None
+    ) -> Generator[Chunk, None, None]:
         """Chunks of one answer as they are committed: messages go through the chat template, a string is raw text.
 
         Several streams may be read in turns, and other answers made between two chunks: each gets its own.
