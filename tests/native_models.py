@@ -119,7 +119,9 @@ def quantised(tensor: Tensor, kind: BlockKind) -> Blocks:
 
 
 def native_decoder(config: DecoderConfig, weights: dict[str, Any], dtype: torch.dtype, num_rows: int = 4) -> NativeDecoder:
-    return NativeDecoder(config, weights.items(), num_rows=num_rows, max_len=128, dtype=dtype, num_threads=1)
+    made = NativeDecoder(config, weights.items(), num_rows=num_rows, max_len=128, dtype=dtype)
+    native_lib.set_threads(1)
+    return made
 
 
 def twins(config: DecoderConfig, dtype: torch.dtype, num_rows: int = 4) -> tuple[Decoder, NativeDecoder]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import reprlib
-import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,9 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.errors import CacheError, DrafterMismatchError, ModelFileError, UnsupportedModelError, refuse, reraised
+from paceline.errors import CacheError, DrafterMismatchError, ModelFileError, UnsupportedModelError, reraised
 from paceline.model.checkpoint import check_finite, load_tensors, read_json
-from paceline.model.config import FAMILIES, MAX_SIZE, DecoderConfig, decoder_config
+from paceline.model.config import FAMILIES, LARGEST, DecoderConfig, decoder_config, fraction, is_whole, short, whole
 from paceline.model.target import Target
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -58,37 +56,31 @@ class DFlashConfig:
         if not isinstance(nested, dict):
             raise ModelFileError(f"{path}: dflash_config must be an object: correct config.json")
         own = {**raw, **nested}
-        _check_types(own, path)
         _check_supported(raw, path)
         values = FAMILIES["Qwen3ForCausalLM"] | {"vocab_size": 1} | raw | {"architectures": ["Qwen3ForCausalLM"]}
         shape = decoder_config(values, path)
-        num_target_layers, layer_ids = own.get("num_target_layers"), own.get("target_layer_ids")
+        num_target_layers = whole(own, "num_target_layers", path, 0, least=0) or None
+        layer_ids = own.get("target_layer_ids")
         if layer_ids is None and num_target_layers is not None:
             layer_ids = default_layer_ids(num_target_layers, shape.num_layers)
-        config = cls(
+        if not isinstance(layer_ids, list) or not layer_ids or not all(map(is_whole, layer_ids)):
+            needed = "needs num_target_layers, or target_layer_ids as a list of layers"
+            raise ModelFileError(f"{path}: config.json {needed} (got {short(layer_ids)}): correct it")
+        if len(set(layer_ids)) < len(layer_ids):
+            raise ModelFileError(f"{path}: target_layer_ids names a layer twice: correct config.json")
+        return cls(
             shape=shape,
-            vocab_size=raw.get("vocab_size"),
+            vocab_size=whole(raw, "vocab_size", path, 0, least=0) or None,
             num_target_layers=num_target_layers,
-            target_layer_ids=tuple(layer_ids or ()),
-            block_size=own.get("block_size", 16),
-            mask_token_id=own.get("mask_token_id", -1),
-            is_causal=_causal_layers(values, shape.num_layers),
-            input_embedding_scale=float(own.get("input_embedding_scale", 1.0)),
-            output_multiplier=float(own.get("output_multiplier", 1.0)),
-            final_logit_softcapping=max(0.0, float(own.get("final_logit_softcapping") or 0.0)),
+            target_layer_ids=tuple(layer_ids),
+            block_size=whole(own, "block_size", path, 16, least=2),
+            mask_token_id=whole(own, "mask_token_id", path, least=0),
+            is_causal=_causal_layers(values, shape.num_layers, path),
+            input_embedding_scale=fraction(own, "input_embedding_scale", 1.0, path, above=-LARGEST),
+            output_multiplier=fraction(own, "output_multiplier", 1.0, path, above=-LARGEST),
+            final_logit_softcapping=max(0.0, fraction(own, "final_logit_softcapping", 0.0, path, above=-LARGEST)),
             raw=raw,
         )
-        config._check(path)
-        return config
-
-    def _check(self, path: Path) -> None:
-        wrong = (
-            (len(set(self.target_layer_ids)) < len(self.target_layer_ids), "target_layer_ids names a layer twice"),
-            (not self.target_layer_ids, "target_layer_ids is missing and num_target_layers, which would give it, too"),
-            (not isinstance(self.block_size, int) or self.block_size < 2, "block_size must be 2 or more"),
-            (not isinstance(self.mask_token_id, int) or self.mask_token_id < 0, "mask_token_id is missing or no token id"),
-        )
-        refuse(ModelFileError, *((is_wrong, f"{path}: {reason}: correct config.json") for is_wrong, reason in wrong))
 
 
 def default_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
@@ -214,69 +206,40 @@ def write_checkpoint(
     remedy = "free space or choose another folder"
     with reraised(CacheError, f"the drafter cannot be written to {folder}", remedy, OSError, SafetensorError):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+            made = Path(scratch) / "drafter"
+            made.mkdir()
             contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-            save_file(contiguous, scratch / "model.safetensors", metadata={"format": "pt"})
+            save_file(contiguous, made / "model.safetensors", metadata={"format": "pt"})
             if draft_ids is not None:
-                save_file({"ids": draft_ids.cpu().contiguous()}, scratch / DRAFT_IDS)
-            (scratch / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-            _publish(scratch, folder)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+                save_file({"ids": draft_ids.cpu().contiguous()}, made / DRAFT_IDS)
+            (made / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+            _publish(made, folder)
 
 
-def _publish(scratch: Path, folder: Path) -> None:
-    for file in scratch.iterdir():
+def _publish(made: Path, folder: Path) -> None:
+    for file in made.iterdir():
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
     if not folder.exists():
-        scratch.chmod(0o755)
-        os.rename(scratch, folder)
+        os.rename(made, folder)
         return
     for name in ("model.safetensors", DRAFT_IDS, "config.json"):
-        if (scratch / name).exists():
-            os.replace(scratch / name, folder / name)
+        if (made / name).exists():
+            os.replace(made / name, folder / name)
         else:
             (folder / name).unlink(missing_ok=True)
 
 
-_KINDS: tuple[tuple[str, type, int], ...] = (
-    ("vocab_size", int, 1),
-    ("num_target_layers", int, 1),
-    ("target_layer_ids", list, -MAX_SIZE),
-    ("block_size", int, -MAX_SIZE),
-    ("mask_token_id", int, -MAX_SIZE),
-    ("max_window_layers", int, 0),
-    ("input_embedding_scale", float, -MAX_SIZE),
-    ("output_multiplier", float, -MAX_SIZE),
-    ("final_logit_softcapping", float, -MAX_SIZE),
-)
-"""Keys of the format that are numbers, or lists of them, and the least each may be."""
-
-
-def _causal_layers(values: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+def _causal_layers(values: dict[str, Any], num_layers: int, path: Path) -> tuple[bool, ...]:
     if values.get("is_causal") is not None:
         return (bool(values["is_causal"]),) * num_layers
     types = values.get("layer_types")
     if types is None:
         has_window = values.get("use_sliding_window") is True and values.get("sliding_window") is not None
-        first = values.get("max_window_layers", 28) if has_window else num_layers
+        first = whole(values, "max_window_layers", path, 28, least=0) if has_window else num_layers
         return tuple(index >= first for index in range(num_layers))
     return tuple(kind == "sliding_attention" for kind in types)
-
-
-def _check_types(own: Mapping[str, Any], path: Path) -> None:
-    """Raises ModelFileError naming a key of the format whose value is of another kind. None is as good as no key."""
-    for key, kind, least in _KINDS:
-        value = own.get(key)
-        values = value if kind is list and isinstance(value, list) else [value]
-        wanted = (int, float) if kind is float else int
-        is_right = (kind is not list or isinstance(value, list)) and all(
-            isinstance(one, wanted) and not isinstance(one, bool) and least <= one < MAX_SIZE for one in values
-        )
-        if value is not None and not is_right:
-            raise ModelFileError(f"{path}: {key} cannot be {reprlib.repr(value)}: correct config.json")
 
 
 def _check_supported(raw: Mapping[str, Any], path: Path) -> None:

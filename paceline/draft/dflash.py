@@ -28,6 +28,7 @@ from paceline.draft.dflash_native import NativePath
 from paceline.draft.dflash_torch import Drafts, TorchPath
 from paceline.draft.pending import MOST, PIECE, PendingFeatures
 from paceline.errors import ConfigError, ModelFileError
+from paceline.model.checkpoint import random_weights
 from paceline.model.config import DecoderConfig
 from paceline.model.fused import rms_norm, swiglu
 from paceline.model.logits import sample, target_probs
@@ -133,14 +134,9 @@ class DFlashNetwork(nn.Module):
     @classmethod
     def random(cls, config: DFlashConfig, seed: int = 0) -> DFlashNetwork:
         """Float32 weights, normal with deviation 0.02, norms one; the same for the same seed."""
-        generator = torch.Generator().manual_seed(seed)
         with torch.device("meta"):
-            shapes = {name: tensor.shape for name, tensor in cls(config).state_dict().items()}
-        tensors = {
-            name: torch.ones(shape) if "norm" in name else torch.empty(shape).normal_(0.0, 0.02, generator=generator)
-            for name, shape in shapes.items()
-        }
-        return cls.of(config, tensors)
+            shapes = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
+        return cls.of(config, dict(random_weights(shapes, seed)))
 
     def forward(self, block_TD: Tensor, taps_NF: Tensor, attend: Attend) -> Tensor:
         """Final normed hidden states [T, D] of block inputs, given the target's taps at N context positions.
@@ -222,10 +218,10 @@ class DFlashDrafter(Drafter):
             self._path.cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
         else:
             made_of = self.config, self.network.state_dict()
-            is_native = isinstance(target, NativeDecoder)
-            self._path = (
-                NativePath(*made_of, target, self.draft_ids) if is_native else TorchPath(*made_of, target, self.draft_ids)
-            )
+            if isinstance(target, NativeDecoder):
+                self._path = NativePath(*made_of, target, self.draft_ids)
+            else:
+                self._path = TorchPath(*made_of, target, self.draft_ids)
         self._target, self._bound_cache = target, target.cache
         self._vocab_size, self._overwrites_taps = target.vocab_size, target.overwrites_taps
         self._ids = None if self.draft_ids is None else self.draft_ids.tolist()
@@ -356,6 +352,5 @@ def _num_finite(values: list[float]) -> int:
 
 
 def _drawn(seq: Sequence, probs_KV: Tensor) -> list[int]:
-    """A draft of each slot, drawn from its distribution."""
     draws = [rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, slot) for slot in range(len(probs_KV))]
     return [sample(probs_V, draw) for probs_V, draw in zip(probs_KV, draws, strict=True)]

@@ -7,13 +7,15 @@ that is read in blocks the drafter's matrices are rounded to Q8_0: half the byte
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.draft.checkpoint import DFlashConfig
 from paceline.draft.dflash_torch import Drafts
-from paceline.model.blocks import quantise
+from paceline.model.blocks import Weight, quantise
+from paceline.model.decoder import build_layers
 from paceline.model.native_decoder import NativeDecoder, cache_view, layer_parts, native_cache, native_model, pack, pack_vectors
 from paceline.model.native_lib import Buffers, pointer
 
@@ -28,11 +30,11 @@ class NativePath:
         in_blocks = target.weight_format not in ("float32", "bfloat16")
         rounded = {name: tensor.detach().to("cpu", dtype) for name, tensor in network.items()}
         weights = {name: quantise(tensor, "Q8_0") if in_blocks else tensor for name, tensor in rounded.items()}
-        layers = []
-        for index in range(shape.num_layers):
-            prefix = f"layers.{index}."
-            own = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
-            layers.append({**layer_parts(shape, index, own, dtype), "is_causal": int(config.is_causal[index])})
+
+        def make_layer(index: int, own: dict[str, Weight]) -> dict[str, Any]:
+            return {**layer_parts(shape, index, own, dtype), "is_causal": int(config.is_causal[index])}
+
+        layers, _ = build_layers(shape, weights.items(), make_layer, make_other=lambda name, weight: None)
         context = [f"layers.{index}.self_attn.{which}_proj" for which in "kv" for index in range(shape.num_layers)]
         self._head = target.head_matrix if draft_ids is None else target.head_matrix.select(draft_ids.tolist())
         slack, max_len = config.block_size, target.cache.max_len

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.draft.checkpoint import DFlashConfig
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of
-from paceline.model.decoder import Layer, PackedLinear, RMSNorm, fuse
+from paceline.model.decoder import Layer, PackedLinear, RMSNorm, build_layers, fuse
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.rope import rope_tables
 from paceline.model.target import Target, head_weight
@@ -46,11 +46,7 @@ class TorchPath:
         heads = shape.num_layers * shape.num_kv_heads
         self.cache = StaticKVCache(1, num_rows, heads, max_len, shape.head_dim, dtype, device, slack=slack)
         """What was injected, by the target's rows."""
-        self._layers: list[Layer] = []
-        for index in range(shape.num_layers):
-            prefix = f"layers.{index}."
-            own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-            self._layers.append(Layer.of(shape, index, own))
+        self._layers, _ = build_layers(shape, weights.items(), partial(Layer.of, shape), make_other=lambda name, weight: None)
         self._kinds = [(layer.window, is_causal) for layer, is_causal in zip(self._layers, config.is_causal, strict=True)]
         self._keys = self.cache.keys[0].chunk(shape.num_layers, dim=1)
         self._values = self.cache.values[0].chunk(shape.num_layers, dim=1)

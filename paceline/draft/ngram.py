@@ -26,8 +26,6 @@ _FADE, _FIRST_TRUST = 0.85, 0.8
 
 @dataclass(slots=True)
 class _Row:
-    """Index and record of one sequence."""
-
     last: list[dict[tuple[int, ...], int]]
     """Per n: the last n tokens -> the position after where they last stood, the text's very end excepted."""
     num_indexed: int = 0

@@ -26,7 +26,6 @@ class PendingFeatures:
         self._rows: dict[int, _Row] = {}
 
     def count(self, row: int) -> int:
-        """Positions that wait."""
         return self._rows[row].count if row in self._rows else 0
 
     def add(self, one: Observed) -> None:
@@ -56,5 +55,4 @@ class PendingFeatures:
         return taken
 
     def drop(self, row: int) -> None:
-        """Forget what waits."""
         self._rows.pop(row, None)

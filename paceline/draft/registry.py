@@ -60,15 +60,20 @@ def make_drafter(
     return _from_checkpoint(spec, target, **options)
 
 
-def _from_checkpoint(name: str, target: Target, **options: Any) -> Drafter:
-    """A DFlash checkpoint or, whatever else it is, a language model to draft with."""
+def checkpoint_of(name: str) -> Path:
+    """Where a drafter that is none of DRAFTERS lies. Raises ModelNotFoundError."""
     try:
-        path = hub.resolve(name)
+        return hub.resolve(name)
     except ModelNotFoundError as error:
         raise ModelNotFoundError(
             f"no drafter {name!r}: give one of {', '.join(DRAFTERS)}, a folder, a hub id, "
             f"or a built-in model ({', '.join(hub.BUILTINS)})"
         ) from error
+
+
+def _from_checkpoint(name: str, target: Target, **options: Any) -> Drafter:
+    """A DFlash checkpoint or, whatever else it is, a language model to draft with."""
+    path = checkpoint_of(name)
     if path.is_dir() and is_dflash(read_json(path / "config.json")):
         return DFlashDrafter.from_folder(path, **options)
     model = load_target(

@@ -7,6 +7,8 @@ cache still lacks: the anchor, and the last draft when all of them stood.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -63,7 +65,7 @@ class SmallModelDrafter(Drafter):
         cache.rollback(rows, [min(cache.lengths[row], end) for row, end in zip(rows, ends, strict=True)])
         prompts = [(one.sequence, end) for one, end in zip(observed, ends, strict=True) if end <= one.sequence.prompt_len]
         if prompts:
-            self.model.forward(self._lacking([seq for seq, _ in prompts], [end for _, end in prompts], "none"))
+            self.model.forward(self._lacking([seq for seq, _ in prompts], [seq.tokens[:end] for seq, end in prompts], "none"))
 
     def propose(self, batch: Batch) -> DraftBlock:
         limits = batch.draft_limits_B(self.num_drafted)
@@ -84,24 +86,17 @@ class SmallModelDrafter(Drafter):
 
     def _next_logits(self, sequences: list[Sequence], drafts_B: list[list[int]]) -> Tensor:
         """Logits [B, V] of the token after each sequence and its drafts so far, of which only the last is not cached."""
-        if not drafts_B[0]:
-            batch = self._lacking(sequences, [len(seq.tokens) for seq in sequences], "last")
-        else:
-            rows = [seq.row for seq in sequences]
-            starts = [self.model.cache.lengths[row] for row in rows]
-            batch = ForwardBatch(rows, starts, [1] * len(rows), [drafts[-1] for drafts in drafts_B], "last")
-        logits_BV = self.model.forward(batch).logits_TV
+        texts = [seq.tokens + drafts for seq, drafts in zip(sequences, drafts_B, strict=True)]
+        logits_BV = self.model.forward(self._lacking(sequences, texts, "last")).logits_TV
         assert logits_BV is not None
         return logits_BV
 
-    def _lacking(self, sequences: list[Sequence], ends: list[int], logits: str) -> ForwardBatch:
-        """The tokens before `ends` that the model's cache does not hold."""
+    def _lacking(self, sequences: list[Sequence], texts: list[list[int]], logits: Literal["last", "none"]) -> ForwardBatch:
+        """What the model's cache does not hold of each sequence's text."""
         rows = [seq.row for seq in sequences]
         starts = [self.model.cache.lengths[row] for row in rows]
-        counts = [end - start for start, end in zip(starts, ends, strict=True)]
-        bounds = zip(sequences, starts, ends, strict=True)
-        tokens = [token for seq, start, end in bounds for token in seq.tokens[start:end]]
-        return ForwardBatch(rows, starts, counts, tokens, "last" if logits == "last" else "none")
+        rests = [text[start:] for text, start in zip(texts, starts, strict=True)]
+        return ForwardBatch(rows, starts, list(map(len, rests)), [token for rest in rests for token in rest], logits)
 
 
 def _drawn(seq: Sequence, logits_V: Tensor, probs_K: list[Tensor]) -> int:

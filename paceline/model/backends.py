@@ -132,7 +132,6 @@ class Form:
 
 
 def form_of(target: Target) -> Form:
-    """How a loaded target computes."""
     if isinstance(target, NativeDecoder):
         return Form("native", native_lib.require().pn_in_use().decode(), target.weight_format)
     return Form("torch", None, str(target.dtype).removeprefix("torch."))

@@ -261,8 +261,6 @@ def _step(num_chars: int) -> Any:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits."""
-
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
     def _generate(self, source: nodes.Template, *args: Any, **options: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -52,9 +52,14 @@ def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[
 
 
 def random_tensors(config: DecoderConfig, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Weights for mocking (`--weights random`): float32, normal with deviation 0.02, norms one; the same for the same seed."""
+    """Weights for mocking (`--weights random`)."""
+    return random_weights(expected_shapes(config), seed)
+
+
+def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Float32, normal with deviation 0.02, norms one; the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
-    for name, shape in expected_shapes(config).items():
+    for name, shape in shapes.items():
         if name.endswith("norm.weight"):
             yield name, torch.ones(shape)
         else:
@@ -177,25 +182,23 @@ def _layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _shards(folder: Path) -> dict[Path, list[str] | None]:
-    """Each weight file with the tensors to take from it; None takes all of them."""
+def _shards(folder: Path) -> dict[Path, list[str]]:
+    """Each weight file with the tensors to take from it; of a single file all."""
     if (folder / "model.safetensors").is_file():
-        return {folder / "model.safetensors": None}
+        return {folder / "model.safetensors": []}
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         raise _no_weights(folder)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFileError(f"{index} holds no weight_map: fetch the model again")
-    shards: dict[Path, list[str] | None] = {}
+    shards: dict[Path, list[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or file != Path(file).name or not file.endswith(".safetensors"):
             raise ModelFileError(
                 f"{index} points to {file!r}, which is no safetensors file of its folder: fetch the model again"
             )
-        names = shards.setdefault(folder / file, [])
-        assert names is not None
-        names.append(name)
+        shards.setdefault(folder / file, []).append(name)
     for file in shards:
         if not file.is_file():
             raise ModelFileError(f"{file} is missing, one of {len(shards)} shards: fetch the model again")
@@ -216,11 +219,11 @@ def _no_weights(folder: Path) -> ModelFileError:
 _TENSORS_PER_MAP = 16
 
 
-def _read_shard(file: Path, names: list[str] | None) -> Iterator[tuple[str, Tensor]]:
+def _read_shard(file: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
     damaged = (SafetensorError, OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError)
     with reraised(ModelFileError, f"{file} is truncated or damaged", "delete it and fetch the model again", *damaged):
         with safe_open(file, framework="pt") as shard:
-            wanted = list(shard.keys()) if names is None else names
+            wanted = names or list(shard.keys())
         for first in range(0, len(wanted), _TENSORS_PER_MAP):
             # Mapped anew every few tensors: pages that were read count as this process's memory until they are unmapped.
             with safe_open(file, framework="pt") as shard:

@@ -75,10 +75,10 @@ def decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
     missing or impossible)."""
     architecture = _architecture(raw, path)
     values = FAMILIES[architecture] | raw | {"family": FAMILIES[architecture]["family"]}
-    family, num_heads = values["family"], _positive(values, "num_attention_heads", path)
-    hidden_size, max_position = _positive(values, "hidden_size", path), _positive(values, "max_position_embeddings", path)
-    head_dim = _positive(values, "head_dim", path, hidden_size // num_heads)
-    num_kv_heads = _positive(values, "num_key_value_heads", path, num_heads)
+    family, num_heads = values["family"], whole(values, "num_attention_heads", path)
+    hidden_size, max_position = whole(values, "hidden_size", path), whole(values, "max_position_embeddings", path)
+    head_dim = whole(values, "head_dim", path, hidden_size // num_heads)
+    num_kv_heads = whole(values, "num_key_value_heads", path, num_heads)
     theta, scaling = _rope(values, max_position, path)
     biased = values.get("attention_bias") is True and family in ("llama", "qwen3")
     if num_heads % num_kv_heads or head_dim % 2 or not head_dim:
@@ -88,15 +88,15 @@ def decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
         )
     return DecoderConfig(
         family=family,
-        vocab_size=_positive(values, "vocab_size", path),
+        vocab_size=whole(values, "vocab_size", path),
         hidden_size=hidden_size,
-        intermediate_size=_positive(values, "intermediate_size", path),
-        num_layers=_positive(values, "num_hidden_layers", path),
+        intermediate_size=whole(values, "intermediate_size", path),
+        num_layers=whole(values, "num_hidden_layers", path),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position=max_position,
-        rms_norm_eps=_number(values, "rms_norm_eps", 1e-6, path),
+        rms_norm_eps=fraction(values, "rms_norm_eps", 1e-6, path),
         rope_theta=theta,
         rope_scaling=scaling,
         tie_embeddings=raw.get("tie_word_embeddings") is True,
@@ -125,7 +125,7 @@ def _rope(values: dict[str, Any], max_position: int, path: Path) -> tuple[float,
         original = scaling["original_max_position_embeddings"]
         scaling["factor"] = max_position / original if is_whole(original) and original > 0 else None
     check_rope(scaling)
-    theta = _number(given if given.get("rope_theta") is not None else values, "rope_theta", 10000.0, path)
+    theta = fraction(given if given.get("rope_theta") is not None else values, "rope_theta", 10000.0, path)
     if theta <= 1:
         raise ModelFileError(f"{path}: rope_theta must be larger than 1 (got {theta}): correct config.json")
     return theta, None if scaling["rope_type"] == "default" else scaling
@@ -139,12 +139,10 @@ def _windows(values: dict[str, Any], path: Path) -> tuple[int | None, ...]:
         window = None
     if window is None:
         return ()
-    window = _positive(values, "sliding_window", path)
+    window = whole(values, "sliding_window", path)
     if family == "mistral":
         return (window,) * num_layers
-    first = values.get("max_window_layers", 28)
-    if not is_whole(first):
-        raise ModelFileError(f"{path}: max_window_layers must be a whole number (got {short(first)}): correct config.json")
+    first = whole(values, "max_window_layers", path, 28, least=0)
     types = values.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     known = ("sliding_attention", "full_attention")
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
@@ -196,22 +194,24 @@ def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _positive(values: dict[str, Any], key: str, path: Path, default: int | None = None) -> int:
+def whole(values: dict[str, Any], key: str, path: Path, default: int | None = None, least: int = 1) -> int:
+    """The value of a key, None being as good as none. Raises ModelFileError when it is no whole number from `least` on."""
     value: Any = default if values.get(key) is None else values[key]
     most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
-    if not is_whole(value) or not 1 <= value <= most:
+    if not is_whole(value) or not least <= value <= most:
         raise ModelFileError(
-            f"{path}: config.json needs {key!r} as a positive whole number, at most {most} (got {short(value)}): correct it"
+            f"{path}: config.json needs {key!r} as a whole number from {least} to {most} (got {short(value)}): correct it"
         )
     return value
 
 
-def _number(values: dict[str, Any], key: str, default: float, path: Path) -> float:
+def fraction(values: dict[str, Any], key: str, default: float, path: Path, above: float = 0.0) -> float:
+    """As `whole`, of a number larger than `above`."""
     value = values.get(key)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:
-        raise ModelFileError(f"{path}: config.json needs {key!r} as a positive number (got {short(value)}): correct it")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value < LARGEST:
+        raise ModelFileError(f"{path}: config.json needs {key!r} as a number above {above:g} (got {short(value)}): correct it")
     return float(value)
 
 

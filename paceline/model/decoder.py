@@ -8,15 +8,15 @@ compares every family with Transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.errors import ContextLengthError
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope
 from paceline.model.blocks import Weight
 from paceline.model.config import DecoderConfig
@@ -36,7 +36,6 @@ class PackedLinear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.out_features, self.in_features = weight.shape
         self.num_bytes = weight.numel() * weight.element_size()
         self._bias = bias
         self._is_packed = can_pack(weight)
@@ -84,8 +83,6 @@ class RMSNorm:
 
 @dataclass(slots=True)
 class Layer:
-    """One decoder layer, fused and packed."""
-
     config: DecoderConfig
     input_norm: RMSNorm
     qkv: PackedLinear
@@ -179,17 +176,10 @@ class Decoder(Target):
         self.windows = sorted({layer.window for layer in self.layers}, key=lambda window: window or 0)
 
     def _build(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Fuse and pack each layer as soon as it is complete, so that nothing is held twice."""
-        layers: dict[int, Layer] = {}
-        rest: dict[str, Tensor] = {}
         # Copies, so that the checkpoint's file does not stay mapped for the sake of one tensor.
         copies = ((name, tensor.to(self.device, self.dtype, copy=True)) for name, tensor in tensors)
-        for index, parts in by_layer(self.config, copies):
-            if index is None:
-                rest |= parts
-            else:
-                layers[index] = Layer.of(self.config, index, parts)
-        self.layers = [layers[index] for index in range(self.num_layers)]
+        make_layer = partial(Layer.of, self.config)
+        self.layers, rest = build_layers(self.config, copies, make_layer, make_other=lambda name, tensor: tensor)
         self.embedding = rest["model.embed_tokens.weight"]
         self.final_norm = RMSNorm(rest["model.norm.weight"], self.config.rms_norm_eps)
         self._head = PackedLinear(self.embedding if self.config.tie_embeddings else rest["lm_head.weight"])
@@ -198,8 +188,7 @@ class Decoder(Target):
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
         config = self.config
-        if max_len > config.max_position:
-            raise ContextLengthError(f"max_len {max_len} is beyond the model's {config.max_position} tokens: lower max_len")
+        self.check_len(max_len)
         self.rope = Rope(*(table.to(self.device, self.dtype) for table in rope_tables(config, max_len + self.slack)))
         shape = (config.num_layers, num_rows, config.num_kv_heads, max_len, config.head_dim)
         self.kv = self.cache = StaticKVCache(*shape, self.dtype, self.device, slack=self.slack)
@@ -223,8 +212,7 @@ class Decoder(Target):
         if batch.logits == "none":
             return ForwardOutput(None, taps_TF)
         if batch.logits == "last" and batch.num_tokens > len(batch.rows):
-            ends = torch.tensor(batch.counts).cumsum(0).sub_(1)
-            hidden_TD = hidden_TD[ends.to(self.device)]
+            hidden_TD = hidden_TD[torch.tensor(batch.logit_rows, device=self.device)]
         return ForwardOutput(self._head(self.final_norm(hidden_TD)), taps_TF)
 
     def run_layers(
@@ -245,18 +233,28 @@ class Decoder(Target):
 AnyWeight = TypeVar("AnyWeight", Tensor, Weight)
 
 
-def by_layer(
-    config: DecoderConfig, tensors: Iterable[tuple[str, AnyWeight]]
-) -> Iterator[tuple[int | None, dict[str, AnyWeight]]]:
-    """A layer's tensors as soon as they are all there, under their names within the layer; every other one alone, with None."""
+AnyLayer = TypeVar("AnyLayer")
+
+
+def build_layers(
+    config: DecoderConfig,
+    tensors: Iterable[tuple[str, AnyWeight]],
+    make_layer: Callable[[int, dict[str, AnyWeight]], AnyLayer],
+    make_other: Callable[[str, AnyWeight], Any],
+) -> tuple[list[AnyLayer], dict[str, Any]]:
+    """Layers, each made of its tensors by their names within it as soon as they are all there, so that nothing is held twice;
+    and what is made of every other tensor, by its name."""
     size = 9 + 3 * config.qkv_bias + config.output_bias + 3 * config.mlp_bias + 2 * config.qk_norm
-    layers: dict[int, dict[str, AnyWeight]] = {}
+    waiting: dict[int, dict[str, AnyWeight]] = {}
+    layers: dict[int, AnyLayer] = {}
+    others: dict[str, Any] = {}
     for name, tensor in tensors:
-        if not name.startswith("model.layers."):
-            yield None, {name: tensor}
+        number, _, own_name = name.removeprefix("model.").removeprefix("layers.").partition(".")
+        if not number.isdecimal():
+            others[name] = make_other(name, tensor)
             continue
-        _, _, number, own_name = name.split(".", 3)
-        layer = layers.setdefault(int(number), {})
-        layer[own_name] = tensor
-        if len(layer) == size:
-            yield int(number), layers.pop(int(number))
+        parts = waiting.setdefault(int(number), {})
+        parts[own_name] = tensor
+        if len(parts) == size:
+            layers[int(number)] = make_layer(int(number), waiting.pop(int(number)))
+    return [layers[index] for index in range(config.num_layers)], others

@@ -131,11 +131,7 @@ def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, W
 def half_split_rows(tensor: Weight, num_heads: int) -> Weight:
     """Undo convert_hf_to_gguf's `permute`: in a head, ggml's rope pairs neighbouring rows, Hugging Face's the two halves."""
     if isinstance(tensor, Blocks):
-        return replace(tensor, data=_half_split(tensor.data, num_heads))
-    return _half_split(tensor, num_heads)
-
-
-def _half_split(tensor: Tensor, num_heads: int) -> Tensor:
+        return replace(tensor, data=half_split_rows(tensor.data, num_heads))
     pairs = tensor.reshape(num_heads, tensor.shape[0] // num_heads // 2, 2, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape).contiguous()
 

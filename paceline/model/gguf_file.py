@@ -10,7 +10,6 @@ import functools
 import math
 import mmap
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,8 +57,6 @@ class _Array:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """The header of a GGUF file."""
-
     path: Path
     metadata: dict[str, Any]
     """Numbers, texts, and arrays that `array` reads."""
@@ -141,8 +138,10 @@ class _Reader:
             raise ValueError(
                 f"it begins with {magic!r} and version {version}; GGUF versions 2 and 3 in little-endian are known"
             )
-        metadata = dict(self.unique(((self.text(), self.value()) for _ in range(num_keys)), "key"))
-        infos = dict(self.unique(((self.text(), self.tensor_info()) for _ in range(num_tensors)), "tensor"))
+        metadata = {self.text(): self.value() for _ in range(num_keys)}
+        infos = {self.text(): self.tensor_info() for _ in range(num_tensors)}
+        if len(metadata) < num_keys or len(infos) < num_tensors:
+            raise ValueError("a key or a tensor comes twice")
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"its alignment {alignment!r} is no power of two")
@@ -207,15 +206,6 @@ class _Reader:
         if offset % alignment or shape[-1] % block_size or not num_bytes or first + offset + num_bytes > len(self.data):
             raise ValueError(f"tensor {name!r} of shape {shape} at {offset} lies across its blocks or its end")
         return StoredTensor(name, Quant(kind), shape, first + offset, num_bytes)
-
-    @staticmethod
-    def unique(entries: Iterator[tuple[str, Any]], what: str) -> Iterator[tuple[str, Any]]:
-        seen: set[str] = set()
-        for name, value in entries:
-            if name in seen:
-                raise ValueError(f"{what} {name!r} comes twice")
-            seen.add(name)
-            yield name, value
 
 
 def _strings(data: bytes, length: int) -> list[str]:

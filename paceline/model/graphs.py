@@ -87,13 +87,23 @@ class GraphDecoder(Decoder):
         needed = max(self.cache.lengths[:num_rows]) + count
         span = _power_of_two(max(needed, _MIN_SPAN), limit=self.kv.keys.shape[3])
         static, graph = self._pass_of(num_rows, count, span)
-        self._fill(static, batch, num_rows, count)
+        tokens = [[0] * count for _ in range(num_rows)]
+        places: list[int] = []  # of the batch's tokens in the static pass
+        for row, own in zip(batch.rows, batch.counts, strict=True):
+            tokens[row][:own] = batch.tokens[len(places) : len(places) + own]
+            places += range(row * count, row * count + own)
+        static.tokens_BJ.copy_(torch.tensor(tokens))
+        static.starts_B.copy_(torch.tensor(self.cache.lengths[:num_rows]))
         if graph is None:
             static.compute()
         else:
             graph.replay()
         self.cache.append(batch.rows, batch.counts)
-        return self._select(static, batch, num_rows, count)
+        assert static.logits is not None
+        if places == list(range(num_rows * count)):
+            return ForwardOutput(static.logits, static.taps)
+        index = torch.tensor(places, device=self.device)
+        return ForwardOutput(static.logits[index], None if static.taps is None else static.taps[index])
 
     def _pass_of(self, num_rows: int, count: int, span: int) -> tuple[StaticPass, torch.cuda.CUDAGraph | None]:
         key = (num_rows, count, span)
@@ -104,23 +114,6 @@ class GraphDecoder(Decoder):
             graph = _capture(static) if self.device.type == "cuda" else None
             self._passes[key] = static, graph
         return self._passes[key]
-
-    def _fill(self, static: StaticPass, batch: ForwardBatch, num_rows: int, count: int) -> None:
-        tokens = [[0] * count for _ in range(num_rows)]
-        begin = 0
-        for row, own in zip(batch.rows, batch.counts, strict=True):
-            tokens[row][:own] = batch.tokens[begin : begin + own]
-            begin += own
-        static.tokens_BJ.copy_(torch.tensor(tokens))
-        static.starts_B.copy_(torch.tensor(self.cache.lengths[:num_rows]))
-
-    def _select(self, static: StaticPass, batch: ForwardBatch, num_rows: int, count: int) -> ForwardOutput:
-        assert static.logits is not None
-        if batch.rows == list(range(num_rows)) and all(own == count for own in batch.counts):
-            return ForwardOutput(static.logits, static.taps)
-        pairs = zip(batch.rows, batch.counts, strict=True)
-        index = torch.tensor([row * count + offset for row, own in pairs for offset in range(own)], device=self.device)
-        return ForwardOutput(static.logits[index], None if static.taps is None else static.taps[index])
 
 
 def _capture(static: StaticPass) -> torch.cuda.CUDAGraph:

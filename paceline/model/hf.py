@@ -66,7 +66,6 @@ class HFTarget(Target):
         num_rows: int,
         max_len: int | None = None,
         weights: Literal["checkpoint", "random"] = "checkpoint",
-        seed: int = 0,
     ) -> HFTarget:
         """Load a local folder (config.json and safetensors), or only its config with random weights.
 
@@ -85,7 +84,7 @@ class HFTarget(Target):
             if weights == "random":
                 config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
                 with torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(seed)
+                    torch.manual_seed(0)
                     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
             else:
                 model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -105,8 +104,7 @@ class HFTarget(Target):
         A model with LongRoPE (Phi-3, Phi-4 128k) rotates by its short factors when `max_len` is at most the length it was
         first trained with, and by its long factors otherwise, at every position.
         """
-        if max_len > self.max_position:
-            raise ContextLengthError(f"max_len {max_len} is beyond the model's {self.max_position} tokens: lower max_len")
+        self.check_len(max_len)
         for module in self.model.modules():
             _fix_rope_factors(module, max_len)
         self._cache = HFCache(
@@ -233,7 +231,6 @@ class HFTarget(Target):
         return _fit_scale(embeddings, first_input), token_bytes, state_bytes, ignores_state
 
     def _first_input(self, tokens: list[int], cache: Any) -> Tensor | None:
-        """What the first layer receives for these tokens."""
         inputs: list[Tensor] = []
 
         def keep(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -128,7 +128,6 @@ class HFCache(KVCache):
 
 
 def make_cache(config: Any) -> Any:
-    """An empty cache of Transformers for one row."""
     from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
     cache = DynamicCache(config=config)

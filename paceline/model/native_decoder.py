@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.errors import ContextLengthError
 from paceline.model import native_lib as native
 from paceline.model.blocks import Blocks, Weight
 from paceline.model.config import DecoderConfig
-from paceline.model.decoder import by_layer
+from paceline.model.decoder import build_layers
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.native_lib import Buffers, CCache, CConfig, CLayer, Matrix, Model, filled, padded_rows, pointer
 from paceline.model.rope import rope_tables
@@ -58,15 +57,15 @@ class NativeDecoder(Target):
         self.allocate_cache(num_rows, max_len)
 
     def _load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
-        """Packs a stream of named tensors, each layer as soon as it is complete, so that nothing is held twice."""
-        config, layers, rest = self.config, dict[int, dict[str, Any]](), dict[str, Any]()
-        for index, parts in by_layer(config, tensors):
-            if index is not None:
-                layers[index] = layer_parts(config, index, parts, self.dtype)
-                continue
-            ((name, weight),) = parts.items()
-            rest[name] = _vector(weight, self.dtype) if name == "model.norm.weight" else pack([weight], self.dtype)
-        self._layers = [layers[index] for index in range(config.num_layers)]
+        config = self.config
+
+        def make_layer(index: int, parts: dict[str, Weight]) -> dict[str, Any]:
+            return layer_parts(config, index, parts, self.dtype)
+
+        def make_other(name: str, weight: Weight) -> Any:
+            return _vector(weight, self.dtype) if name == "model.norm.weight" else pack([weight], self.dtype)
+
+        self._layers, rest = build_layers(config, tensors, make_layer, make_other)
         self._final_norm = rest["model.norm.weight"]
         self.embedding_matrix: Matrix = rest["model.embed_tokens.weight"]
         """The packed embedding, for drafters that share it."""
@@ -75,8 +74,7 @@ class NativeDecoder(Target):
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
         config = self.config
-        if max_len > config.max_position:
-            raise ContextLengthError(f"max_len {max_len} is beyond the model's {config.max_position} tokens: lower max_len")
+        self.check_len(max_len)
         rest = {"embedding": self.embedding_matrix, "head": self.head_matrix, "final_norm": self._final_norm}
         self._model = native_model(config, self.dtype, max_len, self._layers, **rest)
         self.kv = self.cache = native_cache(config, num_rows, max_len, self.dtype)
@@ -90,7 +88,7 @@ class NativeDecoder(Target):
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         batch.require_chains()
-        wanted = _logit_rows(batch)
+        wanted = batch.logit_rows
         taps_TF = None
         if self.tap_layers:
             taps_TF = torch.empty(batch.num_tokens, len(self.tap_layers) * self.hidden_size, dtype=self.dtype)
@@ -141,7 +139,6 @@ def native_cache(config: DecoderConfig, num_rows: int, max_len: int, dtype: torc
 
 
 def cache_bytes(config: DecoderConfig, num_rows: int, max_len: int, dtype: torch.dtype, slack: int = 0) -> int:
-    """Bytes that `native_cache` takes."""
     head_dim, slack = _padded(config, max_len, slack)
     return 2 * config.num_layers * num_rows * config.num_kv_heads * (max_len + slack) * head_dim * dtype.itemsize
 
@@ -154,18 +151,6 @@ def cache_view(cache: StaticKVCache) -> CCache:
     """The cache as the library sees it; the tensors must outlive it."""
     layer, row, head, _, _ = cache.keys.stride()
     return CCache(cache.keys.data_ptr(), cache.values.data_ptr(), layer, row, head, cache.keys.shape[3], cache.num_rows)
-
-
-def _logit_rows(batch: ForwardBatch) -> list[int]:
-    if batch.logits == "all":
-        return list(range(batch.num_tokens))
-    if batch.logits == "none":
-        return []
-    ends, end = [], 0
-    for count in batch.counts:
-        end += count
-        ends.append(end - 1)
-    return ends
 
 
 def native_model(config: DecoderConfig, dtype: torch.dtype, max_len: int, layers: list[dict[str, Any]], **parts: Any) -> Model:

@@ -101,7 +101,6 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def library_path() -> Path:
-    """Where the library is expected."""
     given = os.environ.get("PACELINE_NATIVE_LIBRARY")
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
     return Path(given) if given else Path(__file__).parent / "native" / f"libpaceline_native{suffix}"
@@ -165,7 +164,6 @@ def filled(struct: AnyStructure, parts: dict[str, Any]) -> AnyStructure:
 
 
 def int32s(values: list[int]) -> Any:
-    """A C array of these numbers."""
     return (c_int32 * len(values))(*values)
 
 
@@ -252,7 +250,6 @@ class Buffers:
         return array
 
     def fill(self, **values: list[int]) -> None:
-        """Put these numbers into the arrays of these fields."""
         for name, numbers in values.items():
             self.room(name, len(numbers))[: len(numbers)] = numbers
 
@@ -271,5 +268,4 @@ def set_threads(num_threads: int) -> None:
 
 
 def follow_torch() -> None:
-    """As many threads as PyTorch has."""
     set_threads(min(torch.get_num_threads(), MAX_THREADS))

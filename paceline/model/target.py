@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from paceline.errors import UnsupportedModelError
+from paceline.errors import ContextLengthError, UnsupportedModelError
 from paceline.model.kv_cache import KVCache
 
 DEFAULT_MAX_LEN = 2048
@@ -51,6 +52,12 @@ class ForwardBatch:
                 parent = place - 1 if self.parents is None else self.parents[first + place]
                 positions.append(start if parent < 0 else positions[first + parent] + 1)
         return positions
+
+    @property
+    def logit_rows(self) -> list[int]:
+        if self.logits == "last":
+            return [end - 1 for end in accumulate(self.counts)]
+        return list(range(self.num_tokens)) if self.logits == "all" else []
 
     def require_chains(self) -> None:
         """Raises UnsupportedModelError for a tree: for implementations that compute chains only."""
@@ -110,6 +117,11 @@ class Target(ABC):
     @abstractmethod
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
         """Replace `cache` by an empty one of this size. Raises MemoryBudgetError or ContextLengthError."""
+
+    def check_len(self, max_len: int) -> None:
+        """Raises ContextLengthError."""
+        if max_len > self.max_position:
+            raise ContextLengthError(f"max_len {max_len} is beyond the model's {self.max_position} tokens: lower max_len")
 
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> ForwardOutput:

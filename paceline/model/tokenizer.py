@@ -104,7 +104,6 @@ class Tokenizer:
         return self.encode(self.apply_chat_template(messages, variables=variables), add_special_tokens=False)
 
     def stream(self, skip_special: bool = True) -> IncrementalDetokenizer:
-        """A fresh detokeniser for one answer."""
         return IncrementalDetokenizer(self, skip_special)
 
     def save(self, folder: Path) -> None:

@@ -76,18 +76,13 @@ def find_compiler() -> list[str]:
 
 
 class _Compiler:
-    """Runs one compiler in one scratch folder."""
-
-    def __init__(self, command: list[str], scratch: Path, *, verbose: bool) -> None:
+    def __init__(self, command: list[str], scratch: Path) -> None:
         self.command = command
         self.scratch = scratch
-        self.verbose = verbose
         self.environment = os.environ | {"LC_ALL": "C"}  # errors are looked for by the word "error"
 
     def _start(self, arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
         command = [*self.command, *arguments]
-        if self.verbose:
-            print(shlex.join(command), file=sys.stderr)
         try:
             return subprocess.run(command, capture_output=True, text=True, errors="replace", env=self.environment, check=False)
         except OSError as error:
@@ -114,10 +109,10 @@ def _first_errors(output: str) -> str:
     return "\n".join(lines[first : first + 12])
 
 
-def compile_library(source_folder: Path, out_path: Path, *, sanitize: bool = False, verbose: bool = False) -> list[str]:
+def compile_library(source_folder: Path, out_path: Path, *, sanitize: bool = False) -> list[str]:
     """Compile the .cpp files of `source_folder` into the library `out_path`, which is replaced in one step or not at all.
 
-    sanitize: with address and undefined-behaviour checks. verbose: show the commands; warnings are always shown.
+    sanitize: with address and undefined-behaviour checks.
     Returns the instruction sets beyond the portable one that went in. Raises NativeBuildError.
     """
     sources = sorted(source_folder.glob("*.cpp"))
@@ -126,7 +121,7 @@ def compile_library(source_folder: Path, out_path: Path, *, sanitize: bool = Fal
     command = find_compiler()
     out_path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".native-", dir=out_path.parent) as scratch:
-        tool = _Compiler(command, Path(scratch), verbose=verbose)
+        tool = _Compiler(command, Path(scratch))
         known = {name: flags for name, flags in INSTRUCTION_SETS.items() if (source_folder / f"kernels_{name}.cpp").exists()}
         sets = [name for name, flags in known.items() if tool.accepts(name, *flags, "-c")]
         finished = _link(tool, _compile_all(tool, sources, sets, sanitize), sanitize)
@@ -193,7 +188,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="the library to write; default: beside this file, sanitized in build/native")
     parser.add_argument("--sanitize", action="store_true", help="with address and undefined-behaviour checks (make sanitize)")
     parser.add_argument("--optional", action="store_true", help="as installing does: a failure is one line and exit status 0")
-    parser.add_argument("--verbose", action="store_true", help="show the compiler's commands")
     args = parser.parse_args()
     sanitized = Path("build", "native", "libpaceline_native_sanitize.so")
     out = args.out or (sanitized if args.sanitize else HERE / library_name())
@@ -202,7 +196,7 @@ def main() -> int:
             build_for_install(HERE, out)
             return 0
         start = time.perf_counter()
-        sets = compile_library(HERE, out, sanitize=args.sanitize, verbose=args.verbose)
+        sets = compile_library(HERE, out, sanitize=args.sanitize)
     except NativeBuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
