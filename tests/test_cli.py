@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from small_llm import tiny_model
 
-from paceline.bench.beside import BesidePlain, BesideTransformers
+from paceline.bench.beside import Beside
 from paceline.bench.pages import render
 from paceline.commands.generate import model_and_prompt
 from paceline.commands.shared import grammar_of, note_without_effect
@@ -122,7 +122,7 @@ LOADED = SimpleNamespace(config=EngineConfig(dtype="bfloat16"), target=SimpleNam
 
 @pytest.mark.parametrize("num_same", [0, 7])
 def test_other_tokens_than_transformers_are_explained(num_same: int) -> None:
-    peer = BesideTransformers(10.0, 2.0, num_same)
+    peer = Beside(10.0, 2.0, False, num_same)
     line = render("beside.txt", llm=LOADED, plain=None, peer=peer)
     assert "the same 0" not in line and ("the first 7 tokens are the same" in line) == (num_same == 7)
     assert "almost equally likely" in line and "--dtype float32" in line and line.count("\n") == 1
@@ -133,15 +133,15 @@ def test_other_tokens_than_transformers_are_explained(num_same: int) -> None:
 @pytest.mark.parametrize(
     ("plain", "said"),
     [
-        (BesidePlain(10.0, 2.0, None), "sampled: texts need not agree"),
-        (BesidePlain(10.0, 2.0, True), "2.00x, token-identical"),
+        (Beside(10.0, 2.0, None), "sampled: texts need not agree"),
+        (Beside(10.0, 2.0, True), "2.00x, token-identical"),
         (
-            BesidePlain(10.0, 2.0, False, 3, 0.25),
+            Beside(10.0, 2.0, False, 3, 0.25),
             "not token-identical after 3 tokens, where bfloat16 has the top two logits 0.250 apart;",
         ),
     ],
 )
-def test_beside_plain_decoding(plain: BesidePlain, said: str) -> None:
+def test_beside_plain_decoding(plain: Beside, said: str) -> None:
     line = render("beside.txt", llm=LOADED, stats=SimpleNamespace(tokens_per_s=20.0), plain=plain, peer=None)
     assert line.startswith("plain 10.0 tokens/s, with drafts 20.0 tokens/s: ") and said in line and line.count("\n") == 1
 

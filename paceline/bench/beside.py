@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from paceline.bench.passes import Answer, Pass, Request, logits_after
+from paceline.bench.config import WARM_UP_TOKENS
+from paceline.bench.passes import Answer, Pass, Request, parting
 from paceline.engine.llm import LLM, Completion
 from paceline.errors import ConfigError
 from paceline.figures import first_difference
@@ -18,7 +19,6 @@ from paceline.hub import resolve
 from paceline.progress import ignore
 from paceline.types import SamplingParams
 
-WARM_UP_TOKENS = 8
 LOOKUP_TOKENS = 10
 """Transformers' prompt_lookup_num_tokens, as its documentation suggests."""
 PEERS = {"transformers": {}, "transformers-lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS}}
@@ -81,39 +81,18 @@ class TransformersPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class BesidePlain:
-    """Plain decoding of the same prompt in the same process."""
+class Beside:
+    """An answer beside that of plain decoding, or of Transformers, to the same prompt in the same process."""
 
-    plain_tokens_per_s: float
+    tokens_per_s: float
+    """Of the other one."""
     speedup: float
-    identical: bool | None
+    identical: bool | None = None
     """Whether the tokens are the same; None when sampled, where only the distribution has to be."""
     first_difference: int | None = None
     """Tokens that are still the same, where they are not all the same."""
     top2_gap: float | None = None
     """Best logit minus second-best at the first difference: how nearly the target was undecided there."""
-
-    @classmethod
-    def of(cls, llm: LLM, completion: Completion, plain: Completion, params: SamplingParams) -> BesidePlain:
-        speed = plain.stats.tokens_per_s
-        speedup = completion.stats.tokens_per_s / speed if speed else 0.0
-        if not params.is_greedy:
-            return cls(speed, speedup, None)
-        at = first_difference(completion.token_ids, plain.token_ids)
-        if at is None:
-            return cls(speed, speedup, True)
-        best, second = logits_after(llm.target, plain.prompt_token_ids + plain.token_ids[:at]).topk(2).values.tolist()
-        return cls(speed, speedup, False, at, best - second)
-
-
-@dataclass(frozen=True, slots=True)
-class BesideTransformers:
-    """Transformers' greedy answer to the same tokens."""
-
-    tokens_per_s: float
-    speedup: float
-    first_difference: int | None
-    """Tokens that are still the same; None when all are."""
 
 
 def answer_plainly(llm: LLM, token_ids: list[int], params: SamplingParams) -> Completion:
@@ -129,11 +108,19 @@ def answer_plainly(llm: LLM, token_ids: list[int], params: SamplingParams) -> Co
         llm.use_drafter(drafter)
 
 
-def ask_transformers(llm: LLM, completion: Completion, params: SamplingParams) -> BesideTransformers:
+def beside_plain(llm: LLM, completion: Completion, plain: Completion, params: SamplingParams) -> Beside:
+    """The answer beside what `answer_plainly` gave."""
+    speed = plain.stats.tokens_per_s
+    parted = parting(llm.target, plain.prompt_token_ids, completion.token_ids, plain.token_ids) if params.is_greedy else None
+    identical = parted is None if params.is_greedy else None
+    return Beside(speed, completion.stats.tokens_per_s / speed if speed else 0.0, identical, *(parted or (None, None)))
+
+
+def beside_transformers(llm: LLM, completion: Completion, params: SamplingParams) -> Beside:
     """What Transformers says to the same prompt, after a warm-up."""
     peer, request = TransformersPeer(llm), [Request("prompt", completion.prompt_token_ids)]
     peer.run("transformers", request, WARM_UP_TOKENS, True)
     answer = peer.run("transformers", request, params.max_tokens, params.ignore_eos).answers[0]
     speed = len(answer.token_ids) / answer.seconds
-    speedup = completion.stats.tokens_per_s / speed
-    return BesideTransformers(speed, speedup, first_difference(completion.token_ids, answer.token_ids))
+    index = first_difference(completion.token_ids, answer.token_ids)
+    return Beside(speed, completion.stats.tokens_per_s / speed, index is None, index)

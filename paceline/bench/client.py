@@ -7,6 +7,7 @@ the pass is over. Connections stay open and are used again, as those of other cl
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import ssl
 import time
@@ -123,7 +124,6 @@ class Client:
             with contextlib.suppress(IndexError):  # another thread took the last one
                 connection = self._idle.pop()
                 if _is_open(connection.sock):
-                    connection.sock.settimeout(self._timeout_s)
                     return connection
                 connection.close()
         if self._ssl:
@@ -135,12 +135,7 @@ class Client:
 
 
 def _is_open(idle: socket.socket) -> bool:
-    """Whether the server has not hung up meanwhile."""
-    idle.settimeout(0)
-    try:
-        idle.recv(1)
-    except (BlockingIOError, ssl.SSLWantReadError):
-        return True
-    except OSError:
-        return False
-    return False  # the end, or bytes that nobody asked for
+    """Whether the server has not hung up meanwhile: nothing to read, neither the end nor bytes that nobody asked for."""
+    waiting = select.poll()
+    waiting.register(idle, select.POLLIN)
+    return not waiting.poll(0)

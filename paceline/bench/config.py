@@ -12,6 +12,8 @@ from paceline.types import SamplingParams
 BUILTIN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
 BASELINE = "none"
 """The drafter that every other is compared with: plain decoding."""
+WARM_UP_TOKENS = 8
+"""Of the short answers that come before what is measured."""
 PLAIN = 1.0
 """Tokens per round without drafts."""
 
@@ -91,7 +93,6 @@ class MockConfig:
         return [(batch, value) for batch in self.batches for value in values]
 
     def drafts(self, tokens_per_round: float) -> int:
-        """Of every round."""
         if tokens_per_round == PLAIN:
             return 0
         return self.num_drafted if self.num_drafted is not None else math.ceil(tokens_per_round) - 1
@@ -170,7 +171,6 @@ class ServingConfig:
 
     @property
     def closed(self) -> tuple[int, ...]:
-        """Requests in flight of each closed loop."""
         return self.concurrencies or ()
 
 

@@ -16,13 +16,13 @@ from itertools import product
 from typing import Any
 
 from paceline.bench.beside import PEERS, TransformersPeer
-from paceline.bench.config import BASELINE, BenchConfig
+from paceline.bench.config import BASELINE, WARM_UP_TOKENS, BenchConfig
 from paceline.bench.drafting import Drafting, drafting
-from paceline.bench.passes import Engines, Pass, Request, described, logits_after, make_requests, run_pass
+from paceline.bench.passes import Engines, Pass, Request, described, make_requests, parting, run_pass
 from paceline.draft.registry import make_drafter
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
-from paceline.figures import Interval, bootstrap, first_difference, repetition
+from paceline.figures import Interval, bootstrap, repetition
 from paceline.hardware import Machine
 from paceline.model.target import Target
 from paceline.progress import ignore
@@ -30,15 +30,12 @@ from paceline.prompts import Prompt
 from paceline.runlog import plain
 from paceline.types import SamplingParams
 
-WARM_UP_TOKENS = 8
 ABOUT = ("device", "machine", "model", "dtype", "backend", "isa", "weight_format", "weight_bytes", "ceiling_tokens_per_s")
 ABOUT += ("max_tokens", "repeat")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One line of the table."""
-
     drafter: str
     batch: int
     temperature: float
@@ -95,7 +92,6 @@ class Result(Drafting):
 
     @property
     def setting(self) -> str:
-        """How reports call it."""
         return f"{self.drafter}, batch {self.batch}, T={self.temperature:g}"
 
 
@@ -165,7 +161,6 @@ class Bench:
         ]
 
     def results(self) -> list[Result]:
-        """One per setting that has run."""
         return [self._result(setting) for setting in self.settings if self.passes[setting]]
 
     def _result(self, setting: Setting) -> Result:
@@ -214,7 +209,8 @@ def speedup_over(ours: list[Pass], theirs: list[Pass]) -> tuple[float, Interval]
     """
     ratios = [one.tokens_per_s / other.tokens_per_s for one, other in zip(ours, theirs, strict=True) if other.tokens_per_s]
     value = statistics.median(ratios) if ratios else 0.0
-    items = _tokens_and_seconds(ours, theirs)
+    answers = zip(ours[0].answers, _seconds(ours), theirs[0].answers, _seconds(theirs), strict=True)
+    items = [(float(len(one.token_ids)), one_s, float(len(other.token_ids)), other_s) for one, one_s, other, other_s in answers]
     (low, high), over_answers = bootstrap(items, _rate_ratio), _rate_ratio(items)
     if low is None or high is None or not over_answers:
         return value, (None, None)
@@ -222,15 +218,8 @@ def speedup_over(ours: list[Pass], theirs: list[Pass]) -> tuple[float, Interval]
     return value, (low * scale, high * scale)
 
 
-def _tokens_and_seconds(ours: list[Pass], theirs: list[Pass]) -> list[tuple[float, ...]]:
-    """For each request: tokens and seconds of ours, then of theirs."""
-    return [
-        (float(len(one.token_ids)), one_s, float(len(other.token_ids)), other_s)
-        for one, one_s, other, other_s in zip(ours[0].answers, _seconds(ours), theirs[0].answers, _seconds(theirs), strict=True)
-    ]
-
-
 def _rate_ratio(items: list[tuple[float, ...]]) -> float:
+    """`items`: for each request tokens and seconds of ours, then of theirs."""
     tokens, seconds, other_tokens, other_seconds = (sum(column) for column in zip(*items, strict=True))
     return (tokens / seconds) / (other_tokens / other_seconds) if seconds and other_seconds and other_tokens else 0.0
 
@@ -241,12 +230,10 @@ def _seconds(passes: list[Pass]) -> list[float]:
 
 
 def stages(passes: list[Pass]) -> dict[str, float | None]:
-    """Median seconds of each stage."""
     return {name: median_of([each.seconds[name] for each in passes]) for name in passes[0].seconds}
 
 
 def median_of(values: list[float | None]) -> float | None:
-    """The median of the values that are known."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
@@ -265,12 +252,8 @@ def differences(target: Target, requests: list[Request], ours: Pass, baseline: P
     """
     found = []
     for request, one, other in zip(requests, ours.answers, baseline.answers, strict=True):
-        index = first_difference(one.token_ids, other.token_ids)
-        if index is None:
-            continue
-        logits_V = logits_after(target, request.token_ids + other.token_ids[:index])
-        best, second = logits_V.topk(2).values.tolist()
-        found.append(Difference(request.name, index, best - second))
+        if parted := parting(target, request.token_ids, one.token_ids, other.token_ids):
+            found.append(Difference(request.name, *parted))
     return found
 
 
@@ -286,6 +269,5 @@ def introduction(llm: LLM, machine: Machine, config: BenchConfig) -> dict[str, A
 
 
 def as_line(bench: Bench, machine: Machine) -> dict[str, Any]:
-    """What the command prints as its JSON line."""
     counts = {"num_requests": len(bench.requests), "num_skipped": bench.num_skipped}
     return {"results": bench.results(), **introduction(bench.llm, machine, bench.config), **counts}

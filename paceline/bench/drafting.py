@@ -59,7 +59,6 @@ def drafting(answers: Many[Many[Round]], num_drafted: int = 0) -> Drafting:
 
 
 def sources_table(named: Many[tuple[str, Drafting]]) -> Table:
-    """A line for each setting and source, for reports."""
     rows = [(name, source, figures) for name, each in named for source, figures in each.sources.items()]
     columns = (
         Column("setting", lambda row: row[0]),

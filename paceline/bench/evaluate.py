@@ -17,14 +17,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline import hub
 from paceline.bench.config import BASELINE, BUILTIN_PROMPTS, BenchConfig
 from paceline.bench.decode import ABOUT, Bench, Setting, introduction
 from paceline.bench.drafting import Drafting, drafting
 from paceline.bench.passes import Pass
 from paceline.bench.runs import loaded, table
 from paceline.config import EngineConfig
-from paceline.draft.registry import DRAFTERS
+from paceline.draft.registry import DRAFTERS, checkpoint_of
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ModelNotFoundError
 from paceline.figures import is_loop
@@ -44,8 +43,6 @@ IDENTITY = ("model", "dtype", "backend", "isa", "weight_bytes", "device", "machi
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Prompts that are evaluated together."""
-
     name: str
     source: str
     prompts: list[Prompt]
@@ -71,12 +68,7 @@ def fingerprint(drafter: str) -> str | None:
     """Hash of the drafter's weights, so that figures of one trained further are not mixed with the old one's."""
     if drafter in DRAFTERS:
         return None
-    try:
-        path = hub.resolve(drafter)
-    except ModelNotFoundError as error:
-        raise ModelNotFoundError(
-            f"no drafter {drafter!r}: give a drafter's folder, a hub id, or one of {', '.join(DRAFTERS)}"
-        ) from error
+    path = checkpoint_of(drafter)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or (path.is_dir() and not (path / "config.json").is_file()):
         raise ModelNotFoundError(f"{path} holds no drafter (config.json and *.safetensors): check the path")
@@ -127,7 +119,6 @@ class Evaluation:
         }
 
     def as_line(self) -> dict[str, Any]:
-        """What the command prints and evaluation.json holds."""
         told = {"drafter": self.drafter, **self.about, "sets": self.sets, "settings": self.settings}
         return plain({**told, "results": self.results, "heldout": self.heldout})
 
@@ -139,9 +130,6 @@ class Evaluation:
         now = {"source": each.source, **each.noted}
         self.refuse_change({key: done.get(key) for key in now}, now, f"prompt set {each.name}: ")
         return True
-
-    def write(self) -> None:
-        self.run.results(self.as_line(), EVALUATION)
 
     def refuse_change(self, before: dict[str, Any], now: dict[str, Any], where: str = "") -> None:
         """Raises ConfigError naming each setting that differs, old value and new."""
@@ -208,7 +196,7 @@ def evaluate(
     evaluation.about = about
     for each in waiting:
         evaluation.sets[each.name] = {"source": each.source, **each.noted, **_evaluate_set(llm, each, config, progress)}
-        evaluation.write()
+        evaluation.run.results(evaluation.as_line(), EVALUATION)
     return evaluation
 
 

@@ -33,8 +33,6 @@ KINDS = {"heldout": "held out", "ood": "out of domain"}
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """A run, as far as it got."""
-
     path: Path
     config: Line = field(default_factory=dict)
     command: str = ""
@@ -52,7 +50,6 @@ class RunData:
         return self.evaluation.get("sets", {})
 
     def results(self) -> list[tuple[str, Result]]:
-        """Every row of the evaluation with its prompt set."""
         known = {each.name for each in fields(Result)}
         return [
             (printable(name), Result(**{key: value for key, value in row.items() if key in known}))

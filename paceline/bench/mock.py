@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from paceline.bench.config import PLAIN, MockConfig
+from paceline.bench.config import PLAIN, WARM_UP_TOKENS, MockConfig
 from paceline.bench.passes import Pass, Request, described, mocked_engine, random_prompt, run_pass
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.dflash import DFlashDrafter
@@ -28,8 +28,6 @@ from paceline.simulate.costs import FractionDrafter, RooflineCosts, ShapeDrafter
 from paceline.simulate.roofline import Deployment
 from paceline.simulate.shapes import ModelShape
 from paceline.types import SamplingParams
-
-WARM_UP_TOKENS = 8
 
 
 class MockBench:
@@ -117,7 +115,6 @@ class MockBench:
         return ShapeDrafter(parameters + head, rate, deployment.bytes_per_s, num_bytes, block=width)
 
     def as_line(self) -> dict[str, Any]:
-        """Everything, as it is saved."""
         config = self.config
         drafter = next((each for each in self._drafters.values() if each.num_drafted), None)
         return {

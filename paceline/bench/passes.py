@@ -16,12 +16,16 @@ from paceline.engine.engine import Engine
 from paceline.engine.judge import RuleJudge
 from paceline.engine.llm import LLM
 from paceline.errors import ContextLengthError
+from paceline.figures import first_difference
 from paceline.model.backends import form_of
 from paceline.model.target import ForwardBatch, Target
 from paceline.progress import ignore
 from paceline.prompts import Prompt
 from paceline.types import Round, SamplingParams, Sequence
 from paceline.verify.mocked import MockedAcceptance
+
+CHUNK = 256
+"""Tokens of a prefill pass."""
 
 
 def described(llm: LLM) -> dict[str, Any]:
@@ -59,8 +63,6 @@ class Request:
 
 @dataclass(slots=True)
 class Answer:
-    """What one request got, and what it cost."""
-
     token_ids: list[int]
     text: str
     seconds: float
@@ -158,20 +160,20 @@ class Engines:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._made: dict[str, tuple[Drafter, Engine]] = {}
+        self._made: dict[str, Engine] = {}
 
     def __getitem__(self, name: str) -> Drafter:
-        return self._made[name][0]
+        return self._made[name].drafter
 
     def add(self, name: str, drafter: Drafter) -> None:
         """Make an engine for this drafter. Raises DrafterMismatchError."""
-        self._made[name] = drafter, self._llm.new_engine(drafter)
+        self._made[name] = self._llm.new_engine(drafter)
 
     def use(self, name: str) -> Engine:
         """Give the LLM this drafter and its engine, which has forgotten every prompt: a pass takes over no earlier work."""
         llm = self._llm
-        llm.drafter, llm.engine = self._made[name]
-        llm.target.set_taps(llm.engine.drafter.tap_layers)
+        llm.engine, llm.drafter = self._made[name], self[name]
+        llm.target.set_taps(llm.drafter.tap_layers)
         cache = llm.target.cache
         for row in [cache.allocate(row) for row in cache.free_rows]:
             if row is not None:  # what a row holds is void once it was given away
@@ -209,18 +211,28 @@ def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[lis
     return requests, num_skipped
 
 
+def parting(target: Target, prompt_ids: list[int], ours: list[int], theirs: list[int]) -> tuple[int, float] | None:
+    """How many tokens of two answers are the same, and the target's best logit minus its second-best behind them, 0 for a tie;
+    None when all are. The engine must be idle: a cache row is borrowed."""
+    index = first_difference(ours, theirs)
+    if index is None:
+        return None
+    best, second = _logits_after(target, prompt_ids + theirs[:index]).topk(2).values.tolist()
+    return index, best - second
+
+
 @torch.inference_mode()
-def logits_after(target: Target, token_ids: list[int], chunk: int = 256) -> torch.Tensor:
-    """The target's logits [V] in float32 after `token_ids`, on a row taken and given back."""
+def _logits_after(target: Target, token_ids: list[int]) -> torch.Tensor:
+    """The target's logits [V] in float32, on a row taken and given back."""
     row = target.cache.allocate()
     assert row is not None, "the engine still holds every row"
     try:
-        out = None
-        for begin in range(0, len(token_ids), chunk):
-            part = token_ids[begin : begin + chunk]
-            is_last = begin + chunk >= len(token_ids)
-            out = target.forward(ForwardBatch([row], [begin], [len(part)], part, "last" if is_last else "none"))
-        assert out is not None and out.logits_TV is not None
+        *firsts, last = range(0, len(token_ids), CHUNK)
+        for begin in firsts:
+            target.forward(ForwardBatch([row], [begin], [CHUNK], token_ids[begin : begin + CHUNK], "none"))
+        rest = token_ids[last:]
+        out = target.forward(ForwardBatch([row], [last], [len(rest)], rest, "last"))
+        assert out.logits_TV is not None
         return out.logits_TV[-1].float().clone()
     finally:
         target.cache.free(row)

@@ -85,6 +85,13 @@ class LoadPlot:
         return {name: None if value is None else scale * value for name, value in ((" p50", found.p50), (" p99", found.p99))}
 
 
+LOAD_PLOTS = (
+    LoadPlot("Output", "tokens/s", lambda each: each.tokens_per_s),
+    LoadPlot("Time to the first token", "ms", lambda each: each.first_token),
+    LoadPlot("Time between tokens", "ms", lambda each: each.inter_token),
+)
+
+
 def load_plots(plots: Sequence[LoadPlot], found: Sequence[tuple[float | None, int | None, str, Any]]) -> list[Plot]:
     """A line for each contender; `found`: records, each after its rate or its number in flight, and its contender's name."""
     made = []

@@ -1,4 +1,4 @@
-"""`bench serving` as a library call: find the server or start some, put it under load, write the run folder.
+"""`bench serving` as a library call: find the server or start some, put it under load, write report.md and report.html.
 
 line = bench_serving(ServersConfig(url="http://127.0.0.1:8000"), ServingConfig(concurrencies=(1, 8)))
 """
@@ -18,18 +18,41 @@ from typing import Any
 
 from paceline.bench.client import Client
 from paceline.bench.config import BUILTIN_PROMPTS, ServersConfig, ServingConfig
-from paceline.bench.serving import BASELINE, Contender, Load, Pass, ServingBench
-from paceline.bench.serving_report import report
+from paceline.bench.pages import write_load_report
+from paceline.bench.plots import LOAD_PLOTS, LoadPlot, load_plots
+from paceline.bench.serving import BASELINE, Contender, Load, Pass, ServingBench, ServingResult
 from paceline.config import read_api_keys
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
 from paceline.progress import Progress
 from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
+from paceline.tables import Column, Table, flat, spread_column
 
 CONTENDERS = (BASELINE, "auto")
 OWNER = "paceline"
 """What our server says of itself in /v1/models: it knows the fields `speculate` and `return_metrics`."""
 STOP_SECONDS = 40
+NOTE = (
+    "Times are p50 / p90 / p99 over the answers of all repetitions. first token and whole count from when a request was due; "
+    "inter-token is each answer's mean time between tokens after the first, inter-chunk the time between two pieces as they "
+    "came: a piece holds all tokens of a round. tokens/s: output tokens over wall time, median over repetitions. speed-up: "
+    "mean time of an answer with speculation off over the one here. identical: texts equal to those with speculation off. "
+    "reused: prompt tokens that the server found in its cache; much of it makes first tokens early."
+)
+COLUMNS = (
+    Column("load", lambda each: each.load),
+    Column("speculate", lambda each: each.speculate),
+    Column("answers", lambda each: f"{each.num_answers}" + (f", {each.num_failed} FAILED" if each.num_failed else "")),
+    Column("tokens/s", lambda each: each.tokens_per_s, "{:.1f}", "right"),
+    Column("speed-up", lambda each: each.speedup, "{:.2f}x", "right"),
+    spread_column("first token ms", lambda each: each.first_token, 1000, 0),
+    spread_column("inter-token ms", lambda each: each.inter_token, 1000, 1),
+    spread_column("inter-chunk ms", lambda each: each.inter_chunk, 1000, 1),
+    spread_column("whole s", lambda each: each.total, 1, 2),
+    Column("tokens/round", lambda each: each.tokens_per_round, "{:.2f}", "right"),
+    Column("identical", lambda each: each.identical, "{:.0%}", "right"),
+    Column("reused", lambda each: each.reused, "{:.0%}", "right"),
+)
 
 
 def bench_serving(
@@ -67,12 +90,65 @@ def bench_serving(
                 on_answer=lambda load, speculate: advance(f"{load}, speculate {speculate}"),
                 on_pass=lambda load, speculate, done: _log(run, bench, load, speculate, done),
             )
-    line = {"model": name, "url": servers.url, "max_tokens": config.max_tokens, "repeat": config.repeat}
-    return report(run, bench, line, described, progress)
+    results = bench.results()
+    line = {"results": results, "model": name, "url": servers.url, "max_tokens": config.max_tokens, "repeat": config.repeat}
+    run.results(line)
+    _report(run, bench, results, name, described, progress)
+    if all(result.num_failed == result.num_answers for result in results):
+        raise ConfigError(f"every request failed, first with: {next(iter(results[0].failures))}")
+    return {**line, "run": run.path}
+
+
+def _report(
+    run: RunFolder, bench: ServingBench, results: list[ServingResult], model: str, settings: dict[str, Any], progress: Progress
+) -> None:
+    """report.md and report.html, and the same in short to `progress`."""
+    by_load = [(each.load.rate, each.load.concurrency, each.speculate, each) for each in results]
+    failures, figures, sent = failure_lines(results), table(results), about(bench, results)
+    plots = (*LOAD_PLOTS, LoadPlot("Time of an answer", "s", lambda each: each.total))
+    notice = write_load_report(
+        run,
+        lambda: load_plots(plots, by_load),
+        title=f"Serving under load: {model}",
+        about=sent,
+        note=NOTE,
+        figures=figures,
+        listed={"Failures": failures},
+        settings=flat(settings),
+    )
+    progress.table(figures)
+    progress.say(sent)
+    for failure in failures:
+        progress.say(f"FAILED: {failure}")
+    if notice:
+        progress.say(notice)
+    progress.say(f"report, figures and raw answers: {run.path}")
+
+
+def table(results: list[ServingResult]) -> Table:
+    return Table(COLUMNS, results, width=190)
+
+
+def failure_lines(results: list[ServingResult]) -> list[str]:
+    return [
+        f"{result.load}, speculate {result.speculate}: {count}x {reason}"
+        for result in results
+        for reason, count in result.failures.items()
+    ]
+
+
+def about(bench: ServingBench, results: list[ServingResult]) -> str:
+    """What was sent, and what the client itself took."""
+    busiest = max(result.client_cpu for result in results)
+    late = max((result.late.p99 or 0.0 for result in results), default=0.0)
+    return (
+        f"Up to {bench.config.max_tokens} tokens an answer at temperature {bench.config.temperature:g}, "
+        f"{bench.config.repeat} repetitions. This client took at most {busiest:.0%} of a core; 99% of its requests went out "
+        f"within {1000 * late:.1f} ms of their time."
+    )
 
 
 def _log(run: RunFolder, bench: ServingBench, load: Load, speculate: str, done: Pass) -> None:
-    """A line an answer, without its text."""
     repetition = len(bench.passes[load, speculate]) - 1
     for index, answer in enumerate(done.answers):
         figures = {key: value for key, value in asdict(answer).items() if key != "text"}
@@ -81,7 +157,6 @@ def _log(run: RunFolder, bench: ServingBench, load: Load, speculate: str, done: 
 
 
 def _found(servers: ServersConfig, url: str, key: str | None, timeout_s: float) -> tuple[str, list[Contender]]:
-    """The model's name and the contenders at --url."""
     name, is_ours = _look(url, key, servers.model)
     client = Client(url, key, timeout_s)
     if not is_ours:

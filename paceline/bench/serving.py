@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from paceline.bench.client import Client, Stream
-from paceline.bench.config import ServingConfig
+from paceline.bench.config import WARM_UP_TOKENS, ServingConfig
 from paceline.bench.serving_figures import Answer, read_answer, tokens_per_round
 from paceline.figures import Spread
 from paceline.progress import ignore
@@ -28,7 +28,6 @@ from paceline.prompts import Prompt
 from paceline.simulate.arrivals import poisson
 
 BASELINE = "off"
-WARM_UP_TOKENS = 8
 ROUNDS_OF_REQUESTS = 4
 """A closed loop's requests for each one in flight, when the prompts are fewer."""
 OPEN_SECONDS = 10.0

@@ -12,8 +12,9 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from paceline.bench.config import StepsConfig
@@ -59,28 +60,22 @@ class FilledDrafter(Drafter):
         return DraftBlock.certain(filled)
 
 
-@dataclass(slots=True)
-class Times:
-    """Seconds of each size, run by run."""
+Times = defaultdict[str, defaultdict[Size, list[float]]]
+"""Seconds run by run: of "verify" (the target's pass and the verdict), "host" (commit, rollback, what the drafter observes,
+text) and "rounds" (all of it) by (rows, positions), of "draft" by (rows, drafts), of "prefill" by (1, tokens of a prompt)."""
 
-    verify: dict[Size, list[float]] = field(default_factory=dict)
-    """(rows, positions): the target's pass and the verdict."""
-    draft: dict[Size, list[float]] = field(default_factory=dict)
-    """(rows, drafts)."""
-    host: dict[Size, list[float]] = field(default_factory=dict)
-    """(rows, positions): the rest of the round: commit, rollback, what the drafter observes, text."""
-    rounds: dict[Size, list[float]] = field(default_factory=dict)
-    """(rows, positions): all of it."""
-    prefill: dict[Size, list[float]] = field(default_factory=dict)
-    """(1, tokens): a step that computes a prompt of so many, alone."""
 
-    def add(self, num_rows: int, width: int, wall_s: float, draft_s: float, verify_s: float) -> None:
-        size = (num_rows, width + 1)
-        self.verify.setdefault(size, []).append(verify_s)
-        self.rounds.setdefault(size, []).append(wall_s)
-        self.host.setdefault(size, []).append(max(wall_s - draft_s - verify_s, 0.0))
-        if width:
-            self.draft.setdefault((num_rows, width), []).append(draft_s)
+def no_times() -> Times:
+    return defaultdict(lambda: defaultdict(list))
+
+
+def add_round(times: Times, num_rows: int, width: int, wall_s: float, draft_s: float, verify_s: float) -> None:
+    size = (num_rows, width + 1)
+    times["verify"][size].append(verify_s)
+    times["rounds"][size].append(wall_s)
+    times["host"][size].append(max(wall_s - draft_s - verify_s, 0.0))
+    if width:
+        times["draft"][num_rows, width].append(draft_s)
 
 
 class StepBench:
@@ -97,17 +92,17 @@ class StepBench:
             )
         options = {"block_size": config.max_positions} if drafter == "random-dflash" else {}
         self.drafter = make_drafter(drafter, llm.target, target_name=llm.config.model, **options)
-        self.times = Times()
+        self.times = no_times()
         self._engine = mocked_engine(llm, FilledDrafter(self.drafter, config.max_positions - 1), config.tokens_per_round)
 
     def run(self, on_turn: Callable[[str], None] = ignore) -> None:
         """All sizes in turn, `repeat` times, the widths of each turn in another order; a turn before them warms up."""
         order = random.Random(0)
         for turn in range(-1, self.config.repeat):
-            self._prefills(turn, self.times if turn >= 0 else Times())
+            self._prefills(turn, self.times if turn >= 0 else no_times())
             for num_rows in self.config.batches:
                 widths = order.sample(range(self.config.max_positions), self.config.max_positions)
-                self._turn(num_rows, widths, self.times if turn >= 0 else Times())
+                self._turn(num_rows, widths, self.times if turn >= 0 else no_times())
                 on_turn(f"batch {num_rows}")
 
     def _prefills(self, turn: int, times: Times) -> None:
@@ -119,7 +114,7 @@ class StepBench:
             request_id = engine.add(tokens, SamplingParams(max_tokens=1, ignore_eos=True))
             started = time.perf_counter()
             engine.step()
-            times.prefill.setdefault((1, length), []).append(time.perf_counter() - started)
+            times["prefill"][1, length].append(time.perf_counter() - started)
             engine.abort(request_id)
 
     def _turn(self, num_rows: int, widths: list[int], times: Times) -> None:
@@ -135,7 +130,7 @@ class StepBench:
             for width in widths:
                 wall_s = self._round(width)
                 stats = engine.rounds[0]
-                times.add(num_rows, width, wall_s, stats.draft_s, stats.verify_s)
+                add_round(times, num_rows, width, wall_s, stats.draft_s, stats.verify_s)
         finally:
             for request_id in ids:
                 engine.abort(request_id)
@@ -152,7 +147,7 @@ class StepBench:
     def as_json(self, machine: Machine, model_config: dict[str, Any] | None = None) -> dict[str, Any]:
         """The file: medians over the runs. Times of drafts are those of the drafter's own widths only."""
         llm, times = self.llm, self.times
-        own = {size: spent for size, spent in times.draft.items() if size[1] <= self.drafter.num_drafted}
+        own = {size: spent for size, spent in times["draft"].items() if size[1] <= self.drafter.num_drafted}
         network = self.drafter.network if isinstance(self.drafter, DFlashDrafter) else None
         return {
             "machine": asdict(machine),
@@ -167,14 +162,14 @@ class StepBench:
             "tokens_per_round": self.config.tokens_per_round,
             "lossless": False,
             "repeat": self.config.repeat,
-            "verify": table(times.verify),
+            "verify": table(times["verify"]),
             "draft": table(own),
-            "host": table(times.host),
-            "rounds": table(times.rounds),
+            "host": table(times["host"]),
+            "rounds": table(times["rounds"]),
             "prefill_adapts": llm.target.is_width_invariant,
-            "prefill": [[tokens, seconds] for _, tokens, seconds in table(times.prefill)],
-            "spread": spread(times.rounds),
-            "host_s": statistics.median(spent for runs in times.host.values() for spent in runs),
+            "prefill": [[tokens, seconds] for _, tokens, seconds in table(times["prefill"])],
+            "spread": spread(times["rounds"]),
+            "host_s": statistics.median(spent for runs in times["host"].values() for spent in runs),
         }
 
 

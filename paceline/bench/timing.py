@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.config import WARM_UP_TOKENS
 from paceline.bench.passes import Engines
 from paceline.draft.base import NoDrafter
 from paceline.engine.llm import LLM
@@ -27,7 +28,6 @@ from paceline.types import SamplingParams, Sequence
 
 NAME = "timing.json"
 VERSION = 1
-WARM_UP_TOKENS = 8
 SPEEDS, LEAST_S = (1.0, 0.5, 0.25, 0.1), 3.0
 """A replay takes at least so many seconds, if one of these speeds is slow enough."""
 MOST_TOKENS = 20_000
@@ -36,8 +36,6 @@ MOST_TOKENS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class TimedToken:
-    """One token of an answer."""
-
     text: str
     """"" for the end token, and for half a character, which comes whole with a later token."""
     at_s: float
@@ -50,8 +48,6 @@ class TimedToken:
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """One answer, token by token."""
-
     drafter: str
     """"none" with speculation off."""
     tokens: tuple[TimedToken, ...]
@@ -82,8 +78,6 @@ class TimedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The same prompt, answered with speculation off and on."""
-
     prompt: str
     model: str
     device: str
@@ -109,7 +103,6 @@ class Timing:
 
     @property
     def verdict(self) -> str:
-        """One line for people."""
         if self.first_difference is None:
             same = f"the same {len(self.on.tokens)} tokens"
         elif self.temperature > 0:

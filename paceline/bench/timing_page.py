@@ -1,19 +1,22 @@
 """Recorded token times to look at: the page that replays them, and an animated SVG for a README.
 
-The page is `timing_page.html` with the times put in; it needs no server and no network, what a model or a user wrote travels
-as JSON and reaches it as text only, and its content security policy names the script's hash and lets nothing be loaded. The
-SVG is two columns that fill as the tokens came, over and over: plain CSS animation, no script, so that it moves inside an
+The page is `templates/timing.html.j2` with the times put in; it needs no server and no network, what a model or a user wrote
+travels as JSON and reaches it as text only, and its content security policy names the script's hash and lets nothing be loaded.
+The SVG is two columns that fill as the tokens came, over and over: plain CSS animation, no script, so that it moves inside an
 <img>. Where motion is unwelcome it stands still, complete.
 """
 
 from __future__ import annotations
 
-import html
-import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
+
+from markupsafe import Markup
+from rich.cells import cell_len
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
 
 from paceline.bench.pages import render
 from paceline.bench.timing import TimedAnswer, Timing
@@ -22,7 +25,6 @@ from paceline.runlog import plain
 from paceline.simulate.calculator import embedded, hash_of
 from paceline.tables import printable
 
-TEMPLATE = Path(__file__).with_name("timing_page.html")
 CELLS = 55
 """Monospaced letters that fit into a column of the template."""
 MOST_LINES = 26
@@ -33,20 +35,8 @@ HOLD_S = 3.0
 
 
 def page(timing: Timing) -> str:
-    """The whole page."""
-    template = TEMPLATE.read_text(encoding="utf-8")
     data = embedded(plain(timing) | {"verdict": timing.verdict, "speed": timing.usual_speed})
-    title = html.escape(printable(f"{timing.model}: {timing.verdict}"))
-    return (
-        template.replace("sha256-SCRIPT", script_hash(template), 1)
-        .replace("{/* TIMING */}", data, 1)
-        .replace("<title>paceline compare</title>", f"<title>{title}</title>", 1)
-    )
-
-
-def script_hash(template: str) -> str:
-    """Of the page's script, as its content security policy wants it."""
-    return hash_of(template.split("<script>", 1)[1].split("</script>", 1)[0])
+    return render("timing.html", title=f"{timing.model}: {timing.verdict}", data=Markup(data), hash_of=hash_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +80,6 @@ def svg(timing: Timing, speed: float | None = None) -> str:
 
 
 def _said(side: TimedAnswer, now_s: float) -> str:
-    """What a side has made by then."""
     count, spent_s = sum(token.at_s <= now_s for token in side.tokens), min(now_s, side.total_s)
     return f"{count} tokens, {spent_s:.2f} s, {count / spent_s if spent_s else 0:.0f} tokens/s"
 
@@ -103,41 +92,13 @@ def check_speed(speed: float | None) -> None:
 
 def runs(side: TimedAnswer) -> Iterator[Run]:
     """The text in lines of CELLS cells, broken between words where it can be."""
-    letters = [(letter, token.round, token.is_drafted) for token in side.tokens for letter in _letters(token.text)]
-    line = at = 0
-    while at < len(letters):
-        end = _line_end(letters, at)
-        cell = 0
-        for (number, is_drafted), group in groupby(letters[at:end], key=lambda letter: letter[1:]):
-            text = "".join(letter for letter, _, _ in group)
-            width = sum(map(_cells, text))
-            shown = text.strip()
-            if shown:
-                lead = sum(map(_cells, text[: len(text) - len(text.lstrip())]))
-                yield Run(line, cell + lead, shown, sum(map(_cells, shown)), number, is_drafted)
-            cell += width
-        at = end + (end < len(letters) and letters[end][0] == "\n")
-        line += 1
-
-
-def _letters(text: str) -> str:
-    return printable(text.replace("\r", "").replace("\t", "    "))
-
-
-def _line_end(letters: list[tuple[str, int, bool]], begin: int) -> int:
-    """Index after the last letter of the line that begins here."""
-    width, space = 0, None
-    for at in range(begin, len(letters)):
-        letter = letters[at][0]
-        if letter == "\n":
-            return at
-        width += _cells(letter)
-        if width > CELLS and letter != " ":
-            return space if space is not None else at
-        if letter == " ":
-            space = at + 1
-    return len(letters)
-
-
-def _cells(letter: str) -> int:
-    return 0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
+    text = Text(overflow="fold")
+    for (number, is_drafted), group in groupby(side.tokens, key=lambda token: (token.round, token.is_drafted)):
+        letters = "".join(token.text for token in group).replace("\r", "").replace("\t", "    ")
+        text.append(printable(letters), Style(meta={"round": number, "is_drafted": is_drafted}))
+    for number, line in enumerate(text.wrap(Console(), CELLS)):
+        for begin, end, style in line.spans:
+            before, shown = line.plain[:begin], line.plain[begin:end]
+            if shown.strip() and isinstance(style, Style):
+                cell = cell_len(before + shown) - cell_len(shown.lstrip())
+                yield Run(number, cell, shown.strip(), cell_len(shown.strip()), **style.meta)

@@ -11,7 +11,7 @@ from small_llm import fake_llm
 from typer.testing import CliRunner
 
 from paceline.bench.config import StepsConfig
-from paceline.bench.steps import FILLER, FilledDrafter, StepBench, Times, spread, table
+from paceline.bench.steps import FILLER, FilledDrafter, StepBench, add_round, no_times, spread, table
 from paceline.cli import app
 from paceline.draft.base import NoDrafter
 from paceline.draft.ngram import NgramDrafter
@@ -40,8 +40,8 @@ def test_every_size_is_measured_as_often_as_asked() -> None:
     config = StepsConfig((1, 2), max_positions=5, context=60, repeat=3)
     bench = measured(config)
     sizes = {(rows, width) for rows in (1, 2) for width in range(1, 6)}
-    assert set(bench.times.verify) == set(bench.times.rounds) == set(bench.times.host) == sizes
-    assert {len(runs) for runs in bench.times.verify.values()} == {3}
+    assert set(bench.times["verify"]) == set(bench.times["rounds"]) == set(bench.times["host"]) == sizes
+    assert {len(runs) for runs in bench.times["verify"].values()} == {3}
     decoding = [each for each in bench.llm.target.calls if min(each.starts) > 0 and max(each.counts) <= 5]
     assert {(len(each.rows), each.counts[0]) for each in decoding} >= sizes, "passes are as wide as they claim"
     assert all(len(set(each.counts)) == 1 for each in decoding)
@@ -58,7 +58,7 @@ def test_prompts_are_prefilled_whole_and_anew_each_time() -> None:
     assert len({tuple(each.tokens) for each in calls}) == 8
     steps = bench.as_json(MACHINE)
     assert [tokens for tokens, _ in steps["prefill"]] == [16, 64], "one of 256 does not fit into a row of 160"
-    assert len(bench.times.prefill[1, 16]) == 3
+    assert len(bench.times["prefill"][1, 16]) == 3
     assert table_of(steps).prefill.seconds(1, 64) == pytest.approx(steps["prefill"][1][1])
     assert steps["prefill_adapts"] is bench.llm.target.is_width_invariant
 
@@ -76,12 +76,12 @@ def test_the_file_holds_medians_and_what_was_measured() -> None:
 
 
 def test_rounds_are_split_into_their_parts() -> None:
-    times = Times()
-    times.add(2, 3, wall_s=10.0, draft_s=2.0, verify_s=7.0)
-    times.add(1, 0, wall_s=5.0, draft_s=0.5, verify_s=4.0)
-    assert times.verify == {(2, 4): [7.0], (1, 1): [4.0]}
-    assert times.draft == {(2, 3): [2.0]}, "a round without drafts has no drafting"
-    assert times.host[2, 4] == [1.0]
+    times = no_times()
+    add_round(times, 2, 3, wall_s=10.0, draft_s=2.0, verify_s=7.0)
+    add_round(times, 1, 0, wall_s=5.0, draft_s=0.5, verify_s=4.0)
+    assert times["verify"] == {(2, 4): [7.0], (1, 1): [4.0]}
+    assert times["draft"] == {(2, 3): [2.0]}, "a round without drafts has no drafting"
+    assert times["host"][2, 4] == [1.0]
 
 
 def test_the_spread_tells_a_disturbed_machine() -> None:
