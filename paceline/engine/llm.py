@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -218,9 +218,7 @@ class LLM:
                     on_chunk(chunk)
         return [done[place] for place in range(len(prompts))]
 
-    def stream(
-        self, prompt: list[Message] | str | list[int], params: SamplingParams | None = None
-    ) -> Generator[Chunk, None, None]:
+    def stream(self, prompt: list[Message] | str | list[int], params: SamplingParams | None = None) -> Generator[Chunk]:
         """Chunks of one answer as they are committed: messages go through the chat template, a string is raw text.
 
         Several streams may be read in turns, and other answers made between two chunks: each gets its own.
