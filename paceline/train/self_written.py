@@ -21,7 +21,7 @@ from paceline.errors import CacheError, PromptError, UnsupportedModelError, rera
 from paceline.model.tokenizer import Tokenizer
 from paceline.prompts import read_prompts
 from paceline.runlog import drop_cut_line
-from paceline.types import SamplingParams, Sequence
+from paceline.types import SamplingParams
 
 MARK = "\u2042"
 """Stands for the user's text while the template is rendered."""
@@ -114,20 +114,13 @@ class PromptWriter:
                     ids = self.llm.tokenizer.encode(self._turn.prefix + opener, add_special_tokens=False)
                     flying[engine.add(ids, replace(self._params, seed=self.seed + number))] = opener
                 for chunk in engine.step():
+                    request_id = chunk.sequence.request_id
+                    flying[request_id] += chunk.text
                     if chunk.finish_reason is not None:
-                        seq = chunk.sequence
-                        prompt = flying.pop(seq.request_id) + self._text_of(seq)
-                        yield prompt.strip(), seq.finish_reason == "stop"
+                        yield flying.pop(request_id).strip(), chunk.finish_reason == "stop"
         finally:
             for request_id in flying:
                 engine.abort(request_id)
-
-    def _text_of(self, seq: Sequence) -> str:
-        ended_by_token = seq.tokens[-1] in seq.eos_token_ids
-        text = self.llm.tokenizer.decode(seq.output_ids[:-1] if ended_by_token else seq.output_ids)
-        for stop in self._turn.stop:
-            text = text.partition(stop)[0]
-        return text
 
     def _append(self, prompt: str, number: int) -> None:
         with reraised(CacheError, f"cannot write {self.file}", "free space or choose another --out", OSError):
