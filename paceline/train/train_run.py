@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -262,24 +262,20 @@ class _Stages:
         longest = max(document.answer_start for document in documents) + max_tokens
         llm = LLM.of(replace(target, drafter="none", max_batch=SERVED_BATCH, max_len=longest))
         served = serve_heldout(llm, DFlashDrafter.from_folder(drafter), documents, max_tokens)
-        run.write_json("heldout.json", served)
+        run.write_json("heldout.json", {"tokens_per_round": served.tokens_per_round, **asdict(served)})
         self.progress.say(
             f"held-out prompts, served: {served.tokens_per_round:.2f} tokens per round over {served.num_rounds} rounds"
         )
         return {"heldout": served.tokens_per_round}
 
 
-@dataclass(frozen=True, slots=True)
-class HeldoutFigures:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldoutFigures(Rounds):
     """Figures over some held-out prompts, served by the real engine. Those of the loop are teacher-forced: they see only blocks
     anchored in the target's own text, one at a time."""
 
-    tokens_per_round: float
     num_prompts: int
     num_tokens: int
-    num_rounds: int
-    accepted_histogram: tuple[int, ...]
-    """accepted_histogram[n]: rounds in which exactly n drafts stood."""
     texts: tuple[str, ...]
     """The first few answers, to be read: text that repeats itself is drafted easily."""
 
@@ -292,13 +288,10 @@ def serve_heldout(
     llm.engine.planner = FixedPlanner()  # the drafter is measured, not what it brings on this machine
     prompts = [document.tokens[: document.answer_start].tolist() for document in documents]
     answers = llm.generate_ids(prompts, SamplingParams(max_tokens=max_tokens))
-    rounds = Rounds.sum(answer.stats for answer in answers)
     return HeldoutFigures(
-        tokens_per_round=rounds.tokens_per_round,
+        **asdict(Rounds.sum(answer.stats for answer in answers)),
         num_prompts=len(answers),
         num_tokens=sum(len(answer.token_ids) for answer in answers),
-        num_rounds=rounds.num_rounds,
-        accepted_histogram=rounds.accepted_histogram,
         texts=tuple(answer.text for answer in answers[:num_texts]),
     )
 
