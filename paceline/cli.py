@@ -65,20 +65,9 @@ def models() -> None:
     print(f"kept in {home} (set PACELINE_HOME to move it)")
 
 
-for _each in (
-    generate,
-    chat,
-    compare,
-    train,
-    regenerate,
-    evaluate,
-    report,
-    serve,
-    simulate_serving,
-    simulate,
-    calculator,
-    models,
-):
+for _each in (generate, chat, compare, train, regenerate, evaluate, report, serve):
+    app.command()(_each)
+for _each in (simulate_serving, simulate, calculator, models):
     app.command()(_each)
 for _each in (bench_decode, bench_serving, bench_steps):
     bench_app.command(_each.__name__.removeprefix("bench_"))(_each)
