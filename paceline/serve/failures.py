@@ -18,6 +18,9 @@ from fastapi.responses import Response
 
 from paceline.errors import ContextLengthError, PacelineError
 
+KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+"""OpenAI's types of errors by status, where they are not those of all others."""
+
 
 class ApiError(Exception):
     """An answer that is an error."""
@@ -27,19 +30,18 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
-        kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
-        self.headers = headers or {}
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
 
     @property
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 class RequestRefused(ApiError):
@@ -60,8 +62,7 @@ class QueueFull(ApiError):
 
     def __init__(self, retry_after_s: int) -> None:
         message = f"too many requests wait already: try again in {retry_after_s} s"
-        headers = {"retry-after": str(retry_after_s)}
-        super().__init__(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
+        super().__init__(429, message, code="queue_full", headers={"retry-after": str(retry_after_s)})
 
 
 class NotServing(ApiError):
@@ -75,15 +76,15 @@ class NotServing(ApiError):
 
     def __init__(self, state: str) -> None:
         message = self.MESSAGES.get(state, "the server is shutting down")
-        headers = {"retry-after": "2"}
-        super().__init__(503, message, kind="server_error", code="draining" if state == "stopped" else state, headers=headers)
+        code = "draining" if state == "stopped" else state
+        super().__init__(503, message, code=code, headers={"retry-after": "2"})
 
 
 class RequestFailed(ApiError):
     """A fault ended this request, and no other."""
 
     def __init__(self, message: str = "the server failed on this request: its log says why") -> None:
-        super().__init__(500, message, kind="server_error", code="request_failed")
+        super().__init__(500, message, code="request_failed")
 
     @classmethod
     def of(cls, error: Exception | None) -> RequestFailed:
@@ -96,7 +97,7 @@ class EngineCrashed(ApiError):
 
     def __init__(self) -> None:
         message = "the engine failed while it answered this request and is being restarted: send the request again"
-        super().__init__(500, message, kind="server_error", code="engine_crashed")
+        super().__init__(500, message, code="engine_crashed")
 
 
 class DeadlinePassed(ApiError):
@@ -104,7 +105,7 @@ class DeadlinePassed(ApiError):
 
     def __init__(self, seconds: float) -> None:
         message = f"the request was not finished within {seconds:g} s: ask for fewer tokens, or try when there is less traffic"
-        super().__init__(504, message, kind="server_error", code="deadline_exceeded")
+        super().__init__(504, message, code="deadline_exceeded")
 
 
 def dump(value: Any) -> bytes:

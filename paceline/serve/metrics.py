@@ -17,15 +17,10 @@ from itertools import accumulate
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, get_args
 
-try:
-    from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-    from prometheus_client.exposition import CONTENT_TYPE_LATEST
-    from prometheus_client.registry import Collector
-except ImportError as error:
-    from paceline.errors import ConfigError
-
-    raise ConfigError("metrics need prometheus-client: pip install 'paceline[serve]'") from error
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
 
 from paceline.serve.engine import Engine
 from paceline.serve.ticket import Observer

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, reraised
 from paceline.model.tokenizer import Tokenizer
 
 PLACEHOLDER = "[redacted]"
@@ -81,10 +81,8 @@ class Redactor:
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
+    with reraised(ConfigError, f"the redaction pattern {pattern!r} is no regular expression", "correct it", re.error):
         compiled = re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"the redaction pattern {pattern!r} is no regular expression ({error}): correct it") from error
     if compiled.search("") or compiled.search(PLACEHOLDER):
         raise ConfigError(f"the redaction pattern {pattern!r} matches even {PLACEHOLDER!r} or nothing: make it narrower")
     return compiled

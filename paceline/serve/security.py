@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.serve.failures import ApiError, error_response
+from paceline.serve.failures import ApiError, RequestRefused, error_response
 from paceline.serve.settings import ServeConfig
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"})
@@ -45,7 +45,7 @@ class Gate:
             if "transfer-encoding" in headers and "content-length" in headers:
                 # A proxy before this server may see the body end elsewhere and take its rest for a request of its own.
                 message = "a request has either Content-Length or Transfer-Encoding: leave one out"
-                raise ApiError(400, message, code="invalid_http", headers={"connection": "close"})
+                raise RequestRefused(message, code="invalid_http")
             self._check_host(headers)
             if self._digests and scope["path"] not in OPEN_PATHS:
                 self._check_key(headers)
@@ -63,7 +63,7 @@ class Gate:
         name = host_name(headers.get("host", ""))
         if self._hosts is not None and name and name not in self._hosts:
             message = f"this server is not called {name[:100]}: start it with --allowed-host {name[:100]} if it should be"
-            raise ApiError(421, message, code="host_not_allowed", headers={"connection": "close"})
+            raise ApiError(421, message, code="host_not_allowed")
 
     def _check_key(self, headers: Headers) -> None:
         """Compares with every key, each in the same time, so that nothing is learned from how long it took."""
@@ -71,13 +71,8 @@ class Gate:
         given = _digest(key.strip().encode("latin-1", "replace"))
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         if scheme.lower() != "bearer" or not any(matches):
-            raise ApiError(
-                401,
-                "this server needs an API key: send it as Authorization: Bearer KEY",
-                kind="authentication_error",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer", "connection": "close"},
-            )
+            message = "this server needs an API key: send it as Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
 class Body:
@@ -105,7 +100,7 @@ class Body:
                         raise self._too_large()
         except TimeoutError:
             message = f"the request's body did not arrive within {self._config.body_seconds:g} s"
-            raise ApiError(408, message, code="body_timeout", headers={"connection": "close"}) from None
+            raise ApiError(408, message, code="body_timeout") from None
 
     async def discard(self) -> None:
         """Take the rest and forget it: a client that is still sending reads no answer, and a connection that is closed under it
@@ -132,12 +127,13 @@ class Body:
 
     def _too_large(self) -> ApiError:
         message = f"the request's body is longer than {self._config.max_body_bytes:,} bytes: send less"
-        return ApiError(413, message, code="body_too_large", headers={"connection": "close"})
+        return ApiError(413, message, code="body_too_large")
 
 
 async def _refuse(error: ApiError, body: Body, send: Send) -> None:
-    """The whole answer at once; where it closes the connection, that happens when the client has sent what it had to send."""
+    """The whole answer at once; the connection is closed when the client has sent what it had to send."""
     response = error_response(error)
+    response.headers["connection"] = "close"
     await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
     await body.discard()
