@@ -48,15 +48,6 @@ def add_histograms(histograms: Sequence[Sequence[int]]) -> list[int]:
     return [sum(each[n] for each in histograms if n < len(each)) for n in range(longest)]
 
 
-def tokens_per_round(histogram: Sequence[int]) -> float | None:
-    """Accepted drafts plus the target's own token, the mean over rounds; None without a round.
-
-    `histogram[n]` counts rounds in which exactly n drafts stood, here and below.
-    """
-    num_rounds = sum(histogram)
-    return 1 + sum(count * rounds for count, rounds in enumerate(histogram)) / num_rounds if num_rounds else None
-
-
 @dataclass(frozen=True, slots=True)
 class Rounds:
     """The figures of some rounds: how many tokens they drafted, and how many of these stood."""
@@ -90,6 +81,10 @@ class Rounds:
         return sum(number * rounds for number, rounds in enumerate(self.accepted_histogram))
 
     @property
+    def drafted_per_round(self) -> float:
+        return self.num_drafted / self.num_rounds if self.num_rounds else 0.0
+
+    @property
     def tokens_per_round(self) -> float:
         """Accepted drafts plus the target's own token, the mean over rounds; 1.0 without a round."""
         return 1.0 + self.num_accepted / self.num_rounds if self.num_rounds else 1.0
@@ -101,7 +96,7 @@ class Rounds:
 
 
 def shares(histogram: Sequence[int]) -> list[float]:
-    """The histogram as shares of all rounds; [] without a round."""
+    """The histogram (as `accepted_histogram`) as shares of all rounds; [] without a round."""
     num_rounds = sum(histogram)
     return [rounds / num_rounds for rounds in histogram] if num_rounds else []
 

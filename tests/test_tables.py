@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from paceline.bench.pages import render
-from paceline.figures import Spread, add_histograms, quantile, shares, survival, tokens_per_round
+from paceline.figures import Rounds, Spread, add_histograms, quantile, shares, survival
 from paceline.tables import Column, Table
 
 COLUMNS = (
@@ -61,10 +61,11 @@ def test_percentiles_are_linear_between_neighbours() -> None:
 def test_a_histogram_of_accepted_drafts() -> None:
     histogram = add_histograms([[5, 3], [0, 0, 2]])
     assert histogram == [5, 3, 2]
-    assert tokens_per_round(histogram) == pytest.approx(1.7)
+    rounds = Rounds(10, 0, tuple(histogram))
+    assert rounds.tokens_per_round == pytest.approx(1.7)
     assert shares(histogram) == [0.5, 0.3, 0.2]
     assert survival(histogram) == [0.5, 0.2]
     assert survival(histogram, num_drafted=4) == [0.5, 0.2, 0.0, 0.0]
     assert survival([]) == []
-    assert tokens_per_round(histogram) == pytest.approx(1 + sum(survival(histogram)))
-    assert tokens_per_round([]) is None and shares([0, 0]) == []
+    assert rounds.tokens_per_round == pytest.approx(1 + sum(survival(histogram)))
+    assert Rounds().tokens_per_round == 1.0 and shares([0, 0]) == []

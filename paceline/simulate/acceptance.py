@@ -11,7 +11,6 @@ Measured curves rise with depth: one number is a first guess only.
 from __future__ import annotations
 
 import itertools
-import json
 import operator
 import os
 from collections.abc import Iterable, Sequence
@@ -19,9 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, reraised
 from paceline.figures import add_histograms, survival
-from paceline.simulate.files import is_amount
+from paceline.simulate.files import is_amount, read_objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +69,6 @@ def constant(chance: float) -> Acceptance:
     return Acceptance((chance,), "constant")
 
 
-def from_conditional(chances: Sequence[float]) -> Acceptance:
-    return Acceptance(tuple(chances))
-
-
 def from_survival(shares: Sequence[float]) -> Acceptance:
     """Raises ConfigError when the curve rises: what stood for i + 1 drafts stood for i."""
     before, chances = 1.0, []
@@ -116,7 +111,7 @@ def from_rounds(rounds: Iterable[tuple[int, int]]) -> Acceptance:
     return Acceptance(tuple(chances), "histogram", len(pairs))
 
 
-WRITTEN = {"survival": from_survival, "conditional": from_conditional, "histogram": from_histogram}
+WRITTEN = {"survival": from_survival, "conditional": lambda chances: Acceptance(tuple(chances)), "histogram": from_histogram}
 
 
 def parse_acceptance(text: str) -> Acceptance:
@@ -128,7 +123,7 @@ def parse_acceptance(text: str) -> Acceptance:
     if os.path.exists(path):
         return read_acceptance(Path(path), drafter)
     values = _numbers(text, text)
-    return constant(values[0]) if len(values) == 1 else from_conditional(values)
+    return constant(values[0]) if len(values) == 1 else Acceptance(tuple(values))
 
 
 def _numbers(text: str, whole: str) -> list[float]:
@@ -144,7 +139,8 @@ def _numbers(text: str, whole: str) -> list[float]:
 def read_acceptance(path: Path, drafter: str = "") -> Acceptance:
     """The histogram of a bench run or of a trace. Raises ConfigError when there is none in it."""
     file = path / "results.json" if path.is_dir() else path
-    lines = _parquet_lines(file) if file.suffix == ".parquet" else _json_lines(file)
+    is_table, remedy = file.suffix == ".parquet", "give a bench run, results.json or a trace"
+    lines = _parquet_lines(file) if is_table else read_objects(file, remedy)
     if len(lines) == 1 and isinstance(lines[0].get("results"), list):
         return from_histogram(_best_histogram(lines[0]["results"], drafter, file))
     if found := [line["accepted_histogram"] for line in lines if line.get("accepted_histogram")]:
@@ -164,31 +160,14 @@ def _best_histogram(results: Sequence[dict[str, Any]], drafter: str, file: Path)
     return max(chosen, key=lambda result: float(result.get("tokens_per_round") or 0.0))["accepted_histogram"]
 
 
-def _json_lines(file: Path) -> list[dict[str, Any]]:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {file} ({error}): give a bench run, results.json or a trace") from error
-    try:
-        whole = json.loads(text)
-        values = whole if isinstance(whole, list) else [whole]
-    except ValueError:  # one object a line
-        try:
-            values = [json.loads(line) for line in text.splitlines() if line.strip()]
-        except ValueError as error:
-            raise ConfigError(f"{file} is neither JSON nor JSON lines ({error}): give a bench run or a trace") from error
-    return [value for value in values if isinstance(value, dict)]
-
-
 def _parquet_lines(file: Path) -> list[dict[str, Any]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise ConfigError("reading a Parquet trace needs pyarrow: pip install 'paceline[data]'") from error
-    try:
+    what = f"{file} is no trace with drafted and accepted"
+    with reraised(ConfigError, what, "give one of paceline serve", ArrowException, OSError, KeyError):
         return parquet.read_table(file, columns=["drafted", "accepted"]).to_pylist()
-    except (ArrowException, OSError, KeyError) as error:
-        raise ConfigError(f"{file} is no trace with drafted and accepted ({error}): give one of paceline serve") from error
 
 
 def _pairs(drafted: Any, accepted: Any) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.simulate import catalogue, limits
 from paceline.simulate.acceptance import Acceptance, parse_acceptance
-from paceline.simulate.arrivals import Job, Survival, parse_lengths, workload
+from paceline.simulate.arrivals import Survival, parse_lengths, workload
 from paceline.simulate.config import CostsConfig, PredictConfig, ServingConfig
 from paceline.simulate.flags import PLACEHOLDER, Serving, server_flags
 from paceline.simulate.load import LoadFigures, capacity, sweep
@@ -138,7 +138,10 @@ class ServerAnswer:
 def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
     """Simulate each load under each policy, or replay the run `config.against`. Raises PacelineError."""
     passes = read_passes(config.against) if config.against else []
-    jobs = [job for each in passes for job in each.jobs] or _workload(config)
+    jobs = [job for each in passes for job in each.jobs]
+    if not passes:
+        prompt = parse_lengths("--prompt-tokens", config.prompt_tokens)
+        jobs = workload(config.requests, prompt, parse_lengths("--answer-tokens", config.answer_tokens), config.seed)
     context = round(sum(job.prompt_tokens + job.answer_tokens / 2 for job in jobs) / len(jobs))
     setup = set_up(costs, [Load(config.max_rows or MAX_ROWS, context, config.max_draft or 1)])
     if passes and not config.acceptance:
@@ -157,8 +160,3 @@ def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
         most_per_s = capacity(case, "off")
         rates = tuple(float(f"{share * most_per_s:.2g}") for share in SHARES)
     return ServerAnswer(setup, server, survival, sweep(case, list(dict.fromkeys(config.policy)), rates, config.concurrency))
-
-
-def _workload(config: ServingConfig) -> list[Job]:
-    lengths = parse_lengths("--prompt-tokens", config.prompt_tokens), parse_lengths("--answer-tokens", config.answer_tokens)
-    return workload(config.requests, *lengths, config.seed)

@@ -8,42 +8,15 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from paceline.errors import ConfigError
-from paceline.figures import add_histograms, tokens_per_round
 
 Survival = tuple[float, ...]
 """survival[i]: share of rounds whose first i + 1 drafts would all stand; one for each draft that may be made, 0 beyond."""
 LONGEST = 1_000_000
 """Tokens of a prompt or an answer at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rounds:
-    """Some rounds of a recorded run: how many tokens they drafted and how many of these stood."""
-
-    num_rounds: int = 0
-    num_drafted_total: int = 0
-    """Drafts of all these rounds."""
-    histogram: tuple[int, ...] = ()
-    """histogram[n]: rounds in which exactly n drafts stood."""
-
-    @classmethod
-    def sum(cls, parts: Iterable[Rounds]) -> Rounds:
-        found = list(parts)
-        histogram = tuple(add_histograms([each.histogram for each in found]))
-        return cls(sum(each.num_rounds for each in found), sum(each.num_drafted_total for each in found), histogram)
-
-    @property
-    def drafted_per_round(self) -> float:
-        return self.num_drafted_total / self.num_rounds if self.num_rounds else 0.0
-
-    @property
-    def tokens_per_round(self) -> float:
-        """1 without a round."""
-        return tokens_per_round(self.histogram) or 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +28,6 @@ class Job:
     prompt_tokens: int
     """Prompt tokens that have to be computed; those found in a prefix cache are not."""
     answer_tokens: int
-    rounds_by_source: dict[str, Rounds] = field(default_factory=dict)
-    """Its rounds in a recorded run by the source of their drafts ("dflash", "ngram", "none"); empty where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)

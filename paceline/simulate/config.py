@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,11 +40,17 @@ class CostsConfig:
 
     def __post_init__(self) -> None:
         num_sources = sum((self.toy, self.table is not None, self.calibration is not None))
-        is_twice = self.drafter_cost is not None and self.drafter_params is not None
+        cost, block, parameters = self.drafter_cost, self.block, self.drafter_params
         refuse(
             ConfigError,
             (num_sources > 1, "--toy, --table and --calibration exclude each other: leave all but one out"),
-            (is_twice, "--drafter-cost and --drafter-params say the same in two ways: leave one out"),
+            (None not in (cost, parameters), "--drafter-cost and --drafter-params say the same in two ways: leave one out"),
+            (
+                cost is not None and not 0 <= cost < math.inf,
+                f"--drafter-cost must be 0 or more of a target pass, such as 0.1, not {cost}",
+            ),
+            (parameters is not None and not parameters > 0, "--drafter-params must be above 0, such as 0.98e9"),
+            (block is not None and block < 1, f"--block must be at least 1 draft for each drafter pass, not {block}"),
         )
 
 
@@ -104,6 +111,8 @@ class ServingConfig:
     def __post_init__(self) -> None:
         refuse(
             ConfigError,
+            (not 0 <= self.request_overhead < 3600, f"--request-overhead must be 0 or more, not {self.request_overhead:g}"),
+            (not all(0 < rate < math.inf for rate in self.rate), "--rate must be above 0"),
             (
                 bool(self.against and (self.rate or self.concurrency)),
                 "--against has its own loads: leave --rate and --concurrency out",
@@ -111,3 +120,4 @@ class ServingConfig:
         )
         refuse_below(1, requests=self.requests, max_draft=self.max_draft, max_rows=self.max_rows)
         refuse_below(1, concurrency=min(self.concurrency, default=1))
+        refuse_below(0, prefill_chunk=self.prefill_chunk)

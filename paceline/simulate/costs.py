@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, reraised
 from paceline.hardware import Machine
 from paceline.simulate.files import check_amounts, read_json, record_of
 from paceline.simulate.roofline import Deployment, distinct_experts, pass_seconds
@@ -33,11 +33,6 @@ class FractionDrafter:
     fraction: float
     block: int | None = None
     """Drafts of one drafter pass; None drafts one token a pass."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.fraction) and self.fraction >= 0):
-            raise ConfigError(f"--drafter-cost must be 0 or more of a target pass, such as 0.1, not {self.fraction:g}")
-        _check_block(self.block)
 
     def draft_s(self, num_drafted: int, batch: float, plain_s: float) -> float:
         """Seconds of drafting for `batch` sequences; `plain_s`: a target pass of one position for each of them."""
@@ -64,11 +59,6 @@ class ShapeDrafter:
     expert: float = 0.0
     """Parameters of one expert."""
 
-    def __post_init__(self) -> None:
-        if not self.dense > 0:
-            raise ConfigError("--drafter-params must be above 0, such as 0.98e9")
-        _check_block(self.block)
-
     def draft_s(self, num_drafted: int, batch: float, plain_s: float = 0.0) -> float:
         """As FractionDrafter's; `plain_s` does not matter."""
         tokens, read = batch * (self.block or 1), self.dense
@@ -81,11 +71,6 @@ class ShapeDrafter:
 def _passes(num_drafted: int, block: int | None) -> int:
     """Drafter passes of a round."""
     return num_drafted if block is None else math.ceil(num_drafted / block)
-
-
-def _check_block(block: int | None) -> None:
-    if block is not None and block < 1:
-        raise ConfigError(f"--block must be at least 1 draft for each drafter pass, not {block}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +203,7 @@ def read_calibration(path: Path) -> Calibration:
     told = read_json(file, "paceline simulate --calibrate makes one")
     if not isinstance(told, dict) or told.get("kind") != "paceline calibration":
         raise ConfigError(f"{file} is no calibration: paceline simulate --calibrate RUN makes one")
-    try:
+    with reraised(ConfigError, f"{file} cannot be read", "make the calibration again", TypeError, ValueError):
         found = Calibration(
             verify=record_of(PassFit, told.get("verify")),
             draft=record_of(DraftFit, told["draft"]) if told.get("draft") else None,
@@ -229,6 +214,4 @@ def read_calibration(path: Path) -> Calibration:
             precisions=Precisions(**told["precisions"]) if told.get("precisions") else None,
         )
         check_amounts(found)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}): make the calibration again") from error
     return found

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, PacelineError, reraised
 
 T = TypeVar("T")
 
@@ -25,6 +25,19 @@ def read_json(
         raise missing(f"cannot read {file} ({error.strerror or error}): check its permissions") from error
     except ValueError as error:
         raise damaged(f"{file} is not JSON ({error}): {remedy}") from error
+
+
+def read_objects(file: Path, remedy: str) -> list[dict[str, Any]]:
+    """The objects of a JSON file: one, a list of them, or one a line. Raises ConfigError with `remedy`."""
+    with reraised(ConfigError, f"cannot read {file}", remedy, OSError, UnicodeDecodeError):
+        text = file.read_text(encoding="utf-8")
+    try:
+        whole = json.loads(text)
+        values = whole if isinstance(whole, list) else [whole]
+    except ValueError:
+        with reraised(ConfigError, f"{file} is neither JSON nor JSON lines", remedy, ValueError):
+            values = [json.loads(line) for line in text.splitlines() if line.strip()]
+    return [value for value in values if isinstance(value, dict)]
 
 
 def is_amount(value: Any) -> bool:

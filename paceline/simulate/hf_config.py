@@ -7,7 +7,7 @@ Dense, GQA, MLA, sliding windows, sparse and compressed MLA (DeepSeek V3.2, V4),
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from paceline.errors import UnsupportedModelError
@@ -60,23 +60,19 @@ def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelS
     )
 
 
-@dataclass(frozen=True)
 class ConfigReader:
     """The keys of a config.json under their many names; of the language model's part where there are several.
 
     Raises UnsupportedModelError, which names a key that is missing or no number.
     """
 
-    whole_config: dict[str, Any]
-    config: dict[str, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        inner = self.whole_config.get("text_config") or self.whole_config.get("llm_config") or self.whole_config
+    def __init__(self, whole_config: dict[str, Any]) -> None:
+        inner = whole_config.get("text_config") or whole_config.get("llm_config") or whole_config
         if not isinstance(inner, dict):
             raise UnsupportedModelError(
                 "this is no config.json of a model: it must be a JSON object with hidden_size and so on"
             )
-        object.__setattr__(self, "config", inner)
+        self.whole_config, self.config = whole_config, inner
         for family, reason in NOT_READ.items():
             if self.family.startswith(family):
                 raise UnsupportedModelError(

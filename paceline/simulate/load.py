@@ -9,7 +9,6 @@ The figures are those of `paceline bench serving`, so that the two can be compar
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -121,15 +120,10 @@ def sweep(
     """Every policy at every load, the same requests each time. Raises ConfigError."""
     if not case.jobs or not policies or not (rates or concurrencies):
         raise ConfigError("nothing to simulate: give at least one request, one policy, and one --rate or --concurrency")
-    if any(not 0 < rate < math.inf for rate in rates):
-        raise ConfigError("--rate must be above 0")
     most = {policy: capacity(case, policy) for policy in policies}
     made = []
-    for rate in rates:
-        jobs = arriving(case.jobs, poisson(rate, len(case.jobs), case.seed))
-        made += [figures_of(case.run(policy, jobs), policy, most[policy], rate=rate) for policy in policies]
-    for concurrency in concurrencies:
+    for rate, concurrency in [*((rate, None) for rate in rates), *((None, number) for number in concurrencies)]:
+        jobs = arriving(case.jobs, poisson(rate, len(case.jobs), case.seed)) if rate else case.jobs
         for policy in policies:
-            outcome = case.run(policy, concurrency=concurrency)
-            made.append(figures_of(outcome, policy, most[policy], concurrency=concurrency))
+            made.append(figures_of(case.run(policy, jobs, concurrency), policy, most[policy], rate, concurrency))
     return made

@@ -10,6 +10,7 @@ a batch larger than any measured counts as wider passes of as many positions.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from bisect import bisect_left
@@ -162,11 +163,8 @@ def _prefill(steps: dict[str, Any]) -> list[list[float]]:
 
 def _rising(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     """From the right: a smaller pass never takes more than a larger one."""
-    least, found = math.inf, []
-    for width, seconds in reversed(points):
-        least = min(least, seconds)
-        found.append((width, least))
-    return tuple(reversed(found))
+    widths, times = zip(*reversed(points), strict=True)
+    return tuple(zip(widths, itertools.accumulate(times, min), strict=True))[::-1]
 
 
 def _line(points: Sequence[tuple[float, float]], at: float) -> float:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.errors import ConfigError
 from paceline.learned import PassCosts
-from paceline.plan import AdaptivePlanner, FixedPlanner, Offer, Planner, Row
+from paceline.plan import AdaptivePlanner, FixedPlanner, Offer, Planner
 from paceline.simulate.arrivals import Survival
 from paceline.simulate.costs import StepCosts
-from paceline.types import RowKind, Take
+from paceline.types import RowKind
 
 NAMES = "off, best, adaptive or a number of drafts"
 
@@ -26,20 +26,9 @@ StepSeconds = Callable[[int, int], float]
 """Rows, drafts of each -> seconds of a round."""
 
 
-def check_survival(survival: Survival) -> None:
-    """Raises ConfigError unless it falls from at most 1 to at least 0; a value that is no number does not."""
-    if not all(sooner >= later for sooner, later in zip((1.0, *survival), (*survival, 0.0), strict=True)):
-        raise ConfigError(f"survival must fall from at most 1 to at least 0, this does not: {list(survival)}")
-
-
 def num_accepted(survival: Survival, luck: float, num_drafted: int) -> int:
     """Of a round's drafts those that stand; `luck` in [0, 1) decides, and more drafts never make fewer stand."""
-    count = 0
-    for share in survival[:num_drafted]:
-        if luck >= share:
-            break
-        count += 1
-    return count
+    return sum(luck < share for share in survival[:num_drafted])
 
 
 SOURCE = "drafter"
@@ -85,14 +74,12 @@ class BestPlanner(FixedPlanner):
     step_s: StepSeconds = field(default=lambda rows, count: 1.0)
     _known: dict[int, int] = field(default_factory=dict)
 
-    def _take(self, row: Row) -> Take:
-        return Take(SOURCE, min(self.num_drafted or 0, len(row.offers[0].chances))) if row.offers else Take()
-
     def choose(self, num_rows: int) -> int:
-        """Drafts of each row in a round of so many rows."""
+        """Drafts of each row in a round of so many rows; the smallest of equally good numbers."""
         if num_rows not in self._known:
             expected = list(itertools.accumulate((1.0, *self.survival)))
-            self._known[num_rows] = best_length(expected, self.step_s, num_rows, len(self.survival))
+            gains = [tokens / self.step_s(num_rows, count) for count, tokens in enumerate(expected)]
+            self._known[num_rows] = gains.index(max(gains))
         return self._known[num_rows]
 
     def _begin(self, num_rows: int) -> None:
@@ -104,11 +91,6 @@ class OffPlanner(AdaptivePlanner):
 
     def offer(self, source: str, kind: RowKind, most: int) -> Offer:
         return Offer(source, ())
-
-
-def best_length(expected: Sequence[float], step_s: StepSeconds, num_rows: int, most: int) -> int:
-    """The number of drafts that brings most tokens a second, of which a round makes expected[g]; the smallest of equals."""
-    return max(range(most + 1), key=lambda count: (expected[count] / step_s(num_rows, count), -count))
 
 
 def make_planner(
@@ -124,14 +106,9 @@ def make_planner(
     if name == "adaptive":
         return AdaptivePlanner(passes, most_chunk=most_chunk, adapts_chunks=adapts_chunks)
     if name == "best":
-        return BestPlanner(0, most_chunk, survival=survival, step_s=step_seconds(costs, context))
+        return BestPlanner(0, most_chunk, survival=survival, step_s=lambda rows, count: costs.round_s(rows, count, context))
     if not (name.isascii() and name.isdecimal()):
         raise ConfigError(f"--policy {name!r} is not known: choose from {NAMES}")
     if int(name) > len(survival):
         raise ConfigError(f"--policy {name} drafts more than the drafter can: at most {len(survival)}")
     return FixedPlanner(int(name), most_chunk)
-
-
-def step_seconds(costs: StepCosts, context: float) -> StepSeconds:
-    """Seconds of a round by rows and drafts of each, at this many tokens of context."""
-    return lambda rows, count: costs.round_s(rows, count, context)

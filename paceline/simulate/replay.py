@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.simulate.arrivals import Job, Rounds, Survival
+from paceline.figures import Rounds
+from paceline.simulate.arrivals import Job, Survival
 from paceline.simulate.costs import StepCosts
-from paceline.simulate.files import is_amount
+from paceline.simulate.files import is_amount, read_objects
 from paceline.simulate.load import Case, load_name, share
 from paceline.simulate.serving import ServerShape
 
@@ -48,7 +49,6 @@ class Recorded:
     """Of all jobs."""
     own: Rounds
     """Those with the drafter's own drafts; all where the run does not tell the source."""
-    num_failed: int = 0
 
     @property
     def load(self) -> str:
@@ -92,17 +92,9 @@ class Compared:
 def read_passes(folder: Path) -> list[Recorded]:
     """The passes of a run folder, in the order they ran. Raises ConfigError when it holds none that can be replayed."""
     file = folder / "metrics.jsonl"
-    try:
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} holds no run of paceline bench serving ({error.strerror or error}): check --against"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{file} is damaged ({error}): run paceline bench serving again") from error
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for line in lines:
-        if not isinstance(line, dict) or not _is_complete(line):
+    for line in read_objects(file, "--against takes the folder of a run of paceline bench serving"):
+        if not _is_complete(line):
             raise ConfigError(f"{file} lacks {', '.join(NEEDED)} of each request: run paceline bench serving of this version")
         key = line.get("rate"), line.get("concurrency"), line.get("speculate"), line.get("repetition")
         groups.setdefault(key, []).append(line)
@@ -127,12 +119,9 @@ def _recorded(lines: list[dict[str, Any]]) -> Recorded:
             arrives_at=max(line["due_s"], 0.0),
             prompt_tokens=max(line["num_prompt"] - line["num_reused"], 1),
             answer_tokens=line["num_tokens"],
-            rounds_by_source=_by_source(line.get("rounds_by_source") or {}),
         )
         for line in whole
     ]
-    rounds = [_rounds(line) for line in whole]
-    own = [_own(job.rounds_by_source) if job.rounds_by_source else each for job, each in zip(jobs, rounds, strict=True)]
     return Recorded(
         speculate=str(first.get("speculate")),
         rate=first.get("rate"),
@@ -140,9 +129,8 @@ def _recorded(lines: list[dict[str, Any]]) -> Recorded:
         jobs=jobs,
         wall_s=first["wall_s"],
         first_token_s=[line["first_s"] for line in whole],
-        rounds=Rounds.sum(rounds),
-        own=Rounds.sum(own),
-        num_failed=len(lines) - len(whole),
+        rounds=Rounds.sum(map(_rounds, whole)),
+        own=Rounds.sum(map(_own, whole)),
     )
 
 
@@ -155,17 +143,16 @@ def _rounds(told: dict[str, Any]) -> Rounds:
     return Rounds(num_rounds, num_drafted, tuple(histogram))
 
 
-def _by_source(told: Any) -> dict[str, Rounds]:
-    """{"dflash": {"num_rounds": 3, "num_drafted": 45, "accepted_histogram": [1, 0, 2]}, "ngram": ...} of one request."""
+def _own(line: dict[str, Any]) -> Rounds:
+    """The rounds of the drafter; those of lookups only where lookups are the drafter. Raises ConfigError.
+
+    Of "rounds_by_source": {"dflash": {"num_rounds": 3, "num_drafted": 45, "accepted_histogram": [1, 0, 2]}, "ngram": ...}.
+    """
+    told = line.get("rounds_by_source") or {}
     if not isinstance(told, dict) or not all(isinstance(each, dict) for each in told.values()):
         raise ConfigError(f"rounds_by_source must hold the rounds of each source, not {told}: run paceline bench serving again")
-    return {str(source): _rounds(each) for source, each in told.items()}
-
-
-def _own(by_source: dict[str, Rounds]) -> Rounds:
-    """The rounds of the drafter; those of lookups only where lookups are the drafter."""
-    names = by_source.keys() - {LOOKUP, NOTHING} or by_source.keys() & {LOOKUP}
-    return Rounds.sum(by_source[name] for name in names)
+    names = told.keys() - {LOOKUP, NOTHING} or told.keys() & {LOOKUP}
+    return Rounds.sum(_rounds(told[name]) for name in names) if told else _rounds(line)
 
 
 def rows_of(folder: Path) -> int | None:
@@ -185,12 +172,12 @@ def recorded_survival(passes: Sequence[Recorded]) -> Survival:
     places up to the average number are taken as always drafted, and those beyond it to stand as often as these on average. A
     run with the contender `full` knows all of them.
     """
-    drafting = [each for each in passes if each.own.num_drafted_total and sum(each.own.histogram)]
+    drafting = [each for each in passes if each.own.num_drafted and sum(each.own.accepted_histogram)]
     if not drafting:
         return ()
     most = max(drafting, key=lambda each: each.own.drafted_per_round)
     same = [each.own for each in drafting if (each.load, each.speculate) == (most.load, most.speculate)]
-    histogram = Rounds.sum(same).histogram
+    histogram = Rounds.sum(same).accepted_histogram
     always = max(round(most.own.drafted_per_round), 1)
     chances: list[float] = []
     for place in range(1, max(len(histogram), always + 1)):
@@ -203,9 +190,8 @@ def policy_for(speculate: str, most: int) -> str:
     """The simulator's policy for a contender of the benchmark."""
     if speculate == "auto":
         return "adaptive" if most else "off"
-    if speculate == "full":
-        return str(most) if most else "off"
-    return str(min(int(speculate), most)) if speculate.isdecimal() and int(speculate) and most else "off"
+    wanted = most if speculate == "full" else int(speculate) if speculate.isdecimal() else 0
+    return str(min(wanted, most) or "off")
 
 
 def compare(

@@ -19,17 +19,17 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.errors import ConfigError, refuse
+from paceline.errors import ConfigError
 from paceline.plan import Plan, Planner, Row
 from paceline.simulate.arrivals import Job, Survival
 from paceline.simulate.costs import StepCosts
-from paceline.simulate.policies import SOURCE, check_survival, drafted, make_planner
+from paceline.simulate.policies import SOURCE, drafted, make_planner
 from paceline.types import RoundStats
 
 
 @dataclass(frozen=True, slots=True)
 class ServerShape:
-    """The limits of a server. Raises ConfigError."""
+    """The limits of a server."""
 
     max_rows: int = 8
     """Requests that decode together."""
@@ -39,15 +39,6 @@ class ServerShape:
     """Whether chunks beside running requests take about a round's time (`learned.ChunkSizes`)."""
     request_s: float = 0.0
     """Seconds of a request outside the engine before its first token: HTTP, tokenizing. They delay no other request."""
-
-    def __post_init__(self) -> None:
-        chunk = self.prefill_chunk
-        refuse(
-            ConfigError,
-            (self.max_rows < 1, f"--max-rows must be at least 1, not {self.max_rows}"),
-            (chunk is not None and chunk < 1, f"--prefill-chunk must be at least 1, not {chunk}"),
-            (not 0 <= self.request_s < 3600, f"--request-overhead must be 0 seconds or more, not {self.request_s:g}"),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +150,8 @@ class Simulation:
 
     def __init__(self, case: Case, planner: Planner, jobs: Sequence[Job], concurrency: int | None = None) -> None:
         """`concurrency` keeps so many jobs in flight, whatever their arrival times. Raises ConfigError on impossible input."""
-        if concurrency is not None and concurrency < 1:
-            raise ConfigError(f"--concurrency must be at least 1, not {concurrency}")
         if any(not 0 <= job.arrives_at < math.inf or job.prompt_tokens < 1 or job.answer_tokens < 1 for job in jobs):
             raise ConfigError("every request needs an arrival time of 0 or later, and at least one token of prompt and answer")
-        check_survival(case.survival)
         self._costs, self._server, self._planner, self._survival = case.costs, case.server, planner, case.survival
         is_closed = concurrency is not None
         self._all = [

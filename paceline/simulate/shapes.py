@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from paceline.errors import ConfigError, UnsupportedModelError
+from paceline.errors import ConfigError, UnsupportedModelError, reraised
 from paceline.simulate.files import check_amounts
 
 KINDS = ("gqa", "mla", "linear")
@@ -196,15 +196,11 @@ def _check(shape: ModelShape) -> None:
 
 def from_json(entry: dict[str, Any]) -> ModelShape:
     """The reverse of `asdict`. Raises UnsupportedModelError for an entry with unknown or missing fields."""
-    try:
+    what, remedy = f"{entry.get('name', 'a shape')}: the entry cannot be read", "see docs/simulate.md for its fields"
+    with reraised(UnsupportedModelError, what, remedy, KeyError, TypeError, ValueError, AttributeError):
         precisions = Precisions(**{part: format_named(name) for part, name in entry.get("precisions", {}).items()})
         experts = Experts(**entry["experts"]) if entry.get("experts") else None
         groups = tuple(Attention(**group) for group in entry["attention"])
         shape = ModelShape(**{**entry, "precisions": precisions, "experts": experts, "attention": groups})
         _check(shape)
-        return shape
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        name = entry.get("name", "a shape")
-        raise UnsupportedModelError(
-            f"{name}: the entry cannot be read ({error}): see docs/simulate.md for its fields"
-        ) from error
+    return shape

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
 from paceline.simulate.acceptance import (
+    Acceptance,
     constant,
-    from_conditional,
     from_histogram,
     from_rounds,
     from_survival,
@@ -44,7 +44,7 @@ def test_a_survival_curve_comes_back() -> None:
 
 
 def test_deeper_places_have_the_last_chance() -> None:
-    acceptance = from_conditional([0.8, 0.5])
+    acceptance = Acceptance((0.8, 0.5))
     assert [acceptance.at(place) for place in (1, 2, 3, 9)] == [0.8, 0.5, 0.5, 0.5]
 
 
@@ -62,7 +62,7 @@ def test_rounds_count_only_where_they_drafted() -> None:
 
 
 def test_points_are_added_and_kept_within_reason() -> None:
-    assert shifted(from_conditional([0.95, 0.5, 0.0]), 0.1).conditional == pytest.approx((1.0, 0.6, 0.1))
+    assert shifted(Acceptance((0.95, 0.5, 0.0)), 0.1).conditional == pytest.approx((1.0, 0.6, 0.1))
     assert shifted(constant(0.05), -0.1).conditional == (0.0,)
 
 

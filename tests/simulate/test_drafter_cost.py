@@ -6,6 +6,7 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.hardware import KNOWN_MACHINES
+from paceline.simulate.config import CostsConfig
 from paceline.simulate.costs import FractionDrafter, ShapeDrafter
 
 B200 = KNOWN_MACHINES["B200"]
@@ -36,11 +37,11 @@ def test_where_token_by_token_drafting_becomes_cheaper(length: int, batch: int) 
 @pytest.mark.parametrize(
     ("make", "remedy"),
     [
-        (lambda: FractionDrafter(-0.1), "--drafter-cost"),
-        (lambda: FractionDrafter(float("nan")), "--drafter-cost"),
-        (lambda: FractionDrafter(0.1, 0), "--block"),
-        (lambda: ShapeDrafter(0, **RATES), "--drafter-params"),
-        (lambda: ShapeDrafter(float("nan"), **RATES), "--drafter-params"),
+        (lambda: CostsConfig(drafter_cost=-0.1), "--drafter-cost"),
+        (lambda: CostsConfig(drafter_cost=float("nan")), "--drafter-cost"),
+        (lambda: CostsConfig(block=0), "--block"),
+        (lambda: CostsConfig(drafter_params=0.0), "--drafter-params"),
+        (lambda: CostsConfig(drafter_params=float("nan")), "--drafter-params"),
     ],
 )
 def test_impossible_drafters(make: object, remedy: str) -> None:

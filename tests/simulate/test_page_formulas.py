@@ -117,7 +117,7 @@ def drawn_case(rng: random.Random, place: int) -> tuple[dict[str, Any], dict[str
     drafter, host_s = drawn_drafter(rng, deployment), rng.choice((0.0, rng.random() * 1e-3))
     kind, values = drawn_acceptance(rng)
     load = Load(round(2 ** rng.uniform(0, 12)), round(2 ** rng.uniform(0, 21)), rng.randrange(0, 33))
-    made = acceptances.constant(values[0]) if kind == "constant" else getattr(acceptances, f"from_{kind}")(values)
+    made = acceptances.constant(values[0]) if kind == "constant" else acceptances.WRITTEN[kind](values)
     costs = RooflineCosts(shape, deployment, drafter, host_s)
     expected = asdict(predict(costs, made, load))
     length = expected["best_draft_length"]

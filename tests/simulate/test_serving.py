@@ -14,9 +14,10 @@ from paceline.figures import Spread
 from paceline.learned import LEAST_CHUNK
 from paceline.plan import FixedPlanner
 from paceline.simulate.arrivals import Job, Lengths, Survival, arriving, parse_lengths, poisson, workload
+from paceline.simulate.config import ServingConfig
 from paceline.simulate.costs import StepCosts
 from paceline.simulate.load import Case, LoadFigures, capacity, figures_of, sweep
-from paceline.simulate.policies import BestPlanner, best_length, drafted, make_planner, num_accepted, step_seconds
+from paceline.simulate.policies import BestPlanner, drafted, make_planner, num_accepted
 from paceline.simulate.serving import Outcome, ServerShape, Simulation
 
 ONE_ROW = ServerShape(max_rows=1, prefill_chunk=None)
@@ -240,13 +241,13 @@ def test_speculation_pays_when_few_are_there_and_costs_when_many_are() -> None:
 
 
 def test_the_best_length_for_a_batch() -> None:
-    step_s = step_seconds(COSTS, 100)
-    best = BestPlanner(0, 256, survival=HALF, step_s=step_s)
+    best = make_planner("best", HALF, COSTS, 100, 256)
+    assert isinstance(best, BestPlanner)
     for rows in (1, 2, 8, 64):
-        speeds = [(1 + sum(HALF[:count])) / step_s(rows, count) for count in range(8)]
+        speeds = [(1 + sum(HALF[:count])) / COSTS.round_s(rows, count, 100) for count in range(8)]
         assert best.choose(rows) == speeds.index(max(speeds))
     assert best.choose(64) == 0 < best.choose(1)
-    assert best_length([1.0, 1.0, 1.0], lambda rows, count: 1.0, 1, 2) == 0
+    assert BestPlanner(0, 256, survival=(0.0, 0.0), step_s=lambda rows, count: 1.0).choose(1) == 0
 
 
 def test_a_drafter_knows_what_it_is_sure_of() -> None:
@@ -289,20 +290,17 @@ def test_a_length_that_is_none(text: str) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: ServerShape(max_rows=0),
-        lambda: ServerShape(prefill_chunk=0),
-        lambda: ServerShape(request_s=float("nan")),
-        lambda: run(jobs_of(1), concurrency=0),
+        lambda: ServingConfig(max_rows=0),
+        lambda: ServingConfig(prefill_chunk=-1),
+        lambda: ServingConfig(request_overhead=float("nan")),
+        lambda: ServingConfig(concurrency=(0,)),
+        lambda: ServingConfig(rate=(0.0,)),
         lambda: run([Job(float("nan"), 1, 1)]),
         lambda: run([Job(0.0, 0, 1)]),
         lambda: run([Job(0.0, 1, 0)]),
-        lambda: run(jobs_of(1), survival=(1.5,)),
-        lambda: run(jobs_of(1), survival=(0.5, 0.6)),
-        lambda: run(jobs_of(1), survival=(float("nan"),)),
         lambda: make_planner("fastest", HALF, COSTS, 1, 256),
         lambda: make_planner("8", HALF, COSTS, 1, 256),
         lambda: make_planner("-1", HALF, COSTS, 1, 256),
-        lambda: sweep(Case(jobs_of(1), COSTS, ServerShape(), HALF), ["off"], rates=[0.0]),
         lambda: sweep(Case(jobs_of(1), COSTS, ServerShape(), HALF), ["off"]),
         lambda: sweep(Case([], COSTS, ServerShape(), HALF), ["off"], rates=[1.0]),
     ],
