@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import tokenizers
 import torch
+from doubles import ByteTokenizer, FakeTarget
 from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
@@ -19,7 +20,6 @@ from paceline.draft.base import NoDrafter
 from paceline.engine.llm import LLM
 from paceline.model.checkpoint import load_config, random_tensors
 from paceline.model.target import Target
-from paceline.testing import ByteTokenizer, FakeTarget
 
 EOS = 257
 CHATML = (

@@ -23,8 +23,6 @@ LAYERS = [
     },
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-FREE = {"testing"}
-"""May import anything, and only tests import it."""
 TORCH_FREE_AT_IMPORT = [
     "__init__",
     "types",
@@ -80,14 +78,13 @@ def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_left(path: Path) -> None:
     own = part("paceline." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts))
-    if own in FREE | {"__init__"}:
+    if own == "__init__":
         return
     assert own in RANK, f"{own}: give it a place in LAYERS and in docs/structure.md"
     for name in imports_of(path):
         if not name.startswith("paceline."):
             continue
         other = part(name)
-        assert other not in FREE, f"{path.name} imports the test doubles"
         assert RANK[other] <= RANK[own], f"{path.name} imports {name}, which stands to its right"
         assert (own, other) not in SIDEWAYS, f"{path.name} imports {name}, its neighbour"
 

@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
+from doubles import ByteTokenizer
 from pyarrow import parquet
 
 from paceline.serve.settings import TraceConfig
 from paceline.serve.traces import TraceWriter
-from paceline.testing import ByteTokenizer
 from paceline.types import Round, SamplingParams, Sequence, Timings
 
 MAIL = r"[\w.+-]+@[\w-]+\.[\w.-]+"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 
 from paceline.bench import decode, runs
 from paceline.bench.config import BenchConfig
@@ -22,7 +23,6 @@ from paceline.figures import bootstrap, first_difference, ratio_of_sums, repetit
 from paceline.hardware import Machine
 from paceline.prompts import Prompt
 from paceline.runlog import RunFolder
-from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
 from paceline.types import Round, SamplingParams
 
 MACHINE = Machine("test", 1e9, {}, 1, 1)

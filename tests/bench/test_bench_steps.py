@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from doubles import FakeTarget
 from small_llm import fake_llm
 from typer.testing import CliRunner
 
@@ -20,7 +21,6 @@ from paceline.hardware import Machine
 from paceline.model.target import Target
 from paceline.simulate.calibrate import machine_of
 from paceline.simulate.measured import table_of
-from paceline.testing import FakeTarget
 from paceline.types import Batch, SamplingParams, Sequence, Take
 
 MACHINE = Machine("test", 1e9, {"bfloat16": 1e9}, 1, 1)

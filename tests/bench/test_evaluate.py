@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 
 from paceline.bench import decode, runs
 from paceline.bench import evaluate as library
@@ -25,7 +26,6 @@ from paceline.progress import Progress
 from paceline.prompts import Prompt
 from paceline.runlog import RunFolder, plain
 from paceline.tables import Table
-from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
 from paceline.types import Round
 
 MACHINE = Machine("test", 1e9, {}, 1, 1)

@@ -11,6 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 from small_llm import fake_llm, tiny_model
 from timings import HOSTILE, story
 from typer.testing import CliRunner
@@ -21,7 +22,6 @@ from paceline.bench.timing_page import CELLS, runs, svg
 from paceline.cli import app
 from paceline.errors import ConfigError, PacelineError, PromptError
 from paceline.runlog import RunFolder
-from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
 from paceline.types import SamplingParams
 
 SVG = "{http://www.w3.org/2000/svg}"

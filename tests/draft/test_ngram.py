@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from doubles import FakeTarget
 from hypothesis import given
 from hypothesis import strategies as st
 from round_loop import generate
@@ -14,7 +15,6 @@ from paceline.draft.ngram import NgramDrafter, _continuation
 from paceline.errors import ConfigError
 from paceline.learned import PassCosts
 from paceline.plan import AdaptivePlanner, Offer, Row
-from paceline.testing import FakeTarget
 from paceline.types import Batch, RoundStats, SamplingParams, Sequence
 
 PASS_COSTS = PassCosts(((1, 1.0), (4, 1.08), (8, 1.22), (16, 1.5)))

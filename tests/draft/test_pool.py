@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.ngram import NgramDrafter
@@ -12,7 +13,6 @@ from paceline.errors import DrafterMismatchError
 from paceline.learned import PassCosts
 from paceline.model.target import Target
 from paceline.plan import AdaptivePlanner, FixedPlanner
-from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
 from paceline.types import SamplingParams
 
 FLAT = PassCosts(((1, 1.0), (64, 1.0)))

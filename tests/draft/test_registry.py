@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from doubles import FakeTarget
 from safetensors.torch import save_file
 
 from paceline.draft import registry
@@ -17,7 +18,6 @@ from paceline.draft.small_model import SmallModelDrafter
 from paceline.errors import ConfigError, DrafterMismatchError, ModelNotFoundError, UnsupportedModelError
 from paceline.model.checkpoint import random_tensors
 from paceline.model.config import DecoderConfig
-from paceline.testing import FakeTarget
 
 
 @pytest.fixture

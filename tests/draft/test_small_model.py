@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from doubles import FakeTarget
 from round_loop import admit, generate, ready
 
 from paceline.draft.small_model import SmallModelDrafter
@@ -11,7 +12,6 @@ from paceline.errors import DrafterMismatchError
 from paceline.model.checkpoint import random_tensors
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
-from paceline.testing import FakeTarget
 from paceline.types import Batch, SamplingParams
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [8, 2, 8, 1, 8]]

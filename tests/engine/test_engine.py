@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 from scipy.stats import chisquare
 
 from paceline.draft.base import Drafter
@@ -18,7 +19,6 @@ from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.figures import Rounds
 from paceline.model.logits import penalise, sample, target_probs
 from paceline.model.target import ForwardBatch, ForwardOutput
-from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
 from paceline.types import SamplingParams, Sequence
 from paceline.verify import lossless
 from paceline.verify.mocked import MockedAcceptance

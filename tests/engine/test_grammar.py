@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 from llguidance import LLMatcher
 from scipy.stats import chisquare
 
@@ -25,7 +26,6 @@ from paceline.engine.judge import RuleJudge
 from paceline.errors import SamplingError
 from paceline.model.logits import penalise, target_probs
 from paceline.model.tokenizer import Tokenizer
-from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
 from paceline.types import Batch, DraftBlock, GrammarSpec, SamplingParams, Sequence
 from paceline.verify.table import RULES
 

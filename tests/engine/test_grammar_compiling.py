@@ -5,12 +5,12 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from doubles import ByteTokenizer, FakeTarget
 
 from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
 from paceline.engine.judge import RuleJudge
 from paceline.errors import SamplingError
-from paceline.testing import ByteTokenizer, FakeTarget
 from paceline.types import Constraint, GrammarSpec, SamplingParams
 from paceline.verify.mocked import MockedAcceptance
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 from torch import Tensor
 
 from paceline.config import RULES as RULE_NAMES
@@ -12,7 +13,6 @@ from paceline.engine.judge import RuleJudge
 from paceline.engine.llm import GenerationStats
 from paceline.errors import NumericsError
 from paceline.model.target import ForwardOutput
-from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
 from paceline.types import Batch, DraftBlock, SamplingParams, Sequence, Verdict
 from paceline.verify.mocked import MockedAcceptance
 from paceline.verify.rule import CheckedRow, RowVerdict, Rule

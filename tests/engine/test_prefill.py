@@ -7,12 +7,12 @@ import time
 from typing import Any
 
 import pytest
+from doubles import ByteTokenizer, FakeTarget
 
 from paceline.engine.engine import Engine
 from paceline.learned import PassCosts
 from paceline.model.target import ForwardBatch, ForwardOutput
 from paceline.plan import AdaptivePlanner
-from paceline.testing import ByteTokenizer, FakeTarget
 from paceline.types import SamplingParams
 
 LONG = [(7 * place) % 250 for place in range(1000)]

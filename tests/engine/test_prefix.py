@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 from native_models import needs_library
 from small_llm import tiny_model
 
@@ -15,7 +16,6 @@ from paceline.draft.dflash import DFlashDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.prefix import LEAST
 from paceline.model.target import ForwardBatch
-from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
 from paceline.types import Batch, Sequence
 
 SYSTEM = [(7 * index) % 250 for index in range(60)]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 from small_llm import tiny_model
 from torch import Tensor
 
@@ -14,7 +15,6 @@ from paceline import LLM, SamplingParams
 from paceline.draft.dflash import DFlashDrafter
 from paceline.engine.engine import Chunk, Engine
 from paceline.errors import DrafterMismatchError, NumericsError
-from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
 
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 

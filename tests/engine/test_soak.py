@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 
 from paceline.draft.ngram import NgramDrafter
 from paceline.engine.engine import Engine
 from paceline.errors import ContextLengthError
-from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
 from paceline.types import SamplingParams, Sequence
 
 NUM_STEPS = 10_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from doubles import FakeTarget
 from native_models import SHAPES, needs_library, twins
 
 from paceline.errors import UnsupportedModelError
@@ -12,7 +13,6 @@ from paceline.model.graphs import GraphDecoder
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import ForwardBatch
-from paceline.testing import FakeTarget
 
 ROWS, STARTS, SLOTS = [0, 2], [14, 5], [[0, 2, 3, 6], [1]]
 

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.engine.engine import Engine
 from paceline.model.target import ForwardBatch, ForwardOutput
 from paceline.serve.metrics import Metrics
-from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
 from paceline.types import RoundStats, SamplingParams, Sequence
 
 DASHBOARD = Path(__file__).parent.parent.parent / "docs" / "grafana.json"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+from doubles import ByteTokenizer
 from live_server import asked, break_engine, serving, wait_until
 
 from paceline.config import EngineConfig
@@ -15,7 +16,6 @@ from paceline.engine.engine import Chunk
 from paceline.errors import PromptError
 from paceline.serve.engine import Engine, Model
 from paceline.serve.metrics import Metrics
-from paceline.testing import ByteTokenizer
 from paceline.types import Constraint, RoundStats, SamplingParams, Sequence
 
 

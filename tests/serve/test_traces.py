@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles import FakeTarget, ScriptedDrafter
 from pyarrow import parquet
 from trace_files import BYTES, rows, sequence, writer, written
 
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.serve.traces import SCHEMA, TraceWriter
-from paceline.testing import FakeTarget, ScriptedDrafter
 from paceline.train import answers
 from paceline.types import GrammarSpec, SamplingParams, Sequence
 

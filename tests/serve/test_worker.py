@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import openai
 import pytest
+from doubles import ScriptedDrafter
 from live_server import Live, SlowTalker, asked, break_engine, serving, talker, wait_until
 from small_llm import fake_llm
 
@@ -21,7 +22,6 @@ from paceline.errors import ModelNotFoundError
 from paceline.serve.run import make_server
 from paceline.serve.settings import ServeConfig
 from paceline.serve.worker import EngineWorker
-from paceline.testing import ScriptedDrafter
 
 LONG = {"max_tokens": 200, "temperature": 0}
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles import ByteTokenizer
 from small_llm import EOS, Parrot, Talker, fake_llm, tiny_model
 
 from paceline.errors import CacheError, PromptError, SamplingError, UnsupportedModelError
 from paceline.model.tokenizer import Tokenizer
 from paceline.prompts import read_prompts
-from paceline.testing import ByteTokenizer
 from paceline.train import self_written
 from paceline.train.self_written import PromptWriter, UserTurn, fault, read_openers, user_turn
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 
 from paceline.draft.base import Observed
 from paceline.model.target import ForwardBatch
-from paceline.testing import ByteTokenizer, FakeTarget, ScriptedDrafter
 from paceline.types import Batch, SamplingParams, Sequence
 
 PROMPT = [3, 1, 4, 1, 5]

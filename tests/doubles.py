@@ -1,4 +1,4 @@
-"""Test doubles that ship with the package: a target, a drafter and a tokenizer that need no model.
+"""Test doubles: a target, a drafter and a tokenizer that need no model.
 
 `FakeTarget` answers from what stands in its cache, so a missing rollback, a wrong position or rows that get mixed up change
 its logits or fail an assertion. `ScriptedDrafter` knows the target's next tokens and is right as often as it is told to be.
