@@ -12,7 +12,7 @@ import pytest
 from small_llm import Talker, fake_llm, tiny_model
 
 from paceline import train
-from paceline.commands import regenerate as command
+from paceline.commands import train as command
 from paceline.commands.terminal import TerminalProgress
 from paceline.config import EngineConfig
 from paceline.errors import CacheError, ConfigError, PromptError
