@@ -94,4 +94,4 @@ def refuse_below(least: float, **values: float | None) -> None:
     """Raises ConfigError naming the first value that is below `least` or no number; None, not given, is neither."""
     for name, value in values.items():
         bound = f"at least {least:g}" if least else "0 or more"
-        refuse(ConfigError, (value is not None and not value >= least, f"{name} must be {bound}"))
+        refuse(ConfigError, (value is not None and not value >= least, f"{name} must be {bound}, not {value}"))
