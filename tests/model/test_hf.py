@@ -362,11 +362,12 @@ def test_from_path_checkpoint_and_random(tmp_path):
     model.save_pretrained(tmp_path)
     options = {"dtype": torch.float32, "device": "cpu", "num_rows": 1, "max_len": 64}
     target = HFTarget.from_path(tmp_path, **options)
-    assert_close(feed(target, target.cache.allocate(), [1, 2, 3]).logits_TV, reference(model, [1, 2, 3]).logits[0])
+    read = feed(target, target.cache.allocate(), [1, 2, 3]).logits_TV
+    assert_close(read, reference(model, [1, 2, 3]).logits[0])
     state = torch.get_rng_state()
     drawn = [HFTarget.from_path(tmp_path, weights="random", **options) for _ in range(2)]
     assert torch.equal(state, torch.get_rng_state())
-    read, first, again = (feed(t, t.cache.allocate(), [1, 2, 3]).logits_TV for t in (target, *drawn))
+    first, again = (feed(each, each.cache.allocate(), [1, 2, 3]).logits_TV for each in drawn)
     assert torch.equal(first, again)
     assert not torch.allclose(first, read)
 
