@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -89,7 +90,7 @@ def answer(contenders: list[Contender], prompts: list[list[int]], params: Sampli
         one.sources.update(each.source for seq in running[id(one)] for each in seq.rounds)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto")
@@ -104,20 +105,36 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--out", default=None)
     args = parser.parse_args()
-    batches, temperatures = [int(each) for each in args.batch.split(",")], [float(each) for each in args.temperature.split(",")]
-    llms = {name: load(args, name, max(batches)) for name in ["none", "none again", *args.drafters.split(",")]}
-    llm = llms["none"]
+    args.batches = [int(each) for each in args.batch.split(",")]
+    args.temperatures = [float(each) for each in args.temperature.split(",")]
+    needed = args.skip + max(args.limit, *args.batches)
     for file in args.prompts:
-        if len(read_prompts(file)) < args.skip + max(batches):
-            parser.error(f"{file} has fewer than {args.skip + max(batches)} prompts: --skip and the largest --batch need them")
+        if len(read_prompts(file)) < needed:
+            parser.error(f"{file} has fewer than {needed} prompts: --skip, --limit and the largest --batch need them")
+    return args
+
+
+@dataclass
+class Turns:
+    """What the turns of one setting gave, by the contender's name."""
+
+    speeds: dict[str, list[float]] = field(default_factory=dict)
+    """Tokens per second of each turn."""
+    sources: dict[str, Counter[str]] = field(default_factory=dict)
+    """Rounds by the source of their drafts, over all turns."""
+
+    def add(self, name: str, one: Contender) -> None:
+        self.speeds.setdefault(name, []).append(one.num_tokens / one.spent_s)
+        self.sources.setdefault(name, Counter()).update(one.sources)
+
+
+def measure(args: argparse.Namespace, llms: dict[str, LLM]) -> dict[Setting, Turns]:
+    """All settings, `repeat` times, after a short turn that does not count."""
     sets = {
-        file: [llm.encode_chat(prompt.messages) for prompt in read_prompts(file)[args.skip :][: max(args.limit, *batches)]]
-        for file in args.prompts
+        file: [llms["none"].encode_chat(prompt.messages) for prompt in read_prompts(file)[args.skip :]] for file in args.prompts
     }
-    speeds: dict[tuple[Setting, str], list[float]] = {}
-    sources: dict[tuple[Setting, str], Counter[str]] = {}
-    settings = list(itertools.product(args.prompts, batches, temperatures))
-    luck = random.Random(0)
+    settings = list(itertools.product(args.prompts, args.batches, args.temperatures))
+    measured, luck = {setting: Turns() for setting in settings}, random.Random(0)
     for turn, setting in itertools.product(range(-1, args.repeat), settings):
         file, batch, temperature = setting
         params = SamplingParams(temperature=temperature, max_tokens=args.max_tokens if turn >= 0 else 32, ignore_eos=True)
@@ -125,31 +142,41 @@ def main() -> None:
         for begin in range(0, max(args.limit, batch) if turn >= 0 else batch, batch):
             answer(list(contenders.values()), sets[file][begin : begin + batch], params, luck)
         for name, one in contenders.items() if turn >= 0 else ():
-            speeds.setdefault((setting, name), []).append(one.num_tokens / one.spent_s)
-            sources.setdefault((setting, name), Counter()).update(one.sources)
+            measured[setting].add(name, one)
         print(f"turn {turn}: {file} batch {batch} temperature {temperature}", file=sys.stderr, flush=True)
-    results = []
+    return measured
+
+
+def results_of(setting: Setting, turns: Turns) -> list[dict[str, Any]]:
+    """One for each contender: its speed over that of plain decoding in each turn."""
+    file, batch, temperature = setting
+    found = []
+    for name in turns.speeds.keys() - {"none"}:
+        ratios = [one / plain for one, plain in zip(turns.speeds[name], turns.speeds["none"], strict=True)]
+        total = turns.sources[name].total()
+        shares = {source: round(count / total, 3) for source, count in turns.sources[name].most_common()}
+        where = {"prompts": Path(file).name, "batch": batch, "temperature": temperature, "drafter": name}
+        speeds = {"ratios": ratios, "median": statistics.median(ratios), "tokens_per_s": turns.speeds[name]}
+        found.append(where | speeds | {"sources": shares})
+    return sorted(found, key=lambda each: list(turns.speeds).index(each["drafter"]))
+
+
+def main() -> None:
+    args = arguments()
+    names = ["none", "none again", *args.drafters.split(",")]
+    llms = {name: load(args, name, max(args.batches)) for name in names}
+    results = [each for setting, turns in measure(args, llms).items() for each in results_of(setting, turns)]
     print("\n| prompts | batch | temperature | drafter | over none | range | rounds by source |\n|---|---|---|---|---|---|---|")
-    for setting, name in itertools.product(settings, llms):
-        if name == "none":
-            continue
-        ratios = [one / plain for one, plain in zip(speeds[setting, name], speeds[setting, "none"], strict=True)]
-        total = sources[setting, name].total()
-        shares = {source: round(count / total, 3) for source, count in sources[setting, name].most_common()}
-        file, batch, temperature = setting
-        results.append(
-            {"prompts": Path(file).name, "batch": batch, "temperature": temperature, "drafter": name, "ratios": ratios}
-            | {"median": statistics.median(ratios), "sources": shares, "tokens_per_s": speeds[setting, name]}
-        )
-        told = ", ".join(f"{source} {share:.0%}" for source, share in shares.items())
+    for each in results:
+        told = ", ".join(f"{source} {share:.0%}" for source, share in each["sources"].items())
         print(
-            f"| {Path(file).stem} | {batch} | {temperature:g} | {name} | {statistics.median(ratios):.2f} | "
-            f"{min(ratios):.2f} to {max(ratios):.2f} | {told} |"
+            f"| {each['prompts']} | {each['batch']} | {each['temperature']:g} | {each['drafter']} | {each['median']:.2f} | "
+            f"{min(each['ratios']):.2f} to {max(each['ratios']):.2f} | {told} |"
         )
     least = min((each for each in results if each["drafter"] != "none again"), key=lambda each: each["median"])
     line = {"least_median": least["median"], "least": [least[key] for key in ("prompts", "batch", "temperature", "drafter")]}
-    made = record_of({"dtype": llm.config.dtype, "results": results})
     if args.out:
+        made = record_of({"dtype": llms["none"].config.dtype, "results": results})
         Path(args.out).write_text(json.dumps(made | line, indent=1))
     print(json.dumps(line))
 

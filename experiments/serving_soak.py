@@ -13,10 +13,8 @@ With `--swap-s 2` the server gives new requests another drafter every two second
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import http.client
-import itertools
 import json
 import math
 import os
@@ -242,48 +240,6 @@ def server(command: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], int, f
             sys.stderr.write("".join(line for line in said if "Error" in line or "Traceback" in line))
 
 
-def serve_swapping(options: argparse.Namespace) -> None:
-    """As `paceline serve`, but new requests get the other drafter every `swap_s` seconds."""
-    from paceline import LLM
-    from paceline.commands.serve import warm_up
-    from paceline.serve.metrics import Metrics
-    from paceline.serve.run import run
-    from paceline.serve.settings import ServeConfig
-    from paceline.serve.worker import EngineWorker
-
-    names = itertools.cycle([options.other, options.drafter])
-    drafters: dict[str, Any] = {}
-
-    def swap(llm: LLM) -> int:
-        """Returns how many requests run meanwhile."""
-        name = next(names)
-        if not drafters:
-            drafters.update({options.drafter: llm.drafter, options.other: llm.make_drafter(options.other)})
-        llm.use_drafter(drafters[name])
-        return len(llm.engine.scheduler.running)
-
-    async def swap_again_and_again() -> None:
-        num_swaps = num_under_load = 0
-        while True:
-            await asyncio.sleep(options.swap_s)
-            num_under_load += await worker.call(swap) > 0
-            num_swaps += 1
-            Path(options.swaps).write_text(f"{num_swaps} {num_under_load}")
-
-    tasks: set[asyncio.Task[None]] = set()
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-        if line.startswith("ready: "):
-            tasks.add(asyncio.get_running_loop().create_task(swap_again_and_again()))
-
-    settings = {"drafter": options.drafter, "dtype": options.dtype, "max_len": 512}
-    config = ServeConfig(port=0, drain_seconds=300)
-    metrics = Metrics(options.model, None)
-    worker = EngineWorker(lambda: LLM(options.model, **settings), config, observer=metrics, warm_up=warm_up)
-    run(worker, say=say, introduce=lambda llm: "")
-
-
 def stop_under_load(process: subprocess.Popen[bytes], soak: Soak, num_clients: int) -> dict[str, int]:
     """SIGTERM while `num_clients` wait for answers: how many came whole, what others were told, and the exit status."""
     told = Counter[str]()
@@ -340,7 +296,7 @@ def show(title: str, figures: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def main() -> int:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--drafter", default="default")
@@ -352,18 +308,18 @@ def main() -> int:
     parser.add_argument("--most-growth", type=float, default=24.0, help="MB by which the second half may grow the process")
     parser.add_argument("--swap-s", type=float, default=None, help="give new requests the other drafter this often")
     parser.add_argument("--other", default="random-dflash", help="the other drafter")
-    parser.add_argument("--swaps", default=None, help="serve, swap, and count the swaps in this file: for the process itself")
-    options = parser.parse_args()
-    if options.swaps:
-        serve_swapping(options)
-        return 0
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = arguments()
     swaps = tempfile.NamedTemporaryFile("r", suffix=".swaps")  # noqa: SIM115  (until the end)
     expected = expected_answers(options.model, options.dtype, 16, options.max_tokens)
     words = ["--model", options.model, "--drafter", options.drafter, "--dtype", options.dtype]
     command = [sys.executable, "-m", "paceline", "serve", "--port", "0", *words, "--max-len", "512", "--drain-seconds", "300"]
     if options.swap_s:
-        own = ["--swap-s", str(options.swap_s), "--other", options.other, "--swaps", swaps.name]
-        command = [sys.executable, __file__, *words, *own]
+        own = ["--swap-s", str(options.swap_s), "--other", options.other, "--count", swaps.name]
+        command = [sys.executable, str(Path(__file__).with_name("swapping_server.py")), *words, *own]
     with server(command) as (process, port, started_s):
         soak, watched = Soak(port, expected, options.max_tokens), Process(process.pid, port)
         half = options.requests // 2
