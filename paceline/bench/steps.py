@@ -25,8 +25,6 @@ from paceline.draft.registry import make_drafter
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
-from paceline.hub import resolve
-from paceline.model.checkpoint import read_json
 from paceline.plan import FixedPlanner
 from paceline.progress import ignore
 from paceline.types import Batch, DraftBlock, SamplingParams
@@ -186,9 +184,3 @@ def spread(times: dict[Size, list[float]]) -> float:
             low, middle, high = statistics.quantiles(runs, n=4)
             shares.append((high - low) / middle)
     return statistics.median(shares) if shares else 0.0
-
-
-def config_of(model: str) -> dict[str, Any] | None:
-    """The config.json beside the weights; a GGUF file has none."""
-    path = resolve(model)
-    return read_json(path / "config.json") if path.is_dir() else None

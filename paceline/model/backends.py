@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.errors import NativeError, UnsupportedModelError
 from paceline.hardware import memory_bytes
-from paceline.hub import blocks_of, resolve
+from paceline.hub import resolve
 from paceline.model import native_lib
 from paceline.model.blocks import BlockKind, Blocks, quantise
 from paceline.model.checkpoint import check_tensors, expected_shapes, load_config, load_tensors, random_tensors
@@ -62,7 +62,7 @@ def load_target(
         if weights == "random":
             stored = random_tensors(config)
         elif _keeps_blocks(weight_format, config, dtype):
-            stored = load_tensors(blocks_of(path) or path, keep_blocks=True)
+            stored = load_tensors(path, keep_blocks=True)
         else:
             stored = load_tensors(path)
         tensors = check_tensors(config, _rounded(stored, KINDS[weight_format]) if is_rounded else stored, path)

@@ -30,7 +30,13 @@ def load_config(path: Path | str) -> DecoderConfig:
     ModelFileError (a key missing or impossible).
     """
     path = existing(path)
-    return decoder_config(gguf.config_json(path) if is_gguf(path) else read_json(path / "config.json"), path)
+    return decoder_config(config_json(path), path)
+
+
+def config_json(path: Path | str) -> dict[str, Any]:
+    """The config.json of a folder, or what it would say for a GGUF file. Raises as `load_config` does."""
+    path = existing(path)
+    return gguf.config_json(path) if is_gguf(path) else read_json(path / "config.json")
 
 
 @overload

@@ -6,7 +6,6 @@ come back through `stream()` piece by piece.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,16 +104,6 @@ class Tokenizer:
 
     def stream(self, skip_special: bool = True) -> IncrementalDetokenizer:
         return IncrementalDetokenizer(self, skip_special)
-
-    def save(self, folder: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, readable by Transformers too."""
-        self.backend.save(str(folder / "tokenizer.json"))
-        # Not the model's own class name: Transformers 5 rebuilds such classes with their default word splitting.
-        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        config |= self.special_tokens
-        if self.chat_template is not None:
-            config["chat_template"] = self.chat_template
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 class IncrementalDetokenizer:

@@ -11,6 +11,7 @@ import transformers
 from dflash import model as dflash
 
 from paceline import LLM, SamplingParams
+from paceline.bench.beside import transformers_model
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.registry import SHIPPED
 from paceline.hub import resolve
@@ -69,7 +70,7 @@ def test_drafts_are_those_of_the_authors_package(llm: LLM, monkeypatch: pytest.M
     raw = json.loads((FOLDER / "config.json").read_text())
     reference = dflash.DFlashDraftModel(transformers.Qwen3Config(**raw)).eval()
     reference.load_state_dict({name: tensor.float() for name, tensor in llm.drafter.network.state_dict().items()})
-    target = transformers.AutoModelForCausalLM.from_pretrained(resolve(MODEL), dtype=torch.float32).eval()
+    target = transformers_model(resolve(MODEL), torch.float32)
     theirs: list[list[int]] = []
     compute = reference.compute_logits
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ModelFileError, ModelNotFoundError, PromptError, UnsupportedModelError
-from paceline.hub import cache_home, resolve
+from paceline.hub import resolve
 from paceline.model.tokenizer import Tokenizer
 
 TEXTS = [
@@ -33,8 +33,15 @@ MESSAGES = [{"role": "user", "content": "What is 2+2?"}]
 
 
 @pytest.fixture(scope="module")
-def folder() -> Path:
-    return resolve("smollm2-135m")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in's tokenizer as Transformers saves it."""
+    from transformers import PreTrainedTokenizerFast
+
+    stored, folder = Tokenizer.from_path(resolve("smollm2-135m")), tmp_path_factory.mktemp("smollm")
+    words = {"clean_up_tokenization_spaces": False, "chat_template": stored.chat_template, **stored.special_tokens}
+    PreTrainedTokenizerFast(tokenizer_object=stored.backend, **words).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": list(stored.eos_token_ids)}))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +82,7 @@ def test_smollm_words() -> None:
 
 
 def test_folder_equals_its_gguf(smollm: Tokenizer) -> None:
-    (file,) = (cache_home() / "downloads").glob("SmolLM2*.gguf")
-    from_gguf = Tokenizer.from_path(file)
+    from_gguf = Tokenizer.from_path(resolve("smollm2-135m"))
     assert all(from_gguf.encode(text) == smollm.encode(text) for text in TEXTS)
     assert from_gguf.chat_template == smollm.chat_template
     assert (from_gguf.eos_token_ids, from_gguf.special_tokens) == (smollm.eos_token_ids, smollm.special_tokens)
