@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from paceline.errors import ConfigError, refuse, refuse_below
+from paceline.errors import ConfigError, refuse, refuse_below, reraised
 from paceline.plan import num_fixed
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -129,10 +129,9 @@ def read_api_keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:
     """Keys `given`, of a file (one a line, # begins a comment) and of PACELINE_API_KEY. Raises ConfigError."""
     found: list[str] = []
     if file is not None:
-        try:
+        unread = f"cannot read the API keys in {file}"
+        with reraised(ConfigError, unread, "check the path and its permissions", OSError, UnicodeDecodeError):
             lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the API keys in {file}: check the path and its permissions") from error
         found = [line for line in lines if line and not line.startswith("#")]
         refuse(ConfigError, (not found, f"there is no API key in {file}: put one on a line"))
     found += [key.strip() for key in os.environ.get("PACELINE_API_KEY", "").split(",") if key.strip()]

@@ -77,17 +77,15 @@ def _looks_like_a_path(name: str) -> bool:
 def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
     with reraised(PromptError, f"cannot read {path}", "check --prompts", OSError), path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
             where = f"{path}, line {number}"
-            if line.strip():
-                yield where, _json_row(line, where)
-
-
-def _json_row(line: bytes, where: str) -> Row:
-    with reraised(PromptError, f"{where}: not a line of JSON", "write one object per line", ValueError, RecursionError):
-        row = json.loads(line.decode("utf-8-sig"))
-    if not isinstance(row, dict):
-        raise PromptError(f"{where}: expected an object with one of {KNOWN_KEYS}, not {type(row).__name__}")
-    return row
+            remedy = "write one object per line"
+            with reraised(PromptError, f"{where}: not a line of JSON", remedy, ValueError, RecursionError):
+                row = json.loads(line.decode("utf-8-sig"))
+            if not isinstance(row, dict):
+                raise PromptError(f"{where}: expected an object with one of {KNOWN_KEYS}, not {type(row).__name__}")
+            yield where, row
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:

@@ -11,7 +11,7 @@ after any rollback. Streams keep uses apart. Which place to use is part of exact
 Mixing function: splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014).
 """
 
-SAMPLE, DRAFT, ACCEPT, RESIDUAL, MOCK = range(1, 6)
+SAMPLE, DRAFT, ACCEPT, RESIDUAL = range(1, 5)
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -135,20 +135,14 @@ class TokenLogprob:
 
 
 class Constraint(Protocol):
-    """What an answer may still say; `engine/grammar.py` is the one there is."""
+    """What an answer may still say; the one there is, `engine.grammar.Grammar`, says what each of these does."""
 
     @property
-    def has_failed(self) -> bool:
-        """It could not go on in the middle of the answer."""
-        ...
+    def has_failed(self) -> bool: ...
 
-    def follow(self, seq: Sequence, drafts: list[int], corrects: bool = False) -> list[int]:
-        """The first drafts that are allowed; `corrects` puts right what can only be one token."""
-        ...
+    def follow(self, seq: Sequence, drafts: list[int], corrects: bool = False) -> list[int]: ...
 
-    def mask(self, seq: Sequence, logits_JV: Tensor) -> Tensor:
-        """The logits without what is not allowed, at the positions last followed."""
-        ...
+    def mask(self, seq: Sequence, logits_JV: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)

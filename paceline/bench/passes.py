@@ -22,7 +22,7 @@ from paceline.model.target import ForwardBatch, Target
 from paceline.progress import ignore
 from paceline.prompts import Prompt
 from paceline.types import Round, SamplingParams, Sequence
-from paceline.verify.mocked import MockedAcceptance
+from paceline.verify.mocked import mocked
 
 CHUNK = 256
 """Tokens of a prefill pass."""
@@ -41,7 +41,7 @@ def described(llm: LLM) -> dict[str, Any]:
 
 def mocked_engine(llm: LLM, drafter: Drafter, tokens_per_round: float) -> Engine:
     """An engine whose rounds keep so many tokens, whatever the target says."""
-    judge = RuleJudge(MockedAcceptance(tokens_per_round).rule)
+    judge = RuleJudge(mocked(tokens_per_round))
     return Engine(llm.target, llm.tokenizer, drafter, judge=judge, prefill_chunk=llm.config.prefill_chunk)
 
 

@@ -6,7 +6,7 @@ context before the anchor and its block, and reads all drafts off the target's h
 token at its own position, anchor + k; slot 0 is discarded.
 
 `DFlashNetwork` holds the weights and is what training trains. A path is the same mathematics made for decoding, with its
-cache: `dflash_torch.py` on any device, `dflash_native.py` as one native call.
+cache: in `dflash_paths.py` there is one in PyTorch, on any device, and one of native calls.
 `tests/draft/test_dflash.py` compares them with the authors' `dflash` package.
 """
 
@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from paceline import rng
 from paceline.draft.base import Drafter, Observed
 from paceline.draft.checkpoint import DFlashConfig, check_fit, new_config, read_checkpoint, read_draft_ids, write_checkpoint
-from paceline.draft.dflash_native import NativePath
-from paceline.draft.dflash_torch import Drafts, TorchPath
+from paceline.draft.dflash_paths import Drafts, NativePath, TorchPath
 from paceline.draft.pending import MOST, PIECE, PendingFeatures
 from paceline.errors import ConfigError, ModelFileError
 from paceline.model.checkpoint import random_weights
@@ -270,7 +269,7 @@ class DFlashDrafter(Drafter):
         self._pending.drop(row)
         self._fresh.discard(row)
 
-    def _inject(self, rows: list[int], most: int | None = None) -> None:
+    def _inject(self, rows: list[int], most: float = math.inf) -> None:
         """Make keys and values of the features that wait, of each row's oldest `most` or of all."""
         waiting = [row for row in rows if self._pending.count(row)]
         if not waiting:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from paceline.draft.base import Observed
 
@@ -13,45 +14,31 @@ PIECE = 32
 """Positions that go at once when there are more: the other rows' round waits for them."""
 
 
-@dataclass(slots=True)
-class _Row:
-    observed: deque[Observed] = field(default_factory=deque)
-    count: int = 0
-
-
 class PendingFeatures:
-    """Observed positions by row, oldest first."""
+    """Observed positions by row, oldest first and without gaps."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, deque[Observed]] = {}
 
     def count(self, row: int) -> int:
-        return self._rows[row].count if row in self._rows else 0
+        waiting = self._rows.get(row)
+        return waiting[-1].start + waiting[-1].count - waiting[0].start if waiting else 0
 
     def add(self, one: Observed) -> None:
         """Positions that follow those the row has."""
-        row = self._rows.setdefault(one.sequence.row, _Row())
-        row.observed.append(one)
-        row.count += one.count
+        self._rows.setdefault(one.sequence.row, deque()).append(one)
 
-    def take(self, row: int, most: int | None = None) -> list[Observed]:
+    def take(self, row: int, most: float = math.inf) -> list[Observed]:
         """The row's oldest `most` positions, or all: they wait no longer."""
-        waiting = self._rows.pop(row, None)
-        if waiting is None:
-            return []
-        if most is None or most >= waiting.count:
-            return list(waiting.observed)
-        taken, left = [], most
-        while left:
-            one = waiting.observed.popleft()
-            if one.count > left:
-                rest = replace(one, start=one.start + left, count=one.count - left, begin=one.begin + left)
-                waiting.observed.appendleft(rest)
+        waiting, taken = self._rows.get(row), list[Observed]()
+        while waiting and most:
+            one = waiting.popleft()
+            if one.count > most:
+                left = int(most)
+                waiting.appendleft(replace(one, start=one.start + left, count=one.count - left, begin=one.begin + left))
                 one = replace(one, count=left)
             taken.append(one)
-            left -= one.count
-        waiting.count -= most
-        self._rows[row] = waiting
+            most -= one.count
         return taken
 
     def drop(self, row: int) -> None:

@@ -114,10 +114,6 @@ class Pool:
     def observe(self, observed: list[Observed]) -> None:
         if self.lookups:
             self.lookups.observe([one for one in observed if self._beside(self._leases[one.sequence.row])])
-        if not self._older:
-            self.drafter.observe(observed)
-            self._held |= dict.fromkeys((one.sequence.row for one in observed), self.drafter)
-            return
         groups: dict[int, tuple[Drafter, list[Observed]]] = {}
         for one in observed:
             drafter = self._leases[one.sequence.row]
@@ -138,10 +134,10 @@ class Pool:
 
     def _own_taps(self, drafter: Drafter, one: Observed) -> Observed:
         """With the features of the layers that this drafter reads, in its order."""
-        if one.taps_TF is None or drafter.tap_layers == self.target.tap_layers:
+        if one.taps_NF is None or drafter.tap_layers == self.target.tap_layers:
             return one
         if not drafter.tap_layers:
             return Observed(one.sequence, one.start, one.count, None)
-        taps_TLD = one.taps_TF[one.begin : one.begin + one.count].unflatten(-1, (len(self.target.tap_layers), -1))
+        taps_TLD = one.taps_NF.unflatten(-1, (len(self.target.tap_layers), -1))
         places = [self.target.tap_layers.index(layer) for layer in drafter.tap_layers]
         return Observed(one.sequence, one.start, one.count, taps_TLD[:, places].flatten(1))

@@ -36,25 +36,17 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
 }
 
 
-def make_drafter(
-    spec: str | Drafter | None,
-    target: Target,
-    *,
-    target_name: str = "",
-    num_drafted: int | None = None,
-    **options: Any,
-) -> Drafter:
+def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str = "", **options: Any) -> Drafter:
     """The drafter that `spec` names: one of DRAFTERS, a folder, a hub id or a built-in model; None is "none".
 
-    `num_drafted` and `options` go to its constructor. Raises ModelNotFoundError, naming what is known, when there is nothing
+    `options` other than None go to its constructor. Raises ModelNotFoundError, naming what is known, when there is nothing
     of that name, ConfigError when a ready Drafter comes with options, and whatever reading the checkpoint raises.
     """
+    options = {name: value for name, value in options.items() if value is not None}
     if isinstance(spec, Drafter):
-        if num_drafted is not None or options:
+        if options:
             raise ConfigError(f"a ready {type(spec).__name__} takes no options: set num_drafted where it is made")
         return spec
-    if num_drafted is not None:
-        options["num_drafted"] = num_drafted
     if spec is None or spec in DRAFTERS:
         return DRAFTERS[spec or "none"](target, target_name, **options)
     return _from_checkpoint(spec, target, **options)

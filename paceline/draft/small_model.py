@@ -74,7 +74,9 @@ class SmallModelDrafter(Drafter):
         probs_BK: dict[int, list[Tensor]] = {index: [] for index in drafting}
         while drafting:
             sequences = [batch.sequences[index] for index in drafting]
-            logits_BV = self._next_logits(sequences, [block.tokens_B[index] for index in drafting])
+            texts = [batch.sequences[index].tokens + block.tokens_B[index] for index in drafting]
+            logits_BV = self.model.forward(self._lacking(sequences, texts, "last")).logits_TV
+            assert logits_BV is not None
             best_B = logits_BV.max(-1).indices.tolist()
             for index, seq, best, logits_V in zip(drafting, sequences, best_B, logits_BV, strict=True):
                 token = best if seq.kind != "sampled" else _drawn(seq, logits_V, probs_BK[index])
@@ -83,13 +85,6 @@ class SmallModelDrafter(Drafter):
         for index, probs_K in probs_BK.items():
             block.probs_B[index] = torch.stack(probs_K) if probs_K else None
         return block
-
-    def _next_logits(self, sequences: list[Sequence], drafts_B: list[list[int]]) -> Tensor:
-        """Logits [B, V] of the token after each sequence and its drafts so far, of which only the last is not cached."""
-        texts = [seq.tokens + drafts for seq, drafts in zip(sequences, drafts_B, strict=True)]
-        logits_BV = self.model.forward(self._lacking(sequences, texts, "last")).logits_TV
-        assert logits_BV is not None
-        return logits_BV
 
     def _lacking(self, sequences: list[Sequence], texts: list[list[int]], logits: Literal["last", "none"]) -> ForwardBatch:
         """What the model's cache does not hold of each sequence's text."""

@@ -20,10 +20,9 @@ from paceline.engine.judge import RuleJudge
 from paceline.engine.prefix import PrefixReuse
 from paceline.engine.round import decode_round, fail
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.text import TextStream
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.model.target import ForwardBatch, Target
-from paceline.model.tokenizer import Tokenizer
+from paceline.model.tokenizer import TextStream, Tokenizer
 from paceline.plan import FixedPlanner, Plan, Planner, Row
 from paceline.types import Batch, Constraint, DraftBlock, FinishReason, Round, RoundStats, SamplingParams, Sequence
 from paceline.verify.mocked import MOCKED

@@ -12,9 +12,8 @@ from paceline.errors import NumericsError
 from paceline.model.logits import draw, logprobs_of, penalise, target_probs
 from paceline.model.target import ForwardOutput
 from paceline.types import Batch, DraftBlock, Sequence, Verdict
-from paceline.verify.lossless import match_prefix
+from paceline.verify.lossless import RULES, match_prefix
 from paceline.verify.rule import CheckedRow, RowVerdict, Rule, Uniforms
-from paceline.verify.table import RULES
 
 
 class RuleJudge:
@@ -29,7 +28,8 @@ class RuleJudge:
         return all(_is_plain(seq) and seq.params.logprobs is None for seq in batch.sequences)
 
     def __call__(self, batch: Batch, draft: DraftBlock, out: ForwardOutput) -> Verdict:
-        """`out` is the verify pass's, positions packed row after row."""
+        """`out` is the verify pass's, positions packed row after row. Log-probabilities of the tokens about to be committed are
+        added to the sequences that ask for them."""
         plain = [_is_plain(seq) for seq in batch.sequences]
         argmax_T = out.best_T() if any(plain) else []
         accepted: list[int] = []
@@ -49,12 +49,13 @@ class RuleJudge:
                 row_verdict = RowVerdict(0, _NONE)
             accepted.append(row_verdict.num_accepted)
             bonus.append(row_verdict.next_token)
+            if seq.params.logprobs is not None and out.logits_TV is not None and index not in failed:
+                for logits_V, token in zip(out.logits_TV[begin:end], [*tokens[: accepted[-1]], bonus[-1]], strict=False):
+                    seq.logprobs.append(logprobs_of(logits_V, token, seq.params.logprobs))
             begin = end
         verdict = Verdict(accepted, bonus, self.rule.lossless)
         if failed:
             verdict.failed_B = [failed.get(index) for index in range(len(batch))]
-        if out.logits_TV is not None:
-            report_logprobs(batch, draft, verdict, out.logits_TV)
         return verdict
 
     def _judge_greedy(self, seq: Sequence, tokens: list[int], argmax_J: list[int]) -> RowVerdict:
@@ -106,14 +107,3 @@ def _is_plain(seq: Sequence) -> bool:
     """Greedy, and nothing changes its logits."""
     params = seq.params
     return params.is_greedy and params.grammar is None and not params.logit_bias and not params.has_penalties
-
-
-def report_logprobs(batch: Batch, draft: DraftBlock, verdict: Verdict, logits_TV: Tensor) -> None:
-    """Append the target's own log-probabilities of the tokens about to be committed, for requests that ask for them."""
-    begin = 0
-    rows = zip(batch.sequences, draft.tokens_B, verdict.num_accepted_B, verdict.next_token_B, strict=True)
-    for seq, drafted, num_accepted, bonus in rows:
-        if seq.params.logprobs is not None and bonus != _NONE:
-            for offset, token in enumerate([*drafted[:num_accepted], bonus]):
-                seq.logprobs.append(logprobs_of(logits_TV[begin + offset], token, seq.params.logprobs))
-        begin += len(drafted) + 1

@@ -22,19 +22,18 @@ from paceline.draft.base import Drafter
 from paceline.draft.registry import make_drafter
 from paceline.engine.engine import Chunk, Engine
 from paceline.engine.judge import RuleJudge
-from paceline.engine.passes import measure_passes
 from paceline.errors import MemoryBudgetError
 from paceline.figures import Rounds
 from paceline.hub import resolve as resolve_model
 from paceline.learned import PassCosts
 from paceline.model import native_lib
 from paceline.model.backends import load_target
-from paceline.model.target import DEFAULT_MAX_LEN, Target
+from paceline.model.target import DEFAULT_MAX_LEN, Target, measure_passes
 from paceline.model.tokenizer import Tokenizer
 from paceline.plan import AdaptivePlanner, FixedPlanner, Planner, num_fixed
 from paceline.types import FinishReason, SamplingParams, Sequence, Timings, TokenLogprob
-from paceline.verify.mocked import MockedAcceptance
-from paceline.verify.table import RULES
+from paceline.verify.lossless import RULES
+from paceline.verify.mocked import mocked
 
 Message = dict[str, Any]
 
@@ -135,12 +134,12 @@ class LLM:
 
         Where the plan adapts and no number of drafts is asked for, lookups stand beside a drafter that computes.
         """
-        planner = self._planner_of(drafter)
+        planner, mock = self._planner_of(drafter), self.config.mocked_tokens_per_round
         return Engine(
             self.target,
             self.tokenizer,
             drafter,
-            judge=_judge(self.config),
+            judge=RuleJudge(RULES[self.config.rule] if mock is None else mocked(mock)),
             planner=planner,
             lookups=isinstance(planner, AdaptivePlanner) and self.config.num_drafted is None,
             eos_token_ids=self.tokenizer.eos_token_ids,
@@ -263,12 +262,6 @@ def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer:
     if config.weights == "random" and path.is_dir() and not (path / "tokenizer.json").is_file():
         return Tokenizer.wordless()
     return Tokenizer.from_path(path)
-
-
-def _judge(config: EngineConfig) -> RuleJudge:
-    if config.mocked_tokens_per_round is not None:
-        return RuleJudge(MockedAcceptance(config.mocked_tokens_per_round).rule)
-    return RuleJudge(RULES[config.rule])
 
 
 def load(config: EngineConfig) -> Target:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from paceline.errors import NativeError, UnsupportedModelError
 from paceline.hardware import memory_bytes
 from paceline.hub import resolve
 from paceline.model import native_lib
-from paceline.model.blocks import BlockKind, Blocks, quantise
+from paceline.model.blocks import BlockKind, quantise
 from paceline.model.checkpoint import check_tensors, expected_shapes, load_config, load_tensors, random_tensors
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
@@ -65,7 +63,9 @@ def load_target(
             stored = load_tensors(path, keep_blocks=True)
         else:
             stored = load_tensors(path)
-        tensors = check_tensors(config, _rounded(stored, KINDS[weight_format]) if is_rounded else stored, path)
+        if is_rounded:
+            stored = ((name, quantise(weight, KINDS[weight_format])) for name, weight in stored)
+        tensors = check_tensors(config, stored, path)
         target: Target = NativeDecoder(config, tensors, num_rows=num_rows, max_len=max_len, dtype=dtype)
     else:
         if is_rounded:
@@ -79,11 +79,6 @@ def load_target(
 
 KINDS: dict[str, BlockKind] = {"q8_0": "Q8_0", "q4_1": "Q4_1"}
 """Weight formats that round; see `model/blocks.py`."""
-
-
-def _rounded(tensors: Iterable[tuple[str, Tensor | Blocks]], kind: BlockKind) -> Iterator[tuple[str, Tensor | Blocks]]:
-    for name, tensor in tensors:
-        yield name, tensor if isinstance(tensor, Blocks) else quantise(tensor, kind)
 
 
 def _keeps_blocks(weight_format: str, config: DecoderConfig, dtype: torch.dtype) -> bool:

@@ -30,9 +30,9 @@ class Blocks:
 Weight = Tensor | Blocks
 
 
-def quantise(weight: Tensor, kind: BlockKind) -> Tensor | Blocks:
+def quantise(weight: Weight, kind: BlockKind) -> Weight:
     """Rounded to ggml's blocks of 32 numbers that share a scale; as it is where rows are no whole blocks, or no matrix."""
-    if weight.dim() != 2 or weight.shape[1] % 32:
+    if isinstance(weight, Blocks) or weight.dim() != 2 or weight.shape[1] % 32:
         return weight
     data = gguf.quantize(weight.float().numpy(), gguf.GGMLQuantizationType[kind])
     return Blocks(torch.from_numpy(data), tuple(weight.shape), kind)

@@ -196,18 +196,17 @@ def _stepped(_context: Any, num_chars: int) -> None:
 @pass_context
 def _written(_context: Any, value: Any) -> str:
     """Jinja's `finalize`: every value that is written passes here."""
-    text = value if isinstance(value, str) else _text(value)
+    text = _text(value)
     _spent.step(len(text))
     return text
 
 
 def _text(value: Any) -> str:
-    _weigh(value)
-    return str(value)
+    return str(_weighed(value))
 
 
 def _concat(values: list[Any]) -> str:
-    texts = [value if isinstance(value, str) else _text(value) for value in values]
+    texts = [_text(value) for value in values]
     if sum(map(len, texts)) > MAX_TEXT:
         raise SecurityError(f"a text has more than {MAX_TEXT:,} characters")
     return "".join(texts)
@@ -270,21 +269,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **options: Any) -> Any:  # named as Jinja's own
         _spent.step()
-        owner = getattr(__obj, "__self__", None)
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)  # the sandbox wraps `format`
         if isinstance(owner, (str, bytes, int)):
             _check_growth(__obj.__name__, [owner, *args, *options.values()])
         return _checked(super().call(__context, __obj, *args, **options))
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        wrapped = super().wrap_str_format(value)
-        if wrapped is None:
-            return None
-
-        def bounded(*args: Any, **options: Any) -> str:
-            _check_growth(value.__name__, [value.__self__, *args, *options.values()])
-            return wrapped(*args, **options)
-
-        return bounded
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         sizes = [len(value) if hasattr(value, "__len__") else None for value in (left, right)]

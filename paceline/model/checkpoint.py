@@ -136,10 +136,9 @@ def check_finite(name: str, weight: Weight, source: Path | str) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ModelFileError when it is missing, unreadable or something else."""
-    if path.exists() and not path.is_file():
-        raise ModelFileError(f"{path} is no regular file: give a Hugging Face model folder or a .gguf file")
-    if not path.exists():
-        raise ModelFileError(f"{path} is missing: give a Hugging Face model folder or a .gguf file")
+    if not path.is_file():
+        found = "is no regular file" if path.exists() else "is missing"
+        raise ModelFileError(f"{path} {found}: give a Hugging Face model folder or a .gguf file")
     with reraised(ModelFileError, f"{path} cannot be read", "fetch the model again", OSError, ValueError, RecursionError):
         value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict):

@@ -231,8 +231,6 @@ class Decoder(Target):
 
 
 AnyWeight = TypeVar("AnyWeight", Tensor, Weight)
-
-
 AnyLayer = TypeVar("AnyLayer")
 
 

@@ -16,7 +16,6 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+
 PRE_SPLITS = {"qwen2": f"{_CONTRACTIONS}|{_WORDS % ''}", "llama-bpe": f"{_CONTRACTIONS}|{_WORDS % '{1,3}'}"}
 """Word-splitting patterns of the pre-tokenizers that have one of their own, as in their tokenizer.json."""
 
-
 MAX_TOKEN_LENGTH = 512
 """Characters; the longest known tokens are runs of a hundred or two."""
 END_KINDS = ("eos", "eot", "eom")

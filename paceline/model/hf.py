@@ -45,7 +45,9 @@ class HFTarget(Target):
         self.vocab_size = int(self._lm_head.weight.shape[0])
         self.hidden_size, self.num_layers = int(config.hidden_size), int(config.num_hidden_layers)
         self.max_position = int(getattr(config, "max_position_embeddings", None) or _UNLIMITED)
-        self.weight_bytes = self._weight_bytes()
+        self.weight_bytes = tensor_bytes([*self.model.parameters()])
+        if self._lm_head.weight is not self._embedding.weight:  # then it is looked up, not read
+            self.weight_bytes -= tensor_bytes([self._embedding.weight])
         parameters = inspect.signature(model.forward).parameters
         self._cache_argument = "past_key_values" if "past_key_values" in parameters else "cache_params"
         self._keeps_logits = "logits_to_keep" in parameters
@@ -202,12 +204,6 @@ class HFTarget(Target):
     def head(self, hidden_TD: Tensor) -> Tensor:
         """The head, with the scaling or soft cap that the model applies to its logits."""
         return _scale_logits(self._lm_head(hidden_TD), self._config)
-
-    def _weight_bytes(self) -> int:
-        """Decoder and head; an untied embedding is looked up, not read. A mixture of experts counts all its experts."""
-        total = tensor_bytes(list(self.model.parameters()))
-        is_tied = self._lm_head.weight is self._embedding.weight
-        return total if is_tied else total - tensor_bytes([self._embedding.weight])
 
     @torch.no_grad()
     def _probe(self) -> tuple[float, int, int, bool]:

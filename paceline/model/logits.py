@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.errors import NativeError, NumericsError, SamplingError
+from paceline.errors import NativeError, NumericsError
 from paceline.model import native_lib
 from paceline.types import SamplingParams, TokenLogprob
 
@@ -35,25 +35,17 @@ def penalise(
     `context` is prompt and answer, `counts` how often each token stands in the answer. Repetition divides positive and
     multiplies negative logits of every token in context + draft[:j] (CTRL, 1909.05858, section 4.1, with the sign rule of
     Transformers and vLLM); then `frequency * count + presence * (count > 0)` over answer + draft[:j] is subtracted (OpenAI).
-    Returns a float32 copy, or `logits_JV` itself when the request asks for none of it. Raises SamplingError when
-    `logit_bias` names a token outside the vocabulary.
+    Returns a float32 copy, or `logits_JV` itself when the request asks for none of it.
     """
     if not params.logit_bias and not params.has_penalties:
         return logits_JV
     logits_JV = logits_JV.to(torch.float32, copy=True)
     if params.logit_bias:
-        _add_bias(logits_JV, params.logit_bias)
+        ids = torch.tensor(list(params.logit_bias), device=logits_JV.device)
+        logits_JV[:, ids] += torch.tensor(list(params.logit_bias.values()), device=logits_JV.device)
     if params.has_penalties:
         _subtract_penalties(logits_JV, params, context, counts, draft_tokens)
     return logits_JV
-
-
-def _add_bias(logits_JV: Tensor, bias: Mapping[int, float]) -> None:
-    num_vocab = logits_JV.shape[-1]
-    if wrong := [token for token in bias if not 0 <= token < num_vocab]:
-        raise SamplingError(f"logit_bias names token {wrong[0]}, but the vocabulary has {num_vocab}: remove it")
-    ids = torch.tensor(list(bias), device=logits_JV.device)
-    logits_JV[:, ids] += torch.tensor(list(bias.values()), device=logits_JV.device)
 
 
 def _subtract_penalties(

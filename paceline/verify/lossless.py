@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.model.logits import sample
-from paceline.verify.rule import CheckedRow, RowVerdict
+from paceline.verify.rule import CheckedRow, RowVerdict, Rule
 
 
 def match_prefix(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerdict:
@@ -119,3 +119,13 @@ def _draw_residual(row: CheckedRow, num_accepted: int, weights_V: Tensor, target
     """A token of the residual; of the target where rounding left nothing of it (both distributions are then the same)."""
     has_mass = float(weights_V.sum()) > 0
     return sample(weights_V if has_mass else target_probs_JV[num_accepted], row.uniforms.residual(num_accepted))
+
+
+_RULES = (
+    Rule("auto", auto, lossless=True, needs_probs=True),
+    Rule("match", match, lossless=True, needs_probs=False),
+    Rule("rejection", rejection, lossless=True, needs_probs=True),
+    Rule("block", block, lossless=True, needs_probs=True),
+)
+RULES = {rule.name: rule for rule in _RULES}
+"""Those of `paceline.config.RULES`. A new rule is a function and a line here."""

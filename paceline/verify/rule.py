@@ -1,7 +1,7 @@
 """What every verification rule shares: what it sees of a row, what it answers, and the random numbers it may use.
 
-A rule is a pure function of tensors and tokens. The rules are in `lossless.py` and `mocked.py`, the table of their names in
-`table.py`; `engine/judge.py` calls them.
+A rule is a pure function of tensors and tokens. The rules and the table of their names are in `lossless.py` and
+`mocked.py`; `engine/judge.py` calls them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from paceline.rng import ACCEPT, MOCK, RESIDUAL, SAMPLE, uniform
+from paceline.rng import ACCEPT, RESIDUAL, SAMPLE, uniform
 from paceline.types import Sequence
 
 
@@ -46,10 +46,6 @@ class Uniforms:
     def residual(self, slot: int) -> float:
         """Draws the token that replaces draft number `slot`."""
         return uniform(self.seed, RESIDUAL, self.anchor_position, slot)
-
-    def mock(self) -> float:
-        """Draws a mocked number of accepted drafts."""
-        return uniform(self.seed, MOCK, self.anchor_position)
 
 
 @dataclass(frozen=True, slots=True)

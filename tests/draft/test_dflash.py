@@ -14,7 +14,7 @@ from round_loop import GreedyJudge, admit, generate, ready
 
 from paceline.draft.checkpoint import DFlashConfig, default_layer_ids, new_config
 from paceline.draft.dflash import DFlashDrafter, DFlashNetwork, scale_logits
-from paceline.draft.dflash_torch import Drafts
+from paceline.draft.dflash_paths import Drafts
 from paceline.engine.round import decode_round
 from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError
 from paceline.model import native_lib

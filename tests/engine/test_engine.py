@@ -21,9 +21,9 @@ from paceline.model.logits import penalise, sample, target_probs
 from paceline.model.target import ForwardBatch, ForwardOutput
 from paceline.types import SamplingParams, Sequence
 from paceline.verify import lossless
-from paceline.verify.mocked import MockedAcceptance
+from paceline.verify.lossless import RULES
+from paceline.verify.mocked import mocked
 from paceline.verify.rule import CheckedRow, RowVerdict, Rule, Uniforms
-from paceline.verify.table import RULES
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11, 12, 13], [3, 1]]
 
@@ -364,7 +364,7 @@ def test_abort_frees_the_row_wherever_the_request_is() -> None:
 def test_mocked_acceptance_is_labelled() -> None:
     target = byte_target()
     drafter = ScriptedDrafter(target, num_drafted=7, accuracy=0.0)
-    engine = Engine(target, ByteTokenizer(), drafter, judge=RuleJudge(MockedAcceptance(4).rule))
+    engine = Engine(target, ByteTokenizer(), drafter, judge=RuleJudge(mocked(4)))
     (seq,) = run(engine, [[1]], SamplingParams(max_tokens=41))
     assert not seq.lossless
     assert len(seq.rounds) == pytest.approx(10, abs=1)

@@ -27,7 +27,7 @@ from paceline.errors import SamplingError
 from paceline.model.logits import penalise, target_probs
 from paceline.model.tokenizer import Tokenizer
 from paceline.types import Batch, DraftBlock, GrammarSpec, SamplingParams, Sequence
-from paceline.verify.table import RULES
+from paceline.verify.lossless import RULES
 
 EOS = ByteTokenizer.eos_token_id
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]

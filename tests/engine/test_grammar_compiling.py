@@ -12,7 +12,7 @@ from paceline.engine.grammar import Grammars
 from paceline.engine.judge import RuleJudge
 from paceline.errors import SamplingError
 from paceline.types import Constraint, GrammarSpec, SamplingParams
-from paceline.verify.mocked import MockedAcceptance
+from paceline.verify.mocked import mocked
 
 EOS = ByteTokenizer.eos_token_id
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
@@ -49,7 +49,7 @@ def test_grammars_are_compiled_in_any_thread_and_handed_to_the_engine(monkeypatc
 
 
 def test_a_mocked_acceptance_keeps_to_no_grammar_and_says_so() -> None:
-    judge = RuleJudge(MockedAcceptance(2.0).rule)
+    judge = RuleJudge(mocked(2.0))
     engine = Engine(FakeTarget(vocab_size=258), ByteTokenizer(), judge=judge, eos_token_ids=(EOS,))
     with pytest.raises(SamplingError, match="grammar cannot hold with a mocked acceptance"):
         engine.add([1], WORDS)

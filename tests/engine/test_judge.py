@@ -14,9 +14,9 @@ from paceline.engine.llm import GenerationStats
 from paceline.errors import NumericsError
 from paceline.model.target import ForwardOutput
 from paceline.types import Batch, DraftBlock, SamplingParams, Sequence, Verdict
-from paceline.verify.mocked import MockedAcceptance
+from paceline.verify.lossless import RULES
+from paceline.verify.mocked import mocked
 from paceline.verify.rule import CheckedRow, RowVerdict, Rule
-from paceline.verify.table import RULES
 
 
 def keep_everything(row: CheckedRow) -> RowVerdict:
@@ -41,7 +41,7 @@ def test_answers_of_a_lossy_rule_are_reported_as_lossy(needs_probs: bool, temper
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     lossy = Rule("keep everything", keep_everything, lossless=False, needs_probs=needs_probs)
     assert stats_with(RuleJudge(lossy), params).lossless is False
-    assert stats_with(RuleJudge(MockedAcceptance(3).rule), params).lossless is False
+    assert stats_with(RuleJudge(mocked(3)), params).lossless is False
     assert stats_with(RuleJudge(), params).lossless is True
 
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.errors import SamplingError
 from paceline.model import logits as logits_module
 from paceline.model.logits import logprobs_of, penalise, sample, target_probs
 from paceline.types import SamplingParams
@@ -148,11 +147,6 @@ def test_penalties_follow_the_drafted_prefix(
 def test_nothing_to_penalise_costs_nothing() -> None:
     logits_JV = torch.zeros(3, 8)
     assert penalise(logits_JV, SamplingParams(), [1], Counter({1: 1}), [1, 2]) is logits_JV
-
-
-def test_bias_outside_the_vocabulary_is_refused() -> None:
-    with pytest.raises(SamplingError, match="token 8"):
-        penalise(torch.zeros(1, 8), SamplingParams(logit_bias={8: 1.0}), [], {}, [])
 
 
 def test_sample_is_the_inverse_of_the_running_sum() -> None:

@@ -14,41 +14,35 @@ from paceline import config
 from paceline.errors import ConfigError
 from paceline.types import SamplingParams, Sequence
 from paceline.verify import lossless
-from paceline.verify.mocked import MockedAcceptance
+from paceline.verify.lossless import RULES
+from paceline.verify.mocked import mocked
 from paceline.verify.rule import Uniforms
-from paceline.verify.table import RULES
 
 ROWS_JV = torch.eye(6)
 
 
+def num_accepted(tokens_per_round: float, num_drafted: int, position: int) -> int:
+    uniforms = Uniforms(1, position)
+    return judged(mocked(tokens_per_round).verify, [4] * num_drafted, None, ROWS_JV[[2] * (num_drafted + 1)], uniforms)[0]
+
+
 @given(st.floats(1, 8), st.integers(0, 5000))
 def test_tokens_per_round_is_met_exactly_in_the_long_run(tokens_per_round: float, start: int) -> None:
-    mocked, position, rounds = MockedAcceptance(tokens_per_round), start, 200
+    position, rounds = start, 200
     for _ in range(rounds):
-        num_accepted = mocked.num_accepted(15, Uniforms(1, position))
-        assert num_accepted + 1 in (math.floor(tokens_per_round), math.ceil(tokens_per_round))
-        position += num_accepted + 1
+        accepted = num_accepted(tokens_per_round, 15, position)
+        assert accepted + 1 in (math.floor(tokens_per_round), math.ceil(tokens_per_round))
+        position += accepted + 1
     assert abs(position - start - rounds * tokens_per_round) <= 3
 
 
 def test_never_more_than_were_drafted() -> None:
     for num_drafted in range(5):
-        assert MockedAcceptance(9.5).num_accepted(num_drafted, Uniforms(0, 10)) == num_drafted
-        assert MockedAcceptance.from_survival([1.0] * 9).num_accepted(num_drafted, Uniforms(0, 10)) == num_drafted
-
-
-def test_survival_curve_is_met() -> None:
-    survival = [0.9, 0.5, 0.5, 0.1]
-    mocked = MockedAcceptance.from_survival(survival)
-    assert mocked.tokens_per_round == pytest.approx(3.0)
-    counts = [mocked.num_accepted(7, Uniforms(seed, 3 * seed)) for seed in range(5000)]
-    for i, share in enumerate(survival, start=1):
-        assert abs(sum(count >= i for count in counts) / 5000 - share) < 0.025
-    assert max(counts) == 4
+        assert num_accepted(9.5, num_drafted, 10) == num_drafted
 
 
 def test_is_a_rule_and_says_it_is_lossy() -> None:
-    rule = MockedAcceptance(3).rule
+    rule = mocked(3)
     verdict = judged(rule.verify, [4, 4, 4], None, ROWS_JV[:4], Uniforms(0, 0))
     assert verdict == (2, 2)  # the target's token after two drafts it never wanted
     assert not rule.lossless
@@ -57,13 +51,7 @@ def test_is_a_rule_and_says_it_is_lossy() -> None:
 @pytest.mark.parametrize("wrong", [0.99, 0.0, -1.0, math.nan, math.inf])
 def test_impossible_tokens_per_round_is_refused(wrong: float) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
-        MockedAcceptance(wrong)
-
-
-@pytest.mark.parametrize("wrong", [[], [0.5, 0.6], [1.1], [-0.1], [math.nan], [0.5, math.nan]])
-def test_impossible_curves_are_refused(wrong: list[float]) -> None:
-    with pytest.raises(ConfigError, match="survival curve"):
-        MockedAcceptance.from_survival(wrong)
+        mocked(wrong)
 
 
 def test_auto_matches_certain_drafts_and_blocks_sampled_ones() -> None:
