@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.client import Client
-from paceline.bench.serving_figures import Answer, read_answer
+from paceline.bench.serving import Answer, read_answer
 from paceline.hardware import this_machine
 from paceline.hub import resolve
 from paceline.prompts import Prompt, read_prompts

@@ -29,3 +29,6 @@ class Progress:
 
     def table(self, table: Table) -> None:
         """Figures are ready."""
+
+
+SILENT = Progress()

@@ -3,13 +3,14 @@
     paceline bench decode --limit 4 --drafters default --batch 1,4
 
 Plain decoding (`none`) always runs, first, in the same process. To resist noise every repetition runs all settings in turn
-over the same requests, after a warm-up; figures are medians over repetitions, intervals a bootstrap over prompts.
+over the same requests, after a warm-up; figures are medians over repetitions, intervals a bootstrap over prompts. Figures of
+acceptance weigh by rounds, and so by tokens; `evaluate` takes them from here too, so that one name means one thing.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
@@ -17,18 +18,18 @@ from typing import Any
 
 from paceline.bench.beside import PEERS, TransformersPeer
 from paceline.bench.config import BASELINE, WARM_UP_TOKENS, BenchConfig
-from paceline.bench.drafting import Drafting, drafting
 from paceline.bench.passes import Engines, Pass, Request, described, make_requests, parting, run_pass
 from paceline.draft.registry import make_drafter
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
-from paceline.figures import Interval, bootstrap, repetition
+from paceline.figures import Interval, Rounds, bootstrap, ratio_of_sums, repetition, survival
 from paceline.hardware import Machine
 from paceline.model.target import Target
 from paceline.progress import ignore
 from paceline.prompts import Prompt
 from paceline.runlog import plain
-from paceline.types import SamplingParams
+from paceline.tables import Column, Table
+from paceline.types import Round, SamplingParams
 
 ABOUT = ("device", "machine", "model", "dtype", "backend", "isa", "weight_format", "weight_bytes", "ceiling_tokens_per_s")
 ABOUT += ("max_tokens", "repeat")
@@ -57,6 +58,49 @@ class Difference:
     """Tokens of the answer that are still the same."""
     top2_gap: float
     """Best logit minus second-best after the common prefix; 0 is a tie."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Drafting:
+    """The figures of some answers; those of a peer, which tells nothing of its rounds, are the defaults."""
+
+    tokens_per_round: float | None = None
+    """Accepted drafts plus the target's own token."""
+    tokens_per_round_interval: Interval = (None, None)
+    """A bootstrap over answers."""
+    acceptance_rate: float | None = None
+    """Accepted drafts over drafts; None when nothing was drafted."""
+    survival: list[float] = field(default_factory=list)
+    """survival[i - 1]: share of rounds whose first i drafts all stood."""
+    accepted_histogram: list[int] = field(default_factory=list)
+    """accepted_histogram[n]: rounds in which exactly n drafts stood."""
+    sources: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Source of drafts -> share of rounds, tokens per round and acceptance rate of the rounds that it drafted."""
+
+
+def drafting(answers: Sequence[Sequence[Round]], num_drafted: int = 0) -> Drafting:
+    """`answers`: the rounds of each; `num_drafted`: the most drafts of a round, so that survival tells of them all."""
+    rounds = [each for answer in answers for each in answer]
+    if not rounds:
+        return Drafting(tokens_per_round=1.0)
+    whole, each_answer = Rounds.counted(rounds), [Rounds.counted(answer) for answer in answers]
+    pairs = [(float(each.num_rounds + each.num_accepted), float(each.num_rounds)) for each in each_answer]
+    sources = {
+        source: {
+            "share_of_rounds": own.num_rounds / len(rounds),
+            "tokens_per_round": own.tokens_per_round,
+            "acceptance_rate": own.acceptance_rate if own.num_drafted else None,
+        }
+        for source, own in Rounds.by_source(rounds).items()
+    }
+    return Drafting(
+        tokens_per_round=ratio_of_sums(pairs),
+        tokens_per_round_interval=bootstrap(pairs, ratio_of_sums),
+        acceptance_rate=whole.acceptance_rate if whole.num_drafted else None,
+        survival=survival(whole.accepted_histogram, num_drafted),
+        accepted_histogram=list(whole.accepted_histogram),
+        sources=sources,
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,17 +156,12 @@ class Bench:
         self.requests, self.num_skipped = make_requests(llm, prompts, config.max_tokens)
         if self.num_skipped:
             notice(f"left out {self.num_skipped} turns that do not fit the context: raise --max-len to include them")
-        self.settings = self._settings()
+        self.settings = [
+            Setting(name, batch, temperature)
+            for temperature, batch in product(config.temperatures, config.batches)
+            for name in (*config.drafters, *(PEERS if self._peer and batch == 1 and temperature == 0 else ()))
+        ]
         self.passes: dict[Setting, list[Pass]] = {setting: [] for setting in self.settings}
-
-    def _settings(self) -> list[Setting]:
-        config = self.config
-        settings = []
-        for temperature, batch in product(config.temperatures, config.batches):
-            settings += [Setting(name, batch, temperature) for name in config.drafters]
-            if self._peer and batch == 1 and temperature == 0:
-                settings += [Setting(name, batch, temperature) for name in PEERS]
-        return settings
 
     @property
     def num_answers(self) -> int:
@@ -161,7 +200,7 @@ class Bench:
         ]
 
     def results(self) -> list[Result]:
-        return [self._result(setting) for setting in self.settings if self.passes[setting]]
+        return [self._result(setting) for setting in self.settings]
 
     def _result(self, setting: Setting) -> Result:
         passes = self.passes[setting]
@@ -187,7 +226,7 @@ class Bench:
             speedup_vs=self._versus_peers(setting, passes),
             identical=1 - len(differ) / len(first.answers) if is_greedy else None,
             lossless=None if setting.is_peer else all(answer.lossless for each in passes for answer in each.answers),
-            seconds=stages(passes),
+            seconds={stage: median_of([each.seconds[stage] for each in passes]) for stage in first.seconds},
             bytes_per_s=bytes_per_s(passes, self.llm.target.weight_bytes),
             repetition=repetition([answer.token_ids for answer in first.answers]),
             num_answers=len(first.answers),
@@ -229,10 +268,6 @@ def _seconds(passes: list[Pass]) -> list[float]:
     return [statistics.median(times) for times in zip(*([a.seconds for a in each.answers] for each in passes), strict=True)]
 
 
-def stages(passes: list[Pass]) -> dict[str, float | None]:
-    return {name: median_of([each.seconds[name] for each in passes]) for name in passes[0].seconds}
-
-
 def median_of(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
@@ -271,3 +306,15 @@ def introduction(llm: LLM, machine: Machine, config: BenchConfig) -> dict[str, A
 def as_line(bench: Bench, machine: Machine) -> dict[str, Any]:
     counts = {"num_requests": len(bench.requests), "num_skipped": bench.num_skipped}
     return {"results": bench.results(), **introduction(bench.llm, machine, bench.config), **counts}
+
+
+def sources_table(named: Sequence[tuple[str, Drafting]]) -> Table:
+    rows = [(name, source, figures) for name, each in named for source, figures in each.sources.items()]
+    columns = (
+        Column("setting", lambda row: row[0]),
+        Column("drafts of", lambda row: row[1]),
+        Column("share of rounds", lambda row: row[2]["share_of_rounds"], "{:.0%}", "right"),
+        Column("tokens/round", lambda row: row[2]["tokens_per_round"], "{:.2f}", "right"),
+        Column("accepted", lambda row: row[2]["acceptance_rate"], "{:.0%}", "right"),
+    )
+    return Table(columns, rows)

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.config import BASELINE, BUILTIN_PROMPTS, BenchConfig
-from paceline.bench.decode import ABOUT, Bench, Setting, introduction
-from paceline.bench.drafting import Drafting, drafting
+from paceline.bench.decode import ABOUT, Bench, Drafting, Setting, drafting, introduction
 from paceline.bench.passes import Pass
 from paceline.bench.runs import loaded, table
 from paceline.config import EngineConfig
@@ -27,7 +26,7 @@ from paceline.draft.registry import DRAFTERS, checkpoint_of
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ModelNotFoundError
 from paceline.figures import is_loop
-from paceline.progress import Progress
+from paceline.progress import SILENT, Progress
 from paceline.prompts import Prompt, read_prompts
 from paceline.runlog import RunFolder, plain
 from paceline.simulate.files import read_json
@@ -165,7 +164,7 @@ def evaluate(
     engine: EngineConfig | None = None,
     limit: int | None = None,
     out: Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> Evaluation:
     """Evaluate on every prompt set that `out` does not hold yet; the model is loaded only if there is one.
 
@@ -176,7 +175,6 @@ def evaluate(
     Raises ModelNotFoundError for a missing drafter, PromptError for missing prompts, ConfigError when `out` holds sets that
     were evaluated with other settings.
     """
-    progress = progress or Progress()
     config = evaluation_config(drafter, config or BenchConfig())
     engine = replace(engine or EngineConfig(), drafter="none", num_drafted=None, max_batch=max(config.batches))
     sets = read_sets(tuple(prompts), limit)

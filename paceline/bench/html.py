@@ -15,10 +15,8 @@ from statistics import fmean
 from typing import Any
 
 from paceline.bench.config import BASELINE
-from paceline.bench.decode import Result
-from paceline.bench.drafting import sources_table
-from paceline.bench.pages import Plot, render
-from paceline.bench.plots import Series, bars, curves, ranges, short
+from paceline.bench.decode import Result, sources_table
+from paceline.bench.pages import Plot, Series, bars, curves, ranges, render, short
 from paceline.bench.runs import COLUMNS, MEANING, with_interval
 from paceline.errors import ConfigError
 from paceline.figures import shares
@@ -138,17 +136,14 @@ def _training(run: RunData) -> list[Plot]:
         plots.append(curves(ylabel.capitalize(), series, xlabel="blocks", ylabel=ylabel))
     last = run.checks[-1] if run.checks else {}
     for key, name in (("recall1", "Recall@1"), ("recall16", "Recall@16")):
-        groups = [(label, _slots((last.get(kind) or {}).get(key))) for kind, label in KINDS.items()]
+        checked = [(label, (last.get(kind) or {}).get(key) or []) for kind, label in KINDS.items()]
+        groups = [(label, [value or 0.0 for value in values]) for label, values in checked]
         title = f"{name} by slot, last check"
         plots.append(bars(title, groups, xlabel="slot", ylabel=name.lower(), first=1, ylim=(0, 1)))
     seconds, rates = thinned(*numbers(run.steps, "blocks_per_s", over="seconds"))
     pace = [Series("blocks/s", [each / 60 for each in seconds], rates)]
     plots.append(curves("Pace", pace, xlabel="minutes", ylabel="blocks/s", ylim=(0, None)))
     return plots
-
-
-def _slots(values: Any) -> list[float]:
-    return [float(value or 0.0) for value in values] if isinstance(values, list) else []
 
 
 def _accepted(title: str, histograms: list[tuple[str, list[int]]]) -> Plot:

@@ -13,12 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.config import BUILTIN_PROMPTS, BenchConfig, MockConfig, StepsConfig
-from paceline.bench.decode import Bench, Result, as_line
-from paceline.bench.drafting import sources_table
-from paceline.bench.mock import MockBench
-from paceline.bench.pages import render
-from paceline.bench.plots import Series, curves, ranges
-from paceline.bench.steps import StepBench
+from paceline.bench.decode import Bench, Result, as_line, sources_table
+from paceline.bench.pages import Series, curves, ranges, render
+from paceline.bench.steps import MockBench, StepBench
 from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
@@ -26,7 +23,7 @@ from paceline.hardware import Machine, this_machine
 from paceline.hub import resolve
 from paceline.model.backends import form_of
 from paceline.model.checkpoint import config_json
-from paceline.progress import Progress
+from paceline.progress import SILENT, Progress
 from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
 from paceline.simulate.hf_config import shape_of
@@ -48,10 +45,9 @@ def bench_decode(
     prompts: str | None = None,
     limit: int | None = None,
     out: Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> dict[str, Any]:
     """Prompts x drafters x temperatures x batch sizes on one loaded model."""
-    progress = progress or Progress()
     asked = read_prompts(prompts or BUILTIN_PROMPTS, limit)
     described = {"llm": engine, "bench": config, "prompts": prompts or "built-in", "limit": limit}
     run = RunFolder.create("bench-decode", described, out)
@@ -71,10 +67,9 @@ def bench_decode(
 
 
 def bench_mock(
-    engine: EngineConfig, config: MockConfig, out: Path | None = None, progress: Progress | None = None
+    engine: EngineConfig, config: MockConfig, out: Path | None = None, progress: Progress = SILENT
 ) -> dict[str, Any]:
     """Each mocked acceptance in turns, beside the roofline."""
-    progress = progress or Progress()
     run = RunFolder.create("bench-decode", {"llm": engine, "mock": config}, out)
     engine = replace(engine, max_batch=max(config.batches), max_len=engine.max_len or config.needed_len)
     llm, machine = loaded(engine, progress)
@@ -91,20 +86,20 @@ def bench_mock(
 
 
 def bench_steps(
-    engine: EngineConfig, config: StepsConfig, out: Path | None = None, progress: Progress | None = None
+    engine: EngineConfig, config: StepsConfig, out: Path | None = None, progress: Progress = SILENT
 ) -> dict[str, Any]:
     """Seconds of verifying, drafting and the host at every size, in turns."""
-    progress = progress or Progress()
     run = RunFolder.create("bench-steps", {"llm": engine, "steps": config, "drafter": engine.drafter}, out)
-    rows, drafter = max(config.batches), engine.drafter
-    engine = replace(engine, drafter="none", max_batch=rows, max_len=engine.max_len or config.needed_len)
-    llm, machine = loaded(engine, progress)
-    bench = StepBench(llm, config, drafter)
+    sized = replace(engine, max_batch=max(config.batches), max_len=engine.max_len or config.needed_len)
+    llm, machine = loaded(sized, progress)
+    bench = StepBench(llm, config, engine.drafter)
     with progress.bar("measuring", (config.repeat + 1) * len(config.batches)) as advance:
         bench.run(advance)
     steps = bench.as_json(machine, config_json(resolve(engine.model)))
     file = run.write_json("steps.json", steps)
-    report = steps_report(steps)
+    verify, draft = ({(batch, width): 1e3 * spent for batch, width, spent in steps[name]} for name in ("verify", "draft"))
+    batches, widths = (sorted(set(each)) for each in zip(*verify, strict=True))
+    report = render("steps.md", steps=steps, verify=verify, draft=draft, batches=batches, widths=widths)
     run.write("report.md", report)
     progress.say(report)
     if steps["spread"] > DISTURBED:
@@ -112,13 +107,6 @@ def bench_steps(
         progress.say(f"{apart}: other programs were at work, measure again on a quiet machine")
     progress.say(f"step times: {file}")
     return {**{key: value for key, value in steps.items() if key != "config"}, "run": run.path}
-
-
-def steps_report(steps: dict[str, Any]) -> str:
-    """report.md of step times: milliseconds, a line for each width."""
-    verify, draft = ({(batch, width): 1e3 * spent for batch, width, spent in steps[name]} for name in ("verify", "draft"))
-    batches, widths = (sorted(set(each)) for each in zip(*verify, strict=True))
-    return render("steps.md", steps=steps, verify=verify, draft=draft, batches=batches, widths=widths)
 
 
 def with_interval(value: float | None, interval: Sequence[float | None] | None, unit: str = "") -> str | None:
@@ -164,8 +152,7 @@ def table(results: list[Result]) -> Table:
 
 def markdown(bench: Bench, machine: Machine, results: list[Result]) -> str:
     """report.md: ceiling, table, survival, stages, near-ties, and a few answers to judge the text by."""
-    passes = next((passes for passes in reversed(bench.passes.values()) if passes), [])
-    answers = passes[0].answers[:NUM_SAMPLES] if passes else []
+    last = bench.passes[bench.settings[-1]][0]
     return render(
         "decode.md",
         bench=bench,
@@ -178,7 +165,7 @@ def markdown(bench: Bench, machine: Machine, results: list[Result]) -> str:
         figures=table(results),
         sources=sources_table([(result.setting, result) for result in results]),
         differences=[(result.setting, each) for result in results for each in result.differences],
-        samples=list(zip(bench.requests, answers, strict=False)),
+        samples=list(zip(bench.requests, last.answers, strict=True))[:NUM_SAMPLES],
     )
 
 
@@ -214,7 +201,7 @@ def write_run(run: RunFolder, bench: Bench, machine: Machine, line: dict[str, An
     texts = [
         {**asdict(setting), "request": request.name, "text": answer.text}
         for setting, passes in bench.passes.items()
-        for request, answer in zip(bench.requests, passes[0].answers if passes else [], strict=False)
+        for request, answer in zip(bench.requests, passes[0].answers, strict=True)
     ]
     run.write_json("texts.json", texts)
     return draw(run, results)

@@ -18,12 +18,11 @@ from typing import Any
 
 from paceline.bench.client import Client
 from paceline.bench.config import BUILTIN_PROMPTS, ServersConfig, ServingConfig
-from paceline.bench.pages import write_load_report
-from paceline.bench.plots import LOAD_PLOTS, LoadPlot, load_plots
+from paceline.bench.pages import LOAD_PLOTS, LoadPlot, load_plots, write_load_report
 from paceline.bench.serving import BASELINE, Contender, Load, Pass, ServingBench, ServingResult
 from paceline.config import read_api_keys
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
-from paceline.progress import Progress
+from paceline.progress import SILENT, Progress
 from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
 from paceline.tables import Column, Table, flat, spread_column
@@ -61,10 +60,9 @@ def bench_serving(
     prompts: str | None = None,
     limit: int | None = None,
     out: Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> dict[str, Any]:
     """Returns the command's JSON, with the run folder as "run". Raises what is wrong with the server, before any load."""
-    progress = progress or Progress()
     asked = read_prompts(prompts or BUILTIN_PROMPTS, limit)
     key = next(iter(read_api_keys((), servers.api_key_file)), None)  # as an option it would stay in the run folder
     described: dict[str, Any] = {
@@ -104,7 +102,12 @@ def _report(
 ) -> None:
     """report.md and report.html, and the same in short to `progress`."""
     by_load = [(each.load.rate, each.load.concurrency, each.speculate, each) for each in results]
-    failures, figures, sent = failure_lines(results), table(results), about(bench, results)
+    figures, sent = Table(COLUMNS, results, width=190), about(bench, results)
+    failures = [
+        f"{each.load}, speculate {each.speculate}: {count}x {reason}"
+        for each in results
+        for reason, count in each.failures.items()
+    ]
     plots = (*LOAD_PLOTS, LoadPlot("Time of an answer", "s", lambda each: each.total))
     notice = write_load_report(
         run,
@@ -123,18 +126,6 @@ def _report(
     if notice:
         progress.say(notice)
     progress.say(f"report, figures and raw answers: {run.path}")
-
-
-def table(results: list[ServingResult]) -> Table:
-    return Table(COLUMNS, results, width=190)
-
-
-def failure_lines(results: list[ServingResult]) -> list[str]:
-    return [
-        f"{result.load}, speculate {result.speculate}: {count}x {reason}"
-        for result in results
-        for reason, count in result.failures.items()
-    ]
 
 
 def about(bench: ServingBench, results: list[ServingResult]) -> str:

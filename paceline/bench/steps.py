@@ -1,10 +1,15 @@
-"""What a round costs at each size: seconds of verifying, drafting and the host, for (rows, positions) taken in turns.
+"""What rounds cost when acceptance is mocked: the engine's own rounds, whose text means nothing; no figure of them is lossless.
 
     paceline bench steps --drafter random-dflash --context 256        ->  runs/bench-steps-*/steps.json
 
-Rounds are the engine's own, over a cache of `context` tokens, with mocked acceptance: the text means nothing, the times are
-those of serving. Drafts beyond the drafter's own number are filled up, so that every width is verified. Feeds
-`paceline simulate --table` and `--calibrate`.
+`StepBench`: seconds of verifying, drafting and the host, for (rows, positions) taken in turns, over a cache of `context`
+tokens. Drafts beyond the drafter's own number are filled up, so that every width is verified. Feeds `paceline simulate --table`
+and `--calibrate`.
+
+    paceline bench decode --weights random --mock-tokens-per-round 1,2,4,8
+
+`MockBench`: what a drafter would bring that keeps so many tokens per round, beside the roofline. After SGLang's experiment with
+dummy weights (docs/simulate.md): a round's cost is real, what it keeps is set. Prompts are random tokens.
 """
 
 from __future__ import annotations
@@ -17,16 +22,21 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from paceline.bench.config import StepsConfig
-from paceline.bench.passes import described, mocked_engine, random_prompt
-from paceline.draft.base import Drafter
+from paceline.bench.config import PLAIN, WARM_UP_TOKENS, MockConfig, StepsConfig
+from paceline.bench.passes import Pass, Request, described, mocked_engine, random_prompt, run_pass
+from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.registry import make_drafter
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
+from paceline.figures import Rounds
 from paceline.hardware import Machine
 from paceline.plan import FixedPlanner
 from paceline.progress import ignore
+from paceline.simulate.calibrate import precisions_of
+from paceline.simulate.costs import NO_COST, DrafterCost, RooflineCosts, ShapeDrafter
+from paceline.simulate.roofline import Deployment
+from paceline.simulate.shapes import ModelShape
 from paceline.types import Batch, DraftBlock, SamplingParams
 
 FILLER = 5
@@ -97,10 +107,11 @@ class StepBench:
         """All sizes in turn, `repeat` times, the widths of each turn in another order; a turn before them warms up."""
         order = random.Random(0)
         for turn in range(-1, self.config.repeat):
-            self._prefills(turn, self.times if turn >= 0 else no_times())
+            times = self.times if turn >= 0 else no_times()
+            self._prefills(turn, times)
             for num_rows in self.config.batches:
                 widths = order.sample(range(self.config.max_positions), self.config.max_positions)
-                self._turn(num_rows, widths, self.times if turn >= 0 else no_times())
+                self._turn(num_rows, widths, times)
                 on_turn(f"batch {num_rows}")
 
     def _prefills(self, turn: int, times: Times) -> None:
@@ -146,7 +157,6 @@ class StepBench:
         """The file: medians over the runs. Times of drafts are those of the drafter's own widths only."""
         llm, times = self.llm, self.times
         own = {size: spent for size, spent in times["draft"].items() if size[1] <= self.drafter.num_drafted}
-        network = self.drafter.network if isinstance(self.drafter, DFlashDrafter) else None
         return {
             "machine": asdict(machine),
             "config": model_config,
@@ -154,7 +164,7 @@ class StepBench:
             **described(llm),
             "drafter": self.name,
             "drafter_name": self.drafter.name,
-            "drafter_parameters": sum(weight.numel() for weight in network.parameters()) if network else None,
+            "drafter_parameters": num_parameters(self.drafter) if isinstance(self.drafter, DFlashDrafter) else None,
             "num_drafted": self.drafter.num_drafted,
             "context": self.config.context,
             "tokens_per_round": self.config.tokens_per_round,
@@ -171,6 +181,10 @@ class StepBench:
         }
 
 
+def num_parameters(drafter: DFlashDrafter) -> int:
+    return sum(weight.numel() for weight in drafter.network.parameters())
+
+
 def table(times: dict[Size, list[float]]) -> list[list[float]]:
     """[[rows, width, median seconds], ...] in order."""
     return [[*size, statistics.median(spent)] for size, spent in sorted(times.items())]
@@ -184,3 +198,96 @@ def spread(times: dict[Size, list[float]]) -> float:
             low, middle, high = statistics.quantiles(runs, n=4)
             shares.append((high - low) / middle)
     return statistics.median(shares) if shares else 0.0
+
+
+class MockBench:
+    """A loaded model, the passes run so far. `run()`, then `results()`."""
+
+    def __init__(self, llm: LLM, config: MockConfig, shape: ModelShape, machine: Machine) -> None:
+        self.llm, self.config = llm, config
+        self.passes: dict[tuple[int, float], list[Pass]] = {setting: [] for setting in config.settings}
+        self._drafters = {value: self._drafter(config.drafts(value)) for _, value in config.settings}
+        self._shape, self._machine = shape, machine
+
+    def _drafter(self, num_drafted: int) -> Drafter:
+        if num_drafted == 0:
+            return NoDrafter()
+        name = self.config.drafter
+        options = {"block_size": num_drafted + 1} if name == "random-dflash" else {"num_drafted": num_drafted}
+        drafter = make_drafter(name, self.llm.target, target_name=self.llm.config.model, **options)
+        if drafter.num_drafted < num_drafted:
+            raise ConfigError(
+                f"{name} drafts {drafter.num_drafted} tokens at most, {num_drafted} are needed: use random-dflash"
+            )
+        return drafter
+
+    def run(self, on_pass: Callable[[str], None] = ignore) -> None:
+        """All settings, `repeat` times, in an order that turns around; a short pass of each before them warms up."""
+        for number in range(-1, self.config.repeat):
+            for setting in self.config.settings[:: -1 if number % 2 else 1]:
+                done = self._pass(*setting, number)
+                if number >= 0:
+                    self.passes[setting].append(done)
+                on_pass(f"batch {setting[0]}, {setting[1]:g} tokens per round")
+
+    def _pass(self, batch: int, tokens_per_round: float, number: int) -> Pass:
+        llm, length = self.llm, self.config.prompt_tokens
+        engine = mocked_engine(llm, self._drafters[tokens_per_round], tokens_per_round)
+        seeds = [f"{batch} {tokens_per_round} {number} {row}" for row in range(batch)]
+        requests = [Request(seed, random_prompt(seed, length, llm.target.vocab_size)) for seed in seeds]
+        max_tokens = self.config.max_tokens if number >= 0 else min(self.config.max_tokens, WARM_UP_TOKENS)
+        return run_pass(engine, requests, [SamplingParams(max_tokens=max_tokens, ignore_eos=True)] * batch, batch)
+
+    def results(self) -> list[dict[str, Any]]:
+        return [self._result(batch, value) for batch, value in self.config.settings]
+
+    def _result(self, batch: int, value: float) -> dict[str, Any]:
+        """Medians over the repetitions of a setting. "kept_tokens_per_round" is as it came out: an answer's last round may be
+        cut short. "tokens_per_s" is of all rows, prefill apart, "speedup" over plain decoding of the same repetition."""
+        own, plain = self.passes[batch, value], self.passes[batch, PLAIN]
+        rounds = Rounds.counted(one for each in own for answer in each.answers for one in answer.rounds)
+        steps_s = [(each.wall_s - (each.prefill_s or 0.0)) / each.num_passes for each in own]
+        rates, plain_rates = ([each.decode_tokens_per_s or 0.0 for each in passes] for passes in (own, plain))
+        predicted_s, plain_s = self._roofline_s(batch, value), self._roofline_s(batch, PLAIN)
+        return {
+            "batch": batch,
+            "tokens_per_round": value,
+            "num_drafted": self.config.drafts(value),
+            "kept_tokens_per_round": rounds.tokens_per_round,
+            "step_ms": 1e3 * statistics.median(steps_s),
+            "tokens_per_s": statistics.median(rates),
+            "speedup": statistics.median(ours / theirs for ours, theirs in zip(rates, plain_rates, strict=True)),
+            "roofline_step_ms": 1e3 * predicted_s,
+            "roofline_speedup": value * plain_s / predicted_s,
+            "lossless": False,
+        }
+
+    def _roofline_s(self, batch: int, value: float) -> float:
+        """Seconds of a round at the machine's full rates, the cache half full of the answer."""
+        deployment = Deployment(self._machine, precisions_of(described(self.llm), self._shape.precisions))
+        costs = RooflineCosts(self._shape, deployment, self._drafter_cost(value, deployment))
+        return costs.round_s(batch, self.config.drafts(value), self.config.prompt_tokens + self.config.max_tokens / 2)
+
+    def _drafter_cost(self, value: float, deployment: Deployment) -> DrafterCost:
+        """A DFlash drafter's from its parameters and the target's head; others are taken for free."""
+        drafter = self._drafters[value]
+        if not isinstance(drafter, DFlashDrafter):
+            return NO_COST
+        dtype, head = self.llm.config.dtype, self._shape.hidden_size * self.llm.target.vocab_size
+        rates, num_bytes = (deployment.flops_per_s(dtype), deployment.bytes_per_s), 4.0 if dtype == "float32" else 2.0
+        return ShapeDrafter(num_parameters(drafter) + head, *rates, num_bytes, block=drafter.num_drafted + 1)
+
+    def as_line(self) -> dict[str, Any]:
+        config = self.config
+        drafter = next((each for each in self._drafters.values() if each.num_drafted), None)
+        return {
+            "results": self.results(),
+            "lossless": False,
+            "weights": self.llm.config.weights,
+            **described(self.llm),
+            "machine": asdict(self._machine),
+            "drafter": drafter.name if drafter else "none",
+            "prompt_tokens": config.prompt_tokens,
+            "max_tokens": config.max_tokens,
+            "repeat": config.repeat,
+        }

@@ -48,9 +48,9 @@ def compare(
     Example: paceline compare "Why is the sky blue?" --max-tokens 96 --svg demo.svg
     """
     from paceline.bench.timing import NAME, read_timing
-    from paceline.bench.timing_page import check_speed
 
-    check_speed(svg_speed)
+    if svg_speed is not None and not 0.05 <= svg_speed <= 20:
+        raise ConfigError(f"--svg-speed must be between 0.05 and 20, not {svg_speed:g}")
     if recorded is not None:
         if prompt is not None:
             raise ConfigError("--from draws what was recorded: leave the prompt out")
@@ -83,7 +83,7 @@ def _record(engine: EngineConfig, sampling: SamplingParams, prompt: str, system:
 
 
 def _draw(run: RunFolder, timing: Timing, picture: Path | None, svg_speed: float | None) -> dict[str, Any]:
-    from paceline.bench.timing_page import page, svg
+    from paceline.bench.timing import page, svg
 
     made = {"page": run.write(PAGE, page(timing))}
     if picture is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +19,7 @@ from paceline.tables import Column, Table
 if TYPE_CHECKING:
     from paceline.simulate.answer import Answer
     from paceline.simulate.calibrate import Fitted
+    from paceline.simulate.setup import Setup
     from paceline.simulate.speedup import Prediction
 
 BAR_WIDTH = 32
@@ -65,7 +65,7 @@ def simulate(
 
     answer = predict_all(costs, config)
     _show(answer, stderr=as_json)
-    print_notes(answer.warnings, answer.limits, stderr=as_json)
+    print_notes(answer.setup, stderr=as_json)
     for server, command in answer.flags.items() if flags else ():
         (say if as_json else print)(f"{server}:  {command}")
     return answer.as_json()
@@ -110,8 +110,8 @@ def _bar(found: Prediction, length: int, speedup: float) -> str:
     return bar + ("  best" if length == found.best_draft_length else "")
 
 
-def print_notes(warnings: Sequence[str], limits: Sequence[str], *, stderr: bool) -> None:
-    lines = [*(f"warning: {warning}" for warning in warnings), "Limits:", *(f"- {sentence}" for sentence in limits)]
+def print_notes(setup: Setup, *, stderr: bool) -> None:
+    lines = [*(f"warning: {warning}" for warning in setup.warnings), "Limits:", *(f"- {sentence}" for sentence in setup.limits)]
     (say if stderr else print)("\n".join(lines))
 
 
@@ -150,7 +150,7 @@ def _fit_and_report(config: CostsConfig, paths: list[Path], out: Path | None, as
 
 def _draw_fit(file: Path, fitted: Fitted) -> None:
     """Measured rounds as points joined by lines, predicted ones dashed; a notice when matplotlib is missing."""
-    from paceline.bench.plots import Series, curves
+    from paceline.bench.pages import Series, curves
     from paceline.simulate.calibrate import measured_rounds
 
     rounds, series = measured_rounds(fitted.steps), []

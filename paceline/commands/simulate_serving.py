@@ -92,7 +92,7 @@ def simulate_serving(
             f"{'told' if config.acceptance else 'the run recorded'}: "
             + (", ".join(f"{share:.2f}" for share in answer.survival) or "nothing was drafted")
         )
-    print_notes(answer.setup.warnings, answer.limits, stderr=as_json)
+    print_notes(answer.setup, stderr=as_json)
     line = answer.as_json(config)
     if out:
         run = RunFolder.create("simulate-serving", asdict(costs) | asdict(config), out)
@@ -113,8 +113,7 @@ def _figures_table(answer: ServerAnswer) -> Table:
 
 def _write_report(run: RunFolder, answer: ServerAnswer) -> str | None:
     """report.md and report.html; returns a notice when the page had to be left out."""
-    from paceline.bench.pages import write_load_report
-    from paceline.bench.plots import LOAD_PLOTS, LoadPlot, load_plots
+    from paceline.bench.pages import LOAD_PLOTS, LoadPlot, load_plots, write_load_report
 
     plots = (*LOAD_PLOTS, LoadPlot("Requests without a row", "mean", lambda each: each.mean_queue))
     by_load = [(each.rate, each.concurrency, each.policy, each) for each in answer.loads]
@@ -125,14 +124,14 @@ def _write_report(run: RunFolder, answer: ServerAnswer) -> str | None:
         about="",
         note=NOTE,
         figures=_figures_table(answer),
-        listed={"Limits": answer.limits},
+        listed={"Limits": answer.setup.limits},
         settings=[],
     )
 
 
 def _compared_plots(found: list[Compared]) -> list[Plot]:
     """Simulated over measured, with the line where they are the same."""
-    from paceline.bench.plots import Series, curves
+    from paceline.bench.pages import Series, curves
 
     rates = [(each.measured_tokens_per_s, each.simulated_tokens_per_s) for each in found]
     firsts = [(1e3 * each.measured_first_token_s, 1e3 * each.simulated_first_token_s) for each in found]

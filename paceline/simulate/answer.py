@@ -14,13 +14,12 @@ from typing import Any
 
 from paceline.simulate import catalogue, limits
 from paceline.simulate.acceptance import Acceptance, parse_acceptance
-from paceline.simulate.arrivals import Survival, parse_lengths, workload
 from paceline.simulate.config import CostsConfig, PredictConfig, ServingConfig
 from paceline.simulate.flags import PLACEHOLDER, Serving, server_flags
-from paceline.simulate.load import LoadFigures, capacity, sweep
+from paceline.simulate.load import LoadFigures, capacity, parse_lengths, sweep, workload
 from paceline.simulate.replay import Compared, compare, read_passes, recorded_survival, rows_of
 from paceline.simulate.roofline import memory_need
-from paceline.simulate.serving import Case, ServerShape
+from paceline.simulate.serving import Case, ServerShape, Survival
 from paceline.simulate.setup import Setup, set_up
 from paceline.simulate.speedup import Load, Prediction, predict
 
@@ -36,8 +35,6 @@ class Answer:
     setup: Setup
     acceptance: Acceptance
     predictions: list[Prediction]
-    warnings: list[str]
-    limits: list[str]
     flags: dict[str, str]
     """Server -> command line for the first batch."""
 
@@ -53,8 +50,8 @@ class Answer:
             "precisions": asdict(deployment.precisions) if deployment else None,
             "acceptance": {"kind": self.acceptance.kind, "conditional": self.acceptance.conditional},
             "sweep": [asdict(each) for each in self.predictions] if len(self.predictions) > 1 else None,
-            "warnings": self.warnings,
-            "limits": self.limits,
+            "warnings": self.setup.warnings,
+            "limits": self.setup.limits,
             "flags": self.flags,
         }
 
@@ -65,10 +62,9 @@ def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
     loads = [Load(batch, config.context, config.max_draft) for batch in config.batch]
     setup = set_up(costs, loads)
     predictions = [predict(setup.costs, acceptance, load, setup.kind != "toy") for load in loads]
-    told = setup.limits + limits.acceptance_limits(acceptance, loads[0])
-    warnings = list(dict.fromkeys(setup.warnings + _load_warnings(setup, loads)))
-    flags = server_flags(_serving(costs, config, setup, predictions[0]))
-    return Answer(setup, acceptance, predictions, warnings, told, flags)
+    setup.limits += limits.acceptance_limits(acceptance, loads[0])
+    setup.warnings += _load_warnings(setup, loads)
+    return Answer(setup, acceptance, predictions, server_flags(_serving(costs, config, setup, predictions[0])))
 
 
 def _load_warnings(setup: Setup, loads: list[Load]) -> list[str]:
@@ -113,10 +109,6 @@ class ServerAnswer:
         """Comparisons that count as predicted."""
         return sum(each.is_within for each in self.compared)
 
-    @property
-    def limits(self) -> list[str]:
-        return [*limits.SERVER, *self.setup.limits]
-
     def as_json(self, config: ServingConfig) -> dict[str, Any]:
         errors = ("throughput_error", "first_token_error", "is_within")
         compared = [asdict(each) | {name: getattr(each, name) for name in errors} for each in self.compared]
@@ -144,6 +136,7 @@ def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
         jobs = workload(config.requests, prompt, parse_lengths("--answer-tokens", config.answer_tokens), config.seed)
     context = round(sum(job.prompt_tokens + job.answer_tokens / 2 for job in jobs) / len(jobs))
     setup = set_up(costs, [Load(config.max_rows or MAX_ROWS, context, config.max_draft or 1)])
+    setup.limits[:0] = limits.SERVER
     if passes and not config.acceptance:
         survival = recorded_survival(passes)[: config.max_draft]
     else:

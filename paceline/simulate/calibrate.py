@@ -127,18 +127,12 @@ def steps_of(files: Sequence[dict[str, Any]]) -> Steps:
     """Raises ConfigError for values that are no times, and when there are too few of them to fit."""
     for steps in files:
         table_of(steps)  # refuses values that are no times
-    verify = [each for steps in files for each in _observations(steps, "verify")]
+    kinds = ("verify", "draft", "rounds")
+    verify, draft, rounds = ([each for steps in files for each in _observations(steps, kind)] for kind in kinds)
     if len({each.size for each in verify}) < FEWEST:
         raise ConfigError(f"a calibration needs the times of at least {FEWEST} sizes: run paceline bench steps with more")
-    first = files[0]
-    return Steps(
-        verify=verify,
-        draft=[each for steps in files for each in _observations(steps, "draft")],
-        rounds=[each for steps in files for each in _observations(steps, "rounds")],
-        host_s=statistics.median(float(steps.get("host_s") or 0.0) for steps in files),
-        model=str(first.get("model", "")),
-        drafter=str(first.get("drafter", "")),
-    )
+    host_s = statistics.median(float(steps.get("host_s") or 0.0) for steps in files)
+    return Steps(verify, draft, rounds, host_s, str(files[0].get("model", "")), str(files[0].get("drafter", "")))
 
 
 def _observations(steps: dict[str, Any], key: str) -> list[Observation]:
@@ -272,11 +266,10 @@ def _searched(solve: Callable[[float], tuple[float, np.ndarray]]) -> float:
 def predicted(steps: Steps, shape: ModelShape, deployment: Deployment) -> list[HeldOut]:
     """Fit to two sizes of three, predict the third: whole rounds of the widths that were drafted, else passes."""
     held = held_out_sizes(steps)
-    kept = Steps(
+    kept = replace(
+        steps,
         verify=[each for each in steps.verify if each.size not in held],
         draft=[each for each in steps.draft if (each.batch, each.width + 1) not in held],
-        rounds=[],
-        host_s=steps.host_s,
     )
     costs = fit(kept, shape, deployment).costs(shape, deployment)
     points = [
@@ -302,11 +295,8 @@ def held_out_sizes(steps: Steps) -> set[tuple[float, float]]:
 def measured_rounds(steps: Steps) -> list[Observation]:
     """Rounds of plain decoding and of every width that was drafted."""
     drafts = {(each.batch, each.width + 1, each.context): each.seconds for each in steps.draft}
-    if steps.rounds:
-        return [each for each in steps.rounds if each.width == 1 or not drafts or (*each.size, each.context) in drafts]
-    found = []
-    for each in steps.verify:
-        draft_s = drafts.get((*each.size, each.context), 0.0)
-        if each.width == 1 or draft_s or not drafts:
-            found.append(Observation(each.batch, each.width, each.context, each.seconds + draft_s + steps.host_s))
-    return found
+    rounds = steps.rounds or [
+        replace(each, seconds=each.seconds + drafts.get((*each.size, each.context), 0.0) + steps.host_s)
+        for each in steps.verify
+    ]
+    return [each for each in rounds if each.width == 1 or not drafts or (*each.size, each.context) in drafts]

@@ -22,7 +22,7 @@ from typing import Any
 from paceline.errors import ConfigError, reraised
 from paceline.hardware import Machine
 from paceline.simulate.files import check_amounts, read_json, record_of
-from paceline.simulate.roofline import Deployment, distinct_experts, pass_seconds
+from paceline.simulate.roofline import Deployment, pass_seconds
 from paceline.simulate.shapes import ModelShape, Precisions
 
 
@@ -43,7 +43,7 @@ class FractionDrafter:
 class ShapeDrafter:
     """A drafter's own roofline: each of its passes takes the larger of its arithmetic and its reading.
 
-    t_mtp(g, B) = g * max(2*active*B/R, b*resident(B)/BW);   t_dflash(B) = max(2*P*B*D/R, b*P/BW) with D positions a block.
+    t_mtp(g, B) = g * max(2*P*B/R, b*P/BW);   t_dflash(B) = max(2*P*B*D/R, b*P/BW) with D positions a block.
     """
 
     dense: float
@@ -54,18 +54,11 @@ class ShapeDrafter:
     """Of one parameter."""
     block: int | None = None
     """Drafts of one drafter pass; None drafts one token a pass."""
-    num_experts: int = 0
-    experts_per_token: int = 0
-    expert: float = 0.0
-    """Parameters of one expert."""
 
     def draft_s(self, num_drafted: int, batch: float, plain_s: float = 0.0) -> float:
         """As FractionDrafter's; `plain_s` does not matter."""
-        tokens, read = batch * (self.block or 1), self.dense
-        if self.num_experts:
-            read += distinct_experts(self.num_experts, self.experts_per_token, tokens, 1.0) * self.expert
-        computing = 2.0 * (self.dense + self.experts_per_token * self.expert) * tokens / self.flops_per_s
-        return _passes(num_drafted, self.block) * max(computing, self.num_bytes * read / self.bytes_per_s)
+        computing = 2.0 * self.dense * batch * (self.block or 1) / self.flops_per_s
+        return _passes(num_drafted, self.block) * max(computing, self.num_bytes * self.dense / self.bytes_per_s)
 
 
 def _passes(num_drafted: int, block: int | None) -> int:
@@ -128,7 +121,6 @@ class StepCosts:
         raise NotImplementedError
 
     def verify_s(self, batch: float, positions: float, context: float) -> float:
-        """Seconds of one target pass."""
         return sum(self.split(batch, positions, context).values())
 
     def draft_s(self, batch: float, num_drafted: int, context: float) -> float:

@@ -17,14 +17,11 @@ def read_json(
     file: Path, remedy: str, missing: type[PacelineError] = ConfigError, damaged: type[PacelineError] = ConfigError
 ) -> Any:
     """What a JSON file holds. Raises `missing` when it cannot be read and `damaged` when it is no JSON, both with `remedy`."""
-    try:
+    if not file.exists():
+        raise missing(f"there is no {file}: {remedy}")
+    unreadable = reraised(missing, f"cannot read {file}", "check its permissions", OSError)
+    with unreadable, reraised(damaged, f"{file} is not JSON", remedy, ValueError):
         return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise missing(f"there is no {file}: {remedy}") from error
-    except OSError as error:
-        raise missing(f"cannot read {file} ({error.strerror or error}): check its permissions") from error
-    except ValueError as error:
-        raise damaged(f"{file} is not JSON ({error}): {remedy}") from error
 
 
 def read_objects(file: Path, remedy: str) -> list[dict[str, Any]]:

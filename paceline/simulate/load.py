@@ -1,22 +1,69 @@
-"""Figures of a simulated server under load: times to the first token, between tokens and of answers; throughput, queue, use.
+"""A simulated server under load: requests that come, and its times to the first token, between tokens and of answers;
+throughput, queue, use.
 
+    jobs = workload(400, parse_lengths("--prompt-tokens", "64-512"), parse_lengths("--answer-tokens", "128"), seed=0)
     rows = sweep(Case(jobs, costs, ServerShape(), survival), policies=("off", "best"), rates=(0.5, 1, 2))
 
 Open loops send at random times (Poisson), whether earlier requests are answered or not; closed loops keep a number in flight.
-The figures are those of `paceline bench serving`, so that the two can be compared.
+The figures are those of `paceline bench serving`, so that the two can be compared. The same seed gives the same requests.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.errors import ConfigError
 from paceline.figures import Spread
-from paceline.simulate.arrivals import arriving, poisson
-from paceline.simulate.serving import Case, Outcome, SimulatedRequest
+from paceline.simulate.serving import Case, Job, Outcome, SimulatedRequest
+
+LONGEST = 1_000_000
+"""Tokens of a prompt or an answer at most."""
+
+
+Lengths = Callable[[random.Random], int]
+"""Draws a number of tokens."""
+
+
+def parse_lengths(option: str, text: str) -> Lengths:
+    """128, 64-512 (each equally likely) or lognormal:MEDIAN,SIGMA (of the logarithm). Raises ConfigError."""
+    kind, _, values = text.strip().rpartition(":")
+    try:
+        if kind == "lognormal":
+            median, sigma = (float(part) for part in values.split(","))
+            if not (1 <= median <= LONGEST and 0 <= sigma <= 5):
+                raise ValueError
+            return lambda source: min(max(round(source.lognormvariate(math.log(median), sigma)), 1), LONGEST)
+        low, _, high = values.partition("-")
+        least, most = int(low), int(high or low)
+        if kind or not 1 <= least <= most <= LONGEST:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(
+            f"{option} {text!r} is no length: write it as 128, 64-512 or lognormal:200,0.7 (1 to {LONGEST:,} tokens)"
+        ) from None
+    return lambda source: source.randint(least, most)
+
+
+def poisson(rate: float, number: int, seed: int) -> list[float]:
+    """Arrival times of a Poisson process of `rate` per second, the very ones that `paceline bench serving` sends at."""
+    source = random.Random(seed)
+    return list(itertools.accumulate(source.expovariate(rate) for _ in range(number)))
+
+
+def workload(number: int, prompt: Lengths, answer: Lengths, seed: int) -> list[Job]:
+    """Requests that are all there at time 0; `arriving` spreads them. The same seed gives the same lengths at every load."""
+    source = random.Random(f"lengths {seed}")
+    return [Job(0.0, prompt(source), answer(source)) for _ in range(number)]
+
+
+def arriving(jobs: Sequence[Job], times: Sequence[float]) -> list[Job]:
+    """The same requests at these times."""
+    return [replace(job, arrives_at=time) for job, time in zip(jobs, times, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

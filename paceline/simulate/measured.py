@@ -89,9 +89,6 @@ class MeasuredCosts(StepCosts):
         _, _, _, widest = (self.draft or self.verify).span
         return int(widest) - (self.draft is None) or None
 
-    def verify_s(self, batch: float, positions: float, context: float) -> float:
-        return self.verify.seconds(batch, positions)
-
     def draft_s(self, batch: float, num_drafted: int, context: float) -> float:
         if self.draft is None:
             return self.drafter.draft_s(num_drafted, batch, self.verify.seconds(batch, 1))

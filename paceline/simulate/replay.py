@@ -20,11 +20,10 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.figures import Rounds
-from paceline.simulate.arrivals import Job, Survival
 from paceline.simulate.costs import StepCosts
 from paceline.simulate.files import is_amount, read_objects
-from paceline.simulate.load import Case, load_name, share
-from paceline.simulate.serving import ServerShape
+from paceline.simulate.load import load_name, share
+from paceline.simulate.serving import Case, Job, ServerShape, Survival
 
 THROUGHPUT_WITHIN, FIRST_TOKEN_WITHIN = 0.15, 0.30
 """Relative errors of tokens per second and of the median time to the first token that count as predicted."""

@@ -12,8 +12,7 @@ from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 
 from paceline.bench import decode, runs
 from paceline.bench.config import BenchConfig
-from paceline.bench.decode import Bench, as_line, differences, speedup_over
-from paceline.bench.drafting import drafting, sources_table
+from paceline.bench.decode import Bench, as_line, differences, drafting, sources_table, speedup_over
 from paceline.bench.passes import Answer, Pass, Request, run_pass
 from paceline.config import EngineConfig
 from paceline.draft.base import Drafter, NoDrafter

@@ -11,7 +11,7 @@ from small_llm import tiny_model
 from typer.testing import CliRunner
 
 from paceline.bench.config import MockConfig
-from paceline.bench.mock import MockBench
+from paceline.bench.steps import MockBench
 from paceline.cli import app
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError

@@ -19,13 +19,12 @@ from small_llm import tiny_model
 from paceline.bench import servers
 from paceline.bench.client import Client, Stream
 from paceline.bench.config import ServersConfig, ServingConfig
-from paceline.bench.serving import Contender, Load, ServingBench
-from paceline.bench.serving_figures import Answer, read_answer, tokens_per_round
+from paceline.bench.serving import Answer, Contender, Load, ServingBench, read_answer, tokens_per_round
 from paceline.commands.bench import bench_serving, words_of
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
 from paceline.prompts import Prompt
-from paceline.simulate.arrivals import poisson
+from paceline.simulate.load import poisson
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 FAST = ("--concurrency", "2", "--rate", "50", "--requests", "3", "--max-tokens", "6")

@@ -22,7 +22,7 @@ from paceline.engine.engine import Engine
 from paceline.errors import CacheError, ConfigError, ModelNotFoundError, PromptError
 from paceline.figures import is_loop
 from paceline.hardware import Machine
-from paceline.progress import Progress
+from paceline.progress import SILENT, Progress
 from paceline.prompts import Prompt
 from paceline.runlog import RunFolder, plain
 from paceline.tables import Table
@@ -88,7 +88,7 @@ class Asked:
     config: BenchConfig
     limit: int | None = None
 
-    def run(self, progress: Progress | None = None, **changes: Any) -> Evaluation:
+    def run(self, progress: Progress = SILENT, **changes: Any) -> Evaluation:
         given = replace(self, **changes)
         more: dict[str, Any] = {"engine": EngineConfig(model="fake"), "limit": given.limit, "out": given.out}
         return evaluate(given.drafter, given.prompts, given.config, progress=progress, **more)

@@ -16,9 +16,20 @@ from small_llm import fake_llm, tiny_model
 from timings import HOSTILE, story
 from typer.testing import CliRunner
 
-from paceline.bench import timing_page
-from paceline.bench.timing import NAME, TimedAnswer, TimedToken, Timing, read_timing, record, timed
-from paceline.bench.timing_page import CELLS, runs, svg
+from paceline.bench.timing import (
+    CELLS,
+    HOLD_S,
+    MOST_LINES,
+    NAME,
+    TimedAnswer,
+    TimedToken,
+    Timing,
+    read_timing,
+    record,
+    runs,
+    svg,
+    timed,
+)
 from paceline.cli import app
 from paceline.errors import ConfigError, PacelineError, PromptError
 from paceline.runlog import RunFolder
@@ -175,7 +186,7 @@ def test_rounds_appear_in_the_pictures_time() -> None:
     timing = story()
     end_s = max(timing.off.total_s, timing.on.total_s)
     for speed in (1.0, 0.5):
-        loop_s = end_s / speed + timing_page.HOLD_S
+        loop_s = end_s / speed + HOLD_S
         begins = dict(re.findall(r"@keyframes (\w+)\{0%\{opacity:0\}([\d.]+)%", svg(timing, speed)))
         for prefix, answer in (("a", timing.off), ("b", timing.on)):
             for token in answer.tokens:
@@ -208,7 +219,7 @@ def test_lines_break_between_words_and_fit() -> None:
 def test_long_answers_are_cut_and_it_says_so() -> None:
     long = TimedAnswer("none", tuple(TimedToken("line\n", 0.1 * number, number, False) for number in range(1, 100)))
     picture = svg(replace(story(), off=long))
-    assert "and so on" in picture and picture.count(">line<") == timing_page.MOST_LINES
+    assert "and so on" in picture and picture.count(">line<") == MOST_LINES
     assert "and so on" not in svg(story())
 
 

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from timings import HOSTILE, story
 
-from paceline.bench.timing import Timing
-from paceline.bench.timing_page import page, svg
+from paceline.bench.timing import Timing, page, svg
 from paceline.simulate.calculator import hash_of
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e .[dev]")

@@ -93,8 +93,7 @@ def drawn_drafter(rng: random.Random, deployment: Deployment) -> DrafterCost:
     if rng.random() < 0.5:
         return FractionDrafter(rng.choice((0.0, rng.random(), 3.0)), block)
     rates = deployment.flops_per_s("bfloat16"), deployment.bytes_per_s
-    experts = {"num_experts": 64, "experts_per_token": 4, "expert": rng.uniform(1e5, 1e8)} if rng.random() < 0.5 else {}
-    return ShapeDrafter(10 ** rng.uniform(6, 11), *rates, rng.choice((0.53, 1.0, 2.0)), block, **experts)
+    return ShapeDrafter(10 ** rng.uniform(6, 11), *rates, rng.choice((0.53, 1.0, 2.0)), block)
 
 
 def told_deployment(deployment: Deployment, host_s: float) -> dict[str, Any]:

@@ -13,12 +13,31 @@ from paceline.errors import ConfigError
 from paceline.figures import Spread
 from paceline.learned import LEAST_CHUNK
 from paceline.plan import FixedPlanner
-from paceline.simulate.arrivals import Job, Lengths, Survival, arriving, parse_lengths, poisson, workload
 from paceline.simulate.config import ServingConfig
 from paceline.simulate.costs import StepCosts
-from paceline.simulate.load import Case, LoadFigures, capacity, figures_of, sweep
-from paceline.simulate.policies import BestPlanner, drafted, make_planner, num_accepted
-from paceline.simulate.serving import Outcome, ServerShape, Simulation
+from paceline.simulate.load import (
+    Lengths,
+    LoadFigures,
+    arriving,
+    capacity,
+    figures_of,
+    parse_lengths,
+    poisson,
+    sweep,
+    workload,
+)
+from paceline.simulate.serving import (
+    BestPlanner,
+    Case,
+    Job,
+    Outcome,
+    ServerShape,
+    Simulation,
+    Survival,
+    drafted,
+    make_planner,
+    num_accepted,
+)
 
 ONE_ROW = ServerShape(max_rows=1, prefill_chunk=None)
 HALF: Survival = tuple(0.5**place for place in range(1, 8))
@@ -42,6 +61,12 @@ class Costs(StepCosts):
 
 
 COSTS = Costs()
+
+
+def lengths(text: str) -> Lengths:
+    return parse_lengths("--x", text)
+
+
 CHUNKY = Costs(base_s=0.0, position_s=0.001, free=0, host_s=0.0)
 """A millisecond a position, nothing else."""
 
@@ -169,7 +194,7 @@ def test_what_a_request_costs_outside_the_engine_delays_only_itself() -> None:
 @pytest.mark.parametrize("policy", ["off", "3", "7", "best", "adaptive"])
 @pytest.mark.parametrize("concurrency", [None, 5])
 def test_every_request_finishes_once_and_tokens_add_up(policy: str, concurrency: int | None) -> None:
-    jobs = arriving(workload(150, Lengths(1, 700), Lengths(1, 40), 7), poisson(20.0, 150, 7))
+    jobs = arriving(workload(150, lengths("1-700"), lengths("1-40"), 7), poisson(20.0, 150, 7))
     outcome = run(jobs, policy, concurrency=concurrency)
     for job, each in zip(jobs, outcome.requests, strict=True):
         assert each.num_tokens == sum(count for _, count in each.chunks) == job.answer_tokens
@@ -186,7 +211,7 @@ def test_every_request_finishes_once_and_tokens_add_up(policy: str, concurrency:
 
 @pytest.mark.parametrize("policy", ["4", "adaptive"])
 def test_the_same_seed_gives_the_same_figures(policy: str) -> None:
-    case = Case(workload(80, Lengths(5, 60), Lengths(5, 60), 2), COSTS, ServerShape(), HALF, seed=2)
+    case = Case(workload(80, lengths("5-60"), lengths("5-60"), 2), COSTS, ServerShape(), HALF, seed=2)
     once, again = (sweep(case, [policy], rates=[3.0, 9.0], concurrencies=[2]) for _ in range(2))
     assert once == again
     other = sweep(replace(case, seed=3), [policy], rates=[3.0, 9.0], concurrencies=[2])
@@ -247,7 +272,7 @@ def test_the_best_length_for_a_batch() -> None:
         speeds = [(1 + sum(HALF[:count])) / COSTS.round_s(rows, count, 100) for count in range(8)]
         assert best.choose(rows) == speeds.index(max(speeds))
     assert best.choose(64) == 0 < best.choose(1)
-    assert BestPlanner(0, 256, survival=(0.0, 0.0), step_s=lambda rows, count: 1.0).choose(1) == 0
+    assert BestPlanner(0, 256, survival=(0.0, 0.0), round_s=lambda rows, count: 1.0).choose(1) == 0
 
 
 def test_a_drafter_knows_what_it_is_sure_of() -> None:
@@ -271,12 +296,12 @@ def test_a_fixed_number_draws_by_the_curve_alone() -> None:
 
 def test_lengths() -> None:
     source = random.Random(0)
-    assert {parse_lengths("--x", "12").draw(source) for _ in range(9)} == {12}
-    spread = [parse_lengths("--x", "3-5").draw(source) for _ in range(200)]
+    assert {parse_lengths("--x", "12")(source) for _ in range(9)} == {12}
+    spread = [parse_lengths("--x", "3-5")(source) for _ in range(200)]
     assert set(spread) == {3, 4, 5}
-    skewed = [parse_lengths("--x", "lognormal:200,0.5").draw(source) for _ in range(4000)]
+    skewed = [parse_lengths("--x", "lognormal:200,0.5")(source) for _ in range(4000)]
     assert statistics.median(skewed) == pytest.approx(200, rel=0.05)
-    assert workload(5, Lengths(1, 9), Lengths(1, 9), 1) == workload(5, Lengths(1, 9), Lengths(1, 9), 1)
+    assert workload(5, lengths("1-9"), lengths("1-9"), 1) == workload(5, lengths("1-9"), lengths("1-9"), 1)
 
 
 @pytest.mark.parametrize(

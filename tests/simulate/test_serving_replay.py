@@ -15,18 +15,16 @@ from typer.testing import CliRunner
 
 from paceline.bench.config import ServersConfig, ServingConfig
 from paceline.bench.servers import _log, bench_serving
-from paceline.bench.serving import Contender, Load, Pass, ServingBench
-from paceline.bench.serving_figures import Answer
+from paceline.bench.serving import Answer, Contender, Load, Pass, ServingBench
 from paceline.cli import app
 from paceline.errors import ConfigError
 from paceline.figures import Rounds
 from paceline.prompts import Prompt
 from paceline.runlog import RunFolder
-from paceline.simulate.arrivals import Job, arriving, poisson
-from paceline.simulate.load import Case
+from paceline.simulate.load import arriving, poisson
 from paceline.simulate.measured import table_of
 from paceline.simulate.replay import Recorded, compare, policy_for, read_passes, recorded_survival
-from paceline.simulate.serving import Outcome, ServerShape
+from paceline.simulate.serving import Case, Job, Outcome, ServerShape
 
 STEPS: dict[str, Any] = {
     "verify": [[rows, width, 0.010 + 0.0005 * rows * width] for rows in (1, 2, 4, 8) for width in range(1, 9)],

@@ -107,11 +107,9 @@ export const wholePass = (...args) => add(Object.values(passSeconds(...args)));
 export const passes = (numDrafted, block) => (block == null ? numDrafted : Math.ceil(numDrafted / block));
 
 function ownDraftSeconds(drafter, batch, numDrafted) {
-  const { dense, flops_per_s, bytes_per_s, num_bytes = 2, block = null, num_experts = 0, experts_per_token = 0, expert = 0 } = drafter;
-  const tokens = batch * (block || 1);
-  const read = num_experts ? dense + distinctExperts(num_experts, experts_per_token, tokens, 1) * expert : dense;
-  const computing = (2 * (dense + experts_per_token * expert) * tokens) / flops_per_s;
-  return passes(numDrafted, block) * Math.max(computing, (num_bytes * read) / bytes_per_s);
+  const { dense, flops_per_s, bytes_per_s, num_bytes = 2, block = null } = drafter;
+  const computing = (2 * dense * batch * (block || 1)) / flops_per_s;
+  return passes(numDrafted, block) * Math.max(computing, (num_bytes * dense) / bytes_per_s);
 }
 
 export const draftSeconds = (drafter, batch, numDrafted, plainS) =>
