@@ -22,6 +22,7 @@ import torch
 from paceline.hardware import Machine, this_machine
 from paceline.model.backends import load_target
 from paceline.model.native_decoder import NativeDecoder
+from paceline.model.native_lib import STAGES
 from paceline.model.target import ForwardBatch
 from paceline.runlog import record_of, write_results
 
@@ -69,9 +70,10 @@ def line(target: NativeDecoder, form: str, shape: tuple[int, int], seconds: list
 
 def stages(target: NativeDecoder, count: int, context: int, repeats: int) -> dict[str, float]:
     """Milliseconds of a pass by stage."""
-    target.time_stages()
+    seconds = torch.zeros(len(STAGES))
+    target.time_stages(seconds)
     passes(target, 1, count, context, repeats)
-    return {name: 1e3 * seconds / (repeats + 1) for name, seconds in target.time_stages().items()}
+    return {name: 1e3 * spent_s / (repeats + 1) for name, spent_s in zip(STAGES, seconds.tolist(), strict=True)}
 
 
 def main() -> None:

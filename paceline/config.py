@@ -11,9 +11,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from paceline.errors import ConfigError, refuse, refuse_below, reraised
 from paceline.plan import num_fixed
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-BACKENDS = ("auto", "native", "torch")
-WEIGHT_FORMATS = ("auto", "blocks", "dense", "q8_0", "q4_1")
 RULES = ("auto", "match", "rejection", "block")
 Bytes = Annotated[int, "bytes"]
 """A number of bytes; on the command line it may be written 512M."""
@@ -27,13 +24,13 @@ class EngineConfig:
     """A built-in name, a folder, a GGUF file, or a hub id."""
     drafter: str = "default"
     """default (what ships for the model, else ngram), none, ngram, random-dflash, a folder, or a hub id."""
-    dtype: Annotated[str, DTYPES] = "auto"
+    dtype: Annotated[str, ("auto", "float32", "bfloat16", "float16")] = "auto"
     """auto takes bfloat16 where the device multiplies it natively, else float32."""
     device: str = "auto"
     """auto, cpu or cuda; auto takes the GPU when there is one."""
-    backend: Annotated[str, BACKENDS] = "auto"
+    backend: Annotated[str, ("auto", "native", "torch")] = "auto"
     """native computes a whole pass in one call, on the CPU only; auto takes it where it is built and knows the model."""
-    weight_format: Annotated[str, WEIGHT_FORMATS] = "auto"
+    weight_format: Annotated[str, ("auto", "blocks", "dense", "q8_0", "q4_1")] = "auto"
     """blocks reads the blocks of a quantised GGUF file as they are, where the native pass runs; dense expands them to `dtype`,
     the same numbers in more bytes; auto takes the faster of the two, but blocks where a dense copy would need half of the
     memory; q8_0 and q4_1 round larger weights to such blocks: fewer bytes, and another model."""

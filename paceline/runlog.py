@@ -46,10 +46,9 @@ class RunFolder:
         with reraised(CacheError, f"cannot write {path}", ELSEWHERE, OSError):
             path.mkdir(parents=True, exist_ok=True)
             (path / "metrics.jsonl").unlink(missing_ok=True)
-        run = cls(path)
-        made = made_by()
-        run.write_json("config.json", {"what": what, **config, **made})
-        run.write("command.txt", made["command"] + "\n")
+        run, record = cls(path), record_of({"what": what, **config})
+        run.write_json("config.json", record)
+        run.write("command.txt", record["command"] + "\n")
         return run
 
     @classmethod
@@ -143,21 +142,15 @@ def write_results(path: Path, figures: dict[str, Any], peers: dict[str, str] | N
 
 
 def record_of(figures: dict[str, Any], peers: dict[str, str] | None = None) -> dict[str, Any]:
-    """What made the figures, then the figures. `peers`: versions of other programs that took part."""
-    made = made_by()
-    made["versions"] |= peers or {}
-    return plain({**made, **figures})
-
-
-def made_by() -> dict[str, Any]:
-    """What a figure depends on beside its settings: command, date, processor, versions and commit."""
-    return {
+    """What figures depend on beside their settings, then the figures. `peers`: versions of other programs that took part."""
+    made = {
         "command": _command(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "processor": processor(),
-        "versions": versions(),
+        "versions": versions() | (peers or {}),
         "commit": commit(),
     }
+    return plain({**made, **figures})
 
 
 def versions() -> dict[str, str]:

@@ -122,12 +122,13 @@ class _Asked:
         names = opt.names or (f"{own}/--no-{own[2:]}" if kind.base is bool and default is not False else own,)
         option = next(part for name in names for part in name.split("/") if part.startswith("--"))
         text = opt.help or _helps(owner).get(field.name, "")
+        base = str if is_comma or kind.is_size else kind.base
         parameter = inspect.Parameter(
             option[2:].replace("-", "_"),
             inspect.Parameter.KEYWORD_ONLY,
             default=inspect.Parameter.empty if default is dataclasses.MISSING else _as_text(kind, is_comma, default),
             annotation=Annotated[
-                _typer_type(kind, is_comma),
+                list[base] | None if kind.is_tuple and not is_comma else base | None,
                 typer.Option(
                     *names,
                     help=text + " May be repeated." if kind.is_tuple and not is_comma else text,
@@ -229,11 +230,6 @@ def _build(owner: type, values: list[tuple[_Asked, Any]]) -> Any:
             return names.get(word[0], word[0]) if is_name else word[0]
 
         raise type(error)(re.sub(r"\w+", named, str(error))) from error
-
-
-def _typer_type(kind: _Kind, is_comma: bool) -> Any:
-    base = str if is_comma or kind.is_size else kind.base
-    return list[base] | None if kind.is_tuple and not is_comma else base | None
 
 
 def _as_text(kind: _Kind, is_comma: bool, default: Any) -> Any:

@@ -31,7 +31,7 @@ from paceline.model.checkpoint import random_weights
 from paceline.model.config import DecoderConfig
 from paceline.model.fused import rms_norm, swiglu
 from paceline.model.logits import sample, target_probs
-from paceline.model.native_decoder import NativeDecoder, cache_bytes
+from paceline.model.native_decoder import NativeDecoder, padded
 from paceline.model.target import Target
 from paceline.types import Batch, DraftBlock, Sequence
 
@@ -173,13 +173,7 @@ class DFlashDrafter(Drafter):
 
     name = "dflash"
 
-    def __init__(
-        self,
-        network: DFlashNetwork,
-        *,
-        num_drafted: int | None = None,
-        draft_ids: Tensor | None = None,
-    ) -> None:
+    def __init__(self, network: DFlashNetwork, *, num_drafted: int | None = None, draft_ids: Tensor | None = None) -> None:
         """`num_drafted` below block_size - 1 reads fewer slots of the same block; more raise ConfigError. `draft_ids`: the only
         tokens drafted, for a head of fewer rows."""
         self.network, self.config = network, network.config
@@ -230,11 +224,11 @@ class DFlashDrafter(Drafter):
         """Rows whose sequence has just started: what they hold is another's, which the new one may adopt."""
 
     def cache_bytes(self, target: Target) -> int:
-        shape, num_rows = self.config.shape, target.cache.num_rows
-        if isinstance(target, NativeDecoder):
-            return cache_bytes(shape, num_rows, target.cache.max_len, target.dtype, slack=self.block_size)
-        positions = num_rows * (target.cache.max_len + self.block_size)
-        return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * positions * target.dtype.itemsize
+        shape, max_len = self.config.shape, target.cache.max_len
+        is_native = isinstance(target, NativeDecoder)
+        head_dim, slack = padded(shape, max_len, self.block_size) if is_native else (shape.head_dim, self.block_size)
+        positions = target.cache.num_rows * (max_len + slack)
+        return 2 * shape.num_layers * shape.num_kv_heads * head_dim * positions * target.dtype.itemsize
 
     def start(self, seq: Sequence) -> None:
         self._fresh.add(seq.row)

@@ -34,7 +34,7 @@ class RuleJudge:
         argmax_T = out.best_T() if any(plain) else []
         accepted: list[int] = []
         bonus: list[int] = []
-        failed: dict[int, str] = {}
+        failed_B: list[str | None] = [None] * len(batch)
         begin = 0
         for index, (seq, tokens) in enumerate(zip(batch.sequences, draft.tokens_B, strict=True)):
             end = begin + len(tokens) + 1
@@ -45,18 +45,15 @@ class RuleJudge:
                 row_verdict = self._judge_row(seq, tokens, draft.probs_B[index], out.logits_TV[begin:end])
             if row_verdict.next_token == _NONE:
                 logits_JV = None if plain[index] or out.logits_TV is None else out.logits_TV[begin:end]
-                failed[index] = _why(seq, row_verdict.num_accepted, logits_JV)
+                failed_B[index] = _why(seq, row_verdict.num_accepted, logits_JV)
                 row_verdict = RowVerdict(0, _NONE)
             accepted.append(row_verdict.num_accepted)
             bonus.append(row_verdict.next_token)
-            if seq.params.logprobs is not None and out.logits_TV is not None and index not in failed:
+            if seq.params.logprobs is not None and out.logits_TV is not None and bonus[-1] != _NONE:
                 for logits_V, token in zip(out.logits_TV[begin:end], [*tokens[: accepted[-1]], bonus[-1]], strict=False):
                     seq.logprobs.append(logprobs_of(logits_V, token, seq.params.logprobs))
             begin = end
-        verdict = Verdict(accepted, bonus, self.rule.lossless)
-        if failed:
-            verdict.failed_B = [failed.get(index) for index in range(len(batch))]
-        return verdict
+        return Verdict(accepted, bonus, self.rule.lossless, failed_B=failed_B if any(failed_B) else None)
 
     def _judge_greedy(self, seq: Sequence, tokens: list[int], argmax_J: list[int]) -> RowVerdict:
         if self.rule.needs_probs:

@@ -98,24 +98,14 @@ class LLM:
 
     def __init__(self, model: str = "smollm2-135m", *, drafter: str | Drafter | None = "default", **settings: Any) -> None:
         name = drafter if isinstance(drafter, str) else (drafter.name if drafter else "none")
-        self._open(EngineConfig.of(model=model, drafter=name, **settings), drafter)
-
-    @classmethod
-    def of(cls, config: EngineConfig) -> LLM:
-        """From settings that were made before, as the commands do."""
-        llm = cls.__new__(cls)
-        llm._open(config, config.drafter)
-        return llm
-
-    def _open(self, config: EngineConfig, drafter: str | Drafter | None) -> None:
-        self.config = resolve(config)
+        self.config = resolve(EngineConfig.of(model=model, drafter=name, **settings))
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
             if native_lib.load() is not None:
                 native_lib.follow_torch()
-        self.tokenizer = _tokenizer(self.config, resolve_model(config.model))
+        self.tokenizer = _tokenizer(self.config, resolve_model(model))
         self.target = load(self.config)
-        self.drafter = make_drafter(drafter, self.target, target_name=config.model, num_drafted=self.config.num_drafted)
+        self.drafter = make_drafter(drafter, self.target, target_name=model, num_drafted=self.config.num_drafted)
         _fit_budget(self.config, self.target, self.drafter)
         self.pass_costs: PassCosts | None = None
         """Seconds of target passes as measured when a plan first needed them."""
@@ -123,6 +113,11 @@ class LLM:
         self._inboxes: dict[int, deque[Chunk]] = {}
         """Chunks of the requests that `generate` and `stream` wait for, whoever made the step they came from."""
         self.engine = self.new_engine(self.drafter)
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> LLM:
+        """From settings that were made before, as the commands do."""
+        return cls(**asdict(config))
 
     @property
     def cache_bytes(self) -> int:

@@ -29,8 +29,7 @@ def load_config(path: Path | str) -> DecoderConfig:
     Raises ModelNotFoundError (no such path), UnsupportedModelError (architecture or option not implemented),
     ModelFileError (a key missing or impossible).
     """
-    path = existing(path)
-    return decoder_config(config_json(path), path)
+    return decoder_config(config_json(path), Path(path).expanduser())
 
 
 def config_json(path: Path | str) -> dict[str, Any]:

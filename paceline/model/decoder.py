@@ -171,11 +171,6 @@ class Decoder(Target):
         self.num_layers, self.max_position = config.num_layers, config.max_position
         self.group = config.num_heads // config.num_kv_heads
         self._residual_dtype = torch.float32 if self.device.type == "cpu" else dtype
-        self._build(tensors)
-        self.allocate_cache(num_rows, max_len)
-        self.windows = sorted({layer.window for layer in self.layers}, key=lambda window: window or 0)
-
-    def _build(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         # Copies, so that the checkpoint's file does not stay mapped for the sake of one tensor.
         copies = ((name, tensor.to(self.device, self.dtype, copy=True)) for name, tensor in tensors)
         make_layer = partial(Layer.of, self.config)
@@ -185,6 +180,8 @@ class Decoder(Target):
         self._head = PackedLinear(self.embedding if self.config.tie_embeddings else rest["lm_head.weight"])
         matrices = [matrix for layer in self.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         self.weight_bytes = sum(matrix.num_bytes for matrix in (*matrices, self._head))
+        self.allocate_cache(num_rows, max_len)
+        self.windows = sorted({layer.window for layer in self.layers}, key=lambda window: window or 0)
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
         config = self.config

@@ -47,7 +47,8 @@ def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, tuple[int, ...]]:
             backend, adds_bos = _byte_level_bpe(file, vocab)
         else:
             backend, adds_bos = _sentencepiece_bpe(file, vocab, tokens, types), True
-        _add_special_tokens(backend, tokens, types)
+        special = [pair for pair in zip(tokens, types, strict=False) if pair[1] in (CONTROL, USER_DEFINED, UNKNOWN)]
+        backend.add_tokens([AddedToken(text, special=kind != USER_DEFINED, normalized=False) for text, kind in special])
         _add_post_processor(backend, file, tokens, adds_bos)
     return backend, _ends(file, vocab, types)
 
@@ -131,16 +132,6 @@ def _merges_by_score(pieces: dict[str, int], scores: list[float]) -> list[tuple[
         splits = [(piece[:at], piece[at:]) for at in range(1, len(piece)) if piece[:at] in pieces and piece[at:] in pieces]
         ranked += [(-scores[index], index, pieces[left], pieces[right], left, right) for left, right in splits]
     return [(left, right) for *_, left, right in sorted(ranked)]
-
-
-def _add_special_tokens(backend: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    backend.add_tokens(
-        [
-            AddedToken(token, special=kind != USER_DEFINED, normalized=False)
-            for token, kind in zip(tokens, types, strict=False)
-            if kind in (CONTROL, USER_DEFINED, UNKNOWN)
-        ]
-    )
 
 
 def _add_post_processor(backend: Tokenizer, file: GGUFFile, tokens: list[str], adds_bos: bool) -> None:

@@ -7,7 +7,6 @@ depend on the rows beside it, so speculation changes nothing, in bfloat16 either
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from typing import Any
 
@@ -52,7 +51,6 @@ class NativeDecoder(Target):
         self.weight_bytes = sum(matrix.num_bytes for matrix in matrices)
         self.weight_format = "+".join(sorted({native.FORMAT_NAMES[matrix.format] for matrix in matrices}))
         self._logits = torch.empty(0, self.vocab_size)
-        self._stages: Any = None
         self._buffers = Buffers()
         self.allocate_cache(num_rows, max_len)
 
@@ -103,14 +101,10 @@ class NativeDecoder(Target):
         self.cache.append(batch.rows, batch.counts)
         return ForwardOutput(logits_TV, taps_TF, argmax[: len(wanted)] if wanted else None)
 
-    def time_stages(self) -> dict[str, float]:
-        """Seconds that each stage took since the last call, as thread 0 saw it; the first call starts the clocks."""
-        known: dict[str, float] = dict.fromkeys(native.STAGES, 0.0)
-        if self._stages is not None:
-            known.update(zip(native.STAGES, self._stages, strict=True))
-        self._stages = (ctypes.c_float * len(native.STAGES))()
-        self._buffers.work.stage_s = ctypes.addressof(self._stages)
-        return known
+    def time_stages(self, seconds: Tensor) -> None:
+        """From now on each pass adds to these float32 what its stages (`native_lib.STAGES`) took, as thread 0 saw it."""
+        self._stage_s = seconds
+        self._buffers.work.stage_s = pointer(seconds)
 
     def _logits_of(self, num_rows: int) -> Tensor:
         if len(self._logits) < num_rows:
@@ -134,16 +128,12 @@ class NativeKVCache(StaticKVCache):
 
 def native_cache(config: DecoderConfig, num_rows: int, max_len: int, dtype: torch.dtype, slack: int = 0) -> StaticKVCache:
     """Keys and values of all layers, heads and rows padded as the library wants them."""
-    head_dim, slack = _padded(config, max_len, slack)
+    head_dim, slack = padded(config, max_len, slack)
     return NativeKVCache(config.num_layers, num_rows, config.num_kv_heads, max_len, head_dim, dtype, slack=slack)
 
 
-def cache_bytes(config: DecoderConfig, num_rows: int, max_len: int, dtype: torch.dtype, slack: int = 0) -> int:
-    head_dim, slack = _padded(config, max_len, slack)
-    return 2 * config.num_layers * num_rows * config.num_kv_heads * (max_len + slack) * head_dim * dtype.itemsize
-
-
-def _padded(config: DecoderConfig, max_len: int, slack: int) -> tuple[int, int]:
+def padded(config: DecoderConfig, max_len: int, slack: int) -> tuple[int, int]:
+    """Numbers of a head, and spare positions behind each row, as the library wants them."""
     return native.require().pn_padded_head_dim(config.head_dim), slack + -(max_len + slack) % native.KEYS
 
 

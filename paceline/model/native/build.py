@@ -124,7 +124,10 @@ def compile_library(source_folder: Path, out_path: Path, *, sanitize: bool = Fal
         tool = _Compiler(command, Path(scratch))
         known = {name: flags for name, flags in INSTRUCTION_SETS.items() if (source_folder / f"kernels_{name}.cpp").exists()}
         sets = [name for name, flags in known.items() if tool.accepts(name, *flags, "-c")]
-        finished = _link(tool, _compile_all(tool, sources, sets, sanitize), sanitize)
+        objects, finished = _compile_all(tool, sources, sets, sanitize), Path(scratch, "linked")
+        wanted = (SANITIZE_FLAGS,) if sanitize else LINK_FLAGS_IF_ACCEPTED
+        flags = [flag for group in wanted if sanitize or tool.accepts("link", "-shared", *group) for flag in group]
+        tool.run("-shared", "-pthread", *flags, *map(str, objects), "-o", str(finished))
         os.replace(finished, out_path)
     return sets
 
@@ -147,14 +150,6 @@ def _compile_all(tool: _Compiler, sources: list[Path], sets: list[str], sanitize
 
     with ThreadPoolExecutor(os.cpu_count()) as workers:
         return list(workers.map(compile_one, portable + newer))
-
-
-def _link(tool: _Compiler, objects: list[Path], sanitize: bool) -> Path:
-    linked = tool.scratch / "linked"
-    wanted = (SANITIZE_FLAGS,) if sanitize else LINK_FLAGS_IF_ACCEPTED
-    flags = [flag for group in wanted if sanitize or tool.accepts("link", "-shared", *group) for flag in group]
-    tool.run("-shared", "-pthread", *flags, *map(str, objects), "-o", str(linked))
-    return linked
 
 
 def build_for_install(source_folder: Path, out_path: Path) -> bool:
