@@ -55,7 +55,7 @@ def main() -> None:
 
     config, metrics = ServeConfig(port=0, drain_seconds=300), Metrics(options.model, None)
     settings = {"drafter": options.drafter, "dtype": options.dtype, "max_len": 512}
-    worker = EngineWorker(lambda: LLM(options.model, **settings), config, observer=metrics, warm_up=warm_up)
+    worker = EngineWorker(lambda: LLM(options.model, **settings), config, metrics, warm_up=warm_up)
     run(worker, say=say, introduce=lambda llm: "")
 
 

@@ -17,10 +17,11 @@ from small_llm import Talker, fake_llm
 
 from paceline.engine.llm import LLM
 from paceline.model.target import ForwardBatch, ForwardOutput
+from paceline.serve.metrics import Metrics
 from paceline.serve.run import Server, listen, make_server
 from paceline.serve.settings import ServeConfig
-from paceline.serve.ticket import Observer
 from paceline.serve.worker import EngineWorker
+from paceline.types import FinishReason
 
 
 class SlowTalker(Talker):
@@ -35,23 +36,27 @@ class SlowTalker(Talker):
         return super().forward(batch)
 
 
-class Counting(Observer):
+class Counting(Metrics):
     """Counts what happened."""
 
     def __init__(self) -> None:
+        super().__init__("test")
         self.outcomes: list[str] = []
         self.refusals: list[str] = []
         self.tags: list[str | None] = []
         self.num_crashes = 0
 
-    def finished(self, sequence: Any, outcome: str, tag: str | None) -> None:
+    def finished(self, sequence: Any, outcome: FinishReason, tag: str | None = None) -> None:
+        super().finished(sequence, outcome, tag)
         self.outcomes.append(outcome)
         self.tags.append(tag)
 
     def refused(self, reason: str) -> None:
+        super().refused(reason)
         self.refusals.append(reason)
 
     def crashed(self) -> None:
+        super().crashed()
         self.num_crashes += 1
 
 
@@ -62,7 +67,7 @@ class Live:
         self.seen = Counting()
         self.llms: list[LLM] = []
         self._factory = factory
-        self.worker = EngineWorker(self._make, config, observer=self.seen)
+        self.worker = EngineWorker(self._make, config, self.seen)
         self.config = config
         self._bound = listen(config)
         self.port: int = self._bound.getsockname()[1]

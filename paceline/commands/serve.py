@@ -105,7 +105,7 @@ def serve(
         return llm
 
     try:
-        worker = EngineWorker(load, serving, observer=Metrics(name, traces), warm_up=warm_up)
+        worker = EngineWorker(load, serving, Metrics(name, traces), warm_up=warm_up)
         run(worker, say=say, introduce=introduce)
     finally:
         if traces:

@@ -39,7 +39,7 @@ Tag = Annotated[str | None, Header(alias="x-paceline-tag", description="Kept wit
 def create_app(worker: EngineWorker) -> FastAPI:
     """The application. The worker is started and drained by whoever runs it (`serve/run.py`)."""
     config = worker.config
-    middleware = [Middleware(Gate, config=config, refused=worker.observer.refused)]
+    middleware = [Middleware(Gate, config=config, refused=worker.metrics.refused)]
     if config.cors_origins:
         # Outermost: a browser asks first, without the key.
         cors = Middleware(
@@ -116,10 +116,8 @@ def _add_system(app: FastAPI, worker: EngineWorker) -> None:
 
     @app.get("/metrics", summary="Figures for Prometheus", tags=["system"])
     async def show_metrics() -> Response:
-        shown = worker.observer.render()
-        if shown is None:
-            raise ApiError(404, "this server keeps no metrics", code="not_found")
-        return Response(shown[0], headers={"content-type": shown[1]})
+        body, content_type = worker.metrics.render()
+        return Response(body, headers={"content-type": content_type})
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:

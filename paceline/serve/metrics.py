@@ -23,7 +23,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from paceline.serve.engine import Engine
-from paceline.serve.ticket import Observer
 from paceline.types import FinishReason, Sequence, Timings
 
 if TYPE_CHECKING:  # pyarrow is only needed where traces are
@@ -84,8 +83,9 @@ class _Request:
     """When its latest tokens came; 0 before the first."""
 
 
-class Metrics(Observer, Collector):
-    """Counts for one model. One thread calls everything but `refused` and `render`, which any thread may."""
+class Metrics(Collector):
+    """Counts for one model, told by the worker what it does. One thread calls everything but `refused` and `render`, which any
+    thread may."""
 
     def __init__(self, model: str, traces: TraceWriter | None = None) -> None:
         """`model` is the label model_name; `traces` is offered each request that ends, and its own counts are shown too."""
@@ -96,7 +96,7 @@ class Metrics(Observer, Collector):
         """The one that stepped last, for the gauges."""
         self.rounds: dict[tuple[int, int], int] = {}
         """(drafted, accepted) -> rounds of single requests. All figures of speculation follow from it."""
-        self.refusals: Counter[str] = Counter()
+        self._refusals: Counter[str] = Counter()
         self._model, self._traces = model, traces
         self._times = {name: _Histogram(TOKEN_BOUNDS if name in BY_TOKEN else REQUEST_BOUNDS) for name in TIMES}
         self._open: dict[Sequence, _Request] = {}
@@ -107,7 +107,7 @@ class Metrics(Observer, Collector):
         ProcessCollector(registry=self.registry)
 
     def step(self, engine: Engine, seconds: float) -> None:
-        """To be called before the step's chunks are reported."""
+        """An engine step took `seconds`; to be called before its chunks are reported."""
         self._settle_host()
         self.engine, totals = engine, self.totals
         totals.steps += 1
@@ -124,6 +124,7 @@ class Metrics(Observer, Collector):
                 rounds[pair] = rounds.get(pair, 0) + 1
 
     def chunk(self, sequence: Sequence, num_tokens: int, now: float) -> None:
+        """A request gained tokens at `now` (perf_counter)."""
         self.totals.generation_tokens += num_tokens
         request = self._open.get(sequence)
         if request is None or not request.last_at:
@@ -161,8 +162,9 @@ class Metrics(Observer, Collector):
             seen["request_time_per_output_token"].observe(mean_s)
 
     def refused(self, reason: str) -> None:
+        """A request was turned away before it reached the engine; `reason` is one of the server's own few words."""
         with self._lock:
-            self.refusals[reason] += 1
+            self._refusals[reason] += 1
 
     def crashed(self) -> None:
         self.totals.worker_restarts += 1
@@ -201,7 +203,7 @@ class Metrics(Observer, Collector):
         yield from self._speculation()
         yield from self._now()
         with self._lock:
-            refusals = dict(self.refusals)
+            refusals = dict(self._refusals)
         yield self._family("paceline:refused", "Requests turned away", refusals, "reason")
         written, dropped = (self._traces.written, dict(self._traces.dropped)) if self._traces else (0, {})
         yield self._family("paceline:traces_written", "Traces on disk", written)

@@ -1,4 +1,4 @@
-"""One API request on its way through the worker: its jobs, the events that come back and how, and who watches."""
+"""One API request on its way through the worker: its jobs, the events that come back and how."""
 
 from __future__ import annotations
 
@@ -6,34 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.serve.engine import Engine
 from paceline.types import Constraint, FinishReason, SamplingParams, Sequence, TokenLogprob
-
-
-class Observer:
-    """Is told what the worker does; this one ignores it.
-
-    All but `refused` and `render` are called by the engine's thread: they must be quick and never wait.
-    """
-
-    def step(self, engine: Engine, seconds: float) -> None:
-        """An engine step took `seconds`; `engine.rounds` holds its round, if there was one. Its chunks are told next."""
-
-    def chunk(self, sequence: Sequence, num_tokens: int, now: float) -> None:
-        """A request gained tokens at `now` (perf_counter)."""
-
-    def finished(self, sequence: Sequence, outcome: FinishReason, tag: str | None) -> None:
-        """A request has left the engine; its sequence will not change any more."""
-
-    def refused(self, reason: str) -> None:
-        """A request was turned away before it reached the engine; `reason` is one of the server's own few words. Any thread."""
-
-    def crashed(self) -> None:
-        """The engine failed and is built anew."""
-
-    def render(self) -> tuple[bytes, str] | None:
-        """What /metrics shows, and its content type; None where nothing is counted. Any thread."""
-        return None
 
 
 @dataclass(frozen=True, slots=True)

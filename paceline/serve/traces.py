@@ -29,6 +29,7 @@ import numpy as np
 
 from paceline.errors import ConfigError
 from paceline.model.tokenizer import Tokenizer
+from paceline.runlog import whole_file
 from paceline.serve.redaction import Redactor
 from paceline.serve.settings import TraceConfig
 from paceline.types import SamplingParams, Sequence
@@ -214,7 +215,7 @@ class TraceWriter:
         except (OSError, pa.ArrowException, MemoryError) as error:
             self.dropped["disk"] += num_unwritten
             if not self._is_failing:
-                log.warning("traces are lost, %s: free space or make %s writable", error, self.folder)
+                log.warning("traces are lost, %s", error)
             self._is_failing = True
             return
         if self._is_failing and rows:
@@ -224,19 +225,15 @@ class TraceWriter:
     def _write(self, rows: list[dict[str, Any]]) -> None:
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         path = self.folder / f"traces-{stamp}-{self._run_id}-{self._num_shards:05d}.parquet"
-        scratch = path.with_suffix(".part")
         table = pa.Table.from_pylist(rows, SCHEMA)
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:  # what users said is for the owner alone
-            with open(scratch, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                parquet.write_table(table, file, compression="zstd")
-                file.flush()
-                os.fsync(file.fileno())  # some disks say only now that they are full
-            scratch.replace(path)
-        except (OSError, pa.ArrowException, MemoryError):
-            with contextlib.suppress(OSError):
-                scratch.unlink(missing_ok=True)
-            raise
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what users said is for the owner alone
+        with (
+            whole_file(path, "free space, or make it writable") as scratch,
+            open(scratch, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file,
+        ):
+            parquet.write_table(table, file, compression="zstd")
+            file.flush()
+            os.fsync(file.fileno())  # some disks say only now that they are full
         self._num_shards += 1
         self.written += len(rows)
 

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from paceline.errors import PacelineError
 from paceline.serve.engine import Engine, Model, ModelInfo
 from paceline.serve.failures import DeadlinePassed, EngineCrashed, NotServing, QueueFull, RequestFailed, RequestRefused
+from paceline.serve.metrics import Metrics
 from paceline.serve.settings import ServeConfig
-from paceline.serve.ticket import Addressed, Event, Job, Observer, Outbox, Ticket
+from paceline.serve.ticket import Addressed, Event, Job, Outbox, Ticket
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Chunk
@@ -60,17 +61,16 @@ class EngineWorker(Generic[M]):
         self,
         factory: Callable[[], M],
         config: ServeConfig,
+        metrics: Metrics,
         *,
-        observer: Observer | None = None,
         warm_up: Callable[[M], None] | None = None,
     ) -> None:
         """`factory` loads the model, in the engine's thread, at the start and when its engine fails soon after; `warm_up` is
         called with each engine before its first request."""
-        self.config = config
+        self.config, self.metrics = config, metrics
         self.state: State = "loading"
         self.info: ModelInfo | None = None
         self.failure: Exception | None = None
-        self.observer = observer or Observer()
         self._factory, self._warm_up = factory, warm_up
         self._compiling = ThreadPoolExecutor(COMPILERS, "paceline-grammar")
         self._open: set[Ticket] = set()
@@ -124,7 +124,7 @@ class EngineWorker(Generic[M]):
         try:
             grammars = await self._loop.run_in_executor(self._compiling, lambda: [compile_one(spec) for _ in jobs])
         except PacelineError as error:
-            self.observer.refused("invalid")
+            self.metrics.refused("invalid")
             raise RequestRefused.of(error) from error
         return [replace(job, constraint=grammar) for job, grammar in zip(jobs, grammars, strict=True)]
 
@@ -132,7 +132,7 @@ class EngineWorker(Generic[M]):
         """Queue the jobs of one API request, all or none. Raises QueueFull or NotServing."""
         num_rows, num_open = self.serving().num_rows, self.num_open
         if num_open + len(jobs) > num_rows + self.config.max_queue:
-            self.observer.refused("queue_full")
+            self.metrics.refused("queue_full")
             raise QueueFull(retry_after_s=max(1, round(self._mean_s * (num_open - num_rows) / num_rows)))
         deadline = time.perf_counter() + (self.config.deadline or math.inf)
         ticket = Ticket(jobs, self.abort, tag=tag[:MAX_TAG] if tag else None, deadline=deadline)
@@ -276,7 +276,7 @@ class EngineWorker(Generic[M]):
                 started = time.perf_counter()
                 chunks = engine.step()
                 now = time.perf_counter()
-                self._watch(self.observer.step, engine, now - started)
+                self._watch(self.metrics.step, engine, now - started)
                 if chunks:
                     self._hand_over(chunks, now, now - started, is_prefilling=bool(engine.scheduler.prefilling))
             if not self._live:
@@ -296,7 +296,7 @@ class EngineWorker(Generic[M]):
                 ticket.request_ids.append(request_id)
                 self._live[request_id] = _Live(ticket, index)
         except PacelineError as error:
-            self._watch(self.observer.refused, "invalid")
+            self._watch(self.metrics.refused, "invalid")
             self._drop(ticket, RequestRefused.of(error))
         except Exception:
             log.exception("a request could not be queued")
@@ -311,7 +311,7 @@ class EngineWorker(Generic[M]):
             if self._live.pop(request_id, None):
                 seq = self._engine.abort(request_id)
                 if seq is not None:
-                    self._watch(self.observer.finished, seq, "abort", ticket.tag)
+                    self._watch(self.metrics.finished, seq, "abort", ticket.tag)
         self._outbox.send([(ticket, error)])
 
     def _hand_over(self, chunks: list[Chunk], now: float, step_s: float, *, is_prefilling: bool) -> None:
@@ -338,9 +338,9 @@ class EngineWorker(Generic[M]):
         for chunk in chunks:
             seq = chunk.sequence
             if chunk.finish_reason != "error":
-                self._watch(self.observer.chunk, seq, len(chunk.token_ids), now)
+                self._watch(self.metrics.chunk, seq, len(chunk.token_ids), now)
             if chunk.finish_reason is not None and (live := self._live.pop(seq.request_id, None)):
-                self._watch(self.observer.finished, seq, chunk.finish_reason, live.ticket.tag)
+                self._watch(self.metrics.finished, seq, chunk.finish_reason, live.ticket.tag)
         for ticket, error in failed:
             self._drop(ticket, error)
 
@@ -352,13 +352,13 @@ class EngineWorker(Generic[M]):
         kept = [ticket for ticket in tickets if ticket.num_left == len(ticket.jobs) and waiting.issuperset(ticket.request_ids)]
         for seq in (*requests.waiting, *requests.prefilling, *requests.running):
             if (live := self._live.get(seq.request_id)) and live.ticket not in kept:
-                self._watch(self.observer.finished, seq, "error", live.ticket.tag)
+                self._watch(self.metrics.finished, seq, "error", live.ticket.tag)
         self._live.clear()
         self._deadlines.clear()
         for ticket in reversed(kept):
             ticket.request_ids.clear()
             self._commands.appendleft(partial(self._add, ticket))
-        self._watch(self.observer.crashed)
+        self._watch(self.metrics.crashed)
         self._tell(self._settle, "restarting")
         self._outbox.send([(ticket, EngineCrashed()) for ticket in tickets if ticket not in kept])
 
@@ -372,11 +372,11 @@ class EngineWorker(Generic[M]):
             future.set_exception(error)
 
     def _watch(self, call: Callable[..., None], *arguments: Any) -> None:
-        """An observer may fail without harm to the requests."""
+        """Counting may fail without harm to the requests."""
         try:
             call(*arguments)
         except Exception:
-            log.exception("an observer failed")
+            log.exception("the metrics failed")
 
     def _tell(self, call: Callable[..., None], *arguments: Any) -> None:
         """Call on the event loop; nothing when it has ended."""

@@ -1,9 +1,8 @@
 """Checkpoints of a training run: a drafter in z-lab's format, and beside it all that is needed to go on.
 
     runs/x/checkpoints/step-000200/     config.json, model.safetensors (float32), optimiser.safetensors, trainer.json
-    runs/x/checkpoints/latest           the name of the newest whole one
 
-A checkpoint is written into a folder of its own and becomes the newest by one rename; the one before stays until then.
+A checkpoint is written into a folder beside and gets its name when it is whole; the one before stays until then.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from torch import Tensor
 from paceline.draft.checkpoint import write_checkpoint
 from paceline.errors import CacheError, ConfigError, PacelineError
 from paceline.model.checkpoint import load_tensors, read_json
-from paceline.runlog import plain, write_whole
+from paceline.runlog import plain
 from paceline.tables import flat
 
-LATEST = "latest"
 FREE_TO_CHANGE = ("checkpoint_minutes", "heldout_every", "gradient_checkpointing", "parallel")
 """Settings that do not decide what is learned: a resumed run may have others."""
 
@@ -42,10 +40,10 @@ class Checkpoint(NamedTuple):
 def save_checkpoint(
     folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor], optimisers: dict[str, Tensor], trainer: dict[str, Any]
 ) -> Path:
-    """Write checkpoint `step-N`, make it the newest, drop older ones. Raises CacheError; the newest one then stays."""
+    """Write checkpoint `step-N`, drop all others. Raises CacheError; the one before then stays."""
     newest = folder / f"step-{trainer['step']:06d}"
     described = json.dumps(plain(trainer), indent=1) + "\n"
-    if _newest_name(folder) == newest.name and (newest / "trainer.json").read_text(encoding="utf-8") == described:
+    if newest.exists() and (newest / "trainer.json").read_text(encoding="utf-8") == described:
         return newest  # the same step of the same run: to replace it would leave a moment without any
     scratch = folder / f".{newest.name}"
     try:
@@ -62,7 +60,6 @@ def save_checkpoint(
             f"the checkpoint {newest} cannot be written ({error}): free space and run the same command, it goes on from "
             "the last one"
         ) from error
-    write_whole(folder / LATEST, newest.name + "\n")
     for old in folder.glob("step-*"):
         if old != newest:
             shutil.rmtree(old, ignore_errors=True)
@@ -71,21 +68,15 @@ def save_checkpoint(
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
     """The newest whole checkpoint of a run, or None when it has none. Raises CacheError when it cannot be read."""
-    name = _newest_name(folder)
-    if name is None:
+    newest = max(folder.glob("step-*"), default=None)
+    if newest is None:
         return None
-    newest = folder / name
     try:
         read_json(newest / "config.json")
         trainer = json.loads((newest / "trainer.json").read_text(encoding="utf-8"))
         return Checkpoint(newest, trainer, dict(load_tensors(newest)), load_file(newest / "optimiser.safetensors"))
     except (PacelineError, OSError, ValueError, SafetensorError) as error:
         raise CacheError(f"{newest} is not a whole checkpoint ({error}): delete {folder} to start again") from error
-
-
-def _newest_name(folder: Path) -> str | None:
-    pointer = folder / LATEST
-    return pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
 
 
 def check_same(folder: Path, before: dict[str, Any], now: dict[str, Any], or_else: str = "") -> None:

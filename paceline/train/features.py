@@ -1,10 +1,10 @@
 """The target's hidden states for training: computed as documents come, or once and kept on disk.
 
-`OnlineFeatures` runs the target in the same process. `cache_features` runs it once over every document and writes
-safetensors shards that `CachedFeatures` reads by memory map: worth it as soon as documents are seen more than once. The size
-is known beforehand, announced, and refused when the disk lacks it.
+`OnlineFeatures` runs the target in the same process. `cache_features` runs it once over every document and writes safetensors
+files that `CachedFeatures` reads: worth it as soon as documents are seen more than once. The size is known beforehand,
+announced, and refused when the disk lacks it.
 
-    runs/x/features/shard-00000.safetensors     taps [positions, F], final [positions, D] when the loss needs it
+    runs/x/features/document-000000.safetensors     taps [positions, F], final [positions, D] when the loss needs it
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.errors import CacheError, reraised
@@ -28,7 +28,6 @@ from paceline.runlog import whole_file
 from paceline.train.dataset import Document
 from paceline.train.ranks import Ranks
 
-DOCUMENTS_PER_SHARD = 32
 FREE_MARGIN = 0.05
 """Share of the disk that must stay free."""
 
@@ -101,25 +100,21 @@ class OnlineFeatures:
         return taps_SF[:length]
 
 
+@dataclass(frozen=True, slots=True)
 class CachedFeatures:
-    """Reads what `cache_features` wrote; documents are the same list in the same order."""
+    """Reads what `cache_features` wrote."""
 
-    def __init__(self, folder: Path, documents: list[Document]) -> None:
-        self._folder = folder
-        self._spans: list[tuple[int, int, int]] = []
-        for shard, members in enumerate(_shards(documents)):
-            end = 0
-            for document in members:
-                begin, end = end, end + len(document)
-                self._spans.append((shard, begin, end))
+    folder: Path
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"document-{number:06d}.safetensors"
 
     def of(self, number: int) -> Features:
-        shard, begin, end = self._spans[number]
-        path = _shard_path(self._folder, shard)
-        unread, remedy = f"{path} cannot be read", "delete the folder to have it made again"
-        with reraised(CacheError, unread, remedy, SafetensorError, OSError), safe_open(path, framework="pt") as tensors:
-            final = tensors.get_slice("final")[begin:end] if "final" in tensors.keys() else None  # noqa: SIM118
-            return Features(tensors.get_slice("taps")[begin:end], final)
+        path = self.path(number)
+        remedy = "delete the folder to have it made again"
+        with reraised(CacheError, f"{path} cannot be read", remedy, SafetensorError, OSError):
+            tensors = load_file(path)
+        return Features(tensors["taps"], tensors.get("final"))
 
 
 def num_feature_bytes(documents: list[Document], target: Target, tap_layers: tuple[int, ...], needs_final: bool) -> int:
@@ -138,35 +133,24 @@ def cache_features(
     ranks: Ranks | None = None,
     on_document: Callable[[], None] = lambda: None,
 ) -> CachedFeatures:
-    """Write the shards that are missing; each process its share. Raises CacheError when the disk is too small or refuses.
+    """Write the files that are missing; each process its share. Raises CacheError when the disk is too small or refuses.
 
-    The folder's name should hold `fingerprint(...)`: shards of other documents, layers or targets are not looked at.
+    The folder's name should hold `fingerprint(...)`: files of other documents, layers or targets are not looked at.
     """
-    ranks = ranks or Ranks()
     wanted = num_feature_bytes(documents, target, tap_layers, needs_final)
-    check_room(folder, wanted - sum(path.stat().st_size for path in folder.glob("shard-*.safetensors")))
-    source = OnlineFeatures(target, documents, tap_layers, needs_final)
-    first = 0
-    for shard, members in enumerate(_shards(documents)):
-        path = _shard_path(folder, shard)
-        if shard % ranks.world == ranks.rank:
-            if not path.exists():
-                _write_shard(path, source, range(first, first + len(members)))
-            for _ in members:
-                on_document()
-        first += len(members)
-    return CachedFeatures(folder, documents)
-
-
-def _write_shard(path: Path, source: OnlineFeatures, numbers: range) -> None:
-    features = [source.of(number) for number in numbers]
-    tensors = {"taps": torch.cat([each.taps_SF for each in features]).cpu()}
-    finals = [each.final_SD for each in features if each.final_SD is not None]
-    if finals:
-        tensors["final"] = torch.cat(finals).cpu()
-    remedy = "free space and run again, what is written stays; or use --features online"
-    with whole_file(path, remedy) as scratch:
-        save_file(tensors, scratch)
+    check_room(folder, wanted - sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+    source, kept = OnlineFeatures(target, documents, tap_layers, needs_final), CachedFeatures(folder)
+    for number in (ranks or Ranks()).share_of(len(documents)):
+        path = kept.path(number)
+        if not path.exists():
+            features = source.of(number)
+            tensors = {"taps": features.taps_SF.cpu().contiguous()}
+            if features.final_SD is not None:  # which may be a part of the taps
+                tensors["final"] = features.final_SD.cpu().clone(memory_format=torch.contiguous_format)
+            with whole_file(path, "free space and run again, what is written stays; or use --features online") as scratch:
+                save_file(tensors, scratch)
+        on_document()
+    return kept
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
@@ -184,16 +168,8 @@ def fingerprint(
     target_name: str, dtype: torch.dtype, documents: list[Document], tap_layers: tuple[int, ...], needs_final: bool
 ) -> str:
     """Names a set of features by all that decides its contents."""
-    digest = hashlib.sha256(repr((target_name, str(dtype), tap_layers, needs_final, DOCUMENTS_PER_SHARD)).encode())
+    digest = hashlib.sha256(repr((target_name, str(dtype), tap_layers, needs_final)).encode())
     for document in documents:
         digest.update(document.key.encode())
         digest.update(document.tokens.tobytes())
     return digest.hexdigest()[:16]
-
-
-def _shards(documents: list[Document]) -> list[list[Document]]:
-    return [documents[first : first + DOCUMENTS_PER_SHARD] for first in range(0, len(documents), DOCUMENTS_PER_SHARD)]
-
-
-def _shard_path(folder: Path, shard: int) -> Path:
-    return folder / f"shard-{shard:05d}.safetensors"

@@ -133,21 +133,8 @@ def head_loss(
     scaled = (total / num_slots).to(torch.float32)
     if grad_TD is None:
         return scaled, metrics
-    return _Carry.apply(hidden_TD, grad_TD / num_slots, scaled), metrics
-
-
-class _Carry(torch.autograd.Function):
-    """A loss whose gradient is already known."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, grad_TD: Tensor, loss: Tensor) -> Tensor:
-        ctx.save_for_backward(grad_TD)
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad_TD,) = ctx.saved_tensors
-        return grad_TD * upstream, None, None
+    carrier = (hidden_TD * (grad_TD / num_slots)).sum()  # its gradient is the one known already, its value is taken off again
+    return scaled + (carrier - carrier.detach()), metrics
 
 
 def _chunk(

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
 
 from paceline.train.optim import Optimisers
@@ -67,7 +69,8 @@ class Replicated:
 
     def clip(self, network: nn.Module, longest: float) -> float:
         """Scale the gradients down to this norm; returns the norm before."""
-        return float(nn.utils.clip_grad_norm_(network.parameters(), longest))
+        norm = nn.utils.clip_grad_norm_(network.parameters(), longest)
+        return float(_whole(norm))
 
     def sum(self, numbers: Tensor) -> Tensor:
         """Numbers added up over the processes, on CPU."""
@@ -86,26 +89,27 @@ class Replicated:
         return float(value)
 
     def whole(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copies in main memory, gathered on the first process; nothing on the others."""
-        return {name: tensor.detach().cpu().clone() for name, tensor in tensors if self.ranks.is_first}
+        """Copies in main memory on the first process, nothing on the others; parts are gathered tensor by tensor, so that no
+        device needs room for more than one."""
+        gathered = ((name, _whole(tensor)) for name, tensor in tensors)
+        return {name: tensor.detach().cpu().clone() for name, tensor in gathered if self.ranks.is_first}
 
     def weights(self, network: nn.Module) -> dict[str, Tensor]:
         """Its `state_dict`, as `whole` gives it."""
-        return self.whole(network.state_dict().items())
+        with implicit_replication():  # for state_dict hooks that compute with plain tensors (scaling.py)
+            return self.whole(network.state_dict().items())
 
     def load(self, network: nn.Module, tensors: dict[str, Tensor]) -> None:
         """Fill the network with whole tensors that every process has read."""
         parameters = dict(network.named_parameters())
-        network.load_state_dict({name: self._like(parameters[name], tensor) for name, tensor in tensors.items()})
+        with implicit_replication():
+            network.load_state_dict({name: _like(parameters[name], tensor) for name, tensor in tensors.items()})
 
     def place_states(self, optimisers: Optimisers) -> None:
         """Lay restored states, whole tensors on CPU, out as their parameters are; step counts stay as they are."""
         for optimiser in optimisers.every:
             for parameter, state in optimiser.state.items():
-                state.update({key: self._like(parameter, tensor) for key, tensor in state.items() if tensor.ndim})
-
-    def _like(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        return tensor.to(parameter.device)
+                state.update({key: _like(parameter, tensor) for key, tensor in state.items() if tensor.ndim})
 
 
 class Sharded(Replicated):
@@ -145,44 +149,6 @@ class Sharded(Replicated):
     def sum_gradients(self, network: nn.Module) -> None:
         """Done by the last `backward`."""
 
-    def clip(self, network: nn.Module, longest: float) -> float:
-        from torch.distributed.tensor import DTensor
-
-        parameters = list(network.parameters())
-        norm = nn.utils.get_total_norm([_gradient(parameter) for parameter in parameters])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        nn.utils.clip_grads_with_norm_(parameters, longest, norm)
-        return float(norm)
-
-    def whole(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """One after another, so that no device needs room for more than one."""
-        from torch.distributed.tensor import DTensor
-
-        copies: dict[str, Tensor] = {}
-        for name, tensor in tensors:
-            gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            copies |= super().whole([(name, gathered)])
-        return copies
-
-    def weights(self, network: nn.Module) -> dict[str, Tensor]:
-        from torch.distributed.tensor.experimental import implicit_replication
-
-        with implicit_replication():  # for state_dict hooks that compute with plain tensors (scaling.py)
-            return super().weights(network)
-
-    def load(self, network: nn.Module, tensors: dict[str, Tensor]) -> None:
-        from torch.distributed.tensor.experimental import implicit_replication
-
-        with implicit_replication():
-            super().load(network, tensors)
-
-    def _like(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
-        assert isinstance(parameter, DTensor)
-        # Every process has the whole tensor: each cuts its part out, nothing is sent.
-        return distribute_tensor(tensor.to(self.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
-
 
 def make_parallel(way: str, ranks: Ranks, device: torch.device) -> Replicated:
     """`auto` replicates; a process without others holds the whole network whatever was asked for."""
@@ -214,3 +180,15 @@ def process_group(ranks: Ranks, device: str) -> Iterator[Callable[[], None]]:
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """A whole tensor, laid out as the parameter is: where that is sharded every process cuts its part out, nothing is sent."""
+    tensor = tensor.to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -45,6 +45,10 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
+    def share_of(self, number: int) -> range:
+        """This process's part of `number` things: neighbours stay together."""
+        return range(number * self.rank // self.world, number * (self.rank + 1) // self.world)
+
 
 @contextlib.contextmanager
 def only_run(folder: Path, doing: str, ranks: Ranks, say: Callable[[str], None]) -> Iterator[None]:

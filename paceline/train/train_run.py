@@ -158,7 +158,7 @@ class _Stages:
         config = self.config
         if not self.ranks.is_first:
             return RunFolder(config.out)
-        if (config.out / "checkpoints" / "latest").exists():
+        if any((config.out / "checkpoints").glob("step-*")):
             return RunFolder.open(config.out)
         described = {"target": config.target.model, "prompts": config.asked.prompts, "answers": config.answers}
         described |= {"init": config.init, "train": config.loop, "shape": config.shape, "regenerate": config.answering}
@@ -231,9 +231,8 @@ class _Stages:
             return OnlineFeatures(target, documents, taps, needs_final)
         mark = fingerprint(config.target.model, target.dtype, documents, taps, needs_final)
         folder = config.out / f"{name}-{mark}"
-        own = sum(1 for index in range(len(documents)) if index // 32 % self.ranks.world == self.ranks.rank)
         self.progress.say(f"features of {len(documents)} documents: {num_bytes / 1e9:.2f} GB in {folder}")
-        with self.progress.bar("features", own) as advance:
+        with self.progress.bar("features", len(self.ranks.share_of(len(documents)))) as advance:
             on_document = partial(advance, "features")
             source = cache_features(
                 folder, target, documents, taps, needs_final=needs_final, ranks=self.ranks, on_document=on_document

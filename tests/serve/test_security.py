@@ -155,7 +155,6 @@ def test_errors_have_one_shape(live: Live) -> None:
         ("GET", "/v1/chat/completions", 405),
         ("DELETE", "/health", 405),
         ("GET", "/v1/models/none", 404),
-        ("GET", "/metrics", 404),
     ):
         given_status, body, _ = live.request(method, path)
         assert given_status == status

@@ -349,14 +349,14 @@ def test_a_drain_does_not_wait_for_ever() -> None:
         wait_until(lambda: live.worker.state == "stopped")
 
 
-def test_tags_reach_the_observer() -> None:
+def test_tags_reach_the_metrics() -> None:
     with serving(talker()) as live:
         live.post("/v1/completions", {"prompt": "x", "max_tokens": 2}, {"x-paceline-tag": "support " + "x" * 200})
         wait_until(lambda: live.seen.tags)
         assert live.seen.tags == [("support " + "x" * 200)[:128]]
 
 
-def test_an_observer_that_fails_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_that_fail_harm_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(talker()) as live:
 
         def broken(*arguments: Any) -> None:

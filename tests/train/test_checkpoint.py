@@ -121,12 +121,6 @@ def test_a_cut_checkpoint_is_named_with_the_remedy(tmp_path: Path, file: str, ke
         trainer(tmp_path, config()).resume()
 
 
-def test_a_pointer_to_nothing_is_named(tmp_path: Path) -> None:
-    (tmp_path / "latest").write_text("step-000007\n")
-    with pytest.raises(CacheError, match="step-000007 is not a whole checkpoint"):
-        trainer(tmp_path, config()).resume()
-
-
 @pytest.mark.parametrize("fails", ["save_file", "write_checkpoint", "Path.rename"])
 def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = trainer(tmp_path, config(checkpoint_minutes=EVERY_STEP))
@@ -140,7 +134,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, fails: str, 
         full.setattr(Path, "rename", refuse) if fails == "Path.rename" else full.setattr(module, fails, refuse)
         with pytest.raises(CacheError, match=r"step-000005 cannot be written \(.*No space left.*free space and run the same"):
             one.run()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000003", "whole"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "whole"]
     again = trainer(tmp_path, config())
     assert again.resume() and again.state.step == 3
     rest = run(again)
@@ -154,7 +148,7 @@ def test_what_a_kill_while_writing_leaves_is_cleared_away(tmp_path: Path) -> Non
     one = trainer(tmp_path, config(max_steps=2))
     assert not one.resume()
     run(one)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000002"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002"]
 
 
 def test_saving_the_newest_step_again_does_not_touch_it(tmp_path: Path) -> None:
