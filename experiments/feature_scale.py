@@ -22,7 +22,7 @@ from paceline.model.backends import load_target
 from paceline.model.target import Target, head_weight
 from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimConfig
 from paceline.train.dataset import Corpus, read_corpus
-from paceline.train.features import cache_features
+from paceline.train.features import OnlineFeatures, cache_features
 from paceline.train.loop import Step, Trainer
 from paceline.train.losses import Head
 from paceline.train.scaling import ScaledFeatures, begin_without_mean, measure_scale, train_in_scaled_units
@@ -39,7 +39,7 @@ def run(target: Target, corpus: Corpus, folder: Path, given: argparse.Namespace,
     raw, network = network_for(target, MODEL, DrafterShape(start=start), None, 0)
     taps = network.config.target_layer_ids
     train, heldout = (
-        cache_features(folder / name, target, documents, taps)
+        cache_features(folder / name, OnlineFeatures(target, documents, taps, needs_final=False))
         for name, documents in (("train", corpus.train), ("heldout", corpus.heldout))
     )
     if is_scaled:

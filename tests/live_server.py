@@ -47,9 +47,9 @@ class Counting(Metrics):
         self.num_crashes = 0
 
     def finished(self, sequence: Any, outcome: FinishReason, tag: str | None = None) -> None:
-        super().finished(sequence, outcome, tag)
         self.outcomes.append(outcome)
         self.tags.append(tag)
+        super().finished(sequence, outcome, tag)
 
     def refused(self, reason: str) -> None:
         super().refused(reason)

@@ -48,12 +48,13 @@ class Reply(ABC):
 
     def take(self, event: Event) -> None:
         """Add an event."""
-        self._text += event.text
+        chunk = event.chunk
+        self._text += chunk.text
         self._logprobs += event.logprobs
-        if event.finish_reason is not None:
-            self.sequence = event.sequence
+        if chunk.finish_reason is not None:
+            self.sequence = chunk.sequence
         if self._detokenizer:
-            texts = [self._detokenizer.push([token]) for token in event.token_ids]
+            texts = [self._detokenizer.push([token]) for token in chunk.token_ids]
             self._pieces += [{"text": text, "drafted": place < event.num_accepted} for place, text in enumerate(texts)]
 
     def choice(self, *, is_stream: bool) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 from paceline.errors import PacelineError
 from paceline.model.tokenizer import Tokenizer
@@ -82,9 +82,7 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
         return [prompt]
     if not prompt:
         raise RequestRefused("the prompt is empty: give some text", param="prompt")
-    if isinstance(prompt[0], int):
-        return [[token for token in prompt if isinstance(token, int)]]
-    return [each for each in prompt if not isinstance(each, int)]
+    return cast(Any, [prompt] if isinstance(prompt[0], int) else prompt)
 
 
 def _encode(prompt: str | list[int], model: ModelInfo) -> list[int]:

@@ -1,11 +1,11 @@
 """What the server needs of a model and its engine: `paceline.LLM` is one, and another may stand in its place.
 
-Everything belongs to the engine's thread, but for `Grammars.compile`.
+Everything belongs to the engine's thread, but for `compile` of its grammars.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,12 +15,6 @@ from paceline.types import Constraint, GrammarSpec, RoundStats, SamplingParams, 
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Chunk
-
-
-class Grammars(Protocol):
-    def compile(self, spec: GrammarSpec) -> Constraint:
-        """Fresh state for one answer, from any thread. Raises SamplingError on a grammar that cannot be followed."""
-        ...
 
 
 class Cache(Protocol):
@@ -55,7 +49,7 @@ class Engine(Protocol):
     rounds: list[RoundStats]
     """The rounds of the latest step: at most one."""
     grammars: Any
-    """`Grammars`; those of an engine that failed are given to the next, since they have read the vocabulary."""
+    """Its `compile` is `ModelInfo.compile`. An engine that takes another's place is given its grammars."""
 
     @property
     def scheduler(self) -> Requests: ...
@@ -116,10 +110,11 @@ class ModelInfo:
     num_rows: int
     """Answers made at once."""
     vocab_size: int
-    grammars: Grammars
+    compile: Callable[[GrammarSpec], Constraint]
+    """Fresh state for one answer, from any thread. Raises SamplingError on a grammar that cannot be followed."""
 
     @classmethod
     def of(cls, model: Model) -> ModelInfo:
-        target, grammars = model.engine.target, model.engine.grammars
+        target = model.engine.target
         sizes = target.cache.max_len, target.cache.num_rows, target.vocab_size
-        return cls(model.config.model, model.tokenizer, *sizes, grammars)
+        return cls(model.config.model, model.tokenizer, *sizes, model.engine.grammars.compile)

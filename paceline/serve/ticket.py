@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from paceline.types import Constraint, FinishReason, SamplingParams, Sequence, TokenLogprob
+from paceline.types import Constraint, SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +29,11 @@ class Event:
 
     index: int
     """Which of the ticket's jobs."""
-    token_ids: list[int]
-    text: str
+    chunk: Chunk
+    """Its `sequence` is the engine's own: to be read only when `finish_reason` is set."""
     num_accepted: int
     """How many of the tokens, the first ones, are drafts that stood."""
     logprobs: list[TokenLogprob]
-    finish_reason: FinishReason | None
-    sequence: Sequence
-    """The engine's own: to be read only when `finish_reason` is set."""
 
 
 class Ticket:
@@ -66,7 +67,7 @@ class Ticket:
             self._abort(self)
 
     def put(self, event: Event) -> None:
-        self.num_left -= event.finish_reason is not None
+        self.num_left -= event.chunk.finish_reason is not None
         self._events.append(event)
         self._arrived.set()
 

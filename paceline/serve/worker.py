@@ -120,7 +120,7 @@ class EngineWorker(Generic[M]):
         spec = jobs[0].params.grammar
         if spec is None:
             return jobs
-        compile_one = self.serving().grammars.compile
+        compile_one = self.serving().compile
         try:
             grammars = await self._loop.run_in_executor(self._compiling, lambda: [compile_one(spec) for _ in jobs])
         except PacelineError as error:
@@ -183,8 +183,8 @@ class EngineWorker(Generic[M]):
                 self._fail(ticket, event)
                 continue
             ticket.put(event)
-            if event.finish_reason is not None:
-                self._mean_s += 0.1 * (time.perf_counter() - event.sequence.timings.arrival_s - self._mean_s)
+            if event.chunk.finish_reason is not None:
+                self._mean_s += 0.1 * (time.perf_counter() - event.chunk.sequence.timings.arrival_s - self._mean_s)
             if ticket.num_left == 0:
                 self._closed(ticket)
 
@@ -332,7 +332,7 @@ class EngineWorker(Generic[M]):
             num_accepted = min(seq.rounds[-1].num_accepted, num_tokens) if seq.rounds and not is_first else 0
             live.num_tokens = before + num_tokens
             logprobs = seq.logprobs[before : live.num_tokens] if seq.params.logprobs is not None else []
-            events.append((live.ticket, Event(live.index, chunk.token_ids, chunk.text, num_accepted, logprobs, reason, seq)))
+            events.append((live.ticket, Event(live.index, chunk, num_accepted, logprobs)))
             is_urgent = is_urgent or is_first or reason is not None
         self._outbox.put(events, now, step_s, is_urgent=is_urgent)
         for chunk in chunks:

@@ -43,7 +43,7 @@ def save_checkpoint(
     """Write checkpoint `step-N`, drop all others. Raises CacheError; the one before then stays."""
     newest = folder / f"step-{trainer['step']:06d}"
     described = json.dumps(plain(trainer), indent=1) + "\n"
-    if newest.exists() and (newest / "trainer.json").read_text(encoding="utf-8") == described:
+    if (newest / "trainer.json").is_file() and (newest / "trainer.json").read_text(encoding="utf-8") == described:
         return newest  # the same step of the same run: to replace it would leave a moment without any
     scratch = folder / f".{newest.name}"
     try:

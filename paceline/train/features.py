@@ -54,7 +54,7 @@ class OnlineFeatures:
     """Runs the target over one document at a time; a beginning shared with the document before is not run again."""
 
     def __init__(self, target: Target, documents: list[Document], tap_layers: tuple[int, ...], needs_final: bool) -> None:
-        self._target, self._documents = target, documents
+        self._target, self.documents = target, documents
         last = target.num_layers - 1
         self._needs_final, self._has_final = needs_final, last in tap_layers
         self._tap_layers = tap_layers
@@ -63,8 +63,14 @@ class OnlineFeatures:
         self._last: tuple[list[int], Tensor, int, int] | None = None
         """Of the document before: tokens, taps, row, and the row's generation, which tells whether another has had the row."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all documents' features, as they would be on disk."""
+        width = (len(self._tap_layers) + self._needs_final) * self._target.hidden_size * self._target.dtype.itemsize
+        return sum(len(document) for document in self.documents) * width
+
     def of(self, number: int) -> Features:
-        tokens, cache = self._documents[number].tokens.tolist(), self._target.cache
+        tokens, cache = self.documents[number].tokens.tolist(), self._target.cache
         row = cache.allocate()
         assert row is not None, "training owns the target's cache"
         try:
@@ -117,30 +123,16 @@ class CachedFeatures:
         return Features(tensors["taps"], tensors.get("final"))
 
 
-def num_feature_bytes(documents: list[Document], target: Target, tap_layers: tuple[int, ...], needs_final: bool) -> int:
-    """Bytes on disk of all documents' features."""
-    width = (len(tap_layers) + needs_final) * target.hidden_size * target.dtype.itemsize
-    return sum(len(document) for document in documents) * width
-
-
 def cache_features(
-    folder: Path,
-    target: Target,
-    documents: list[Document],
-    tap_layers: tuple[int, ...],
-    *,
-    needs_final: bool = False,
-    ranks: Ranks | None = None,
-    on_document: Callable[[], None] = lambda: None,
+    folder: Path, source: OnlineFeatures, ranks: Ranks | None = None, on_document: Callable[[], None] = lambda: None
 ) -> CachedFeatures:
     """Write the files that are missing; each process its share. Raises CacheError when the disk is too small or refuses.
 
     The folder's name should hold `fingerprint(...)`: files of other documents, layers or targets are not looked at.
     """
-    wanted = num_feature_bytes(documents, target, tap_layers, needs_final)
-    check_room(folder, wanted - sum(path.stat().st_size for path in folder.glob("*.safetensors")))
-    source, kept = OnlineFeatures(target, documents, tap_layers, needs_final), CachedFeatures(folder)
-    for number in (ranks or Ranks()).share_of(len(documents)):
+    check_room(folder, source.num_bytes - sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+    kept = CachedFeatures(folder)
+    for number in (ranks or Ranks()).share_of(len(source.documents)):
         path = kept.path(number)
         if not path.exists():
             features = source.of(number)

@@ -26,7 +26,7 @@ from paceline.train.features import FeatureSource
 from paceline.train.losses import Head, LossVocabulary, SlotMetrics, Slots, head_loss
 from paceline.train.optim import Optimisers, learning_rate_share
 from paceline.train.packs import Chosen, Pack, Packer, heldout_anchors
-from paceline.train.parallel import make_parallel, recompute_layers
+from paceline.train.parallel import laid_out, make_parallel, recompute_layers
 from paceline.train.ranks import Ranks
 from paceline.train.trainable import Trainable
 
@@ -112,8 +112,7 @@ class Trainer:
         stored = checkpoint.trainer
         check_same(self.folder, stored["identity"], self._identity(), ", or continue from its drafter with --init")
         self.parallel.load(self.network, checkpoint.weights)
-        self.optimisers.fill(checkpoint.optimisers)
-        self.parallel.place_states(self.optimisers)
+        self.optimisers.fill(checkpoint.optimisers, laid_out)
         state = stored["state"]
         self.state = _State(**{**state, "place": Place(**state["place"])})
         return True

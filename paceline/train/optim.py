@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.train.config import OptimConfig
 
@@ -50,23 +50,19 @@ class Optimisers:
             optimiser.zero_grad(set_to_none=True)
         return self._lr * lr_share
 
-    def states(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of all states as (`name.key`, tensor), in a fixed order; the first step makes them."""
-        for name, _, state in self._each():
-            yield from ((f"{name}.{key}", tensor) for key, tensor in state.items() if isinstance(tensor, torch.Tensor))
-
-    def fill(self, stored: dict[str, torch.Tensor]) -> None:
-        """Take up what `states` gave: moments go where their parameter is, the count of steps stays on the CPU."""
-        for name, parameter, state in self._each():
-            for key, tensor in stored.items():
-                if key.startswith(f"{name}."):
-                    state[key.removeprefix(f"{name}.")] = tensor if tensor.ndim == 0 else tensor.to(parameter.device)
-
-    def _each(self) -> Iterator[tuple[str, torch.Tensor, dict[str, torch.Tensor]]]:
+    def states(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of all states as (`optimiser.parameter.key`, tensor), by number; the first step makes them."""
         for number, optimiser in enumerate(self.every):
-            parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
-            for index, parameter in enumerate(parameters):
-                yield f"{number}.{index}", parameter, optimiser.state[parameter]
+            for index, state in optimiser.state_dict()["state"].items():
+                yield from ((f"{number}.{index}.{key}", tensor) for key, tensor in state.items())
+
+    def fill(self, stored: dict[str, Tensor], laid_out: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Take up what `states` gave: moments as `laid_out(parameter, moment)`, counts of steps as they are, on the CPU."""
+        parameters = [[each for group in one.param_groups for each in group["params"]] for one in self.every]
+        for name, tensor in stored.items():
+            number, index, key = name.split(".")
+            parameter = parameters[int(number)][int(index)]
+            self.every[int(number)].state[parameter][key] = laid_out(parameter, tensor) if tensor.ndim else tensor
 
 
 def learning_rate_share(progress: float) -> float:

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
 
-from paceline.train.optim import Optimisers
 from paceline.train.packs import Chosen, split_into_packs
 from paceline.train.ranks import Ranks
 from paceline.train.trainable import Trainable
@@ -103,13 +102,7 @@ class Replicated:
         """Fill the network with whole tensors that every process has read."""
         parameters = dict(network.named_parameters())
         with implicit_replication():
-            network.load_state_dict({name: _like(parameters[name], tensor) for name, tensor in tensors.items()})
-
-    def place_states(self, optimisers: Optimisers) -> None:
-        """Lay restored states, whole tensors on CPU, out as their parameters are; step counts stay as they are."""
-        for optimiser in optimisers.every:
-            for parameter, state in optimiser.state.items():
-                state.update({key: _like(parameter, tensor) for key, tensor in state.items() if tensor.ndim})
+            network.load_state_dict({name: laid_out(parameters[name], tensor) for name, tensor in tensors.items()})
 
 
 class Sharded(Replicated):
@@ -186,7 +179,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _like(parameter: Tensor, tensor: Tensor) -> Tensor:
+def laid_out(parameter: Tensor, tensor: Tensor) -> Tensor:
     """A whole tensor, laid out as the parameter is: where that is sharded every process cuts its part out, nothing is sent."""
     tensor = tensor.to(parameter.device)
     if not isinstance(parameter, DTensor):

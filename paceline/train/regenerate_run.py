@@ -20,7 +20,7 @@ import json
 import random
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ import torch
 from paceline.config import EngineConfig, resolve
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ContextLengthError, PromptError, reraised
-from paceline.progress import Progress
+from paceline.progress import Progress, ignore
 from paceline.prompts import Prompt, read_prompts
 from paceline.runlog import RunFolder, plain
 from paceline.train.answers import Answer, AnswerShards
@@ -70,7 +70,7 @@ def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
         written, own = _write_own(llm, config, ranks, openers, bars)
         prompts = _share([prompt for prompts in given.values() for prompt in prompts], own, config.answering.seed, ranks)
         shards = AnswerShards(config.out / "answers", ranks.rank)
-        done = _answer(Regenerator(llm, shards, config.answering), prompts, bars)
+        done = Regenerator(llm, shards, config.answering).run(prompts, bars)
         folder.log(stage="regenerate", rank=ranks.rank, dropped=written.dropped, **asdict(done))
     _report(config, done, written, ranks, progress)
     return done
@@ -159,20 +159,6 @@ def _share(given: list[Prompt], own: list[Prompt], seed: int, ranks: Ranks) -> l
     return mine
 
 
-def _answer(regenerator: Regenerator, prompts: list[Prompt], bars: Progress) -> Regenerated:
-    started, num_tokens = time.perf_counter(), 0
-    with bars.bar("answering", regenerator.num_conversations(prompts)) as advance:
-
-        def on_answer(answer: Answer | None) -> None:
-            nonlocal num_tokens
-            if answer is not None:
-                num_tokens += len(answer.answer_ids)
-            if answer is None or answer.turn == 0:
-                advance(f"answering, {num_tokens / (time.perf_counter() - started):.0f} tokens/s")
-
-        return regenerator.run(prompts, on_answer)
-
-
 def _report(config: RegenerateConfig, done: Regenerated, written: SelfWritten, ranks: Ranks, progress: Progress) -> None:
     limit = config.answering.max_prompt_tokens
     left_out = f"longer than {limit} tokens, the longest {done.num_tokens_too_long}"
@@ -236,58 +222,56 @@ class Regenerator:
         self._finished: list[Answer] = []
         self._num_unwritten = 0
         self._written_s = time.monotonic()
+        self._started_at, self._advance = 0.0, ignore
 
-    def run(self, prompts: list[Prompt], on_answer: Callable[[Answer | None], None] = lambda answer: None) -> Regenerated:
-        """Answer these prompts; `on_answer` hears of every answer, and None for a conversation that needs no work.
+    def run(self, prompts: list[Prompt], bars: Progress | None = None) -> Regenerated:
+        """Answer these prompts, repeated ones once; `bars` shows one bar of all conversations.
 
         Raises CacheError when a shard cannot be written, PromptError when the chat template refuses a prompt or a shard is
         damaged; what earlier shards hold stays.
         """
-        self.done, started_at = Regenerated(self.shards.folder), time.perf_counter()
-        waiting = self._missing(prompts, on_answer)
+        self.done, self._started_at = Regenerated(self.shards.folder), time.perf_counter()
+        asked = {_key(*pair): pair for pair in itertools.product(prompts, self.config.temperatures)}
+        waiting = self._missing(asked)
         in_flight = self.llm.target.cache.num_rows * IN_FLIGHT_PER_ROW
-        try:
-            for conversation in itertools.islice(waiting, in_flight):
-                self._ask(conversation)
-            while self._flying:
-                for chunk in self.llm.engine.step():
-                    if chunk.finish_reason is not None:
-                        self._finish(chunk.sequence, waiting, on_answer)
-        finally:
+        with (bars or Progress()).bar("answering", len(asked)) as self._advance:
             try:
-                self._write()
+                for conversation in itertools.islice(waiting, in_flight):
+                    self._ask(conversation)
+                while self._flying:
+                    for chunk in self.llm.engine.step():
+                        if chunk.finish_reason is not None:
+                            self._finish(chunk.sequence, waiting)
             finally:
-                for request_id in self._flying:
-                    self.llm.engine.abort(request_id)
-                self._flying.clear()
-        self.done.wall_s = time.perf_counter() - started_at
+                try:
+                    self._write()
+                finally:
+                    for request_id in self._flying:
+                        self.llm.engine.abort(request_id)
+                    self._flying.clear()
+        self.done.wall_s = time.perf_counter() - self._started_at
         self.done.tokens_per_s = self.done.num_tokens / self.done.wall_s
         return self.done
 
-    def num_conversations(self, prompts: list[Prompt]) -> int:
-        """How many conversations `run` will report to `on_answer`: each by None, or by an answer whose turn is 0."""
-        return len(self._unique(prompts))
-
-    def _unique(self, prompts: list[Prompt]) -> dict[str, tuple[Prompt, float]]:
-        """Key -> what to ask, repeated prompts once."""
-        return {_key(*pair): pair for pair in itertools.product(prompts, self.config.temperatures)}
-
-    def _missing(self, prompts: list[Prompt], on_answer: Callable[[Answer | None], None]) -> Iterator[_Conversation]:
+    def _missing(self, asked: dict[str, tuple[Prompt, float]]) -> Iterator[_Conversation]:
         found = self.shards.keys() | {answer.key for answer in self._finished}
-        for key, (prompt, temperature) in self._unique(prompts).items():
-            if key in found:
-                self.done.num_found += 1
-                on_answer(None)
-                continue
+        for key, (prompt, temperature) in asked.items():
             seed = self.config.seed ^ zlib.crc32(key.encode())
             params = SamplingParams(temperature=temperature, max_tokens=self.config.max_tokens, seed=seed)
             conversation = _Conversation(prompt, key, params, list(prompt.messages))
-            if self._fits(conversation):
+            if key in found:
+                self.done.num_found += 1
+            elif self._fits(conversation):
                 yield conversation
+                continue
             else:
                 self.done.num_too_long += 1
                 self.done.num_tokens_too_long = max(self.done.num_tokens_too_long, len(conversation.prompt_ids))
-                on_answer(None)
+            self._tell_one_more()
+
+    def _tell_one_more(self) -> None:
+        pace = self.done.num_tokens / (time.perf_counter() - self._started_at)
+        self._advance(f"answering, {pace:.0f} tokens/s")
 
     def _fits(self, conversation: _Conversation) -> bool:
         """Encode the conversation so far; whether it leaves room for an answer."""
@@ -301,11 +285,9 @@ class Regenerator:
     def _ask(self, conversation: _Conversation) -> None:
         self._flying[self.llm.engine.add(conversation.prompt_ids, conversation.params)] = conversation
 
-    def _finish(self, seq: Sequence, waiting: Iterator[_Conversation], on_answer: Callable[[Answer | None], None]) -> None:
+    def _finish(self, seq: Sequence, waiting: Iterator[_Conversation]) -> None:
         conversation = self._flying.pop(seq.request_id)
-        answer = self._answer_of(conversation, seq)
-        conversation.answers.append(answer)
-        on_answer(answer)
+        conversation.answers.append(self._answer_of(conversation, seq))
         if len(conversation.answers) < len(conversation.prompt.turns):
             # only after an answer that came to its end: what would a user say to half a sentence?
             if seq.finish_reason == "stop" and self._next_turn_fits(conversation):
@@ -340,6 +322,7 @@ class Regenerator:
         self._num_unwritten += 1
         self.done.num_answers += len(conversation.answers)
         self.done.num_tokens += sum(len(answer.answer_ids) for answer in conversation.answers)
+        self._tell_one_more()
         if self._num_unwritten >= CONVERSATIONS_PER_SHARD or time.monotonic() - self._written_s > WRITE_EVERY_S:
             self._write()
 

@@ -35,7 +35,7 @@ from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
 from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
 from paceline.train.dataset import Corpus, Document, check_answers, check_vocabulary, read_corpus
-from paceline.train.features import FeatureSource, OnlineFeatures, cache_features, check_room, fingerprint, num_feature_bytes
+from paceline.train.features import FeatureSource, OnlineFeatures, cache_features, check_room, fingerprint
 from paceline.train.loop import Step, Trainer
 from paceline.train.parallel import process_group
 from paceline.train.ranks import Ranks, only_run
@@ -226,19 +226,16 @@ class _Stages:
     def _features(self, target: Target, taps: tuple[int, ...], documents: list[Document], name: str) -> FeatureSource:
         """Online or cached, as asked or as it pays."""
         config, needs_final = self.config, self.config.loop.loss.needs_target_probs
-        num_bytes = num_feature_bytes(documents, target, taps, needs_final)
-        if config.features == "online" or (config.features == "auto" and not self._pays(num_bytes)):
-            return OnlineFeatures(target, documents, taps, needs_final)
+        source = OnlineFeatures(target, documents, taps, needs_final)
+        if config.features == "online" or (config.features == "auto" and not self._pays(source.num_bytes)):
+            return source
         mark = fingerprint(config.target.model, target.dtype, documents, taps, needs_final)
         folder = config.out / f"{name}-{mark}"
-        self.progress.say(f"features of {len(documents)} documents: {num_bytes / 1e9:.2f} GB in {folder}")
+        self.progress.say(f"features of {len(documents)} documents: {source.num_bytes / 1e9:.2f} GB in {folder}")
         with self.progress.bar("features", len(self.ranks.share_of(len(documents)))) as advance:
-            on_document = partial(advance, "features")
-            source = cache_features(
-                folder, target, documents, taps, needs_final=needs_final, ranks=self.ranks, on_document=on_document
-            )
+            kept = cache_features(folder, source, self.ranks, partial(advance, "features"))
         self.wait()
-        return source
+        return kept
 
     def _pays(self, num_bytes: int) -> bool:
         """Whether documents are seen more than once and the disk has room for their features."""

@@ -19,6 +19,7 @@ from paceline import SamplingParams
 from paceline.draft.base import NoDrafter
 from paceline.engine.engine import Engine
 from paceline.errors import ModelNotFoundError
+from paceline.serve.metrics import Metrics
 from paceline.serve.run import make_server
 from paceline.serve.settings import ServeConfig
 from paceline.serve.worker import EngineWorker
@@ -401,7 +402,7 @@ def test_until_the_model_is_loaded_the_server_says_so() -> None:
 
 
 def test_the_openapi_document_names_every_endpoint() -> None:
-    app = cast(Any, make_server(EngineWorker(talker(), ServeConfig())).config.app)
+    app = cast(Any, make_server(EngineWorker(talker(), ServeConfig(), Metrics("test"))).config.app)
     paths = set(app.openapi()["paths"])
     assert paths >= {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"}
     assert paths >= {"/health", "/ready", "/metrics", "/version", "/v1/embeddings"}

@@ -142,7 +142,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, fails: str, 
 
 
 def test_what_a_kill_while_writing_leaves_is_cleared_away(tmp_path: Path) -> None:
-    for left in (".step-000004", "..step-000004-k3j2", "step-000009"):  # the last is whole, but was not yet the newest
+    for left in (".step-000004", "..step-000004-k3j2"):
         (tmp_path / left).mkdir(parents=True)
         (tmp_path / left / "model.safetensors").write_bytes(b"half")
     one = trainer(tmp_path, config(max_steps=2))

@@ -17,13 +17,20 @@ from small_training import HIDDEN, SHAPE, document, documents, tiny_decoder
 from paceline.errors import CacheError
 from paceline.model.checkpoint import random_tensors
 from paceline.model.native_decoder import NativeDecoder
-from paceline.model.target import ForwardBatch
+from paceline.model.target import ForwardBatch, Target
 from paceline.train import features as module
-from paceline.train.features import OnlineFeatures, cache_features, check_room, fingerprint, num_feature_bytes
+from paceline.train.dataset import Document
+from paceline.train.features import CachedFeatures, OnlineFeatures, check_room, fingerprint
 from paceline.train.ranks import Ranks
 
 TAPS = (0, 2)
 Usage = namedtuple("Usage", ["total", "used", "free"])
+
+
+def cache_features(
+    folder: Path, target: Target, docs: list[Document], taps: tuple[int, ...], needs_final: bool = False, **options: Any
+) -> CachedFeatures:
+    return module.cache_features(folder, OnlineFeatures(target, docs, taps, needs_final), **options)
 
 
 @pytest.mark.parametrize("needs_final", [False, True])
@@ -124,7 +131,7 @@ def test_processes_write_files_of_their_own(tmp_path: Path) -> None:
 
 def test_the_size_is_known_beforehand(tmp_path: Path) -> None:
     target, docs = tiny_decoder(), documents()
-    wanted = num_feature_bytes(docs, target, TAPS, needs_final=True)
+    wanted = OnlineFeatures(target, docs, TAPS, needs_final=True).num_bytes
     assert wanted == sum(len(one) for one in docs) * 3 * HIDDEN * 4
     cache_features(tmp_path, target, docs, TAPS, needs_final=True)
     written = sum(path.stat().st_size for path in tmp_path.iterdir())
@@ -136,7 +143,7 @@ def test_a_small_disk_is_refused_before_anything_is_computed(tmp_path: Path, mon
     target, docs = tiny_decoder(), documents()
     with pytest.raises(CacheError, match="features need 0.0 GB in .*: use --features online, fewer prompts, or another --out"):
         cache_features(tmp_path / "new" / "features", target, docs, TAPS)
-    assert not target.tap_layers and not (tmp_path / "new").exists()
+    assert not target.cache.generations[0] and not (tmp_path / "new").exists()
     check_room(tmp_path / "new", 10_000)
     with pytest.raises(CacheError):
         check_room(tmp_path / "new", 10_001)
