@@ -17,9 +17,8 @@ from paceline.simulate.config import CostsConfig, PredictConfig
 from paceline.tables import Column, Table
 
 if TYPE_CHECKING:
-    from paceline.simulate.answer import Answer
+    from paceline.simulate.answer import Answer, Setup
     from paceline.simulate.calibrate import Fitted
-    from paceline.simulate.setup import Setup
     from paceline.simulate.speedup import Prediction
 
 BAR_WIDTH = 32

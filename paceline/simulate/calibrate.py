@@ -21,12 +21,12 @@ import numpy as np
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
 from paceline.simulate import catalogue
+from paceline.simulate.answer import deployment_of, machine_named
 from paceline.simulate.config import CostsConfig
 from paceline.simulate.costs import Calibration, DraftFit, PassFit, RooflineCosts
 from paceline.simulate.hf_config import shape_of
 from paceline.simulate.measured import TimeTable, read_steps, table_of
 from paceline.simulate.roofline import Deployment, works_of
-from paceline.simulate.setup import deployment_of, machine_named
 from paceline.simulate.shapes import FORMATS, ModelShape, Precisions
 
 HELD_OUT = 3
