@@ -25,6 +25,8 @@ SLOW = (
     "serve/test_serve_command.py",
     "simulate/test_simulate_command.py",
     "test_cli.py::test_bad_input_is_one_line_and_exit_code_2",
+    "test_cli.py::test_a_missing_model_is_one_line",
+    "test_cli.py::test_an_answer_beside_plain_decoding_and_transformers",
     "train/test_distributed.py",
     "train/test_lock.py",
     "train/test_ranks.py",
@@ -33,22 +35,38 @@ SLOW = (
     "serve/test_connections.py",
     "serve/test_worker.py",
     "serve/test_worker_grammars.py",
+    "serve/test_other_engine.py::test_another_engine_is_served",
     # many random steps or requests
     "engine/test_soak.py",
     "serve/test_security.py::test_no_field_takes_the_server_down",
     "serve/test_serve_soak.py",
     "simulate/test_serving.py",
     "simulate/test_serving_replay.py",
+    "simulate/test_calibrate.py::test_held_out_sizes_are_predicted",
+    "simulate/test_calibrate.py::test_least_squares_without_negative_terms",
+    "verify/test_mocked.py::test_tokens_per_round_is_met_exactly_in_the_long_run",
+    "model/test_hostile_files.py::test_fuzzed_configs",
     # pictures
     "bench/test_html.py",
     # one path beside its slow reference, shape by shape
     "draft/test_dflash.py::test_decode_path_equals_the_trainable_network",
+    "draft/test_dflash.py::test_batched_rounds_equal_row_by_row",
     "draft/test_dflash.py::test_fifty_rounds_as_the_reference",
     "draft/test_dflash.py::test_medium_shape_as_the_reference",
     "draft/test_training_parity.py",
     "engine/test_grammar.py::test_greedy_answers_are_constrained_plain_decodings",
     "model/test_native_decoder.py",
     "serve/test_traces_training.py",
+    # small trainings
+    "train/test_attention.py::test_a_block_sees_neither_other_blocks_nor_documents_nor_what_follows",
+    "train/test_attention.py::test_every_way_equals_the_definition",
+    "train/test_checkpoint.py::test_a_full_disk_keeps_the_last_good_checkpoint",
+    "train/test_checkpoint.py::test_a_resumed_run_follows_the_uninterrupted_one",
+    "train/test_loop.py::TestEnds::test_the_learning_rate_warms_up_and_falls",
+    "train/test_loop.py::test_an_easy_text_is_learned",
+    "train/test_loop.py::test_every_loss_and_optimiser_learns",
+    "train/test_served.py::test_one_sample_of_200_steps_is_drafted_almost_whole",
+    "train/test_trainable.py::test_another_network_learns",
     # the distribution of sampled answers
     "engine/test_engine.py::test_sampled_answers_have_the_targets_distribution",
     "engine/test_engine.py::test_the_chi_square_sees_a_mistake",
@@ -62,6 +80,7 @@ SLOW = (
     "model/test_hf.py",
     "model/test_logits.py::test_ties_keep_the_lowest_ids",
     "model/test_tokenizer.py",
+    "test_hub.py::test_builtin_smollm2",
 )
 """What `make test-quick` leaves out: files, or tests of a file. Whatever takes more than a second belongs here."""
 
