@@ -22,12 +22,18 @@ from paceline.model.backends import load_target
 from paceline.model.target import Target, head_weight
 from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimConfig
 from paceline.train.dataset import Corpus, read_corpus
-from paceline.train.features import OnlineFeatures, cache_features
-from paceline.train.loop import Step, Trainer
+from paceline.train.features import (
+    OnlineFeatures,
+    ScaledFeatures,
+    begin_without_mean,
+    cache_features,
+    measure_scale,
+    train_in_scaled_units,
+)
+from paceline.train.loop import Trainer
 from paceline.train.losses import Head
-from paceline.train.scaling import ScaledFeatures, begin_without_mean, measure_scale, train_in_scaled_units
+from paceline.train.packs import DFlashTrainable
 from paceline.train.start import network_for, scale_first_logits
-from paceline.train.trainable import DFlashTrainable
 
 MODEL = "smollm2-135m"
 Start = Literal["random", "target"]
@@ -65,12 +71,12 @@ def run(target: Target, corpus: Corpus, folder: Path, given: argparse.Namespace,
     scale_first_logits(network, head, *trainer.first_slots())
     curve: list[Any] = []
 
-    def note(step: Step) -> None:
-        if "heldout" in step.figures:
-            seen = step.figures["heldout"]
-            curve.append((step.number, round(seen["eal"], 3), round(seen["loss"], 3)))
+    def note(figures: dict[str, Any]) -> None:
+        if "heldout" in figures:
+            seen, number = figures["heldout"], figures["step"]
+            curve.append((number, round(seen["eal"], 3), round(seen["loss"], 3)))
             print(
-                f"{start:7} scaled={is_scaled!s:5} step {step.number:4} eal {seen['eal']:.3f} loss {seen['loss']:.3f}",
+                f"{start:7} scaled={is_scaled!s:5} step {number:4} eal {seen['eal']:.3f} loss {seen['loss']:.3f}",
                 flush=True,
             )
 

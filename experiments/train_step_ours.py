@@ -20,8 +20,7 @@ from paceline.train.dataset import Corpus, Document, num_valid_slots
 from paceline.train.features import Features
 from paceline.train.loop import Trainer
 from paceline.train.losses import Head
-from paceline.train.packs import Chosen
-from paceline.train.trainable import DFlashTrainable
+from paceline.train.packs import Chosen, DFlashTrainable
 
 
 class Prepared:

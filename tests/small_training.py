@@ -18,8 +18,8 @@ from paceline.train.dataset import Corpus, Document
 from paceline.train.features import Features, FeatureSource, OnlineFeatures
 from paceline.train.loop import Trainer
 from paceline.train.losses import Head
+from paceline.train.packs import DFlashTrainable
 from paceline.train.start import network_for
-from paceline.train.trainable import DFlashTrainable
 
 VOCAB, HIDDEN = 24, 32
 SHAPE = DecoderConfig(

@@ -12,7 +12,7 @@ import typer
 from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.terminal import introduce, say
 from paceline.config import EngineConfig, read_api_keys
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, reraised
 from paceline.serve.settings import ServeConfig, TraceConfig, speculation
 from paceline.types import GrammarSpec, SamplingParams
 
@@ -43,11 +43,9 @@ def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
         import yaml
     except ImportError as error:
         raise ConfigError("--config needs PyYAML: pip install 'paceline[serve]'") from error
-    try:
+    remedy = "correct it, or leave --config out"
+    with reraised(ConfigError, f"--config {path} cannot be read as YAML", remedy, OSError, ValueError, yaml.YAMLError):
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"--config {path} cannot be read as YAML ({reason})") from error
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path} holds no options: write one a line, as in port: 8000")
     known = {name for name in inspect.signature(serve).parameters if name != "config"}

@@ -42,7 +42,8 @@ class Reply(ABC):
         """Set when the answer is complete."""
         self._text = ""
         self._logprobs: list[TokenLogprob] = []
-        self._pieces: list[dict[str, Any]] = []
+        self.pieces: list[dict[str, Any]] = []
+        """Text and origin of each token that was not sent yet, when these are asked for."""
         self._has_logprobs = has_logprobs
         self._detokenizer = tokenizer.stream() if request.paceline_timings and request.stream else None
 
@@ -55,7 +56,7 @@ class Reply(ABC):
             self.sequence = chunk.sequence
         if self._detokenizer:
             texts = [self._detokenizer.push([token]) for token in chunk.token_ids]
-            self._pieces += [{"text": text, "drafted": place < event.num_accepted} for place, text in enumerate(texts)]
+            self.pieces += [{"text": text, "drafted": place < event.num_accepted} for place, text in enumerate(texts)]
 
     def choice(self, *, is_stream: bool) -> dict[str, Any] | None:
         """What came since the last call, in the words of the endpoint; None when there is nothing to show yet."""
@@ -66,11 +67,6 @@ class Reply(ABC):
         logprobs, self._logprobs = self._logprobs, []
         told = self._shown_logprobs(logprobs) if self._has_logprobs else None
         return {"index": self.index, **choice, "logprobs": told, "finish_reason": self._reason()}
-
-    def unsent_pieces(self) -> list[dict[str, Any]]:
-        """Text and origin of each token since the last call."""
-        pieces, self._pieces = self._pieces, []
-        return pieces
 
     def token_text(self, token: int) -> str:
         return self.tokenizer.decode([token], skip_special=False)
@@ -159,7 +155,7 @@ class Exchange:
         if with_usage:
             chunk["usage"] = None
         if self._request.paceline_timings:
-            pieces = reply.unsent_pieces()
+            pieces, reply.pieces = reply.pieces, []
             told = {"drafted": sum(piece["drafted"] for piece in pieces), "tokens": pieces}
             chunk["paceline"] = told | (_timings(reply.sequence) if reply.sequence else {})
         return _event(chunk)

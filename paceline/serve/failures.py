@@ -81,15 +81,11 @@ class NotServing(ApiError):
 
 
 class RequestFailed(ApiError):
-    """A fault ended this request, and no other."""
+    """A fault ended this request, and no other. Exceptions that are not our own may tell more than a client should know."""
 
-    def __init__(self, message: str = "the server failed on this request: its log says why") -> None:
+    def __init__(self, error: Exception | None = None) -> None:
+        message = str(error) if isinstance(error, PacelineError) else "the server failed on this request: its log says why"
         super().__init__(500, message, code="request_failed")
-
-    @classmethod
-    def of(cls, error: Exception | None) -> RequestFailed:
-        """What the engine says of it. Exceptions that are not our own may tell more than a client should know."""
-        return cls(str(error)) if isinstance(error, PacelineError) else cls()
 
 
 class EngineCrashed(ApiError):
@@ -111,6 +107,14 @@ class DeadlinePassed(ApiError):
 def dump(value: Any) -> bytes:
     """JSON as UTF-8; half surrogates, which no encoding has, stay escapes."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "backslashreplace")
+
+
+def compact(value: Any) -> str:
+    """JSON as text. Raises RequestRefused when it is nested beyond reason."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise RequestRefused("the JSON is nested too deeply: flatten it") from None
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -23,7 +23,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from paceline.serve.engine import Engine
-from paceline.types import FinishReason, Sequence, Timings
+from paceline.types import FinishReason, Sequence
 
 if TYPE_CHECKING:  # pyarrow is only needed where traces are
     from paceline.serve.traces import TraceWriter
@@ -147,19 +147,16 @@ class Metrics(Collector):
         self._settle_host()
         self.ended[outcome] += 1
         if outcome in ("stop", "length"):
-            self._count_times(sequence, sequence.timings, time.perf_counter())
+            seen, times, now = self._times, sequence.timings, time.perf_counter()
+            seen["e2e_request_latency"].observe(now - times.arrival_s)
+            seen["request_queue_time"].observe(times.queue_s)
+            seen["request_prefill_time"].observe(times.prefill_s)
+            seen["request_decode_time"].observe(now - times.first_token_s)
+            if sequence.num_output > 1:
+                mean_s = (times.token_s[-1] - times.first_token_s) / (sequence.num_output - 1)
+                seen["request_time_per_output_token"].observe(mean_s)
         if self._traces:
             self._traces.offer(sequence, outcome, tag)
-
-    def _count_times(self, sequence: Sequence, times: Timings, now: float) -> None:
-        seen = self._times
-        seen["e2e_request_latency"].observe(now - times.arrival_s)
-        seen["request_queue_time"].observe(times.queue_s)
-        seen["request_prefill_time"].observe(times.prefill_s)
-        seen["request_decode_time"].observe(now - times.first_token_s)
-        if sequence.num_output > 1:
-            mean_s = (times.token_s[-1] - times.first_token_s) / (sequence.num_output - 1)
-            seen["request_time_per_output_token"].observe(mean_s)
 
     def refused(self, reason: str) -> None:
         """A request was turned away before it reached the engine; `reason` is one of the server's own few words."""

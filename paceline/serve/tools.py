@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.serve.failures import RequestRefused
+from paceline.serve.failures import RequestRefused, compact
 from paceline.serve.protocol import ChatRequest, Message, Tool, ToolCall
-from paceline.serve.sampling import compact
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -83,7 +82,10 @@ def prompt_messages(
     described = [tool.model_dump(exclude_none=True) for tool in tools]
     if is_native:
         return plain, {"tools": described}
-    return _with_system(plain, _description(described)), {}
+    text = _description(described)
+    if plain[0]["role"] == "system":
+        text = f"{plain.pop(0)['content']}\n\n{text}"
+    return [{"role": "system", "content": text}, *plain], {}
 
 
 def _native(message: Message) -> dict[str, Any]:
@@ -118,12 +120,6 @@ def text_of(message: Message) -> str:
         if part.type not in ("text", "input_text") or part.text is None:
             raise RequestRefused(f"content of type {part.type!r} is not supported: this model reads text", param="messages")
     return "\n".join(part.text or "" for part in message.content)
-
-
-def _with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    if messages[0]["role"] == "system":
-        return [messages[0] | {"content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
-    return [{"role": "system", "content": text}, *messages]
 
 
 def _description(tools: list[dict[str, Any]]) -> str:
@@ -169,17 +165,15 @@ class CallParser:
         if self._is_whole:
             return "", []
         shown, calls = "", []
-        while True:
-            begin = self._held.find(OPEN)
-            if begin < 0:
-                break
+        while (begin := self._held.find(OPEN)) >= 0:
+            before = "" if self._held[:begin].isspace() else self._held[:begin]
             end = self._held.find(CLOSE, begin)
             if end < 0:
-                text, self._held = self._held[:begin], self._held[begin:]
-                return shown + self._trimmed(text), calls
+                self._held = self._held[begin:]
+                return shown + before, calls
             inside, after = self._held[begin + len(OPEN) : end], end + len(CLOSE)
             call = read_call(inside, self._names)
-            shown += self._trimmed(self._held[:begin]) if call else self._held[:after]
+            shown += before if call else self._held[:after]
             calls += [call] if call else []
             self._held, self._is_start = self._held[after:], False
         if self._is_start and self._held.lstrip()[:1] in ("", "{"):
@@ -194,10 +188,6 @@ class CallParser:
         held, self._held = self._held, ""
         call = read_call(held.removeprefix(OPEN), self._names)
         return ("", [call]) if call else (held, [])
-
-    @staticmethod
-    def _trimmed(text: str) -> str:
-        return text.rstrip() if not text.strip() else text
 
 
 def _overlap(text: str, beginning: str) -> int:

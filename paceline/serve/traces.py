@@ -8,6 +8,11 @@
 `offer` costs the engine's thread microseconds: it drops a reference into a bounded queue, or counts a loss when that is full.
 A thread of its own decodes, redacts and writes. A disk that refuses loses traces, never requests. No API key and no address of
 a client ever comes here. The first columns are those of `train/answers.py`; neither part imports the other, a test compares.
+
+What the patterns of `--trace-redact` match never reaches the disk, and what is kept is still sound to learn from. A drafter
+learns what its target says after exactly these tokens. So a redacted answer is not patched but ends before the first match, and
+when the prompt itself is redacted the answer, which was given to something else, is left out whole: such a trace is one more
+prompt for `paceline train --prompts`, which asks the target anew, and no answer for `--answers`.
 """
 
 from __future__ import annotations
@@ -19,18 +24,20 @@ import logging
 import os
 import queue
 import random
+import re
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, reraised
 from paceline.model.tokenizer import Tokenizer
 from paceline.runlog import whole_file
-from paceline.serve.redaction import Redactor
 from paceline.serve.settings import TraceConfig
 from paceline.types import SamplingParams, Sequence
 
@@ -65,7 +72,9 @@ SCHEMA = pa.schema(
 )
 """`sampling` is JSON of the parameters that differ from their defaults; `drafted` and `accepted` are by round, whole even where
 redaction cut the answer; times are seconds, `first_token_s` and `total_s` from arrival."""
-SOURCE = "traces"
+SOURCE, PLACEHOLDER = "traces", "[redacted]"
+Redacted = tuple[list[int], list[int]]
+"""A trace's tokens of prompt and answer without what was matched."""
 log = logging.getLogger("paceline.serve")
 
 
@@ -250,13 +259,11 @@ class TraceWriter:
 
 def _given(params: SamplingParams) -> dict[str, Any]:
     """What differs from the defaults; -inf of a bias as JSON's readers take it."""
-    values = {name: value for name, value in asdict(params).items() if value != _DEFAULTS[name]}
+    defaults = asdict(SamplingParams())
+    values = {name: value for name, value in asdict(params).items() if value != defaults[name]}
     if bias := values.get("logit_bias"):
         values["logit_bias"] = {str(token): str(number) for token, number in bias.items()}
     return values
-
-
-_DEFAULTS = asdict(SamplingParams())
 
 
 def _redacted(value: Any, redactor: Redactor) -> Any:
@@ -275,3 +282,95 @@ def _aged(path: Path) -> tuple[float, Path, int] | None:
     except FileNotFoundError:
         return None
     return stat.st_mtime, path, stat.st_size
+
+
+class Redactor:
+    """Takes what any of the patterns matches out of text and tokens.
+
+    Raises ConfigError on a pattern that is no regular expression, or that matches nothing at all or the placeholder.
+    """
+
+    def __init__(self, patterns: Iterable[str], tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._patterns = list[re.Pattern[str]]()
+        for pattern in patterns:
+            what = f"the redaction pattern {pattern!r}"
+            with reraised(ConfigError, f"{what} is no regular expression", "correct it", re.error):
+                compiled = re.compile(pattern)
+            if compiled.search("") or compiled.search(PLACEHOLDER):
+                raise ConfigError(f"{what} matches even {PLACEHOLDER!r} or nothing: make it narrower")
+            self._patterns.append(compiled)
+
+    def text(self, text: str) -> str:
+        """The text with a placeholder for every match."""
+        for pattern in self._patterns:
+            text = pattern.sub(PLACEHOLDER, text)
+        return text
+
+    def tokens(self, prompt_ids: list[int], answer_ids: list[int]) -> Redacted | None:
+        """The same lists when nothing matches; None when a match remains in what could be kept: then keep nothing."""
+        if self._is_clean(prompt_ids, answer_ids):
+            return prompt_ids, answer_ids
+        redacted = self._cut(prompt_ids, answer_ids)
+        return redacted if self._is_clean(*redacted) else None
+
+    def _is_clean(self, prompt_ids: list[int], answer_ids: list[int]) -> bool:
+        """With special tokens and without, together and apart: a reader may decode either way."""
+        parts = [prompt_ids + answer_ids, prompt_ids, answer_ids] if answer_ids else [prompt_ids]
+        texts = [self._tokenizer.decode(ids, skip) for ids in parts for skip in (True, False)]
+        return not any(pattern.search(text) for text in texts for pattern in self._patterns)
+
+    def _cut(self, prompt_ids: list[int], answer_ids: list[int]) -> Redacted:
+        ids, border = prompt_ids + answer_ids, len(prompt_ids)
+        text, ends = self._ends(ids)
+        matches = _merged(match.span() for pattern in self._patterns for match in pattern.finditer(text))
+        places = [_tokens_of(span, ends) for span in matches]
+        if not places:
+            return prompt_ids, answer_ids  # it matches only where special tokens are left out
+        if places[0][0] >= border:
+            return prompt_ids, ids[border : places[0][0]]
+        kept, at = list[int](), 0
+        for begin, end in _merged(place for place in places if place[0] < border):
+            first, last = ends[begin], ends[end]
+            middle = text[first:last]
+            for start, stop in reversed(matches):
+                if start < last and stop > first:
+                    middle = middle[: start - first] + PLACEHOLDER + middle[stop - first :]
+            kept += ids[at:begin] + self._tokenizer.encode(middle, add_special_tokens=False)
+            at = end
+        return kept + ids[at:border], []
+
+    def _ends(self, ids: list[int]) -> tuple[str, list[int]]:
+        """The text, special tokens spelled out, and where in it each token begins; one place more for the end."""
+        stream = self._tokenizer.stream(False)
+        pieces = [stream.push([token]) for token in ids]
+        pieces.append(stream.flush())
+        ends = [0, *accumulate(map(len, pieces))]
+        ends[-2:] = [ends[-1]]  # what the flush gave belongs to the last token
+        return "".join(pieces), ends
+
+
+def _tokens_of(span: tuple[int, int], ends: list[int]) -> tuple[int, int]:
+    """The tokens [begin, end) that may hold a part of the text's span.
+
+    `ends[t]` is how much text was final before token t. Tokens that made nothing final wait for their character's rest, so
+    they belong to what came next.
+    """
+    touched = [token for token, (begin, end) in enumerate(pairwise(ends)) if begin < span[1] and end > span[0]]
+    first = touched[0]
+    while first > 0 and ends[first - 1] == ends[first]:
+        first -= 1
+    return first, touched[-1] + 1
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sorted, and those that overlap as one."""
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if begin >= end:
+            continue
+        if merged and begin < merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((begin, end))
+    return merged

@@ -325,7 +325,7 @@ class EngineWorker(Generic[M]):
                 continue
             if reason == "error":
                 log.error("a request failed: %s", seq.error)
-                failed.append((live.ticket, RequestFailed.of(seq.error)))
+                failed.append((live.ticket, RequestFailed(seq.error)))
                 continue
             # The first chunk is the prompt's own token, whatever the round behind it has already brought to the sequence.
             is_first, before = not live.num_tokens, live.num_tokens

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,12 +36,8 @@ class Layout:
     """Per document: absolute positions [A] of its blocks' anchors."""
     block_size: int
 
-    @property
-    def num_blocks(self) -> int:
-        return sum(len(anchors_A) for anchors_A in self.anchors)
-
     def block_positions(self) -> Tensor:
-        """Absolute positions [T] of all slots, T = num_blocks * block_size."""
+        """Absolute positions [T] of all slots, T = number of blocks * block_size."""
         anchors = torch.cat(self.anchors)
         return (anchors[:, None] + torch.arange(self.block_size, device=anchors.device)).flatten()
 
@@ -50,20 +46,16 @@ class Layout:
         return torch.cat([torch.arange(length, device=device) for length in self.context_lens])
 
 
-def _rotary(config: DFlashConfig, layout: Layout, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """(cos, signed sin) of all slots and of all context positions, looked up once for all layers."""
-    longest = max(max(layout.context_lens), 1 + max(int(anchors_A.max()) for anchors_A in layout.anchors))
-    tables = rope_tables(config.shape, longest + layout.block_size)
-    rope = Rope(*(table.to(layout.anchors[0].device, dtype) for table in tables))
-    return [rope.tables_at(positions) for positions in (layout.block_positions(), layout.context_positions())]
-
-
 class _PackedAttention(ABC):
     """What the three have in common: rotation before, one method per way of attending."""
 
     def __init__(self, config: DFlashConfig, layout: Layout, dtype: torch.dtype) -> None:
         self.config, self.layout = config, layout
-        self._block, self._context = _rotary(config, layout, dtype)
+        longest = max(max(layout.context_lens), 1 + max(int(anchors_A.max()) for anchors_A in layout.anchors))
+        tables = rope_tables(config.shape, longest + layout.block_size)
+        rope = Rope(*(table.to(layout.anchors[0].device, dtype) for table in tables))
+        # (cos, signed sin), looked up once for all layers
+        self._block, self._context = rope.tables_at(layout.block_positions()), rope.tables_at(layout.context_positions())
         kinds = [(config.shape.window(index), config.is_causal[index]) for index in range(config.shape.num_layers)]
         plans = {kind: self._plan(*kind) for kind in set(kinds)}
         self._plans = [plans[kind] for kind in kinds]
@@ -188,14 +180,11 @@ class FlexAttention(SdpaAttention):
         return create_block_mask(sees, None, None, num_slots, num_keys, device=str(self.layout.anchors[0].device))
 
     def _product(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:
-        return _flex(query.device)(query, key, value, block_mask=plan, enable_gqa=True)
+        from torch.nn.attention.flex_attention import flex_attention
 
-
-def _flex(device: torch.device) -> Callable[..., Tensor]:
-    """Compiled on GPU, where the kernel is; as plain operations elsewhere, for the tests."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=True) if device.type == "cuda" else flex_attention
+        # Compiled on GPU, where the kernel is; as plain operations elsewhere, for the tests.
+        product = torch.compile(flex_attention, dynamic=True) if query.device.type == "cuda" else flex_attention
+        return cast(Any, product)(query, key, value, block_mask=plan, enable_gqa=True)
 
 
 WAYS: dict[str, type[_PackedAttention]] = {"split": SplitAttention, "sdpa": SdpaAttention, "flex": FlexAttention}

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.draft.checkpoint import write_checkpoint
-from paceline.errors import CacheError, ConfigError, PacelineError
+from paceline.errors import CacheError, ConfigError, PacelineError, reraised
 from paceline.model.checkpoint import load_tensors, read_json
 from paceline.runlog import plain
 from paceline.tables import flat
@@ -46,20 +46,18 @@ def save_checkpoint(
     if (newest / "trainer.json").is_file() and (newest / "trainer.json").read_text(encoding="utf-8") == described:
         return newest  # the same step of the same run: to replace it would leave a moment without any
     scratch = folder / f".{newest.name}"
+    for left in folder.glob(".*step-*"):  # of a run killed while it wrote
+        shutil.rmtree(left, ignore_errors=True)
+    remedy = "free space and run the same command, it goes on from the last one"
     try:
-        for left in folder.glob(".*step-*"):  # of a run killed while it wrote
-            shutil.rmtree(left, ignore_errors=True)
-        write_checkpoint(scratch, raw, tensors)
-        save_file(optimisers, scratch / "optimiser.safetensors")
-        (scratch / "trainer.json").write_text(described, encoding="utf-8")
-        shutil.rmtree(newest, ignore_errors=True)
-        scratch.rename(newest)
-    except (OSError, SafetensorError) as error:
+        with reraised(CacheError, f"the checkpoint {newest} cannot be written", remedy, OSError, SafetensorError):
+            write_checkpoint(scratch, raw, tensors)
+            save_file(optimisers, scratch / "optimiser.safetensors")
+            (scratch / "trainer.json").write_text(described, encoding="utf-8")
+            shutil.rmtree(newest, ignore_errors=True)
+            scratch.rename(newest)
+    finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise CacheError(
-            f"the checkpoint {newest} cannot be written ({error}): free space and run the same command, it goes on from "
-            "the last one"
-        ) from error
     for old in folder.glob("step-*"):
         if old != newest:
             shutil.rmtree(old, ignore_errors=True)

@@ -2,48 +2,44 @@
 
     chosen blocks -> packs -> network(embedding, features) -> head_loss -> backward ... -> sum over processes -> optimiser
 
-Same data, same steps: a run resumed from a checkpoint, and a run on two processes instead of one, follow the same losses.
+Same data, same steps: a run resumed from a checkpoint, and a run on two processes instead of one, follow the same losses. The
+optimiser is AdamW, or Muon for the matrices with AdamW for the rest; its rate warms up, then follows a cosine.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.errors import TrainingError
 from paceline.train.checkpoint import check_same, latest_checkpoint, save_checkpoint
-from paceline.train.config import LoopConfig
+from paceline.train.config import LoopConfig, OptimConfig
 from paceline.train.dataset import Corpus, Document, Place, StepPlanner
 from paceline.train.features import FeatureSource
 from paceline.train.losses import Head, LossVocabulary, SlotMetrics, Slots, head_loss
-from paceline.train.optim import Optimisers, learning_rate_share
-from paceline.train.packs import Chosen, Pack, Packer, heldout_anchors
+from paceline.train.packs import Chosen, Pack, Packer, Trainable, heldout_anchors
 from paceline.train.parallel import laid_out, make_parallel, recompute_layers
 from paceline.train.ranks import Ranks
-from paceline.train.trainable import Trainable
 
 HELDOUT_ANCHORS = 8
 REGRESSION = 0.97
 """An out-of-distribution eal below this share of its best is warned of."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one step did."""
-
-    number: int
-    share_done: float
-    """Of the whole run, 0 to 1."""
-    figures: dict[str, Any]
-    """What metrics.jsonl gets; `heldout` and `ood` only at steps that looked at those documents."""
+WARM_UP_SHARE = 0.04
+LAST_SHARE = 0.05
+"""The cosine ends at this share of the peak."""
+VECTOR_BOOST = 3.0
+"""Norm weights learn this times as fast: they are few."""
+FINAL_NORM, FINAL_BOOST = "norm.weight", 10.0
+"""This weight, if a network has it, sets the scale of all logits. It begins small, to keep the first loss low, and grows."""
 
 
 @dataclass(slots=True)
@@ -118,16 +114,21 @@ class Trainer:
         return True
 
     def run(
-        self, on_step: Callable[[Step], None] = lambda step: None, notice: Callable[[str], None] = lambda text: None
+        self,
+        on_step: Callable[[dict[str, Any]], None] = lambda figures: None,
+        notice: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Train to the end, with checkpoints on the way and there. Raises TrainingError on a loss that is no number."""
+        """Train to the end, with checkpoints on the way and there. Raises TrainingError on a loss that is no number.
+
+        `on_step` gets what metrics.jsonl gets; `heldout` and `ood` only at steps that looked at those documents.
+        """
         last_saved = time.monotonic()
         while self.share_done < 1.0:
             figures = self._step()
             is_last = self.share_done >= 1.0
             if self.heldout and (self.state.step % self.config.heldout_every == 0 or is_last):
                 figures |= self._look(notice)
-            on_step(Step(self.state.step, self.share_done, figures))
+            on_step(figures)
             if is_last or self.parallel.most(time.monotonic() - last_saved) > 60 * self.config.checkpoint_minutes:
                 self.save()
                 last_saved = time.monotonic()
@@ -136,14 +137,11 @@ class Trainer:
         """Write a checkpoint (the first process does). Raises CacheError when the disk refuses; the last good one stays."""
         if not self.state.step:
             return
-        weights, optimisers = self.weights(), self.parallel.whole(self.optimisers.states())
+        # All must ask; the first process gets them.
+        weights, optimisers = self.parallel.weights(self.network), self.parallel.whole(self.optimisers.states())
         if self.ranks.is_first:
             trainer = {"step": self.state.step, "state": asdict(self.state), "identity": self._identity()}
             save_checkpoint(self.folder, self.drafter.raw, weights, optimisers, trainer)
-
-    def weights(self) -> dict[str, Tensor]:
-        """The network's tensors, float32, on the first process; all must ask."""
-        return self.parallel.weights(self.network)
 
     def _identity(self) -> dict[str, Any]:
         documents = zlib.crc32("\n".join(document.key for document in self.corpus.train).encode())
@@ -260,7 +258,7 @@ class Trainer:
 
     def _check_finite(self, loss: float, norm: float, chosen: list[Chosen]) -> None:
         """The optimiser has not stepped yet: weights and checkpoint are those of the last good step."""
-        if loss == loss and norm == norm and abs(loss) != float("inf") and norm != float("inf"):
+        if math.isfinite(loss) and math.isfinite(norm):
             return
         self.save()
         keys = ", ".join(self.corpus.train[number].key for number, _ in chosen[:3])
@@ -274,3 +272,57 @@ class Trainer:
         tensors = [parameter for layer in self.drafter.layers for parameter in layer.parameters()]
         matrices, size = sum(tensor.numel() for tensor in tensors if tensor.ndim == 2), self.drafter.block_size
         return 6.0 * matrices * size + 4.0 * (size - 1) * head.weight_VD.numel()
+
+
+class Optimisers:
+    """All parameters of a network under one or two optimisers, driven by one learning rate."""
+
+    def __init__(self, network: nn.Module, config: OptimConfig) -> None:
+        named = list(network.named_parameters())
+        matrices = [parameter for _, parameter in named if parameter.ndim == 2]
+        vectors = [parameter for name, parameter in named if parameter.ndim != 2 and name != FINAL_NORM]
+        final = [parameter for name, parameter in named if name == FINAL_NORM]
+        adam = {"betas": (0.9, config.beta2), "lr": config.lr}
+        vector_groups = [
+            {"params": vectors, "boost": VECTOR_BOOST, "weight_decay": 0.0},
+            {"params": final, "boost": FINAL_BOOST, "weight_decay": 0.0},
+        ]
+        matrix_group = {"params": matrices, "boost": 1.0, "weight_decay": config.weight_decay}
+        if config.name == "muon":
+            muon = torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+            muon.param_groups[0]["boost"] = 1.0
+            self.every: list[torch.optim.Optimizer] = [muon, torch.optim.AdamW(vector_groups, **adam)]
+        else:
+            self.every = [torch.optim.AdamW([matrix_group, *vector_groups], **adam)]
+        self._lr = config.lr
+
+    def step(self, lr_share: float) -> float:
+        """One update at this share of the peak learning rate; returns the rate."""
+        for optimiser in self.every:
+            for group in optimiser.param_groups:
+                group["lr"] = self._lr * lr_share * group["boost"]
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        return self._lr * lr_share
+
+    def states(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of all states as (`optimiser.parameter.key`, tensor), by number; the first step makes them."""
+        for number, optimiser in enumerate(self.every):
+            for index, state in optimiser.state_dict()["state"].items():
+                yield from ((f"{number}.{index}.{key}", tensor) for key, tensor in state.items())
+
+    def fill(self, stored: dict[str, Tensor], laid_out: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Take up what `states` gave: moments as `laid_out(parameter, moment)`, counts of steps as they are, on the CPU."""
+        parameters = [[each for group in one.param_groups for each in group["params"]] for one in self.every]
+        for name, tensor in stored.items():
+            number, index, key = name.split(".")
+            parameter = parameters[int(number)][int(index)]
+            self.every[int(number)].state[parameter][key] = laid_out(parameter, tensor) if tensor.ndim else tensor
+
+
+def learning_rate_share(progress: float) -> float:
+    """Share of the peak rate at this share of the run: a linear warm-up, then a cosine down to `LAST_SHARE`."""
+    if progress < WARM_UP_SHARE:
+        return max(0.01, progress / WARM_UP_SHARE)
+    along = min(1.0, (progress - WARM_UP_SHARE) / (1.0 - WARM_UP_SHARE))
+    return LAST_SHARE + (1.0 - LAST_SHARE) * 0.5 * (1.0 + math.cos(math.pi * along))

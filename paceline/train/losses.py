@@ -53,10 +53,6 @@ class Head:
     offset_V: Tensor | None = None
     """Added to the logits: how many unsampled tokens each sampled one stands for, as a logarithm."""
 
-    @property
-    def is_plain(self) -> bool:
-        return self.scale == 1.0 and self.cap <= 0.0
-
     def logits(self, hidden_RD: Tensor) -> Tensor:
         logits_RV = hidden_RD.to(self.weight_VD.dtype) @ self.weight_VD.T
         if self.scale != 1.0:
@@ -143,7 +139,8 @@ def _chunk(
     """Loss (a sum), gradient of the hidden states and metrics of a few blocks."""
     local_AK, reached_AK = head.local(slots.labels_AK)
     learned = Slots(local_AK, slots.valid_AK & reached_AK, slots.final_AKD)
-    way = _by_autograd if config.needs_target_probs or not head.is_plain else _cross_entropy
+    is_plain = head.scale == 1.0 and head.cap <= 0.0
+    way = _cross_entropy if is_plain and not config.needs_target_probs else _by_autograd
     with torch.autocast(hidden_RD.device.type, enabled=False), torch.no_grad():
         loss, grad, metrics = way(hidden_RD.detach(), learned, head, config, needs_grad, is_measured)
     if metrics is not None:

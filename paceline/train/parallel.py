@@ -23,9 +23,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
 
-from paceline.train.packs import Chosen, split_into_packs
+from paceline.train.packs import Chosen, Trainable, split_into_packs
 from paceline.train.ranks import Ranks
-from paceline.train.trainable import Trainable
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,8 @@ class Replicated:
         if self.ranks.world == 1:
             return
         parameters = list(network.parameters())
-        flat = torch.cat([_gradient(parameter).flatten() for parameter in parameters])
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
         for parameter, part in zip(parameters, flat.split([each.numel() for each in parameters]), strict=True):
             parameter.grad = part.view_as(parameter)
@@ -95,7 +95,7 @@ class Replicated:
 
     def weights(self, network: nn.Module) -> dict[str, Tensor]:
         """Its `state_dict`, as `whole` gives it."""
-        with implicit_replication():  # for state_dict hooks that compute with plain tensors (scaling.py)
+        with implicit_replication():  # for state_dict hooks that compute with plain tensors (train_in_scaled_units)
             return self.whole(network.state_dict().items())
 
     def load(self, network: nn.Module, tensors: dict[str, Tensor]) -> None:
@@ -169,10 +169,6 @@ def process_group(ranks: Ranks, device: str) -> Iterator[Callable[[], None]]:
         yield lambda: dist.barrier() and None
     finally:
         dist.destroy_process_group()
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _whole(tensor: Tensor) -> Tensor:

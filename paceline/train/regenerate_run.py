@@ -290,11 +290,20 @@ class Regenerator:
         conversation.answers.append(self._answer_of(conversation, seq))
         if len(conversation.answers) < len(conversation.prompt.turns):
             # only after an answer that came to its end: what would a user say to half a sentence?
-            if seq.finish_reason == "stop" and self._next_turn_fits(conversation):
-                self._ask(conversation)
-                return
+            if seq.finish_reason == "stop":
+                said, turn = conversation.answers[-1].text, conversation.prompt.turns[len(conversation.answers)]
+                conversation.messages += [{"role": "assistant", "content": said}, {"role": "user", "content": turn}]
+                if self._fits(conversation):
+                    self._ask(conversation)
+                    return
             self.done.num_cut_short += 1
-        self._close(conversation)
+        self._finished += conversation.answers
+        self._num_unwritten += 1
+        self.done.num_answers += len(conversation.answers)
+        self.done.num_tokens += sum(len(answer.answer_ids) for answer in conversation.answers)
+        self._tell_one_more()
+        if self._num_unwritten >= CONVERSATIONS_PER_SHARD or time.monotonic() - self._written_s > WRITE_EVERY_S:
+            self._write()
         if following := next(waiting, None):
             self._ask(following)
 
@@ -311,20 +320,6 @@ class Regenerator:
             finish_reason=str(seq.finish_reason),
             text=self.llm.tokenizer.decode(spoken),
         )
-
-    def _next_turn_fits(self, conversation: _Conversation) -> bool:
-        said, turn = conversation.answers[-1].text, conversation.prompt.turns[len(conversation.answers)]
-        conversation.messages += [{"role": "assistant", "content": said}, {"role": "user", "content": turn}]
-        return self._fits(conversation)
-
-    def _close(self, conversation: _Conversation) -> None:
-        self._finished += conversation.answers
-        self._num_unwritten += 1
-        self.done.num_answers += len(conversation.answers)
-        self.done.num_tokens += sum(len(answer.answer_ids) for answer in conversation.answers)
-        self._tell_one_more()
-        if self._num_unwritten >= CONVERSATIONS_PER_SHARD or time.monotonic() - self._written_s > WRITE_EVERY_S:
-            self._write()
 
     def _write(self) -> None:
         if self._finished:

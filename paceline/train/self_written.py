@@ -88,7 +88,11 @@ class PromptWriter:
                     done.dropped[reason] += 1
                     self._check_patience(done, num_found, num_prompts)
                     continue
-                self._append(prompt, len(done.prompts))
+                line = {"id": f"self-{len(done.prompts)}", "prompt": prompt}
+                with reraised(CacheError, f"cannot write {self.file}", "free space or choose another --out", OSError):
+                    self.file.parent.mkdir(parents=True, exist_ok=True)
+                    with self.file.open("a", encoding="utf-8") as lines:
+                        lines.write(json.dumps(line, ensure_ascii=False) + "\n")
                 seen.add(_normalised(prompt))
                 done.prompts.append(prompt)
                 on_prompt(prompt)
@@ -121,12 +125,6 @@ class PromptWriter:
         finally:
             for request_id in flying:
                 engine.abort(request_id)
-
-    def _append(self, prompt: str, number: int) -> None:
-        with reraised(CacheError, f"cannot write {self.file}", "free space or choose another --out", OSError):
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps({"id": f"self-{number}", "prompt": prompt}, ensure_ascii=False) + "\n")
 
 
 def user_turn(tokenizer: Tokenizer) -> UserTurn:

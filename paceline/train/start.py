@@ -185,21 +185,18 @@ def scale_first_logits(network: DFlashNetwork, head: Head, hidden_TD: Tensor, sl
     is_learned_T = slots.valid_AK.flatten() & reached_T
     hidden_TD, labels_T = hidden_TD[is_learned_T][:MEASURED_SLOTS], rows_T[is_learned_T][:MEASURED_SLOTS]
     deviation = float(head.logits(hidden_TD).float().std(dim=-1).mean())
-    factor = _largest_factor(hidden_TD, head, labels_T, FIRST_LOGITS_DEVIATION / max(deviation, 1e-6))
-    network.norm.weight.mul_(factor)
-    return factor
-
-
-def _largest_factor(hidden_TD: Tensor, head: Head, labels_T: Tensor, high: float) -> float:
     most = log(len(head.weight_VD)) + FIRST_LOSS_MARGIN
 
     def is_near(factor: float) -> bool:
         return float(cross_entropy(head.logits(hidden_TD * factor).float(), labels_T)) <= most
 
+    low, high = 0.0, FIRST_LOGITS_DEVIATION / max(deviation, 1e-6)
     if is_near(high):
-        return high
-    low = 0.0
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if is_near(middle) else (low, middle)
-    return low or high
+        low = high
+    else:
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if is_near(middle) else (low, middle)
+    factor = low or high
+    network.norm.weight.mul_(factor)
+    return factor

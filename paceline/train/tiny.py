@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from paceline.errors import CacheError, reraised
 from paceline.model.checkpoint import load_config, random_tensors
-from paceline.runlog import write_whole
 
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|mask|>"]
 CONFIG: dict[str, Any] = {
@@ -62,10 +61,3 @@ def byte_tokenizer(special: list[str]) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(special)
     return backend
-
-
-def write_tiny_prompts(file: Path) -> Path:
-    """Prompts for that target; written once. Raises CacheError when the disk refuses."""
-    if not file.exists():
-        write_whole(file, "".join(f'{{"prompt": "Say something about number {n}."}}\n' for n in range(96)))
-    return file

@@ -32,18 +32,27 @@ from paceline.model.tokenizer import Tokenizer
 from paceline.plan import FixedPlanner
 from paceline.progress import Progress
 from paceline.prompts import read_prompts
-from paceline.runlog import RunFolder
+from paceline.runlog import RunFolder, write_whole
 from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
 from paceline.train.dataset import Corpus, Document, check_answers, check_vocabulary, read_corpus
-from paceline.train.features import FeatureSource, OnlineFeatures, cache_features, check_room, fingerprint
-from paceline.train.loop import Step, Trainer
+from paceline.train.features import (
+    FeatureSource,
+    OnlineFeatures,
+    ScaledFeatures,
+    begin_without_mean,
+    cache_features,
+    check_room,
+    fingerprint,
+    stored_scale,
+    train_in_scaled_units,
+)
+from paceline.train.loop import Trainer
+from paceline.train.packs import DFlashTrainable
 from paceline.train.parallel import process_group
 from paceline.train.ranks import Ranks, only_run
 from paceline.train.regenerate_run import run as regenerate
-from paceline.train.scaling import ScaledFeatures, begin_without_mean, stored_scale, train_in_scaled_units
 from paceline.train.start import continued_draft_ids, head_of, init_folder, most_frequent, network_for, scale_first_logits
-from paceline.train.tiny import write_tiny_prompts, write_tiny_target
-from paceline.train.trainable import DFlashTrainable
+from paceline.train.tiny import write_tiny_target
 from paceline.types import SamplingParams
 
 HELDOUT_SHARE, MAX_HELDOUT = 0.02, 128
@@ -101,7 +110,9 @@ def _at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
         write_tiny_target(folder)
     prompts = config.asked.prompts
     if not prompts and not config.answers:
-        prompts = (str(write_tiny_prompts(file) if ranks.is_first else file),)
+        prompts = (str(file),)
+        if ranks.is_first and not file.exists():
+            write_whole(file, "".join(f'{{"prompt": "Say something about number {n}."}}\n' for n in range(96)))
     steps = config.loop.max_steps
     return replace(
         config,
@@ -187,7 +198,7 @@ class _Stages:
                 trainer.run(on_step, progress.say)
         else:
             trainer.run()
-        folder, weights = config.out / "drafter", trainer.weights()
+        folder, weights = config.out / "drafter", trainer.parallel.weights(trainer.network)
         if self.ranks.is_first:
             if draft_ids is None:
                 draft_ids = continued_draft_ids(init_folder(config.init, config.target.model), corpus, target)
@@ -293,18 +304,24 @@ def serve_heldout(
 
 
 @contextlib.contextmanager
-def tracked(run: RunFolder, trainer: Trainer, progress: Progress) -> Iterator[Callable[[Step], None]]:
+def tracked(run: RunFolder, trainer: Trainer, progress: Progress) -> Iterator[Callable[[dict[str, Any]], None]]:
     """A function for `Trainer.run` that writes each step down and tells `progress`."""
     with progress.bar("training", trainer.total_steps - trainer.state.step) as advance, _tensorboard(run) as add_scalar:
 
-        def on_step(step: Step) -> None:
-            run.log(**step.figures)
-            text = _line(step)
+        def on_step(figures: dict[str, Any]) -> None:
+            run.log(**figures)
+            number, looks = figures["step"], {name: figures[name] for name in ("heldout", "ood") if name in figures}
+            text = f"step {number} loss {figures['loss']:.2f} eal {figures['eal']:.2f} {figures['blocks_per_s']:.0f} blocks/s"
+            text += "".join(f" {name} {look['eal']:.2f}" for name, look in looks.items()) + f" ({trainer.share_done:.0%})"
             advance(text)
-            if step.number % LINE_EVERY == 0 or "heldout" in step.figures:
+            if number % LINE_EVERY == 0 or "heldout" in looks:
                 progress.say(text)
-            for name, value in _scalars(step.figures).items():
-                add_scalar(name, value, step.number)
+            scalars = {f"train/{name}": figures.get(name) for name in SCALARS}
+            for name, look in looks.items():
+                scalars |= {f"{name}/{key}": look.get(key) for key in ("loss", "eal", "accuracy")}
+            for name, value in scalars.items():
+                if value is not None:
+                    add_scalar(name, value, number)
 
         yield on_step
 
@@ -315,20 +332,6 @@ def newest_rates(run: RunFolder, trainer: Trainer) -> dict[str, Any]:
     seen = [line.get("heldout") if name else line for line in run.metrics()]
     newest = next((figures for figures in reversed(seen) if figures), {})
     return {key: newest.get(key) for key in ("eal", "loss")}
-
-
-def _scalars(figures: dict[str, Any]) -> dict[str, float]:
-    found = {f"train/{name}": figures.get(name) for name in SCALARS}
-    for name in ("heldout", "ood"):
-        found |= {f"{name}/{key}": figures.get(name, {}).get(key) for key in ("loss", "eal", "accuracy")}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _line(step: Step) -> str:
-    figures = step.figures
-    text = f"step {step.number} loss {figures['loss']:.2f} eal {figures['eal']:.2f} {figures['blocks_per_s']:.0f} blocks/s"
-    looks = "".join(f" {name} {figures[name]['eal']:.2f}" for name in ("heldout", "ood") if name in figures)
-    return f"{text}{looks} ({step.share_done:.0%})"
 
 
 @contextlib.contextmanager

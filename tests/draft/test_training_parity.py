@@ -25,8 +25,7 @@ from paceline.train.config import LossConfig
 from paceline.train.dataset import Document
 from paceline.train.features import OnlineFeatures
 from paceline.train.losses import Head, head_loss
-from paceline.train.packs import Pack, Packer
-from paceline.train.trainable import DFlashTrainable
+from paceline.train.packs import DFlashTrainable, Pack, Packer
 from paceline.types import Batch, SamplingParams, Sequence
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")

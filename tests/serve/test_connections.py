@@ -11,7 +11,7 @@ import pytest
 from live_server import Live, asked, serving, talker, wait_until
 
 from paceline.errors import ConfigError
-from paceline.serve.connection import Connection
+from paceline.serve.run import Connection
 from paceline.serve.security import allowed_hosts, host_name
 from paceline.serve.settings import ServeConfig
 

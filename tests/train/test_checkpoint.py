@@ -18,7 +18,7 @@ from paceline.errors import CacheError, ConfigError, TrainingError
 from paceline.train import checkpoint as module
 from paceline.train.checkpoint import latest_checkpoint
 from paceline.train.config import LossConfig, OptimConfig
-from paceline.train.loop import Step, Trainer
+from paceline.train.loop import Trainer
 
 EVERY_STEP = -1.0
 """Minutes between checkpoints, to have one after each step."""
@@ -32,9 +32,9 @@ def run(one: Trainer, last: int | None = None) -> dict[int, float]:
     """Objective by step; the run dies while it reports step `last`."""
     objectives: dict[int, float] = {}
 
-    def hear(step: Step) -> None:
-        objectives[step.number] = step.figures["objective"]
-        if step.number == last:
+    def hear(figures: dict[str, Any]) -> None:
+        objectives[figures["step"]] = figures["objective"]
+        if figures["step"] == last:
             raise Killed
 
     with contextlib.suppress(Killed):
@@ -171,7 +171,7 @@ def test_a_poisoned_document_stops_the_run_and_the_last_good_step_stands(tmp_pat
     one = trainer(tmp_path / "sick", settings, poisoned=poisoned)
     heard: list[int] = []
     with pytest.raises(TrainingError) as caught:
-        one.run(lambda step: heard.append(step.number))
+        one.run(lambda figures: heard.append(figures["step"]))
     assert heard == [1, 2, 3, 4]
     message = str(caught.value)
     assert "in step 5" in message and f"doc-{poisoned}@0/0" in message and "the checkpoint of step 4 stands in" in message

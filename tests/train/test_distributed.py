@@ -34,13 +34,12 @@ from paceline.errors import ConfigError
 from paceline.train.checkpoint import latest_checkpoint
 from paceline.train.config import LoopConfig, OptimConfig
 from paceline.train.dataset import Corpus, Document
-from paceline.train.features import Features
-from paceline.train.loop import Step, Trainer
+from paceline.train.features import Features, train_in_scaled_units
+from paceline.train.loop import Trainer
 from paceline.train.losses import Head
+from paceline.train.packs import DFlashTrainable
 from paceline.train.parallel import Piece, Replicated, Sharded, make_parallel, process_group
 from paceline.train.ranks import Ranks
-from paceline.train.scaling import train_in_scaled_units
-from paceline.train.trainable import DFlashTrainable
 
 HIDDEN, VOCAB, TAPS, STEPS, KILLED_AT = 32, 96, (1, 3), 6, 4
 PATIENCE = 300
@@ -99,13 +98,13 @@ def run(trainer: Trainer, killed_at: int | None = None) -> dict[str, Any]:
     """Figures of a run: objective, norm and held-out loss by step."""
     figures: dict[str, Any] = {"objective": {}, "norm": {}}
 
-    def on_step(step: Step) -> None:
-        if step.number == killed_at:
+    def on_step(seen: dict[str, Any]) -> None:
+        if seen["step"] == killed_at:
             raise Killed
-        figures["objective"][str(step.number)] = step.figures["objective"]
-        figures["norm"][str(step.number)] = step.figures["grad_norm"]
-        if "heldout" in step.figures:
-            figures["heldout"] = step.figures["heldout"]["loss"]
+        figures["objective"][str(seen["step"])] = seen["objective"]
+        figures["norm"][str(seen["step"])] = seen["grad_norm"]
+        if "heldout" in seen:
+            figures["heldout"] = seen["heldout"]["loss"]
 
     try:
         trainer.run(on_step)
@@ -134,7 +133,7 @@ def one_of_two(folder: Path) -> None:
             for name, config in SCENARIOS.items():
                 trainer = make_trainer(replace(config, parallel=way), folder / f"{name}-{way}", ranks)
                 done[name] = run(trainer)
-                weights = trainer.weights()
+                weights = trainer.parallel.weights(trainer.network)
                 if ranks.is_first:
                     save_file(weights, folder / f"{name}-{way}.safetensors")
             killed = replace(BASE, parallel=way, checkpoint_minutes=0)
@@ -158,7 +157,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str,
     folder, done = tmp_path_factory.mktemp("alone"), {}
     for name, config in SCENARIOS.items():
         trainer = make_trainer(config, folder / name)
-        done[name] = (run(trainer), trainer.weights())
+        done[name] = (run(trainer), trainer.parallel.weights(trainer.network))
     return done
 
 
@@ -273,7 +272,7 @@ def test_recomputed_layers_give_the_same_gradients_and_keep_less(tmp_path: Path)
     gradients, kept, names = [], [], []
     for is_recomputed in (False, True):
         trainer = make_trainer(replace(BASE, gradient_checkpointing=is_recomputed), tmp_path)
-        names.append(list(trainer.weights()))
+        names.append(list(trainer.parallel.weights(trainer.network)))
         chosen, num_slots, _ = trainer.planner.step(trainer.state.place)
         saved: dict[int, int] = {}
 

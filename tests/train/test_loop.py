@@ -16,16 +16,15 @@ from paceline.errors import ConfigError
 from paceline.train.config import LOSSES, LoopConfig, LossConfig, OptimConfig
 from paceline.train.dataset import Place
 from paceline.train.features import OnlineFeatures
-from paceline.train.loop import Step, Trainer
-from paceline.train.optim import learning_rate_share
+from paceline.train.loop import Trainer, learning_rate_share
 from paceline.train.packs import heldout_anchors
 
 
 def steps_of(one: Trainer) -> list[dict[str, Any]]:
-    steps: list[Step] = []
+    steps: list[dict[str, Any]] = []
     one.run(steps.append)
-    assert [step.number for step in steps] == [step.figures["step"] for step in steps]
-    return [step.figures for step in steps]
+    assert [figures["step"] for figures in steps] == list(range(one.state.step - len(steps) + 1, one.state.step + 1))
+    return steps
 
 
 def objectives(folder: Path, **changes: Any) -> list[float]:

@@ -13,8 +13,14 @@ from paceline.draft.checkpoint import DFlashConfig, new_config
 from paceline.draft.dflash import DFlashNetwork
 from paceline.errors import CacheError
 from paceline.train.dataset import Document
-from paceline.train.features import Features
-from paceline.train.scaling import ScaledFeatures, begin_without_mean, measure_scale, stored_scale, train_in_scaled_units
+from paceline.train.features import (
+    Features,
+    ScaledFeatures,
+    begin_without_mean,
+    measure_scale,
+    stored_scale,
+    train_in_scaled_units,
+)
 
 HIDDEN = 16
 
@@ -82,7 +88,7 @@ def test_a_new_network_is_blind_to_the_mean() -> None:
 def test_a_run_keeps_its_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "run" / "scale.safetensors"
     first = stored_scale(file, Loud(), DOCUMENTS, is_first=True)
-    monkeypatch.setattr("paceline.train.scaling.measure_scale", lambda *given: pytest.fail("measured again"))
+    monkeypatch.setattr("paceline.train.features.measure_scale", lambda *given: pytest.fail("measured again"))
     again = stored_scale(file, Loud(), DOCUMENTS, is_first=True)
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
     file.write_bytes(b"cut")

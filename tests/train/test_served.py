@@ -16,10 +16,10 @@ from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimCon
 from paceline.train.dataset import Corpus, Document, loop_start
 from paceline.train.features import OnlineFeatures
 from paceline.train.loop import Trainer
+from paceline.train.packs import DFlashTrainable
 from paceline.train.start import network_for, scale_first_logits
 from paceline.train.tiny import write_tiny_target
 from paceline.train.train_run import serve_heldout
-from paceline.train.trainable import DFlashTrainable
 from paceline.types import SamplingParams
 
 BLOCK = 8

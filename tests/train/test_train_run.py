@@ -27,10 +27,10 @@ from paceline.runlog import RunFolder
 from paceline.train import train, train_run
 from paceline.train.answers import Answer, AnswerShards
 from paceline.train.config import LoopConfig, TrainConfig
-from paceline.train.scaling import ScaledFeatures
+from paceline.train.features import ScaledFeatures
+from paceline.train.packs import DFlashTrainable
 from paceline.train.start import continued_draft_ids
 from paceline.train.tiny import CONFIG, write_tiny_target
-from paceline.train.trainable import DFlashTrainable
 
 TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1")
 FORWARD = ("--max-steps", "30")

@@ -15,10 +15,9 @@ from paceline.model.target import head_weight
 from paceline.train.config import OptimConfig
 from paceline.train.dataset import Corpus
 from paceline.train.features import OnlineFeatures
-from paceline.train.loop import Step, Trainer
+from paceline.train.loop import Trainer
 from paceline.train.losses import Head
-from paceline.train.packs import Pack
-from paceline.train.trainable import Trainable
+from paceline.train.packs import Pack, Trainable
 
 
 class Guesser(nn.Module):
@@ -63,9 +62,9 @@ def trainer(folder: Path, **changes: Any) -> Trainer:
 
 
 def losses(one: Trainer) -> dict[int, float]:
-    steps: list[Step] = []
+    steps: list[dict[str, Any]] = []
     one.run(steps.append)
-    return {step.number: step.figures["loss"] for step in steps}
+    return {figures["step"]: figures["loss"] for figures in steps}
 
 
 @pytest.mark.parametrize("changes", [{}, {"autocast": True}, {"gradient_checkpointing": True}], ids=str)
