@@ -34,7 +34,7 @@ def regenerate(config: RegenerateConfig, *, progress: Progress | None = None) ->
     """The target answers prompts into a folder; what an earlier call answered there is not asked again.
 
     Raises ConfigError when the folder was begun with other settings or another run is at work there, PromptError on prompts
-    that cannot be read or used, CacheError when the disk refuses.
+    that cannot be read or used, CacheError when the disk refuses, NumericsError when the model fails at a prompt.
     """
     from paceline.train.regenerate_run import run
 

@@ -228,7 +228,7 @@ class Regenerator:
         """Answer these prompts, repeated ones once; `bars` shows one bar of all conversations.
 
         Raises CacheError when a shard cannot be written, PromptError when the chat template refuses a prompt or a shard is
-        damaged; what earlier shards hold stays.
+        damaged, and what made the model fail at a conversation, which the next run asks again; finished ones are kept.
         """
         self.done, self._started_at = Regenerated(self.shards.folder), time.perf_counter()
         asked = {_key(*pair): pair for pair in itertools.product(prompts, self.config.temperatures)}
@@ -240,6 +240,8 @@ class Regenerator:
                     self._ask(conversation)
                 while self._flying:
                     for chunk in self.llm.engine.step():
+                        if chunk.sequence.error:
+                            raise chunk.sequence.error
                         if chunk.finish_reason is not None:
                             self._finish(chunk.sequence, waiting)
             finally:

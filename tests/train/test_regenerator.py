@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
@@ -11,9 +11,10 @@ from zlib import crc32
 
 import pytest
 from small_llm import EOS, Parrot, Talker, fake_llm, tiny_model
+from torch import Tensor
 
 from paceline.engine.llm import LLM
-from paceline.errors import CacheError, ConfigError, PromptError, SamplingError
+from paceline.errors import CacheError, ConfigError, NumericsError, PromptError, SamplingError
 from paceline.progress import Progress
 from paceline.prompts import Prompt
 from paceline.train import regenerate_run as module
@@ -161,6 +162,28 @@ def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     assert (done.num_found, done.num_answers) == (len({key for key, _ in kept}), len(list(whole)) - len(kept))
     assert all(path.read_bytes() == content for path, content in files.items()), "what was written stays as it is"
     assert Regenerator(llm, AnswerShards(tmp_path / "parts"), config).run(prompts()).num_answers == 0
+
+
+def test_a_conversation_at_which_the_model_fails_is_asked_again(tmp_path: Path) -> None:
+    """Not written as if it were finished, neither the answer that broke off nor the turns before it."""
+
+    class Damaged(Talker):
+        def logits_after(self, tokens: Sequence[int]) -> Tensor:
+            is_bad = bytes(token for token in tokens if token < 256).rstrip().endswith(b"Another one.\nassistant:")
+            return super().logits_after(tokens) * (float("nan") if is_bad else 1.0)
+
+    config = AnswerConfig(max_tokens=16, max_prompt_tokens=150)
+    whole = AnswerShards(tmp_path / "whole")
+    Regenerator(fake_llm(Talker(num_rows=2)), whole, config).run(prompts())
+    assert any(answer.key.startswith("test/1#") and answer.turn == 1 for answer in whole), "it should come to its second turn"
+    llm, shards = fake_llm(Damaged(num_rows=2)), AnswerShards(tmp_path / "answers")
+    with pytest.raises(NumericsError):
+        Regenerator(llm, shards, config).run(prompts())
+    assert not llm.engine.has_work
+    assert by_place(shards).items() <= by_place(whole).items()
+    assert not any(answer.key.startswith("test/1#") or answer.finish_reason == "error" for answer in shards)
+    Regenerator(fake_llm(Talker(num_rows=2)), shards, config).run(prompts())
+    assert by_place(shards) == by_place(whole)
 
 
 def test_a_slow_target_is_written_down_every_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
