@@ -62,7 +62,6 @@ SLOW = (
     "train/test_attention.py::test_every_way_equals_the_definition",
     "train/test_checkpoint.py::test_a_full_disk_keeps_the_last_good_checkpoint",
     "train/test_checkpoint.py::test_a_resumed_run_follows_the_uninterrupted_one",
-    "train/test_loop.py::TestEnds::test_the_learning_rate_warms_up_and_falls",
     "train/test_loop.py::test_an_easy_text_is_learned",
     "train/test_loop.py::test_every_loss_and_optimiser_learns",
     "train/test_served.py::test_one_sample_of_200_steps_is_drafted_almost_whole",
