@@ -1,6 +1,7 @@
-"""The command line: `paceline.cli:main`. Each command is a file of `commands/`: its options, and what it prints.
+"""The command line: `paceline.cli:main`. Files of `commands/` hold a command each, or several that belong together: options,
+and what is printed.
 
-Those files import what is heavy when their command runs, so that `paceline --help` answers at once.
+They import what is heavy when their command runs, so that `paceline --help` answers at once.
 """
 
 from __future__ import annotations
@@ -12,15 +13,12 @@ import typer
 
 import paceline
 from paceline.commands.bench import bench_decode, bench_serving, bench_steps
-from paceline.commands.calculator import calculator
 from paceline.commands.chat import chat
 from paceline.commands.compare import compare
-from paceline.commands.evaluate import evaluate
+from paceline.commands.evaluate import evaluate, report
 from paceline.commands.generate import generate
-from paceline.commands.report import report
 from paceline.commands.serve import serve
-from paceline.commands.simulate import simulate
-from paceline.commands.simulate_serving import simulate_serving
+from paceline.commands.simulate import calculator, simulate, simulate_serving
 from paceline.commands.train import regenerate, train
 from paceline.errors import PacelineError
 

@@ -1,8 +1,8 @@
-"""What a machine can do: arithmetic and bytes per second, published for known machines, measured for the one we run on.
+"""What a machine can do: arithmetic and bytes per second, as its maker says or as measured on the one we run on.
 
 Decoding reads every weight for each pass, so what a machine reads per second, from memory and caches, over the bytes of the
 weights is the ceiling of plain decoding at batch 1 (`ceiling_tokens_per_s`).
-No torch import at module level: predictions need only the table.
+No torch import at module level: predictions need only the record.
 """
 
 from __future__ import annotations
@@ -45,30 +45,6 @@ class Machine:
     def ceiling_tokens_per_s(self, weight_bytes: int) -> float:
         """Plain decoding of one request cannot be faster: every token reads all weights once."""
         return self.read_bytes_per_s(weight_bytes) / weight_bytes
-
-
-KNOWN_MACHINES: dict[str, Machine] = {
-    each.name: each
-    for each in (
-        Machine("B200", 8e12, {"float4": 9e15, "float8": 4.5e15, "bfloat16": 2.25e15}, 0, 192 * 10**9, 9e11),
-        Machine("B300", 8e12, {"float4": 13.5e15, "float8": 4.5e15, "bfloat16": 2.25e15}, 0, 288 * 10**9, 9e11),
-        Machine("H200", 4.8e12, {"float8": 1.979e15, "bfloat16": 9.895e14}, 0, 141 * 10**9, 4.5e11),
-        Machine("H100", 3.35e12, {"float8": 1.979e15, "bfloat16": 9.895e14}, 0, 80 * 10**9, 4.5e11),
-        Machine("GH200", 4.0e12, {"float8": 1.979e15, "bfloat16": 9.89e14}, 0, 96 * 10**9, 4.5e11),
-        Machine("L40S", 8.64e11, {"float8": 7.33e14, "bfloat16": 3.62e14}, 0, 48 * 10**9, 3.2e10),
-        Machine("RTX 4090", 1.008e12, {"float8": 3.303e14, "bfloat16": 1.652e14}, 0, 24 * 10**9, 3.2e10),
-        Machine(
-            "RTX Pro 6000", 1.792e12, {"float4": 2.0152e15, "float8": 1.0076e15, "bfloat16": 5.038e14}, 0, 96 * 10**9, 6.4e10
-        ),
-        Machine("MI300X", 5.3e12, {"float8": 2.6149e15, "bfloat16": 1.3074e15}, 0, 192 * 10**9, 4.48e11),
-        Machine("laptop CPU", 6e10, {"float32": 6e11}, 8, 16 * 10**9),
-    )
-}
-"""Makers' figures: dense (without sparsity), sums in float32, NVLink or Infinity Fabric or else PCIe, one way.
-
-RTX Pro 6000 is the Blackwell Workstation Edition. The laptop is a typical one, of nobody in particular: eight cores with AVX2,
-two channels of DDR5, two thirds of the peak of both.
-"""
 
 
 def this_machine(device: str = "cpu") -> Machine:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 
-from paceline.hardware import KNOWN_MACHINES, Machine, this_machine
+from paceline.hardware import Machine, this_machine
+from paceline.simulate import catalogue
 
 
 def test_known_gpus() -> None:
-    assert KNOWN_MACHINES["B200"].flops_per_s["float8"] == 4.5e15
-    assert "float4" not in KNOWN_MACHINES["H100"].flops_per_s
-    assert KNOWN_MACHINES["H200"].bytes_per_s == 4.8e12
-    assert KNOWN_MACHINES["GH200"].memory_bytes == 96 * 10**9
+    assert catalogue.machines()["B200"].flops_per_s["float8"] == 4.5e15
+    assert "float4" not in catalogue.machines()["H100"].flops_per_s
+    assert catalogue.machines()["H200"].bytes_per_s == 4.8e12
+    assert catalogue.machines()["GH200"].memory_bytes == 96 * 10**9
 
 
 def test_this_machine_is_measured_quickly() -> None:

@@ -205,6 +205,7 @@ class Bench:
     def _result(self, setting: Setting) -> Result:
         passes = self.passes[setting]
         baseline = self.passes[replace(setting, drafter=BASELINE)]
+        peers = {name: self.passes.get(replace(setting, drafter=name)) for name in PEERS}
         rates = [each.tokens_per_s for each in passes]
         first = passes[0]
         speedup, interval = speedup_over(passes, baseline)
@@ -223,7 +224,7 @@ class Bench:
             decode_tokens_per_s=median_of([each.decode_tokens_per_s for each in passes]),
             speedup=speedup,
             speedup_interval=interval,
-            speedup_vs=self._versus_peers(setting, passes),
+            speedup_vs={name: speedup_over(passes, theirs)[0] for name, theirs in peers.items() if theirs},
             identical=1 - len(differ) / len(first.answers) if is_greedy else None,
             lossless=None if setting.is_peer else all(answer.lossless for each in passes for answer in each.answers),
             seconds={stage: median_of([each.seconds[stage] for each in passes]) for stage in first.seconds},
@@ -233,10 +234,6 @@ class Bench:
             num_output_tokens=first.num_tokens,
             differences=differ,
         )
-
-    def _versus_peers(self, setting: Setting, passes: list[Pass]) -> dict[str, float]:
-        peers = {name: self.passes.get(replace(setting, drafter=name)) for name in PEERS}
-        return {name: speedup_over(passes, theirs)[0] for name, theirs in peers.items() if theirs}
 
 
 def speedup_over(ours: list[Pass], theirs: list[Pass]) -> tuple[float, Interval]:

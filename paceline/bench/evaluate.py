@@ -95,7 +95,9 @@ class Evaluation:
     def open(cls, drafter: str, settings: dict[str, Any], out: Path | None, sources: tuple[str, ...]) -> Evaluation:
         """A fresh one, or what `out` holds. Raises ConfigError when that was made with other settings, or is damaged."""
         if out and (out / EVALUATION).is_file():
-            saved = _saved(out / EVALUATION)
+            saved = read_json(out / EVALUATION, "choose another --out")
+            if not isinstance(saved, dict) or any(name not in saved for name in ("settings", "sets", *ABOUT)):
+                raise ConfigError(f"{out / EVALUATION} is not of paceline evaluate: choose another --out")
             opened = cls(drafter, settings, RunFolder(out), {name: saved[name] for name in ABOUT}, dict(saved["sets"]))
             opened.refuse_change(saved["settings"], settings)
             return opened
@@ -147,13 +149,6 @@ def _is_other_run(folder: Path) -> bool:
         config = read_json(folder / "config.json", "")
         return isinstance(config, dict) and config.get("what") != "evaluate"
     return False
-
-
-def _saved(file: Path) -> dict[str, Any]:
-    saved = read_json(file, "choose another --out")
-    if not isinstance(saved, dict) or any(name not in saved for name in ("settings", "sets", *ABOUT)):
-        raise ConfigError(f"{file} is not of paceline evaluate: choose another --out")
-    return saved
 
 
 def evaluate(

@@ -21,7 +21,7 @@ from paceline.model.backends import form_of
 from paceline.model.target import ForwardBatch, Target
 from paceline.progress import ignore
 from paceline.prompts import Prompt
-from paceline.types import Round, SamplingParams, Sequence
+from paceline.types import Round, SamplingParams
 from paceline.verify.mocked import mocked
 
 CHUNK = 256
@@ -138,7 +138,10 @@ def run_pass(
                 texts[seq.request_id].append(chunk.text)
                 if chunk.finish_reason is not None:
                     text = "".join(texts.pop(seq.request_id))
-                    answers[index_of.pop(seq.request_id)] = _answer(seq, text)
+                    began = seq.timings.arrival_s + seq.timings.queue_s
+                    ended = seq.timings.token_s[-1] if seq.timings.token_s else time.perf_counter()
+                    answer = Answer(seq.output_ids, text, ended - began, seq.rounds, seq.lossless)
+                    answers[index_of.pop(seq.request_id)] = answer
                     done.prefill_s = (done.prefill_s or 0.0) + seq.timings.prefill_s
                     on_answer()
     finally:
@@ -147,12 +150,6 @@ def run_pass(
     done.wall_s = time.perf_counter() - started
     done.answers = [answers[index] for index in range(len(requests))]
     return done
-
-
-def _answer(seq: Sequence, text: str) -> Answer:
-    began = seq.timings.arrival_s + seq.timings.queue_s
-    seconds = (seq.timings.token_s[-1] if seq.timings.token_s else time.perf_counter()) - began
-    return Answer(seq.output_ids, text, seconds, seq.rounds, seq.lossless)
 
 
 class Engines:

@@ -26,7 +26,7 @@ from paceline.model.checkpoint import config_json
 from paceline.progress import SILENT, Progress
 from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
-from paceline.simulate.hf_config import shape_of
+from paceline.simulate.catalogue import shape_of
 from paceline.tables import Column, Table
 
 NUM_SAMPLES = 3
@@ -150,25 +150,6 @@ def table(results: list[Result]) -> Table:
     return Table(COLUMNS, results, width=140)
 
 
-def markdown(bench: Bench, machine: Machine, results: list[Result]) -> str:
-    """report.md: ceiling, table, survival, stages, near-ties, and a few answers to judge the text by."""
-    last = bench.passes[bench.settings[-1]][0]
-    return render(
-        "decode.md",
-        bench=bench,
-        llm=bench.llm,
-        form=form_of(bench.llm.target),
-        machine=machine,
-        ceiling=ceiling_line(bench.llm, machine),
-        meaning=MEANING,
-        results=results,
-        figures=table(results),
-        sources=sources_table([(result.setting, result) for result in results]),
-        differences=[(result.setting, each) for result in results for each in result.differences],
-        samples=list(zip(bench.requests, last.answers, strict=True))[:NUM_SAMPLES],
-    )
-
-
 def raw_runs(bench: Bench) -> list[dict[str, Any]]:
     """Every pass with every answer's counts and times, without the texts."""
     return [
@@ -194,9 +175,27 @@ def raw_runs(bench: Bench) -> list[dict[str, Any]]:
 
 
 def write_run(run: RunFolder, bench: Bench, machine: Machine, line: dict[str, Any]) -> str | None:
-    """report.md, results.json, texts and figures; returns a notice when the figures had to be left out."""
+    """report.md, with a few answers to judge the text by, results.json, texts and figures.
+
+    Returns a notice when the figures had to be left out.
+    """
     results: list[Result] = line["results"]
-    run.write("report.md", markdown(bench, machine, results))
+    last = bench.passes[bench.settings[-1]][0]
+    report = render(
+        "decode.md",
+        bench=bench,
+        llm=bench.llm,
+        form=form_of(bench.llm.target),
+        machine=machine,
+        ceiling=ceiling_line(bench.llm, machine),
+        meaning=MEANING,
+        results=results,
+        figures=table(results),
+        sources=sources_table([(result.setting, result) for result in results]),
+        differences=[(result.setting, each) for result in results for each in result.differences],
+        samples=list(zip(bench.requests, last.answers, strict=True))[:NUM_SAMPLES],
+    )
+    run.write("report.md", report)
     run.results({**line, "runs": raw_runs(bench)})
     texts = [
         {**asdict(setting), "request": request.name, "text": answer.text}

@@ -28,7 +28,7 @@ from paceline.bench.config import WARM_UP_TOKENS, ServingConfig
 from paceline.figures import Spread
 from paceline.progress import ignore
 from paceline.prompts import Prompt
-from paceline.simulate.load import poisson
+from paceline.simulate.load import load_name, poisson
 
 BASELINE = "off"
 DONE = b"[DONE]"
@@ -46,7 +46,7 @@ class Load:
     rate: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.concurrency} in flight" if self.concurrency else f"{self.rate:g} per second"
+        return load_name(self.rate, self.concurrency)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from paceline.hardware import Machine
 from paceline.plan import FixedPlanner
 from paceline.progress import ignore
 from paceline.simulate.calibrate import precisions_of
-from paceline.simulate.costs import NO_COST, DrafterCost, RooflineCosts, ShapeDrafter
+from paceline.simulate.costs import NO_COST, RooflineCosts, ShapeDrafter
 from paceline.simulate.roofline import Deployment
 from paceline.simulate.shapes import ModelShape
 from paceline.types import Batch, DraftBlock, SamplingParams
@@ -263,19 +263,18 @@ class MockBench:
         }
 
     def _roofline_s(self, batch: int, value: float) -> float:
-        """Seconds of a round at the machine's full rates, the cache half full of the answer."""
-        deployment = Deployment(self._machine, precisions_of(described(self.llm), self._shape.precisions))
-        costs = RooflineCosts(self._shape, deployment, self._drafter_cost(value, deployment))
-        return costs.round_s(batch, self.config.drafts(value), self.config.prompt_tokens + self.config.max_tokens / 2)
+        """Seconds of a round at the machine's full rates, the cache half full of the answer.
 
-    def _drafter_cost(self, value: float, deployment: Deployment) -> DrafterCost:
-        """A DFlash drafter's from its parameters and the target's head; others are taken for free."""
-        drafter = self._drafters[value]
-        if not isinstance(drafter, DFlashDrafter):
-            return NO_COST
-        dtype, head = self.llm.config.dtype, self._shape.hidden_size * self.llm.target.vocab_size
-        rates, num_bytes = (deployment.flops_per_s(dtype), deployment.bytes_per_s), 4.0 if dtype == "float32" else 2.0
-        return ShapeDrafter(num_parameters(drafter) + head, *rates, num_bytes, block=drafter.num_drafted + 1)
+        A DFlash drafter takes what its parameters and the target's head do; others are taken for free.
+        """
+        deployment = Deployment(self._machine, precisions_of(described(self.llm), self._shape.precisions))
+        drafter, cost = self._drafters[value], NO_COST
+        if isinstance(drafter, DFlashDrafter):
+            dtype, head = self.llm.config.dtype, self._shape.hidden_size * self.llm.target.vocab_size
+            rates, num_bytes = (deployment.flops_per_s(dtype), deployment.bytes_per_s), 4.0 if dtype == "float32" else 2.0
+            cost = ShapeDrafter(num_parameters(drafter) + head, *rates, num_bytes, block=drafter.num_drafted + 1)
+        costs = RooflineCosts(self._shape, deployment, cost)
+        return costs.round_s(batch, self.config.drafts(value), self.config.prompt_tokens + self.config.max_tokens / 2)
 
     def as_line(self) -> dict[str, Any]:
         config = self.config

@@ -15,6 +15,7 @@ from paceline.commands.shared import MOCK, Json, Limit, PromptSource
 from paceline.commands.terminal import TerminalProgress, say
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
+from paceline.runlog import write_whole
 
 NAMES = Changed(
     drafters=Opt(comma=True),
@@ -71,17 +72,11 @@ def bench_decode(
 
     line = runs.bench_decode(engine, config, prompts, limit, out, TerminalProgress())
     if save_results:
-        say(f"results: {_save(save_results, line['run'], line['device'])}")
+        name = f"decode_{line['device']}_{time.strftime('%Y-%m-%d')}.json"
+        file = save_results if save_results.suffix == ".json" else save_results / name
+        write_whole(file, (line["run"] / "results.json").read_text(encoding="utf-8"))
+        say(f"results: {file}")
     return line
-
-
-def _save(where: Path, run: Path, device: str) -> Path:
-    """Copy the run's results.json to a file of its own."""
-    from paceline.runlog import write_whole
-
-    file = where if where.suffix == ".json" else where / f"decode_{device}_{time.strftime('%Y-%m-%d')}.json"
-    write_whole(file, (run / "results.json").read_text(encoding="utf-8"))
-    return file
 
 
 @options

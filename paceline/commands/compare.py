@@ -19,8 +19,6 @@ from paceline.types import SamplingParams
 if TYPE_CHECKING:
     from paceline.bench.timing import Timing
 
-PAGE = "compare.html"
-
 
 @options
 def compare(
@@ -47,7 +45,7 @@ def compare(
 
     Example: paceline compare "Why is the sky blue?" --max-tokens 96 --svg demo.svg
     """
-    from paceline.bench.timing import NAME, read_timing
+    from paceline.bench.timing import NAME, read_timing, record
 
     if svg_speed is not None and not 0.05 <= svg_speed <= 20:
         raise ConfigError(f"--svg-speed must be between 0.05 and 20, not {svg_speed:g}")
@@ -62,30 +60,25 @@ def compare(
         raise ConfigError(f"--repeat must be at least 1, not {repeat}")
     if engine.drafter == "none" or engine.num_drafted == 0 or engine.plan == "fixed:0":
         raise ConfigError("nothing to compare without drafts: choose another --drafter, --num-drafted or --plan")
-    timing = _record(with_model(engine, None), sampling, text, system, raw, repeat)
+    from paceline.engine.llm import LLM
+    from paceline.hardware import this_machine
+
+    llm = LLM.of(with_model(engine, None))
+    say(introduce(llm))
+    token_ids = encode(llm, text, system, raw)
+    machine = this_machine(llm.config.device).name
+    with TerminalProgress().bar("answering", 2 * repeat) as advance:
+        timing = record(llm, token_ids, sampling, prompt=text, machine=machine, repeat=repeat, on_answer=advance)
     described = {"llm": engine, "sampling": sampling, "system": system, "raw": raw, "repeat": repeat}
     run = RunFolder.create("compare", described, out)
     run.write_json(NAME, timing)
     return _draw(run, timing, svg, svg_speed)
 
 
-def _record(engine: EngineConfig, sampling: SamplingParams, prompt: str, system: str | None, raw: bool, repeat: int) -> Timing:
-    from paceline.bench.timing import record
-    from paceline.engine.llm import LLM
-    from paceline.hardware import this_machine
-
-    llm = LLM.of(engine)
-    say(introduce(llm))
-    token_ids = encode(llm, prompt, system, raw)
-    machine = this_machine(llm.config.device)
-    with TerminalProgress().bar("answering", 2 * repeat) as advance:
-        return record(llm, token_ids, sampling, prompt=prompt, machine=machine.name, repeat=repeat, on_answer=advance)
-
-
 def _draw(run: RunFolder, timing: Timing, picture: Path | None, svg_speed: float | None) -> dict[str, Any]:
     from paceline.bench.timing import page, svg
 
-    made = {"page": run.write(PAGE, page(timing))}
+    made = {"page": run.write("compare.html", page(timing))}
     if picture is not None:
         write_whole(picture, svg(timing, svg_speed))
         made["svg"] = picture

@@ -1,4 +1,4 @@
-"""`paceline evaluate`: the options of `paceline.bench.evaluate.evaluate`, which is shown as it goes on."""
+"""`paceline evaluate`, which is shown as it goes on, and `paceline report`: the page of whatever a run has left."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from paceline.commands.options import Changed, Only, Opt, Without, options
 from paceline.commands.shared import Json
 from paceline.commands.terminal import TerminalProgress, say
 from paceline.config import EngineConfig
+from paceline.runlog import write_whole
 
 ASKED = Only("model", "max_len", "dtype", "backend", "weight_format", "device", "threads")
 TARGET = Changed(model=Opt("--model", "--target", help="The model it drafts for."))
@@ -41,3 +42,21 @@ def evaluate(
     done = library.evaluate(drafter, prompts or (), config, engine=engine, limit=limit, out=out, progress=TerminalProgress())
     say(f"figures and texts: {done.run.path / library.EVALUATION} (paceline report {done.run.path} draws them)")
     return {**done.as_line(), "run": done.run.path}
+
+
+@options
+def report(
+    folder: Annotated[Path, typer.Argument(help="Run folder of train or evaluate.")],
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """One HTML page of a run: curves, figures, survival, texts; no network, no server.
+
+    Example: paceline report runs/mine
+    """
+    from paceline.bench.html import page, read_run
+
+    run = read_run(folder)
+    file = run.path / "report.html"
+    write_whole(file, page(run))
+    say(f"report: {file}")
+    return {"report": file, "steps": len(run.steps), "checks": len(run.checks), "sets": list(run.sets)}

@@ -57,7 +57,7 @@ def train(
     if not Ranks.here().is_first:
         return None
     try:
-        from paceline.commands.report import report
+        from paceline.commands.evaluate import report
 
         report(result.run)
     except (ConfigError, CacheError) as error:

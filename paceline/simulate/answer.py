@@ -10,35 +10,36 @@ simulate_server(CostsConfig(table=Path("runs/steps")), ServingConfig(against=Pat
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from paceline.config import EngineConfig, resolve
 from paceline.errors import ConfigError
-from paceline.hardware import KNOWN_MACHINES, Machine, this_machine
+from paceline.hardware import Machine, this_machine
 from paceline.simulate import catalogue, limits
-from paceline.simulate.acceptance import Acceptance, parse_acceptance
 from paceline.simulate.config import CostsConfig, PredictConfig, ServingConfig
 from paceline.simulate.costs import (
     Calibration,
     DrafterCost,
     FractionDrafter,
+    MeasuredCosts,
     RooflineCosts,
     ShapeDrafter,
     StepCosts,
     ToyCosts,
     read_calibration,
+    read_table,
 )
-from paceline.simulate.flags import PLACEHOLDER, Serving, server_flags
 from paceline.simulate.load import LoadFigures, capacity, parse_lengths, sweep, workload
-from paceline.simulate.measured import MeasuredCosts, read_table
 from paceline.simulate.replay import Compared, compare, read_passes, recorded_survival, rows_of
 from paceline.simulate.roofline import Deployment, memory_need
 from paceline.simulate.serving import Case, ServerShape, Survival
 from paceline.simulate.shapes import ModelShape, Precisions, with_precisions
-from paceline.simulate.speedup import Load, Prediction, predict
+from paceline.simulate.speedup import Acceptance, Load, Prediction, parse_acceptance, predict
 
 MAX_ROWS, MAX_DRAFT, ACCEPTANCE = 8, 16, "0.8"
 SHARES = (0.3, 0.6, 0.8, 0.95, 1.2)
@@ -46,6 +47,9 @@ SHARES = (0.3, 0.6, 0.8, 0.95, 1.2)
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_COST = 0.1
 THIS = "this"
+METHODS = {"dflash": "DFLASH", "mtp": "EAGLE", "eagle3": "EAGLE3", "draft-model": "STANDALONE", "ngram": "NGRAM"}
+"""How drafts are made, and what SGLang calls that."""
+PLACEHOLDER = "YOUR-DRAFTER"
 
 
 @dataclass(slots=True)
@@ -60,11 +64,6 @@ class Setup:
     deployment: Deployment | None = None
     limits: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-
-    @property
-    def table(self) -> MeasuredCosts | None:
-        """The measured steps, where the costs are these."""
-        return self.costs if isinstance(self.costs, MeasuredCosts) else None
 
     def ignore(self, config: CostsConfig, *names: str) -> Setup:
         """Warn of options that were given and have no effect."""
@@ -86,7 +85,7 @@ def set_up(config: CostsConfig, loads: Sequence[Load]) -> Setup:
     if config.calibration:
         return _calibrated(config, read_calibration(config.calibration))
     shape = catalogue.find(config.model or DEFAULT_MODEL)
-    deployment = deployment_of(config, shape.precisions, machine_named(config.hardware))
+    deployment = deployment_of(config, shape.precisions)
     costs = RooflineCosts(shape, deployment, drafter_of(config, deployment))
     told = limits.roofline_limits(shape, deployment)
     return Setup(costs, _title(shape, deployment), "roofline", shape, deployment, told)
@@ -111,19 +110,18 @@ def _measured(config: CostsConfig, table: MeasuredCosts, loads: Sequence[Load]) 
 
 def _calibrated(config: CostsConfig, calibration: Calibration) -> Setup:
     shape = catalogue.find(config.model or calibration.model or DEFAULT_MODEL)
-    machine = calibration.machine if config.hardware is None else None
-    precisions = calibration.precisions or shape.precisions
-    deployment = deployment_of(config, precisions, machine or machine_named(config.hardware))
+    deployment = deployment_of(config, calibration.precisions or shape.precisions, calibration.machine)
     costs = calibration.costs(shape, deployment, drafter_of(config, deployment))
     told = [*limits.CALIBRATED, *limits.roofline_limits(shape, deployment)[1:]]
     setup = Setup(costs, f"{_title(shape, deployment)}, calibrated", "calibrated", shape, deployment, told)
     return setup.ignore(config, *(("drafter_cost", "drafter_params", "block") if calibration.draft else ()))
 
 
-def deployment_of(config: CostsConfig, known: Precisions, machine: Machine) -> Deployment:
-    """A model on a machine, in the precisions asked for, else those that are known."""
-    variant = "layers" if config.per_layer else "whole"
-    return Deployment(machine, with_precisions(known, config.precision), config.gpus, config.expert_locality, variant)
+def deployment_of(config: CostsConfig, known: Precisions, measured: Machine | None = None) -> Deployment:
+    """A model on the machine asked for, else the one `measured`, in the precisions asked for, else those that are known."""
+    machine = measured if measured and config.hardware is None else machine_named(config.hardware)
+    precisions = with_precisions(known, config.precision)
+    return Deployment(machine, precisions, config.gpus, config.expert_locality, config.per_layer)
 
 
 def drafter_of(config: CostsConfig, deployment: Deployment) -> DrafterCost:
@@ -143,12 +141,11 @@ def machine_named(name: str | None) -> Machine:
     wanted = (name or THIS).strip().lower().replace("-", " ").replace("_", " ")
     if wanted in (THIS, "this machine", "cpu"):
         return this_machine(resolve(EngineConfig(device="cpu" if wanted == "cpu" else "auto")).device)
-    for known, machine in KNOWN_MACHINES.items():
+    machines = catalogue.machines()
+    for known, machine in machines.items():
         if wanted.replace(" ", "") == known.lower().replace(" ", "") or wanted == known.lower().split()[0]:
             return machine
-    raise ConfigError(
-        f"--hardware {name!r} is not known: choose from {', '.join(KNOWN_MACHINES)}, or {THIS} to measure this one"
-    )
+    raise ConfigError(f"--hardware {name!r} is not known: choose from {', '.join(machines)}, or {THIS} to measure this one")
 
 
 def _title(shape: ModelShape, deployment: Deployment) -> str:
@@ -223,6 +220,74 @@ def _serving(costs: CostsConfig, config: PredictConfig, setup: Setup, prediction
 
 
 @dataclass(frozen=True, slots=True)
+class Serving:
+    """What is to be served."""
+
+    model: str
+    method: str = "dflash"
+    """How drafts are made: one of METHODS."""
+    drafter: str = PLACEHOLDER
+    """Folder or hub id of the drafter."""
+    num_drafted: int = 0
+    batch: int = 1
+    num_gpus: int = 1
+    has_8bit_cache: bool = False
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(f"--method {self.method!r} is not known: choose from {', '.join(METHODS)}")
+
+
+def server_flags(serving: Serving) -> dict[str, str]:
+    """The command line of each server that realises a prediction; with 0 drafts they decode plainly.
+
+    Block sizes count the anchor: drafts + 1.
+    """
+    return {"paceline": paceline(serving), "vllm": vllm(serving), "sglang": sglang(serving)}
+
+
+def paceline(serving: Serving) -> str:
+    """Methods that paceline does not serve become a remark in place of a command."""
+    words = ["paceline", "serve", "--model", serving.model, "--max-batch", str(serving.batch)]
+    if serving.num_drafted == 0:
+        return shlex.join([*words, "--drafter", "none"])
+    if serving.method in ("mtp", "eagle3"):
+        return f"# paceline serves no {serving.method} drafter: train a DFlash one with paceline train"
+    drafter = "ngram" if serving.method == "ngram" else serving.drafter
+    return shlex.join([*words, "--drafter", drafter, "--num-drafted", str(serving.num_drafted), "--speculate", "full"])
+
+
+def vllm(serving: Serving) -> str:
+    words = ["vllm", "serve", serving.model, "--max-num-seqs", str(serving.batch)]
+    words += ["--tensor-parallel-size", str(serving.num_gpus)] if serving.num_gpus > 1 else []
+    words += ["--kv-cache-dtype", "fp8"] if serving.has_8bit_cache else []
+    if serving.num_drafted == 0:
+        return shlex.join(words)
+    config: dict[str, str | int] = {"method": serving.method.replace("-", "_")}
+    if serving.method in ("dflash", "eagle3", "draft-model"):
+        config["model"] = serving.drafter
+    config["num_speculative_tokens"] = serving.num_drafted
+    if serving.method == "ngram":
+        config["prompt_lookup_max"] = 4
+    return shlex.join([*words, "--speculative-config", json.dumps(config)])
+
+
+def sglang(serving: Serving) -> str:
+    words = ["python", "-m", "sglang.launch_server", "--model-path", serving.model]
+    words += ["--max-running-requests", str(serving.batch)]
+    words += ["--tp-size", str(serving.num_gpus)] if serving.num_gpus > 1 else []
+    words += ["--kv-cache-dtype", "fp8_e4m3"] if serving.has_8bit_cache else []
+    if serving.num_drafted == 0:
+        return shlex.join(words)
+    words += ["--speculative-algorithm", METHODS[serving.method]]
+    if serving.method in ("dflash", "eagle3", "draft-model"):
+        words += ["--speculative-draft-model-path", serving.drafter]
+    if serving.method in ("mtp", "eagle3", "draft-model"):
+        words += ["--speculative-num-steps", str(serving.num_drafted), "--speculative-eagle-topk", "1"]
+    return shlex.join([*words, "--speculative-num-draft-tokens", str(serving.num_drafted + 1)])
+
+
+@dataclass(frozen=True, slots=True)
 class ServerAnswer:
     """A simulated server's figures: one for each load and policy, or for each load and contender of a replayed run."""
 
@@ -270,11 +335,10 @@ def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
     if passes and not config.acceptance:
         survival = recorded_survival(passes)[: config.max_draft]
     else:
-        most = config.max_draft or (setup.table and setup.table.max_draft) or MAX_DRAFT
+        most = config.max_draft or setup.costs.max_draft or MAX_DRAFT
         survival = tuple(parse_acceptance(config.acceptance or ACCEPTANCE).survival(most))
     rows = config.max_rows or (config.against and rows_of(config.against)) or MAX_ROWS
-    adapts = setup.table is not None and setup.table.prefill_adapts  # prompts are cut as the engine that was measured does
-    server = ServerShape(rows, config.prefill_chunk or None, adapts, config.request_overhead)
+    server = ServerShape(rows, config.prefill_chunk or None, setup.costs.prefill_adapts, config.request_overhead)
     if passes:
         compared = compare(passes, setup.costs, server, survival, seed=config.seed)
         return ServerAnswer(setup, server, survival, compared=compared)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from paceline.hardware import KNOWN_MACHINES, Machine
+from paceline.hardware import Machine
 from paceline.simulate import catalogue, limits
 from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, MEASURED_LOCALITY
 from paceline.simulate.shapes import FORMATS, ModelShape
@@ -52,7 +52,7 @@ def joined(names: Sequence[str] = SCRIPTS) -> str:
 
 def data(this_machine: Machine | None = None) -> dict[str, Any]:
     """What the formulas are fed with: the package's own tables. A machine's "option" is its name on the command line."""
-    machines = {name: {**asdict(machine), "option": name} for name, machine in KNOWN_MACHINES.items()}
+    machines = {name: {**asdict(machine), "option": name} for name, machine in catalogue.machines().items()}
     if this_machine is not None:
         machines["this machine"] = {**asdict(this_machine), "option": "this"}
     unavailable = [name for name, entry in catalogue.entries().items() if "unavailable" in entry]

@@ -21,11 +21,10 @@ import numpy as np
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
 from paceline.simulate import catalogue
-from paceline.simulate.answer import deployment_of, machine_named
+from paceline.simulate.answer import deployment_of
+from paceline.simulate.catalogue import shape_of
 from paceline.simulate.config import CostsConfig
-from paceline.simulate.costs import Calibration, DraftFit, PassFit, RooflineCosts
-from paceline.simulate.hf_config import shape_of
-from paceline.simulate.measured import TimeTable, read_steps, table_of
+from paceline.simulate.costs import Calibration, DraftFit, PassFit, RooflineCosts, TimeTable, read_steps, table_of
 from paceline.simulate.roofline import Deployment, works_of
 from paceline.simulate.shapes import FORMATS, ModelShape, Precisions
 
@@ -106,9 +105,7 @@ def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
     """Fit to the step times of runs of `paceline bench steps`. Raises PacelineError."""
     files = [read_steps(path) for path in paths]
     steps, shape = steps_of(files), _measured_shape(config, files[0])
-    machine = machine_of(files[0]) if config.hardware is None else None
-    precisions = precisions_of(files[0], shape.precisions)
-    deployment = deployment_of(config, precisions, machine or machine_named(config.hardware))
+    deployment = deployment_of(config, precisions_of(files[0], shape.precisions), machine_of(files[0]))
     return fitted(steps, shape, deployment)
 
 
@@ -127,19 +124,20 @@ def steps_of(files: Sequence[dict[str, Any]]) -> Steps:
     """Raises ConfigError for values that are no times, and when there are too few of them to fit."""
     for steps in files:
         table_of(steps)  # refuses values that are no times
-    kinds = ("verify", "draft", "rounds")
-    verify, draft, rounds = ([each for steps in files for each in _observations(steps, kind)] for kind in kinds)
+        if steps.get("rounds"):
+            TimeTable.of(steps["rounds"], "rounds")
+    verify, draft, rounds = (
+        [
+            Observation(batch, width, float(steps.get("context") or 0), spent)
+            for steps in files
+            for batch, width, spent in steps.get(kind) or []
+        ]
+        for kind in ("verify", "draft", "rounds")
+    )
     if len({each.size for each in verify}) < FEWEST:
         raise ConfigError(f"a calibration needs the times of at least {FEWEST} sizes: run paceline bench steps with more")
     host_s = statistics.median(float(steps.get("host_s") or 0.0) for steps in files)
     return Steps(verify, draft, rounds, host_s, str(files[0].get("model", "")), str(files[0].get("drafter", "")))
-
-
-def _observations(steps: dict[str, Any], key: str) -> list[Observation]:
-    points = steps.get(key) or []
-    if key == "rounds" and points:
-        TimeTable.of(points, key)
-    return [Observation(batch, width, float(steps.get("context") or 0), spent) for batch, width, spent in points]
 
 
 def machine_of(steps: dict[str, Any]) -> Machine | None:

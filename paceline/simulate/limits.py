@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.simulate.acceptance import Acceptance
-from paceline.simulate.roofline import Deployment, MemoryNeed
+from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, Deployment, MemoryNeed
 from paceline.simulate.shapes import ModelShape, arithmetic
-from paceline.simulate.speedup import Load
+from paceline.simulate.speedup import Acceptance, Load
 
 TOY = ("Toy model: drafting and verifying are free, so the speed-up is the tokens per round. Nothing is that good.",)
 ROOFLINE = (
@@ -48,7 +47,7 @@ def roofline_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
         limits.append(
             f"{deployment.num_gpus} GPUs: arithmetic and bandwidth add up perfectly, and each layer pays two ring "
             f"all-reduces of 16-bit activations at {deployment.machine.link_bytes_per_s / 1e9:.0f} GB/s one way and "
-            f"{1e6 * deployment.collective_latency_s:g} us each, hidden behind nothing. An assumption, not a measurement."
+            f"{1e6 * COLLECTIVE_LATENCY_S:g} us each, hidden behind nothing. An assumption, not a measurement."
         )
     return limits + _rate_limits(shape, deployment) + ([shape.note] if shape.note else [])
 

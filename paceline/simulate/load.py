@@ -23,8 +23,6 @@ from paceline.simulate.serving import Case, Job, Outcome, SimulatedRequest
 
 LONGEST = 1_000_000
 """Tokens of a prompt or an answer at most."""
-
-
 Lengths = Callable[[random.Random], int]
 """Draws a number of tokens."""
 

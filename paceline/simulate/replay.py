@@ -93,7 +93,8 @@ def read_passes(folder: Path) -> list[Recorded]:
     file = folder / "metrics.jsonl"
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in read_objects(file, "--against takes the folder of a run of paceline bench serving"):
-        if not _is_complete(line):
+        needed = ("repetition", "wall_s") if line.get("error") else NEEDED
+        if line.get("wall_s") == 0 or not all(isinstance(line.get(name), int | float) for name in needed):
             raise ConfigError(f"{file} lacks {', '.join(NEEDED)} of each request: run paceline bench serving of this version")
         key = line.get("rate"), line.get("concurrency"), line.get("speculate"), line.get("repetition")
         groups.setdefault(key, []).append(line)
@@ -101,12 +102,6 @@ def read_passes(folder: Path) -> list[Recorded]:
     if not passes:
         raise ConfigError(f"{file} holds no answered request: run paceline bench serving again")
     return passes
-
-
-def _is_complete(line: dict[str, Any]) -> bool:
-    """Whether all is there that is needed of a failed request, or of an answered one."""
-    needed = ("repetition", "wall_s") if line.get("error") else NEEDED
-    return line.get("wall_s") != 0 and all(isinstance(line.get(name), int | float) for name in needed)
 
 
 def _recorded(lines: list[dict[str, Any]]) -> Recorded:

@@ -7,7 +7,6 @@ spec-dec roofline. Units: seconds, bytes, FLOP. B sequences, q positions of each
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from paceline.errors import ConfigError, refuse
 from paceline.hardware import Machine
@@ -39,9 +38,8 @@ class Deployment:
     """Tensor parallel: arithmetic and bandwidth add up, each layer pays two all-reduces."""
     expert_locality: float = 0.0
     """0: every position draws its experts anew; 1: the positions of a sequence share theirs."""
-    variant: Literal["whole", "layers"] = "whole"
-    """Whether attention takes the larger of arithmetic and reading over all layers at once or for each kind of layer."""
-    collective_latency_s: float = COLLECTIVE_LATENCY_S
+    per_layer: bool = False
+    """Whether attention takes the larger of arithmetic and reading for each kind of layer, not over all layers at once."""
 
     def __post_init__(self) -> None:
         locality, has_link = self.expert_locality, self.machine.link_bytes_per_s > 0
@@ -113,7 +111,7 @@ def works_of(shape: ModelShape, deployment: Deployment, batch: float, positions:
     main = [attention_work(group, precisions, batch, positions, context) for group in shape.attention]
     indexed = [group for group in shape.attention if group.indexer_heads]
     index = [indexer_work(group, precisions, batch, positions, context) for group in indexed]
-    if deployment.variant == "layers":
+    if deployment.per_layer:
         return works + main + index
     for found in filter(None, (main, index)):
         flops, read = sum(work.flops for work in found), sum(work.num_bytes for work in found)
@@ -127,7 +125,7 @@ def collective_seconds(shape: ModelShape, deployment: Deployment, tokens: float)
     if num_gpus == 1:
         return 0.0
     sent = 2.0 * (num_gpus - 1) / num_gpus * tokens * shape.hidden_size * 2.0
-    return 2.0 * shape.num_layers * (deployment.collective_latency_s + sent / deployment.machine.link_bytes_per_s)
+    return 2.0 * shape.num_layers * (COLLECTIVE_LATENCY_S + sent / deployment.machine.link_bytes_per_s)
 
 
 def pass_seconds(

@@ -1,6 +1,6 @@
 """What a target costs, as numbers: parameters by part, attention by kind of layer, the number format of each.
 
-Shapes come from the catalogue (`catalogue.py`) or from any Hugging Face config.json (`hf_config.py`).
+Shapes come from the catalogue or from any Hugging Face config.json (`catalogue.py`).
 """
 
 from __future__ import annotations

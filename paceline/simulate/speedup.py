@@ -1,19 +1,185 @@
-"""The prediction: speed-up by draft length, the best length, tokens per second, where a round's time goes.
+"""The prediction: how many drafts stand, and what follows: speed-up by draft length, tokens per second, where time goes.
 
 speedup(g) = N(g) * round(0) / round(g), where round(g) = target pass of g + 1 positions + drafting of g + host; speedup(0) = 1.
-With no host time this is N(g) / [T(B, g+1, S) / T(B, 1, S) + D(g)].
+With no host time this is N(g) / [T(B, g+1, S) / T(B, 1, S) + D(g)]. N(g) comes from one chance, a chance for each place, or
+what a run recorded:
+
+    0.8                      one chance          0.8,0.75,0.7            a chance for each place, given that the earlier stood
+    survival:.77,.57,.42     shares of rounds    histogram:20,10,5,2     counts of rounds with 0, 1, 2, ... accepted drafts
+    runs/bench-decode-x      a bench run's results (or results.json), a trace in JSON lines or Parquet
+
+Of a bench run the setting with the most accepted drafts counts, unless `name:` picks a drafter: runs/x:default.
+Measured curves rise with depth: one number is a first guess only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+import operator
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
-from paceline.errors import ConfigError, refuse
-from paceline.simulate.acceptance import Acceptance, shifted, tokens_per_round
+from paceline.errors import ConfigError, refuse, reraised
+from paceline.figures import add_histograms, survival
 from paceline.simulate.costs import StepCosts
+from paceline.simulate.files import is_amount, read_objects
 
 DELTAS = (-0.1, -0.05, -0.01, 0.01, 0.05, 0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Chances by place; deeper drafts than were given have the last one's. Raises ConfigError outside 0..1."""
+
+    conditional: tuple[float, ...]
+    """conditional[i - 1]: the chance that draft i stands, given that those before it do."""
+    kind: Literal["constant", "conditional", "survival", "histogram"] = "conditional"
+    """The form in which it was given."""
+    num_rounds: int = 0
+    """Number of recorded rounds; 0 when it was not recorded."""
+
+    def __post_init__(self) -> None:
+        if not self.conditional:
+            raise ConfigError("--acceptance is empty: give a chance such as 0.8, or a curve such as 0.8,0.75,0.7")
+        for chance in self.conditional:
+            if not 0 <= chance <= 1:  # also NaN
+                raise ConfigError(f"--acceptance {chance:g} is no chance: it must be between 0 and 1, such as 0.8")
+
+    @property
+    def depth(self) -> int:
+        """Number of drafts whose chance was given; 0 for a constant, which holds for every draft."""
+        return 0 if self.kind == "constant" else len(self.conditional)
+
+    def at(self, place: int) -> float:
+        """Chance of draft `place`, counted from 1, given that those before it stand."""
+        return self.conditional[min(place, len(self.conditional)) - 1]
+
+    def survival(self, num_drafted: int) -> list[float]:
+        """Share of rounds whose first i drafts all stand, for i = 1..num_drafted."""
+        return list(itertools.accumulate(map(self.at, range(1, num_drafted + 1)), operator.mul))
+
+
+def tokens_per_round(acceptance: Acceptance, num_drafted: int) -> float:
+    """N(g) = 1 + sum over i <= g of survival_i: the bonus token included; (1 - p^(g+1)) / (1 - p) for one chance p."""
+    return 1.0 + sum(acceptance.survival(num_drafted))
+
+
+def shifted(acceptance: Acceptance, points: float) -> Acceptance:
+    """Every chance higher by `points` (0.01 is one point), kept within 0 and 1."""
+    return replace(acceptance, conditional=tuple(min(max(chance + points, 0.0), 1.0) for chance in acceptance.conditional))
+
+
+def constant(chance: float) -> Acceptance:
+    return Acceptance((chance,), "constant")
+
+
+def from_survival(shares: Sequence[float]) -> Acceptance:
+    """Raises ConfigError when the curve rises: what stood for i + 1 drafts stood for i."""
+    before, chances = 1.0, []
+    for place, share in enumerate(shares, start=1):
+        if not 0 <= share <= before:
+            raise ConfigError(
+                f"survival at draft {place} is {share:g} after {before:g}: it must fall, between 1 and 0; "
+                "chances given that the earlier drafts stand are written without 'survival:'"
+            )
+        chances.append(share / before if before else 0.0)
+        before = share
+    return Acceptance(tuple(chances), "survival")
+
+
+def from_histogram(counts: Sequence[float]) -> Acceptance:
+    """`counts[n]`: rounds in which exactly n drafts stood, as bench results and traces record them.
+
+    Rounds that drafted fewer tokens than the longest count as if they had drafted as many, so the tail is a little low.
+    Raises ConfigError without rounds or without drafts.
+    """
+    if not all(map(is_amount, counts)) or len(counts) < 2 or sum(counts) == 0:
+        raise ConfigError("the histogram needs counts of rounds with 0, 1, 2, ... accepted drafts, at least two of them")
+    shares = survival(counts)
+    while len(shares) > 1 and shares[-1] == 0:
+        shares.pop()
+    return replace(from_survival(shares), kind="histogram", num_rounds=int(sum(counts)))
+
+
+def from_rounds(rounds: Iterable[tuple[int, int]]) -> Acceptance:
+    """From (drafted, accepted) of each round: the chance of a draft is counted over the rounds that drafted that far."""
+    pairs = [(drafted, accepted) for drafted, accepted in rounds if drafted > 0]
+    if not pairs:
+        raise ConfigError("no round drafted anything: record a run with a drafter")
+    chances = []
+    for place in range(1, max(drafted for drafted, _ in pairs) + 1):
+        tried = sum(drafted >= place and accepted >= place - 1 for drafted, accepted in pairs)
+        if not tried:
+            break
+        chances.append(sum(accepted >= place for _, accepted in pairs) / tried)
+    return Acceptance(tuple(chances), "histogram", len(pairs))
+
+
+WRITTEN = {"survival": from_survival, "conditional": lambda chances: Acceptance(tuple(chances)), "histogram": from_histogram}
+
+
+def parse_acceptance(text: str) -> Acceptance:
+    """As a person writes it. Raises ConfigError that says how."""
+    kind, colon, rest = text.partition(":")
+    if colon and kind.strip().lower() in WRITTEN:
+        return WRITTEN[kind.strip().lower()](_numbers(rest, text))
+    path, _, drafter = text.rpartition(":") if not os.path.exists(text) and ":" in text else (text, "", "")
+    if os.path.exists(path):
+        return read_acceptance(Path(path), drafter)
+    values = _numbers(text, text)
+    return constant(values[0]) if len(values) == 1 else Acceptance(tuple(values))
+
+
+def _numbers(text: str, whole: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError(
+            f"--acceptance {whole!r} is no chance, no curve and no file: write 0.8, 0.8,0.75,0.7, survival:.77,.57, "
+            "histogram:20,10,5, or the path of a bench run"
+        ) from None
+
+
+def read_acceptance(path: Path, drafter: str = "") -> Acceptance:
+    """The histogram of a bench run or of a trace. Raises ConfigError when there is none in it."""
+    file = path / "results.json" if path.is_dir() else path
+    is_table, remedy = file.suffix == ".parquet", "give a bench run, results.json or a trace"
+    lines = _parquet_lines(file) if is_table else read_objects(file, remedy)
+    if len(lines) == 1 and isinstance(lines[0].get("results"), list):
+        return from_histogram(_best_histogram(lines[0]["results"], drafter, file))
+    if found := [line["accepted_histogram"] for line in lines if line.get("accepted_histogram")]:
+        return from_histogram(add_histograms(found))
+    rounds = [pair for line in lines for pair in _pairs(line.get("drafted"), line.get("accepted"))]
+    if not rounds:
+        raise ConfigError(f"{file} holds no accepted_histogram: give the folder of paceline bench decode, or a trace")
+    return from_rounds(rounds)
+
+
+def _best_histogram(results: Sequence[dict[str, Any]], drafter: str, file: Path) -> list[int]:
+    known = [result for result in results if len(result.get("accepted_histogram") or ()) > 1]
+    chosen = [result for result in known if not drafter or drafter in (result.get("drafter"), result.get("drafter_name"))]
+    if not chosen:
+        names = ", ".join(str(result.get("drafter")) for result in known) or "none that drafted"
+        raise ConfigError(f"{file} has no recorded drafts{f' of {drafter!r}' if drafter else ''}: it holds {names}")
+    return max(chosen, key=lambda result: float(result.get("tokens_per_round") or 0.0))["accepted_histogram"]
+
+
+def _parquet_lines(file: Path) -> list[dict[str, Any]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ConfigError("reading a Parquet trace needs pyarrow: pip install 'paceline[data]'") from error
+    what = f"{file} is no trace with drafted and accepted"
+    with reraised(ConfigError, what, "give one of paceline serve", ArrowException, OSError, KeyError):
+        return parquet.read_table(file, columns=["drafted", "accepted"]).to_pylist()
+
+
+def _pairs(drafted: Any, accepted: Any) -> list[tuple[int, int]]:
+    is_lists = isinstance(drafted, list) and isinstance(accepted, list) and len(drafted) == len(accepted)
+    return list(zip(drafted, accepted, strict=True)) if is_lists else []
 
 
 @dataclass(frozen=True, slots=True)

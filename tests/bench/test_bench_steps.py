@@ -20,7 +20,7 @@ from paceline.errors import ConfigError
 from paceline.hardware import Machine
 from paceline.model.target import Target
 from paceline.simulate.calibrate import machine_of
-from paceline.simulate.measured import table_of
+from paceline.simulate.costs import table_of
 from paceline.types import Batch, SamplingParams, Sequence, Take
 
 MACHINE = Machine("test", 1e9, {"bfloat16": 1e9}, 1, 1)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.bench.html import RunData, numbers, page, read_run, thinned
-from paceline.commands.report import report
+from paceline.commands.evaluate import report
 from paceline.errors import ConfigError
 
 pytest.importorskip("matplotlib")

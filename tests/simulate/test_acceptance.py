@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.simulate.acceptance import (
+from paceline.simulate.speedup import (
     Acceptance,
     constant,
     from_histogram,

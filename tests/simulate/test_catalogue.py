@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ModelNotFoundError, UnsupportedModelError
-from paceline.hardware import KNOWN_MACHINES
 from paceline.simulate import catalogue
 
 TOTALS = {
@@ -112,6 +111,6 @@ def test_a_config_and_a_shape_by_path(tmp_path: Path) -> None:
 
 def test_machines() -> None:
     for name in ("B200", "B300", "H100", "H200", "GH200", "L40S", "RTX 4090", "RTX Pro 6000", "MI300X", "laptop CPU"):
-        machine = KNOWN_MACHINES[name]
+        machine = catalogue.machines()[name]
         assert machine.bytes_per_s > 1e10 and machine.memory_bytes > 1e10 and machine.flops_per_s
-    assert all(each.link_bytes_per_s for each in KNOWN_MACHINES.values() if not each.num_threads)
+    assert all(each.link_bytes_per_s for each in catalogue.machines().values() if not each.num_threads)

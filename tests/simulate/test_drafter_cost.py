@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.hardware import KNOWN_MACHINES
+from paceline.simulate import catalogue
 from paceline.simulate.config import CostsConfig
 from paceline.simulate.costs import FractionDrafter, ShapeDrafter
 
-B200 = KNOWN_MACHINES["B200"]
+B200 = catalogue.machines()["B200"]
 RATES = {"flops_per_s": B200.flops_per_s["bfloat16"], "bytes_per_s": B200.bytes_per_s}
 DFLASH = ShapeDrafter(0.983e9, **RATES, block=16)
 MTP = ShapeDrafter(5.394e8, **RATES)

@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.simulate.flags import METHODS, Serving, server_flags
+from paceline.simulate.answer import METHODS, Serving, server_flags
 
 
 def after(words: list[str], flag: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import PacelineError, UnsupportedModelError
 from paceline.simulate import catalogue
-from paceline.simulate.hf_config import shape_of
+from paceline.simulate.catalogue import shape_of
 from paceline.simulate.shapes import Attention, Experts, from_json
 
 SMALL: dict[str, Any] = {

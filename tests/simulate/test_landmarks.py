@@ -6,12 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from paceline.hardware import KNOWN_MACHINES
 from paceline.simulate import catalogue
-from paceline.simulate.acceptance import constant, tokens_per_round
 from paceline.simulate.costs import FractionDrafter, RooflineCosts
 from paceline.simulate.roofline import Deployment
-from paceline.simulate.speedup import Load, Prediction, predict
+from paceline.simulate.speedup import Load, Prediction, constant, predict, tokens_per_round
 
 FLASH, PRO, DENSE = "DeepSeek-V4-Flash", "DeepSeek-V4-Pro", "Qwen3.5-27B-FP8"
 TABLE = {
@@ -39,7 +37,7 @@ TABLE = {
 
 def predicted(model: str, batch: int, chance: float, block: int | None) -> Prediction:
     shape = catalogue.find(model)
-    deployment = Deployment(KNOWN_MACHINES["B200"], shape.precisions)
+    deployment = Deployment(catalogue.machines()["B200"], shape.precisions)
     costs = RooflineCosts(shape, deployment, FractionDrafter(0.10, block))
     return predict(costs, constant(chance), Load(batch, 4096, 16))
 
@@ -99,7 +97,7 @@ def test_dense_models_are_flat_and_then_fall() -> None:
 def test_a_hub_config_of_the_dense_model_predicts_nearly_the_same() -> None:
     """Qwen3.5-27B counts its output gate, the landmark's entry does not: 2% more weights change no speed-up by 2%."""
     shape = catalogue.find("Qwen3.5-27B")
-    deployment = Deployment(KNOWN_MACHINES["B200"], catalogue.find(DENSE).precisions)
+    deployment = Deployment(catalogue.machines()["B200"], catalogue.find(DENSE).precisions)
     costs = RooflineCosts(shape, deployment, FractionDrafter(0.10, 16))
     found = predict(costs, constant(0.89), Load(32, 4096, 16))
     assert found.speedup == pytest.approx(5.29, rel=0.02)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.errors import CacheError, ConfigError
-from paceline.hardware import KNOWN_MACHINES, Machine
+from paceline.hardware import Machine
 from paceline.simulate import catalogue
 from paceline.simulate.calculator import FOLDER, data, hash_of, page
 
@@ -25,7 +25,7 @@ def test_it_writes_one_file(tmp_path: Path) -> None:
     line = json.loads(result.stdout.splitlines()[-1])
     assert out.read_text(encoding="utf-8") == page()
     assert line["page"] == str(out) and line["num_bytes"] == out.stat().st_size
-    assert line["models"] == list(catalogue.all_shapes()) and line["machines"] == list(KNOWN_MACHINES)
+    assert line["models"] == list(catalogue.all_shapes()) and line["machines"] == list(catalogue.machines())
 
 
 def test_it_is_opened_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

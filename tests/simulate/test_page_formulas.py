@@ -21,13 +21,12 @@ from javascript import run_js
 from typer.testing import CliRunner
 
 from paceline.cli import app
-from paceline.hardware import KNOWN_MACHINES
-from paceline.simulate import acceptance as acceptances
 from paceline.simulate import catalogue, limits
+from paceline.simulate import speedup as acceptances
+from paceline.simulate.answer import METHODS, Serving, server_flags
 from paceline.simulate.calculator import data
 from paceline.simulate.costs import DrafterCost, FractionDrafter, RooflineCosts, ShapeDrafter
-from paceline.simulate.flags import METHODS, Serving, server_flags
-from paceline.simulate.roofline import Deployment, memory_need
+from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, Deployment, memory_need
 from paceline.simulate.shapes import FORMATS, Attention, ModelShape, Precisions
 from paceline.simulate.speedup import Load, predict
 
@@ -51,7 +50,7 @@ ODD = ModelShape(
     ),
 )
 """What no model of the catalogue has: histories without windows, all in one."""
-PAIRS = list(itertools.product([*SHAPES.values(), *[ODD] * 3], KNOWN_MACHINES.values()))
+PAIRS = list(itertools.product([*SHAPES.values(), *[ODD] * 3], catalogue.machines().values()))
 PREDICT = """(inputs) => inputs.map(({ shape, deployment, drafter, kind, values, load }) => {
   const makers = { survival: fromSurvival, histogram: fromHistogram };
   const made = makers[kind] ? makers[kind](values) : acceptanceOf(values, kind);
@@ -85,7 +84,7 @@ def drawn_deployment(rng: random.Random, shape: ModelShape, machine: Any) -> Dep
     precisions = Precisions(**{part: rng.choice((name, rng.choice(list(FORMATS)))) for part, name in kept.items()})
     gpus = rng.choice((1, 1, 2, 4, 7, 64)) if machine.link_bytes_per_s else 1
     locality = rng.choice((0.0, 0.255, 1.0, rng.random()))
-    return Deployment(machine, precisions, gpus, locality, rng.choice(("whole", "layers")))
+    return Deployment(machine, precisions, gpus, locality, rng.choice((False, True)))
 
 
 def drawn_drafter(rng: random.Random, deployment: Deployment) -> DrafterCost:
@@ -103,8 +102,8 @@ def told_deployment(deployment: Deployment, host_s: float) -> dict[str, Any]:
         "precisions": formats,
         "num_gpus": deployment.num_gpus,
         "locality": deployment.expert_locality,
-        "per_layer": deployment.variant == "layers",
-        "latency_s": deployment.collective_latency_s,
+        "per_layer": deployment.per_layer,
+        "latency_s": COLLECTIVE_LATENCY_S,
         "host_s": host_s,
     }
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.hardware import KNOWN_MACHINES, Machine
+from paceline.hardware import Machine
 from paceline.simulate import catalogue
 from paceline.simulate.limits import memory_warning, roofline_limits
 from paceline.simulate.roofline import MEASURED_LOCALITY, Deployment, attended, distinct_experts, memory_need, pass_seconds
 from paceline.simulate.shapes import Attention, Experts, ModelShape, Precisions, with_precisions
 from paceline.simulate.speedup import Load
 
-B200 = KNOWN_MACHINES["B200"]
+B200 = catalogue.machines()["B200"]
 BF16 = Precisions()
 
 
@@ -103,8 +103,8 @@ def test_layers_apart_cost_more_than_layers_together() -> None:
     """A layer bound by arithmetic and one bound by reading cannot make up for each other when taken apart."""
     groups = (Attention("gqa", 1, 512, 1, 16), Attention("linear", 1, state_bytes=1e6))
     whole, apart = (
-        pass_seconds(dense_shape(*groups), Deployment(machine(), BF16, variant=variant), 1, 4, 1000)["attention"]
-        for variant in ("whole", "layers")
+        pass_seconds(dense_shape(*groups), Deployment(machine(), BF16, per_layer=per_layer), 1, 4, 1000)["attention"]
+        for per_layer in (False, True)
     )
     flops, num_bytes = 4 * 512 * 16 * 4 * 1000, 2 * 16 * 2 * 1000
     assert apart == pytest.approx(flops / 1e14 + 1e6 / 1e12)
@@ -115,16 +115,16 @@ def test_layers_apart_cost_more_than_layers_together() -> None:
 def test_several_gpus() -> None:
     shape = dense_shape()
     one = pass_seconds(shape, Deployment(machine(), BF16), 1, 1, 10)
-    four = pass_seconds(shape, Deployment(machine(), BF16, num_gpus=4, collective_latency_s=1e-5), 1, 8, 10)
+    four = pass_seconds(shape, Deployment(machine(), BF16, num_gpus=4), 1, 8, 10)
     assert four["projections"] == pytest.approx(one["projections"] / 4)
-    assert four["collectives"] == pytest.approx(2 * 2 * (1e-5 + 2 * 3 / 4 * 8 * 64 * 2 / 1e11))
+    assert four["collectives"] == pytest.approx(2 * 2 * (5e-6 + 2 * 3 / 4 * 8 * 64 * 2 / 1e11))
     told = " ".join(roofline_limits(shape, Deployment(machine(), BF16, num_gpus=4)))
     assert "all-reduces" in told
 
 
 def test_missing_formats_are_multiplied_wider_and_said_so() -> None:
     shape = replace(dense_shape(), precisions=Precisions(weights="float4"))
-    deployment = Deployment(KNOWN_MACHINES["H100"], shape.precisions)
+    deployment = Deployment(catalogue.machines()["H100"], shape.precisions)
     assert deployment.flops_per_s("float4") == 1.979e15
     assert any("multiplied as float8" in sentence for sentence in roofline_limits(shape, deployment))
     with pytest.raises(ConfigError, match="no known arithmetic rate"):

@@ -21,8 +21,8 @@ from paceline.errors import ConfigError
 from paceline.figures import Rounds
 from paceline.prompts import Prompt
 from paceline.runlog import RunFolder
+from paceline.simulate.costs import table_of
 from paceline.simulate.load import arriving, poisson
-from paceline.simulate.measured import table_of
 from paceline.simulate.replay import Recorded, compare, policy_for, read_passes, recorded_survival
 from paceline.simulate.serving import Case, Job, Outcome, ServerShape
 

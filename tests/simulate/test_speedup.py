@@ -7,18 +7,15 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.hardware import KNOWN_MACHINES
 from paceline.simulate import catalogue
-from paceline.simulate.acceptance import constant, from_survival, tokens_per_round
-from paceline.simulate.costs import FractionDrafter, RooflineCosts, ShapeDrafter, StepCosts, ToyCosts
-from paceline.simulate.measured import table_of
+from paceline.simulate.costs import FractionDrafter, RooflineCosts, ShapeDrafter, StepCosts, ToyCosts, table_of
 from paceline.simulate.roofline import Deployment
-from paceline.simulate.speedup import Load, best, predict
+from paceline.simulate.speedup import Load, best, constant, from_survival, predict, tokens_per_round
 
 
 def roofline(host_s: float = 0.0, fraction: float = 0.1) -> RooflineCosts:
     shape = catalogue.find("Qwen3-8B")
-    return RooflineCosts(shape, Deployment(KNOWN_MACHINES["H100"], shape.precisions), FractionDrafter(fraction), host_s)
+    return RooflineCosts(shape, Deployment(catalogue.machines()["H100"], shape.precisions), FractionDrafter(fraction), host_s)
 
 
 def test_the_toy_is_the_tokens_per_round() -> None:
@@ -66,7 +63,7 @@ def test_more_acceptance_buys_more() -> None:
 
 def test_a_drafter_of_its_own_size_does_not_grow_with_the_target() -> None:
     shape = catalogue.find("Qwen3-8B")
-    deployment = Deployment(KNOWN_MACHINES["H100"], shape.precisions)
+    deployment = Deployment(catalogue.machines()["H100"], shape.precisions)
     drafter = ShapeDrafter(0.5e9, 9.895e14, 3.35e12, block=16)
     costs = RooflineCosts(shape, deployment, drafter)
     assert costs.draft_s(1, 15, 4096) == pytest.approx(2 * 0.5e9 / 3.35e12)

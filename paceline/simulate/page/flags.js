@@ -1,4 +1,4 @@
-// Server flags that realise a prediction, as paceline.simulate.flags writes them, and the command that predicts the same.
+// Server flags that realise a prediction, as paceline.simulate.answer writes them, and the command that predicts the same.
 
 export const METHODS = ["dflash", "mtp", "eagle3", "draft-model", "ngram"];
 export const PLACEHOLDER = "YOUR-DRAFTER";

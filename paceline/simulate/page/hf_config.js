@@ -1,4 +1,4 @@
-// A pasted config.json as a shape, as paceline.simulate.hf_config counts it; or a shape's own JSON, checked.
+// A pasted config.json as a shape, as paceline.simulate.catalogue counts it; or a shape's own JSON, checked.
 import { ConfigReader } from "./config_reader.js";
 import { InputError } from "./formulas.js";
 
