@@ -209,7 +209,7 @@ def test_flags_are_pythons_to_the_letter() -> None:
     servings = [
         Serving(
             model=rng.choice(("Qwen/Qwen3-8B", "a b", "it's")),
-            method=rng.choice(METHODS),
+            method=rng.choice(tuple(METHODS)),
             drafter=rng.choice(("YOUR-DRAFTER", "my $drafter", "a'b")),
             num_drafted=rng.randrange(0, 17),
             batch=rng.randrange(1, 300),
