@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from paceline.config import EngineConfig
 from paceline.model.backends import load_target
 from paceline.model.target import Target, head_weight
 from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimConfig
@@ -94,7 +95,7 @@ def main() -> None:
     torch.set_num_threads(1)
     corpus = read_corpus([given.answers], 512, 0.03, 64)
     corpus = Corpus(corpus.train[: given.documents], corpus.heldout)
-    target = load_target(MODEL, dtype=torch.bfloat16, max_len=512)
+    target = load_target(EngineConfig(MODEL, dtype="bfloat16", device="cpu", max_len=512))
     with tempfile.TemporaryDirectory() as folder:
         curves = {
             f"{start}, {'scaled' if is_scaled else 'as they are'}": run(target, corpus, Path(folder), given, start, is_scaled)

@@ -46,7 +46,7 @@ def drafters(llm: LLM, names: list[str]) -> dict[str, Any]:
         "none": lambda: "none",
         "default": lambda: "default",
         "ngram": lambda: NgramDrafter(),
-        "small_model=itself": lambda: SmallModelDrafter(load_target(llm.config.model, dtype=dtype)),
+        "small_model=itself": lambda: SmallModelDrafter(load_target(llm.config)),
         "small_model=random": lambda: SmallModelDrafter(Decoder(tiny, random_tensors(tiny, 0), dtype=dtype)),
         "dflash=random": lambda: DFlashDrafter.random(llm.target, num_layers=3, block_size=8, seed=0),
     }

@@ -14,8 +14,7 @@ import resource
 import time
 from pathlib import Path
 
-import torch
-
+from paceline.config import EngineConfig
 from paceline.model.backends import load_target
 from paceline.model.target import ForwardBatch
 from paceline.runlog import record_of
@@ -32,7 +31,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args()
     before, started = resident_mb(), time.perf_counter()
-    target = load_target(args.model, dtype=getattr(torch, args.dtype), num_rows=1)
+    target = load_target(EngineConfig(args.model, dtype=args.dtype, device="cpu", max_batch=1))
     load_s, loaded = time.perf_counter() - started, resident_mb() - before
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3 - before
     target.cache.allocate()

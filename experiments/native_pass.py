@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from paceline.config import EngineConfig
 from paceline.hardware import Machine, this_machine
 from paceline.model.backends import load_target
 from paceline.model.native_decoder import NativeDecoder
@@ -89,8 +90,10 @@ def main() -> None:
     targets: dict[str, NativeDecoder] = {}
     for form in ("blocks", "dense"):
         target = load_target(
-            args.model, dtype=getattr(torch, args.dtype), num_rows=rows, max_len=args.context + longest, backend="native",
-            weight_format=form,
+            EngineConfig(
+                args.model, dtype=args.dtype, device="cpu", max_batch=rows, max_len=args.context + longest, backend="native",
+                weight_format=form,
+            )
         )  # fmt: skip
         assert isinstance(target, NativeDecoder)
         targets.setdefault(target.weight_format, target)

@@ -1,15 +1,17 @@
-"""One table for the terminal, for Markdown and for the pages of reports.
+"""What long work shows: how far it is, and one table for the terminal, for Markdown and for the pages of reports.
 
     columns = [Column("drafter", lambda each: each.name), Column("tokens/s", lambda each: each.rate, "{:.1f}", align="right")]
     table = Table(columns, results, title="Decoding", notes=["rate: median of 3 repetitions"])
     table.show()            # to stderr
     {{ table(made) }}       # in a template of `bench/templates`, for report.md and report.html
 
-A row is any record; each column knows how to read its cell from one. No torch here, and rich only when a table is shown.
+A row is any record; each column knows how to read its cell from one. Library calls tell how far they are to a `Progress`;
+that of the commands writes to the terminal. No torch here, and rich only when a table is shown.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -84,6 +86,30 @@ class Table:
                 cells = [cell.partition(column.cut)[0] if column.cut else cell for column, cell in pairs]
             made.add_row(*map(Text, cells))
         return made
+
+
+def ignore(*_: object) -> None:
+    """For whoever is told of progress and does not want to know."""
+
+
+class Progress:
+    """Shows nothing. `commands.shared.TerminalProgress` writes each of these to stderr."""
+
+    def say(self, text: str) -> None:
+        """One line of news."""
+
+    def loaded(self, llm: Any) -> None:
+        """The model, an `engine.llm.LLM`, is loaded."""
+
+    def bar(self, what: str, total: int) -> contextlib.AbstractContextManager[Callable[[str], None]]:
+        """Within, the function given is called once for each of `total` items, with what is under way."""
+        return contextlib.nullcontext(lambda text: None)
+
+    def table(self, table: Table) -> None:
+        """Figures are ready."""
+
+
+SILENT = Progress()
 
 
 def spread_column(

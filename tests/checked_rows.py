@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from paceline.model.logits import sample
-from paceline.verify.rule import CheckedRow, RowVerdict, Uniforms
+from paceline.verify.rules import CheckedRow, RowVerdict, Uniforms
 
 Verify = Callable[[CheckedRow], RowVerdict]
 

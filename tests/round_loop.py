@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from paceline.draft.base import Drafter, Observed
-from paceline.engine.judge import RuleJudge
-from paceline.engine.round import decode_round
+from paceline.engine.round import RuleJudge, decode_round
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 from paceline.types import Batch, DraftBlock, RoundStats, SamplingParams, Sequence, Verdict
 

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "paceline"
 
 LAYERS = [
-    {"types", "errors", "config", "figures", "hardware", "learned", "plan", "runlog", "rng", "prompts", "progress", "tables"},
+    {"types", "errors", "config", "figures", "hardware", "learned", "plan", "runlog", "rng", "prompts", "tables"},
     {"hub", "model", "simulate"},
     {"draft", "verify"},
     {"engine"},
@@ -35,7 +35,6 @@ TORCH_FREE_AT_IMPORT = [
     "runlog",
     "rng",
     "prompts",
-    "progress",
     "tables",
     "cli",
 ]

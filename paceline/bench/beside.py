@@ -17,7 +17,7 @@ from paceline.errors import ConfigError, reraised
 from paceline.figures import first_difference
 from paceline.hub import resolve
 from paceline.model.checkpoint import config_json, load_tensors
-from paceline.progress import ignore
+from paceline.tables import ignore
 from paceline.types import SamplingParams
 
 LOOKUP_TOKENS = 10

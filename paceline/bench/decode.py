@@ -25,10 +25,9 @@ from paceline.errors import ConfigError
 from paceline.figures import Interval, Rounds, bootstrap, ratio_of_sums, repetition, survival
 from paceline.hardware import Machine
 from paceline.model.target import Target
-from paceline.progress import ignore
 from paceline.prompts import Prompt
 from paceline.runlog import plain
-from paceline.tables import Column, Table
+from paceline.tables import Column, Table, ignore
 from paceline.types import Round, SamplingParams
 
 ABOUT = ("device", "machine", "model", "dtype", "backend", "isa", "weight_format", "weight_bytes", "ceiling_tokens_per_s")

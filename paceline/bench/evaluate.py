@@ -26,11 +26,10 @@ from paceline.draft.registry import DRAFTERS, checkpoint_of
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ModelNotFoundError
 from paceline.figures import is_loop
-from paceline.progress import SILENT, Progress
 from paceline.prompts import Prompt, read_prompts
 from paceline.runlog import RunFolder, plain
 from paceline.simulate.files import read_json
-from paceline.tables import flat
+from paceline.tables import SILENT, Progress, flat
 
 BUILTIN = "built-in"
 EVALUATION = "evaluation.json"

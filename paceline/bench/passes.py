@@ -13,16 +13,16 @@ import torch
 
 from paceline.draft.base import Drafter
 from paceline.engine.engine import Engine
-from paceline.engine.judge import RuleJudge
 from paceline.engine.llm import LLM
+from paceline.engine.round import RuleJudge
 from paceline.errors import ContextLengthError
 from paceline.figures import first_difference
 from paceline.model.backends import form_of
 from paceline.model.target import ForwardBatch, Target
-from paceline.progress import ignore
 from paceline.prompts import Prompt
+from paceline.tables import ignore
 from paceline.types import Round, SamplingParams
-from paceline.verify.mocked import mocked
+from paceline.verify.rules import mocked
 
 CHUNK = 256
 """Tokens of a prefill pass."""

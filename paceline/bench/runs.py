@@ -23,11 +23,10 @@ from paceline.hardware import Machine, this_machine
 from paceline.hub import resolve
 from paceline.model.backends import form_of
 from paceline.model.checkpoint import config_json
-from paceline.progress import SILENT, Progress
 from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
 from paceline.simulate.catalogue import shape_of
-from paceline.tables import Column, Table
+from paceline.tables import SILENT, Column, Progress, Table
 
 NUM_SAMPLES = 3
 MEANING = (

@@ -22,10 +22,9 @@ from paceline.bench.pages import LOAD_PLOTS, LoadPlot, load_plots, write_load_re
 from paceline.bench.serving import BASELINE, Contender, Load, Pass, ServingBench, ServingResult
 from paceline.config import read_api_keys
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
-from paceline.progress import SILENT, Progress
 from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
-from paceline.tables import Column, Table, flat, spread_column
+from paceline.tables import SILENT, Column, Progress, Table, flat, spread_column
 
 CONTENDERS = (BASELINE, "auto")
 OWNER = "paceline"

@@ -26,9 +26,9 @@ from typing import Any
 from paceline.bench.client import Client, Stream
 from paceline.bench.config import WARM_UP_TOKENS, ServingConfig
 from paceline.figures import Spread
-from paceline.progress import ignore
 from paceline.prompts import Prompt
 from paceline.simulate.load import load_name, poisson
+from paceline.tables import ignore
 
 BASELINE = "off"
 DONE = b"[DONE]"

@@ -32,11 +32,11 @@ from paceline.errors import ConfigError
 from paceline.figures import Rounds
 from paceline.hardware import Machine
 from paceline.plan import FixedPlanner
-from paceline.progress import ignore
 from paceline.simulate.calibrate import precisions_of
 from paceline.simulate.costs import NO_COST, RooflineCosts, ShapeDrafter
 from paceline.simulate.roofline import Deployment
 from paceline.simulate.shapes import ModelShape
+from paceline.tables import ignore
 from paceline.types import Batch, DraftBlock, SamplingParams
 
 FILLER = 5

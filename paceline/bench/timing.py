@@ -34,11 +34,10 @@ from paceline.draft.base import NoDrafter
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.figures import first_difference
-from paceline.progress import ignore
 from paceline.runlog import plain
 from paceline.simulate.calculator import embedded, hash_of
 from paceline.simulate.files import read_json
-from paceline.tables import printable
+from paceline.tables import ignore, printable
 from paceline.types import SamplingParams, Sequence
 
 NAME = "timing.json"

@@ -11,8 +11,7 @@ import typer
 
 from paceline.bench.config import BenchConfig, MockConfig, ServersConfig, ServingConfig, StepsConfig
 from paceline.commands.options import Changed, Only, Opt, Without, options
-from paceline.commands.shared import MOCK, Json, Limit, PromptSource
-from paceline.commands.terminal import TerminalProgress, say
+from paceline.commands.shared import MOCK, Json, Limit, PromptSource, TerminalProgress, say
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.runlog import write_whole

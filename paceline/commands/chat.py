@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.commands.options import Changed, Opt, Without, options
-from paceline.commands.shared import System, note_without_effect, with_model
-from paceline.commands.terminal import interruptible, introduce, say
+from paceline.commands.shared import System, introduce, note_without_effect, say, with_model
 from paceline.config import EngineConfig
 from paceline.errors import ContextLengthError, PromptError
 from paceline.types import SamplingParams
@@ -73,7 +73,7 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) ->
     from paceline.engine.llm import GenerationStats
 
     texts, stats = [], None
-    with interruptible() as is_interrupted, contextlib.closing(llm.stream(messages, params)) as chunks:
+    with _interruptible() as is_interrupted, contextlib.closing(llm.stream(messages, params)) as chunks:
         for chunk in chunks:
             texts.append(chunk.text)
             print(chunk.text, end="", flush=True)
@@ -84,6 +84,23 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) ->
     if stats and sys.stdin.isatty():
         say(f"[{stats.tokens_per_s:.1f} tokens/s, {stats.tokens_per_round:.2f} tokens per round]")
     return "".join(texts)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Within, the first Ctrl-C only makes the given function true: an answer ends between two rounds. A second one raises."""
+    pressed = []
+
+    def note(number: int, frame: Any) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _lines() -> Iterator[str]:

@@ -9,8 +9,18 @@ import typer
 
 from paceline.commands.generate import encode
 from paceline.commands.options import Only, Without, options
-from paceline.commands.shared import MOCK, Json, Raw, System, check_template, prompt_of, with_model
-from paceline.commands.terminal import TerminalProgress, introduce, say
+from paceline.commands.shared import (
+    MOCK,
+    Json,
+    Raw,
+    System,
+    TerminalProgress,
+    check_template,
+    introduce,
+    prompt_of,
+    say,
+    with_model,
+)
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.runlog import RunFolder, write_whole

@@ -10,8 +10,7 @@ import typer
 
 from paceline.bench.config import BenchConfig
 from paceline.commands.options import Changed, Only, Opt, Without, options
-from paceline.commands.shared import Json
-from paceline.commands.terminal import TerminalProgress, say
+from paceline.commands.shared import Json, TerminalProgress, say
 from paceline.config import EngineConfig
 from paceline.runlog import write_whole
 

@@ -17,13 +17,14 @@ from paceline.commands.shared import (
     System,
     check_template,
     grammar_of,
+    introduce,
     is_named,
     not_empty,
     note_without_effect,
     prompt_of,
+    say,
     with_model,
 )
-from paceline.commands.terminal import introduce, say
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PromptError, reraised
 from paceline.types import SamplingParams

@@ -26,6 +26,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -37,8 +38,8 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args,
 
 import typer
 
-from paceline.commands.terminal import print_json
 from paceline.errors import ConfigError, PacelineError
+from paceline.runlog import plain
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -176,7 +177,7 @@ def options(command: Callable[P, R]) -> Callable[P, R]:
                 given[name] = _build(owner, [(each, given.pop(each.parameter.name)) for each in asked])
             line = command(**given)  # pyright: ignore[reportCallIssue]
         if given.get("as_json") and isinstance(line, dict):
-            print_json(line)
+            print(json.dumps(plain(line)), flush=True)
         return line
 
     run.__signature__ = inspect.Signature(flat)  # pyright: ignore[reportAttributeAccessIssue]  # raises on a name taken twice

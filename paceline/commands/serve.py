@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.commands.options import Changed, Opt, Without, options
-from paceline.commands.terminal import introduce, say
+from paceline.commands.shared import introduce, say
 from paceline.config import EngineConfig, read_api_keys
 from paceline.errors import ConfigError, reraised
 from paceline.serve.settings import ServeConfig, TraceConfig, speculation

@@ -1,19 +1,61 @@
-"""Options that several commands have in common, and how prompts and grammars are read from the command line."""
+"""What several commands have in common: options, how prompts and grammars are read, lines and progress on stderr."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.commands.options import Changed, Opt
-from paceline.commands.terminal import say
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PromptError
+from paceline.tables import Progress
 from paceline.types import GrammarSpec, SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.engine.llm import LLM
+    from paceline.tables import Table
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def introduce(llm: LLM) -> str:
+    """What "auto" and "default" came to, and the memory taken."""
+    from paceline.bench.pages import render
+    from paceline.model.backends import form_of
+
+    return render("loaded.txt", llm=llm, form=form_of(llm.target)).rstrip()
+
+
+class TerminalProgress(Progress):
+    """Writes to stderr what a library call tells of its progress."""
+
+    def say(self, text: str) -> None:
+        say(text)
+
+    def loaded(self, llm: LLM) -> None:
+        say(introduce(llm))
+
+    @contextlib.contextmanager
+    def bar(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda text: bar.update(task, advance=1, description=text)
+
+    def table(self, table: Table) -> None:
+        table.show()
+
 
 Json = Annotated[bool, typer.Option("--json", help="Last line of stdout is one JSON object; everything else goes to stderr.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")]

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.commands.options import Changed, Opt, Without, options
-from paceline.commands.shared import Json
-from paceline.commands.terminal import say
+from paceline.commands.shared import Json, say
 from paceline.errors import ConfigError
 from paceline.runlog import RunFolder, plain, write_whole
 from paceline.simulate.config import CostsConfig, PredictConfig, ServingConfig

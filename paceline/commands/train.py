@@ -6,8 +6,7 @@ from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from paceline.commands.options import Changed, Only, Opt, Without, options
-from paceline.commands.shared import Json
-from paceline.commands.terminal import TerminalProgress, say
+from paceline.commands.shared import Json, TerminalProgress, say
 from paceline.config import EngineConfig
 from paceline.errors import CacheError, ConfigError
 from paceline.train import config as asks

@@ -13,7 +13,9 @@ cache: in `dflash_paths.py` there is one in PyTorch, on any device, and one of n
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +27,6 @@ from paceline import rng
 from paceline.draft.base import Drafter, Observed
 from paceline.draft.checkpoint import DFlashConfig, check_fit, new_config, read_checkpoint, read_draft_ids, write_checkpoint
 from paceline.draft.dflash_paths import Drafts, NativePath, TorchPath
-from paceline.draft.pending import MOST, PIECE, PendingFeatures
 from paceline.errors import ConfigError, ModelFileError
 from paceline.model.checkpoint import random_weights
 from paceline.model.config import DecoderConfig
@@ -168,6 +169,44 @@ def scale_logits(logits: Tensor, config: DFlashConfig) -> Tensor:
     return logits
 
 
+MOST_PENDING = 512
+"""Positions of a row that may wait; some megabytes of features."""
+PENDING_PIECE = 32
+"""Positions that go at once when there are more: the other rows' round waits for them."""
+
+
+class PendingFeatures:
+    """Features of observed positions that are not keys and values yet, by row, oldest first and without gaps: a row that never
+    drafts never pays for them."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, deque[Observed]] = {}
+
+    def count(self, row: int) -> int:
+        waiting = self._rows.get(row)
+        return waiting[-1].start + waiting[-1].count - waiting[0].start if waiting else 0
+
+    def add(self, one: Observed) -> None:
+        """Positions that follow those the row has."""
+        self._rows.setdefault(one.sequence.row, deque()).append(one)
+
+    def take(self, row: int, most: float = math.inf) -> list[Observed]:
+        """The row's oldest `most` positions, or all: they wait no longer."""
+        waiting, taken = self._rows.get(row), list[Observed]()
+        while waiting and most:
+            one = waiting.popleft()
+            if one.count > most:
+                left = int(most)
+                waiting.appendleft(replace(one, start=one.start + left, count=one.count - left, begin=one.begin + left))
+                one = replace(one, count=left)
+            taken.append(one)
+            most -= one.count
+        return taken
+
+    def drop(self, row: int) -> None:
+        self._rows.pop(row, None)
+
+
 class DFlashDrafter(Drafter):
     """A DFlash v1 drafter. Greedy and seeded requests get certain drafts, sampled ones drafts with their distribution."""
 
@@ -244,8 +283,8 @@ class DFlashDrafter(Drafter):
             if self._overwrites_taps:
                 one = Observed(one.sequence, one.start, one.count, one.taps_TF[one.begin : one.begin + one.count].clone())
             self._pending.add(one)
-            if (excess := self._pending.count(row) - MOST) > 0:
-                self._inject([row], max(excess, PIECE))
+            if (excess := self._pending.count(row) - MOST_PENDING) > 0:
+                self._inject([row], max(excess, PENDING_PIECE))
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
         """As Drafter.adopt: keys and values are copied. A row keeps what it has until another sequence observes into it."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import hub
+from paceline.config import EngineConfig
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.checkpoint import is_dflash
 from paceline.draft.dflash import DFlashDrafter
@@ -68,7 +69,7 @@ def _from_checkpoint(name: str, target: Target, **options: Any) -> Drafter:
     path = checkpoint_of(name)
     if path.is_dir() and is_dflash(read_json(path / "config.json")):
         return DFlashDrafter.from_folder(path, **options)
-    model = load_target(
-        str(path), dtype=target.dtype, device=target.device, num_rows=target.cache.num_rows, max_len=target.cache.max_len
-    )
+    sizes = {"max_batch": target.cache.num_rows, "max_len": target.cache.max_len}
+    dtype = str(target.dtype).removeprefix("torch.")
+    model = load_target(EngineConfig(str(path), dtype=dtype, device=str(target.device), **sizes))
     return SmallModelDrafter(model, **options)

@@ -16,16 +16,14 @@ from paceline.draft.base import Drafter, NoDrafter, Observed
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.pool import LOOKUP_MATCH, Pool
 from paceline.engine.grammar import Grammars
-from paceline.engine.judge import RuleJudge
-from paceline.engine.prefix import PrefixReuse
-from paceline.engine.round import decode_round, fail
-from paceline.engine.scheduler import Scheduler
+from paceline.engine.round import RuleJudge, decode_round, fail
+from paceline.engine.scheduler import PrefixReuse, Scheduler
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.model.target import ForwardBatch, Target
 from paceline.model.tokenizer import TextStream, Tokenizer
 from paceline.plan import FixedPlanner, Plan, Planner, Row
 from paceline.types import Batch, Constraint, DraftBlock, FinishReason, Round, RoundStats, SamplingParams, Sequence
-from paceline.verify.mocked import MOCKED
+from paceline.verify.rules import MOCKED
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from paceline.config import EngineConfig, resolve
 from paceline.draft.base import Drafter
 from paceline.draft.registry import make_drafter
 from paceline.engine.engine import Chunk, Engine
-from paceline.engine.judge import RuleJudge
+from paceline.engine.round import RuleJudge
 from paceline.errors import MemoryBudgetError
 from paceline.figures import Rounds
 from paceline.hub import resolve as resolve_model
@@ -32,8 +32,7 @@ from paceline.model.target import DEFAULT_MAX_LEN, Target, measure_passes
 from paceline.model.tokenizer import Tokenizer
 from paceline.plan import AdaptivePlanner, FixedPlanner, Planner, num_fixed
 from paceline.types import FinishReason, SamplingParams, Sequence, Timings, TokenLogprob
-from paceline.verify.lossless import RULES
-from paceline.verify.mocked import mocked
+from paceline.verify.rules import RULES, mocked
 
 Message = dict[str, Any]
 
@@ -104,7 +103,7 @@ class LLM:
             if native_lib.load() is not None:
                 native_lib.follow_torch()
         self.tokenizer = _tokenizer(self.config, resolve_model(model))
-        self.target = load(self.config)
+        self.target = load_target(self.config)
         self.drafter = make_drafter(drafter, self.target, target_name=model, num_drafted=self.config.num_drafted)
         _fit_budget(self.config, self.target, self.drafter)
         self.pass_costs: PassCosts | None = None
@@ -257,20 +256,6 @@ def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer:
     if config.weights == "random" and path.is_dir() and not (path / "tokenizer.json").is_file():
         return Tokenizer.wordless()
     return Tokenizer.from_path(path)
-
-
-def load(config: EngineConfig) -> Target:
-    """The target alone; raises what `load_target` does."""
-    return load_target(
-        config.model,
-        dtype=getattr(torch, config.dtype),
-        device=config.device,
-        num_rows=1 if config.kv_memory else config.max_batch,
-        max_len=config.max_len,
-        weights=config.weights,
-        backend=config.backend,
-        weight_format=config.weight_format,
-    )
 
 
 def _fit_budget(config: EngineConfig, target: Target, drafter: Drafter) -> None:

@@ -6,10 +6,10 @@ import ctypes
 import math
 import sys
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
+from paceline.config import EngineConfig
 from paceline.errors import NativeError, UnsupportedModelError
 from paceline.hardware import memory_bytes
 from paceline.hub import resolve
@@ -23,40 +23,32 @@ from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import DEFAULT_MAX_LEN, Target
 
 
-def load_target(
-    name: str,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    num_rows: int = 1,
-    max_len: int | None = None,
-    weights: Literal["checkpoint", "random"] = "checkpoint",
-    backend: str = "auto",
-    weight_format: str = "auto",
-) -> Target:
-    """A ready target for a built-in name, a folder, a GGUF file or a hub id.
+def load_target(settings: EngineConfig) -> Target:
+    """The target of settings whose device and dtype are settled (`config.resolve`).
 
-    `max_len` defaults to the model's own limit or 2048, the smaller. `weights="random"` reads only the config.
-    `backend` is "native", "torch", or "auto": native where it can be. `weight_format="blocks"` leaves a GGUF file's four- and
-    eight-bit blocks as they are, "dense" expands them to the same numbers, "auto" takes the faster one (`_keeps_blocks`).
-    "q8_0" and "q4_1" round the matrices that the file has in more bits: another model, which speculation leaves as it is.
     Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, DownloadError, CacheError, or NativeError when the native
     pass was asked for and cannot run.
     """
-    path = resolve(name)
+    dtype, device, weights = getattr(torch, settings.dtype), torch.device(settings.device), settings.weights
+    num_rows = 1 if settings.kv_memory else settings.max_batch  # a budget is shared out when the drafter is known, too
+    weight_format = settings.weight_format
+    path = resolve(settings.model)
     try:
         config = load_config(path)
     except UnsupportedModelError as error:
         if path.is_file():
             raise
-        if backend == "native":
+        if settings.backend == "native":
             raise NativeError(f"{error}; that has no native pass: leave --backend out") from error
         from paceline.model.hf import HFTarget  # only here: importing Transformers takes seconds
 
-        return HFTarget.from_path(path, dtype=dtype, device=device, num_rows=num_rows, max_len=max_len, weights=weights)
-    max_len = max_len or min(config.max_position, DEFAULT_MAX_LEN)
+        return HFTarget.from_path(
+            path, dtype=dtype, device=device, num_rows=num_rows, max_len=settings.max_len, weights=weights
+        )
+    max_len = settings.max_len or min(config.max_position, DEFAULT_MAX_LEN)
     is_rounded = weight_format in KINDS
-    if _is_native("native" if is_rounded and backend == "auto" else backend, config, dtype, torch.device(device)):
+    backend = "native" if is_rounded and settings.backend == "auto" else settings.backend
+    if _is_native(backend, config, dtype, device):
         if weights == "random":
             stored = random_tensors(config)
         elif _keeps_blocks(weight_format, config, dtype):
@@ -70,9 +62,10 @@ def load_target(
     else:
         if is_rounded:
             raise NativeError(f"weights in {weight_format} need the native pass: leave --backend or --weight-format out")
-        dense = check_tensors(config, random_tensors(config) if weights == "random" else load_tensors(path), path)
-        decoder = GraphDecoder if torch.device(device).type == "cuda" else Decoder
-        target = decoder(config, dense, num_rows=num_rows, max_len=max_len, dtype=dtype, device=device)
+        dense = random_tensors(config) if weights == "random" else load_tensors(path)
+        decoder = GraphDecoder if device.type == "cuda" else Decoder
+        tensors = check_tensors(config, dense, path)
+        target = decoder(config, tensors, num_rows=num_rows, max_len=max_len, dtype=dtype, device=device)
     _return_freed_memory()
     return target
 

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.model.attention import AttentionPlan, CacheWriter, Rope
+from paceline.model.attention import AttentionPlan, CacheWriter, Rope, rope_tables
 from paceline.model.blocks import Weight
 from paceline.model.config import DecoderConfig
 from paceline.model.kv_cache import StaticKVCache
-from paceline.model.rope import rope_tables
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 
 _DECODE_ROWS = 8

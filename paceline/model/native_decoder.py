@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from paceline.model import native_lib as native
+from paceline.model.attention import rope_tables
 from paceline.model.blocks import Blocks, Weight
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import build_layers
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.native_lib import Buffers, CCache, CConfig, CLayer, Matrix, Model, filled, padded_rows, pointer
-from paceline.model.rope import rope_tables
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from paceline.errors import ModelFileError, PromptError, reraised
-from paceline.model import gguf_file, gguf_tokenizer
+from paceline.model import gguf, gguf_file
 from paceline.model.checkpoint import eos_token_ids, existing, read_json
 
 if TYPE_CHECKING:
@@ -245,10 +245,10 @@ def _from_folder(folder: Path) -> Tokenizer:
 
 def _from_gguf(path: Path) -> Tokenizer:
     file = gguf_file.open_gguf(path)
-    backend, ends = gguf_tokenizer.build_tokenizer(file)
+    backend, ends = gguf.build_tokenizer(file)
     special = {}
     for name, kind in zip(SPECIAL_TOKENS, ("bos", "eos", "unknown", "padding"), strict=True):
-        token = gguf_tokenizer.special_token(file, kind)
+        token = gguf.special_token(file, kind)
         if token is not None and (text := backend.id_to_token(token)) is not None:
             special[name] = text
     template = file.get("tokenizer.chat_template", str)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.progress import Progress
+from paceline.tables import Progress
 from paceline.train.config import RegenerateConfig, TrainConfig
 
 if TYPE_CHECKING:

@@ -21,9 +21,8 @@ from torch.nn import functional as F
 
 from paceline.draft.checkpoint import DFlashConfig
 from paceline.draft.dflash import Attend, visible
-from paceline.model.attention import Rope
+from paceline.model.attention import Rope, rope_tables
 from paceline.model.fused import rotate
-from paceline.model.rope import rope_tables
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,9 @@ import torch
 from paceline.config import EngineConfig, resolve
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ContextLengthError, PromptError, reraised
-from paceline.progress import Progress, ignore
 from paceline.prompts import Prompt, read_prompts
 from paceline.runlog import RunFolder, plain
+from paceline.tables import Progress, ignore
 from paceline.train.answers import Answer, AnswerShards
 from paceline.train.checkpoint import check_same
 from paceline.train.config import AnswerConfig, RegenerateConfig

@@ -22,17 +22,18 @@ from paceline.config import resolve
 from paceline.draft.base import Drafter
 from paceline.draft.checkpoint import write_checkpoint
 from paceline.draft.dflash import DFlashDrafter
-from paceline.engine.llm import LLM, load
+from paceline.engine.llm import LLM
 from paceline.errors import CacheError
 from paceline.figures import Rounds
 from paceline.hardware import this_machine
 from paceline.hub import resolve as resolve_model
+from paceline.model.backends import load_target
 from paceline.model.target import Target
 from paceline.model.tokenizer import Tokenizer
 from paceline.plan import FixedPlanner
-from paceline.progress import Progress
 from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder, write_whole
+from paceline.tables import Progress
 from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
 from paceline.train.dataset import Corpus, Document, check_answers, check_vocabulary, read_corpus
 from paceline.train.features import (
@@ -180,7 +181,7 @@ class _Stages:
         if settings.threads or self.ranks.world > 1:
             torch.set_num_threads(settings.threads or 1)
         device = f"cuda:{self.ranks.local}" if settings.device == "cuda" and self.ranks.world > 1 else settings.device
-        return load(replace(settings, device=device, max_batch=1, max_len=self.config.max_len))
+        return load_target(replace(settings, device=device, max_batch=1, max_len=self.config.max_len))
 
     def _train(self, corpus: Corpus, ood: Path | None, target: Target, run: RunFolder) -> TrainResult:
         """The loop, its figures into metrics.jsonl; the finished drafter in `out/drafter`."""

@@ -22,10 +22,9 @@ from paceline.engine.engine import Engine
 from paceline.errors import CacheError, ConfigError, ModelNotFoundError, PromptError
 from paceline.figures import is_loop
 from paceline.hardware import Machine
-from paceline.progress import SILENT, Progress
 from paceline.prompts import Prompt
 from paceline.runlog import RunFolder, plain
-from paceline.tables import Table
+from paceline.tables import SILENT, Progress, Table
 from paceline.types import Round
 
 MACHINE = Machine("test", 1e9, {}, 1, 1)

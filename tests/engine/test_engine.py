@@ -14,16 +14,14 @@ from scipy.stats import chisquare
 
 from paceline.draft.base import Drafter
 from paceline.engine.engine import Chunk, Engine
-from paceline.engine.judge import RuleJudge
+from paceline.engine.round import RuleJudge
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.figures import Rounds
 from paceline.model.logits import penalise, sample, target_probs
 from paceline.model.target import ForwardBatch, ForwardOutput
 from paceline.types import SamplingParams, Sequence
-from paceline.verify import lossless
-from paceline.verify.lossless import RULES
-from paceline.verify.mocked import mocked
-from paceline.verify.rule import CheckedRow, RowVerdict, Rule, Uniforms
+from paceline.verify import rules
+from paceline.verify.rules import RULES, CheckedRow, RowVerdict, Rule, Uniforms, mocked
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11, 12, 13], [3, 1]]
 
@@ -179,7 +177,7 @@ def test_sampled_answers_have_the_targets_distribution(name: str, rule: str, sha
 def target_for_residual(row: CheckedRow) -> RowVerdict:
     """Wrong on purpose: after a rejection the target is sampled, not the residual."""
     target_JV = row.target_probs()
-    for slot, chance in enumerate(lossless.accept_probs(row.draft_tokens, row.draft_probs_KV, target_JV)):
+    for slot, chance in enumerate(rules.accept_probs(row.draft_tokens, row.draft_probs_KV, target_JV)):
         if row.uniforms.accept(slot) >= chance:
             return RowVerdict(slot, sample(target_JV[slot], row.uniforms.residual(slot)))
     return RowVerdict(len(row.draft_tokens), row.draw(len(row.draft_tokens)))
@@ -205,9 +203,9 @@ def with_uniforms(verify: Callable[[CheckedRow], RowVerdict], kind: type[Uniform
 
 MISTAKES = {
     "target for residual": target_for_residual,
-    "rejection keyed by slot": with_uniforms(lossless.rejection, KeyedBySlot),
-    "block keyed by slot": with_uniforms(lossless.block, KeyedBySlot),
-    "one draw for both": with_uniforms(lossless.rejection, OneDrawForBoth),
+    "rejection keyed by slot": with_uniforms(rules.rejection, KeyedBySlot),
+    "block keyed by slot": with_uniforms(rules.block, KeyedBySlot),
+    "one draw for both": with_uniforms(rules.rejection, OneDrawForBoth),
 }
 
 

@@ -22,12 +22,12 @@ from paceline.draft.base import Drafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
-from paceline.engine.judge import RuleJudge
+from paceline.engine.round import RuleJudge
 from paceline.errors import SamplingError
 from paceline.model.logits import penalise, target_probs
 from paceline.model.tokenizer import Tokenizer
 from paceline.types import Batch, DraftBlock, GrammarSpec, SamplingParams, Sequence
-from paceline.verify.lossless import RULES
+from paceline.verify.rules import RULES
 
 EOS = ByteTokenizer.eos_token_id
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]

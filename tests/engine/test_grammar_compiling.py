@@ -9,10 +9,10 @@ from doubles import ByteTokenizer, FakeTarget
 
 from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
-from paceline.engine.judge import RuleJudge
+from paceline.engine.round import RuleJudge
 from paceline.errors import SamplingError
 from paceline.types import Constraint, GrammarSpec, SamplingParams
-from paceline.verify.mocked import mocked
+from paceline.verify.rules import mocked
 
 EOS = ByteTokenizer.eos_token_id
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]

@@ -9,14 +9,12 @@ from torch import Tensor
 
 from paceline.config import RULES as RULE_NAMES
 from paceline.engine.engine import Engine
-from paceline.engine.judge import RuleJudge
 from paceline.engine.llm import GenerationStats
+from paceline.engine.round import RuleJudge
 from paceline.errors import NumericsError
 from paceline.model.target import ForwardOutput
 from paceline.types import Batch, DraftBlock, SamplingParams, Sequence, Verdict
-from paceline.verify.lossless import RULES
-from paceline.verify.mocked import mocked
-from paceline.verify.rule import CheckedRow, RowVerdict, Rule
+from paceline.verify.rules import RULES, CheckedRow, RowVerdict, Rule, mocked
 
 
 def keep_everything(row: CheckedRow) -> RowVerdict:

@@ -14,7 +14,7 @@ from paceline import LLM, SamplingParams
 from paceline.draft.base import Observed
 from paceline.draft.dflash import DFlashDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.prefix import LEAST
+from paceline.engine.scheduler import LEAST
 from paceline.model.target import ForwardBatch
 from paceline.types import Batch, Sequence
 

@@ -15,7 +15,8 @@ from native_models import BASE, ISAS, needs_library, restored, same_bits, use
 from small_llm import tiny_model
 
 from paceline.bench.runs import ceiling_line
-from paceline.commands.terminal import introduce
+from paceline.commands.shared import introduce
+from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, NativeError
 from paceline.hardware import Machine
@@ -59,6 +60,11 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def load(path: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Target:
+    name = str(dtype).removeprefix("torch.")
+    return load_target(EngineConfig(str(path), dtype=name, device="cpu", max_batch=1, **settings))
+
+
 def logits(target: Target) -> torch.Tensor:
     row = target.cache.allocate()
     assert row is not None
@@ -70,7 +76,7 @@ def logits(target: Target) -> torch.Tensor:
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_auto_is_native_where_the_library_is(folder: Path, dtype: torch.dtype) -> None:
-    ours, theirs = load_target(str(folder), dtype=dtype), load_target(str(folder), dtype=dtype, backend="torch")
+    ours, theirs = load(folder, dtype=dtype), load(folder, dtype=dtype, backend="torch")
     assert isinstance(ours, NativeDecoder) and isinstance(theirs, Decoder)
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
     torch.testing.assert_close(logits(ours), logits(theirs).float(), atol=tolerance, rtol=tolerance)
@@ -81,7 +87,7 @@ def test_auto_is_native_where_the_library_is(folder: Path, dtype: torch.dtype) -
 
 @needs_library
 def test_random_weights_are_the_same_in_both(folder: Path) -> None:
-    made = [load_target(str(folder), weights="random", backend=backend) for backend in ("native", "torch")]
+    made = [load(folder, weights="random", backend=backend) for backend in ("native", "torch")]
     assert isinstance(made[0], NativeDecoder)
     torch.testing.assert_close(logits(made[0]), logits(made[1]), atol=1e-4, rtol=1e-4)
 
@@ -89,12 +95,12 @@ def test_random_weights_are_the_same_in_both(folder: Path) -> None:
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_of_a_gguf_file_are_read_as_they_are(gguf_file: Path, dtype: torch.dtype) -> None:
-    kept, dense = (load_target(str(gguf_file), dtype=dtype, weight_format=format) for format in ("blocks", "dense"))
+    kept, dense = (load(gguf_file, dtype=dtype, weight_format=format) for format in ("blocks", "dense"))
     name = str(dtype).removeprefix("torch.")
     assert (form_of(kept).weight_format, form_of(dense).weight_format) == (f"Q4_1+Q8_0+{name}", name)
     assert kept.weight_bytes < dense.weight_bytes
     numbers = logits(kept)
-    exact = logits(load_target(str(gguf_file), backend="torch"))
+    exact = logits(load(gguf_file, backend="torch"))
     if dtype == torch.float32:
         assert same_bits(numbers, logits(dense))
         torch.testing.assert_close(numbers, exact, atol=1e-4, rtol=1e-4)
@@ -113,9 +119,9 @@ def test_auto_keeps_blocks_where_products_take_them(
     use(isa)
     is_faster = isa == "avx512" and dtype == torch.bfloat16
     kept = f"Q4_1+Q8_0+{dense}"
-    assert form_of(load_target(str(gguf_file), dtype=dtype)).weight_format == (kept if is_faster else dense)
+    assert form_of(load(gguf_file, dtype=dtype)).weight_format == (kept if is_faster else dense)
     monkeypatch.setattr(backends, "memory_bytes", lambda: 1000)
-    assert form_of(load_target(str(gguf_file), dtype=dtype)).weight_format == kept
+    assert form_of(load(gguf_file, dtype=dtype)).weight_format == kept
 
 
 @needs_library
@@ -123,7 +129,7 @@ def test_auto_keeps_blocks_where_products_take_them(
 def test_larger_weights_can_be_rounded_to_blocks(folder: Path, tmp_path: Path, kind: str) -> None:
     """Rounded at load, they are the numbers that rounding them beforehand gives; speculation leaves that model as it is."""
     wide = tiny_model(tmp_path / "wide")
-    rounded, exact = load_target(str(wide), weight_format=kind), load_target(str(wide))
+    rounded, exact = load(wide, weight_format=kind), load(wide)
     assert form_of(rounded).weight_format == kind.upper() and rounded.weight_bytes < 0.5 * exact.weight_bytes
     given = [(name, tensor) for name, tensor in load_tensors(wide) if isinstance(tensor, torch.Tensor)]
     blocks = [(name, quantise(tensor, backends.KINDS[kind])) for name, tensor in given]
@@ -137,15 +143,15 @@ def test_larger_weights_can_be_rounded_to_blocks(folder: Path, tmp_path: Path, k
     llm.use_drafter("none")
     assert llm.generate_ids(prompt, params)[0].token_ids == fast
     with pytest.raises(NativeError, match=f"weights in {kind} need the native pass"):
-        load_target(str(folder), weight_format=kind, backend="torch")
+        load(folder, weight_format=kind, backend="torch")
 
 
 def test_without_the_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_lib, "load", lambda: None)
-    assert isinstance(load_target(str(folder)), Decoder)
-    assert isinstance(load_target(str(folder), weight_format="dense"), Decoder)
+    assert isinstance(load(folder), Decoder)
+    assert isinstance(load(folder, weight_format="dense"), Decoder)
     with pytest.raises(NativeError, match="install a C\\+\\+ compiler and reinstall"):
-        load_target(str(folder), backend="native")
+        load(folder, backend="native")
     llm = LLM(str(folder), drafter="none", dtype="float32", device="cpu", threads=1, max_len=64)
     assert "float32 (weights float32, torch), drafter none" in introduce(llm)
 
@@ -173,8 +179,8 @@ def test_what_transformers_runs_has_no_native_pass(tmp_path: Path) -> None:
         tmp_path
     )
     with pytest.raises(NativeError, match="GPT2LMHeadModel is not implemented .* leave --backend out"):
-        load_target(str(tmp_path), backend="native")
-    assert form_of(load_target(str(tmp_path))) == Form("torch", None, "float32")
+        load(tmp_path, backend="native")
+    assert form_of(load(tmp_path)) == Form("torch", None, "float32")
 
 
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -201,7 +207,7 @@ def test_an_llm_says_how_it_computes_and_sets_the_threads(folder: Path, gguf_fil
         torch.set_num_threads(before)
     isa = form_of(llm.target).isa
     assert f" on cpu, float32 (weights float32, native {isa}), drafter none; weights " in introduce(llm)
-    llm.target = load_target(str(gguf_file), weight_format="blocks")
+    llm.target = load(gguf_file, weight_format="blocks")
     machine = Machine("test", 1e9, {}, 1, 1)
     assert f"a pass reads {llm.target.weight_bytes / 1e6:.0f} MB of Q4_1+Q8_0+float32 weights" in ceiling_line(llm, machine)
 

@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 
 from paceline.draft.checkpoint import is_dflash, new_config, read_checkpoint
 from paceline.errors import ModelFileError, PacelineError
+from paceline.model.attention import rope_tables
 from paceline.model.blocks import Blocks
 from paceline.model.checkpoint import check_finite, check_tensors, eos_token_ids, load_config, load_tensors, read_json
-from paceline.model.rope import rope_tables
 from paceline.model.tokenizer import Tokenizer
 
 JUNK: tuple[Any, ...] = ("x", -1, 0, 10**9, 10**400, 1.5, float("inf"), float("nan"), None, True, [], [[1]], {}, {"a": [{}]})

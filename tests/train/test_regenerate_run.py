@@ -13,7 +13,7 @@ from small_llm import Talker, fake_llm, tiny_model
 
 from paceline import train
 from paceline.commands import train as command
-from paceline.commands.terminal import TerminalProgress
+from paceline.commands.shared import TerminalProgress
 from paceline.config import EngineConfig
 from paceline.errors import CacheError, ConfigError, PromptError
 from paceline.runlog import plain

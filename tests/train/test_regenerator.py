@@ -15,8 +15,8 @@ from torch import Tensor
 
 from paceline.engine.llm import LLM
 from paceline.errors import CacheError, ConfigError, NumericsError, PromptError, SamplingError
-from paceline.progress import Progress
 from paceline.prompts import Prompt
+from paceline.tables import Progress
 from paceline.train import regenerate_run as module
 from paceline.train.answers import Answer, AnswerShards
 from paceline.train.config import AnswerConfig

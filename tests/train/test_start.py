@@ -13,6 +13,7 @@ from small_training import VOCAB, tiny_decoder
 from torch import Tensor
 from torch.nn import functional as F
 
+from paceline.config import EngineConfig
 from paceline.draft.checkpoint import DFlashConfig
 from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
 from paceline.errors import ConfigError, DrafterMismatchError, UnsupportedModelError
@@ -62,7 +63,11 @@ def test_layers_copied_from_the_target(num_layers: int, tmp_path: Path) -> None:
     """Two target layers: three draft layers take one of them twice."""
     folder = tiny_model(tmp_path / "model")
     _, network = network_for(
-        load_target(str(folder)), str(folder), DrafterShape(num_layers=num_layers, start="target"), None, 0
+        load_target(EngineConfig(str(folder), dtype="float32", device="cpu")),
+        str(folder),
+        DrafterShape(num_layers=num_layers, start="target"),
+        None,
+        0,
     )
     theirs = dict(load_tensors(folder))
     sources = {1: [0], 2: [0, 1], 3: [0, 0, 1]}[num_layers]
@@ -95,7 +100,13 @@ def test_init_takes_a_drafter_of_this_target_only(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, taken.state_dict()[name]) for name, tensor in network.state_dict().items())
     assert all(parameter.dtype is torch.float32 and parameter.requires_grad for parameter in taken.parameters())
     with pytest.raises(DrafterMismatchError, match="vocabulary: the drafter says 24, the target has 258"):
-        network_for(load_target(str(tiny_model(tmp_path / "model"))), "none", DrafterShape(), tmp_path, 0)
+        network_for(
+            load_target(EngineConfig(str(tiny_model(tmp_path / "model")), dtype="float32", device="cpu")),
+            "none",
+            DrafterShape(),
+            tmp_path,
+            0,
+        )
 
 
 class Biased(Decoder):

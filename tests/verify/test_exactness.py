@@ -18,8 +18,8 @@ from torch import Tensor
 
 from paceline.model.logits import penalise, target_probs
 from paceline.types import SamplingParams
-from paceline.verify import lossless
-from paceline.verify.rule import Uniforms
+from paceline.verify import rules
+from paceline.verify.rules import Uniforms
 
 VOCAB, NUM_TOKENS, PROMPT = 5, 3, (0, 2)
 Context = tuple[int, ...]
@@ -94,8 +94,8 @@ Outcomes = list[tuple[float, Tensor]]
 def rejection_outcomes(drafts: list[int], draft_KV: Tensor | None, target_JV: Tensor) -> Outcomes:
     row = checked(drafts, draft_KV, target_JV, Uniforms(0, 0))
     outcomes, stands = [], 1.0
-    for slot, chance in enumerate(lossless.accept_probs(drafts, draft_KV, target_JV)):
-        outcomes.append((stands * (1 - chance), lossless.residual_after(row, slot, target_JV)))
+    for slot, chance in enumerate(rules.accept_probs(drafts, draft_KV, target_JV)):
+        outcomes.append((stands * (1 - chance), rules.residual_after(row, slot, target_JV)))
         stands *= chance
     return [*outcomes, (stands, target_JV[len(drafts)])]
 
@@ -105,11 +105,11 @@ def match_outcomes(drafts: list[int], draft_KV: Tensor | None, target_JV: Tensor
 
 
 def block_outcomes(drafts: list[int], draft_KV: Tensor | None, target_JV: Tensor) -> Outcomes:
-    row, prefix = checked(drafts, draft_KV, target_JV, Uniforms(0, 0)), lossless.prefix_probs(drafts, draft_KV, target_JV)
+    row, prefix = checked(drafts, draft_KV, target_JV, Uniforms(0, 0)), rules.prefix_probs(drafts, draft_KV, target_JV)
     outcomes, left = [(prefix[-1], target_JV[len(drafts)])], 1 - prefix[-1]
     for i in range(len(drafts) - 1, -1, -1):
-        weights_V = lossless.residual_after(row, i, target_JV, prefix[i])
-        chance = lossless.stop_prob(prefix[i], float(weights_V.sum())) if i else 1.0
+        weights_V = rules.residual_after(row, i, target_JV, prefix[i])
+        chance = rules.stop_prob(prefix[i], float(weights_V.sum())) if i else 1.0
         outcomes.append((left * chance, weights_V))
         left *= 1 - chance
     return outcomes[::-1]

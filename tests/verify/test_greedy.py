@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.verify.lossless import match_prefix
-from paceline.verify.rule import RowVerdict
+from paceline.verify.rules import RowVerdict, match_prefix
 
 
 def test_longest_matching_prefix_then_the_targets_token() -> None:

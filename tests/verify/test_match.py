@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.model.logits import sample
-from paceline.verify import lossless
-from paceline.verify.rule import RowVerdict, Uniforms
+from paceline.verify import rules
+from paceline.verify.rules import RowVerdict, Uniforms
 
 VOCAB = 5
 
@@ -37,7 +37,7 @@ def test_equals_plain_decoding_token_for_token(seed: int, data: st.DataObject) -
         right = expected[len(tokens) :]
         drafts = data.draw(st.one_of(st.lists(st.integers(0, VOCAB - 1), max_size=4), st.just(right[:4])))
         rows = [table((*tokens, *drafts[:i])) for i in range(len(drafts) + 1)]
-        verdict = judged(lossless.match, drafts, None, torch.stack(rows), Uniforms(seed, len(tokens) - 1))
+        verdict = judged(rules.match, drafts, None, torch.stack(rows), Uniforms(seed, len(tokens) - 1))
         tokens += [*drafts[: verdict.num_accepted], verdict.next_token]
         if drafts == right[:4]:
             assert verdict.num_accepted == len(drafts)
@@ -53,11 +53,11 @@ def test_stops_drawing_at_the_first_mismatch() -> None:
             return 0.5
 
     certain_JV = torch.eye(4)
-    assert judged(lossless.match, [0, 3, 2], None, certain_JV, Counting(0, 0)) == RowVerdict(1, 1)
+    assert judged(rules.match, [0, 3, 2], None, certain_JV, Counting(0, 0)) == RowVerdict(1, 1)
     assert drawn == [0, 1]
 
 
 def test_a_draft_stands_with_its_probability_under_the_target() -> None:
     target_JV = torch.tensor([[0.2, 0.5, 0.3], [0.2, 0.5, 0.3]])
-    stood = sum(judged(lossless.match, [2], None, target_JV, Uniforms(seed, 7)).num_accepted for seed in range(4000))
+    stood = sum(judged(rules.match, [2], None, target_JV, Uniforms(seed, 7)).num_accepted for seed in range(4000))
     assert abs(stood / 4000 - 0.3) < 0.03

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from paceline import config
 from paceline.errors import ConfigError
 from paceline.types import SamplingParams, Sequence
-from paceline.verify import lossless
-from paceline.verify.lossless import RULES
-from paceline.verify.mocked import mocked
-from paceline.verify.rule import Uniforms
+from paceline.verify import rules
+from paceline.verify.rules import RULES, Uniforms, mocked
 
 ROWS_JV = torch.eye(6)
 
@@ -59,11 +57,11 @@ def test_auto_matches_certain_drafts_and_blocks_sampled_ones() -> None:
     draft_KV = target_JV[:3].roll(1, -1)
     for seed in range(30):
         uniforms = Uniforms(seed, 2)
-        assert judged(lossless.auto, [1, 2, 0], None, target_JV, uniforms) == judged(
-            lossless.match, [1, 2, 0], None, target_JV, uniforms
+        assert judged(rules.auto, [1, 2, 0], None, target_JV, uniforms) == judged(
+            rules.match, [1, 2, 0], None, target_JV, uniforms
         )
-        assert judged(lossless.auto, [1, 2, 0], draft_KV, target_JV, uniforms) == judged(
-            lossless.block, [1, 2, 0], draft_KV, target_JV, uniforms
+        assert judged(rules.auto, [1, 2, 0], draft_KV, target_JV, uniforms) == judged(
+            rules.block, [1, 2, 0], draft_KV, target_JV, uniforms
         )
 
 

@@ -1,4 +1,6 @@
-"""The rules that keep the target's distribution for any drafter: match, rejection, block, and auto, which picks one of them.
+"""The rules that decide which drafts stand: pure functions of tensors and tokens, which `engine/round.py` calls.
+
+Four keep the target's distribution for any drafter: match, rejection, block, and auto, which picks one of them.
 
 - `match`: draw the target's own token at each position; a draft stands while it is that token. The text is the one that plain
   decoding gives with the same seed. At temperature 0 the draw is the most likely token (Stern et al. 1811.03115, section 3).
@@ -11,18 +13,82 @@
   num_accepted is the largest i with eta_i < h_i (0 if none), and the next token comes from max(pi_i * target - draft, 0) after
   x_1 .. x_i, or from the target when all K stand. Row i of the tensors is the distribution after x_1 .. x_i.
 
-Rejection and block are exact if the drafts were drawn from the probabilities given for them.
+Rejection and block are exact if the drafts were drawn from the probabilities given for them. `mocked` is not lossless: it
+measures speed at an acceptance that no drafter has yet.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from paceline.errors import ConfigError
 from paceline.model.logits import sample
-from paceline.verify.rule import CheckedRow, RowVerdict, Rule
+from paceline.rng import ACCEPT, RESIDUAL, SAMPLE, uniform
+from paceline.types import Sequence
+
+
+class RowVerdict(NamedTuple):
+    """How many drafts of a row stand, and the target's token after them (not counted as accepted)."""
+
+    num_accepted: int
+    next_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Uniforms:
+    """The numbers in [0, 1) one row may use in one round; `paceline.rng` says why they are keyed as they are."""
+
+    seed: int
+    anchor_position: int
+    """Place of the last committed token in prompt + answer: `len(seq.tokens) - 1`."""
+
+    @classmethod
+    def of(cls, seq: Sequence) -> Uniforms:
+        return cls(seq.seed, len(seq.tokens) - 1)
+
+    def sample(self, slot: int) -> float:
+        """Draws the target's token at slot's absolute position: plain decoding uses the same number there."""
+        return uniform(self.seed, SAMPLE, self.anchor_position + slot + 1)
+
+    def accept(self, slot: int) -> float:
+        """Decides on draft number `slot`."""
+        return uniform(self.seed, ACCEPT, self.anchor_position, slot)
+
+    def residual(self, slot: int) -> float:
+        """Draws the token that replaces draft number `slot`."""
+        return uniform(self.seed, RESIDUAL, self.anchor_position, slot)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRow:
+    """What a rule sees of one row: its K drafts, and the target's distributions at the J = K+1 checked positions."""
+
+    draft_tokens: list[int]
+    draft_probs_KV: Tensor | None
+    """What each draft was drawn from; None means the drafts are certain (a one-hot proposal)."""
+    uniforms: Uniforms
+    draw: Callable[[int], int]
+    """The target's own token at a slot: the one that plain decoding with this seed takes there."""
+    target_probs: Callable[[], Tensor]
+    """Computes the target's distributions, [J, V]: row i where draft i stands, row K after all drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A way to decide which drafts stand."""
+
+    name: str
+    verify: Callable[[CheckedRow], RowVerdict]
+    lossless: bool
+    """Whether the answers are distributed as plain decoding's, for any drafter. Every figure that a rule makes carries it."""
+    needs_probs: bool
+    """Whether it uses what the drafts were drawn from; a rule that does not takes all drafts as certain."""
 
 
 def match_prefix(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerdict:
@@ -129,3 +195,26 @@ _RULES = (
 )
 RULES = {rule.name: rule for rule in _RULES}
 """Those of `paceline.config.RULES`. A new rule is a function and a line here."""
+
+
+MOCKED = "mocked"
+"""Name of the rule that is made here."""
+
+
+def mocked(tokens_per_round: float) -> Rule:
+    """Accepts `tokens_per_round` - 1 drafts on average, never more than were drafted. Raises ConfigError below 1."""
+    if not (math.isfinite(tokens_per_round) and tokens_per_round >= 1):
+        raise ConfigError(f"tokens_per_round counts the bonus token, give at least 1 (got {tokens_per_round})")
+
+    def verify(row: CheckedRow) -> RowVerdict:
+        num_accepted = min(len(row.draft_tokens), _num_tokens(row.uniforms.anchor_position, tokens_per_round) - 1)
+        return RowVerdict(num_accepted, row.draw(num_accepted))
+
+    return Rule(MOCKED, verify, lossless=False, needs_probs=False)
+
+
+def _num_tokens(anchor_position: int, tokens_per_round: float) -> int:
+    # Error diffusion without state: round n of an ideal sequence covers positions floor(n t) up to floor((n + 1) t);
+    # find n from the position. A sequence that starts in the middle of a round stays that far behind.
+    round_index = math.ceil((anchor_position + 1) / tokens_per_round) - 1
+    return math.floor((round_index + 1) * tokens_per_round) - math.floor(round_index * tokens_per_round)
