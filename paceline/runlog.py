@@ -143,8 +143,10 @@ def write_results(path: Path, figures: dict[str, Any], peers: dict[str, str] | N
 
 def record_of(figures: dict[str, Any], peers: dict[str, str] | None = None) -> dict[str, Any]:
     """What figures depend on beside their settings, then the figures. `peers`: versions of other programs that took part."""
+    program = Path(sys.argv[0])
+    words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
     made = {
-        "command": _command(),
+        "command": shlex.join([*words, *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "processor": processor(),
         "versions": versions() | (peers or {}),
@@ -174,12 +176,6 @@ def commit() -> str | None:
         return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _command() -> str:
-    program = Path(sys.argv[0])
-    words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
-    return shlex.join([*words, *sys.argv[1:]])
 
 
 def _git(root: Path, *arguments: str) -> str:

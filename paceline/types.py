@@ -72,7 +72,31 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _check_sampling(self)
+        wrong = (
+            (not (math.isfinite(self.temperature) and self.temperature >= 0), "temperature must be 0 (greedy) or more"),
+            (self.top_k < 0, "top_k must be 0 (off) or more"),
+            (not 0 < self.top_p <= 1, "top_p must be above 0 and at most 1"),
+            (not 0 <= self.min_p <= 1, "min_p must be between 0 and 1"),
+            (
+                not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0),
+                "repetition_penalty must be above 0 (1 is off)",
+            ),
+            (not math.isfinite(self.presence_penalty), "presence_penalty must be a finite number"),
+            (not math.isfinite(self.frequency_penalty), "frequency_penalty must be a finite number"),
+            (self.max_tokens < 1, "max_tokens must be at least 1"),
+            (self.seed is not None and not 0 <= self.seed < 2**63, "seed must be between 0 and 2**63 - 1"),
+            (self.logprobs is not None and not 0 <= self.logprobs <= 100, "logprobs must be between 0 and 100"),
+            (self.max_drafted is not None and self.max_drafted < 0, "max_drafted must be 0 (plain decoding) or more"),
+            (any(not text for text in self.stop), "stop must not hold an empty string"),
+            (
+                any(math.isnan(bias) or bias == math.inf for bias in (self.logit_bias or {}).values()),
+                "logit_bias must be a number or -inf",
+            ),
+        )
+        for is_wrong, remedy in wrong:
+            if is_wrong:
+                name = remedy.split()[0]
+                raise SamplingError(f"{remedy}, not {getattr(self, name)!r}")
 
     @property
     def is_greedy(self) -> bool:
@@ -81,34 +105,6 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-
-def _check_sampling(params: SamplingParams) -> None:
-    wrong = (
-        (not (math.isfinite(params.temperature) and params.temperature >= 0), "temperature must be 0 (greedy) or more"),
-        (params.top_k < 0, "top_k must be 0 (off) or more"),
-        (not 0 < params.top_p <= 1, "top_p must be above 0 and at most 1"),
-        (not 0 <= params.min_p <= 1, "min_p must be between 0 and 1"),
-        (
-            not (math.isfinite(params.repetition_penalty) and params.repetition_penalty > 0),
-            "repetition_penalty must be above 0 (1 is off)",
-        ),
-        (not math.isfinite(params.presence_penalty), "presence_penalty must be a finite number"),
-        (not math.isfinite(params.frequency_penalty), "frequency_penalty must be a finite number"),
-        (params.max_tokens < 1, "max_tokens must be at least 1"),
-        (params.seed is not None and not 0 <= params.seed < 2**63, "seed must be between 0 and 2**63 - 1"),
-        (params.logprobs is not None and not 0 <= params.logprobs <= 100, "logprobs must be between 0 and 100"),
-        (params.max_drafted is not None and params.max_drafted < 0, "max_drafted must be 0 (plain decoding) or more"),
-        (any(not text for text in params.stop), "stop must not hold an empty string"),
-        (
-            any(math.isnan(bias) or bias == math.inf for bias in (params.logit_bias or {}).values()),
-            "logit_bias must be a number or -inf",
-        ),
-    )
-    for is_wrong, remedy in wrong:
-        if is_wrong:
-            name = remedy.split()[0]
-            raise SamplingError(f"{remedy}, not {getattr(params, name)!r}")
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from paceline.draft.dflash_paths import Drafts, NativePath, TorchPath
 from paceline.errors import ConfigError, ModelFileError
 from paceline.model.checkpoint import random_weights
 from paceline.model.config import DecoderConfig
-from paceline.model.fused import rms_norm, swiglu
+from paceline.model.decoder import rms_norm, swiglu
 from paceline.model.logits import sample, target_probs
 from paceline.model.native_decoder import NativeDecoder, padded
 from paceline.model.target import Target

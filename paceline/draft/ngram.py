@@ -73,16 +73,14 @@ class NgramDrafter(Drafter):
         return distrusted + (trusted - distrusted) * row.trust
 
     def propose(self, batch: Batch) -> DraftBlock:
-        pairs = zip(batch.sequences, batch.draft_limits_B(self.num_drafted), strict=True)
-        return DraftBlock.certain([self._draft(seq, limit) if limit else [] for seq, limit in pairs])
-
-    def _draft(self, seq: Sequence, count: int) -> list[int]:
-        row = self._rows[seq.row]
-        follower = self._find(row, seq.tokens)
-        if follower is None:
-            return []
-        row.num_pending = count
-        return _continuation(seq.tokens, follower, count)
+        block = DraftBlock.certain([[] for _ in batch.sequences])
+        for index, limit in enumerate(batch.draft_limits_B(self.num_drafted)):
+            seq = batch.sequences[index]
+            row = self._rows[seq.row]
+            if limit and (follower := self._find(row, seq.tokens)) is not None:
+                row.num_pending = limit
+                block.tokens_B[index] = _continuation(seq.tokens, follower, limit)
+        return block
 
     def _index(self, row: _Row, tokens: list[int], end: int) -> None:
         """Enter every n-gram whose last token stands before `end` and has a follower."""

@@ -99,7 +99,7 @@ class Engine:
         seq = Sequence(next(self._ids), list(prompt_ids), len(prompt_ids), params, eos_token_ids=ends, constraint=constraint)
         seq.timings.arrival_s = time.perf_counter()
         self._requests[seq.request_id] = seq, TextStream(self.tokenizer.stream(), params.stop)
-        self.scheduler.add(seq)
+        self.scheduler.waiting.append(seq)
         self._admit()
         return seq.request_id
 
@@ -144,18 +144,15 @@ class Engine:
             torch.set_num_threads(num_threads)
 
     def _advance(self) -> list[Chunk]:
-        plan = self._plan()
+        reading = self.scheduler.prefilling
+        prompt_left = reading[0].prompt_len - reading[0].cached_len if reading else 0
+        plan = self.planner.next([self._row(seq) for seq in self.scheduler.running], len(reading), prompt_left)
         chunks = self._prefill(plan.chunk)
         begun = {chunk.sequence.request_id for chunk in chunks}
         if not chunks or any(seq.request_id not in begun for seq in self.scheduler.running):
             chunks += self._decode(plan)  # a first token that delays nobody goes out before its first round
         self._admit()
         return chunks
-
-    def _plan(self) -> Plan:
-        reading = self.scheduler.prefilling
-        prompt_left = reading[0].prompt_len - reading[0].cached_len if reading else 0
-        return self.planner.next([self._row(seq) for seq in self.scheduler.running], len(reading), prompt_left)
 
     def _row(self, seq: Sequence) -> Row:
         return Row(seq.request_id, seq.kind, self.pool.offers(seq, seq.kind, self.planner))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import tokenizers
 import torch
 
 from paceline.config import EngineConfig, resolve
@@ -254,7 +255,7 @@ class LLM:
 def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer:
     """Random weights say nothing, and need no words: a folder with a config.json is enough."""
     if config.weights == "random" and path.is_dir() and not (path / "tokenizer.json").is_file():
-        return Tokenizer.wordless()
+        return Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()))
     return Tokenizer.from_path(path)
 
 

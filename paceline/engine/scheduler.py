@@ -34,9 +34,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.prefilling or self.running)
 
-    def add(self, seq: Sequence) -> None:
-        self.waiting.append(seq)
-
     def admit(self, choose: Callable[[Sequence, list[int]], int | None] | None = None) -> Iterator[Sequence]:
         """Give free rows to waiting requests, one after another; `choose` may prefer one of the free rows."""
         while self.waiting and self._cache.num_free:

@@ -192,7 +192,13 @@ def _shards(folder: Path) -> dict[Path, list[str]]:
         return {folder / "model.safetensors": []}
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        raise _no_weights(folder)
+        if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+            raise ModelFileError(
+                f"{folder} holds pickled weights only, which can run code and are never read: convert them to safetensors"
+            )
+        if ggufs := sorted(folder.glob("*.gguf")):
+            raise ModelFileError(f"{folder} holds no model.safetensors: give the GGUF file itself, such as {ggufs[0]}")
+        raise ModelFileError(f"{folder} holds no model.safetensors nor model.safetensors.index.json: fetch the model again")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFileError(f"{index} holds no weight_map: fetch the model again")
@@ -207,17 +213,6 @@ def _shards(folder: Path) -> dict[Path, list[str]]:
         if not file.is_file():
             raise ModelFileError(f"{file} is missing, one of {len(shards)} shards: fetch the model again")
     return shards
-
-
-def _no_weights(folder: Path) -> ModelFileError:
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
-        return ModelFileError(
-            f"{folder} holds pickled weights only, which can run code and are never read: convert them to safetensors"
-        )
-    ggufs = sorted(folder.glob("*.gguf"))
-    if ggufs:
-        return ModelFileError(f"{folder} holds no model.safetensors: give the GGUF file itself, such as {ggufs[0]}")
-    return ModelFileError(f"{folder} holds no model.safetensors nor model.safetensors.index.json: fetch the model again")
 
 
 _TENSORS_PER_MAP = 16

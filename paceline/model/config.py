@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import reprlib
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 from paceline.errors import ModelFileError, UnsupportedModelError
@@ -186,7 +186,7 @@ def check_rope(scaling: dict[str, Any]) -> None:
         for value in values if key == "factors" and isinstance(values, (list, tuple)) and values else [values]:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:
                 raise ModelFileError(
-                    f"rope type {rope_type!r} needs a positive {key!r} in the model's config (got {reprlib.repr(value)})"
+                    f"rope type {rope_type!r} needs a positive {key!r} in the model's config (got {short(value)})"
                 )
 
 
@@ -213,7 +213,3 @@ def fraction(values: dict[str, Any], key: str, default: float, path: Path, above
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value < LARGEST:
         raise ModelFileError(f"{path}: config.json needs {key!r} as a number above {above:g} (got {short(value)}): correct it")
     return float(value)
-
-
-def short(value: object) -> str:
-    return reprlib.repr(value)

@@ -80,7 +80,9 @@ def target_probs(logits_JV: Tensor, params: SamplingParams) -> Tensor:
     top_p (Holtzman et al. 1904.09751, section 3.1); of equally likely tokens the lowest id stays, as argmax has it.
     """
     assert params.temperature > 0, "greedy requests take the argmax of their logits"
-    probs_JV = _softmax(logits_JV, params.temperature)
+    if params.temperature != 1.0:
+        logits_JV = logits_JV.to(torch.float32, copy=True).div_(max(params.temperature, _MIN_TEMPERATURE))
+    probs_JV = torch.softmax(logits_JV, dim=-1, dtype=torch.float32)
     num_vocab = probs_JV.shape[-1]
     if params.min_p > 0:
         probs_JV.masked_fill_(probs_JV < params.min_p * probs_JV.amax(-1, keepdim=True), 0.0)
@@ -91,13 +93,6 @@ def target_probs(logits_JV: Tensor, params: SamplingParams) -> Tensor:
         sizes = [size for size in _TOP_P_SIZES if size < num_vocab]
         _keep_top(probs_JV, 0, params.top_p, (*sizes, num_vocab))
     return probs_JV
-
-
-def _softmax(logits_JV: Tensor, temperature: float) -> Tensor:
-    if temperature == 1.0:
-        return torch.softmax(logits_JV, dim=-1, dtype=torch.float32)
-    scaled_JV = logits_JV.to(torch.float32, copy=True).div_(max(temperature, _MIN_TEMPERATURE))
-    return torch.softmax(scaled_JV, dim=-1)
 
 
 def _keep_top(probs_JV: Tensor, top_k: int, top_p: float, sizes: tuple[int, ...]) -> None:

@@ -45,23 +45,12 @@ class NativeDecoder(Target):
         self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_position = config.num_layers, config.max_position
-        self._load(tensors)
-        matrices = [part for layer in self._layers for part in layer.values() if isinstance(part, Matrix)]
-        matrices.append(self.head_matrix)  # with all layers, what a pass reads whole
-        self.weight_bytes = sum(matrix.num_bytes for matrix in matrices)
-        self.weight_format = "+".join(sorted({native.FORMAT_NAMES[matrix.format] for matrix in matrices}))
-        self._logits = torch.empty(0, self.vocab_size)
-        self._buffers = Buffers()
-        self.allocate_cache(num_rows, max_len)
-
-    def _load(self, tensors: Iterable[tuple[str, Weight]]) -> None:
-        config = self.config
 
         def make_layer(index: int, parts: dict[str, Weight]) -> dict[str, Any]:
-            return layer_parts(config, index, parts, self.dtype)
+            return layer_parts(config, index, parts, dtype)
 
         def make_other(name: str, weight: Weight) -> Any:
-            return _vector(weight, self.dtype) if name == "model.norm.weight" else pack([weight], self.dtype)
+            return _vector(weight, dtype) if name == "model.norm.weight" else pack([weight], dtype)
 
         self._layers, rest = build_layers(config, tensors, make_layer, make_other)
         self._final_norm = rest["model.norm.weight"]
@@ -69,6 +58,13 @@ class NativeDecoder(Target):
         """The packed embedding, for drafters that share it."""
         self.head_matrix: Matrix = self.embedding_matrix if config.tie_embeddings else rest["lm_head.weight"]
         """The packed head, for drafters that share it."""
+        matrices = [part for layer in self._layers for part in layer.values() if isinstance(part, Matrix)]
+        matrices.append(self.head_matrix)  # with all layers, what a pass reads whole
+        self.weight_bytes = sum(matrix.num_bytes for matrix in matrices)
+        self.weight_format = "+".join(sorted({native.FORMAT_NAMES[matrix.format] for matrix in matrices}))
+        self._logits = torch.empty(0, self.vocab_size)
+        self._buffers = Buffers()
+        self.allocate_cache(num_rows, max_len)
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
         config = self.config
@@ -90,7 +86,9 @@ class NativeDecoder(Target):
         taps_TF = None
         if self.tap_layers:
             taps_TF = torch.empty(batch.num_tokens, len(self.tap_layers) * self.hidden_size, dtype=self.dtype)
-        logits_TV = None if batch.only_argmax or not wanted else self._logits_of(len(wanted))
+        if len(self._logits) < len(wanted) and not batch.only_argmax:
+            self._logits = torch.empty(len(wanted), self.vocab_size)
+        logits_TV = None if batch.only_argmax or not wanted else self._logits[: len(wanted)]
         work = self._buffers.work
         work.num_rows, work.num_taps, work.num_logit_rows = len(batch.rows), len(self.tap_layers), len(wanted)
         work.taps, work.logits, work.logits_stride = pointer(taps_TF), pointer(logits_TV), self.vocab_size
@@ -105,11 +103,6 @@ class NativeDecoder(Target):
         """From now on each pass adds to these float32 what its stages (`native_lib.STAGES`) took, as thread 0 saw it."""
         self._stage_s = seconds
         self._buffers.work.stage_s = pointer(seconds)
-
-    def _logits_of(self, num_rows: int) -> Tensor:
-        if len(self._logits) < num_rows:
-            self._logits = torch.empty(num_rows, self.vocab_size)
-        return self._logits[:num_rows]
 
 
 class NativeKVCache(StaticKVCache):

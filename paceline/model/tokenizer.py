@@ -56,11 +56,6 @@ class Tokenizer:
         path = existing(path)
         return _from_gguf(path) if gguf_file.is_gguf(path) else _from_folder(path)
 
-    @classmethod
-    def wordless(cls) -> Tokenizer:
-        """Of a model that is only a config: ids have no text."""
-        return cls(tokenizers.Tokenizer(tokenizers.models.BPE()))
-
     @property
     def vocab_size(self) -> int:
         """Token ids, added ones included; a model's embedding may be padded beyond it."""
