@@ -69,7 +69,6 @@ def _from_checkpoint(name: str, target: Target, **options: Any) -> Drafter:
     path = checkpoint_of(name)
     if path.is_dir() and is_dflash(read_json(path / "config.json")):
         return DFlashDrafter.from_folder(path, **options)
-    sizes = {"max_batch": target.cache.num_rows, "max_len": target.cache.max_len}
-    dtype = str(target.dtype).removeprefix("torch.")
-    model = load_target(EngineConfig(str(path), dtype=dtype, device=str(target.device), **sizes))
-    return SmallModelDrafter(model, **options)
+    cache, dtype, device = target.cache, str(target.dtype).removeprefix("torch."), str(target.device)
+    settings = EngineConfig(str(path), dtype=dtype, device=device, max_batch=cache.num_rows, max_len=cache.max_len)
+    return SmallModelDrafter(load_target(settings), **options)
