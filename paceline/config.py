@@ -60,9 +60,15 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         refuse_below(1, max_batch=self.max_batch, prefill_chunk=self.prefill_chunk, threads=self.threads)
-        refuse_below(1, mocked_tokens_per_round=self.mocked_tokens_per_round)
         refuse_below(2, max_len=self.max_len)
         refuse_below(0, num_drafted=self.num_drafted)
+        refuse(
+            ConfigError,
+            (
+                self.mocked_tokens_per_round is not None and self.mocked_tokens_per_round < 1,
+                "mocked_tokens_per_round must be at least 1: every round yields the target's own token",
+            ),
+        )
         if self.plan != "auto":
             num_fixed(self.plan)
 
