@@ -215,7 +215,7 @@ def test_bad_options_are_refused_before_anything_is_loaded(
     def loaded(*args: Any, **options: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("paceline.train.train_run.load", loaded)
+    monkeypatch.setattr("paceline.train.train_run.load_target", loaded)
     monkeypatch.setattr("paceline.train.regenerate_run._load", loaded)
     with pytest.raises(error, match=message):
         paceline("train", "--target", write_tiny_target(tmp_path / "target"), "--out", tmp_path / "run", *words)
