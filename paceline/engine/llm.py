@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import tokenizers
 import torch
 
-from paceline.config import EngineConfig, resolve
+from paceline.config import EngineConfig
 from paceline.draft.base import Drafter
 from paceline.draft.registry import make_drafter
 from paceline.engine.engine import Chunk, Engine
@@ -28,7 +28,7 @@ from paceline.figures import Rounds
 from paceline.hub import resolve as resolve_model
 from paceline.learned import PassCosts
 from paceline.model import native_lib
-from paceline.model.backends import load_target
+from paceline.model.backends import load_target, settle
 from paceline.model.target import DEFAULT_MAX_LEN, Target, measure_passes
 from paceline.model.tokenizer import Tokenizer
 from paceline.plan import AdaptivePlanner, FixedPlanner, Planner, num_fixed
@@ -98,7 +98,7 @@ class LLM:
 
     def __init__(self, model: str = "smollm2-135m", *, drafter: str | Drafter | None = "default", **settings: Any) -> None:
         name = drafter if isinstance(drafter, str) else (drafter.name if drafter else "none")
-        self.config = resolve(EngineConfig.of(model=model, drafter=name, **settings))
+        self.config = settle(EngineConfig.of(model=model, drafter=name, **settings))
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
             if native_lib.load() is not None:

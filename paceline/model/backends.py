@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from paceline import config as engine_config
 from paceline.config import EngineConfig
 from paceline.errors import NativeError, UnsupportedModelError
 from paceline.hardware import memory_bytes
@@ -18,13 +19,27 @@ from paceline.model.blocks import BlockKind, quantise
 from paceline.model.checkpoint import check_tensors, expected_shapes, load_config, load_tensors, random_tensors
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
+from paceline.model.gguf_file import is_gguf
 from paceline.model.graphs import GraphDecoder
 from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import DEFAULT_MAX_LEN, Target
 
 
+def settle(settings: EngineConfig) -> EngineConfig:
+    """`config.resolve`, and bfloat16 as "auto" where products take weights in blocks: those need no instructions for it.
+
+    Raises what `config.resolve` and `hub.resolve` do.
+    """
+    settled = engine_config.resolve(settings)
+    if settings.dtype != "auto" or settled.device != "cpu" or settled.weights == "random" or settled.backend == "torch":
+        return settled
+    in_blocks = settled.weight_format in KINDS or (settled.weight_format != "dense" and is_gguf(resolve(settled.model)))
+    takes_blocks = in_blocks and native_lib.load() is not None and native_lib.multiplies_blocks(torch.bfloat16)
+    return replace(settled, dtype="bfloat16") if takes_blocks else settled
+
+
 def load_target(settings: EngineConfig) -> Target:
-    """The target of settings whose device and dtype are settled (`config.resolve`).
+    """The target of settings whose device and dtype are settled.
 
     Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, DownloadError, CacheError, or NativeError when the native
     pass was asked for and cannot run.
@@ -111,7 +126,7 @@ class Form:
     backend: str
     """native or torch."""
     isa: str | None
-    """The native pass's instruction set: avx512, avx2 or portable."""
+    """The native pass's instruction set: avx512bf16, avx512, avx2 or portable."""
     weight_format: str
     """bfloat16, float32, or the blocks of a GGUF file such as Q4_1+Q8_0."""
 

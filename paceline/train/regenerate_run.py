@@ -27,9 +27,10 @@ from typing import Any
 
 import torch
 
-from paceline.config import EngineConfig, resolve
+from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ContextLengthError, PromptError, reraised
+from paceline.model.backends import settle
 from paceline.prompts import Prompt, read_prompts
 from paceline.runlog import RunFolder, plain
 from paceline.tables import Progress, ignore
@@ -91,7 +92,7 @@ def _check_same_run(out: Path, settings: dict[str, Any]) -> None:
 
 def _identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> dict[str, Any]:
     """What decides the answers, and so must not change between a run and its resumption."""
-    asked, engine = config.asked, resolve(engine)
+    asked, engine = config.asked, settle(engine)
     settings = {
         "target": engine.model,
         "weights": engine.weights,

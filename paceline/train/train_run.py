@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.config import resolve
 from paceline.draft.base import Drafter
 from paceline.draft.checkpoint import write_checkpoint
 from paceline.draft.dflash import DFlashDrafter
@@ -27,7 +26,7 @@ from paceline.errors import CacheError
 from paceline.figures import Rounds
 from paceline.hardware import this_machine
 from paceline.hub import resolve as resolve_model
-from paceline.model.backends import load_target
+from paceline.model.backends import load_target, settle
 from paceline.model.target import Target
 from paceline.model.tokenizer import Tokenizer
 from paceline.plan import FixedPlanner
@@ -177,7 +176,7 @@ class _Stages:
         return RunFolder.create("train", described, config.out)
 
     def _load_target(self) -> Target:
-        settings = resolve(self.config.target)
+        settings = settle(self.config.target)
         if settings.threads or self.ranks.world > 1:
             torch.set_num_threads(settings.threads or 1)
         device = f"cuda:{self.ranks.local}" if settings.device == "cuda" and self.ranks.world > 1 else settings.device

@@ -21,7 +21,7 @@ from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, NativeError
 from paceline.hardware import Machine
 from paceline.model import backends, native_lib
-from paceline.model.backends import Form, form_of, load_target
+from paceline.model.backends import Form, form_of, load_target, settle
 from paceline.model.blocks import Blocks, quantise
 from paceline.model.checkpoint import load_config, load_tensors
 from paceline.model.decoder import Decoder
@@ -114,14 +114,28 @@ def test_blocks_of_a_gguf_file_are_read_as_they_are(gguf_file: Path, dtype: torc
 def test_auto_keeps_blocks_where_products_take_them(
     gguf_file: Path, dtype: torch.dtype, isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Elsewhere every pass would expand them, three to eight times the time of reading a dense copy."""
+    """Elsewhere every pass would expand them, which takes several times as long as reading a dense copy."""
     dense = str(dtype).removeprefix("torch.")
     use(isa)
-    is_faster = isa == "avx512" and dtype == torch.bfloat16
+    is_faster = isa != "portable" and dtype == torch.bfloat16
     kept = f"Q4_1+Q8_0+{dense}"
     assert form_of(load(gguf_file, dtype=dtype)).weight_format == (kept if is_faster else dense)
     monkeypatch.setattr(backends, "memory_bytes", lambda: 1000)
     assert form_of(load(gguf_file, dtype=dtype)).weight_format == kept
+
+
+@needs_library
+def test_auto_is_bfloat16_where_blocks_are_multiplied_as_they_are(
+    gguf_file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the processor has for bfloat16; other weights are in float32 where it has nothing."""
+    monkeypatch.setattr("paceline.config._multiplies_bfloat16", lambda device: False)
+    for isa in ISAS:
+        use(isa)
+        settings = EngineConfig(model=str(gguf_file), device="cpu")
+        assert settle(settings).dtype == ("float32" if isa == "portable" else "bfloat16")
+        for changes in ({"backend": "torch"}, {"weight_format": "dense"}, {"model": str(folder)}, {"dtype": "float32"}):
+            assert settle(replace(settings, **changes)).dtype == "float32"
 
 
 @needs_library

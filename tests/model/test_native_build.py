@@ -45,6 +45,9 @@ int avx2();
 #ifdef PN_HAS_AVX512
 int avx512();
 #endif
+#ifdef PN_HAS_AVX512BF16
+int avx512bf16();
+#endif
 #define API extern "C" __attribute__((visibility("default")))
 API int widest_in_shared_code() { return widest(); }
 API int length(const char* text) { return static_cast<int>(std::string(text).size()); }
@@ -61,6 +64,9 @@ API int sets() {
 #endif
 #ifdef PN_HAS_AVX512
     found += avx512() ? 2 : 0;
+#endif
+#ifdef PN_HAS_AVX512BF16
+    found += avx512bf16() ? 4 : 0;
 #endif
     return found;
 }
@@ -84,7 +90,7 @@ def sources(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sources_with_kernels(sources: Path) -> Path:
-    for name in ("avx2", "avx512", "portable"):
+    for name in ("avx2", "avx512", "avx512bf16", "portable"):
         (sources / f"kernels_{name}.cpp").write_text(f'#include "shared.h"\nint {name}() {{ return widest(); }}\n')
     return sources
 
@@ -102,7 +108,7 @@ def test_a_library_loads_and_exports_only_its_interface(sources_with_kernels: Pa
     sets = compile_library(sources_with_kernels, out)
     library = ctypes.CDLL(str(out))
     assert library.length(b"seven..") == 7
-    assert library.sets() == sum({"avx2": 1, "avx512": 2}[name] for name in sets)
+    assert library.sets() == sum({"avx2": 1, "avx512": 2, "avx512bf16": 4}[name] for name in sets)
     assert library.widest_in_shared_code() == 128, "code every processor runs holds newer instructions"
     assert not hasattr(library, "_Z6widestv") and not hasattr(library, "_Z8portablev")
     assert [path.name for path in out.parent.iterdir()] == [library_name()], "scratch files stay"
@@ -112,7 +118,8 @@ def test_a_library_loads_and_exports_only_its_interface(sources_with_kernels: Pa
 def test_an_instruction_set_the_compiler_refuses_is_left_out(
     sources_with_kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(build.INSTRUCTION_SETS, "avx512", ("-mavx4096",))
+    for name in ("avx512", "avx512bf16"):
+        monkeypatch.setitem(build.INSTRUCTION_SETS, name, ("-mavx4096",))
     sets = compile_library(sources_with_kernels, tmp_path / library_name())
     assert sets == (["avx2"] if ON_X86 else [])
     assert ctypes.CDLL(str(tmp_path / library_name())).sets() == len(sets)

@@ -25,6 +25,8 @@ from paceline.model.native_lib import Matrix
 pytestmark = needs_library
 DTYPES = [torch.float32, torch.bfloat16]
 KINDS: list[BlockKind] = ["Q8_0", "Q4_1"]
+INTEGER_ISAS = [isa for isa in ISAS if isa != "portable"]
+"""Those that multiply blocks as they are, in bfloat16: the same numbers in every one."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -74,7 +76,7 @@ def test_matrices_are_numpy_s(rows: int, cols: int, isa: str) -> None:
             for num_tokens in (1, 2, 5, 7, 12, 13, 64):
                 x_TD = torch.randn(num_tokens, cols)
                 out = matrix.multiply(x_TD, dtype)
-                in_planes = isa == "avx512" and isinstance(weight, Blocks) and dtype == torch.bfloat16
+                in_planes = isa != "portable" and isinstance(weight, Blocks) and dtype == torch.bfloat16
                 factors = dense if in_planes else held  # planes: weights are not rounded, inputs to 2^-16 of a block's largest
                 exact = x_TD.to(dtype).double().numpy() @ factors.double().numpy().T
                 scale = np.linalg.norm(x_TD.numpy(), axis=1)[:, None] * np.linalg.norm(held.numpy(), axis=1) + 1e-30
@@ -84,11 +86,12 @@ def test_matrices_are_numpy_s(rows: int, cols: int, isa: str) -> None:
                 assert same_bits(matrix.multiply(x_TD[num_tokens // 2 :], dtype), out[num_tokens // 2 :])
 
 
-@pytest.mark.skipif("avx512" not in ISAS, reason="only AVX-512 multiplies in integers")
+@pytest.mark.skipif(not INTEGER_ISAS, reason="no instruction set here multiplies in integers")
+@pytest.mark.parametrize("isa", INTEGER_ISAS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_integer_products_at_their_limits(kind: BlockKind) -> None:
+def test_integer_products_at_their_limits(kind: BlockKind, isa: str) -> None:
     """All codes and inputs at the end of their range, nothing but one tiny input, nothing at all, and what is no number."""
-    use("avx512", 1)
+    use(isa, 1)
     blocks = quantised(torch.full((16, 768), -1.0), kind)
     matrix, dense = packed(blocks), blocks.dense()
     x_TD = torch.zeros(7, 768)
@@ -100,6 +103,20 @@ def test_integer_products_at_their_limits(kind: BlockKind) -> None:
     assert (out[2] == 0).all() and (out[4] == 0).all()
     torch.testing.assert_close(out[3], expected[3], rtol=3e-5, atol=0)
     assert out[5].isnan().all() and not out[6].isfinite().any()
+
+
+@pytest.mark.skipif(len(INTEGER_ISAS) < 2, reason="one instruction set here multiplies in integers, or none")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "cols"), [(16, 32), (37, 96), (130, 1568)])
+def test_integer_products_have_the_same_bits_on_every_instruction_set(kind: BlockKind, rows: int, cols: int) -> None:
+    matrix = packed(quantised(torch.randn(rows, cols) * torch.logspace(-3, 3, rows)[:, None], kind))
+    for num_tokens in (1, 3, 4, 5, 16, 33):
+        x_TD = torch.randn(num_tokens, cols) * torch.logspace(-30, 20, cols)
+        products = []
+        for isa in INTEGER_ISAS:
+            use(isa, 2)
+            products.append(matrix.multiply(x_TD, torch.bfloat16))
+        assert all(same_bits(product, products[0]) for product in products[1:])
 
 
 def test_a_matrix_takes_the_other_dense_type() -> None:

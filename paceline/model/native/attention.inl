@@ -24,13 +24,13 @@ inline void softmax(float* scores, int begin, int first, int end, int padded_end
     vf top = splat(none);
     for (int key = begin; key < padded_end; key += kWidth) top = larger(top, load(scores + key));
     const vf shift = splat(max_of(top));
-    vf sum = splat(0.0f);
+    LaneSum sum;
     for (int key = begin; key < padded_end; key += kWidth) {
         const vf weight = exp_of(load(scores + key) - shift);
         store(scores + key, weight);
-        sum += weight;
+        sum.at(key) += weight;
     }
-    const vf share = splat(1.0f / sum_of(sum));
+    const vf share = splat(1.0f / sum.total());
     T* weights = reinterpret_cast<T*>(scores);  // never ahead of what is still to be read
     for (int key = begin; key < padded_end; key += kWidth) put_vector(weights + key, load(scores + key) * share);
 }

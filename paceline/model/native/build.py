@@ -3,9 +3,9 @@
     python paceline/model/native/build.py                # into this folder, where paceline looks for it
     python paceline/model/native/build.py --sanitize     # with address and undefined-behaviour checks, into build/native
 
-Every source is compiled for the oldest processor of its kind, except kernels_avx2.cpp and kernels_avx512.cpp, which are left
-out where compiler or machine cannot make them. setup.py loads this file by path, before paceline and torch are there: it needs
-the standard library only.
+Every source is compiled for the oldest processor of its kind, except those of an instruction set (kernels_avx2.cpp and the
+like), which are left out where compiler or machine cannot make them. setup.py loads this file by path, before paceline and
+torch are there: it needs the standard library only.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ WARNING_FLAGS = ("-Wall", "-Wextra", "-Wno-psabi")
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", *ARITHMETIC_FLAGS, *WARNING_FLAGS)
 SANITIZE_FLAGS = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g", "-O1")
 
-AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni")
+# GCC 12 calls the undefined registers of its own intrinsics uninitialized (gcc.gnu.org/PR105593).
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c", "-Wno-uninitialized")
 INSTRUCTION_SETS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    # GCC 12 calls the undefined registers of its own intrinsics uninitialized (gcc.gnu.org/PR105593).
-    "avx512": (*AVX512, "-mfma", "-mf16c", "-Wno-uninitialized"),
+    "avx512": AVX512,
+    "avx512bf16": (*AVX512, "-mavx512bf16"),
 }
 """Flags of kernels_<name>.cpp, oldest first. PN_HAS_<NAME> tells the other files that it was compiled."""
 
@@ -44,8 +45,10 @@ PROBES = {
     "avx2": """#include <immintrin.h>
 __m256 probe(__m256 a, __m128i half) { return _mm256_fmadd_ps(a, a, _mm256_cvtph_ps(half)); }
 """,
-    "avx512": """#include <immintrin.h>
+    "avx512bf16": """#include <immintrin.h>
 __m512 dot(__m512 sum, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(sum, a, b); }
+""",
+    "avx512": """#include <immintrin.h>
 __m512i dot(__m512i sum, __m512i a, __m512i b) { return _mm512_dpbusd_epi32(sum, a, _mm512_add_epi8(a, b)); }
 __m256 low(__m512 a, __m256 b) { return _mm256_mask_add_ps(_mm512_extractf32x8_ps(a, 1), 7, b, b); }
 """,

@@ -27,8 +27,9 @@ struct Product {
 };
 
 // A row of inputs in sixteen-bit fixed point, one scale for each block of 32: integer products with codes are exact, and bfloat16
-// loses nothing but what is 2^-8 of the largest beside it and below. For each block 32 high bytes, then 32 low ones, both signed;
-// behind all blocks their scales, then the sums of their elements, as floats.
+// loses nothing but what is 2^-8 of the largest beside it and below. For each block 64 bytes, as the instruction set multiplies
+// them: planes of high and of low bytes, or whole numbers; behind all blocks their scales, then the sums of their elements, as
+// floats. Every instruction set has the same numbers, so all make the same text.
 inline int64_t plane_bytes(int padded_cols) { return int64_t(round_up(size_t(padded_cols / kBlock) * (2 * kBlock + 8), 64)); }
 constexpr int kPlaneRange = 127 * 256 + 127;  // of an element, either way: its high byte is rounded
 
@@ -95,6 +96,7 @@ struct Kernels {
 };
 
 // Null when the build or the processor lacks the instruction set. dtype: PN_F32 or PN_BF16.
+const Kernels* avx512bf16_kernels(int dtype);
 const Kernels* avx512_kernels(int dtype);
 const Kernels* avx2_kernels(int dtype);
 const Kernels* portable_kernels(int dtype);

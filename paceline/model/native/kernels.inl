@@ -28,6 +28,13 @@ inline float sum_of(vf value) {  // one fixed tree
     return lanes[0];
 }
 
+// A sum over many elements in sixteen lanes, which is the same whatever the width of the vectors.
+struct LaneSum {
+    vf lanes[kWide / kWidth] = {};
+    vf& at(int index) { return lanes[index / kWidth % (kWide / kWidth)]; }
+    float total() const { return sum_of(kWidth == kWide ? lanes[0] : lanes[0] + lanes[kWide / kWidth - 1]); }
+};
+
 inline float max_of(vf value) {
     float best = value[0];
     for (int lane = 1; lane < kWidth; ++lane) best = value[lane] > best ? value[lane] : best;
@@ -300,12 +307,12 @@ namespace {
 template <class T>
 void norm(const float* x, const float* weight, int size, int padded, float eps, void* out) {
     T* to = static_cast<T*>(out);
-    vf squares = splat(0.0f);
+    LaneSum squares;
     for (int at = 0; at < size; at += kWidth) {
         const vf value = get_upto(x + at, size - at);
-        squares = fma(value, value, squares);
+        squares.at(at) = fma(value, value, squares.at(at));
     }
-    const vf scale = splat(1.0f / __builtin_sqrtf(sum_of(squares) / float(size) + eps));
+    const vf scale = splat(1.0f / __builtin_sqrtf(squares.total() / float(size) + eps));
     for (int at = 0; at < size; at += kWidth)
         put_upto(to + at, get_upto(x + at, size - at) * scale * get_upto(weight + at, size - at), size - at);
     for (int at = size; at < padded; ++at) put(to, at, 0.0f);
@@ -398,7 +405,7 @@ inline int argmax(const float* x, int size, float* best) {
 inline void exponentials(const float* x, int size, float most, float inverse, float least, float* out, float* sums) {
     for (int begin = 0; begin < size; begin += kSummed) {
         const int end = begin + kSummed < size ? begin + kSummed : size;
-        vf sum = splat(0.0f);
+        LaneSum sum;
         for (int at = begin; at < end; at += kWidth) {
             const int left = end - at;
             // What is behind the end reads as 0, which may be more likely than anything.
@@ -407,9 +414,9 @@ inline void exponentials(const float* x, int size, float most, float inverse, fl
             weight = weight < splat(least) ? splat(0.0f) : weight;
             put_upto(out + at, weight, left);
             if (left < kWidth) weight = get_part(out + at, left);
-            sum += weight;
+            sum.at(at) += weight;
         }
-        sums[begin / kSummed] = sum_of(sum);
+        sums[begin / kSummed] = sum.total();
     }
 }
 

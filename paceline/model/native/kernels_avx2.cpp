@@ -1,4 +1,5 @@
-// AVX2 with fused multiply-add: every x86 processor of the last decade. bfloat16 is widened to float32.
+// AVX2 with fused multiply-add: every x86 processor of the last decade. bfloat16 is widened to float32; quantised matrices are
+// multiplied in integers of sixteen bits.
 #include "simd.h"
 
 #if defined(__AVX2__) && defined(__FMA__)
@@ -19,6 +20,138 @@ inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 }  // namespace pn
 
 #include "lanes8.inl"
+
+namespace pn {
+namespace {
+
+// ---- quantised matrices ----
+
+template <class T>
+constexpr int kMaxWide = sizeof(T) == 2 ? 4 : 0;  // 4 sums of integers and 4 of floats, 4 vectors of weights, 2 of inputs
+
+typedef int32_t Word __attribute__((may_alias));
+typedef float Number __attribute__((may_alias));
+
+// Sixteen-bit numbers of a block, four columns at a time in the order 0, 2, 1, 3: the even bytes of eight rows' weights, widened,
+// meet the first two, the odd ones the others.
+constexpr int kOrder = 0xd8;  // of _mm256_shufflelo_epi16
+
+// Four columns of eight rows, a row in each lane of 32 bits.
+struct Columns {
+    __m256i even, odd;
+};
+
+inline __m256i add_columns(__m256i sum, const Columns& weights, const Word* inputs) {
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(weights.even, _mm256_set1_epi32(inputs[0])));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(weights.odd, _mm256_set1_epi32(inputs[1])));
+}
+
+inline __m256 halves_at(const uint8_t* from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)); }
+
+// Half of the sixteen rows of a group: 32 of the 64 bytes of each of its vectors.
+template <int Rows, int Format>
+inline void half_tile(const PnPanel& panel, const uint8_t* codes, const uint8_t* scales, const uint8_t* x, int64_t row_bytes,
+                      int num_blocks, float (*sums)[kWide], bool asks_ahead) {
+    constexpr bool is_q8 = Format == PN_Q8_0;
+    constexpr int kVectors = is_q8 ? 8 : 4, kScales = is_q8 ? 32 : 64;
+    __m256 acc[Rows];
+    each<Rows>([&](auto row) { acc[row] = _mm256_setzero_ps(); });
+    const uint8_t* words = x + panel.first_block * 2 * kBlock;
+    const uint8_t* floats = x + (num_blocks * 2 * kBlock + panel.first_block * 4);
+    for (int block = 0; block < panel.num_blocks; ++block) {
+        __m256i whole[Rows];
+        each<Rows>([&](auto row) { whole[row] = _mm256_setzero_si256(); });
+        each<kVectors>([&](auto index) {
+            const __m256i bytes = _mm256_loadu_si256((const __m256i*)(codes + index * 64));
+            if (asks_ahead) __builtin_prefetch(codes + index * 64 + kAhead);
+            if constexpr (is_q8) {
+                const Columns weights = {_mm256_and_si256(bytes, _mm256_set1_epi16(255)), _mm256_srli_epi16(bytes, 8)};
+                each<Rows>([&](auto row) {
+                    const Word* inputs = reinterpret_cast<const Word*>(words + row * row_bytes) + index * 2;
+                    whole[row] = add_columns(whole[row], weights, inputs);
+                });
+            } else {
+                const __m256i low = _mm256_set1_epi16(15);
+                const Columns first = {_mm256_and_si256(bytes, low), _mm256_and_si256(_mm256_srli_epi16(bytes, 8), low)};
+                const Columns second = {_mm256_and_si256(_mm256_srli_epi16(bytes, 4), low), _mm256_srli_epi16(bytes, 12)};
+                each<Rows>([&](auto row) {
+                    const Word* inputs = reinterpret_cast<const Word*>(words + row * row_bytes) + index * 4;
+                    whole[row] = add_columns(add_columns(whole[row], first, inputs), second, inputs + 2);
+                });
+            }
+        });
+        const __m256 scale = halves_at(scales);
+        const __m256 minimum = is_q8 ? _mm256_mul_ps(scale, _mm256_set1_ps(-128.0f)) : halves_at(scales + 32);
+        each<Rows>([&](auto row) {
+            const float factor = *reinterpret_cast<const Number*>(floats + row * row_bytes);
+            const float sum = *reinterpret_cast<const Number*>(floats + row * row_bytes + num_blocks * 4);
+            acc[row] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole[row]), _mm256_mul_ps(scale, _mm256_set1_ps(factor)), acc[row]);
+            acc[row] = _mm256_fmadd_ps(minimum, _mm256_set1_ps(sum), acc[row]);
+        });
+        codes += kVectors * 64, scales += kScales, words += 2 * kBlock, floats += 4;
+    }
+    each<Rows>([&](auto row) { _mm256_storeu_ps(sums[row], acc[row]); });
+}
+
+template <int Rows, int Format>
+inline void wide_tile_of(const PnPanel& panel, const uint8_t* group, const uint8_t* x, int64_t row_bytes, int num_blocks,
+                         float (*sums)[kWide], bool asks_ahead) {
+    const uint8_t* scales = group + panel.codes_bytes;
+    float half[Rows][kWide];
+    half_tile<Rows, Format>(panel, group, scales, x, row_bytes, num_blocks, sums, asks_ahead);
+    half_tile<Rows, Format>(panel, group + 32, scales + 16, x, row_bytes, num_blocks, half, false);
+    each<Rows>([&](auto row) { __builtin_memcpy(sums[row] + kWidth, half[row], kWidth * sizeof(float)); });
+}
+
+template <int Rows>
+inline void wide_tile(int format, const PnPanel& panel, const uint8_t* group, const uint8_t* x, int64_t row_bytes,
+                      int num_blocks, float (*sums)[kWide], bool asks_ahead) {
+    if (format == PN_Q4_1) wide_tile_of<Rows, PN_Q4_1>(panel, group, x, row_bytes, num_blocks, sums, asks_ahead);
+    else wide_tile_of<Rows, PN_Q8_0>(panel, group, x, row_bytes, num_blocks, sums, asks_ahead);
+}
+
+// The bits of the largest magnitude of 32 bfloat16: they are ordered as their values, NaNs behind infinity.
+inline uint16_t most_of(const bfloat* from) {
+    const __m256i both =
+        _mm256_max_epu16(_mm256_and_si256(_mm256_loadu_si256((const __m256i*)from), _mm256_set1_epi16(0x7fff)),
+                         _mm256_and_si256(_mm256_loadu_si256((const __m256i*)(from + 16)), _mm256_set1_epi16(0x7fff)));
+    const __m128i quarter = _mm_max_epu16(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+    return uint16_t(~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(-1)))));
+}
+
+inline void planes_of(const void* x, int padded_cols, void* out) {
+    const bfloat* from = static_cast<const bfloat*>(x);
+    const int num_blocks = padded_cols / kBlock;
+    int16_t* words = static_cast<int16_t*>(out);
+    float* scales = reinterpret_cast<float*>(words + num_blocks * kBlock);
+    for (int block = 0; block < num_blocks; ++block, from += kBlock, words += kBlock) {
+        const float most = bfloat_to_float(most_of(from));  // of NaNs one of them: the scale and all that follows are NaN
+        const bool is_zero = most < kLeastElement;
+        const __m256 inverse = _mm256_set1_ps(is_zero ? 0.0f : float(kPlaneRange) / most);
+        int32_t total = 0;
+        for (int at = 0; at < kBlock; at += 16) {
+            const __m256i low = _mm256_cvtps_epi32(_mm256_mul_ps((__m256)widen(from + at), inverse));
+            const __m256i high = _mm256_cvtps_epi32(_mm256_mul_ps((__m256)widen(from + at + 8), inverse));
+            const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
+            const __m256i ordered = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(packed, kOrder), kOrder);
+            _mm256_storeu_si256((__m256i*)(words + at), ordered);
+            const __m256i pairs = _mm256_madd_epi16(packed, _mm256_set1_epi16(1));
+            int32_t parts[8];
+            _mm256_storeu_si256((__m256i*)parts, pairs);
+            for (int part = 0; part < 8; ++part) total += parts[part];
+        }
+        scales[block] = is_zero ? 0.0f : most / float(kPlaneRange);
+        scales[num_blocks + block] = scales[block] * float(total);
+    }
+}
+
+template <class T>
+constexpr void (*kPlanes)(const void*, int, void*) = sizeof(T) == 2 ? planes_of : nullptr;
+
+}  // namespace
+}  // namespace pn
+
+#include "kernels.inl"
 
 namespace pn {
 

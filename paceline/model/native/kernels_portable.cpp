@@ -17,6 +17,22 @@ inline vf fma(vf a, vf b, vf c) { return a * b + c; }
 #include "lanes8.inl"
 
 namespace pn {
+namespace {
+
+// No integer products: codes are expanded.
+template <class T>
+constexpr int kMaxWide = 0;
+template <class T>
+constexpr void (*kPlanes)(const void*, int, void*) = nullptr;
+template <int Rows>
+inline void wide_tile(int, const PnPanel&, const uint8_t*, const uint8_t*, int64_t, int, float (*)[kWide], bool) {}
+
+}  // namespace
+}  // namespace pn
+
+#include "kernels.inl"
+
+namespace pn {
 
 const Kernels* portable_kernels(int dtype) { return dtype == PN_F32 ? table<float>("portable") : table<bfloat>("portable"); }
 

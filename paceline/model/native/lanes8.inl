@@ -4,10 +4,6 @@ namespace pn {
 namespace {
 
 constexpr int kMaxTile = 2;  // 8 sums, 4 weights, 1 activation: of 16 registers
-template <class T>
-constexpr int kMaxWide = 0;  // no integer products: codes are expanded
-template <class T>
-constexpr void (*kPlanes)(const void*, int, void*) = nullptr;
 
 inline vf widen(const bfloat* from) {
     Lanes<8>::Halves halves;
@@ -18,14 +14,7 @@ inline vf widen(const bfloat* from) {
     return value;
 }
 
-inline void narrow(bfloat* to, vf value) {  // to the nearest, ties to even; a NaN stays one
-    Lanes<8>::Words words;
-    __builtin_memcpy(&words, &value, sizeof words);
-    const Lanes<8>::Words rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16, quiet = words >> 16 | 0x40;
-    const Lanes<8>::Halves halves =
-        __builtin_convertvector((words & 0x7fffffff) > 0x7f800000 ? quiet : rounded, Lanes<8>::Halves);
-    __builtin_memcpy(to, &halves, sizeof halves);
-}
+inline void narrow(bfloat* to, vf value) { narrow_lanes<8>(to, value); }
 
 inline vf fetch(const float* from) {
     vf value;
@@ -116,10 +105,5 @@ inline void weigh_values(const T* values, int padded, int column, const T* weigh
     each<Rows>([&](auto row) { each<kBlock / kWidth>([&](auto part) { sums[row][part] = acc[row][part]; }); });
 }
 
-template <int Rows>
-inline void wide_tile(int, const PnPanel&, const uint8_t*, const uint8_t*, int64_t, int, float (*)[kWide], bool) {}
-
 }  // namespace
 }  // namespace pn
-
-#include "kernels.inl"

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "error.h"
 #include "model.h"
@@ -19,27 +20,43 @@ int wanted_threads = 1;
 const char* chosen_isa = nullptr;
 thread_local std::string last_error;
 
-bool has_avx512() {
+struct InstructionSet {
+    const char* name;
+    bool is_here;
+    const Kernels* (*kernels)(int dtype);
+};
+
+// Those that the library was compiled with, best first.
+const std::vector<InstructionSet>& instruction_sets() {
+    static const std::vector<InstructionSet> all = [] {
+        std::vector<InstructionSet> sets;
+#if defined(PN_HAS_AVX512) || defined(PN_HAS_AVX2)
+        __builtin_cpu_init();
+#endif
 #ifdef PN_HAS_AVX512
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
-           __builtin_cpu_supports("fma");
-#else
-    return false;
+        const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                                __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
+#ifdef PN_HAS_AVX512BF16
+        sets.push_back({"avx512bf16", has_avx512 && __builtin_cpu_supports("avx512bf16"), avx512bf16_kernels});
 #endif
-}
-
-bool has_avx2() {
+        sets.push_back({"avx512", has_avx512, avx512_kernels});
+#endif
 #ifdef PN_HAS_AVX2
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#else
-    return false;
+        sets.push_back({"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"), avx2_kernels});
 #endif
+        sets.push_back({"portable", true, portable_kernels});
+        return sets;
+    }();
+    return all;
 }
 
-const char* best_isa() { return has_avx512() ? "avx512" : has_avx2() ? "avx2" : "portable"; }
+// The one of that name, the best without; null when the processor or the library lacks it.
+const InstructionSet* find_set(const char* name) {
+    for (const InstructionSet& set : instruction_sets())
+        if (set.is_here && (!name || strcmp(set.name, name) == 0)) return &set;
+    return nullptr;
+}
 
 Pool& ready_pool() {
     if (pool && pool_owner != getpid()) (void)pool.release();  // a forked child has none of its parent's threads
@@ -61,17 +78,7 @@ int32_t fail(const char* message) {
 Turn::Turn() : pool((turn_mutex.lock(), ready_pool())) {}
 Turn::~Turn() { turn_mutex.unlock(); }
 
-const Kernels* kernels_for(int dtype) {
-    const char* isa = chosen_isa ? chosen_isa : best_isa();
-#ifdef PN_HAS_AVX512
-    if (strcmp(isa, "avx512") == 0) return avx512_kernels(dtype);
-#endif
-#ifdef PN_HAS_AVX2
-    if (strcmp(isa, "avx2") == 0) return avx2_kernels(dtype);
-#endif
-    (void)isa;
-    return portable_kernels(dtype);
-}
+const Kernels* kernels_for(int dtype) { return find_set(chosen_isa)->kernels(dtype); }
 
 void* Buffer::at_least(size_t bytes) {
     if (bytes <= bytes_) return data_;
@@ -89,19 +96,24 @@ int32_t pn_abi_version(void) { return PN_ABI_VERSION; }
 const char* pn_last_error(void) { return last_error.c_str(); }
 
 const char* pn_available(void) {
-    return has_avx512() ? (has_avx2() ? "avx512,avx2,portable" : "avx512,portable") : has_avx2() ? "avx2,portable" : "portable";
+    static const std::string names = [] {
+        std::string all;
+        for (const InstructionSet& set : instruction_sets())
+            if (set.is_here) all += (all.empty() ? "" : ",") + std::string(set.name);
+        return all;
+    }();
+    return names.c_str();
 }
 
 int32_t pn_use(const char* isa) {
     std::lock_guard<std::mutex> lock(turn_mutex);
-    if (strcmp(isa, "avx512") == 0 && has_avx512()) chosen_isa = "avx512";
-    else if (strcmp(isa, "avx2") == 0 && has_avx2()) chosen_isa = "avx2";
-    else if (strcmp(isa, "portable") == 0) chosen_isa = "portable";
-    else return fail("this instruction set is not available here");
+    const InstructionSet* set = find_set(isa);
+    if (!set) return fail("this instruction set is not available here");
+    chosen_isa = set->name;
     return 0;
 }
 
-const char* pn_in_use(void) { return chosen_isa ? chosen_isa : best_isa(); }
+const char* pn_in_use(void) { return find_set(chosen_isa)->name; }
 
 int32_t pn_set_threads(int32_t num_threads) {
     if (num_threads < 1 || num_threads > kMaxThreads) return fail("the number of threads must be between 1 and 256");

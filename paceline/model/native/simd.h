@@ -36,5 +36,23 @@ struct Lanes {
     typedef uint16_t Halves __attribute__((vector_size(Width * 2)));
 };
 
+// To bfloat16: to the nearest, ties to even; a NaN stays one, and what is below the normal numbers is zero, as instructions
+// for bfloat16 have it.
+template <int Width>
+inline void narrow_lanes(uint16_t* to, typename Lanes<Width>::Floats value) {
+    typedef typename Lanes<Width>::Words Words;
+    Words words;
+    __builtin_memcpy(&words, &value, sizeof words);
+    const Words size = words & 0x7fffffffu, sign = words >> 16 & 0x8000u;
+    const Words rounded = (words + 0x7fffu + (words >> 16 & 1u)) >> 16;
+    const Words known = size > 0x7f800000u ? words >> 16 | 0x40u : rounded;
+    const Words all = size < 0x00800000u ? sign : known;
+    const typename Lanes<Width>::Halves halves = __builtin_convertvector(all, typename Lanes<Width>::Halves);
+    __builtin_memcpy(to, &halves, sizeof halves);
+}
+
+// Blocks whose largest element is below this are zero: the reciprocal of their scale would overflow.
+constexpr float kLeastElement = 1e-30f;
+
 }  // namespace
 }  // namespace pn

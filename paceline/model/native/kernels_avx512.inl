@@ -1,0 +1,252 @@
+// AVX-512 with byte dot products, compiled with and without instructions for bfloat16 (__AVX512BF16__). What they would round
+// otherwise than other instruction sets do is left to them in products with dense bfloat16 matrices only.
+#include <immintrin.h>
+
+#include "simd.h"
+
+namespace pn {
+namespace {
+
+constexpr int kWidth = 16;
+constexpr int kMaxTile = 6;  // 24 sums, 4 weights, 1 activation: of 32 registers
+typedef uint16_t bfloat;
+typedef Lanes<16>::Floats vf;
+typedef Lanes<16>::Ints vi;
+
+inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+inline vf widen(const bfloat* from) {
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+}
+#ifdef __AVX512BF16__
+inline void narrow(bfloat* to, vf value) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(value)); }
+#else
+inline void narrow(bfloat* to, vf value) { narrow_lanes<16>(to, value); }
+#endif
+
+// Both elements of sixteen neighbouring pairs of bfloat16.
+inline __m512 first_of(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+inline __m512 second_of(__m512i pairs) {
+    return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int32_t(0xffff0000u))));
+}
+
+// As an instruction of its own: the compiler takes a function that only prefetches for one that does nothing.
+inline void ask_for(const void* at) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(at))); }
+
+// The sums of four vectors, by one fixed tree.
+inline __m128 sums_of(__m512 a, __m512 b, __m512 c, __m512 d) {
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+// What is multiplied at once: 32 bfloat16, a whole block, or 16 floats, half of one.
+template <class T>
+struct Step;
+
+template <>
+struct Step<bfloat> {
+    typedef __m512i Vector;
+    static constexpr int kPerBlock = 1;
+    static Vector load(const bfloat* from) { return _mm512_loadu_si512(from); }
+    static __m512 multiply(__m512 sum, Vector a, Vector b) {
+#ifdef __AVX512BF16__
+        return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#else
+        return _mm512_fmadd_ps(second_of(a), second_of(b), _mm512_fmadd_ps(first_of(a), first_of(b), sum));
+#endif
+    }
+};
+
+template <>
+struct Step<float> {
+    typedef __m512 Vector;
+    static constexpr int kPerBlock = 2;
+    static Vector load(const float* from) { return _mm512_loadu_ps(from); }
+    static __m512 multiply(__m512 sum, Vector a, Vector b) { return _mm512_fmadd_ps(a, b, sum); }
+};
+
+// Four rows of weights, step by step; `row_stride` apart, blocks `block_stride` apart.
+template <class T>
+struct Dense {
+    const T* weights;
+    int64_t row_stride, block_stride;
+    unsigned lanes_ahead;
+    void get(int block, int part, typename Step<T>::Vector (&out)[kGroup]) const {
+        const T* at = weights + block * block_stride + part * kWidth;
+        each<kGroup>([&](auto lane) {
+            out[lane] = Step<T>::load(at + lane * row_stride);
+            if (lanes_ahead >> lane & 1) ask_for(reinterpret_cast<const uint8_t*>(at + lane * row_stride) + kAhead);
+        });
+    }
+};
+
+// Products of `Rows` rows of x with a group.
+template <int Rows, class T, class Source>
+inline void run_tile(const Source& source, int num_blocks, const T* x, int64_t ldx, float (*sums)[kGroup]) {
+    __m512 acc[Rows][kGroup];
+    each<Rows>([&](auto row) { each<kGroup>([&](auto lane) { acc[row][lane] = _mm512_setzero_ps(); }); });
+    for (int block = 0; block < num_blocks; ++block)
+        for (int part = 0; part < Step<T>::kPerBlock; ++part) {
+            typename Step<T>::Vector weights[kGroup];
+            source.get(block, part, weights);
+            each<Rows>([&](auto row) {
+                const auto value = Step<T>::load(x + row * ldx + block * kBlock + part * kWidth);
+                each<kGroup>([&](auto lane) { acc[row][lane] = Step<T>::multiply(acc[row][lane], value, weights[lane]); });
+            });
+        }
+    each<Rows>([&](auto row) { _mm_storeu_ps(sums[row], sums_of(acc[row][0], acc[row][1], acc[row][2], acc[row][3])); });
+}
+
+template <int Rows, class T>
+inline void tile(const T* weights, int64_t row_stride, int64_t block_stride, int num_blocks, const T* x, int64_t ldx,
+                 float (*sums)[kGroup], unsigned ahead) {
+    run_tile<Rows>(Dense<T>{weights, row_stride, block_stride, ahead}, num_blocks, x, ldx, sums);
+}
+
+inline __m512 add_product(__m512 sum, const bfloat* pairs, const bfloat* factors) {
+    const __m512i both = _mm512_loadu_si512(pairs);
+    sum = _mm512_fmadd_ps(first_of(both), _mm512_set1_ps(bfloat_to_float(factors[0])), sum);
+    return _mm512_fmadd_ps(second_of(both), _mm512_set1_ps(bfloat_to_float(factors[1])), sum);
+}
+inline __m512 add_product(__m512 sum, const float* values, const float* factor) {
+    return _mm512_fmadd_ps(_mm512_loadu_ps(values), _mm512_set1_ps(*factor), sum);
+}
+
+template <int Rows, class T>
+inline void score_keys(const T* keys, const T* query, int64_t stride, int padded, float scale, float* out, int64_t ldout) {
+    __m512 acc[Rows];
+    each<Rows>([&](auto row) { acc[row] = _mm512_setzero_ps(); });
+    for (int at = 0; at < padded; at += kTogether<T>)
+        each<Rows>([&](auto row) { acc[row] = add_product(acc[row], keys + at * kKeys, query + row * stride + at); });
+    each<Rows>([&](auto row) { _mm512_storeu_ps(out + row * ldout, _mm512_mul_ps(acc[row], _mm512_set1_ps(scale))); });
+}
+
+template <int Rows, class T>
+inline void weigh_values(const T* values, int padded, int column, const T* weights, int64_t ldweights, int begin, int end,
+                         vf (*sums)[kBlock / kWidth]) {
+    __m512 low[Rows], high[Rows];
+    each<Rows>([&](auto row) { low[row] = high[row] = _mm512_setzero_ps(); });
+    for (int key = begin; key < end; key += kTogether<T>) {
+        const T* from = values + int64_t(key) * padded + column * kTogether<T>;
+        each<Rows>([&](auto row) {
+            const T* factor = weights + row * ldweights + key;
+            low[row] = add_product(low[row], from, factor);
+            high[row] = add_product(high[row], from + kWidth * kTogether<T>, factor);
+        });
+    }
+    each<Rows>([&](auto row) { sums[row][0] = low[row], sums[row][1] = high[row]; });
+}
+
+// ---- quantised matrices ----
+
+template <class T>
+constexpr int kMaxWide = sizeof(T) == 2 ? 16 : 0;  // 16 sums, 8 vectors of weights, 2 of scales
+
+// A block of sixteen rows: eight vectors of unsigned bytes, four neighbouring columns of every row each; weight = scale * byte + minimum.
+struct WideBlock {
+    __m512i bytes[8];
+    __m512 scale, minimum;
+};
+
+// Read where they stand: a copy would cost an instruction for each product.
+typedef int32_t Word __attribute__((may_alias));
+typedef float Number __attribute__((may_alias));
+
+inline __m512 halves_at(const uint8_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
+
+template <int Format>
+inline WideBlock wide_block(const uint8_t* codes, const uint8_t* scales, int block, bool asks_ahead) {
+    constexpr int kVectors = Format == PN_Q8_0 ? 8 : 4, kScales = Format == PN_Q8_0 ? 32 : 64;
+    WideBlock out;
+    codes += size_t(block) * kVectors * 64, scales += size_t(block) * kScales;
+    each<kVectors>([&](auto index) {
+        const __m512i bytes = _mm512_loadu_si512(codes + index * 64), low = _mm512_set1_epi8(15);
+        if (asks_ahead) ask_for(codes + index * 64 + kAhead);
+        if constexpr (Format == PN_Q8_0) {
+            out.bytes[index] = bytes;
+        } else {
+            out.bytes[2 * index] = _mm512_and_si512(bytes, low);
+            out.bytes[2 * index + 1] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low);
+        }
+    });
+    if (asks_ahead) ask_for(scales + kAhead);
+    out.scale = halves_at(scales);
+    if constexpr (Format == PN_Q8_0) out.minimum = _mm512_mul_ps(out.scale, _mm512_set1_ps(-128.0f));
+    else out.minimum = halves_at(scales + 32);
+    return out;
+}
+
+template <int Rows, int Format>
+inline void wide_tile_of(const PnPanel& panel, const uint8_t* group, const uint8_t* x, int64_t row_bytes, int num_blocks,
+                         float (*sums)[kWide], bool asks_ahead) {
+    __m512 acc[Rows];
+    each<Rows>([&](auto row) { acc[row] = _mm512_setzero_ps(); });
+    const uint8_t* planes = x + panel.first_block * 2 * kBlock;
+    const uint8_t* floats = x + (num_blocks * 2 * kBlock + panel.first_block * 4);
+    for (int block = 0; block < panel.num_blocks; ++block, planes += 2 * kBlock, floats += 4) {
+        const WideBlock weights = wide_block<Format>(group, group + panel.codes_bytes, block, asks_ahead);
+        each<Rows>([&](auto row) {
+            const Word* bytes = reinterpret_cast<const Word*>(planes + row * row_bytes);
+            const float scale = *reinterpret_cast<const Number*>(floats + row * row_bytes);
+            const float sum = *reinterpret_cast<const Number*>(floats + row * row_bytes + num_blocks * 4);
+            __m512i high = _mm512_setzero_si512(), low = high;
+            each<8>([&](auto at) {
+                high = _mm512_dpbusd_epi32(high, weights.bytes[at], _mm512_set1_epi32(bytes[at]));
+                low = _mm512_dpbusd_epi32(low, weights.bytes[at], _mm512_set1_epi32(bytes[8 + at]));
+            });
+            const __m512 exact = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+            acc[row] = _mm512_fmadd_ps(exact, _mm512_mul_ps(weights.scale, _mm512_set1_ps(scale)), acc[row]);
+            acc[row] = _mm512_fmadd_ps(weights.minimum, _mm512_set1_ps(sum), acc[row]);
+        });
+    }
+    each<Rows>([&](auto row) { _mm512_storeu_ps(sums[row], acc[row]); });
+}
+
+template <int Rows>
+inline void wide_tile(int format, const PnPanel& panel, const uint8_t* group, const uint8_t* x, int64_t row_bytes,
+                      int num_blocks, float (*sums)[kWide], bool asks_ahead) {
+    if (format == PN_Q4_1) wide_tile_of<Rows, PN_Q4_1>(panel, group, x, row_bytes, num_blocks, sums, asks_ahead);
+    else wide_tile_of<Rows, PN_Q8_0>(panel, group, x, row_bytes, num_blocks, sums, asks_ahead);
+}
+
+// For each block 32 high bytes, then 32 low ones, both signed: together the sixteen-bit number.
+// The bits of the largest magnitude of 32 bfloat16: they are ordered as their values, NaNs behind infinity.
+inline uint16_t most_of(__m512i elements) {
+    const __m512i size = _mm512_and_si512(elements, _mm512_set1_epi16(0x7fff));
+    const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(size), _mm512_extracti64x4_epi64(size, 1));
+    const __m128i quarter = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    return uint16_t(~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(-1)))));
+}
+
+inline void planes_of(const void* x, int padded_cols, void* out) {
+    const bfloat* from = static_cast<const bfloat*>(x);
+    const int num_blocks = padded_cols / kBlock;
+    int8_t* bytes = static_cast<int8_t*>(out);
+    float* scales = reinterpret_cast<float*>(bytes + num_blocks * 2 * kBlock);
+    for (int block = 0; block < num_blocks; ++block, from += kBlock, bytes += 2 * kBlock) {
+        const uint16_t bits = most_of(_mm512_loadu_si512(from));
+        const float most = bfloat_to_float(bits);  // of NaNs one of them: the scale and all that follows are NaN
+        const bool is_zero = most < kLeastElement;
+        const __m512 inverse = _mm512_set1_ps(is_zero ? 0.0f : float(kPlaneRange) / most);
+        const auto whole = [&](int at) {
+            return _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps((__m512)widen(from + at), inverse)));
+        };
+        const __m512i words = _mm512_inserti64x4(_mm512_castsi256_si512(whole(0)), whole(kWidth), 1);
+        const __m512i high = _mm512_srai_epi16(_mm512_add_epi16(words, _mm512_set1_epi16(128)), 8);
+        _mm256_storeu_si256((__m256i*)bytes, _mm512_cvtepi16_epi8(high));
+        _mm256_storeu_si256((__m256i*)(bytes + kBlock), _mm512_cvtepi16_epi8(words));
+        const int32_t total = _mm512_reduce_add_epi32(_mm512_madd_epi16(words, _mm512_set1_epi16(1)));
+        scales[block] = is_zero ? 0.0f : most / float(kPlaneRange);
+        scales[num_blocks + block] = scales[block] * float(total);
+    }
+}
+
+template <class T>
+constexpr void (*kPlanes)(const void*, int, void*) = sizeof(T) == 2 ? planes_of : nullptr;
+
+}  // namespace
+}  // namespace pn
+
+#include "kernels.inl"
