@@ -14,7 +14,7 @@ import json
 import operator
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ from paceline.figures import Rounds
 from paceline.simulate.costs import StepCosts
 from paceline.simulate.files import is_amount, read_objects
 from paceline.simulate.load import load_name, share
-from paceline.simulate.serving import Case, Job, ServerShape, Survival
+from paceline.simulate.serving import LOOKUP, Case, Job, Lookups, ServerShape, Survival
 
-THROUGHPUT_WITHIN, FIRST_TOKEN_WITHIN = 0.15, 0.30
+THROUGHPUT_WITHIN, FIRST_TOKEN_WITHIN = 0.10, 0.30
 """Relative errors of tokens per second and of the median time to the first token that count as predicted."""
 NEEDED = ("repetition", "due_s", "first_s", "num_prompt", "num_reused", "num_tokens", "wall_s")
-LOOKUP, NOTHING = "ngram", "none"
-"""Sources of rounds that are not the drafter's own: drafts found in the text so far, and no drafts."""
+NOTHING = "none"
+"""Source of rounds without drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,8 @@ class Recorded:
     """Of all jobs."""
     own: Rounds
     """Those with the drafter's own drafts; all where the run does not tell the source."""
+    found: Rounds = field(default_factory=Rounds)
+    """Those with drafts found in the text so far, beside a drafter."""
 
     @property
     def load(self) -> str:
@@ -125,6 +127,7 @@ def _recorded(lines: list[dict[str, Any]]) -> Recorded:
         first_token_s=[line["first_s"] for line in whole],
         rounds=Rounds.sum(map(_rounds, whole)),
         own=Rounds.sum(map(_own, whole)),
+        found=Rounds.sum(map(_found, whole)),
     )
 
 
@@ -137,16 +140,25 @@ def _rounds(told: dict[str, Any]) -> Rounds:
     return Rounds(num_rounds, num_drafted, tuple(histogram))
 
 
-def _own(line: dict[str, Any]) -> Rounds:
-    """The rounds of the drafter; those of lookups only where lookups are the drafter. Raises ConfigError.
-
-    Of "rounds_by_source": {"dflash": {"num_rounds": 3, "num_drafted": 45, "accepted_histogram": [1, 0, 2]}, "ngram": ...}.
-    """
+def _sources(line: dict[str, Any]) -> dict[str, Rounds]:
+    """Of "rounds_by_source": {"dflash": {"num_rounds": 3, "num_drafted": 45, "accepted_histogram": [1, 0, 2]}, "ngram": ...},
+    without rounds that drafted nothing. Raises ConfigError."""
     told = line.get("rounds_by_source") or {}
     if not isinstance(told, dict) or not all(isinstance(each, dict) for each in told.values()):
         raise ConfigError(f"rounds_by_source must hold the rounds of each source, not {told}: run paceline bench serving again")
-    names = told.keys() - {LOOKUP, NOTHING} or told.keys() & {LOOKUP}
-    return Rounds.sum(_rounds(told[name]) for name in names) if told else _rounds(line)
+    return {name: _rounds(each) for name, each in told.items() if name != NOTHING}
+
+
+def _own(line: dict[str, Any]) -> Rounds:
+    """The rounds of the drafter; those of lookups only where lookups are the drafter. Raises ConfigError."""
+    known = _sources(line)
+    names = known.keys() - {LOOKUP} or known.keys()
+    return Rounds.sum(known[name] for name in names) if line.get("rounds_by_source") else _rounds(line)
+
+
+def _found(line: dict[str, Any]) -> Rounds:
+    """Those of lookups. Raises ConfigError."""
+    return _sources(line).get(LOOKUP, Rounds())
 
 
 def rows_of(folder: Path) -> int | None:
@@ -170,9 +182,29 @@ def recorded_survival(passes: Sequence[Recorded]) -> Survival:
     if not drafting:
         return ()
     most = max(drafting, key=lambda each: each.own.drafted_per_round)
-    same = [each.own for each in drafting if (each.load, each.speculate) == (most.load, most.speculate)]
-    histogram = Rounds.sum(same).accepted_histogram
-    always = max(round(most.own.drafted_per_round), 1)
+    return _survival(Rounds.sum(each.own for each in drafting if (each.load, each.speculate) == (most.load, most.speculate)))
+
+
+def recorded_lookups(passes: Sequence[Recorded]) -> Lookups | None:
+    """What was found in the text so far in the load whose rounds checked most of it; None where nothing was, or where lookups
+    are the drafter. What the server found and did not check is not known."""
+    groups: dict[tuple[str, str], list[Recorded]] = {}
+    for each in passes:
+        if each.found.num_drafted and each.found != each.own:
+            groups.setdefault((each.load, each.speculate), []).append(each)
+    shares = [
+        (share(sum(each.found.num_rounds for each in group), sum(each.rounds.num_rounds for each in group)), group)
+        for group in groups.values()
+    ]
+    if not shares:
+        return None
+    largest, group = max(shares, key=operator.itemgetter(0))
+    return Lookups(min(largest, 1.0), _survival(Rounds.sum(each.found for each in group)))
+
+
+def _survival(rounds: Rounds) -> Survival:
+    """As `recorded_survival` has it."""
+    histogram, always = rounds.accepted_histogram, max(round(rounds.drafted_per_round), 1)
     chances: list[float] = []
     for place in range(1, max(len(histogram), always + 1)):
         reached, stood = sum(histogram[place - 1 :]), sum(histogram[place:])
@@ -195,14 +227,15 @@ def compare(
     groups: dict[tuple[str, str], list[Recorded]] = {}
     for each in passes:
         groups.setdefault((each.load, each.speculate), []).append(each)
-    return [_compared(group, costs, server, survival, seed) for group in groups.values()]
+    case = Case([], costs, server, survival, seed, recorded_lookups(passes))
+    return [_compared(group, case) for group in groups.values()]
 
 
-def _compared(group: list[Recorded], costs: StepCosts, server: ServerShape, survival: Survival, seed: int) -> Compared:
+def _compared(group: list[Recorded], case: Case) -> Compared:
     """The repetitions of one load and contender."""
-    policy = policy_for(group[0].speculate, len(survival))
+    policy = policy_for(group[0].speculate, len(case.survival))
     outcomes = [
-        Case(each.jobs, costs, server, survival, seed + number).run(policy, concurrency=each.concurrency)
+        replace(case, jobs=each.jobs, seed=case.seed + number).run(policy, concurrency=each.concurrency)
         for number, each in enumerate(group)
     ]
     requests = [request for outcome in outcomes for request in outcome.requests]

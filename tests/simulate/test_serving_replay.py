@@ -23,8 +23,8 @@ from paceline.prompts import Prompt
 from paceline.runlog import RunFolder
 from paceline.simulate.costs import table_of
 from paceline.simulate.load import arriving, poisson
-from paceline.simulate.replay import Recorded, compare, policy_for, read_passes, recorded_survival
-from paceline.simulate.serving import Case, Job, Outcome, ServerShape
+from paceline.simulate.replay import Recorded, compare, policy_for, read_passes, recorded_lookups, recorded_survival
+from paceline.simulate.serving import Case, Job, Lookups, Outcome, ServerShape
 
 STEPS: dict[str, Any] = {
     "verify": [[rows, width, 0.010 + 0.0005 * rows * width] for rows in (1, 2, 4, 8) for width in range(1, 9)],
@@ -179,6 +179,18 @@ def test_lookups_do_not_count_as_the_drafters_rounds(tmp_path: Path) -> None:
     assert (told.rounds.tokens_per_round, told.rounds.drafted_per_round) == (pytest.approx(1 + 555 / 200), 3.4)
     [untold] = read_passes(written(tmp_path, line_of(**ALL)))
     assert len(recorded_survival([untold])) == 8
+
+
+def test_auto_finds_text_to_draft_as_often_as_recorded(tmp_path: Path) -> None:
+    """Lookups cost no drafting, so with all of them standing an answer takes far fewer rounds; `off` has none."""
+    lines = [line_of(**ALL, rounds_by_source=BY_SOURCE), line_of(**ALL, rounds_by_source=BY_SOURCE) | {"speculate": "off"}]
+    passes = read_passes(written(tmp_path, *lines))
+    found = recorded_lookups(passes[:1])
+    assert found == Lookups(0.3, (1.0,) * 8) and found.chance == 1.0
+    auto, off = compare(passes, table_of(STEPS), ServerShape(), recorded_survival(passes))
+    assert auto.simulated_tokens_per_round > 2 and off.simulated_tokens_per_round == 1
+    alone = {name: BY_SOURCE[name] for name in ("ngram", "none")}
+    assert recorded_lookups(read_passes(written(tmp_path, line_of(rounds_by_source=alone)))) is None
 
 
 def test_where_lookups_are_the_drafter_they_count(tmp_path: Path) -> None:
