@@ -239,13 +239,19 @@ def test_blocks_are_their_dense_numbers(kinds: tuple[BlockKind | None, ...], dty
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
 def test_blocks_give_the_same_bits_on_every_instruction_set(kind: BlockKind) -> None:
-    """Products in integers, norms, attention and what lies between: a pass of a model in blocks is the same everywhere."""
-    blocks = blocks_of(random_weights(WHOLE_BLOCKS), (kind,))
+    """Products in integers, norms, attention and what lies between: a pass of a model in blocks is the same everywhere.
+
+    Sums of another order differ in the last of 24 bits, and what is rounded to eight of them shows one in thousands: many
+    numbers are needed to see it.
+    """
+    config = replace(WHOLE_BLOCKS, hidden_size=512, intermediate_size=1024, num_heads=8, head_dim=64)
+    blocks = blocks_of(random_weights(config), (kind,))
     told = []
     for isa in ISAS:
         if isa != "portable":
             use(isa, 2)
-            told.append(tell(native_decoder(WHOLE_BLOCKS, blocks, torch.bfloat16)))
+            target = native_decoder(config, blocks, torch.bfloat16)
+            told.append([out for seed in range(4) for out in tell(target, seed)])
     for other in told[1:]:
         assert all(map(same_output, other, told[0]))
 
