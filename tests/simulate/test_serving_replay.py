@@ -189,6 +189,10 @@ def test_auto_finds_text_to_draft_as_often_as_recorded(tmp_path: Path) -> None:
     assert found == Lookups(0.3, (1.0,) * 8) and found.chance == 1.0
     auto, off = compare(passes, table_of(STEPS), ServerShape(), recorded_survival(passes))
     assert auto.simulated_tokens_per_round > 2 and off.simulated_tokens_per_round == 1
+    dear = table_of({**STEPS, "draft": [[rows, width, 0.2] for rows, width, _ in STEPS["draft"]]})
+    longer = [replace(each, jobs=[replace(job, answer_tokens=4000) for job in each.jobs]) for each in passes]
+    auto, off = compare(longer, dear, ServerShape(), recorded_survival(passes))
+    assert auto.simulated_tokens_per_s > 1.2 * off.simulated_tokens_per_s  # only what a drafter computes takes its time
     alone = {name: BY_SOURCE[name] for name in ("ngram", "none")}
     assert recorded_lookups(read_passes(written(tmp_path, line_of(rounds_by_source=alone)))) is None
 
