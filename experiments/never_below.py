@@ -2,11 +2,12 @@
 
     python experiments/never_below.py --prompts gsm8k_test.jsonl experiments/prompts_edit.jsonl
 
-One LLM for each drafter, the planner choosing. Every batch of prompts is answered by all of them and
-by plain decoding at the same time, a step of each in turns, so that all meet the same pace of the machine; a ratio is of one
-turn over all prompts. The table has the median of the ratios, their range, and the share of rounds by the source of their
-drafts. `noisy` is the default drafter with noise in its weights, which drafts as one does that is half trained; `none again` is
-plain decoding once more: how far its ratio is from 1 is the machine's doing.
+One LLM for each drafter, the planner choosing. The prompts are answered by all of them and by plain decoding at the same time,
+a step of each in turns, so that all meet the same pace of the machine. `--batch` requests are in flight: where an answer ends,
+the next prompt is read beside the others, as in a server. A ratio is of one turn over all prompts, their reading included. The
+table has the median of the ratios, their range, and the share of rounds by the source of their drafts. `noisy` is the default
+drafter with noise in its weights, which drafts as one does that is half trained; `none again` is plain decoding once more: how
+far its ratio is from 1 is the machine's doing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from paceline.draft.dflash import DFlashDrafter
 from paceline.engine.engine import Engine
 from paceline.prompts import read_prompts
 from paceline.runlog import record_of
-from paceline.types import Sequence
 
 Setting = tuple[str, int, float]
 """Prompt file, batch, temperature."""
@@ -66,28 +66,31 @@ class Contender:
     engine: Engine
     num_tokens: int = 0
     spent_s: float = 0.0
-    """After the prompts were read."""
     sources: Counter[str] = field(default_factory=Counter)
+    waiting: list[list[int]] = field(default_factory=list)
+
+    def step(self, in_flight: int, params: SamplingParams) -> None:
+        """A step with as many requests as may be in flight: the next prompt takes the place of an answer that has ended."""
+        requests = self.engine.scheduler
+        while self.waiting and len(requests.waiting) + len(requests.prefilling) + len(requests.running) < in_flight:
+            self.engine.add(self.waiting.pop(0), params)
+        began = time.perf_counter()
+        chunks = self.engine.step()
+        self.spent_s += time.perf_counter() - began
+        self.num_tokens += sum(len(chunk.token_ids) for chunk in chunks)
+        for chunk in chunks:
+            if chunk.finish_reason:
+                self.sources.update(each.source for each in chunk.sequence.rounds)
 
 
-def answer(contenders: list[Contender], prompts: list[list[int]], params: SamplingParams, luck: random.Random) -> None:
-    """Each answers all prompts at once; a round of each in turns."""
-    running: dict[int, list[Sequence]] = {}
+def answer(contenders: list[Contender], prompts: list[list[int]], in_flight: int, params: SamplingParams) -> None:
+    """Each answers all prompts; a step of each in turns."""
+    luck = random.Random(0)
     for one in contenders:
-        for prompt in prompts:
-            one.engine.add(prompt, params)
-        while one.engine.scheduler.waiting or one.engine.scheduler.prefilling:
-            one.engine.step()
-        running[id(one)] = list(one.engine.scheduler.running)
-        one.num_tokens -= sum(seq.num_output for seq in running[id(one)])
-    while working := [one for one in contenders if one.engine.has_work]:
+        one.waiting = list(prompts)
+    while working := [one for one in contenders if one.waiting or one.engine.has_work]:
         for one in luck.sample(working, len(working)):
-            began = time.perf_counter()
-            one.engine.step()
-            one.spent_s += time.perf_counter() - began
-    for one in contenders:
-        one.num_tokens += sum(seq.num_output for seq in running[id(one)])
-        one.sources.update(each.source for seq in running[id(one)] for each in seq.rounds)
+            one.step(in_flight, params)
 
 
 def arguments() -> argparse.Namespace:
@@ -96,7 +99,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--skip", type=int, default=0)
-    parser.add_argument("--limit", type=int, default=8, help="prompts of each file; a larger batch has its own number")
+    parser.add_argument("--limit", type=int, default=8, help="prompts of each file, two batches at least")
     parser.add_argument("--drafters", default="default,ngram,random-dflash,noisy", help="comma-separated; folders too")
     parser.add_argument("--noise", type=float, default=0.5)
     parser.add_argument("--batch", default="1,2,4,8")
@@ -107,10 +110,9 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.batches = [int(each) for each in args.batch.split(",")]
     args.temperatures = [float(each) for each in args.temperature.split(",")]
-    needed = args.skip + max(args.limit, *args.batches)
     for file in args.prompts:
-        if len(read_prompts(file)) < needed:
-            parser.error(f"{file} has fewer than {needed} prompts: --skip, --limit and the largest --batch need them")
+        if len(read_prompts(file)) < args.skip + args.limit:
+            parser.error(f"{file} has fewer than {args.skip + args.limit} prompts: --skip and --limit need them")
     return args
 
 
@@ -134,13 +136,14 @@ def measure(args: argparse.Namespace, llms: dict[str, LLM]) -> dict[Setting, Tur
         file: [llms["none"].encode_chat(prompt.messages) for prompt in read_prompts(file)[args.skip :]] for file in args.prompts
     }
     settings = list(itertools.product(args.prompts, args.batches, args.temperatures))
-    measured, luck = {setting: Turns() for setting in settings}, random.Random(0)
+    measured = {setting: Turns() for setting in settings}
     for turn, setting in itertools.product(range(-1, args.repeat), settings):
         file, batch, temperature = setting
-        params = SamplingParams(temperature=temperature, max_tokens=args.max_tokens if turn >= 0 else 32, ignore_eos=True)
+        params = SamplingParams(temperature=temperature, max_tokens=args.max_tokens if turn >= 0 else 32)
         contenders = {name: Contender(each.engine) for name, each in llms.items()}
-        for begin in range(0, max(args.limit, batch) if turn >= 0 else batch, batch):
-            answer(list(contenders.values()), sets[file][begin : begin + batch], params, luck)
+        num_prompts = max(args.limit, 2 * batch) if turn >= 0 else batch
+        prompts = list(itertools.islice(itertools.cycle(sets[file]), num_prompts))
+        answer(list(contenders.values()), prompts, batch, params)
         for name, one in contenders.items() if turn >= 0 else ():
             measured[setting].add(name, one)
         print(f"turn {turn}: {file} batch {batch} temperature {temperature}", file=sys.stderr, flush=True)

@@ -188,17 +188,19 @@ def _look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
 def _started(
     servers: ServersConfig, key: str | None, timeout_s: float, folder: Path, progress: Progress
 ) -> Iterator[tuple[str, list[Contender]]]:
-    """A server for each contender, all at once: the one that has nothing to do sleeps."""
+    """A server for each contender. The one that has nothing to do sleeps; one starts after the other, because a server measures
+    its passes before it is ready, and would measure the others' start too."""
     names = servers.speculate or CONTENDERS
     processes: list[subprocess.Popen[bytes]] = []
+    urls: list[str] = []
     try:
-        logs = [folder / f"server-{name}.log" for name in names]
-        for name, log in zip(names, logs, strict=True):
+        for number, name in enumerate(names, start=1):
+            log = folder / f"server-{name}.log"
+            progress.say(f"starting server {number} of {len(names)}, speculate {name} (its words: {log})")
             words = [sys.executable, "-m", "paceline", "serve", "--port", "0", "--speculate", name, *servers.words]
             with log.open("wb") as out:
                 processes.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out))
-        progress.say(f"starting {len(names)} servers (their words: {', '.join(str(log) for log in logs)})")
-        urls = [_ready(process, log) for process, log in zip(processes, logs, strict=True)]
+            urls.append(_ready(processes[-1], log))
         model, _ = _look(urls[0], key, None)
         fields = {"return_metrics": True}
         yield model, [Contender(name, Client(url, key, timeout_s), fields) for name, url in zip(names, urls, strict=True)]
