@@ -17,6 +17,7 @@ from paceline.commands.chat import chat
 from paceline.commands.compare import compare
 from paceline.commands.evaluate import evaluate, report
 from paceline.commands.generate import generate
+from paceline.commands.models import models
 from paceline.commands.serve import serve
 from paceline.commands.simulate import calculator, simulate, simulate_serving
 from paceline.commands.train import regenerate, train
@@ -47,20 +48,6 @@ def start(
 ) -> None:
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
-
-
-def models() -> None:
-    """List the built-in models and where fetched ones are kept.
-
-    Example: paceline models
-    """
-    from paceline.hub import BUILTINS, cache_home
-
-    home = cache_home()
-    for name, builtin in BUILTINS.items():
-        is_here = builtin.is_kept_in(home)
-        print(f"{name}  {'ready' if is_here else f'fetched at first use, {builtin.gguf_bytes / 1e6:.0f} MB'}")
-    print(f"kept in {home} (set PACELINE_HOME to move it)")
 
 
 for _each in (generate, chat, compare, train, regenerate, evaluate, report, serve):

@@ -162,7 +162,24 @@ def test_a_missing_model_is_one_line() -> None:
 def test_models_are_listed(tmp_path: Path) -> None:
     done = paceline("models", env={"PACELINE_HOME": str(tmp_path)})
     assert done.returncode == 0
-    assert "smollm2-135m  fetched at first use" in done.stdout
+    lines = {line.split()[0]: line for line in done.stdout.splitlines()}
+    assert list(lines) == ["smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"]
+    assert all("fetched at first use" in line and "Apache-2.0" in line for line in lines.values())
+    assert "98 MB" in lines["smollm2-135m"] and "dflash" in lines["smollm2-135m"]
+    assert "491 MB" in lines["qwen2.5-coder-0.5b"] and "ngram" in lines["qwen2.5-coder-0.5b"]
+
+
+def test_models_that_are_here_say_where(tmp_path: Path) -> None:
+    file = tmp_path / "downloads" / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+    file.parent.mkdir()
+    file.touch()
+    os.truncate(file, 491_400_064)  # takes no space
+    done = paceline("models", "--json", env={"PACELINE_HOME": str(tmp_path)})
+    assert done.stdout.count("\n") == 1
+    found = {each["name"]: each for each in json.loads(done.stdout)["models"]}
+    assert [each["path"] for each in found.values()] == [None, str(file), None]
+    assert {each["drafter"] for each in found.values()} == {"dflash", "ngram"}
+    assert all(each["memory_bytes"] > each["file_bytes"] > 9e7 for each in found.values())
 
 
 def test_model_and_prompt(tmp_path: Path) -> None:

