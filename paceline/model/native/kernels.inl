@@ -244,29 +244,33 @@ struct WideRows {
     int num_blocks;  // of the part
     bool asks_ahead;
 };
+template <int Rows, int Format>
+inline void wide_rows(const WideRows& in, int row, const Output& output) {
+    float sums[Rows][kWide];
+    wide_tile<Rows, Format>(in.panel, in.group, in.x + row * in.row_bytes, in.row_bytes, in.num_blocks, sums, in.asks_ahead);
+    for (int index = 0; index < Rows; ++index) output.write_wide(row + index, sums[index]);
+}
 template <int Most, int Format>
-inline void wide_rows(const WideRows& in, int row, int size, const Output& output) {
+inline void few_rows(const WideRows& in, int row, int size, const Output& output) {
     if constexpr (Most > 0) {
-        if (size != Most) return wide_rows<Most - 1, Format>(in, row, size, output);
-        float sums[Most][kWide];
-        wide_tile<Most, Format>(in.panel, in.group, in.x + row * in.row_bytes, in.row_bytes, in.num_blocks, sums, in.asks_ahead);
-        for (int index = 0; index < Most; ++index) output.write_wide(row + index, sums[index]);
+        if (size == Most) wide_rows<Most, Format>(in, row, output);
+        else few_rows<Most - 1, Format>(in, row, size, output);
     }
 }
 
-// All rows with one group, in even tiles.
+// All rows with one group: as many as the registers hold, then up to eight. Tiles of every size in between would be a lot of code.
 template <class T, int Format>
 void wide_group(const Product& product, const PnPanel& panel, const uint8_t* group, const Output& output) {
     if constexpr (kMaxWide<T> > 0) {
         constexpr int most = form_of(Format).halves == 2 ? kMaxWide<T> * 3 / 4 : kMaxWide<T>;  // two scales and minima
-        const WideRows in = {panel, group, static_cast<const uint8_t*>(product.x), product.row_bytes, product.part->num_blocks, true};
-        const int tiles = (product.num_rows + most - 1) / most;
-        for (int tile = 0, row = 0; tile < tiles; ++tile) {
-            const int size = (product.num_rows - row + tiles - tile - 1) / (tiles - tile);
-            WideRows own = in;
-            own.asks_ahead = tile == 0;
-            wide_rows<most, Format>(own, row, size, output);
-            row += size;
+        constexpr int few = most < 8 ? most : 8;
+        for (int row = 0, size; row < product.num_rows; row += size) {
+            const WideRows in = {panel, group, static_cast<const uint8_t*>(product.x), product.row_bytes,
+                                 product.part->num_blocks, row == 0};
+            const int left = product.num_rows - row;
+            size = left >= most ? most : left > few ? (left + 1) / 2 : left;
+            if (size == most) wide_rows<most, Format>(in, row, output);
+            else few_rows<few, Format>(in, row, size, output);
         }
     }
 }

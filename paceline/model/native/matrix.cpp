@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "error.h"
+#include "model.h"
 
 namespace pn {
 
@@ -69,6 +70,26 @@ void fill_blocks(const PnPart& part, int row, const uint8_t* from) {
         if (form.has_minima) memcpy(place.super(1), &block.minimum, 2);
     }
 }
+
+// Rows of a file into a part, shared out among threads by whole groups: neighbours stand in the same bytes' words.
+struct Fill {
+    const PnPart& part;
+    int first_row, source;
+    const uint8_t* data;
+    size_t row_bytes;
+    Share share;
+    int num_rows, num_threads;
+
+    void run(int thread) {
+        share.each((num_rows + kWide - 1) / kWide, num_threads, 1, thread, [&](int begin, int end) {
+            for (int index = begin * kWide; index < end * kWide && index < num_rows; ++index) {
+                const uint8_t* row = data + size_t(index) * row_bytes;
+                if (part.is_dense()) fill_dense(part, first_row + index, source, row);
+                else fill_blocks(part, first_row + index, row);
+            }
+        });
+    }
+};
 
 // Rows are copied within one format: nothing of a row depends on its neighbours but its place.
 void copy_row(const PnPart& from, int from_row, const PnPart& to, int to_row) {
@@ -185,11 +206,10 @@ int32_t pn_matrix_fill(PnMatrix* matrix, int32_t first_row, int32_t num_rows, in
     if (first_row > part.num_groups * part.group_rows - num_rows) return fail("rows beyond the matrix");
     const size_t row_bytes = part.is_dense() ? size_t(part.cols) * element_bytes(source)
                                              : size_t(part.cols / form.source_cols) * size_t(form.source_bytes);
-    const uint8_t* row = static_cast<const uint8_t*>(data);
-    for (int index = 0; index < num_rows; ++index, row += row_bytes) {
-        if (part.is_dense()) fill_dense(part, first_row + index, source, row);
-        else fill_blocks(part, first_row + index, row);
-    }
+    Fill fill = {part, first_row, source, static_cast<const uint8_t*>(data), row_bytes, {}, num_rows, 1};
+    Turn turn;
+    fill.num_threads = turn.pool.size();
+    turn.pool.run([](void* self, int thread) { static_cast<Fill*>(self)->run(thread); }, &fill);
     return 0;
 }
 
