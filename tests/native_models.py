@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.model import native_lib
-from paceline.model.blocks import BlockKind, Blocks
+from paceline.model.blocks import BlockKind, Blocks, quantise
 from paceline.model.checkpoint import expected_shapes
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
@@ -114,8 +114,17 @@ def blocks_of(weights: dict[str, Tensor], kinds: tuple[BlockKind | None, ...]) -
 
 
 def quantised(tensor: Tensor, kind: BlockKind) -> Blocks:
-    rows = gguf.quantize(tensor.numpy(), gguf.GGMLQuantizationType[kind])
-    return Blocks(torch.from_numpy(np.ascontiguousarray(rows)), tuple(tensor.shape), kind)
+    """Rounded to the format; of IQ4_NL and IQ4_XS, which nothing here rounds to, random codes and factors at the same scale."""
+    if kind not in ("IQ4_NL", "IQ4_XS"):
+        blocks = quantise(tensor, kind)
+        assert isinstance(blocks, Blocks)
+        return blocks
+    size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rng, count = np.random.default_rng(tensor.numel()), tensor.numel() // size
+    data = rng.integers(0, 256 if tensor.std() else 1, (count, num_bytes), dtype=np.uint8)
+    largest = tensor.reshape(count, size).abs().amax(1, keepdim=True).numpy()
+    data[:, :2] = (largest / (127 if kind == "IQ4_NL" else 127 * 32)).astype(np.float16).view(np.uint8)
+    return Blocks(torch.from_numpy(data.reshape(len(tensor), -1)), tuple(tensor.shape), kind)
 
 
 def native_decoder(config: DecoderConfig, weights: dict[str, Any], dtype: torch.dtype, num_rows: int = 4) -> NativeDecoder:

@@ -14,7 +14,7 @@ from paceline.commands.shared import Json, TerminalProgress, say
 from paceline.config import EngineConfig
 from paceline.runlog import write_whole
 
-ASKED = Only("model", "max_len", "dtype", "backend", "weight_format", "device", "threads")
+ASKED = Only("model", "max_len", "dtype", "backend", "isa", "weight_format", "device", "threads")
 TARGET = Changed(model=Opt("--model", "--target", help="The model it drafts for."))
 NAMES = Changed(batches=Opt("--batch", default=(1, 8)), temperatures=Opt("--temperature", default=(0.0, 1.0)))
 

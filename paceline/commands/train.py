@@ -16,7 +16,7 @@ from paceline.train.ranks import Ranks
 
 Target = Annotated[
     EngineConfig,
-    Only("model", "dtype", "backend", "weight_format", "device", "threads"),
+    Only("model", "dtype", "backend", "isa", "weight_format", "device", "threads"),
     Changed(model=Opt("--target", help="The model to be sped up: built-in name, folder, GGUF file or hub id.")),
 ]
 SHAPE = {

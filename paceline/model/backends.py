@@ -28,9 +28,11 @@ from paceline.model.target import DEFAULT_MAX_LEN, Target
 def settle(settings: EngineConfig) -> EngineConfig:
     """`config.resolve`, and bfloat16 as "auto" where products take weights in blocks: those need no instructions for it.
 
-    Raises what `config.resolve` and `hub.resolve` do.
+    Chooses the instruction set too. Raises NativeError where it is missing, and what `config.resolve` and `hub.resolve` do.
     """
     settled = engine_config.resolve(settings)
+    if settings.isa != "auto":
+        native_lib.use(settings.isa)
     if settings.dtype != "auto" or settled.device != "cpu" or settled.weights == "random" or settled.backend == "torch":
         return settled
     in_blocks = settled.weight_format in KINDS or (settled.weight_format != "dense" and is_gguf(resolve(settled.model)))
@@ -85,7 +87,7 @@ def load_target(settings: EngineConfig) -> Target:
     return target
 
 
-KINDS: dict[str, BlockKind] = {"q8_0": "Q8_0", "q4_1": "Q4_1"}
+KINDS: dict[str, BlockKind] = {"q8_0": "Q8_0", "q6_k": "Q6_K", "q5_k": "Q5_K", "q4_k": "Q4_K", "q4_1": "Q4_1"}
 """Weight formats that round; see `model/blocks.py`."""
 
 

@@ -1,15 +1,18 @@
-"""Quantised weights as a GGUF file holds them: rows of blocks of 32 numbers that share a scale."""
+"""Quantised weights as a GGUF file holds them: rows of blocks of 32 or 256 numbers that share scales."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import gguf
+import numpy as np
 import torch
 from torch import Tensor
 
-BlockKind = Literal["Q8_0", "Q4_1"]
+BlockKind = Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"]
+BLOCK_KINDS: tuple[BlockKind, ...] = get_args(BlockKind)
+"""Those that the native pass multiplies as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,13 @@ class Blocks:
     shape: tuple[int, ...]
     kind: BlockKind
 
+    def scales(self) -> Tensor:
+        """The half-precision numbers of all blocks, float16."""
+        num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.kind]][1]
+        first = num_bytes - 2 if self.kind == "Q6_K" else 0
+        count = 2 if self.kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
+        return self.data.view(-1, num_bytes)[:, first : first + 2 * count].contiguous().view(torch.float16)
+
     def dense(self) -> Tensor:
         """The same numbers as float32 [rows, cols]."""
         values = gguf.dequantize(self.data.numpy(), gguf.GGMLQuantizationType[self.kind])
@@ -31,8 +41,63 @@ Weight = Tensor | Blocks
 
 
 def quantise(weight: Weight, kind: BlockKind) -> Weight:
-    """Rounded to ggml's blocks of 32 numbers that share a scale; as it is where rows are no whole blocks, or no matrix."""
-    if isinstance(weight, Blocks) or weight.dim() != 2 or weight.shape[1] % 32:
+    """Rounded to ggml's blocks, of 32 numbers that share a scale or 256 of a K-quant; as it is where rows are no whole blocks,
+    or no matrix."""
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
+    if isinstance(weight, Blocks) or weight.dim() != 2 or weight.shape[1] % size:
         return weight
-    data = gguf.quantize(weight.float().numpy(), gguf.GGMLQuantizationType[kind])
+    rows = weight.float().numpy()
+    if kind == "Q6_K":
+        data = _q6_k(rows)
+    elif kind in ("Q4_K", "Q5_K"):
+        data = _q4_or_q5_k(rows, bits=4 if kind == "Q4_K" else 5)
+    else:
+        data = gguf.quantize(rows, gguf.GGMLQuantizationType[kind])
     return Blocks(torch.from_numpy(data), tuple(weight.shape), kind)
+
+
+def _q4_or_q5_k(rows: np.ndarray, bits: int) -> np.ndarray:
+    """Eight times 32 numbers: a factor and a minimum of six bits each, which two half-precision numbers multiply."""
+    parts = rows.reshape(-1, 8, 32)
+    least = np.minimum(parts.min(axis=2), 0.0)
+    scale, scales = _in_steps((parts.max(axis=2) - least) / (2**bits - 1), 63)
+    minimum, minima = _in_steps(-least, 63)
+    shifted = parts + (minimum * minima)[..., None]
+    codes = np.clip(np.rint(_over(shifted, (scale * scales)[..., None])), 0, 2**bits - 1).astype(np.uint8)
+    factors = np.empty((len(parts), 12), np.uint8)
+    factors[:, :4] = scales[:, :4] | scales[:, 4:] >> 4 << 6
+    factors[:, 4:8] = minima[:, :4] | minima[:, 4:] >> 4 << 6
+    factors[:, 8:] = scales[:, 4:] & 15 | minima[:, 4:] << 4
+    low = codes & 15
+    packed = [_halves(scale), _halves(minimum), factors]
+    if bits == 5:
+        packed.append(np.bitwise_or.reduce(codes >> 4 << np.arange(8, dtype=np.uint8)[:, None], axis=1))
+    packed.append((low[:, ::2] | low[:, 1::2] << 4).reshape(-1, 128))
+    return np.concatenate(packed, axis=1).reshape(len(rows), -1)
+
+
+def _q6_k(rows: np.ndarray) -> np.ndarray:
+    """Sixteen times 16 numbers: a factor of eight bits each, which a half-precision number multiplies."""
+    parts = rows.reshape(-1, 16, 16)
+    scale, factors = _in_steps(np.abs(parts).max(axis=2) / 31, 127)
+    codes = np.clip(np.rint(_over(parts, (scale * factors)[..., None])), -32, 31).astype(np.int8).view(np.uint8) + 32
+    quarters = codes.reshape(-1, 2, 4, 32)  # of 128 columns
+    low = quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4
+    high = np.bitwise_or.reduce(quarters >> 4 << np.arange(0, 8, 2, dtype=np.uint8)[:, None], axis=2)
+    packed = [low.reshape(-1, 128), high.reshape(-1, 64), factors, _halves(scale)]
+    return np.concatenate(packed, axis=1).reshape(len(rows), -1)
+
+
+def _in_steps(values: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """As a half-precision number [n, 1] times whole ones [n, ...] up to `most`."""
+    step = (values.max(axis=1, keepdims=True) / most).astype(np.float16).astype(np.float32)
+    return step, np.clip(np.rint(_over(values, step)), 0, most).astype(np.uint8)
+
+
+def _over(values: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """The quotient, 0 where there are no steps."""
+    return np.divide(values, steps, out=np.zeros_like(values), where=steps != 0)
+
+
+def _halves(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float16).view(np.uint8)

@@ -118,9 +118,7 @@ def check_tensors(
 def check_finite(name: str, weight: Weight, source: Path | str) -> None:
     """Raises ModelFileError when a tensor holds NaN or an infinity, or no fractions at all. A sum is the cheapest look."""
     if isinstance(weight, Blocks):
-        block_bytes, scale_bytes = (34, 2) if weight.kind == "Q8_0" else (20, 4)
-        scales = weight.data.view(-1, block_bytes)[:, :scale_bytes].contiguous().view(torch.float16)
-        return check_finite(name, scales, source)
+        return check_finite(name, weight.scales(), source)
     if not weight.is_floating_point() or weight.is_complex():
         raise ModelFileError(f"{source}: tensor {name!r} holds {weight.dtype}, not fractions: fetch the model again")
     values = weight.float() if weight.element_size() == 1 else weight

@@ -7,6 +7,7 @@ Called by `checkpoint.py` and `tokenizer.py`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +21,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from torch import Tensor
 
 from paceline.errors import ModelFileError, UnsupportedModelError, reraised
-from paceline.model.blocks import BlockKind, Blocks, Weight
+from paceline.model.blocks import BLOCK_KINDS, Blocks, Weight
 from paceline.model.config import MAX_SIZE
 from paceline.model.gguf_file import GGUFFile, StoredTensor, open_gguf
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-BLOCK_KINDS: dict[Quant, BlockKind] = {Quant.Q8_0: "Q8_0", Quant.Q4_1: "Q4_1"}
-QUANTS = (Quant.F32, Quant.F16, Quant.BF16, Quant.Q8_0, Quant.Q4_0, Quant.Q4_1, Quant.Q5_0, Quant.Q5_1, Quant.Q4_K, Quant.Q6_K)
 
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {
@@ -43,6 +42,7 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 ROPE_FACTORS = "rope_freqs.weight"
+HALVES = {Quant.F16: torch.float16, Quant.BF16: torch.bfloat16}
 
 
 def config_json(path: Path) -> dict[str, Any]:
@@ -107,27 +107,38 @@ def _decimal(value: float | None) -> float | None:
 def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, Weight]]:
     """(Hugging Face name, float32 tensor), one at a time, in the file's order.
 
-    With `keep_blocks` matrices in Q8_0 and Q4_1 stay as they are; other quantisations are expanded all the same.
+    With `keep_blocks` matrices in one of BLOCK_KINDS, in float16 or bfloat16 stay as they are; others are expanded all the same.
     """
     file = open_gguf(path)
     arch = file.get("general.architecture", str)
     heads_key = f"{arch}.attention.head_count"
     permuted = {"q_proj": _count(file, heads_key), "k_proj": _count(file, f"{heads_key}_kv", heads_key)}
+    expanded: set[str] = set()
     for stored in file.tensors.values():
         if stored.name == ROPE_FACTORS:
             continue
         name = _hf_name(stored.name, path)
-        is_kept = keep_blocks and len(stored.shape) == 2 and stored.kind in BLOCK_KINDS
-        if is_kept:
-            tensor = Blocks(torch.from_numpy(file.read(stored)), stored.shape, BLOCK_KINDS[stored.kind])
+        kind = next((kind for kind in BLOCK_KINDS if kind == stored.kind.name), None)
+        is_kept = keep_blocks and len(stored.shape) == 2
+        if is_kept and kind:
+            tensor = Blocks(torch.from_numpy(file.read(stored)), stored.shape, kind)
+        elif is_kept and stored.kind in HALVES:
+            tensor = torch.from_numpy(file.read(stored)).view(HALVES[stored.kind])
         else:
             tensor = _dequantise(file, stored)
+            expanded |= {stored.kind.name} - {"F32", "F16", "BF16"} if keep_blocks else set()
         heads = permuted.get(name.split(".")[-2]) if arch == "llama" else None
         if heads is not None:
             if tensor.shape[0] % (2 * heads):
                 raise ModelFileError(f"{path}: the rows of {stored.name!r} are no {heads} heads: fetch the model again")
             tensor = half_split_rows(tensor, heads)
         yield name, tensor
+    if expanded:
+        warnings.warn(
+            f"{path}: weights in {', '.join(sorted(expanded))} are expanded, which takes several times the memory and time; "
+            f"as they are go {', '.join(BLOCK_KINDS)}",
+            stacklevel=2,
+        )
 
 
 def half_split_rows(tensor: Weight, num_heads: int) -> Weight:
@@ -151,12 +162,14 @@ def _hf_name(name: str, path: Path) -> str:
 
 
 def _dequantise(file: GGUFFile, stored: StoredTensor) -> Tensor:
-    if stored.kind not in QUANTS:
+    try:
+        values = gguf.dequantize(file.read(stored), stored.kind)
+    except NotImplementedError as error:
         raise UnsupportedModelError(
             f"{file.path}: quantisation {stored.kind.name} of {stored.name!r} is not implemented "
-            f"(known: {', '.join(quant.name for quant in QUANTS)}): fetch the model in one of these"
-        )
-    return torch.from_numpy(gguf.dequantize(file.read(stored), stored.kind)).reshape(stored.shape)
+            f"(multiplied as it is: {', '.join(BLOCK_KINDS)}): fetch the model in one of these"
+        ) from error
+    return torch.from_numpy(values).reshape(stored.shape)
 
 
 def _rope_scaling(file: GGUFFile, arch: str) -> dict[str, Any] | None:

@@ -1,13 +1,15 @@
 """The decoder as one native call per pass: same contract and same mathematics as `decoder.py`, its reference.
 
-Weights are packed once, in the form the file has them in: four- and eight-bit blocks of a GGUF file stay blocks and are
-expanded in registers into exactly the numbers that a dense copy would hold, at a third of the bytes. A row's result does not
+Weights are packed once, in the form the file has them in: a GGUF file's blocks of four to eight bits stay blocks and are
+expanded in registers, at a third to a half of a dense copy's bytes. A row's result does not
 depend on the rows beside it, so speculation changes nothing, in bfloat16 either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -61,7 +63,7 @@ class NativeDecoder(Target):
         matrices = [part for layer in self._layers for part in layer.values() if isinstance(part, Matrix)]
         matrices.append(self.head_matrix)  # with all layers, what a pass reads whole
         self.weight_bytes = sum(matrix.num_bytes for matrix in matrices)
-        self.weight_format = "+".join(sorted({native.FORMAT_NAMES[matrix.format] for matrix in matrices}))
+        self.weight_format = "+".join(sorted({name for matrix in matrices for name in matrix.formats}))
         self._logits = torch.empty(0, self.vocab_size)
         self._buffers = Buffers()
         self.allocate_cache(num_rows, max_len)
@@ -158,28 +160,28 @@ def native_model(config: DecoderConfig, dtype: torch.dtype, max_len: int, layers
 
 
 def pack(weights: list[Weight], dtype: torch.dtype) -> Matrix:
-    """Stack matrices [n_i, cols], each padded to a multiple of 16 rows, in the form they come in where they all share one."""
-    kinds = {weight.kind if isinstance(weight, Blocks) else weight.dtype for weight in weights}
-    kind = kinds.pop() if len(kinds) == 1 else None
-    if isinstance(kind, str):
-        format = {"Q8_0": native.Q8_0, "Q4_1": native.Q4_1}[kind]
-    elif kind == torch.bfloat16 or dtype == torch.bfloat16:
-        format = native.BF16
-    else:
-        format = native.F32
-    counts = [padded_rows(weight.shape[0]) for weight in weights]
-    matrix = Matrix(sum(counts) if len(weights) > 1 else weights[0].shape[0], weights[0].shape[1], format)
+    """Stack matrices [n_i, cols], each padded to a multiple of 16 rows, each in the form it comes in."""
+    forms = [_form(weight, dtype) for weight in weights]
+    counts = [padded_rows(weight.shape[0]) for weight in weights] if len(weights) > 1 else [weights[0].shape[0]]
+    parts = [(name, sum(count for _, count in group)) for name, group in groupby(zip(forms, counts, strict=True), itemgetter(0))]
+    matrix = Matrix([(rows, name) for name, rows in parts], weights[0].shape[1])
     first = 0
-    for weight, count in zip(weights, counts, strict=True):
-        matrix.fill(first, _source(weight, format))
+    for weight, name, count in zip(weights, forms, counts, strict=True):
+        if isinstance(weight, Blocks):
+            matrix.fill(first, weight.data, name)
+        else:
+            matrix.fill(first, weight if weight.dtype == getattr(torch, name) else weight.float())
         first += count
     return matrix
 
 
-def _source(weight: Weight, format: int) -> Tensor:
+def _form(weight: Weight, dtype: torch.dtype) -> str:
+    """How it is kept. Of bfloat16 products float16 weights become bfloat16."""
     if isinstance(weight, Blocks):
-        return weight.data if native.FORMAT_NAMES[format] == weight.kind else weight.dense()
-    return weight if weight.dtype in native.FORMATS else weight.float()
+        return weight.kind
+    if weight.dtype in (dtype, torch.bfloat16) or (weight.dtype == torch.float16 and dtype == torch.float32):
+        return str(weight.dtype).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.")
 
 
 def pack_vectors(vectors: list[Tensor | None]) -> Tensor | None:

@@ -22,10 +22,13 @@ from torch import Tensor
 from paceline.errors import NativeError
 from paceline.types import SamplingParams
 
-ABI_VERSION = 2
-F32, BF16, Q8_0, Q4_1 = range(4)
-FORMATS = {torch.float32: F32, torch.bfloat16: BF16}
-FORMAT_NAMES = {F32: "float32", BF16: "bfloat16", Q8_0: "Q8_0", Q4_1: "Q4_1"}
+ABI_VERSION = 3
+FORMAT_NAMES = (
+    *("float32", "bfloat16", "Q8_0", "Q4_1", "float16", "Q4_0", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
+)
+"""In the order of the library's PnFormat."""
+FORMATS = {getattr(torch, name): FORMAT_NAMES.index(name) for name in ("float32", "bfloat16")}
+"""Of inputs, caches and taps."""
 STAGES = ("embed", "norm", "qkv", "rope", "attend", "output", "gate_up", "down", "head")
 GROUP = 16
 """Matrices of a stack begin at multiples of so many rows."""
@@ -85,7 +88,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pn_set_threads": (c_int32, (c_int32,)),
     "pn_num_threads": (c_int32, ()),
     "pn_padded_head_dim": (c_int32, (c_int32,)),
-    "pn_matrix_new": (c_void_p, (c_int32, c_int32, c_int32)),
+    "pn_matrix_new": (c_void_p, (c_int32, c_void_p, c_void_p, c_int32)),
     "pn_matrix_free": (None, (c_void_p,)),
     "pn_matrix_bytes": (c_int64, (c_void_p,)),
     "pn_matrix_fill": (c_int32, (c_void_p, c_int32, c_int32, c_int32, c_void_p)),
@@ -173,23 +176,26 @@ def padded_rows(num_rows: int) -> int:
 
 
 class Matrix:
-    """A packed weight matrix [rows, cols]; `format` is what it is kept as."""
+    """A packed weight matrix [rows, cols] of parts below one another, each in a format of its own (`FORMAT_NAMES`)."""
 
-    def __init__(self, rows: int, cols: int, format: int) -> None:
-        self._adopt(require().pn_matrix_new(rows, cols, format), rows, cols, format)
+    def __init__(self, parts: list[tuple[int, str]], cols: int) -> None:
+        """`parts`: rows and format of each; all but the last have whole groups of 16 rows."""
+        rows, self.formats = [rows for rows, _ in parts], [name for _, name in parts]
+        numbers = int32s([FORMAT_NAMES.index(name) for name in self.formats])
+        self._adopt(require().pn_matrix_new(len(parts), int32s(rows), numbers, cols), sum(rows), cols)
 
-    def _adopt(self, handle: int | None, rows: int, cols: int, format: int) -> None:
+    def _adopt(self, handle: int | None, rows: int, cols: int) -> None:
         library = require()
         if not handle:
             raise NativeError(f"matrix of {rows} x {cols}: {library.pn_last_error().decode()}")
-        self.handle, self.rows, self.cols, self.format = handle, rows, cols, format
+        self.handle, self.rows, self.cols = handle, rows, cols
         self.num_bytes: int = library.pn_matrix_bytes(handle)
         weakref.finalize(self, library.pn_matrix_free, handle)
 
-    def fill(self, first_row: int, source: Tensor) -> None:
-        """Put rows at `first_row` and behind: [n, cols] of float32 or bfloat16, or uint8 blocks [n, bytes]."""
+    def fill(self, first_row: int, source: Tensor, format: str | None = None) -> None:
+        """Put rows of one part at `first_row` and behind: dense [n, cols], or uint8 blocks [n, bytes] in the part's format."""
         source = source.contiguous()
-        given = self.format if source.dtype == torch.uint8 else FORMATS[source.dtype]
+        given = FORMAT_NAMES.index(format or str(source.dtype).removeprefix("torch."))
         check(require().pn_matrix_fill(self.handle, first_row, source.shape[0], given, source.data_ptr()))
 
     def rows_of(self, ids: list[int], dtype: torch.dtype) -> Tensor:
@@ -201,7 +207,8 @@ class Matrix:
     def select(self, ids: list[int]) -> Matrix:
         """A matrix of these rows, in the same format."""
         part = Matrix.__new__(Matrix)
-        part._adopt(require().pn_matrix_select(self.handle, int32s(ids), len(ids)), len(ids), self.cols, self.format)
+        part.formats = self.formats
+        part._adopt(require().pn_matrix_select(self.handle, int32s(ids), len(ids)), len(ids), self.cols)
         return part
 
     def multiply(self, x_TD: Tensor, dtype: torch.dtype) -> Tensor:
@@ -260,6 +267,14 @@ def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
     token = require().pn_draw(pointer(logits_V), len(logits_V), *given)
     check(min(token, 0))
     return token
+
+
+def use(isa: str) -> None:
+    """Run on this instruction set from here on. Raises NativeError when library or processor lack it."""
+    library = require()
+    if library.pn_use(isa.encode()) != 0:
+        known = library.pn_available().decode().replace(",", ", ")
+        raise NativeError(f"the native pass cannot run on {isa} here: choose --isa from {known}, or leave it out")
 
 
 def set_threads(num_threads: int) -> None:

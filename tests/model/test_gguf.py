@@ -60,7 +60,7 @@ def test_quantised_round_trip(quant: Quant, tmp_path: Path) -> None:
 
 
 def test_blocks_are_kept_where_the_native_pass_reads_them(tmp_path: Path) -> None:
-    """Mixed quantisations, as in most files: Q8_0 and Q4_1 matrices stay, the rest is expanded; Llama's rows in our order."""
+    """Mixed quantisations, as in most files: matrices stay as they are, Llama's rows in our order."""
     model = transformers_model("LlamaForCausalLM", attention_bias=True)
     kinds = {"self_attn.q_proj": Quant.Q4_1, "mlp.up_proj": Quant.Q8_0, "self_attn.v_proj": Quant.Q5_0, "lm_head": Quant.BF16}
     write_gguf(tmp_path / "model.gguf", model, "llama", kinds)
@@ -71,7 +71,9 @@ def test_blocks_are_kept_where_the_native_pass_reads_them(tmp_path: Path) -> Non
     assert {name.split(".", 3)[-1]: tensor.kind for name, tensor in blocks.items()} == {
         "self_attn.q_proj.weight": "Q4_1",
         "mlp.up_proj.weight": "Q8_0",
+        "self_attn.v_proj.weight": "Q5_0",
     }
+    assert kept["lm_head.weight"].dtype == torch.bfloat16
     for name, tensor in kept.items():
         assert dense[name].equal(tensor.dense() if isinstance(tensor, Blocks) else tensor), name
     short = {"lm_head.weight": Blocks(torch.zeros(1, 34, dtype=torch.uint8), (1, 32), "Q8_0")}
@@ -132,10 +134,19 @@ def test_q4_k_block_by_hand(tmp_path: Path) -> None:
     np.testing.assert_array_equal(tensor[0].numpy(), expected)
 
 
+def test_a_quantisation_that_is_not_multiplied_as_it_is_is_expanded_and_said(tmp_path: Path) -> None:
+    blocks = np.random.default_rng(0).integers(0, 256, (1, 84), dtype=np.uint8)
+    blocks[:, 80:] = 0
+    path = one_tensor_gguf(tmp_path / "q2.gguf", blocks, Quant.Q2_K)
+    with pytest.warns(UserWarning, match=r"q2\.gguf: weights in Q2_K are expanded.*Q4_K"):
+        ((_, tensor),) = load_tensors(path, keep_blocks=True)
+    np.testing.assert_array_equal(np.asarray(tensor), gguf.dequantize(blocks, Quant.Q2_K))
+
+
 def test_unknown_quantisation(tmp_path: Path) -> None:
-    blocks = np.zeros((1, 84), dtype=np.uint8)
-    with pytest.raises(UnsupportedModelError, match="Q2_K"):
-        list(load_tensors(one_tensor_gguf(tmp_path / "q2.gguf", blocks, Quant.Q2_K)))
+    blocks = np.zeros((1, 292), dtype=np.uint8)
+    with pytest.raises(UnsupportedModelError, match="Q8_K.*Q4_K"):
+        list(load_tensors(one_tensor_gguf(tmp_path / "q8.gguf", blocks, Quant.Q8_K)))
 
 
 def test_gguf_rope_scaling(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -19,12 +20,12 @@ from torch import Tensor
 
 from paceline.errors import NativeError
 from paceline.model import native_lib
-from paceline.model.blocks import BlockKind, Blocks
+from paceline.model.blocks import BLOCK_KINDS, BlockKind, Blocks
 from paceline.model.native_lib import Matrix
 
 pytestmark = needs_library
 DTYPES = [torch.float32, torch.bfloat16]
-KINDS: list[BlockKind] = ["Q8_0", "Q4_1"]
+KINDS = BLOCK_KINDS
 INTEGER_ISAS = [isa for isa in ISAS if isa != "portable"]
 """Those that multiply blocks as they are, in bfloat16: the same numbers in every one."""
 ROOT = Path(__file__).parents[2]
@@ -37,26 +38,28 @@ def _as_before() -> Iterator[None]:
 
 
 def packed(weight: Tensor | Blocks) -> Matrix:
-    rows, cols = weight.shape
-    if isinstance(weight, Blocks):
-        matrix = Matrix(rows, cols, {"Q8_0": native_lib.Q8_0, "Q4_1": native_lib.Q4_1}[weight.kind])
-        matrix.fill(0, weight.data)
-    else:
-        matrix = Matrix(rows, cols, native_lib.FORMATS[weight.dtype])
-        matrix.fill(0, weight)
+    is_blocks = isinstance(weight, Blocks)
+    format = weight.kind if is_blocks else str(weight.dtype).removeprefix("torch.")
+    matrix = Matrix([(weight.shape[0], format)], weight.shape[1])
+    matrix.fill(0, weight.data if is_blocks else weight, format)
     return matrix
+
+
+def width_of(kind: BlockKind) -> int:
+    """Columns of a block in a file."""
+    return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
 
 
 def weights_of(rows: int, cols: int) -> list[tuple[Tensor | Blocks, Tensor]]:
     """A random matrix in every format that its columns allow, and what it holds as float32."""
     values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows * 1000 + cols))
-    made: list[tuple[Tensor | Blocks, Tensor]] = [(values, values), (values.bfloat16(), values.bfloat16().float())]
-    for blocks in [quantised(values, kind) for kind in KINDS if cols % 32 == 0]:
+    made: list[tuple[Tensor | Blocks, Tensor]] = [(each, each.float()) for each in (values, values.bfloat16(), values.half())]
+    for blocks in [quantised(values, kind) for kind in KINDS if cols % width_of(kind) == 0]:
         made.append((blocks, blocks.dense()))
     return made
 
 
-SIZES = [(1, 1), (3, 7), (4, 32), (5, 33), (13, 64), (66, 96), (130, 160)]
+SIZES = [(1, 1), (3, 7), (4, 32), (5, 33), (13, 64), (66, 96), (130, 160), (37, 256), (19, 1024)]
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -71,7 +74,7 @@ def test_matrices_are_numpy_s(rows: int, cols: int, isa: str) -> None:
             held = dense.to(dtype).float()
             assert torch.equal(matrix.rows_of(ids, dtype), held[ids].to(dtype))
             assert torch.equal(part.rows_of(list(range(len(ids))), dtype), held[ids].to(dtype))
-            if (matrix.format, dtype) == (native_lib.F32, torch.bfloat16):
+            if matrix.formats == ["float32"] and dtype == torch.bfloat16:
                 continue  # refused, see below
             for num_tokens in (1, 2, 5, 7, 12, 13, 64):
                 x_TD = torch.randn(num_tokens, cols)
@@ -81,7 +84,7 @@ def test_matrices_are_numpy_s(rows: int, cols: int, isa: str) -> None:
                 exact = x_TD.to(dtype).double().numpy() @ factors.double().numpy().T
                 scale = np.linalg.norm(x_TD.numpy(), axis=1)[:, None] * np.linalg.norm(held.numpy(), axis=1) + 1e-30
                 error = np.abs(out.numpy() - exact)
-                assert error.max() < (2e-3 if in_planes else 1e-4) and (error / scale).max() < (2e-5 if in_planes else 1e-6)
+                assert error.max() < (4e-3 if in_planes else 1e-4) and (error / scale).max() < (2e-5 if in_planes else 1e-6)
                 assert same_bits(part.multiply(x_TD, dtype), out[:, ids])
                 assert same_bits(matrix.multiply(x_TD[num_tokens // 2 :], dtype), out[num_tokens // 2 :])
 
@@ -94,6 +97,7 @@ def test_integer_products_at_their_limits(kind: BlockKind, isa: str) -> None:
     use(isa, 1)
     blocks = quantised(torch.full((16, 768), -1.0), kind)
     matrix, dense = packed(blocks), blocks.dense()
+    assert dense.any()
     x_TD = torch.zeros(7, 768)
     x_TD[0], x_TD[1], x_TD[2, 5], x_TD[3, 0], x_TD[3, 1] = 3e38, -1e-25, 1e-36, 1.0, 2.0**-13
     x_TD[5, 40], x_TD[6, 700] = float("nan"), float("inf")
@@ -107,8 +111,9 @@ def test_integer_products_at_their_limits(kind: BlockKind, isa: str) -> None:
 
 @pytest.mark.skipif(len(INTEGER_ISAS) < 2, reason="one instruction set here multiplies in integers, or none")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rows", "cols"), [(16, 32), (37, 96), (130, 1568)])
-def test_integer_products_have_the_same_bits_on_every_instruction_set(kind: BlockKind, rows: int, cols: int) -> None:
+@pytest.mark.parametrize(("rows", "blocks"), [(16, 1), (37, 3), (130, 7)])
+def test_integer_products_have_the_same_bits_on_every_instruction_set(kind: BlockKind, rows: int, blocks: int) -> None:
+    cols = blocks * max(width_of(kind), 224)
     matrix = packed(quantised(torch.randn(rows, cols) * torch.logspace(-3, 3, rows)[:, None], kind))
     for num_tokens in (1, 3, 4, 5, 16, 33):
         x_TD = torch.randn(num_tokens, cols) * torch.logspace(-30, 20, cols)
@@ -121,11 +126,44 @@ def test_integer_products_have_the_same_bits_on_every_instruction_set(kind: Bloc
 
 def test_a_matrix_takes_the_other_dense_type() -> None:
     values = torch.randn(5, 40)
-    rounding, widening = Matrix(5, 40, native_lib.BF16), Matrix(5, 40, native_lib.F32)
+    rounding, widening, halves = (Matrix([(5, name)], 40) for name in ("bfloat16", "float32", "float32"))
     rounding.fill(0, values)
     widening.fill(0, values.bfloat16())
+    halves.fill(0, values.half())
     for matrix in (rounding, widening):
         assert torch.equal(matrix.rows_of([4, 0, 3], torch.float32), values.bfloat16().float()[[4, 0, 3]])
+    assert torch.equal(halves.rows_of([4, 0, 3], torch.float32), values.half().float()[[4, 0, 3]])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_matrix_of_several_formats_is_its_parts(isa: str) -> None:
+    """As fused products of a file in mixed formats have them: blocks of 32 and of 256, dense ones between them."""
+    use(isa, 2)
+    parts: list[Tensor | Blocks] = [
+        quantised(torch.randn(32, 768), "Q4_K"),
+        torch.randn(16, 768).bfloat16(),
+        quantised(torch.randn(48, 768), "Q6_K"),
+        quantised(torch.randn(7, 768), "Q5_0"),
+    ]
+    formats = ["Q4_K", "bfloat16", "Q6_K", "Q5_0"]
+    stack = Matrix([(part.shape[0], format) for part, format in zip(parts, formats, strict=True)], 768)
+    first = 0
+    for part, format in zip(parts, formats, strict=True):
+        stack.fill(first, part.data if isinstance(part, Blocks) else part, format)
+        first += part.shape[0]
+    assert stack.rows == 103 and stack.num_bytes >= sum(packed(part).num_bytes for part in parts)
+    ids = [0, 31, 32, 47, 48, 95, 96, 102]
+    for dtype in DTYPES:
+        alone = torch.cat([packed(part).rows_of(list(range(part.shape[0])), dtype) for part in parts])
+        assert torch.equal(stack.rows_of(ids, dtype), alone[ids])
+        for num_tokens in (1, 5, 33):
+            x_TD = torch.randn(num_tokens, 768)
+            apart = torch.cat([packed(part).multiply(x_TD, dtype) for part in parts], dim=1)
+            assert same_bits(stack.multiply(x_TD, dtype), apart)
+    with pytest.raises(NativeError, match="one format"):
+        stack.select([0])
+    with pytest.raises(NativeError, match="whole groups of 16 rows"):
+        Matrix([(8, "Q4_K"), (16, "Q6_K")], 768)
 
 
 def test_nothing_in_is_nothing_out() -> None:
@@ -136,20 +174,20 @@ def test_nothing_in_is_nothing_out() -> None:
 
 def test_matrices_refuse() -> None:
     for rows, cols, format, said in (
-        (0, 4, native_lib.F32, "at least one row"),
-        (4, 0, native_lib.F32, "at least one row"),
-        (-1, 4, native_lib.F32, "at least one row"),
-        (4, 33, native_lib.Q8_0, "whole blocks of 32"),
-        (4, 32, 9, "unknown matrix format"),
+        (0, 4, "float32", "at least one row"),
+        (4, 0, "float32", "at least one row"),
+        (-1, 4, "float32", "at least one row"),
+        (4, 33, "Q8_0", "whole blocks of 32"),
+        (4, 288, "Q4_K", "whole blocks of 256"),
     ):
         with pytest.raises(NativeError, match=f"{rows} x {cols}.*{said}"):
-            Matrix(rows, cols, format)
-    matrix = Matrix(6, 32, native_lib.F32)
+            Matrix([(rows, format)], cols)
+    matrix = Matrix([(6, "float32")], 32)
     for first, rows in ((0, 9), (1, 8), (8, 1), (-1, 2)):
         with pytest.raises(NativeError, match="beyond the matrix"):
             matrix.fill(first, torch.randn(rows, 32))
     with pytest.raises(NativeError, match="does not fit the matrix's format"):
-        Matrix(4, 32, native_lib.Q8_0).fill(0, torch.randn(4, 32))
+        Matrix([(4, "Q8_0")], 32).fill(0, torch.randn(4, 32))
     with pytest.raises(NativeError, match="float32 matrix cannot be multiplied in bfloat16"):
         matrix.multiply(torch.randn(1, 32), torch.bfloat16)
     for ids in ([0, 6], [-1]):

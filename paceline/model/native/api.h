@@ -7,9 +7,24 @@
 #include <stdint.h>
 
 #define PN_API extern "C" __attribute__((visibility("default")))
-#define PN_ABI_VERSION 2
+#define PN_ABI_VERSION 3
 
-enum PnFormat { PN_F32 = 0, PN_BF16 = 1, PN_Q8_0 = 2, PN_Q4_1 = 3 };
+enum PnFormat {
+    PN_F32,
+    PN_BF16,
+    PN_Q8_0,
+    PN_Q4_1,
+    PN_F16,
+    PN_Q4_0,
+    PN_Q5_0,
+    PN_Q5_1,
+    PN_Q4_K,
+    PN_Q5_K,
+    PN_Q6_K,
+    PN_IQ4_NL,
+    PN_IQ4_XS,
+    PN_NUM_FORMATS
+};
 
 struct PnMatrix;
 struct PnModel;
@@ -107,12 +122,13 @@ PN_API int32_t pn_num_threads(void);
 // Head dimension as it is stored in the cache: a multiple of 32, zeros behind head_dim.
 PN_API int32_t pn_padded_head_dim(int32_t head_dim);
 
-// A matrix of `rows` x `cols` kept as `format`; every row zero.
-PN_API PnMatrix* pn_matrix_new(int32_t rows, int32_t cols, int32_t format);
+// A matrix of parts below one another, each of `rows[i]` rows kept as `formats[i]`; all but the last are whole groups of 16 rows.
+// Every row is zero.
+PN_API PnMatrix* pn_matrix_new(int32_t num_parts, const int32_t* rows, const int32_t* formats, int32_t cols);
 PN_API void pn_matrix_free(PnMatrix* matrix);
 PN_API int64_t pn_matrix_bytes(const PnMatrix* matrix);
-// Put `num_rows` rows at first_row, first_row + 1, ... `source` is PN_F32 (rows of cols floats) for dense
-// matrices, PN_BF16 for PN_BF16, and ggml's blocks for PN_Q8_0 and PN_Q4_1, whose cols must be a multiple of 32.
+// Put `num_rows` rows of one part at first_row, first_row + 1, ... `source` is the part's own format, in ggml's blocks where it is
+// quantised; PN_F32 for PN_BF16 too, and any dense one for PN_F32.
 PN_API int32_t pn_matrix_fill(PnMatrix* matrix, int32_t first_row, int32_t num_rows, int32_t source, const void* data);
 // Rows `ids` as floats [num_ids, cols]: an embedding.
 PN_API int32_t pn_matrix_rows(const PnMatrix* matrix, const int32_t* ids, int32_t num_ids, int32_t dtype, float* out);

@@ -158,7 +158,9 @@ void Forward::ask_for(const Next& next, int thread) const {
     const int pieces = next.matrix->num_pieces() / next.parts;
     const int first = thread * Share::first_size(pieces, pool_.size(), next.least);
     for (int part = 0; part < next.parts; ++part) {
-        const uint8_t* begin = next.matrix->panels[0].group(next.matrix->group_of_piece(part * pieces + first));
+        const int piece = part * pieces + first;
+        const PnPart& from = next.matrix->part_of(piece * kWide);
+        const uint8_t* begin = from.panels[0].group(from.group_of_piece(piece - from.first_piece));
         for (int at = 0; at < kAskedFor / next.parts; at += 64) __builtin_prefetch(begin + at);
     }
 }
@@ -237,31 +239,21 @@ void Forward::layer(int thread, int index) {
 // Pieces [begin, end) of a matrix times every token; y is [tokens, columns].
 void Forward::product(int thread, const PnMatrix& matrix, int begin, int end, Rows x, float* y, int columns, bool accumulate,
                       const float* bias) {
-    const Product product = {&matrix,
-                             matrix.group_of_piece(begin),
-                             matrix.group_of_piece(end),
-                             x.data,
-                             x.row_bytes,
-                             num_tokens_,
-                             y,
-                             columns,
-                             0,
-                             columns,
-                             accumulate,
-                             bias};
-    kernels_.multiply(product, model_.threads[size_t(thread)]->expanded.as<void>());
+    multiply_pieces(kernels_, matrix, begin, end, x, num_tokens_, {y, columns, 0, columns, accumulate, bias},
+                    model_.threads[size_t(thread)]->expanded.as<void>());
 }
 
 // Inputs as the matrix takes them. Of few rows every thread makes planes of its own, as with normed inputs.
 Rows Forward::rows_for(int thread, const PnMatrix& matrix, const Buffer& x, int cols, int count) {
     const int padded = padded_cols(cols);
-    if (!takes_planes(matrix, kernels_)) return {x.as<void>(), int64_t(padded) * model_.element_bytes()};
+    Rows out = {x.as<void>(), int64_t(padded) * model_.element_bytes()};
+    if (!takes_planes(matrix, kernels_)) return out;
     const bool is_shared = count > kOwnInputs;
     const Buffer& to = is_shared ? model_.planes : model_.threads[size_t(thread)]->planes;
-    const Rows out = {to.as<void>(), plane_bytes(padded)};
+    out.planes = to.as<void>(), out.plane_bytes = plane_bytes(padded);
     const auto make = [&](int begin, int end) {
         for (int row = begin; row < end; ++row)
-            kernels_.planes(element(x, int64_t(row) * padded), padded, to.as<uint8_t>() + row * out.row_bytes);
+            kernels_.planes(element(x, int64_t(row) * padded), padded, to.as<uint8_t>() + row * out.plane_bytes);
     };
     if (is_shared) share(thread, PN_STAGE_NORM, count, 1, make);
     else make(0, count);
@@ -274,7 +266,8 @@ void Forward::embed(int token) {
         memcpy(to, pass_.hidden + int64_t(token) * config_.hidden_size, size_t(config_.hidden_size) * 4);
         return;
     }
-    kernels_.row(*config_.embedding, pass_.tokens[token], to);
+    const PnPart& part = config_.embedding->part_of(pass_.tokens[token]);
+    kernels_.row(part, pass_.tokens[token] - part.first_piece * kWide, to);
     if (config_.embedding_scale != 1.0f)
         for (int at = 0; at < config_.hidden_size; ++at) to[at] *= config_.embedding_scale;
 }
@@ -365,23 +358,11 @@ void Forward::gate_up(int thread, const PnLayer& layer, Rows input, int piece) {
     const PnMatrix& matrix = *layer.gate_up;
     const int half = matrix.num_pieces() / 2, column = piece * kWide;
     const float* bias = layer.gate_up_bias;
-    Product product = {&matrix,
-                       matrix.group_of_piece(piece),
-                       matrix.group_of_piece(piece + 1),
-                       input.data,
-                       input.row_bytes,
-                       num_tokens_,
-                       gates,
-                       kWide,
-                       matrix.group_of_piece(piece),
-                       kWide,
-                       false,
-                       bias ? bias + column : nullptr};
-    kernels_.multiply(product, own.expanded.as<void>());
-    product.first_group = product.base_group = matrix.group_of_piece(half + piece),
-    product.last_group = matrix.group_of_piece(half + piece + 1);
-    product.y = ups, product.bias = bias ? bias + half * kWide + column : nullptr;
-    kernels_.multiply(product, own.expanded.as<void>());
+    for (float* y : {gates, ups}) {
+        const int first = y == ups ? half + piece : piece;
+        multiply_pieces(kernels_, matrix, first, first + 1, input, num_tokens_,
+                        {y, kWide, first, kWide, false, bias ? bias + first * kWide : nullptr}, own.expanded.as<void>());
+    }
     const int size = std::min(kWide, config_.inner_size - column), stride = padded_cols(config_.inner_size);
     for (int token = 0; token < num_tokens_; ++token)
         kernels_.gate(gates + token * kWide, ups + token * kWide, size,
@@ -394,11 +375,7 @@ void Forward::head(int thread, Rows input, int begin, int end) {
     const int rows = pass_.num_logit_rows, first = begin * kWide, count = std::min(end * kWide, matrix.rows) - first;
     float* y = pass_.logits ? pass_.logits + first : own.columns.as<float>();
     const int64_t ldy = pass_.logits ? pass_.logits_stride : kHeadPieces * kWide;
-    const int first_group = matrix.group_of_piece(begin);
-    const Product product = {
-        &matrix, first_group, matrix.group_of_piece(end), input.data, input.row_bytes, rows, y, ldy, first_group, count,
-        false,   nullptr};
-    kernels_.multiply(product, own.expanded.as<void>());
+    multiply_pieces(kernels_, matrix, begin, end, input, rows, {y, ldy, begin, count, false, nullptr}, own.expanded.as<void>());
     if (!pass_.argmax) return;
     for (int row = 0; row < rows; ++row) {
         float value;

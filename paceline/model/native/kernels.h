@@ -10,9 +10,9 @@
 
 namespace pn {
 
-// Where a matrix product goes: y[row][column] for the columns of groups [first_group, last_group).
+// Where a product with a part goes: y[row][column] for the columns of groups [first_group, last_group).
 struct Product {
-    const PnMatrix* matrix;
+    const PnPart* part;
     int first_group, last_group;
     const void*
         x;  // rows in the model's dtype, zero from cols to padded_cols; of quantised matrices planes, where there are any
@@ -20,7 +20,7 @@ struct Product {
     int num_rows;
     float* y;  // [num_rows, ldy]: the column of group g is group_rows (g - base_group)
     int64_t ldy;
-    int base_group;     // 0, or first_group for a buffer of this piece only
+    int base_group;     // whose first column is y's
     int num_columns;    // nothing is written at or behind this column of y
     bool accumulate;    // add to y, a residual
     const float* bias;  // by column of y, or null
@@ -28,9 +28,9 @@ struct Product {
 
 // A row of inputs in sixteen-bit fixed point, one scale for each block of 32: integer products with codes are exact, and bfloat16
 // loses nothing but what is 2^-8 of the largest beside it and below. For each block 64 bytes, as the instruction set multiplies
-// them: planes of high and of low bytes, or whole numbers; behind all blocks their scales, then the sums of their elements, as
-// floats. Every instruction set has the same numbers, so all make the same text.
-inline int64_t plane_bytes(int padded_cols) { return int64_t(round_up(size_t(padded_cols / kBlock) * (2 * kBlock + 8), 64)); }
+// them: planes of high and of low bytes, or whole numbers; behind all blocks, as floats, their scales, the sums of their elements,
+// and those of their halves. Every instruction set has the same numbers, so all make the same text.
+inline int64_t plane_bytes(int padded_cols) { return int64_t(round_up(size_t(padded_cols / kBlock) * (2 * kBlock + 16), 64)); }
 constexpr int kPlaneRange = 127 * 256 + 127;  // of an element, either way: its high byte is rounded
 
 // Queries of one head and one row of the cache: query i stands at position `position + i` and sees [first_i, end_i).
@@ -91,8 +91,8 @@ struct Kernels {
     int (*argmax)(const float* x, int size, float* best);  // `best` is NaN where any of them is
     // out[i] = e^((x[i] - most) * inverse), 0 below `least`; the sum of every kSummed of them
     void (*exponentials)(const float* x, int size, float most, float inverse, float least, float* out, float* sums);
-    // One row of a matrix as floats [cols], rounded as the weights of a product are
-    void (*row)(const PnMatrix& matrix, int row, float* out);
+    // One row of a part as floats [cols], rounded as the weights of a product are
+    void (*row)(const PnPart& part, int row, float* out);
 };
 
 // Null when the build or the processor lacks the instruction set. dtype: PN_F32 or PN_BF16.

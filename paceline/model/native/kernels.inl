@@ -6,7 +6,8 @@
 //   template <int Rows> void score_keys(keys, query, stride, padded, scale, out, ldout);     kKeys scores for each row
 //   template <int Rows> void weigh_values(values, padded, column, weights, ldweights, begin, end, vf (*sums)[...]);     kBlock columns
 //   template <class T> constexpr int kMaxWide;     most rows that wide_tile takes; 0: it has none, and kPlanes<T> is null
-//   template <int Rows> void wide_tile(format, panel, group, x, row_bytes, num_blocks, sums, asks_ahead);     sums[row][16] of planes
+//   template <int Rows, int Format> void wide_tile(panel, group, x, row_bytes, num_blocks, sums, asks_ahead);     sums[row][16] of
+//       planes
 // Everything is in an anonymous namespace: code compiled for one instruction set must never be linked into another.
 
 namespace pn {
@@ -101,14 +102,14 @@ inline void put_upto(T* out, vf value, int left) {
 inline int element_format(const float*) { return PN_F32; }
 inline int element_format(const bfloat*) { return PN_BF16; }
 
-// A dense matrix of the other type: bfloat16 weights for float32 products. (float32 weights are rounded when packed.)
+// A dense part of another type: bfloat16 weights for float32 products, or halves. (float32 weights are rounded when packed.)
 template <class T>
-void expand_dense(const PnPanel& panel, const uint8_t* group, T* out) {
-    const bfloat* from = reinterpret_cast<const bfloat*>(group);
+void expand_dense(const PnPart& part, const PnPanel& panel, const uint8_t* group, T* out) {
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(group);
     const int count = panel.num_blocks * kGroup * kBlock;
     for (int at = 0; at < count; at += kWidth) {
         __builtin_prefetch(group + size_t(at) * 2 + kAhead);
-        put_vector(out + at, get_vector(from + at));
+        put_vector(out + at, part.format == PN_F16 ? halves_at(group + size_t(at) * 2) : widen(from + at));
     }
 }
 inline float half_at(const uint8_t* scales, int index) {
@@ -117,28 +118,30 @@ inline float half_at(const uint8_t* scales, int index) {
     return half_to_float(half);
 }
 
+// One row's weights of a block of a quantised panel. Products with whole numbers are exact, or rounded once as ggml's are.
+inline void block_weights(const Form& form, const PnPanel& panel, const uint8_t* group, int block, int slot, float* out) {
+    const uint8_t* codes = group + size_t(block) * form.code_bytes();
+    const uint8_t* scales = group + panel.codes_bytes + size_t(block) * form.scale_bytes();
+    const uint8_t* super =
+        group + panel.codes_bytes + size_t(panel.num_blocks) * form.scale_bytes() + size_t(block / kSuper) * form.super_bytes();
+    const auto factor = [&](int kind) { return float(int8_t(scales[kind * kWide + slot])); };
+    for (int col = 0; col < kBlock; ++col) {
+        const int half = form.halves == 2 ? col / (kBlock / 2) : 0, code = code_at(form, codes, slot, col);
+        const float scale = form.has_super ? half_at(super, slot) * factor(half) : half_at(scales, slot);
+        if (!form.has_minima) out[col] = scale * float(code - form.offset);
+        else if (form.has_super) out[col] = float(code) * scale - half_at(super, kWide + slot) * factor(form.halves);
+        else out[col] = float(code) * scale + half_at(scales, kWide + slot);
+    }
+}
+
 // Four rows of a quantised group, from `first` on, as elements [block][4][32] of the type that is multiplied.
 template <class T>
-void expand_codes(int format, const PnPanel& panel, const uint8_t* group, int first, T* out) {
-    const uint8_t* scales = group + panel.codes_bytes;
+void expand_codes(const PnPart& part, const PnPanel& panel, const uint8_t* group, int first, T* out) {
+    const Form form = form_of(part.format);
     for (int block = 0; block < panel.num_blocks; ++block)
         for (int slot = first; slot < first + kGroup; ++slot, out += kBlock) {
-            const bool is_q8 = format == PN_Q8_0;
-            const float scale = half_at(scales, is_q8 ? block * kWide + slot : 2 * block * kWide + slot);
-            const float minimum = is_q8 ? -128.0f * scale : half_at(scales, (2 * block + 1) * kWide + slot);
             float values[kBlock];
-            for (int col = 0; col < kBlock; col += 8) {
-                uint8_t codes[8];
-                const uint8_t* from = group + code_byte(format, size_t(block), size_t(slot), col);
-                __builtin_prefetch(from + kAhead);
-                __builtin_memcpy(codes, from, 4);
-                __builtin_memcpy(codes + 4, is_q8 ? from + 64 : from, 4);
-                for (int at = 0; at < 8; ++at) {
-                    const int code = is_q8 ? codes[at] : at < 4 ? codes[at] & 15 : codes[at] >> 4;
-                    values[col + at] =
-                        float(code) * scale + minimum;  // the product is exact: rounding once or twice is the same
-                }
-            }
+            block_weights(form, panel, group, block, slot, values);
             for (int at = 0; at < kBlock; at += kWidth) put_vector(out + at, load(values + at));
         }
 }
@@ -234,58 +237,86 @@ inline void multiply_group(const T* weights, int blocks, bool in_memory, const I
 
 // One quantised group by planes, `size` rows from `row` on.
 struct WideRows {
-    int format;
     const PnPanel& panel;
     const uint8_t* group;
-    const uint8_t* x;  // of the matrix's first block
+    const uint8_t* x;  // of the part's first block
     int64_t row_bytes;
-    int num_blocks;  // of the matrix
+    int num_blocks;  // of the part
     bool asks_ahead;
 };
-template <int Most>
-inline void wide_rows(const WideRows& in, int row, int size, const Output& output) {
+template <int Rows, int Format>
+inline void wide_rows(const WideRows& in, int row, const Output& output) {
+    float sums[Rows][kWide];
+    wide_tile<Rows, Format>(in.panel, in.group, in.x + row * in.row_bytes, in.row_bytes, in.num_blocks, sums, in.asks_ahead);
+    for (int index = 0; index < Rows; ++index) output.write_wide(row + index, sums[index]);
+}
+template <int Most, int Format>
+inline void few_rows(const WideRows& in, int row, int size, const Output& output) {
     if constexpr (Most > 0) {
-        if (size != Most) return wide_rows<Most - 1>(in, row, size, output);
-        float sums[Most][kWide];
-        wide_tile<Most>(in.format, in.panel, in.group, in.x + row * in.row_bytes, in.row_bytes, in.num_blocks, sums,
-                        in.asks_ahead);
-        for (int index = 0; index < Most; ++index) output.write_wide(row + index, sums[index]);
+        if (size == Most) wide_rows<Most, Format>(in, row, output);
+        else few_rows<Most - 1, Format>(in, row, size, output);
+    }
+}
+
+// All rows with one group: as many as the registers hold, then up to eight. Tiles of every size in between would be a lot of code.
+template <class T, int Format>
+void wide_group(const Product& product, const PnPanel& panel, const uint8_t* group, const Output& output) {
+    if constexpr (kMaxWide<T> > 0) {
+        constexpr int most = form_of(Format).halves == 2 ? kMaxWide<T> * 3 / 4 : kMaxWide<T>;  // two scales and minima
+        constexpr int few = most < 8 ? most : 8;
+        for (int row = 0, size; row < product.num_rows; row += size) {
+            const WideRows in = {panel, group, static_cast<const uint8_t*>(product.x), product.row_bytes,
+                                 product.part->num_blocks, row == 0};
+            const int left = product.num_rows - row;
+            size = left >= most ? most : left > few ? (left + 1) / 2 : left;
+            if (size == most) wide_rows<most, Format>(in, row, output);
+            else few_rows<few, Format>(in, row, size, output);
+        }
+    }
+}
+
+template <class T>
+void wide_group(const Product& product, const PnPanel& panel, const uint8_t* group, const Output& output) {
+    switch (product.part->format) {
+        case PN_Q4_0: return wide_group<T, PN_Q4_0>(product, panel, group, output);
+        case PN_Q4_1: return wide_group<T, PN_Q4_1>(product, panel, group, output);
+        case PN_Q5_0: return wide_group<T, PN_Q5_0>(product, panel, group, output);
+        case PN_Q5_1: return wide_group<T, PN_Q5_1>(product, panel, group, output);
+        case PN_Q8_0: return wide_group<T, PN_Q8_0>(product, panel, group, output);
+        case PN_Q4_K: return wide_group<T, PN_Q4_K>(product, panel, group, output);
+        case PN_Q5_K: return wide_group<T, PN_Q5_K>(product, panel, group, output);
+        case PN_Q6_K: return wide_group<T, PN_Q6_K>(product, panel, group, output);
+        case PN_IQ4_NL: return wide_group<T, PN_IQ4_NL>(product, panel, group, output);
+        case PN_IQ4_XS: return wide_group<T, PN_IQ4_XS>(product, panel, group, output);
     }
 }
 
 template <class T>
 void multiply(const Product& product, void* scratch) {
-    const PnMatrix& matrix = *product.matrix;
-    for (int index = 0; index < matrix.num_panels; ++index) {
-        const PnPanel& panel = matrix.panels[index];
+    const PnPart& part = *product.part;
+    for (const PnPanel& panel : part.panels) {
+        const bool is_first = panel.first_block == 0;
         const Inputs<T> in = {static_cast<const T*>(product.x) + panel.first_block * kBlock,
                               product.row_bytes / int64_t(sizeof(T)), product.num_rows};
         for (int group = product.first_group; group < product.last_group; ++group) {
-            const int column = (group - product.base_group) * matrix.group_rows;
+            const int column = (group - product.base_group) * part.group_rows;
             Output output = {product.y + column,
                              product.ldy,
                              column,
                              product.num_columns,
-                             product.accumulate || index > 0,
-                             index == 0 ? product.bias : nullptr};
+                             product.accumulate || !is_first,
+                             is_first ? product.bias : nullptr};
             const uint8_t* data = panel.group(group);
-            if (matrix.format == element_format(in.x)) {
+            if (part.format == element_format(in.x)) {
                 multiply_group(reinterpret_cast<const T*>(data), panel.num_blocks, true, in, output);
-            } else if (matrix.is_dense()) {
-                expand_dense(panel, data, static_cast<T*>(scratch));
+            } else if (part.is_dense()) {
+                expand_dense(part, panel, data, static_cast<T*>(scratch));
                 multiply_group(static_cast<const T*>(scratch), panel.num_blocks, false, in, output);
             } else if (kMaxWide<T> > 0) {
-                const int most = kMaxWide<T> > 0 ? kMaxWide<T> : 1, tiles = (product.num_rows + most - 1) / most;
-                for (int tile = 0, row = 0; tile < tiles; ++tile) {
-                    const int size = (product.num_rows - row + tiles - tile - 1) / (tiles - tile);
-                    wide_rows<kMaxWide<T>>({matrix.format, panel, data, static_cast<const uint8_t*>(product.x),
-                                            product.row_bytes, matrix.num_blocks, tile == 0},
-                                           row, size, output);
-                    row += size;
-                }
+                wide_group<T>(product, panel, data, output);
             } else {
                 for (int first = 0; first < kWide && output.column < product.num_columns; first += kGroup) {
-                    expand_codes(matrix.format, panel, data, first, static_cast<T*>(scratch));
+                    expand_codes(part, panel, data, first, static_cast<T*>(scratch));
                     multiply_group(static_cast<const T*>(scratch), panel.num_blocks, false, in, output);
                     output.column += kGroup, output.y += kGroup;
                 }
@@ -421,27 +452,28 @@ inline void exponentials(const float* x, int size, float most, float inverse, fl
 }
 
 template <class T>
-void row(const PnMatrix& matrix, int row, float* out) {
-    const int slot = row % matrix.group_rows;
-    for (int col = 0; col < matrix.cols; ++col) {
-        const PnPanel& panel = matrix.panel_of(col / kBlock);
-        const uint8_t* group = panel.group(row / matrix.group_rows);
-        const uint8_t* scales = group + panel.codes_bytes;
-        const int block = col / kBlock - panel.first_block, at = (block * kGroup + slot) * kBlock + col % kBlock;
-        float value;
-        if (matrix.format == PN_F32) value = reinterpret_cast<const float*>(group)[at];
-        else if (matrix.format == PN_BF16) value = bfloat_to_float(reinterpret_cast<const bfloat*>(group)[at]);
-        else {
-            const int byte = group[code_byte(matrix.format, size_t(block), size_t(slot), col % kBlock)];
-            if (matrix.format == PN_Q8_0) value = half_at(scales, block * kWide + slot) * float(byte - 128);
-            else
-                value =
-                    half_at(scales, 2 * block * kWide + slot) * float(byte >> code_shift(matrix.format, col % kBlock) & 15) +
-                    half_at(scales, (2 * block + 1) * kWide + slot);
+void row(const PnPart& part, int row, float* out) {
+    const int slot = row % part.group_rows;
+    for (int number = 0; number < part.num_blocks; ++number) {
+        const PnPanel& panel = part.panel_of(number);
+        const uint8_t* group = panel.group(row / part.group_rows);
+        const int block = number - panel.first_block, first = number * kBlock;
+        float values[kBlock];
+        if (part.is_dense()) {
+            for (int col = 0; col < kBlock; ++col) {
+                const int at = (block * kGroup + slot) * kBlock + col;
+                if (part.format == PN_F32) values[col] = reinterpret_cast<const float*>(group)[at];
+                else if (part.format == PN_F16) values[col] = half_at(group, at);
+                else values[col] = bfloat_to_float(reinterpret_cast<const bfloat*>(group)[at]);
+            }
+        } else {
+            block_weights(form_of(part.format), panel, group, block, slot, values);
         }
-        T rounded;
-        put(&rounded, 0, value);
-        out[col] = get(&rounded);
+        for (int col = first; col < first + kBlock && col < part.cols; ++col) {
+            T rounded;
+            put(&rounded, 0, values[col - first]);
+            out[col] = get(&rounded);
+        }
     }
 }
 

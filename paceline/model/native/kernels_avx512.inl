@@ -139,76 +139,71 @@ inline void weigh_values(const T* values, int padded, int column, const T* weigh
     each<Rows>([&](auto row) { sums[row][0] = low[row], sums[row][1] = high[row]; });
 }
 
+inline vf halves_at(const uint8_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
+inline vf factors_at(const uint8_t* from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+}
+
+}  // namespace
+}  // namespace pn
+
+#include "unpack.inl"
+
+namespace pn {
+namespace {
+
 // ---- quantised matrices ----
 
 template <class T>
 constexpr int kMaxWide = sizeof(T) == 2 ? 16 : 0;  // 16 sums, 8 vectors of weights, 2 of scales
 
-// A block of sixteen rows: eight vectors of unsigned bytes, four neighbouring columns of every row each; weight = scale * byte + minimum.
-struct WideBlock {
-    __m512i bytes[8];
-    __m512 scale, minimum;
-};
+inline Bytes look_up(Bytes codes) {
+    const __m512i values = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)kTable));
+    return (Bytes)_mm512_shuffle_epi8(values, (__m512i)codes);
+}
 
 // Read where they stand: a copy would cost an instruction for each product.
 typedef int32_t Word __attribute__((may_alias));
-typedef float Number __attribute__((may_alias));
-
-inline __m512 halves_at(const uint8_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
-
-template <int Format>
-inline WideBlock wide_block(const uint8_t* codes, const uint8_t* scales, int block, bool asks_ahead) {
-    constexpr int kVectors = Format == PN_Q8_0 ? 8 : 4, kScales = Format == PN_Q8_0 ? 32 : 64;
-    WideBlock out;
-    codes += size_t(block) * kVectors * 64, scales += size_t(block) * kScales;
-    each<kVectors>([&](auto index) {
-        const __m512i bytes = _mm512_loadu_si512(codes + index * 64), low = _mm512_set1_epi8(15);
-        if (asks_ahead) ask_for(codes + index * 64 + kAhead);
-        if constexpr (Format == PN_Q8_0) {
-            out.bytes[index] = bytes;
-        } else {
-            out.bytes[2 * index] = _mm512_and_si512(bytes, low);
-            out.bytes[2 * index + 1] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low);
-        }
-    });
-    if (asks_ahead) ask_for(scales + kAhead);
-    out.scale = halves_at(scales);
-    if constexpr (Format == PN_Q8_0) out.minimum = _mm512_mul_ps(out.scale, _mm512_set1_ps(-128.0f));
-    else out.minimum = halves_at(scales + 32);
-    return out;
-}
 
 template <int Rows, int Format>
-inline void wide_tile_of(const PnPanel& panel, const uint8_t* group, const uint8_t* x, int64_t row_bytes, int num_blocks,
-                         float (*sums)[kWide], bool asks_ahead) {
+inline void wide_tile(const PnPanel& panel, const uint8_t* group, const uint8_t* x, int64_t row_bytes, int num_blocks,
+                      float (*sums)[kWide], bool asks_ahead) {
+    constexpr Form form = form_of(Format);
+    constexpr int kQuarters = 8 / form.halves;  // that share a scale
     __m512 acc[Rows];
     each<Rows>([&](auto row) { acc[row] = _mm512_setzero_ps(); });
+    const uint8_t* codes = group;
+    const uint8_t* scales = group + panel.codes_bytes;
     const uint8_t* planes = x + panel.first_block * 2 * kBlock;
-    const uint8_t* floats = x + (num_blocks * 2 * kBlock + panel.first_block * 4);
-    for (int block = 0; block < panel.num_blocks; ++block, planes += 2 * kBlock, floats += 4) {
-        const WideBlock weights = wide_block<Format>(group, group + panel.codes_bytes, block, asks_ahead);
+    const uint8_t* floats = x + num_blocks * 2 * kBlock;
+    for (int block = 0; block < panel.num_blocks; ++block, planes += 2 * kBlock, codes += form.code_bytes()) {
+        __m512i bytes[8];
+        each<8>([&](auto at) { bytes[at] = (__m512i)quarter_of<Format, at>(codes); });
+        if (asks_ahead) {
+            each<form.bits>([&](auto vector) { ask_for(codes + vector * 64 + kAhead); });
+            ask_for(scales + size_t(block) * form.scale_bytes() + kAhead);
+        }
+        const Scales<Format> weight = scales_of<Format>(panel, scales, block, 0);
         each<Rows>([&](auto row) {
-            const Word* bytes = reinterpret_cast<const Word*>(planes + row * row_bytes);
-            const float scale = *reinterpret_cast<const Number*>(floats + row * row_bytes);
-            const float sum = *reinterpret_cast<const Number*>(floats + row * row_bytes + num_blocks * 4);
-            __m512i high = _mm512_setzero_si512(), low = high;
-            each<8>([&](auto at) {
-                high = _mm512_dpbusd_epi32(high, weights.bytes[at], _mm512_set1_epi32(bytes[at]));
-                low = _mm512_dpbusd_epi32(low, weights.bytes[at], _mm512_set1_epi32(bytes[8 + at]));
+            const Word* inputs = reinterpret_cast<const Word*>(planes + row * row_bytes);
+            const RowFloats own = {reinterpret_cast<const Number*>(floats + row * row_bytes), num_blocks};
+            const int at_block = panel.first_block + block;
+            const __m512 factor = _mm512_set1_ps(own.scale(at_block));
+            each<form.halves>([&](auto half) {
+                __m512i high = _mm512_setzero_si512(), low = high;
+                each<kQuarters>([&](auto index) {
+                    constexpr int at = half * kQuarters + index;
+                    high = _mm512_dpbusd_epi32(high, bytes[at], _mm512_set1_epi32(inputs[at]));
+                    low = _mm512_dpbusd_epi32(low, bytes[at], _mm512_set1_epi32(inputs[8 + at]));
+                });
+                const __m512 exact = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+                const __m512 sum = _mm512_set1_ps(own.sum<form.halves>(at_block, half));
+                acc[row] = _mm512_fmadd_ps(exact, _mm512_mul_ps((__m512)weight.scale[half], factor), acc[row]);
+                acc[row] = _mm512_fmadd_ps((__m512)weight.minimum[half], sum, acc[row]);
             });
-            const __m512 exact = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
-            acc[row] = _mm512_fmadd_ps(exact, _mm512_mul_ps(weights.scale, _mm512_set1_ps(scale)), acc[row]);
-            acc[row] = _mm512_fmadd_ps(weights.minimum, _mm512_set1_ps(sum), acc[row]);
         });
     }
     each<Rows>([&](auto row) { _mm512_storeu_ps(sums[row], acc[row]); });
-}
-
-template <int Rows>
-inline void wide_tile(int format, const PnPanel& panel, const uint8_t* group, const uint8_t* x, int64_t row_bytes,
-                      int num_blocks, float (*sums)[kWide], bool asks_ahead) {
-    if (format == PN_Q4_1) wide_tile_of<Rows, PN_Q4_1>(panel, group, x, row_bytes, num_blocks, sums, asks_ahead);
-    else wide_tile_of<Rows, PN_Q8_0>(panel, group, x, row_bytes, num_blocks, sums, asks_ahead);
 }
 
 // For each block 32 high bytes, then 32 low ones, both signed: together the sixteen-bit number.
@@ -237,9 +232,12 @@ inline void planes_of(const void* x, int padded_cols, void* out) {
         const __m512i high = _mm512_srai_epi16(_mm512_add_epi16(words, _mm512_set1_epi16(128)), 8);
         _mm256_storeu_si256((__m256i*)bytes, _mm512_cvtepi16_epi8(high));
         _mm256_storeu_si256((__m256i*)(bytes + kBlock), _mm512_cvtepi16_epi8(words));
-        const int32_t total = _mm512_reduce_add_epi32(_mm512_madd_epi16(words, _mm512_set1_epi16(1)));
+        const __m512i pairs = _mm512_madd_epi16(words, _mm512_set1_epi16(1));
+        const int32_t total = _mm512_reduce_add_epi32(pairs), first = _mm512_mask_reduce_add_epi32(0x00ff, pairs);
         scales[block] = is_zero ? 0.0f : most / float(kPlaneRange);
         scales[num_blocks + block] = scales[block] * float(total);
+        scales[2 * (num_blocks + block)] = scales[block] * float(first);
+        scales[2 * (num_blocks + block) + 1] = scales[block] * float(total - first);
     }
 }
 

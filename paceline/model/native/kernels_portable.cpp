@@ -10,6 +10,15 @@ typedef Lanes<8>::Floats vf;
 typedef Lanes<8>::Ints vi;
 
 inline vf fma(vf a, vf b, vf c) { return a * b + c; }
+inline vf halves_at(const uint8_t* from) {
+    vf value;
+    for (int lane = 0; lane < kWidth; ++lane) {
+        uint16_t half;
+        __builtin_memcpy(&half, from + lane * 2, 2);
+        value[lane] = half_to_float(half);
+    }
+    return value;
+}
 
 }  // namespace
 }  // namespace pn
@@ -24,8 +33,8 @@ template <class T>
 constexpr int kMaxWide = 0;
 template <class T>
 constexpr void (*kPlanes)(const void*, int, void*) = nullptr;
-template <int Rows>
-inline void wide_tile(int, const PnPanel&, const uint8_t*, const uint8_t*, int64_t, int, float (*)[kWide], bool) {}
+template <int Rows, int Format>
+inline void wide_tile(const PnPanel&, const uint8_t*, const uint8_t*, int64_t, int, float (*)[kWide], bool) {}
 
 }  // namespace
 }  // namespace pn

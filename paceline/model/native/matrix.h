@@ -1,23 +1,20 @@
-// Packed weights. Rows stand in groups, columns in blocks of 32, so that one pass over a group is one stream of memory; what is
-// missing to whole groups and blocks is zero. Wide matrices are cut into panels of columns, one behind the other: the inputs of a
-// panel stay in the nearest cache while its groups stream by.
+// Packed weights. A matrix is one part, or several below one another in formats of their own, as fused products have them. Rows of
+// a part stand in groups, columns in blocks of 32, so that one pass over a group is one stream of memory; what is missing to whole
+// groups and blocks is zero. Wide parts are cut into panels of columns, one behind the other: the inputs of a panel stay in the
+// nearest cache while its groups stream by.
 //
-// Dense: groups of four rows; for each block in turn 4 x 32 floats (PN_F32) or bfloat16 (PN_BF16).
-// Quantised: groups of sixteen rows, so that a vector of 64 bytes holds four neighbouring columns of every row, row after row.
-//   PN_Q8_0  eight vectors for each block; a byte is the code plus 128, which integer products want unsigned
-//   PN_Q4_1  four vectors for each block: columns 8i to 8i+3 in the low halves of the bytes of vector i, 8i+4 to 8i+7 in the high
-// then half-precision scales: PN_Q8_0 sixteen per block, PN_Q4_1 sixteen scales and sixteen minima.
+// Dense: groups of four rows; for each block in turn 4 x 32 floats (PN_F32), bfloat16 (PN_BF16) or halves (PN_F16).
+// Quantised: groups of sixteen rows, so that a vector of 64 bytes holds four neighbouring columns of every row, row after row:
+// formats.h.
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "api.h"
+#include "formats.h"
 
-constexpr int kGroup = 4;  // rows of a dense group
-constexpr int kWide = 16;  // rows of a quantised group; stacked matrices begin at multiples of it
-constexpr int kBlock = 32;
-
-constexpr int kPanelBlocks = 24;  // 768 columns: eight rows of inputs take 12 KB
+constexpr int kPanelBlocks = 24;  // 768 columns: eight rows of inputs take 12 KB; a whole number of super-blocks
 
 struct PnPanel {
     int32_t first_block = 0, num_blocks = 0;
@@ -28,21 +25,36 @@ struct PnPanel {
     uint8_t* group(int index) const { return data + size_t(index) * group_bytes; }
 };
 
-struct PnMatrix {
+// Rows that are kept in one format.
+struct PnPart {
     int32_t rows = 0, cols = 0, format = 0;
+    int32_t first_piece = 0;  // of the matrix
     int32_t group_rows = kGroup;
-    int32_t num_groups = 0, num_blocks = 0, num_panels = 0;
-    size_t num_bytes = 0;
-    PnPanel* panels = nullptr;
+    int32_t num_groups = 0, num_blocks = 0;
+    std::vector<PnPanel> panels = {};
 
-    const PnPanel& panel_of(int block) const { return panels[block / kPanelBlocks]; }
-    int padded_cols() const { return num_blocks * kBlock; }
-    bool is_dense() const { return format == PN_F32 || format == PN_BF16; }
+    const PnPanel& panel_of(int block) const { return panels[size_t(block / kPanelBlocks)]; }
+    bool is_dense() const { return format == PN_F32 || format == PN_BF16 || format == PN_F16; }
     // Pieces of sixteen rows, and the first group of one; that behind the last piece is num_groups.
     int num_pieces() const { return (rows + kWide - 1) / kWide; }
     int group_of_piece(int piece) const {
         const int group = piece * (kWide / group_rows);
         return group < num_groups ? group : num_groups;
+    }
+};
+
+struct PnMatrix {
+    int32_t rows = 0, cols = 0;
+    size_t num_bytes = 0;
+    uint8_t* data = nullptr;
+    std::vector<PnPart> parts = {};
+
+    int padded_cols() const { return (cols + kBlock - 1) / kBlock * kBlock; }
+    int num_pieces() const { return (rows + kWide - 1) / kWide; }
+    const PnPart& part_of(int row) const {
+        size_t index = parts.size() - 1;
+        while (row < parts[index].first_piece * kWide) --index;
+        return parts[index];
     }
 };
 
@@ -55,13 +67,6 @@ void* allocate_weights(size_t bytes);
 void release_weights(void* data);
 
 inline size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
-
-// Where the code of a column of a block stands within a quantised group: the byte, and from which bit on.
-inline size_t code_byte(int format, size_t block, size_t slot, int col) {
-    const int vector = format == PN_Q8_0 ? col / 4 : col / 8, vectors = format == PN_Q8_0 ? 8 : 4;
-    return (block * size_t(vectors) + size_t(vector)) * 64 + slot * 4 + size_t(col % 4);
-}
-inline int code_shift(int format, int col) { return format == PN_Q4_1 && col / 4 % 2 ? 4 : 0; }
 
 float half_to_float(uint16_t half);
 inline float bfloat_to_float(uint16_t value) {

@@ -13,7 +13,9 @@ namespace {
 
 // float32 weights are rounded for bfloat16 when they are packed, not when they are multiplied.
 const char* fault_of(const PnMatrix& matrix, int dtype) {
-    return dtype == PN_BF16 && matrix.format == PN_F32 ? "a float32 matrix cannot be multiplied in bfloat16" : nullptr;
+    for (const PnPart& part : matrix.parts)
+        if (dtype == PN_BF16 && part.format == PN_F32) return "a float32 matrix cannot be multiplied in bfloat16";
+    return nullptr;
 }
 
 const char* fault_of(const PnMatrix* matrix, int rows, int cols, int dtype) {
@@ -118,26 +120,15 @@ private:
         const int64_t row_bytes = int64_t(padded) * model_.element_bytes();
         Rows in = {x.as<void>(), row_bytes};
         if (takes_planes(matrix, kernels_)) {
-            in = {model_.planes.as<void>(), plane_bytes(padded)};
+            in.planes = model_.planes.as<void>(), in.plane_bytes = plane_bytes(padded);
             share(thread, stage, num_tokens_, 1, [&](int token) {
                 kernels_.planes(x.as<uint8_t>() + token * row_bytes, padded,
-                                model_.planes.as<uint8_t>() + token * in.row_bytes);
+                                model_.planes.as<uint8_t>() + token * in.plane_bytes);
             });
         }
         pieces(stage + 1, matrix.num_pieces(), 1, thread, [&](int begin, int end) {
-            const Product product = {&matrix,
-                                     matrix.group_of_piece(begin),
-                                     matrix.group_of_piece(end),
-                                     in.data,
-                                     in.row_bytes,
-                                     num_tokens_,
-                                     y.as<float>(),
-                                     columns,
-                                     0,
-                                     columns,
-                                     false,
-                                     bias};
-            kernels_.multiply(product, model_.threads[size_t(thread)]->expanded.as<void>());
+            multiply_pieces(kernels_, matrix, begin, end, in, num_tokens_, {y.as<float>(), columns, 0, columns, false, bias},
+                            model_.threads[size_t(thread)]->expanded.as<void>());
         });
         pool_.barrier();
     }
@@ -188,19 +179,8 @@ struct Multiply {
 
     void run(int thread) {
         pieces.each(matrix.num_pieces(), pool.size(), 1, thread, [&](int begin, int end) {
-            const Product product = {&matrix,
-                                     matrix.group_of_piece(begin),
-                                     matrix.group_of_piece(end),
-                                     in.data,
-                                     in.row_bytes,
-                                     num_tokens,
-                                     out,
-                                     matrix.rows,
-                                     0,
-                                     matrix.rows,
-                                     false,
-                                     nullptr};
-            kernels.multiply(product, scratch[size_t(thread)]->as<void>());
+            multiply_pieces(kernels, matrix, begin, end, in, num_tokens, {out, matrix.rows, 0, matrix.rows, false, nullptr},
+                            scratch[size_t(thread)]->as<void>());
         });
     }
 };
@@ -221,8 +201,7 @@ int32_t multiply(const PnMatrix& matrix, int dtype, const float* x, int num_toke
         work.kernels.convert(x + int64_t(token) * matrix.cols, matrix.cols, padded, row);
         if (has_planes) work.kernels.planes(row, padded, work.planes.as<uint8_t>() + token * plane_bytes(padded));
     }
-    work.in =
-        has_planes ? Rows{work.planes.as<void>(), plane_bytes(padded)} : Rows{work.x.as<void>(), int64_t(padded) * element};
+    work.in = {work.x.as<void>(), int64_t(padded) * element, work.planes.as<void>(), plane_bytes(padded)};
     pool.run([](void* self, int thread) { static_cast<Multiply*>(self)->run(thread); }, &work);
     return 0;
 }
@@ -275,7 +254,8 @@ int32_t pn_matrix_rows(const PnMatrix* matrix, const int32_t* ids, int32_t num_i
     const Kernels& kernels = *kernels_for(dtype);
     for (int index = 0; index < num_ids; ++index) {
         if (ids[index] < 0 || ids[index] >= matrix->rows) return fail("a row is outside the matrix");
-        kernels.row(*matrix, ids[index], out + int64_t(index) * matrix->cols);
+        const PnPart& part = matrix->part_of(ids[index]);
+        kernels.row(part, ids[index] - part.first_piece * kWide, out + int64_t(index) * matrix->cols);
     }
     return 0;
 }

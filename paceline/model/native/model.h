@@ -1,5 +1,6 @@
 // A model's layers and the buffers of one pass.
 #pragma once
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -55,12 +56,42 @@ public:
 };
 const Kernels* kernels_for(int dtype);
 
-// Inputs of a product.
+// Inputs of a product: in the model's dtype, and as planes for parts that take those.
 struct Rows {
     const void* data;
     int64_t row_bytes;
+    const void* planes = nullptr;
+    int64_t plane_bytes = 0;
 };
-inline bool takes_planes(const PnMatrix& matrix, const Kernels& kernels) { return kernels.planes && !matrix.is_dense(); }
+inline bool takes_planes(const PnPart& part, const Kernels& kernels) { return kernels.planes && !part.is_dense(); }
+inline bool takes_planes(const PnMatrix& matrix, const Kernels& kernels) {
+    return std::any_of(matrix.parts.begin(), matrix.parts.end(), [&](const PnPart& part) { return takes_planes(part, kernels); });
+}
+
+// Where a product goes: y[row][column], of the columns of pieces from base_piece on.
+struct Columns {
+    float* y;
+    int64_t ldy;
+    int base_piece;
+    int num_columns;  // nothing is written at or behind this one
+    bool accumulate;
+    const float* bias;  // by column of y, or null
+};
+
+// `num_rows` rows times pieces [begin, end) of a matrix.
+inline void multiply_pieces(const Kernels& kernels, const PnMatrix& matrix, int begin, int end, const Rows& x, int num_rows,
+                            const Columns& to, void* scratch) {
+    for (const PnPart& part : matrix.parts) {
+        const int first = std::max(begin, part.first_piece), last = std::min(end, part.first_piece + part.num_pieces());
+        if (first >= last) continue;
+        const int column = (first - to.base_piece) * kWide, group = part.group_of_piece(first - part.first_piece);
+        const bool has_planes = takes_planes(part, kernels);
+        kernels.multiply({&part, group, part.group_of_piece(last - part.first_piece), has_planes ? x.planes : x.data,
+                          has_planes ? x.plane_bytes : x.row_bytes, num_rows, to.y + column, to.ldy, group,
+                          to.num_columns - column, to.accumulate, to.bias ? to.bias + column : nullptr},
+                         scratch);
+    }
+}
 
 }  // namespace pn
 
