@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from torch import Tensor
 
 from paceline.errors import ModelFileError, UnsupportedModelError, reraised
-from paceline.model.blocks import BLOCK_KINDS, Blocks, Weight
+from paceline.model.blocks import BLOCK_KINDS, BlockKind, Blocks, Weight
 from paceline.model.config import MAX_SIZE
 from paceline.model.gguf_file import GGUFFile, StoredTensor, open_gguf
 
@@ -42,6 +42,7 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 ROPE_FACTORS = "rope_freqs.weight"
+KINDS_BY_NAME: dict[str, BlockKind] = {kind: kind for kind in BLOCK_KINDS}
 HALVES = {Quant.F16: torch.float16, Quant.BF16: torch.bfloat16}
 
 
@@ -107,7 +108,8 @@ def _decimal(value: float | None) -> float | None:
 def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, Weight]]:
     """(Hugging Face name, float32 tensor), one at a time, in the file's order.
 
-    With `keep_blocks` matrices in one of BLOCK_KINDS, in float16 or bfloat16 stay as they are; others are expanded all the same.
+    With `keep_blocks` matrices in one of BLOCK_KINDS, in float16 or bfloat16 stay as they are; others are expanded all the
+    same.
     """
     file = open_gguf(path)
     arch = file.get("general.architecture", str)
@@ -118,7 +120,7 @@ def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, W
         if stored.name == ROPE_FACTORS:
             continue
         name = _hf_name(stored.name, path)
-        kind = next((kind for kind in BLOCK_KINDS if kind == stored.kind.name), None)
+        kind = KINDS_BY_NAME.get(stored.kind.name)
         is_kept = keep_blocks and len(stored.shape) == 2
         if is_kept and kind:
             tensor = Blocks(torch.from_numpy(file.read(stored)), stored.shape, kind)

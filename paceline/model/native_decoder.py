@@ -163,7 +163,9 @@ def pack(weights: list[Weight], dtype: torch.dtype) -> Matrix:
     """Stack matrices [n_i, cols], each padded to a multiple of 16 rows, each in the form it comes in."""
     forms = [_form(weight, dtype) for weight in weights]
     counts = [padded_rows(weight.shape[0]) for weight in weights] if len(weights) > 1 else [weights[0].shape[0]]
-    parts = [(name, sum(count for _, count in group)) for name, group in groupby(zip(forms, counts, strict=True), itemgetter(0))]
+    parts = [
+        (name, sum(count for _, count in group)) for name, group in groupby(zip(forms, counts, strict=True), itemgetter(0))
+    ]
     matrix = Matrix([(rows, name) for name, rows in parts], weights[0].shape[1])
     first = 0
     for weight, name, count in zip(weights, forms, counts, strict=True):

@@ -223,7 +223,7 @@ def test_an_llm_says_how_it_computes_and_sets_the_threads(folder: Path, gguf_fil
     assert f" on cpu, float32 (weights float32, native {isa}), drafter none; weights " in introduce(llm)
     llm.target = load(gguf_file, weight_format="blocks")
     machine = Machine("test", 1e9, {}, 1, 1)
-    assert f"a pass reads {llm.target.weight_bytes / 1e6:.0f} MB of Q4_1+Q8_0+float32 weights" in ceiling_line(llm, machine)
+    assert f"a pass reads {llm.target.weight_bytes / 1e6:.0f} MB of Q4_1+Q5_0+Q8_0 weights" in ceiling_line(llm, machine)
 
 
 def test_the_backend_and_the_device_must_agree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

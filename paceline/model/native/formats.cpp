@@ -69,11 +69,20 @@ RowBlock read_block(int format, const uint8_t* row, int number) {
     const uint8_t* from = row + size_t(number / in_source) * size_t(form.source_bytes);
     RowBlock out = {};
     switch (format) {
-        case PN_Q4_K: read_k(from, sub, false, out); return out;
-        case PN_Q5_K: read_k(from, sub, true, out); return out;
-        case PN_Q6_K: read_q6_k(from, sub, out); return out;
-        case PN_IQ4_XS: read_iq4_xs(from, sub, out); return out;
-        default: break;
+        case PN_Q4_K:
+            read_k(from, sub, false, out);
+            return out;
+        case PN_Q5_K:
+            read_k(from, sub, true, out);
+            return out;
+        case PN_Q6_K:
+            read_q6_k(from, sub, out);
+            return out;
+        case PN_IQ4_XS:
+            read_iq4_xs(from, sub, out);
+            return out;
+        default:
+            break;
     }
     out.scale = half_of(from);
     from += 2;

@@ -30,28 +30,39 @@ struct Form {
     int source_bytes;  // that it takes there
     bool has_minima = false;
     bool has_super = false;
-    int halves = 1;         // scales of a block
+    int halves = 1;          // scales of a block
     bool has_table = false;  // a code stands for a value of kTable
 
     constexpr bool is_quantised() const { return bits > 0; }
-    constexpr size_t code_bytes() const { return size_t(bits) * 64; }                                    // of a block
+    constexpr size_t code_bytes() const { return size_t(bits) * 64; }  // of a block
     constexpr size_t scale_bytes() const { return size_t(has_super ? halves + has_minima : 2 + 2 * has_minima) * kWide; }
     constexpr size_t super_bytes() const { return has_super ? size_t(2 + 2 * has_minima) * kWide : 0; }  // of a super-block
 };
 
 constexpr Form form_of(int format) {
     switch (format) {
-        case PN_Q4_0: return {4, 8, 32, 18};
-        case PN_Q4_1: return {4, 0, 32, 20, true};
-        case PN_Q5_0: return {5, 16, 32, 22};
-        case PN_Q5_1: return {5, 0, 32, 24, true};
-        case PN_Q8_0: return {8, 128, 32, 34};
-        case PN_Q4_K: return {4, 0, 256, 144, true, true};
-        case PN_Q5_K: return {5, 0, 256, 176, true, true};
-        case PN_Q6_K: return {6, 32, 256, 210, false, true, 2};
-        case PN_IQ4_NL: return {4, 128, 32, 18, false, false, 1, true};
-        case PN_IQ4_XS: return {4, 128, 256, 136, false, true, 1, true};
-        default: return {0, 0, 1, 0};
+        case PN_Q4_0:
+            return {4, 8, 32, 18};
+        case PN_Q4_1:
+            return {4, 0, 32, 20, true};
+        case PN_Q5_0:
+            return {5, 16, 32, 22};
+        case PN_Q5_1:
+            return {5, 0, 32, 24, true};
+        case PN_Q8_0:
+            return {8, 128, 32, 34};
+        case PN_Q4_K:
+            return {4, 0, 256, 144, true, true};
+        case PN_Q5_K:
+            return {5, 0, 256, 176, true, true};
+        case PN_Q6_K:
+            return {6, 32, 256, 210, false, true, 2};
+        case PN_IQ4_NL:
+            return {4, 128, 32, 18, false, false, 1, true};
+        case PN_IQ4_XS:
+            return {4, 128, 256, 136, false, true, 1, true};
+        default:
+            return {0, 0, 1, 0};
     }
 }
 

@@ -265,8 +265,8 @@ void wide_group(const Product& product, const PnPanel& panel, const uint8_t* gro
         constexpr int most = form_of(Format).halves == 2 ? kMaxWide<T> * 3 / 4 : kMaxWide<T>;  // two scales and minima
         constexpr int few = most < 8 ? most : 8;
         for (int row = 0, size; row < product.num_rows; row += size) {
-            const WideRows in = {panel, group, static_cast<const uint8_t*>(product.x), product.row_bytes,
-                                 product.part->num_blocks, row == 0};
+            const WideRows in = {
+                panel, group, static_cast<const uint8_t*>(product.x), product.row_bytes, product.part->num_blocks, row == 0};
             const int left = product.num_rows - row;
             size = left >= most ? most : left > few ? (left + 1) / 2 : left;
             if (size == most) wide_rows<most, Format>(in, row, output);
@@ -278,16 +278,26 @@ void wide_group(const Product& product, const PnPanel& panel, const uint8_t* gro
 template <class T>
 void wide_group(const Product& product, const PnPanel& panel, const uint8_t* group, const Output& output) {
     switch (product.part->format) {
-        case PN_Q4_0: return wide_group<T, PN_Q4_0>(product, panel, group, output);
-        case PN_Q4_1: return wide_group<T, PN_Q4_1>(product, panel, group, output);
-        case PN_Q5_0: return wide_group<T, PN_Q5_0>(product, panel, group, output);
-        case PN_Q5_1: return wide_group<T, PN_Q5_1>(product, panel, group, output);
-        case PN_Q8_0: return wide_group<T, PN_Q8_0>(product, panel, group, output);
-        case PN_Q4_K: return wide_group<T, PN_Q4_K>(product, panel, group, output);
-        case PN_Q5_K: return wide_group<T, PN_Q5_K>(product, panel, group, output);
-        case PN_Q6_K: return wide_group<T, PN_Q6_K>(product, panel, group, output);
-        case PN_IQ4_NL: return wide_group<T, PN_IQ4_NL>(product, panel, group, output);
-        case PN_IQ4_XS: return wide_group<T, PN_IQ4_XS>(product, panel, group, output);
+        case PN_Q4_0:
+            return wide_group<T, PN_Q4_0>(product, panel, group, output);
+        case PN_Q4_1:
+            return wide_group<T, PN_Q4_1>(product, panel, group, output);
+        case PN_Q5_0:
+            return wide_group<T, PN_Q5_0>(product, panel, group, output);
+        case PN_Q5_1:
+            return wide_group<T, PN_Q5_1>(product, panel, group, output);
+        case PN_Q8_0:
+            return wide_group<T, PN_Q8_0>(product, panel, group, output);
+        case PN_Q4_K:
+            return wide_group<T, PN_Q4_K>(product, panel, group, output);
+        case PN_Q5_K:
+            return wide_group<T, PN_Q5_K>(product, panel, group, output);
+        case PN_Q6_K:
+            return wide_group<T, PN_Q6_K>(product, panel, group, output);
+        case PN_IQ4_NL:
+            return wide_group<T, PN_IQ4_NL>(product, panel, group, output);
+        case PN_IQ4_XS:
+            return wide_group<T, PN_IQ4_XS>(product, panel, group, output);
     }
 }
 

@@ -47,8 +47,8 @@ constexpr int kOrder = 0xd8;  // of _mm256_shufflelo_epi16
 
 // Half of the sixteen rows of a group, from `first` on: 32 of the 64 bytes of each of its vectors.
 template <int Rows, int Format>
-inline void half_tile(const PnPanel& panel, const uint8_t* group, int first, const uint8_t* x, int64_t row_bytes, int num_blocks,
-                      float (*sums)[kWide], bool asks_ahead) {
+inline void half_tile(const PnPanel& panel, const uint8_t* group, int first, const uint8_t* x, int64_t row_bytes,
+                      int num_blocks, float (*sums)[kWide], bool asks_ahead) {
     constexpr Form form = form_of(Format);
     constexpr int kQuarters = 8 / form.halves;  // that share a scale
     __m256 acc[Rows];

@@ -32,8 +32,8 @@ struct Place {
         return group + panel.codes_bytes + block * form.scale_bytes() + (size_t(kind) * kWide + slot) * bytes;
     }
     uint8_t* super(int kind) const {
-        return group + panel.codes_bytes + size_t(panel.num_blocks) * form.scale_bytes() +
-               block / kSuper * form.super_bytes() + (size_t(kind) * kWide + slot) * 2;
+        return group + panel.codes_bytes + size_t(panel.num_blocks) * form.scale_bytes() + block / kSuper * form.super_bytes() +
+               (size_t(kind) * kWide + slot) * 2;
     }
 };
 
@@ -106,7 +106,8 @@ void copy_row(const PnPart& from, int from_row, const PnPart& to, int to_row) {
         const size_t bytes = form.has_super ? 1 : 2;
         for (int kind = 0; kind < int(form.scale_bytes() / bytes / kWide); ++kind)
             memcpy(target.scale(kind, bytes), source.scale(kind, bytes), bytes);
-        for (int kind = 0; kind < int(form.super_bytes() / 2 / kWide); ++kind) memcpy(target.super(kind), source.super(kind), 2);
+        for (int kind = 0; kind < int(form.super_bytes() / 2 / kWide); ++kind)
+            memcpy(target.super(kind), source.super(kind), 2);
     }
 }
 

@@ -65,7 +65,8 @@ struct Rows {
 };
 inline bool takes_planes(const PnPart& part, const Kernels& kernels) { return kernels.planes && !part.is_dense(); }
 inline bool takes_planes(const PnMatrix& matrix, const Kernels& kernels) {
-    return std::any_of(matrix.parts.begin(), matrix.parts.end(), [&](const PnPart& part) { return takes_planes(part, kernels); });
+    return std::any_of(matrix.parts.begin(), matrix.parts.end(),
+                       [&](const PnPart& part) { return takes_planes(part, kernels); });
 }
 
 // Where a product goes: y[row][column], of the columns of pieces from base_piece on.
