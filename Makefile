@@ -32,11 +32,14 @@ demo: $(READY)  ## one real answer with and without speculation, side by side
 	  "A baker sells 24 loaves in the morning and half as many in the afternoon. Each loaf costs 3 dollars. How much does she \
 	earn in a day? Please reason step by step, and put your final answer within \boxed{}."
 
+# A process for each core; tests of one file stay together, because they share what is slow to make.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
+
 test: $(READY)  ## the whole test suite; ends with what was skipped and why
-	$(BIN)/python -m pytest -rs
+	$(PYTEST) -rs
 
 test-quick: $(READY)  ## the test suite without its slow tests (tests/conftest.py lists them)
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 lint: $(READY)  ## format, lint and types
 	$(BIN)/ruff format --check $(SOURCES)
