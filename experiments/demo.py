@@ -1,0 +1,126 @@
+"""What `make demo` shows: a small coding model makes a function better, without and with drafts, and what it wrote is run.
+
+    python experiments/demo.py                            # qwen2.5-coder-0.5b, fetched once (491 MB)
+    python experiments/demo.py --model smollm2-135m       # the smallest built-in model (98 MB), which only does sums
+
+Where disk, memory or network are short for the first, the second answers a sum instead. Exit status 1 when the answers with and
+without drafts differ, or the function that was written does not do what it should.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import resource
+import subprocess
+import sys
+
+from paceline import LLM, SamplingParams
+from paceline.bench.beside import answer_plainly, beside_plain, beside_transformers
+from paceline.errors import CacheError, DownloadError, PacelineError
+from paceline.hardware import memory_bytes
+from paceline.hub import BUILTINS, resolve
+
+CODER, SMALLEST = "qwen2.5-coder-0.5b", "smollm2-135m"
+TASK = '''Here is a Python function:
+
+```python
+def merge_intervals(intervals):
+    ordered = sorted(intervals)
+    merged = []
+    for start, end in ordered:
+        if merged and start <= merged[-1][1]:
+            previous_start, previous_end = merged[-1]
+            merged[-1] = (previous_start, max(previous_end, end))
+        else:
+            merged.append((start, end))
+    return merged
+```
+
+Write a second function, `total_length(intervals)`, that uses `merge_intervals` and returns the sum of the lengths of the merged
+intervals. Answer with one block of Python code that holds both functions.'''
+CHECK = "print(total_length([(1, 3), (2, 6), (8, 10)]), merge_intervals([(5, 7), (1, 3), (2, 6)]))"
+EXPECTED = "7 [(1, 7)]"
+SUM = (
+    "A baker sells 24 loaves in the morning and half as many in the afternoon. Each loaf costs 3 dollars. How much does she earn "
+    "in a day? Please reason step by step, and put your final answer within \\boxed{}."
+)
+LIMIT_S, LIMIT_BYTES = 5, 512 << 20
+"""For what the model wrote: seconds of a processor, bytes of memory."""
+
+
+def load(name: str) -> LLM:
+    """The model that was asked for, or the smallest where it cannot be had."""
+    needed = BUILTINS[name].memory_bytes if name in BUILTINS else 0
+    try:
+        if needed > memory_bytes():
+            raise CacheError(f"{name} needs {needed / 1e9:.1f} GB of memory")
+        resolve(name)
+    except (CacheError, DownloadError) as error:
+        if name != CODER:
+            raise
+        print(f"{error}\n{SMALLEST} answers a sum instead\n", file=sys.stderr)
+        return load(SMALLEST)
+    return LLM(name, max_batch=1)
+
+
+def code_of(text: str) -> str:
+    """The first block of Python in a Markdown answer, or all of it without one."""
+    found = re.search(r"```(?:python)?\n(.*?)```", text, re.DOTALL)
+    return found.group(1) if found else text
+
+
+def run(code: str) -> str:
+    """What the code prints, in a process of its own with little time and memory, or why it failed."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
+        resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    command = [sys.executable, "-I", "-c", code]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=2 * LIMIT_S, preexec_fn=limit, env={}, cwd="/", check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"it did not end within {2 * LIMIT_S} s"
+    return done.stdout.strip() or (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=CODER)
+    parser.add_argument("--max-tokens", type=int, default=320)
+    parser.add_argument("--no-transformers", action="store_true", help="leave out Transformers, which takes longest")
+    args = parser.parse_args()
+    llm = load(args.model)
+    writes_code = llm.config.model != SMALLEST
+    prompt, params = TASK if writes_code else SUM, SamplingParams(max_tokens=args.max_tokens)
+    print(f"{llm.config.model}, drafts from {llm.drafter.name}; the prompt:\n\n{prompt}\n\nthe answer:\n", file=sys.stderr)
+    token_ids = llm.encode_chat([{"role": "user", "content": prompt}])
+    plain = answer_plainly(llm, token_ids, params)
+    [answer] = llm.generate_ids([token_ids], params, lambda chunk: print(chunk.text, end="", flush=True))
+    print("\n")
+    beside = beside_plain(llm, answer, plain, params)
+    print(f"{'plain decoding':<24}{plain.stats.tokens_per_s:7.1f} tokens/s")
+    with_drafts = f"with {llm.drafter.name} drafts"
+    print(
+        f"{with_drafts:<24}{answer.stats.tokens_per_s:7.1f} tokens/s   {beside.speedup:.2f} times as fast, "
+        f"{answer.stats.tokens_per_round:.2f} tokens a round, {'the same' if beside.identical else 'ANOTHER'} text"
+    )
+    if not args.no_transformers:
+        peer = beside_transformers(llm, answer, params)
+        print(f"{'Transformers':<24}{peer.tokens_per_s:7.1f} tokens/s   paceline is {peer.speedup:.1f} times as fast")
+    if not writes_code:
+        return 0 if beside.identical else 1
+    found = run(f"{code_of(answer.text)}\n{CHECK}")
+    print(f"\nwhat it wrote, run: {CHECK}\n  {found}   ({'as it should be' if found == EXPECTED else f'expected {EXPECTED}'})")
+    return 0 if beside.identical and found == EXPECTED else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except PacelineError as error:
+        sys.exit(f"error: {error}")
