@@ -30,7 +30,7 @@ class EngineConfig:
     """auto, cpu or cuda; auto takes the GPU when there is one."""
     backend: Annotated[str, ("auto", "native", "torch")] = "auto"
     """native computes a whole pass in one call, on the CPU only; auto takes it where it is built and knows the model."""
-    isa: Annotated[str, ("auto", "avx512bf16", "avx512", "avx2", "portable")] = "auto"
+    isa: Annotated[str, ("auto", "amx", "avx512bf16", "avx512", "avx2", "portable")] = "auto"
     """Instruction set of the native pass, for every model of the process; auto takes the best that this processor has. Weights
     in blocks make the same text with each of them but portable."""
     weight_format: Annotated[str, ("auto", "blocks", "dense", "q8_0", "q6_k", "q5_k", "q4_k", "q4_1")] = "auto"

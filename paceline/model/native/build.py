@@ -39,6 +39,8 @@ INSTRUCTION_SETS = {
     "avx512bf16": (*AVX512, "-mavx512bf16"),
 }
 """Flags of kernels_<name>.cpp, oldest first. PN_HAS_<NAME> tells the other files that it was compiled."""
+AMX = ("-mamx-tile", "-mamx-int8")
+"""More flags of kernels_avx512bf16.cpp where the compiler knows them, with PN_HAS_AMX for the others."""
 
 # A flag the compiler takes may still be unknown to its assembler, so a probe uses an instruction of each kind.
 PROBES = {
@@ -47,6 +49,11 @@ __m256 probe(__m256 a, __m128i half) { return _mm256_fmadd_ps(a, a, _mm256_cvtph
 """,
     "avx512bf16": """#include <immintrin.h>
 __m512 dot(__m512 sum, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(sum, a, b); }
+""",
+    "amx": """void probe(const void* from) { asm volatile("tileloadd (%0,%1,1), %%tmm1" : : "r"(from), "r"(64L)); }
+#ifndef __AMX_INT8__
+#error
+#endif
 """,
     "avx512": """#include <immintrin.h>
 __m512i dot(__m512i sum, __m512i a, __m512i b) { return _mm512_dpbusd_epi32(sum, a, _mm512_add_epi8(a, b)); }
@@ -127,15 +134,16 @@ def compile_library(source_folder: Path, out_path: Path, *, sanitize: bool = Fal
         tool = _Compiler(command, Path(scratch))
         known = {name: flags for name, flags in INSTRUCTION_SETS.items() if (source_folder / f"kernels_{name}.cpp").exists()}
         sets = [name for name, flags in known.items() if tool.accepts(name, *flags, "-c")]
-        objects, finished = _compile_all(tool, sources, sets, sanitize), Path(scratch, "linked")
+        has_amx = "avx512bf16" in sets and tool.accepts("amx", *AMX, "-c")
+        objects, finished = _compile_all(tool, sources, sets, has_amx, sanitize), Path(scratch, "linked")
         wanted = (SANITIZE_FLAGS,) if sanitize else LINK_FLAGS_IF_ACCEPTED
         flags = [flag for group in wanted if sanitize or tool.accepts("link", "-shared", *group) for flag in group]
         tool.run("-shared", "-pthread", *flags, *map(str, objects), "-o", str(finished))
         os.replace(finished, out_path)
-    return sets
+    return [*sets, "amx"] if has_amx else sets
 
 
-def _compile_all(tool: _Compiler, sources: list[Path], sets: list[str], sanitize: bool) -> list[Path]:
+def _compile_all(tool: _Compiler, sources: list[Path], sets: list[str], has_amx: bool, sanitize: bool) -> list[Path]:
     """Objects in the order they must be linked.
 
     Of an inline function or template that several files instantiate the linker keeps the first. The portable files come first,
@@ -144,11 +152,14 @@ def _compile_all(tool: _Compiler, sources: list[Path], sets: list[str], sanitize
     special = {f"kernels_{name}": name for name in INSTRUCTION_SETS}
     portable = [source for source in sources if source.stem not in special]
     newer = [source for name in sets for source in sources if special.get(source.stem) == name]
-    flags = [*COMMON_FLAGS, *(SANITIZE_FLAGS if sanitize else ()), *(f"-DPN_HAS_{name.upper()}" for name in sets)]
+    has = [*sets, "amx"] if has_amx else sets
+    flags = [*COMMON_FLAGS, *(SANITIZE_FLAGS if sanitize else ()), *(f"-DPN_HAS_{name.upper()}" for name in has)]
 
     def compile_one(source: Path) -> Path:
         target = tool.scratch / f"{source.stem}.o"
-        tool.run(*flags, *INSTRUCTION_SETS.get(special.get(source.stem, ""), ()), "-c", str(source), "-o", str(target))
+        own = INSTRUCTION_SETS.get(special.get(source.stem, ""), ())
+        more = AMX if has_amx and source.stem == "kernels_avx512bf16" else ()
+        tool.run(*flags, *own, *more, "-c", str(source), "-o", str(target))
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as workers:

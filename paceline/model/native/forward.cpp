@@ -121,13 +121,13 @@ int32_t Forward::reserve() {
     while (int(model_.threads.size()) < pool_.size()) model_.threads.push_back(std::make_unique<ThreadBuffers>());
     const size_t columns = std::max(tokens * 2 * kWide, size_t(pass_.num_logit_rows) * kHeadPieces * kWide);
     const size_t most_rows = size_t(std::max(num_tokens_, int(pass_.num_logit_rows)));
-    ok &= model_.planes.at_least(most_rows * size_t(plane_bytes(widest))) != nullptr;
+    ok &= model_.planes.at_least((most_rows + kSpareRows) * size_t(plane_bytes(widest))) != nullptr;
     for (int thread = 0; thread < pool_.size(); ++thread) {
         ThreadBuffers& own = *model_.threads[size_t(thread)];
         ok &= own.expanded.at_least(scratch_bytes(widest)) != nullptr;
         ok &= own.scores.at_least(round_up(size_t(max_end_), 64) * kMaxQueries * 4) != nullptr;
         ok &= own.columns.at_least(columns * 4) != nullptr;
-        ok &= own.planes.at_least(size_t(kOwnInputs) * size_t(plane_bytes(widest))) != nullptr;
+        ok &= own.planes.at_least(size_t(kOwnInputs + kSpareRows) * size_t(plane_bytes(widest))) != nullptr;
         ok &= own.input.at_least(size_t(std::min(num_tokens_, kOwnInputs)) * size_t(padded_cols(config_.hidden_size)) *
                                  element) != nullptr;
     }

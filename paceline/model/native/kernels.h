@@ -31,6 +31,7 @@ struct Product {
 // them: planes of high and of low bytes, or whole numbers; behind all blocks, as floats, their scales, the sums of their elements,
 // and those of their halves. Every instruction set has the same numbers, so all make the same text.
 inline int64_t plane_bytes(int padded_cols) { return int64_t(round_up(size_t(padded_cols / kBlock) * (2 * kBlock + 16), 64)); }
+constexpr int kSpareRows = 16;                // that may be read behind the planes of all rows, whatever they hold
 constexpr int kPlaneRange = 127 * 256 + 127;  // of an element, either way: its high byte is rounded
 
 // Queries of one head and one row of the cache: query i stands at position `position + i` and sees [first_i, end_i).
@@ -96,9 +97,11 @@ struct Kernels {
 };
 
 // Null when the build or the processor lacks the instruction set. dtype: PN_F32 or PN_BF16.
+const Kernels* amx_kernels(int dtype);
 const Kernels* avx512bf16_kernels(int dtype);
 const Kernels* avx512_kernels(int dtype);
 const Kernels* avx2_kernels(int dtype);
 const Kernels* portable_kernels(int dtype);
+const Kernels* emulated_tiles_kernels(int dtype);  // avx512, with tiles in plain C++: slow, to be tested
 
 }  // namespace pn

@@ -275,35 +275,48 @@ void wide_group(const Product& product, const PnPanel& panel, const uint8_t* gro
     }
 }
 
-template <class T>
-void wide_group(const Product& product, const PnPanel& panel, const uint8_t* group, const Output& output) {
-    switch (product.part->format) {
+// visit(format), the format a constant.
+template <class Visit>
+void with_format(int format, Visit visit) {
+    switch (format) {
         case PN_Q4_0:
-            return wide_group<T, PN_Q4_0>(product, panel, group, output);
+            return visit(std::integral_constant<int, PN_Q4_0>());
         case PN_Q4_1:
-            return wide_group<T, PN_Q4_1>(product, panel, group, output);
+            return visit(std::integral_constant<int, PN_Q4_1>());
         case PN_Q5_0:
-            return wide_group<T, PN_Q5_0>(product, panel, group, output);
+            return visit(std::integral_constant<int, PN_Q5_0>());
         case PN_Q5_1:
-            return wide_group<T, PN_Q5_1>(product, panel, group, output);
+            return visit(std::integral_constant<int, PN_Q5_1>());
         case PN_Q8_0:
-            return wide_group<T, PN_Q8_0>(product, panel, group, output);
+            return visit(std::integral_constant<int, PN_Q8_0>());
         case PN_Q4_K:
-            return wide_group<T, PN_Q4_K>(product, panel, group, output);
+            return visit(std::integral_constant<int, PN_Q4_K>());
         case PN_Q5_K:
-            return wide_group<T, PN_Q5_K>(product, panel, group, output);
+            return visit(std::integral_constant<int, PN_Q5_K>());
         case PN_Q6_K:
-            return wide_group<T, PN_Q6_K>(product, panel, group, output);
+            return visit(std::integral_constant<int, PN_Q6_K>());
         case PN_IQ4_NL:
-            return wide_group<T, PN_IQ4_NL>(product, panel, group, output);
+            return visit(std::integral_constant<int, PN_IQ4_NL>());
         case PN_IQ4_XS:
-            return wide_group<T, PN_IQ4_XS>(product, panel, group, output);
+            return visit(std::integral_constant<int, PN_IQ4_XS>());
     }
 }
 
-template <class T>
+// Instruction sets without matrix tiles; tiled.inl has the others.
+struct NoTiles {
+    static constexpr int least_rows = 1 << 30;
+    static void begin(int, int) {}
+    static void end() {}
+    template <int Format>
+    static void group(const Product&, const PnPanel&, const uint8_t*, void*, const Output&) {}
+};
+
+template <class T, class Tiled = NoTiles>
 void multiply(const Product& product, void* scratch) {
     const PnPart& part = *product.part;
+    const bool has_integers = kMaxWide<T> > 0 && !part.is_dense();
+    const bool is_tiled = has_integers && product.num_rows >= Tiled::least_rows;
+    if (is_tiled) Tiled::begin(part.format, product.num_rows);
     for (const PnPanel& panel : part.panels) {
         const bool is_first = panel.first_block == 0;
         const Inputs<T> in = {static_cast<const T*>(product.x) + panel.first_block * kBlock,
@@ -322,8 +335,11 @@ void multiply(const Product& product, void* scratch) {
             } else if (part.is_dense()) {
                 expand_dense(part, panel, data, static_cast<T*>(scratch));
                 multiply_group(static_cast<const T*>(scratch), panel.num_blocks, false, in, output);
-            } else if (kMaxWide<T> > 0) {
-                wide_group<T>(product, panel, data, output);
+            } else if (has_integers) {
+                with_format(part.format, [&](auto format) {
+                    if (is_tiled) Tiled::template group<format>(product, panel, data, scratch, output);
+                    else wide_group<T, format>(product, panel, data, output);
+                });
             } else {
                 for (int first = 0; first < kWide && output.column < product.num_columns; first += kGroup) {
                     expand_codes(part, panel, data, first, static_cast<T*>(scratch));
@@ -333,6 +349,7 @@ void multiply(const Product& product, void* scratch) {
             }
         }
     }
+    if (is_tiled) Tiled::end();
 }
 
 }  // namespace
@@ -487,10 +504,10 @@ void row(const PnPart& part, int row, float* out) {
     }
 }
 
-template <class T>
+template <class T, class Tiled = NoTiles>
 const Kernels* table(const char* name) {
-    static const Kernels kernels = {name,         multiply<T>, attend<T>,    norm<T>, convert<T>,   kPlanes<T>, gate<T>,
-                                    put_query<T>, put_key<T>,  put_value<T>, argmax,  exponentials, row<T>};
+    static const Kernels kernels = {name,         multiply<T, Tiled>, attend<T>,    norm<T>, convert<T>,   kPlanes<T>, gate<T>,
+                                    put_query<T>, put_key<T>,         put_value<T>, argmax,  exponentials, row<T>};
     return &kernels;
 }
 

@@ -69,7 +69,7 @@ public:
                   model_.hidden.at_least(tokens * size_t(config_.hidden_size) * 4) &&
                   model_.input.at_least(tokens * size_t(hidden) * element) &&
                   model_.qkv.at_least(tokens * size_t(columns()) * 4) &&
-                  model_.planes.at_least(tokens * size_t(plane_bytes(std::max(features, hidden))));
+                  model_.planes.at_least((tokens + kSpareRows) * size_t(plane_bytes(std::max(features, hidden))));
         while (int(model_.threads.size()) < pool_.size()) model_.threads.push_back(std::make_unique<ThreadBuffers>());
         for (int thread = 0; thread < pool_.size(); ++thread)
             ok &= model_.threads[size_t(thread)]->expanded.at_least(scratch_bytes(std::max(features, hidden))) != nullptr;
@@ -194,7 +194,7 @@ int32_t multiply(const PnMatrix& matrix, int dtype, const float* x, int num_toke
         work.scratch.push_back(std::make_unique<Buffer>());
         ok &= work.scratch.back()->at_least(scratch_bytes(padded)) != nullptr;
     }
-    if (has_planes) ok &= work.planes.at_least(size_t(num_tokens) * size_t(plane_bytes(padded))) != nullptr;
+    if (has_planes) ok &= work.planes.at_least(size_t(num_tokens + kSpareRows) * size_t(plane_bytes(padded))) != nullptr;
     if (!ok) return fail("out of memory");
     for (int token = 0; token < num_tokens; ++token) {
         uint8_t* row = work.x.as<uint8_t>() + int64_t(token) * padded * element;

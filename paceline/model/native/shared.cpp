@@ -1,6 +1,11 @@
 // What all models share: the pool, the instruction set, the last error.
 #include <unistd.h>
 
+#ifdef PN_HAS_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#endif
+
 #include <cstring>
 #include <mutex>
 #include <string>
@@ -26,7 +31,17 @@ struct InstructionSet {
     const Kernels* (*kernels)(int dtype);
 };
 
-// Those that the library was compiled with, best first.
+#ifdef PN_HAS_AMX
+// Whether the processor has tiles of bytes and the kernel lets this process use them.
+bool has_amx() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 24 & 1) || !(d >> 25 & 1)) return false;
+    constexpr long kAskForState = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
+}
+#endif
+
+// Those that the library was compiled with, best first; what is only for tests stands last.
 const std::vector<InstructionSet>& instruction_sets() {
     static const std::vector<InstructionSet> all = [] {
         std::vector<InstructionSet> sets;
@@ -38,6 +53,9 @@ const std::vector<InstructionSet>& instruction_sets() {
                                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                                 __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
 #ifdef PN_HAS_AVX512BF16
+#ifdef PN_HAS_AMX
+        sets.push_back({"amx", has_avx512 && __builtin_cpu_supports("avx512bf16") && has_amx(), amx_kernels});
+#endif
         sets.push_back({"avx512bf16", has_avx512 && __builtin_cpu_supports("avx512bf16"), avx512bf16_kernels});
 #endif
         sets.push_back({"avx512", has_avx512, avx512_kernels});
@@ -46,6 +64,9 @@ const std::vector<InstructionSet>& instruction_sets() {
         sets.push_back({"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"), avx2_kernels});
 #endif
         sets.push_back({"portable", true, portable_kernels});
+#ifdef PN_HAS_AVX512
+        sets.push_back({"emulated-tiles", has_avx512, emulated_tiles_kernels});
+#endif
         return sets;
     }();
     return all;
