@@ -27,10 +27,8 @@ $(READY): $(INSTALLED) $(NATIVE_SOURCES)
 
 setup: $(READY)  ## the virtual environment with everything pinned
 
-demo: $(READY)  ## one real answer with and without speculation, side by side
-	$(BIN)/paceline generate --compare --against transformers --max-tokens 256 \
-	  "A baker sells 24 loaves in the morning and half as many in the afternoon. Each loaf costs 3 dollars. How much does she \
-	earn in a day? Please reason step by step, and put your final answer within \boxed{}."
+demo: $(READY)  ## a small coding model changes a function, plainly, with drafts and in Transformers; what it wrote is run
+	$(BIN)/python experiments/demo.py
 
 # A process for each core; tests of one file stay together, because they share what is slow to make.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile

@@ -1,4 +1,4 @@
-"""What `make demo` shows: a small coding model makes a function better, without and with drafts, and what it wrote is run.
+"""What `make demo` shows: a small coding model changes a function, without and with drafts, and what it wrote is run.
 
     python experiments/demo.py                            # qwen2.5-coder-0.5b, fetched once (491 MB)
     python experiments/demo.py --model smollm2-135m       # the smallest built-in model (98 MB), which only does sums
@@ -14,6 +14,7 @@ import re
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 
 from paceline import LLM, SamplingParams
 from paceline.bench.beside import answer_plainly, beside_plain, beside_transformers
@@ -22,29 +23,30 @@ from paceline.hardware import memory_bytes
 from paceline.hub import BUILTINS, resolve
 
 CODER, SMALLEST = "qwen2.5-coder-0.5b", "smollm2-135m"
-TASK = '''Here is a Python function:
+TASK = """Here is a Python function:
 
 ```python
-def merge_intervals(intervals):
-    ordered = sorted(intervals)
-    merged = []
-    for start, end in ordered:
-        if merged and start <= merged[-1][1]:
-            previous_start, previous_end = merged[-1]
-            merged[-1] = (previous_start, max(previous_end, end))
-        else:
-            merged.append((start, end))
-    return merged
+def to_roman(number):
+    numerals = [(1000, "M"), (900, "CM"), (500, "D"), (400, "CD"), (100, "C"), (90, "XC"),
+                (50, "L"), (40, "XL"), (10, "X"), (9, "IX"), (5, "V"), (4, "IV"), (1, "I")]
+    result = ""
+    for value, numeral in numerals:
+        while number >= value:
+            result += numeral
+            number -= value
+    return result
 ```
 
-Write a second function, `total_length(intervals)`, that uses `merge_intervals` and returns the sum of the lengths of the merged
-intervals. Answer with one block of Python code that holds both functions.'''
-CHECK = "print(total_length([(1, 3), (2, 6), (8, 10)]), merge_intervals([(5, 7), (1, 3), (2, 6)]))"
-EXPECTED = "7 [(1, 7)]"
+Give it a second parameter, `lower=False`, that makes the result lower case when it is true. Answer with the whole function in
+one block of Python code."""
+CHECK = "print(to_roman(1994), to_roman(2026, lower=True))"
+EXPECTED = "MCMXCIV mmxxvi"
 SUM = (
-    "A baker sells 24 loaves in the morning and half as many in the afternoon. Each loaf costs 3 dollars. How much does she earn "
-    "in a day? Please reason step by step, and put your final answer within \\boxed{}."
+    "A baker sells 24 loaves in the morning and half as many in the afternoon. Each loaf costs 3 dollars. How much does she "
+    "earn in a day? Please reason step by step, and put your final answer within \\boxed{}."
 )
+PEER_TOKENS = 32
+"""Of Transformers' answer: its speed shows in these, and it takes long."""
 LIMIT_S, LIMIT_BYTES = 5, 512 << 20
 """For what the model wrote: seconds of a processor, bytes of memory."""
 
@@ -110,7 +112,7 @@ def main() -> int:
         f"{answer.stats.tokens_per_round:.2f} tokens a round, {'the same' if beside.identical else 'ANOTHER'} text"
     )
     if not args.no_transformers:
-        peer = beside_transformers(llm, answer, params)
+        peer = beside_transformers(llm, answer, replace(params, max_tokens=PEER_TOKENS))
         print(f"{'Transformers':<24}{peer.tokens_per_s:7.1f} tokens/s   paceline is {peer.speedup:.1f} times as fast")
     if not writes_code:
         return 0 if beside.identical else 1

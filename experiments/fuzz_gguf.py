@@ -2,9 +2,9 @@
 
     python experiments/fuzz_gguf.py --cases 10000        # some minutes; the seed of a case is its number
 
-A small Qwen2 model in mixed formats is written once. Each case changes some bytes of its header or of its tensors, or cuts it, and
-then does what a user would: config, tokenizer, weights as they are stored, packed for the native pass, one pass of three tokens.
-The reading runs in a process with a limit of memory, which is started again behind a case that kills it.
+A small Qwen2 model in mixed formats is written once. Each case changes some bytes of its header or of its tensors, or cuts it,
+and then does what a user would: config, tokenizer, weights as they are stored, packed for the native pass, one pass of three
+tokens. The reading runs in a process with a limit of memory, which is started again behind a case that kills it.
 """
 
 from __future__ import annotations
