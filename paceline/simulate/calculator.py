@@ -46,8 +46,8 @@ def page(this_machine: Machine | None = None) -> str:
 
 
 def joined(names: Sequence[str] = SCRIPTS) -> str:
-    """Modules of the page as one."""
-    return "".join(IMPORT.sub("", _read(name)) for name in names)
+    """Modules of the page as one, behind the table of config.json's keys that the first of them imports."""
+    return f"const CONFIG_KEYS = {embedded(catalogue.KEYS)};\n" + "".join(IMPORT.sub("", _read(name)) for name in names)
 
 
 def data(this_machine: Machine | None = None) -> dict[str, Any]:
