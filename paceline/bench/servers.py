@@ -19,11 +19,12 @@ from typing import Any
 from paceline.bench.client import Client
 from paceline.bench.config import BUILTIN_PROMPTS, ServersConfig, ServingConfig
 from paceline.bench.pages import LOAD_PLOTS, LoadPlot, load_plots, render, write_load_report
-from paceline.bench.serving import BASELINE, Contender, Load, Pass, ServingBench, ServingResult
+from paceline.bench.serving import BASELINE, Contender, Pass, ServingBench, ServingResult
 from paceline.config import read_api_keys
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
 from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
+from paceline.simulate.load import Arrivals
 from paceline.tables import SILENT, Column, Progress, Table, flat, spread_column
 
 CONTENDERS = (BASELINE, "auto")
@@ -121,7 +122,7 @@ def _report(
     progress.say(f"report, figures and raw answers: {run.path}")
 
 
-def _log(run: RunFolder, bench: ServingBench, load: Load, speculate: str, done: Pass) -> None:
+def _log(run: RunFolder, bench: ServingBench, load: Arrivals, speculate: str, done: Pass) -> None:
     repetition = len(bench.passes[load, speculate]) - 1
     for index, answer in enumerate(done.answers):
         figures = {key: value for key, value in asdict(answer).items() if key != "text"}
