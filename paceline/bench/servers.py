@@ -21,7 +21,7 @@ from paceline.bench.config import BUILTIN_PROMPTS, ServersConfig, ServingConfig
 from paceline.bench.pages import LOAD_PLOTS, LoadPlot, load_plots, render, write_load_report
 from paceline.bench.serving import BASELINE, Contender, Pass, ServingBench, ServingResult
 from paceline.config import read_api_keys
-from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
+from paceline.errors import ConfigError, DownloadError, ModelNotFoundError, reraised
 from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
 from paceline.simulate.load import Arrivals
@@ -146,11 +146,9 @@ def _found(servers: ServersConfig, url: str, key: str | None, timeout_s: float) 
 
 def _look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
     """What the server calls the model, and whether it is a paceline server. Raises what is wrong with it, in one line."""
-    try:
-        with contextlib.closing(Client(url, key, timeout_s=30)) as client:
-            reply = client.get("/v1/models")
-    except OSError as error:
-        raise DownloadError(f"there is no server at {url} ({error}): start one with paceline serve, or check --url") from error
+    missing = reraised(DownloadError, f"there is no server at {url}", "start one with paceline serve, or check --url", OSError)
+    with missing, contextlib.closing(Client(url, key, timeout_s=30)) as client:
+        reply = client.get("/v1/models")
     if reply.status in (401, 403):
         had = "does not take this API key" if key else "wants an API key"
         raise ConfigError(f"{url} {had}: put the right one into a file and give --api-key-file, or set PACELINE_API_KEY")
