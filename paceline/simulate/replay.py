@@ -24,12 +24,11 @@ from paceline.simulate.costs import StepCosts
 from paceline.simulate.files import is_amount, read_objects
 from paceline.simulate.load import Arrivals, share
 from paceline.simulate.serving import LOOKUP, Case, Job, Lookups, ServerShape, Survival
+from paceline.types import NONE
 
 THROUGHPUT_WITHIN, FIRST_TOKEN_WITHIN = 0.10, 0.30
 """Relative errors of tokens per second and of the median time to the first token that count as predicted."""
 NEEDED = ("repetition", "due_s", "first_s", "num_prompt", "num_reused", "num_tokens", "wall_s")
-NOTHING = "none"
-"""Source of rounds without drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,7 @@ def _sources(line: dict[str, Any]) -> dict[str, Rounds]:
     told = line.get("rounds_by_source") or {}
     if not isinstance(told, dict) or not all(isinstance(each, dict) for each in told.values()):
         raise ConfigError(f"rounds_by_source must hold the rounds of each source, not {told}: run paceline bench serving again")
-    return {name: _rounds(each) for name, each in told.items() if name != NOTHING}
+    return {name: _rounds(each) for name, each in told.items() if name != NONE}
 
 
 def _own(line: dict[str, Any]) -> Rounds:

@@ -9,7 +9,6 @@ what a run recorded:
     runs/bench-decode-x      a bench run's results (or results.json), a trace in JSON lines or Parquet
 
 Of a bench run the setting with the most accepted drafts counts, unless `name:` picks a drafter: runs/x:default.
-Measured curves rise with depth: one number is a first guess only.
 """
 
 from __future__ import annotations
