@@ -64,7 +64,7 @@ def data(this_machine: Machine | None = None) -> dict[str, Any]:
         "formats": {name: {"name": name, **asdict(kind)} for name, kind in FORMATS.items()},
         "measured_locality": MEASURED_LOCALITY,
         "latency_s": COLLECTIVE_LATENCY_S,
-        "limits": limits.ROOFLINE,
+        "limits": limits.TEXTS,
     }
 
 
