@@ -83,6 +83,15 @@ def reraised(kind: type[PacelineError], what: str, remedy: str, *caught: type[Ex
         raise kind(f"{what} ({' '.join(str(error).split())}): {remedy}") from error
 
 
+@contextlib.contextmanager
+def needing(kind: type[PacelineError], text: str) -> Iterator[None]:
+    """Around imports of what an extra brings: `text` says what for, and how to install it."""
+    try:
+        yield
+    except ImportError as error:
+        raise kind(text) from error
+
+
 def refuse(kind: type[PacelineError], *checks: tuple[bool, str]) -> None:
     """Raises `kind` with the text of the first check that is true."""
     for is_wrong, text in checks:

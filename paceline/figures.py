@@ -102,7 +102,7 @@ def shares(histogram: Sequence[int]) -> list[float]:
 
 
 def survival(histogram: Sequence[float], num_drafted: int = 0) -> list[float]:
-    """survival_i for i = 1..num_drafted: the share of rounds whose first i drafts all stood.
+    """survival_i for i = 1..num_drafted, at index i - 1: the share of rounds whose first i drafts all stood.
 
     Rounds near the end of an answer draft fewer tokens and count as rounds all the same, so short answers lower the tail a
     little.

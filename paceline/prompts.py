@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import DownloadError, PromptError, reraised
+from paceline.errors import DownloadError, PromptError, needing, reraised
 
 GSM8K = "{question}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 HUMANEVAL = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
@@ -89,10 +89,8 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    try:
+    with needing(PromptError, f"reading {path} needs pyarrow: pip install pyarrow, or give a .jsonl file"):
         from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise PromptError(f"reading {path} needs pyarrow: pip install pyarrow, or give a .jsonl file") from error
     remedy = "give a .jsonl file, or a whole Parquet file"
     with reraised(PromptError, f"{path} is not a readable Parquet file", remedy, ArrowException, OSError):
         batches = parquet.ParquetFile(path).iter_batches(batch_size=256)
@@ -110,13 +108,9 @@ def _folder_rows(folder: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _dataset_rows(name: str) -> Iterator[tuple[str, Row]]:
-    try:
+    remedy = "to read it as a Hugging Face data set, pip install datasets, else give a .jsonl or .parquet file"
+    with needing(PromptError, f"there is no file {name!r}; {remedy}"):
         import datasets  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise PromptError(
-            f"there is no file {name!r}; to read it as a Hugging Face data set, pip install datasets, else give a .jsonl or "
-            ".parquet file"
-        ) from error
     repo, _, split = name.partition(":")
     parts = repo.split("/")
     config = parts.pop() if len(parts) == 3 else None

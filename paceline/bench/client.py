@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
 from urllib.parse import urlsplit
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, reraised
 
 
 @dataclass(slots=True)
@@ -54,11 +54,9 @@ class Client:
     def __init__(self, url: str, key: str | None = None, timeout_s: float = 600.0) -> None:
         """`url` with or without /v1. Raises ConfigError when it is none."""
         self._timeout_s = timeout_s
-        try:
+        with reraised(ConfigError, f"--url {url!r} is no address", "write it as http://127.0.0.1:8000", ValueError):
             parts = urlsplit(url)
             self._port = parts.port
-        except ValueError as error:
-            raise ConfigError(f"--url {url!r} is no address ({error}): write it as http://127.0.0.1:8000") from error
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
             raise ConfigError(f"--url {url!r} is no address of a server: write it as http://127.0.0.1:8000")
         self.url = url.rstrip("/").removesuffix("/v1")

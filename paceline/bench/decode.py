@@ -61,18 +61,15 @@ class Difference:
 
 @dataclass(slots=True, kw_only=True)
 class Drafting:
-    """The figures of some answers; those of a peer, which tells nothing of its rounds, are the defaults."""
+    """The figures of some answers, as of `figures`; those of a peer, which tells nothing of its rounds, are the defaults."""
 
     tokens_per_round: float | None = None
-    """Accepted drafts plus the target's own token."""
     tokens_per_round_interval: Interval = (None, None)
     """A bootstrap over answers."""
     acceptance_rate: float | None = None
     """Accepted drafts over drafts; None when nothing was drafted."""
     survival: list[float] = field(default_factory=list)
-    """survival[i - 1]: share of rounds whose first i drafts all stood."""
     accepted_histogram: list[int] = field(default_factory=list)
-    """accepted_histogram[n]: rounds in which exactly n drafts stood."""
     sources: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Source of drafts -> share of rounds, tokens per round and acceptance rate of the rounds that it drafted."""
 
@@ -127,7 +124,7 @@ class Result(Drafting):
     seconds: dict[str, float | None]
     """Time by stage: prefill, draft, verify, host, wall."""
     bytes_per_s: float | None
-    """Weights read per second of verifying."""
+    """Weights read per second of verifying, over all repetitions."""
     repetition: float
     num_answers: int
     num_output_tokens: int
@@ -206,7 +203,8 @@ class Bench:
         baseline = self.passes[replace(setting, drafter=BASELINE)]
         peers = {name: self.passes.get(replace(setting, drafter=name)) for name in PEERS}
         rates = [each.tokens_per_s for each in passes]
-        first = passes[0]
+        first, verify_s = passes[0], sum(each.verify_s for each in passes)
+        num_passes = sum(each.num_passes for each in passes)
         speedup, interval = speedup_over(passes, baseline)
         is_greedy = setting.temperature == 0
         differ = differences(self.llm.target, self.requests, first, baseline[0]) if is_greedy else []
@@ -227,7 +225,7 @@ class Bench:
             identical=1 - len(differ) / len(first.answers) if is_greedy else None,
             lossless=None if setting.is_peer else all(answer.lossless for each in passes for answer in each.answers),
             seconds={stage: median_of([each.seconds[stage] for each in passes]) for stage in first.seconds},
-            bytes_per_s=bytes_per_s(passes, self.llm.target.weight_bytes),
+            bytes_per_s=self.llm.target.weight_bytes * num_passes / verify_s if verify_s else None,
             repetition=repetition([answer.token_ids for answer in first.answers]),
             num_answers=len(first.answers),
             num_output_tokens=first.num_tokens,
@@ -267,12 +265,6 @@ def _seconds(passes: list[Pass]) -> list[float]:
 def median_of(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
-
-
-def bytes_per_s(passes: list[Pass], weight_bytes: int) -> float | None:
-    """Weights read per second of verifying, over all repetitions."""
-    verify_s = sum(each.verify_s for each in passes)
-    return weight_bytes * sum(each.num_passes for each in passes) / verify_s if verify_s else None
 
 
 def differences(target: Target, requests: list[Request], ours: Pass, baseline: Pass) -> list[Difference]:

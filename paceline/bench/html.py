@@ -17,7 +17,7 @@ from typing import Any
 from paceline.bench.config import BASELINE
 from paceline.bench.decode import Result, sources_table
 from paceline.bench.pages import Plot, Series, bars, curves, ranges, render, short
-from paceline.bench.runs import COLUMNS, MEANING, with_interval
+from paceline.bench.runs import COLUMNS, with_interval
 from paceline.errors import ConfigError
 from paceline.figures import shares
 from paceline.model.backends import Form
@@ -121,7 +121,6 @@ def page(run: RunData) -> str:
         figures=_figures(rows),
         looping=[(name, each) for name, figures in run.sets.items() for each in figures.get("looping", [])],
         with_interval=with_interval,
-        meaning=MEANING,
         is_lossless=all(result.lossless is not False for _, result in rows),
         settings=flat(run.config),
         asked=flat(run.evaluation.get("settings", {})),

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, needing
 from paceline.figures import Spread
 from paceline.runlog import RunFolder
 from paceline.tables import printable
@@ -216,11 +216,9 @@ def _plot(title: str, fill: Callable[[Axes], None], num_series: int, height: flo
     """In the page's text colour, the same bytes for the same input. Raises ConfigError when matplotlib is missing."""
     if not num_series:
         return title, ""
-    try:
+    with needing(ConfigError, "drawing the report needs matplotlib: pip install paceline[plots]"):
         import matplotlib
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("drawing the report needs matplotlib: pip install paceline[plots]") from error
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
         figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")

@@ -29,11 +29,6 @@ from paceline.simulate.catalogue import shape_of
 from paceline.tables import SILENT, Column, Progress, Table
 
 NUM_SAMPLES = 3
-MEANING = (
-    "Speed-up is over plain decoding (none), same batch and process. identical: greedy answers that equal plain decoding's, "
-    "token for token. repeats: share of 8-grams that stood before in the same answer; looping text is easy to draft. Brackets: "
-    "95% bootstrap intervals over prompts."
-)
 DISTURBED = 0.15
 """Times of one size that are so far apart were taken while other programs were at work."""
 
@@ -187,7 +182,6 @@ def write_run(run: RunFolder, bench: Bench, machine: Machine, line: dict[str, An
         form=form_of(bench.llm.target),
         machine=machine,
         ceiling=ceiling_line(bench.llm, machine),
-        meaning=MEANING,
         results=results,
         figures=table(results),
         sources=sources_table([(result.setting, result) for result in results]),

@@ -18,25 +18,19 @@ from typing import Any
 
 from paceline.bench.client import Client
 from paceline.bench.config import BUILTIN_PROMPTS, ServersConfig, ServingConfig
-from paceline.bench.pages import LOAD_PLOTS, LoadPlot, load_plots, write_load_report
-from paceline.bench.serving import BASELINE, Contender, Load, Pass, ServingBench, ServingResult
+from paceline.bench.pages import LOAD_PLOTS, LoadPlot, load_plots, render, write_load_report
+from paceline.bench.serving import BASELINE, Contender, Pass, ServingBench, ServingResult
 from paceline.config import read_api_keys
-from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
+from paceline.errors import ConfigError, DownloadError, ModelNotFoundError, reraised
 from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
+from paceline.simulate.load import Arrivals
 from paceline.tables import SILENT, Column, Progress, Table, flat, spread_column
 
 CONTENDERS = (BASELINE, "auto")
 OWNER = "paceline"
 """What our server says of itself in /v1/models: it knows the fields `speculate` and `return_metrics`."""
 STOP_SECONDS = 40
-NOTE = (
-    "Times are p50 / p90 / p99 over the answers of all repetitions. first token and whole count from when a request was due; "
-    "inter-token is each answer's mean time between tokens after the first, inter-chunk the time between two pieces as they "
-    "came: a piece holds all tokens of a round. tokens/s: output tokens over wall time, median over repetitions. speed-up: "
-    "mean time of an answer with speculation off over the one here. identical: texts equal to those with speculation off. "
-    "reused: prompt tokens that the server found in its cache; much of it makes first tokens early."
-)
 COLUMNS = (
     Column("load", lambda each: each.load),
     Column("speculate", lambda each: each.speculate),
@@ -101,7 +95,8 @@ def _report(
 ) -> None:
     """report.md and report.html, and the same in short to `progress`."""
     by_load = [(each.load.rate, each.load.concurrency, each.speculate, each) for each in results]
-    figures, sent = Table(COLUMNS, results, width=190), about(bench, results)
+    figures = Table(COLUMNS, results, width=190)
+    sent = render("sent.txt", config=bench.config, results=results).rstrip()
     failures = [
         f"{each.load}, speculate {each.speculate}: {count}x {reason}"
         for each in results
@@ -113,7 +108,7 @@ def _report(
         lambda: load_plots(plots, by_load),
         title=f"Serving under load: {model}",
         about=sent,
-        note=NOTE,
+        note=render("serving_note.txt").rstrip(),
         figures=figures,
         listed={"Failures": failures},
         settings=flat(settings),
@@ -127,18 +122,7 @@ def _report(
     progress.say(f"report, figures and raw answers: {run.path}")
 
 
-def about(bench: ServingBench, results: list[ServingResult]) -> str:
-    """What was sent, and what the client itself took."""
-    busiest = max(result.client_cpu for result in results)
-    late = max((result.late.p99 or 0.0 for result in results), default=0.0)
-    return (
-        f"Up to {bench.config.max_tokens} tokens an answer at temperature {bench.config.temperature:g}, "
-        f"{bench.config.repeat} repetitions. This client took at most {busiest:.0%} of a core; 99% of its requests went out "
-        f"within {1000 * late:.1f} ms of their time."
-    )
-
-
-def _log(run: RunFolder, bench: ServingBench, load: Load, speculate: str, done: Pass) -> None:
+def _log(run: RunFolder, bench: ServingBench, load: Arrivals, speculate: str, done: Pass) -> None:
     repetition = len(bench.passes[load, speculate]) - 1
     for index, answer in enumerate(done.answers):
         figures = {key: value for key, value in asdict(answer).items() if key != "text"}
@@ -162,11 +146,9 @@ def _found(servers: ServersConfig, url: str, key: str | None, timeout_s: float) 
 
 def _look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
     """What the server calls the model, and whether it is a paceline server. Raises what is wrong with it, in one line."""
-    try:
-        with contextlib.closing(Client(url, key, timeout_s=30)) as client:
-            reply = client.get("/v1/models")
-    except OSError as error:
-        raise DownloadError(f"there is no server at {url} ({error}): start one with paceline serve, or check --url") from error
+    missing = reraised(DownloadError, f"there is no server at {url}", "start one with paceline serve, or check --url", OSError)
+    with missing, contextlib.closing(Client(url, key, timeout_s=30)) as client:
+        reply = client.get("/v1/models")
     if reply.status in (401, 403):
         had = "does not take this API key" if key else "wants an API key"
         raise ConfigError(f"{url} {had}: put the right one into a file and give --api-key-file, or set PACELINE_API_KEY")

@@ -27,7 +27,7 @@ from paceline.bench.client import Client, Stream
 from paceline.bench.config import WARM_UP_TOKENS, ServingConfig
 from paceline.figures import Spread
 from paceline.prompts import Prompt
-from paceline.simulate.load import load_name, poisson
+from paceline.simulate.load import Arrivals, poisson
 from paceline.tables import ignore
 
 BASELINE = "off"
@@ -36,17 +36,6 @@ ROUNDS_OF_REQUESTS = 4
 """A closed loop's requests for each one in flight, when the prompts are fewer."""
 OPEN_SECONDS = 10.0
 """How long an open loop sends, at least."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Either of the two."""
-
-    concurrency: int | None = None
-    rate: float | None = None
-
-    def __str__(self) -> str:
-        return load_name(self.rate, self.concurrency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +106,7 @@ class Pass:
 class ServingResult:
     """The figures of one load and contender. Times in seconds, over the answers of all repetitions."""
 
-    load: Load
+    load: Arrivals
     speculate: str
     num_answers: int
     num_failed: int
@@ -149,10 +138,10 @@ class ServingBench:
 
     def __init__(self, contenders: list[Contender], model: str, prompts: list[Prompt], config: ServingConfig) -> None:
         self.contenders, self.config, self._model, self._prompts = contenders, config, model, prompts
-        self.loads = [Load(concurrency=each) for each in config.closed] + [Load(rate=each) for each in config.rates]
-        self.passes: dict[tuple[Load, str], list[Pass]] = {(load, each.name): [] for load in self.loads for each in contenders}
+        self.loads = [Arrivals(concurrency=each) for each in config.closed] + [Arrivals(rate=each) for each in config.rates]
+        self.passes = {(load, each.name): list[Pass]() for load in self.loads for each in contenders}
 
-    def num_requests(self, load: Load) -> int:
+    def num_requests(self, load: Arrivals) -> int:
         """Of one pass."""
         if self.config.num_requests:
             return self.config.num_requests
@@ -166,8 +155,8 @@ class ServingBench:
 
     def run(
         self,
-        on_answer: Callable[[Load, str], None] = ignore,
-        on_pass: Callable[[Load, str, Pass], None] = ignore,
+        on_answer: Callable[[Arrivals, str], None] = ignore,
+        on_pass: Callable[[Arrivals, str, Pass], None] = ignore,
     ) -> None:
         """All loads, `repeat` times; at each load the contenders follow one another, in an order that turns around."""
         try:
@@ -185,7 +174,7 @@ class ServingBench:
                 contender.client.close()
 
     def _pass(
-        self, contender: Contender, load: Load, max_tokens: int, number: int, on_answer: Callable[[], None] = ignore
+        self, contender: Contender, load: Arrivals, max_tokens: int, number: int, on_answer: Callable[[], None] = ignore
     ) -> Pass:
         requests = [self._request(index, contender.fields, max_tokens) for index in range(self.num_requests(load))]
         began, cpu_began = time.perf_counter(), time.process_time()
@@ -231,7 +220,7 @@ class ServingBench:
         """One for each load and contender that has run."""
         return [self._result(load, name) for load, name in self.passes if self.passes[load, name]]
 
-    def _result(self, load: Load, name: str) -> ServingResult:
+    def _result(self, load: Arrivals, name: str) -> ServingResult:
         passes, baseline = self.passes[load, name], self.passes.get((load, BASELINE), [])
         answers = [answer for each in passes for answer in each.answers]
         whole = [answer for answer in answers if not answer.error]

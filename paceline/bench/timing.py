@@ -32,7 +32,7 @@ from paceline.bench.pages import render
 from paceline.bench.passes import Engines
 from paceline.draft.base import NoDrafter
 from paceline.engine.llm import LLM
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, reraised
 from paceline.figures import first_difference
 from paceline.runlog import plain
 from paceline.simulate.calculator import embedded, hash_of
@@ -195,12 +195,11 @@ def read_timing(folder: Path) -> Timing:
     """The recorded times of a run folder, or of the file itself. Raises ConfigError when they cannot be shown."""
     file = folder / NAME if folder.is_dir() else folder
     read = read_json(file, "--from wants a folder of paceline compare")
-    try:
+    damaged = (KeyError, TypeError, ValueError, AttributeError)
+    with reraised(ConfigError, f"{file} holds no token times", "run paceline compare again", *damaged):
         if read["version"] != VERSION:
             raise ValueError(f"it is of version {read['version']!r}, this reads {VERSION}")
         return Timing(**{**read, "off": _answer(read["off"]), "on": _answer(read["on"])})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{file} holds no token times ({error}): run paceline compare again") from error
 
 
 def _answer(read: dict[str, Any]) -> TimedAnswer:

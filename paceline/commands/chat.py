@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.commands.options import Changed, Opt, Without, options
-from paceline.commands.shared import System, introduce, note_without_effect, say, with_model
+from paceline.commands.shared import System, load, note_without_effect, say
 from paceline.config import EngineConfig
 from paceline.errors import ContextLengthError, PromptError
 from paceline.types import SamplingParams
@@ -37,10 +37,7 @@ def chat(
     Example: paceline chat --temperature 0.7 --system "Answer in one sentence."
     """
     note_without_effect(sampling)
-    from paceline.engine.llm import LLM
-
-    llm = LLM.of(with_model(engine, name))
-    say(introduce(llm))
+    llm = load(engine, name)
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     for line in _lines():

@@ -9,18 +9,7 @@ import typer
 
 from paceline.commands.generate import encode
 from paceline.commands.options import Only, Without, options
-from paceline.commands.shared import (
-    MOCK,
-    Json,
-    Raw,
-    System,
-    TerminalProgress,
-    check_template,
-    introduce,
-    prompt_of,
-    say,
-    with_model,
-)
+from paceline.commands.shared import MOCK, Json, Raw, System, TerminalProgress, check_template, load, prompt_of, say
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.runlog import RunFolder, write_whole
@@ -70,11 +59,9 @@ def compare(
         raise ConfigError(f"--repeat must be at least 1, not {repeat}")
     if engine.drafter == "none" or engine.num_drafted == 0 or engine.plan == "fixed:0":
         raise ConfigError("nothing to compare without drafts: choose another --drafter, --num-drafted or --plan")
-    from paceline.engine.llm import LLM
     from paceline.hardware import this_machine
 
-    llm = LLM.of(with_model(engine, None))
-    say(introduce(llm))
+    llm = load(engine)
     token_ids = encode(llm, text, system, raw)
     machine = this_machine(llm.config.device).name
     with TerminalProgress().bar("answering", 2 * repeat) as advance:

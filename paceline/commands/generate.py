@@ -17,13 +17,12 @@ from paceline.commands.shared import (
     System,
     check_template,
     grammar_of,
-    introduce,
     is_named,
+    load,
     not_empty,
     note_without_effect,
     prompt_of,
     say,
-    with_model,
 )
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PromptError, reraised
@@ -70,11 +69,9 @@ def generate(
     from paceline.bench.beside import answer_plainly, beside_plain, beside_transformers
     from paceline.bench.pages import render
     from paceline.bench.passes import described
-    from paceline.engine.llm import LLM
     from paceline.hardware import this_machine
 
-    llm = LLM.of(with_model(engine, model))
-    say(introduce(llm))
+    llm = load(engine, model)
     token_ids = encode(llm, prompt, system, raw)
     plain = answer_plainly(llm, token_ids, sampling) if compare else None
     completion = _stream(llm, token_ids, sampling, as_json)

@@ -12,7 +12,7 @@ import typer
 from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.shared import introduce, say
 from paceline.config import EngineConfig, read_api_keys
-from paceline.errors import ConfigError, reraised
+from paceline.errors import ConfigError, needing, reraised
 from paceline.serve.settings import ServeConfig, TraceConfig, speculation
 from paceline.types import GrammarSpec, SamplingParams
 
@@ -39,10 +39,8 @@ def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
     """Values of the file become the options' defaults, so that what stands on the command line wins."""
     if path is None:
         return None
-    try:
+    with needing(ConfigError, "--config needs PyYAML: pip install 'paceline[serve]'"):
         import yaml
-    except ImportError as error:
-        raise ConfigError("--config needs PyYAML: pip install 'paceline[serve]'") from error
     remedy = "correct it, or leave --config out"
     with reraised(ConfigError, f"--config {path} cannot be read as YAML", remedy, OSError, ValueError, yaml.YAMLError):
         values = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -65,9 +65,13 @@ Limit = Annotated[int | None, typer.Option(help="Only the first prompts.")]
 MOCK = Changed(mocked_tokens_per_round=Opt("--mock", metavar="TOKENS_PER_ROUND"))
 
 
-def with_model(engine: EngineConfig, word: str | None) -> EngineConfig:
-    """For one answer at a time; the model may be named by a word in place of --model."""
-    return replace(engine, model=word if word and not is_named(engine) else engine.model, max_batch=1)
+def load(engine: EngineConfig, word: str | None = None) -> LLM:
+    """For one answer at a time; the model may be named by a word in place of --model. Says what was loaded."""
+    from paceline.engine.llm import LLM
+
+    llm = LLM.of(replace(engine, model=word if word and not is_named(engine) else engine.model, max_batch=1))
+    say(introduce(llm))
+    return llm
 
 
 def is_named(engine: EngineConfig) -> bool:

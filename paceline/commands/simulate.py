@@ -33,11 +33,6 @@ Calibrate = Annotated[
 Flags = Annotated[bool, typer.Option("--flags", help="Also print the server flags: paceline, vLLM, SGLang.")]
 Out = Annotated[Path | None, typer.Option(help="With --calibrate: folder of its files [default: that of the step times].")]
 List = Annotated[bool, typer.Option("--list", help="List models and machines.")]
-NOTE = (
-    "Times are p50 / p99 / mean. first token and answer count from the request's arrival; inter-token is each answer's mean "
-    "time between tokens after the first. in use: share of the time in which the server worked. rows: decoding together. "
-    "queue: requests without a row, mean / most. saturated: more comes than it can finish; times depend on how long that lasts."
-)
 SHOWN = ("p50", "p99", "mean")
 LOAD_COLUMNS = (
     Column("load", lambda each: each.load),
@@ -256,7 +251,7 @@ def _figures_table(answer: ServerAnswer) -> Table:
 
 def _write_report(run: RunFolder, answer: ServerAnswer) -> str | None:
     """report.md and report.html; returns a notice when the page had to be left out."""
-    from paceline.bench.pages import LOAD_PLOTS, LoadPlot, load_plots, write_load_report
+    from paceline.bench.pages import LOAD_PLOTS, LoadPlot, load_plots, render, write_load_report
 
     plots = (*LOAD_PLOTS, LoadPlot("Requests without a row", "mean", lambda each: each.mean_queue))
     by_load = [(each.rate, each.concurrency, each.policy, each) for each in answer.loads]
@@ -265,7 +260,7 @@ def _write_report(run: RunFolder, answer: ServerAnswer) -> str | None:
         lambda: _compared_plots(answer.compared) if answer.compared else load_plots(plots, by_load),
         title=f"Simulated serving: {answer.setup.title}",
         about="",
-        note=NOTE,
+        note=render("simulated_note.txt").rstrip(),
         figures=_figures_table(answer),
         listed={"Limits": answer.setup.limits},
         settings=[],

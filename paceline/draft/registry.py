@@ -48,7 +48,13 @@ def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str
         return spec
     if spec is None or spec in DRAFTERS:
         return DRAFTERS[spec or "none"](target, target_name, **options)
-    return _from_checkpoint(spec, target, **options)
+    path = checkpoint_of(spec)
+    if path.is_dir() and is_dflash(read_json(path / "config.json")):
+        return DFlashDrafter.from_folder(path, **options)
+    # Whatever else it is, a language model to draft with.
+    cache, dtype, device = target.cache, str(target.dtype).removeprefix("torch."), str(target.device)
+    settings = EngineConfig(str(path), dtype=dtype, device=device, max_batch=cache.num_rows, max_len=cache.max_len)
+    return SmallModelDrafter(load_target(settings), **options)
 
 
 def checkpoint_of(name: str) -> Path:
@@ -60,13 +66,3 @@ def checkpoint_of(name: str) -> Path:
             f"no drafter {name!r}: give one of {', '.join(DRAFTERS)}, a folder, a hub id, "
             f"or a built-in model ({', '.join(hub.BUILTINS)})"
         ) from error
-
-
-def _from_checkpoint(name: str, target: Target, **options: Any) -> Drafter:
-    """A DFlash checkpoint or, whatever else it is, a language model to draft with."""
-    path = checkpoint_of(name)
-    if path.is_dir() and is_dflash(read_json(path / "config.json")):
-        return DFlashDrafter.from_folder(path, **options)
-    cache, dtype, device = target.cache, str(target.dtype).removeprefix("torch."), str(target.device)
-    settings = EngineConfig(str(path), dtype=dtype, device=device, max_batch=cache.num_rows, max_len=cache.max_len)
-    return SmallModelDrafter(load_target(settings), **options)

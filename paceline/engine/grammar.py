@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import torch
 
-from paceline.errors import SamplingError
+from paceline.errors import SamplingError, needing, reraised
 from paceline.types import Batch, DraftBlock, GrammarKind, GrammarSpec, Sequence
 
 if TYPE_CHECKING:
@@ -47,10 +47,8 @@ class Grammars:
         return Grammar(self._compiled(spec).deep_copy())
 
     def _compile(self, spec: GrammarSpec) -> LLMatcher:
-        try:
+        with needing(SamplingError, "grammar needs llguidance: pip install 'paceline[serve]'"):
             from llguidance import LLMatcher
-        except ImportError as error:
-            raise SamplingError("grammar needs llguidance: pip install 'paceline[serve]'") from error
         source = _source(spec)
         with self._reading:
             if self._vocabulary is None:
@@ -68,10 +66,8 @@ class Grammars:
         if backend is None or not self._eos_token_ids:
             raise SamplingError("grammar needs a model with an end token and a fast tokenizer: this one lacks them")
         num_tokens = max(self._vocab_size, backend.get_vocab_size(with_added_tokens=True))
-        try:
+        with reraised(SamplingError, "grammar cannot be used with this model's tokenizer", "leave it out", ValueError):
             return LLTokenizer(backend.to_str(), n_vocab=num_tokens, eos_token=list(self._eos_token_ids))
-        except ValueError as error:
-            raise SamplingError(f"grammar cannot be used with this model's tokenizer ({error}): leave it out") from error
 
 
 def _source(spec: GrammarSpec) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
@@ -14,26 +15,8 @@ MAX_SIZE = 2**31 - 1
 LARGEST = 1e18
 """What no model exceeds: in layers, in any other whole number, in any fraction. A file that asks for more is refused."""
 
-_QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"family": "llama", "max_position_embeddings": 2048},
-    "MistralForCausalLM": {"family": "mistral", **_QWEN, "max_position_embeddings": 131072, "num_key_value_heads": 8},
-    "Qwen2ForCausalLM": {"family": "qwen2", **_QWEN},
-    "Qwen3ForCausalLM": {"family": "qwen3", **_QWEN, "head_dim": 128},
-}
-"""What a config.json of each architecture means when it leaves a key out: the defaults of its Transformers class."""
-
-ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-    "factors": ("factors",),
-}
-"""The rope types we know and the numbers each needs. "factors" is GGUF's: a divisor for every frequency."""
-
-OPTIONAL_KEYS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-"""yarn's numbers that may be left out."""
+TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
+FAMILIES, ROPE_KEYS = TABLES["families"], TABLES["rope"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +164,7 @@ def check_rope(scaling: dict[str, Any]) -> None:
             f"rope type {rope_type!r} is not implemented (known: default, linear, llama3, yarn): "
             "the Transformers fallback runs such a safetensors folder"
         )
-    for key in (*ROPE_KEYS[rope_type], *(key for key in OPTIONAL_KEYS if scaling.get(key) is not None)):
+    for key in (*ROPE_KEYS[rope_type], *(key for key in TABLES["rope_optional"] if scaling.get(key) is not None)):
         values = scaling.get(key)
         for value in values if key == "factors" and isinstance(values, (list, tuple)) and values else [values]:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:

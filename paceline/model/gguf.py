@@ -22,25 +22,11 @@ from torch import Tensor
 
 from paceline.errors import ModelFileError, UnsupportedModelError, reraised
 from paceline.model.blocks import BLOCK_KINDS, BlockKind, Blocks, Weight
-from paceline.model.config import MAX_SIZE
+from paceline.model.config import MAX_SIZE, TABLES
 from paceline.model.gguf_file import GGUFFile, StoredTensor, open_gguf
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-
-NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+NAMES, LAYER_NAMES = TABLES["gguf"]["model"], TABLES["gguf"]["layer"]
 ROPE_FACTORS = "rope_freqs.weight"
 KINDS_BY_NAME: dict[str, BlockKind] = {kind: kind for kind in BLOCK_KINDS}
 HALVES = {Quant.F16: torch.float16, Quant.BF16: torch.bfloat16}

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from paceline.errors import ContextLengthError, ModelFileError, ModelNotFoundError, UnsupportedModelError
+from paceline.errors import ContextLengthError, ModelFileError, ModelNotFoundError, UnsupportedModelError, needing
 from paceline.model.hf_cache import HFCache, Row, cache_bytes, is_unused, make_cache, poison_recurrent_state, tensor_bytes
 from paceline.model.target import DEFAULT_MAX_LEN, ForwardBatch, ForwardOutput, Target
 
@@ -74,11 +74,9 @@ class HFTarget(Target):
         Raises ModelNotFoundError, ModelFileError (no or damaged weights), UnsupportedModelError (unknown architecture,
         remote code, Transformers not installed).
         """
-        try:
+        missing = "this model runs through Transformers, which is not installed: pip install 'paceline[hf]'"
+        with needing(UnsupportedModelError, missing):
             import transformers
-        except ImportError as error:
-            install = "pip install 'paceline[hf]'"
-            raise UnsupportedModelError(f"this model runs through Transformers, which is not installed: {install}") from error
         if not (Path(path) / "config.json").is_file():
             raise ModelNotFoundError(f"no config.json in {path}: give a folder of a downloaded Hugging Face model")
         model: Any

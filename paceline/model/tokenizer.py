@@ -179,7 +179,6 @@ class TextStream:
     def __init__(self, detokenizer: IncrementalDetokenizer, stop: tuple[str, ...]) -> None:
         self._detokenizer = detokenizer
         self._stop = stop
-        self._longest = max((len(text) for text in stop), default=0)
         self._held = ""
 
     def push(self, tokens: list[int]) -> tuple[str, int | None]:
@@ -193,7 +192,7 @@ class TextStream:
             if at is not None:
                 shown, self._held = shown + self._held[:at], ""
                 return shown, taken
-            safe = len(self._held) - self._num_undecided()
+            safe = len(self._held) - num_undecided(self._held, self._stop)
             shown, self._held = shown + self._held[:safe], self._held[safe:]
         return shown, None
 
@@ -206,13 +205,11 @@ class TextStream:
         ends = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
         return min(ends) if ends else None
 
-    def _num_undecided(self) -> int:
-        """Length of the longest tail that some stop string starts with."""
-        for length in range(min(self._longest - 1, len(self._held)), 0, -1):
-            tail = self._held[-length:]
-            if any(stop.startswith(tail) for stop in self._stop):
-                return length
-        return 0
+
+def num_undecided(text: str, wanted: tuple[str, ...]) -> int:
+    """Length of the longest tail of the text that may become one of these: the beginning of one, not the whole."""
+    sizes = range(min(max(map(len, wanted)) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if any(each.startswith(text[-size:]) for each in wanted)), 0)
 
 
 def _from_folder(folder: Path) -> Tokenizer:

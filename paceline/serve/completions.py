@@ -27,6 +27,8 @@ MAX_TOKENS = 16
 MIN_TEMPERATURE = 1e-4
 """Below this sampling is greedy but for rounding."""
 MAX_STOP_CHARACTERS = 1024
+SAME = {"top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop_token_ids", "ignore_eos"}
+"""Fields that mean the same in SamplingParams, whose defaults hold where they are left out."""
 TOKEN_KEY = re.compile("0|[1-9][0-9]{0,18}", re.ASCII)
 MAX_TOKEN_CHARACTERS = 64
 """No prompt's tokens have so many characters on average: what is longer is refused without being encoded."""
@@ -161,19 +163,13 @@ def _params(request: Sampling, model: ModelInfo, logprobs: int | None, grammar: 
         return SamplingParams(
             temperature=0.0 if temperature < MIN_TEMPERATURE else temperature,
             top_k=min(max(request.top_k or 0, 0), model.vocab_size),
-            top_p=1.0 if request.top_p is None else request.top_p,
-            min_p=request.min_p or 0.0,
-            repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
-            presence_penalty=request.presence_penalty or 0.0,
-            frequency_penalty=request.frequency_penalty or 0.0,
             logit_bias=_logit_bias(request.logit_bias),
             seed=None if request.seed is None else request.seed % 2**63,
             stop=_stop(request.stop),
-            stop_token_ids=tuple(request.stop_token_ids or ()),
-            ignore_eos=bool(request.ignore_eos),
             logprobs=None if logprobs is None else min(logprobs, model.vocab_size),
             grammar=grammar,
             max_drafted=0 if request.speculate == "off" else request.speculate if isinstance(request.speculate, int) else None,
+            **request.model_dump(include=SAME, exclude_none=True),
         )
     except PacelineError as error:
         raise RequestRefused.of(error) from error

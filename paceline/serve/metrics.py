@@ -7,6 +7,7 @@ is doing right now. No series is labelled by what a client sends: tags stand in 
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from bisect import bisect_left
@@ -14,8 +15,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -28,37 +30,8 @@ from paceline.types import FinishReason, Sequence
 if TYPE_CHECKING:  # pyarrow is only needed where traces are
     from paceline.serve.traces import TraceWriter
 
-TOTALS = {
-    "vllm": {
-        "prompt_tokens": "Prompt tokens of requests that got a first token",
-        "generation_tokens": "Tokens sent",
-        "prefix_cache_queries": "Prompt tokens looked for in the cache",
-        "prefix_cache_hits": "Prompt tokens taken over instead of computed",
-    },
-    "paceline": {
-        "steps": "Engine steps",
-        "rounds": "Decode rounds, each of all running requests",
-        "prefill_seconds": "Computing prompts",
-        "draft_seconds": "Drafting",
-        "verify_seconds": "The target's pass over drafts, and the choice",
-        "host_seconds": "The rest of the engine's steps",
-        "worker_restarts": "Engines that failed and were replaced",
-    },
-}
-TIMES = {
-    "time_to_first_token": "From arrival to the first token",
-    "inter_token_latency": "Between two chunks of an answer, of one token or more",
-    "request_time_per_output_token": "Mean of an answer's tokens after the first",
-    "e2e_request_latency": "From arrival to the end",
-    "request_queue_time": "Waiting for a place in the cache",
-    "request_prefill_time": "Computing the prompt",
-    "request_decode_time": "From the first token to the end",
-}
-BY_TOKEN = ("inter_token_latency", "request_time_per_output_token")
-REQUEST_BOUNDS = (
-    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0,
-)  # fmt: skip
-TOKEN_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
+TOLD: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+TOTALS, TIMES, BOUNDS = TOLD["totals"], TOLD["times"], TOLD["bounds"]
 MOST_DRAFTED = 16
 """Wider drafts share the last bucket; their tokens count all the same."""
 
@@ -66,7 +39,7 @@ MOST_DRAFTED = 16
 class _Histogram:
     """Counts by bucket; one writer."""
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
+    def __init__(self, bounds: list[float]) -> None:
         self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float) -> None:
@@ -98,7 +71,7 @@ class Metrics(Collector):
         """(drafted, accepted) -> rounds of single requests. All figures of speculation follow from it."""
         self._refusals: Counter[str] = Counter()
         self._model, self._traces = model, traces
-        self._times = {name: _Histogram(TOKEN_BOUNDS if name in BY_TOKEN else REQUEST_BOUNDS) for name in TIMES}
+        self._times = {name: _Histogram(BOUNDS[told["bounds"]]) for name, told in TIMES.items()}
         self._open: dict[Sequence, _Request] = {}
         self._unsplit_s = 0.0
         """Time of the latest step besides drafting and verifying, as far as it is not known to be prefill."""
@@ -194,9 +167,8 @@ class Metrics(Collector):
             for name, doc in totals.items():
                 yield self._family(f"{prefix}:{name}", doc, getattr(self.totals, name))
         yield self._family("vllm:request_success", "Requests by how they ended", self.ended, "finished_reason")
-        for name, doc in TIMES.items():
-            times = self._times[name]
-            yield self._histogram(f"vllm:{name}_seconds", doc, times.bounds, [*times.counts], times.sum)
+        for name, times in self._times.items():
+            yield self._histogram(f"vllm:{name}_seconds", TIMES[name]["doc"], times.bounds, [*times.counts], times.sum)
         yield from self._speculation()
         yield from self._now()
         with self._lock:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.model.tokenizer import num_undecided
 from paceline.serve.failures import RequestRefused, compact
 from paceline.serve.protocol import ChatRequest, Message, Tool, ToolCall
 
@@ -179,7 +180,7 @@ class CallParser:
         if self._is_start and self._held.lstrip()[:1] in ("", "{"):
             return shown, calls  # the whole answer may be one bare call
         self._is_start = False
-        safe = len(self._held) - _overlap(self._held, OPEN)
+        safe = len(self._held) - num_undecided(self._held, (OPEN,))
         text, self._held = self._held[:safe], self._held[safe:]
         return shown + text, calls
 
@@ -188,8 +189,3 @@ class CallParser:
         held, self._held = self._held, ""
         call = read_call(held.removeprefix(OPEN), self._names)
         return ("", [call]) if call else (held, [])
-
-
-def _overlap(text: str, beginning: str) -> int:
-    """Length of the longest tail of `text` that `beginning` starts with."""
-    return next((size for size in range(min(len(beginning) - 1, len(text)), 0, -1) if beginning.startswith(text[-size:])), 0)

@@ -35,17 +35,15 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import ConfigError, reraised
+from paceline.errors import ConfigError, needing, reraised
 from paceline.model.tokenizer import Tokenizer
 from paceline.runlog import whole_file
 from paceline.serve.settings import TraceConfig
 from paceline.types import SamplingParams, Sequence
 
-try:
+with needing(ConfigError, "traces are kept as Parquet, which needs pyarrow: pip install 'paceline[data]'"):
     import pyarrow as pa
     from pyarrow import parquet
-except ImportError as error:
-    raise ConfigError("traces are kept as Parquet, which needs pyarrow: pip install 'paceline[data]'") from error
 
 _IDS, _TEXT, _SECONDS = pa.list_(pa.int32()), pa.string(), pa.float32()
 SCHEMA = pa.schema(

@@ -78,7 +78,7 @@ def set_up(config: CostsConfig, loads: Sequence[Load]) -> Setup:
     if config.toy:
         shape = catalogue.find(config.model) if config.model else None
         title = f"{shape.name}, toy model" if shape else "toy model"
-        setup = Setup(ToyCosts(), title, "toy", shape, limits=list(limits.TOY))
+        setup = Setup(ToyCosts(), title, "toy", shape, limits=list(limits.TEXTS["toy"]))
         return setup.ignore(config, "hardware", "precision", "drafter_cost", "drafter_params", "block")
     if config.table:
         return _measured(config, read_table(config.table), loads)
@@ -96,7 +96,7 @@ def _measured(config: CostsConfig, table: MeasuredCosts, loads: Sequence[Load]) 
         raise ConfigError("--drafter-params needs a machine's rates, a table has none: use --drafter-cost")
     table = replace(table, drafter=_fraction(config))
     shape = catalogue.find(config.model) if config.model else None
-    setup = Setup(table, table.title, "measured", shape, limits=list(limits.MEASURED))
+    setup = Setup(table, table.title, "measured", shape, limits=list(limits.TEXTS["measured"]))
     if table.context and any(table.context != load.context for load in loads):
         setup.limits.append(f"Times are those of {table.context:.0f} tokens of context, whatever --context says.")
     low, high, _, widest = table.verify.span
@@ -112,7 +112,7 @@ def _calibrated(config: CostsConfig, calibration: Calibration) -> Setup:
     shape = catalogue.find(config.model or calibration.model or DEFAULT_MODEL)
     deployment = deployment_of(config, calibration.precisions or shape.precisions, calibration.machine)
     costs = calibration.costs(shape, deployment, drafter_of(config, deployment))
-    told = [*limits.CALIBRATED, *limits.roofline_limits(shape, deployment)[1:]]
+    told = [*limits.TEXTS["calibrated"], *limits.roofline_limits(shape, deployment)[1:]]
     setup = Setup(costs, f"{_title(shape, deployment)}, calibrated", "calibrated", shape, deployment, told)
     return setup.ignore(config, *(("drafter_cost", "drafter_params", "block") if calibration.draft else ()))
 
@@ -331,7 +331,7 @@ def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
         jobs = workload(config.requests, prompt, parse_lengths("--answer-tokens", config.answer_tokens), config.seed)
     context = round(sum(job.prompt_tokens + job.answer_tokens / 2 for job in jobs) / len(jobs))
     setup = set_up(costs, [Load(config.max_rows or MAX_ROWS, context, config.max_draft or 1)])
-    setup.limits[:0] = limits.SERVER
+    setup.limits[:0] = limits.TEXTS["server"]
     if passes and not config.acceptance:
         survival = recorded_survival(passes)[: config.max_draft]
     else:

@@ -46,8 +46,8 @@ def page(this_machine: Machine | None = None) -> str:
 
 
 def joined(names: Sequence[str] = SCRIPTS) -> str:
-    """Modules of the page as one."""
-    return "".join(IMPORT.sub("", _read(name)) for name in names)
+    """Modules of the page as one, behind the table of config.json's keys that the first of them imports."""
+    return f"const CONFIG_KEYS = {embedded(catalogue.KEYS)};\n" + "".join(IMPORT.sub("", _read(name)) for name in names)
 
 
 def data(this_machine: Machine | None = None) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def data(this_machine: Machine | None = None) -> dict[str, Any]:
         "formats": {name: {"name": name, **asdict(kind)} for name, kind in FORMATS.items()},
         "measured_locality": MEASURED_LOCALITY,
         "latency_s": COLLECTIVE_LATENCY_S,
-        "limits": limits.ROOFLINE,
+        "limits": limits.TEXTS,
     }
 
 

@@ -23,37 +23,15 @@ from paceline.hardware import Machine
 from paceline.simulate.files import read_json
 from paceline.simulate.shapes import Attention, Experts, ModelShape, Precisions, from_json
 
-FOLDER = Path(__file__).parent / "catalogue"
-MACHINES = Path(__file__).parent / "machines.json"
-OTHER_NAMES = {
-    "num_hidden_layers": ("n_layer", "num_layers"),
-    "hidden_size": ("n_embd", "d_model"),
-    "num_attention_heads": ("n_head",),
-    "max_position_embeddings": ("n_positions", "max_seq_len"),
-}
-EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
-PER_TOKEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
-KINDS = ("full_attention", "sliding_attention", "linear_attention")
-NOT_READ = {
-    "mamba": "state-space layers",
-    "falcon": "parallel attention with its own head sizes",
-    "gpt2": "two-matrix feed-forward parts",
-    "gpt_neox": "two-matrix feed-forward parts",
-    "gemma4": "head sizes that differ by layer",
-    "nemotron_h": "state-space layers",
-    "rwkv": "recurrent layers",
-    "bert": "an encoder",
-    "t5": "an encoder",
-}
-"""Family -> what it has that is not read here."""
-GATED = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-"""Families whose attention has an output gate as wide as the queries."""
+HERE = Path(__file__).parent
+KEYS: dict[str, Any] = json.loads((HERE / "config_keys.json").read_text(encoding="utf-8"))
+"""What a config.json calls its keys, families and kinds of layers; the file says what each table is. The page reads it too."""
 
 
 def entries() -> dict[str, dict[str, Any]]:
     """Name -> entry, family by family; each with its "source" and its "hub" id, which may be None."""
     found: dict[str, dict[str, Any]] = {}
-    for file in sorted(FOLDER.glob("*.json")):
+    for file in sorted((HERE / "catalogue").glob("*.json")):
         family = json.loads(file.read_text(encoding="utf-8"))
         for entry in family["models"]:
             hub = f"{family['owner']}/{entry['name']}" if "owner" in family else None
@@ -65,7 +43,7 @@ def entries() -> dict[str, dict[str, Any]]:
 
 def machines() -> dict[str, Machine]:
     """Known machines by their names; the file says where the figures are from."""
-    known = json.loads(MACHINES.read_text(encoding="utf-8"))["machines"]
+    known = json.loads((HERE / "machines.json").read_text(encoding="utf-8"))["machines"]
     return {told["name"]: Machine(**told) for told in known}
 
 
@@ -154,7 +132,7 @@ class ConfigReader:
                 "this is no config.json of a model: it must be a JSON object with hidden_size and so on"
             )
         self.whole_config, self.config = whole_config, inner
-        for family, reason in NOT_READ.items():
+        for family, reason in KEYS["not_read"].items():
             if self.family.startswith(family):
                 raise UnsupportedModelError(
                     f"{self.family} has {reason}, which is not read: describe the model as a shape (docs/simulate.md)"
@@ -169,7 +147,8 @@ class ConfigReader:
 
     def whole(self, name: str, default: int | None = None) -> int:
         """A whole number of 0 or more; a key that is null counts as missing."""
-        value = next((self.config[key] for key in (name, *OTHER_NAMES.get(name, ())) if self.config.get(key) is not None), None)
+        keys = (name, *KEYS["other_names"].get(name, ()))
+        value = next((self.config[key] for key in keys if self.config.get(key) is not None), None)
         if value is None:
             if default is None:
                 raise UnsupportedModelError(
@@ -197,21 +176,20 @@ class ConfigReader:
 
     @property
     def num_experts(self) -> int:
-        return next((self.whole(name) for name in EXPERTS if self.has(name)), 0)
+        return next((self.whole(name) for name in KEYS["experts"] if self.has(name)), 0)
 
     @property
     def experts_per_token(self) -> int:
-        return self.whole(next((name for name in PER_TOKEN if self.has(name)), PER_TOKEN[0]))
+        return self.whole(next(filter(self.has, KEYS["per_token"]), KEYS["per_token"][0]))
 
     def layer_kind(self, layer: int) -> str:
-        """One of KINDS. Without layer types: Gemma 3 slides but for each sixth, Gemma 2 each other, Mistral and its kin all or
-        none."""
+        """Without layer types: Gemma 3 slides but for each sixth, Gemma 2 each other, Mistral and its kin all or none."""
         kinds = self.config.get("layer_types")
         if isinstance(kinds, list) and len(kinds) > layer:
-            kind = str(kinds[layer])
-            if kind not in KINDS and not self.has("compress_ratios"):
-                raise UnsupportedModelError(f"{self.family}: layer type {kind!r} is not known: choose from {', '.join(KINDS)}")
-            return kind if kind in KINDS else "full_attention"
+            kind, known = str(kinds[layer]), KEYS["layer_kinds"]
+            if kind not in known and not self.has("compress_ratios"):
+                raise UnsupportedModelError(f"{self.family}: layer type {kind!r} is not known: choose from {', '.join(known)}")
+            return kind if kind in known else "full_attention"
         if self.has("linear_num_value_heads"):
             return "full_attention" if (layer + 1) % self.whole("full_attention_interval", 4) == 0 else "linear_attention"
         slides = self.has("sliding_window") and self.flag("use_sliding_window", True)
@@ -273,7 +251,7 @@ def attention_of(read: ConfigReader, layer: int) -> tuple[Attention, int]:
         return _latent(read)
     heads, head_dim = read.whole("num_attention_heads"), read.head_dim
     width, kv_heads = heads * head_dim, read.whole("num_key_value_heads", heads)
-    queries = 2 * width if read.flag("attn_output_gate", read.family.removesuffix("_text") in GATED) else width
+    queries = 2 * width if read.flag("attn_output_gate", read.family.removesuffix("_text") in KEYS["gated"]) else width
     window = read.whole("sliding_window") if kind == "sliding_attention" else None
     parameters = read.whole("hidden_size") * (queries + 2 * kv_heads * head_dim + width)
     return Attention("gqa", 1, heads, kv_heads, head_dim, window=window), parameters

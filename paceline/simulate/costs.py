@@ -8,9 +8,6 @@ was fitted to a machine by `calibrate.py`, whose file `paceline simulate --calib
 
 `read` and `compute` are the roofline's seconds of a part at the machine's full rates; a factor of 2 means half the rate.
 
-Drafting takes a share of a plain target pass, or what the drafter's own size says, or what was fitted to measured times.
-Autoregressive drafters (MTP, EAGLE, a small model) run once for each draft, block drafters (DFlash) once for each block.
-
 A table holds the step times of a machine, from `paceline bench steps` or any file of that form:
 
     {"verify": [[batch, positions, seconds], ...], "draft": [[batch, num_drafted, seconds], ...], "host_s": 0.0004,
@@ -45,7 +42,7 @@ class FractionDrafter:
 
     fraction: float
     block: int | None = None
-    """Drafts of one drafter pass; None drafts one token a pass."""
+    """Drafts of one drafter pass (DFlash); None drafts one token a pass (MTP, EAGLE, a small model)."""
 
     def draft_s(self, num_drafted: int, batch: float, plain_s: float) -> float:
         """Seconds of drafting for `batch` sequences; `plain_s`: a target pass of one position for each of them."""

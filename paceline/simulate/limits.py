@@ -2,53 +2,31 @@
 
 from __future__ import annotations
 
-from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, Deployment, MemoryNeed
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, MEASURED_LOCALITY, Deployment, MemoryNeed
 from paceline.simulate.shapes import ModelShape, arithmetic
 from paceline.simulate.speedup import Acceptance, Load
 
-TOY = ("Toy model: drafting and verifying are free, so the speed-up is the tokens per round. Nothing is that good.",)
-ROOFLINE = (
-    "Roofline: each part takes the larger of its arithmetic and its memory traffic at the machine's full rates; no launch "
-    "overhead, no host time, weights are read once a pass and each cache once, not once for each draft.",
-    "All sequences decode together with the same draft length and context; prefill is not counted.",
-)
-MEASURED = (
-    "Measured: step times are interpolated between measured sizes and continued beyond them; they hold for that machine, "
-    "model, drafter and context only.",
-)
-SERVER = (
-    "Simulated server: one prefill chunk and one round a step, first come first served, no prefix cache, answers of known "
-    "length; HTTP and tokenizing only as --request-overhead says.",
-    "Every round's acceptance is drawn anew from one curve: real requests differ from one another, and so do their rounds.",
-)
-CALIBRATED = (
-    "Calibrated: the roofline with factors and overheads fitted to measured steps; for another model, machine or drafter than "
-    "those it is an estimate.",
-)
+TEXTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+"""The sentences; the page fills in the same ones."""
 
 
 def roofline_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
     """Of a shape on a machine."""
-    limits: list[str] = list(ROOFLINE)
+    limits: list[str] = list(TEXTS["roofline"])
     if shape.experts and deployment.expert_locality == 0:
-        limits.append(
-            "Experts are drawn uniformly, anew for each position; real routing is more local, so drafts bring fewer new "
-            "experts (--expert-locality 0.255 fits one measurement)."
-        )
+        limits.append(TEXTS["uniform_experts"].format(locality=f"--expert-locality {MEASURED_LOCALITY}"))
     elif shape.experts:
-        power = 1 - deployment.expert_locality
-        limits.append(f"The q positions of a sequence draw experts as q^{power:g} positions would, uniformly.")
+        limits.append(TEXTS["local_experts"].format(power=f"{1 - deployment.expert_locality:g}"))
     if any(group.kind == "linear" for group in shape.attention):
-        limits.append(
-            "Linear attention costs the reading of its state, in 16 bits, once a pass: its arithmetic and the copies of the "
-            "state that taking back drafts needs are left out."
-        )
+        limits.append(TEXTS["linear"])
     if deployment.num_gpus > 1:
-        limits.append(
-            f"{deployment.num_gpus} GPUs: arithmetic and bandwidth add up perfectly, and each layer pays two ring "
-            f"all-reduces of 16-bit activations at {deployment.machine.link_bytes_per_s / 1e9:.0f} GB/s one way and "
-            f"{1e6 * COLLECTIVE_LATENCY_S:g} us each, hidden behind nothing. An assumption, not a measurement."
-        )
+        gigabytes, microseconds = f"{deployment.machine.link_bytes_per_s / 1e9:.0f}", f"{1e6 * COLLECTIVE_LATENCY_S:g}"
+        told = {"num_gpus": deployment.num_gpus, "gigabytes": gigabytes, "microseconds": microseconds}
+        limits.append(TEXTS["several_gpus"].format(**told))
     return limits + _rate_limits(shape, deployment) + ([shape.note] if shape.note else [])
 
 
@@ -59,7 +37,7 @@ def _rate_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
         parts["experts"] = deployment.precisions.experts
     found = {part: arithmetic(name, deployment.machine.flops_per_s) for part, name in parts.items()}
     return [
-        f"{deployment.machine.name} has no known rate for {parts[part]}: {part} are read as such and multiplied as {rate}."
+        TEXTS["no_rate"].format(machine=deployment.machine.name, format=parts[part], part=part, rate=rate)
         for part, rate in found.items()
         if rate != parts[part] and not (rate == "bfloat16" and parts[part] in ("float16", "int4", "q8_0", "q4_1"))
     ]
@@ -68,14 +46,12 @@ def _rate_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
 def acceptance_limits(acceptance: Acceptance, load: Load) -> list[str]:
     """Of what is known of the drafts."""
     if acceptance.kind == "constant":
-        return ["Each draft stands with the same chance; measured chances rise with depth, so long drafts come out too low."]
+        return [TEXTS["constant"]]
     limits = []
     if load.max_draft > acceptance.depth:
-        limits.append(
-            f"Drafts beyond place {acceptance.depth} have the last known chance, {acceptance.conditional[-1]:.2f}: a guess."
-        )
+        limits.append(TEXTS["beyond"].format(place=acceptance.depth, chance=f"{acceptance.conditional[-1]:.2f}"))
     if acceptance.num_rounds:
-        limits.append(f"Acceptance is that of {acceptance.num_rounds:,} recorded rounds.")
+        limits.append(TEXTS["recorded"].format(rounds=f"{acceptance.num_rounds:,}"))
     return limits
 
 

@@ -65,6 +65,17 @@ def arriving(jobs: Sequence[Job], times: Sequence[float]) -> list[Job]:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrivals:
+    """How requests come: so many a second in an open loop, or so many in flight in a closed one."""
+
+    rate: float | None = None
+    concurrency: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.rate:g} per second" if self.rate else f"{self.concurrency} in flight"
+
+
+@dataclass(frozen=True, slots=True)
 class LoadFigures:
     """One load under one policy. Times in seconds."""
 
@@ -100,12 +111,7 @@ class LoadFigures:
 
     @property
     def load(self) -> str:
-        return load_name(self.rate, self.concurrency)
-
-
-def load_name(rate: float | None, concurrency: int | None) -> str:
-    """The load for people: "2 per second" of an open loop, "8 in flight" of a closed one."""
-    return f"{rate:g} per second" if rate else f"{concurrency} in flight"
+        return str(Arrivals(self.rate, self.concurrency))
 
 
 def figures_of(

@@ -22,14 +22,13 @@ from paceline.errors import ConfigError
 from paceline.figures import Rounds
 from paceline.simulate.costs import StepCosts
 from paceline.simulate.files import is_amount, read_objects
-from paceline.simulate.load import load_name, share
+from paceline.simulate.load import Arrivals, share
 from paceline.simulate.serving import LOOKUP, Case, Job, Lookups, ServerShape, Survival
+from paceline.types import NONE
 
 THROUGHPUT_WITHIN, FIRST_TOKEN_WITHIN = 0.10, 0.30
 """Relative errors of tokens per second and of the median time to the first token that count as predicted."""
 NEEDED = ("repetition", "due_s", "first_s", "num_prompt", "num_reused", "num_tokens", "wall_s")
-NOTHING = "none"
-"""Source of rounds without drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +36,7 @@ class Recorded:
     """One pass of the run: the requests of one load to one contender, once."""
 
     speculate: str
-    rate: float | None
-    concurrency: int | None
+    load: Arrivals
     jobs: list[Job]
     """In the order they were sent, without those that failed."""
     wall_s: float
@@ -50,10 +48,6 @@ class Recorded:
     """Those with the drafter's own drafts; all where the run does not tell the source."""
     found: Rounds = field(default_factory=Rounds)
     """Those with drafts found in the text so far, beside a drafter."""
-
-    @property
-    def load(self) -> str:
-        return load_name(self.rate, self.concurrency)
 
     @property
     def tokens_per_s(self) -> float:
@@ -120,8 +114,7 @@ def _recorded(lines: list[dict[str, Any]]) -> Recorded:
     ]
     return Recorded(
         speculate=str(first.get("speculate")),
-        rate=first.get("rate"),
-        concurrency=first.get("concurrency"),
+        load=Arrivals(first.get("rate"), first.get("concurrency")),
         jobs=jobs,
         wall_s=first["wall_s"],
         first_token_s=[line["first_s"] for line in whole],
@@ -146,7 +139,7 @@ def _sources(line: dict[str, Any]) -> dict[str, Rounds]:
     told = line.get("rounds_by_source") or {}
     if not isinstance(told, dict) or not all(isinstance(each, dict) for each in told.values()):
         raise ConfigError(f"rounds_by_source must hold the rounds of each source, not {told}: run paceline bench serving again")
-    return {name: _rounds(each) for name, each in told.items() if name != NOTHING}
+    return {name: _rounds(each) for name, each in told.items() if name != NONE}
 
 
 def _own(line: dict[str, Any]) -> Rounds:
@@ -188,7 +181,7 @@ def recorded_survival(passes: Sequence[Recorded]) -> Survival:
 def recorded_lookups(passes: Sequence[Recorded]) -> Lookups | None:
     """What was found in the text so far in the load whose rounds checked most of it; None where nothing was, or where lookups
     are the drafter. What the server found and did not check is not known."""
-    groups: dict[tuple[str, str], list[Recorded]] = {}
+    groups: dict[tuple[Arrivals, str], list[Recorded]] = {}
     for each in passes:
         if each.found.num_drafted and each.found != each.own:
             groups.setdefault((each.load, each.speculate), []).append(each)
@@ -224,7 +217,7 @@ def compare(
     passes: Sequence[Recorded], costs: StepCosts, server: ServerShape, survival: Survival, *, seed: int = 0
 ) -> list[Compared]:
     """One line for each load and contender. Raises ConfigError."""
-    groups: dict[tuple[str, str], list[Recorded]] = {}
+    groups: dict[tuple[Arrivals, str], list[Recorded]] = {}
     for each in passes:
         groups.setdefault((each.load, each.speculate), []).append(each)
     case = Case([], costs, server, survival, seed, recorded_lookups(passes))
@@ -235,13 +228,13 @@ def _compared(group: list[Recorded], case: Case) -> Compared:
     """The repetitions of one load and contender."""
     policy = policy_for(group[0].speculate, len(case.survival))
     outcomes = [
-        replace(case, jobs=each.jobs, seed=case.seed + number).run(policy, concurrency=each.concurrency)
+        replace(case, jobs=each.jobs, seed=case.seed + number).run(policy, concurrency=each.load.concurrency)
         for number, each in enumerate(group)
     ]
     requests = [request for outcome in outcomes for request in outcome.requests]
     num_rounds = sum(each.num_rounds for each in requests)
     return Compared(
-        load=group[0].load,
+        load=str(group[0].load),
         speculate=group[0].speculate,
         policy=policy,
         num_requests=len(requests),

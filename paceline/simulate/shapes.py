@@ -5,7 +5,9 @@ Shapes come from the catalogue or from any Hugging Face config.json (`catalogue.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import ConfigError, UnsupportedModelError, reraised
@@ -13,7 +15,6 @@ from paceline.simulate.files import check_amounts
 
 KINDS = ("gqa", "mla", "linear")
 PARTS = ("weights", "experts", "attention", "kv", "indexer")
-AttentionKind = Literal["gqa", "mla", "linear"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +27,9 @@ class Format:
     """Rates of `hardware.Machine.flops_per_s` that may multiply it, the fastest first."""
 
 
-_WIDE = ("bfloat16", "float32")
-FORMATS: dict[str, Format] = {
-    "float32": Format(4.0, ("float32", "bfloat16")),
-    "bfloat16": Format(2.0, _WIDE),
-    "float16": Format(2.0, _WIDE),
-    "float8": Format(1.0, ("float8", *_WIDE)),
-    "int8": Format(1.0, ("float8", *_WIDE)),
-    "float4": Format(0.53, ("float4", "float8", *_WIDE)),
-    "int4": Format(0.53, _WIDE),
-    "q8_0": Format(34 / 32, _WIDE),
-    "q4_1": Format(20 / 32, _WIDE),
-}
-"""float4 is MXFP4, a scale byte for 32 values; int4 keeps 16-bit scales for 128 values and multiplies as 16-bit."""
-SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp8": "float8", "fp4": "float4"}
-SHORT |= {"mxfp4": "float4", "nvfp4": "float4"}
+_TOLD = json.loads((Path(__file__).parent / "formats.json").read_text(encoding="utf-8"))
+FORMATS = {name: Format(told["num_bytes"], tuple(told["computes_as"])) for name, told in _TOLD["formats"].items()}
+SHORT: dict[str, str] = _TOLD["short"]
 
 
 def format_named(name: str) -> str:
@@ -102,7 +91,7 @@ def with_precisions(known: Precisions, text: str | None) -> Precisions:
 class Attention:
     """A group of layers with the same attention."""
 
-    kind: AttentionKind
+    kind: Literal["gqa", "mla", "linear"]
     layers: int
     heads: int = 0
     kv_heads: int = 0

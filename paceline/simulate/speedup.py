@@ -9,7 +9,6 @@ what a run recorded:
     runs/bench-decode-x      a bench run's results (or results.json), a trace in JSON lines or Parquet
 
 Of a bench run the setting with the most accepted drafts counts, unless `name:` picks a drafter: runs/x:default.
-Measured curves rise with depth: one number is a first guess only.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.errors import ConfigError, refuse, reraised
+from paceline.errors import ConfigError, needing, refuse, reraised
 from paceline.figures import add_histograms, survival
 from paceline.simulate.costs import StepCosts
 from paceline.simulate.files import is_amount, read_objects
@@ -168,10 +167,8 @@ def _best_histogram(results: Sequence[dict[str, Any]], drafter: str, file: Path)
 
 
 def _parquet_lines(file: Path) -> list[dict[str, Any]]:
-    try:
+    with needing(ConfigError, "reading a Parquet trace needs pyarrow: pip install 'paceline[data]'"):
         from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise ConfigError("reading a Parquet trace needs pyarrow: pip install 'paceline[data]'") from error
     what = f"{file} is no trace with drafted and accepted"
     with reraised(ConfigError, what, "give one of paceline serve", ArrowException, OSError, KeyError):
         return parquet.read_table(file, columns=["drafted", "accepted"]).to_pylist()

@@ -13,14 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from paceline.errors import ConfigError, PromptError, reraised
+from paceline.errors import ConfigError, PromptError, needing, reraised
 from paceline.runlog import whole_file
 
-try:
+with needing(ConfigError, "answers are kept as Parquet, which needs pyarrow: pip install 'paceline[train]'"):
     import pyarrow as pa
     from pyarrow import parquet
-except ImportError as error:
-    raise ConfigError("answers are kept as Parquet, which needs pyarrow: pip install 'paceline[train]'") from error
 
 SCHEMA = pa.schema(
     [

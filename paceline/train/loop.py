@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import TrainingError
+from paceline.tables import ignore
 from paceline.train.checkpoint import check_same, latest_checkpoint, save_checkpoint
 from paceline.train.config import LoopConfig, OptimConfig
 from paceline.train.dataset import Corpus, Document, Place, StepPlanner
@@ -113,11 +114,7 @@ class Trainer:
         self.state = _State(**{**state, "place": Place(**state["place"])})
         return True
 
-    def run(
-        self,
-        on_step: Callable[[dict[str, Any]], None] = lambda figures: None,
-        notice: Callable[[str], None] = lambda text: None,
-    ) -> None:
+    def run(self, on_step: Callable[[dict[str, Any]], None] = ignore, notice: Callable[[str], None] = ignore) -> None:
         """Train to the end, with checkpoints on the way and there. Raises TrainingError on a loss that is no number.
 
         `on_step` gets what metrics.jsonl gets; `heldout` and `ood` only at steps that looked at those documents.

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -13,26 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from paceline.errors import CacheError, reraised
 from paceline.model.checkpoint import load_config, random_tensors
 
-SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|mask|>"]
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "vocab_size": 256 + len(SPECIAL),
-    "eos_token_id": 256,
-}
-TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+PARTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 
 def write_tiny_target(folder: Path, seed: int = 0) -> Path:
@@ -41,10 +21,9 @@ def write_tiny_target(folder: Path, seed: int = 0) -> Path:
         return folder
     with reraised(CacheError, f"cannot write the tiny target to {folder}", "choose another --out", OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(CONFIG, indent=1), encoding="utf-8")
-        byte_tokenizer(SPECIAL).save(str(folder / "tokenizer.json"))
-        settings = {"chat_template": TEMPLATE, "eos_token": SPECIAL[0], "tokenizer_class": "PreTrainedTokenizerFast"}
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps(PARTS["config"], indent=1), encoding="utf-8")
+        byte_tokenizer(PARTS["special_tokens"]).save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps(PARTS["tokenizer_config"]), encoding="utf-8")
         # Louder than usual, and with a head of its own, so that the text wanders instead of saying one token for ever.
         tensors = {name: tensor if "norm" in name else tensor * 4 for name, tensor in random_tensors(load_config(folder), seed)}
         save_file(tensors, folder / "model.safetensors")

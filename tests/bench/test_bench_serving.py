@@ -19,12 +19,12 @@ from small_llm import tiny_model
 from paceline.bench import servers
 from paceline.bench.client import Client, Stream
 from paceline.bench.config import ServersConfig, ServingConfig
-from paceline.bench.serving import Answer, Contender, Load, ServingBench, read_answer, tokens_per_round
+from paceline.bench.serving import Answer, Contender, ServingBench, read_answer, tokens_per_round
 from paceline.commands.bench import bench_serving, words_of
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
 from paceline.prompts import Prompt
-from paceline.simulate.load import poisson
+from paceline.simulate.load import Arrivals, poisson
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 FAST = ("--concurrency", "2", "--rate", "50", "--requests", "3", "--max-tokens", "6")
@@ -146,7 +146,7 @@ def test_loads_requests_and_turns() -> None:
     )
     bench = ServingBench(contenders, "m", PROMPTS, config)
     order: list[tuple[str, str]] = []
-    told: list[Load] = []
+    told: list[Arrivals] = []
     bench.run(lambda load, _: told.append(load), lambda load, name, _: order.append((str(load), name)))
     assert len(told) == bench.num_answers == 2 * 2 * 2 * 7
     closed, opened = "3 in flight", "1000 per second"
@@ -166,7 +166,8 @@ def test_a_closed_loop_keeps_its_number_in_flight() -> None:
     client = Recording(0.002)
     bench = ServingBench([Contender("x", client)], "m", PROMPTS, ServingConfig(concurrencies=(3,), max_tokens=1))
     bench.run()
-    assert client.most == 3 and bench.num_requests(Load(concurrency=3)) == 12 and bench.num_requests(Load(rate=0.5)) == 5
+    assert client.most == 3
+    assert bench.num_requests(Arrivals(concurrency=3)) == 12 and bench.num_requests(Arrivals(rate=0.5)) == 5
     assert bench.results()[0].speedup is None and bench.results()[0].identical is None
 
 

@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 
 from paceline.bench.config import ServersConfig, ServingConfig
 from paceline.bench.servers import _log, bench_serving
-from paceline.bench.serving import Answer, Contender, Load, Pass, ServingBench
+from paceline.bench.serving import Answer, Contender, Pass, ServingBench
 from paceline.cli import app
 from paceline.errors import ConfigError
 from paceline.figures import Rounds
 from paceline.prompts import Prompt
 from paceline.runlog import RunFolder
 from paceline.simulate.costs import table_of
-from paceline.simulate.load import arriving, poisson
+from paceline.simulate.load import Arrivals, arriving, poisson
 from paceline.simulate.replay import Recorded, compare, policy_for, read_passes, recorded_lookups, recorded_survival
 from paceline.simulate.serving import Case, Job, Lookups, Outcome, ServerShape
 
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     contenders = [Contender(name, None) for name in ("off", "full")]  # type: ignore[arg-type]
     config = ServingConfig(concurrencies=(3,), rates=(2.0,))
     bench = ServingBench(contenders, "small", [Prompt("0", [], (), "x", (1,))], config)
-    for load in (Load(concurrency=3), Load(rate=2.0)):
+    for load in (Arrivals(concurrency=3), Arrivals(rate=2.0)):
         for name, policy in (("off", "off"), ("full", "7")):
             outcome = served(policy, load.rate, load.concurrency)
             done = Pass(outcome.wall_s, 0.0, [*answers_of(outcome), Answer(error="refused")])
@@ -90,7 +90,7 @@ def steps(tmp_path: Path) -> Path:
 
 def test_a_run_is_read_back(folder: Path) -> None:
     passes = read_passes(folder)
-    assert [(each.load, each.speculate) for each in passes] == [
+    assert [(str(each.load), each.speculate) for each in passes] == [
         ("3 in flight", "off"),
         ("3 in flight", "full"),
         ("2 per second", "off"),
@@ -111,7 +111,7 @@ def test_a_real_run_can_be_replayed(tmp_path: Path) -> None:
         bench_serving(ServersConfig(url=live.url), config, limit=2, out=tmp_path / "run")
     passes = read_passes(tmp_path / "run")
     assert len(passes) == 8 and all(len(each.jobs) == 4 for each in passes)
-    opened = [each for each in passes if each.rate]
+    opened = [each for each in passes if each.load.rate]
     assert all([job.arrives_at for job in each.jobs] == sorted(job.arrives_at for job in each.jobs) for each in opened)
     assert [job.arrives_at for job in opened[0].jobs] == pytest.approx(poisson(50.0, 4, 0), abs=0.002)
     assert [job.arrives_at for job in opened[-1].jobs] == pytest.approx(poisson(50.0, 4, 1), abs=0.002)
@@ -144,7 +144,7 @@ def test_places_that_were_seldom_tried_are_estimated() -> None:
     chance = 0.8
     rounds = [round(1000 * chance**count * (1 - chance)) for count in range(4)]
     found = Rounds(1000, 4000, (*rounds, 300, 50, 60))
-    recorded = Recorded("auto", None, 1, [Job(0.0, 1, 1)], 1.0, [0.1], found, found)
+    recorded = Recorded("auto", Arrivals(concurrency=1), [Job(0.0, 1, 1)], 1.0, [0.1], found, found)
     found = recorded_survival([recorded])
     assert len(found) == 6
     conditional = [later / sooner for sooner, later in zip((1.0, *found), found, strict=False)]

@@ -30,7 +30,7 @@ from paceline.train.config import LoopConfig, TrainConfig
 from paceline.train.features import ScaledFeatures
 from paceline.train.packs import DFlashTrainable
 from paceline.train.start import continued_draft_ids
-from paceline.train.tiny import CONFIG, write_tiny_target
+from paceline.train.tiny import PARTS, write_tiny_target
 
 TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1")
 FORWARD = ("--max-steps", "30")
@@ -83,7 +83,7 @@ def test_prompts_in_drafter_out(finished: tuple[Path, dict[str, Any], float]) ->
     assert config["what"] == "train" and config["train"]["max_steps"] == 30
     steps = figures(run)
     assert list(steps) == list(range(1, 31))
-    assert abs(steps[1]["loss"] - math.log(CONFIG["vocab_size"])) < 1.0, "the first loss is about log(vocabulary)"
+    assert abs(steps[1]["loss"] - math.log(PARTS["config"]["vocab_size"])) < 1.0, "the first loss is about log(vocabulary)"
     assert steps[30]["loss"] < steps[1]["loss"] - 2
     assert {number for number, each in steps.items() if "heldout" in each} == {10, 20, 30}
     assert steps[30]["heldout"]["eal"] == line["eal"]

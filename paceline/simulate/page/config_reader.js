@@ -1,18 +1,7 @@
-// The keys of a pasted config.json under their many names, as paceline.simulate.hf_values reads them.
+// The keys of a pasted config.json under their many names, as paceline.simulate.catalogue reads them.
+import CONFIG_KEYS from "../config_keys.json" with { type: "json" };
 import { InputError } from "./formulas.js";
 
-const OTHER_NAMES = {
-  num_hidden_layers: ["n_layer", "num_layers"], hidden_size: ["n_embd", "d_model"], num_attention_heads: ["n_head"],
-  max_position_embeddings: ["n_positions", "max_seq_len"],
-};
-const EXPERTS = ["num_experts", "n_routed_experts", "num_local_experts"];
-const PER_TOKEN = ["num_experts_per_tok", "experts_per_token", "moe_topk"];
-const LAYER_KINDS = ["full_attention", "sliding_attention", "linear_attention"];
-const NOT_READ = {
-  mamba: "state-space layers", falcon: "parallel attention with its own head sizes", gpt2: "two-matrix feed-forward parts",
-  gpt_neox: "two-matrix feed-forward parts", gemma4: "head sizes that differ by layer", nemotron_h: "state-space layers",
-  rwkv: "recurrent layers", bert: "an encoder", t5: "an encoder",
-};
 const QUANTIZATION = ["quant_method", "quant_algo", "bits", "load_in_4bit"];
 const MOST_LAYERS = 2000;
 const LARGEST = 1e9;
@@ -28,7 +17,7 @@ export class ConfigReader {
     this.#outer = config;
     this.#inner = [config.text_config, config.llm_config].find(isTrue) ?? config;
     if (!isObject(this.#inner)) throw new InputError("this is no config.json of a model: it must be a JSON object with hidden_size and so on");
-    for (const [family, reason] of Object.entries(NOT_READ)) {
+    for (const [family, reason] of Object.entries(CONFIG_KEYS.not_read)) {
       if (this.family.startsWith(family)) throw new InputError(`${this.family} has ${reason}, which is not read: paste its shape instead`);
     }
     if (this.whole("num_hidden_layers") > MOST_LAYERS) throw new InputError(`num_hidden_layers is above ${MOST_LAYERS}: check the config.json`);
@@ -59,7 +48,7 @@ export class ConfigReader {
 
   /** A whole number; a key that is null counts as missing. */
   whole(name, standard) {
-    const value = [name, ...(OTHER_NAMES[name] ?? [])].map((key) => this.get(key)).find((each) => each != null);
+    const value = [name, ...(CONFIG_KEYS.other_names[name] ?? [])].map((key) => this.get(key)).find((each) => each != null);
     if (value === undefined) {
       if (standard === undefined) throw new InputError(`${this.family}: the config has no ${name}, which a prediction needs: paste a complete config.json`);
       return standard;
@@ -101,8 +90,8 @@ export class ConfigReader {
     const kinds = this.get("layer_types");
     if (Array.isArray(kinds) && kinds.length > layer) {
       const kind = String(kinds[layer]);
-      if (LAYER_KINDS.includes(kind)) return kind;
-      if (!this.has("compress_ratios")) throw new InputError(`${this.family}: layer type ${JSON.stringify(kind)} is not known: choose from ${LAYER_KINDS.join(", ")}`);
+      if (CONFIG_KEYS.layer_kinds.includes(kind)) return kind;
+      if (!this.has("compress_ratios")) throw new InputError(`${this.family}: layer type ${JSON.stringify(kind)} is not known: choose from ${CONFIG_KEYS.layer_kinds.join(", ")}`);
       return "full_attention";
     }
     if (this.has("linear_num_value_heads")) return (layer + 1) % this.#every("full_attention_interval", 4) === 0 ? "full_attention" : "linear_attention";
@@ -119,11 +108,11 @@ export class ConfigReader {
   #first(names) { return names.find((name) => this.has(name)); }
 
   get numExperts() {
-    const name = this.#first(EXPERTS);
+    const name = this.#first(CONFIG_KEYS.experts);
     return name ? this.whole(name) : 0;
   }
 
-  get expertsPerToken() { return this.whole(this.#first(PER_TOKEN) ?? PER_TOKEN[0]); }
+  get expertsPerToken() { return this.whole(this.#first(CONFIG_KEYS.per_token) ?? CONFIG_KEYS.per_token[0]); }
 
   isSparse(layer) {
     if (!this.numExperts || layer < this.whole("first_k_dense_replace", 0)) return false;

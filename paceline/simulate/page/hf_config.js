@@ -1,8 +1,8 @@
 // A pasted config.json as a shape, as paceline.simulate.catalogue counts it; or a shape's own JSON, checked.
+import CONFIG_KEYS from "../config_keys.json" with { type: "json" };
 import { ConfigReader } from "./config_reader.js";
 import { InputError } from "./formulas.js";
 
-const GATED = ["qwen3_next", "qwen3_5", "qwen3_5_moe"];
 const COUNTS = ["layers", "heads", "kv_heads", "head_dim", "latent", "rope", "indexer_heads", "indexer_dim", "state_bytes"];
 const LIMITS = ["window", "ratio", "topk"];
 const LARGEST_SIZE = 1e18;
@@ -97,7 +97,7 @@ function attentionParameters(read, layer) {
   const heads = read.whole("num_attention_heads");
   if (read.has("compress_ratios")) return compressedParameters(read, layer);
   if (read.has("kv_lora_rank")) return latentParameters(read);
-  const width = heads * read.headDim, isGated = read.flag("attn_output_gate", GATED.includes(read.family.replace(/_text$/, "")));
+  const width = heads * read.headDim, isGated = read.flag("attn_output_gate", CONFIG_KEYS.gated.includes(read.family.replace(/_text$/, "")));
   return hidden * ((isGated ? 2 * width : width) + 2 * read.whole("num_key_value_heads", heads) * read.headDim + width);
 }
 

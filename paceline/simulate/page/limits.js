@@ -1,47 +1,43 @@
-// What a prediction takes for granted, in sentences; the conditions are those of paceline.simulate.limits.
+// What a prediction takes for granted: the sentences are those of limits.json, the conditions those of paceline.simulate.limits.
 import { arithmetic } from "./formulas.js";
 
 const sixDigits = (value) => String(Number(value.toPrecision(6)));
 
-function expertLimit({ locality }, measured) {
-  if (locality === 0) {
-    return `Experts are drawn uniformly, anew for each position; real routing is more local, so drafts bring fewer new experts (an expert locality of ${measured} fits one measurement).`;
-  }
-  return `The q positions of a sequence draw experts as q^${sixDigits(1 - locality)} positions would, uniformly.`;
-}
+/** A sentence with its {names} filled in. */
+const filled = (text, values) => text.replace(/\{(\w+)\}/g, (_, name) => values[name]);
 
 /** Formats that the machine multiplies in a wider one. */
-function rateLimits(shape, { precisions, machine }) {
+function rateLimits(shape, { precisions, machine }, texts) {
   const parts = ["weights", "attention", ...(shape.experts ? ["experts"] : [])];
   return parts.flatMap((part) => {
     const { name } = precisions[part], rate = arithmetic(precisions[part], machine.flops_per_s);
     const isUsual = rate === "bfloat16" && ["float16", "int4", "q8_0", "q4_1"].includes(name);
-    return rate === name || isUsual ? [] : [`${machine.name} has no known rate for ${name}: ${part} are read as such and multiplied as ${rate}.`];
+    return rate === name || isUsual ? [] : [filled(texts.no_rate, { machine: machine.name, format: name, part, rate })];
   });
 }
 
-function rooflineLimits(shape, deployment, { limits, measured_locality }) {
-  const found = [...limits], { num_gpus, machine, latency_s } = deployment;
-  if (shape.experts) found.push(expertLimit(deployment, measured_locality));
-  if (shape.attention.some(({ kind }) => kind === "linear")) {
-    found.push("Linear attention costs the reading of its state, in 16 bits, once a pass: its arithmetic and the copies of the state that taking back drafts needs are left out.");
-  }
+function rooflineLimits(shape, deployment, { limits: texts, measured_locality }) {
+  const found = [...texts.roofline], { num_gpus, machine, latency_s, locality } = deployment;
+  if (shape.experts && locality === 0) found.push(filled(texts.uniform_experts, { locality: `an expert locality of ${measured_locality}` }));
+  else if (shape.experts) found.push(filled(texts.local_experts, { power: sixDigits(1 - locality) }));
+  if (shape.attention.some(({ kind }) => kind === "linear")) found.push(texts.linear);
   if (num_gpus > 1) {
-    found.push(`${num_gpus} GPUs: arithmetic and bandwidth add up perfectly, and each layer pays two ring all-reduces of 16-bit activations at ${(machine.link_bytes_per_s / 1e9).toFixed(0)} GB/s one way and ${sixDigits(1e6 * latency_s)} us each, hidden behind nothing. An assumption, not a measurement.`);
+    const gigabytes = (machine.link_bytes_per_s / 1e9).toFixed(0), microseconds = sixDigits(1e6 * latency_s);
+    found.push(filled(texts.several_gpus, { num_gpus, gigabytes, microseconds }));
   }
-  return [...found, ...rateLimits(shape, deployment), ...(shape.note ? [shape.note] : [])];
+  return [...found, ...rateLimits(shape, deployment, texts), ...(shape.note ? [shape.note] : [])];
 }
 
-function acceptanceLimits({ kind, conditional, numRounds }, { max_draft }) {
-  if (kind === "constant") return ["Each draft stands with the same chance; measured chances rise with depth, so long drafts come out too low."];
-  const found = [], last = conditional[conditional.length - 1];
-  if (max_draft > conditional.length) found.push(`Drafts beyond place ${conditional.length} have the last known chance, ${last.toFixed(2)}: a guess.`);
-  if (numRounds) found.push(`Acceptance is that of ${numRounds.toLocaleString("en-US")} recorded rounds.`);
+function acceptanceLimits({ kind, conditional, numRounds }, { max_draft }, { limits: texts }) {
+  if (kind === "constant") return [texts.constant];
+  const found = [], chance = conditional[conditional.length - 1].toFixed(2);
+  if (max_draft > conditional.length) found.push(filled(texts.beyond, { place: conditional.length, chance }));
+  if (numRounds) found.push(filled(texts.recorded, { rounds: numRounds.toLocaleString("en-US") }));
   return found;
 }
 
 export const limitsOf = ({ shape, deployment, acceptance, load }, data) =>
-  [...rooflineLimits(shape, deployment, data), ...acceptanceLimits(acceptance, load)];
+  [...rooflineLimits(shape, deployment, data), ...acceptanceLimits(acceptance, load, data)];
 
 const gigabytes = (bytes) => (bytes / 1e9).toFixed(1);
 
