@@ -295,6 +295,8 @@ class Verdict:
     next_token_B: list[int]
     lossless: bool
     """Whether the rule that decided keeps the target's distribution."""
+    kept_B: list[list[int]] | None = None
+    """Of each row which drafts stand, root to leaf; None: its first `num_accepted`."""
     failed_B: list[str | None] | None = None
     """Of each row why it cannot go on: then nothing of it stands and its next token is -1. None: all rows are well."""
 
