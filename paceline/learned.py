@@ -35,6 +35,13 @@ PLAIN_EVERY = 64
 """A round without drafts now and then, to know what one takes; more often at the beginning."""
 REST = 8
 """Rounds of several rows in which computed drafts are not weighed again after they were not worth it: weighing takes time."""
+DISAPPOINTED = 64
+"""Rounds without any drafts after those with drafts brought fewer tokens per second than the plain ones between them: what is
+believed of their cost or their chances is wrong then."""
+LEAST_LOSS = 0.02
+"""Share of tokens per second that drafts must lose to be taken for that."""
+_BESIDE, _CLIP, _GAIN_WEIGHT = 8, 0.3, 0.3
+"""Latest rounds with drafts that a plain one is compared with; most that one comparison says (logarithm); its weight."""
 LEAST_CHUNK = 8
 """Prompt tokens of a chunk at least: what smaller ones spare they cost again."""
 _RECENT = 0.97
@@ -288,6 +295,16 @@ class RoundRecord:
     """By class of size of the rows: rounds with drafts since the last one without, and how many there may be."""
     _rest: tuple[int, int] = (0, 0)
     """Rounds left, and of how many rows."""
+    _latest: list[tuple[int, float]] = field(default_factory=list)
+    """Tokens and seconds of the rounds with drafts since the last one without."""
+    _drafting: tuple[str, int] = ("", 0)
+    """Whose drafts those rounds had, and how many rows."""
+    _gains: dict[tuple[str, int], tuple[float, int]] = field(default_factory=dict)
+    """By source and number of rows: logarithm of the tokens per second with drafts over those without, each from rounds that
+    followed one another, so that no estimate and no pace of the machine is in it; and how many comparisons that is."""
+    _pauses: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By source: rounds that it still drafts nothing in, and how long its next pause is: twice as long each time that drafts
+    disappoint right after one."""
 
     def __post_init__(self) -> None:
         self.trial_s = FIRST_TRIALS * self.costs.pass_s(1)
@@ -306,6 +323,40 @@ class RoundRecord:
             self.trial_s += TRIAL_SHARE * seconds
         if is_trial:
             self.trial_s -= max(seconds - plain_s, self.wanted_s)
+
+    def compare(self, num_rows: int, num_tokens: int, seconds: float, sources: set[str]) -> None:
+        """A round as it was, in seconds of now, with drafts of these sources: see whether those have been worth their time, and
+        pause them where they were not."""
+        drafting = (next(iter(sources), ""), num_rows)
+        if len(sources) == 1:
+            self._latest = [*(self._latest[1 - _BESIDE :] if drafting == self._drafting else []), (num_tokens, seconds)]
+            self._drafting = drafting
+            return
+        source, rows = self._drafting
+        beside, self._latest = self._latest, []
+        if sources or not beside or rows != num_rows:
+            return
+        gain = math.log(sum(tokens for tokens, _ in beside) * seconds / (sum(spent for _, spent in beside) * num_tokens))
+        known, count = self._gains.get((source, rows), (0.0, 0))
+        known += max(_GAIN_WEIGHT, 1.0 / (1 + count)) * (min(max(gain, -_CLIP), _CLIP) - known)
+        self._gains[source, rows] = known, count + 1
+        if known < -LEAST_LOSS and count >= 2:
+            del self._gains[source, rows]
+            self._drafted.pop(_size_class(num_rows), None)
+            pause = self._pauses.get(source, (0, DISAPPOINTED))[1]
+            self._pauses[source] = pause, min(2 * pause, 8 * DISAPPOINTED)
+        elif count >= 2:
+            self._pauses.pop(source, None)
+
+    def paused(self) -> set[str]:
+        """Sources that draft nothing in this round, because their latest drafts disappointed."""
+        self._pauses = {source: (max(left - 1, 0), length) for source, (left, length) in self._pauses.items()}
+        return {source for source, (left, _) in self._pauses.items() if left}
+
+    def forget(self, source: str) -> None:
+        """Another drafter drafts under this name from now on."""
+        self._gains = {key: gain for key, gain in self._gains.items() if key[0] != source}
+        self._pauses.pop(source, None)
 
     def needs_plain(self, num_rows: int) -> bool:
         """Whether it is time for a round without drafts: without some, nobody knows what one takes by now."""

@@ -197,13 +197,13 @@ class AdaptivePlanner:
         plan = Plan(chunk, rows, [Take() for _ in rows], num_rows)
         if not rows or kind.needs_plain(len(rows)):
             return plan
-        may_compute = not kind.rests(num_rows)
+        may_compute, paused = not kind.rests(num_rows), kind.paused()
         rate = kind.rate(num_rows)
         most_s = self._chunks.most_round_s / kind.costs.slowness if prompt_left else math.inf
         wants = [
             want
             for place, row in enumerate(rows)
-            if (want := self._best(kind, rate, num_rows, place, row, may_compute)) is not None
+            if (want := self._best(kind, rate, num_rows, place, row, may_compute, paused)) is not None
         ]
         counts = _share_out(kind.costs, rate, num_rows, wants, most_s, margin=MARGIN)
         for want, count in zip(wants, counts, strict=True):
@@ -223,11 +223,13 @@ class AdaptivePlanner:
     def _kind(self, rows: list[Row]) -> RoundRecord:
         return self._kinds["greedy" if all(row.kind == "greedy" for row in rows) else "drawn"]
 
-    def _best(self, kind: RoundRecord, rate: float, num_rows: int, place: int, row: Row, may_compute: bool) -> _Want | None:
+    def _best(
+        self, kind: RoundRecord, rate: float, num_rows: int, place: int, row: Row, may_compute: bool, paused: set[str]
+    ) -> _Want | None:
         """The offer that would bring the most over its time if no other row checked any; drafting costs are shared by all."""
         best, most = None, 0.0
         for offer in row.offers:
-            if offer.cost_s and not may_compute:
+            if (offer.cost_s and not may_compute) or offer.source in paused:
                 continue
             if truth := self._truths.get((offer.source, row.kind)):
                 offer = Offer(offer.source, truth.right(offer.chances))
@@ -310,10 +312,15 @@ class AdaptivePlanner:
         round_s = stats.draft_s + stats.verify_s + stats.host_s
         kind.record(num_rows, num_rows + sum(stats.num_accepted_B), round_s / costs.slowness, plan.is_trial)
         kind.drafted(num_rows, any_checked=any(stats.num_checked_B))
+        if not plan.is_trial and not plan.chunk:
+            drafting = {take.source for take, count in zip(plan.drafts, stats.num_checked_B, strict=True) if count}
+            kind.compare(num_rows, num_rows + sum(stats.num_accepted_B), round_s, drafting)
         self._chunks.decoded(round_s, beside_chunk=plan.chunk > 0)
 
     def forget(self, source: str) -> None:
         """Another drafter drafts under this name from now on."""
+        for kind in self._kinds.values():
+            kind.forget(source)
         for records in (self._chances, self._lifts, self._truths):
             for key in [key for key in records if key[0] == source]:
                 del records[key]

@@ -47,8 +47,8 @@ def transformers_model(path: Path, dtype: torch.dtype) -> Any:
 
 
 class TransformersPeer:
-    """Greedy, one request at a time, same weights, device and threads as the LLM it is measured against; same dtype too, but for
-    float32 in place of a bfloat16 that the processor has no instructions for, which is many times slower there."""
+    """Greedy, one request at a time, same weights, device and threads as the LLM it is measured against; same dtype too, but
+    for float32 in place of a bfloat16 that the processor has no instructions for, which is many times slower there."""
 
     def __init__(self, llm: LLM) -> None:
         from transformers.utils import logging

@@ -28,6 +28,7 @@ from paceline.model.gguf_file import GGUFFile, StoredTensor, open_gguf
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 NAMES, LAYER_NAMES = TABLES["gguf"]["model"], TABLES["gguf"]["layer"]
 ROPE_FACTORS = "rope_freqs.weight"
+HALVES = {Quant.F16: torch.float16, Quant.BF16: torch.bfloat16}
 KINDS_BY_NAME: dict[str, BlockKind] = {kind: kind for kind in BLOCK_KINDS}
 HALVES = {Quant.F16: torch.float16, Quant.BF16: torch.bfloat16}
 

@@ -163,16 +163,14 @@ def pack(weights: list[Weight], dtype: torch.dtype) -> Matrix:
     """Stack matrices [n_i, cols], each padded to a multiple of 16 rows, each in the form it comes in."""
     forms = [_form(weight, dtype) for weight in weights]
     counts = [padded_rows(weight.shape[0]) for weight in weights] if len(weights) > 1 else [weights[0].shape[0]]
-    parts = [
-        (name, sum(count for _, count in group)) for name, group in groupby(zip(forms, counts, strict=True), itemgetter(0))
-    ]
-    matrix = Matrix([(rows, name) for name, rows in parts], weights[0].shape[1])
+    groups = groupby(zip(forms, counts, strict=True), itemgetter(0))
+    matrix = Matrix([(sum(count for _, count in group), name) for name, group in groups], weights[0].shape[1])
     first = 0
     for weight, name, count in zip(weights, forms, counts, strict=True):
         if isinstance(weight, Blocks):
             matrix.fill(first, weight.data, name)
         else:
-            matrix.fill(first, weight if weight.dtype == getattr(torch, name) else weight.float())
+            matrix.fill(first, weight if str(weight.dtype).endswith(name) else weight.float())
         first += count
     return matrix
 
