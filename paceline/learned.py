@@ -322,7 +322,10 @@ class RoundRecord:
         if self.trial_s < self.wanted_s:
             self.trial_s += TRIAL_SHARE * seconds
         if is_trial:
-            self.trial_s -= max(seconds - plain_s, self.wanted_s)
+            gained_s = plain_s * (num_tokens / num_rows - 1.0)
+            # One that paid for itself costs nothing: the next may follow at once, and a drafter that has become good is soon known.
+            lost_s = seconds - plain_s - gained_s if gained_s else max(seconds - plain_s, self.wanted_s)
+            self.trial_s -= max(lost_s, 0.0)
 
     def compare(self, num_rows: int, num_tokens: int, seconds: float, sources: set[str]) -> None:
         """A round as it was, in seconds of now, with drafts of these sources: see whether those have been worth their time, and
