@@ -42,8 +42,6 @@ LEAST_LOSS = 0.02
 """Share of tokens per second that drafts must lose to be taken for that."""
 _BESIDE, _CLIP, _GAIN_WEIGHT = 8, 0.3, 0.3
 """Latest rounds with drafts that a plain one is compared with; most that one comparison says (logarithm); its weight."""
-LEAST_CHUNK = 8
-"""Prompt tokens of a chunk at least: what smaller ones spare they cost again."""
 _RECENT = 0.97
 """What is left of older rounds in the rate of recent ones with each new one."""
 
@@ -321,11 +319,9 @@ class RoundRecord:
         self.trial_s = min(self.trial_s, max(FIRST_TRIALS * plain_s, self.wanted_s))
         if self.trial_s < self.wanted_s:
             self.trial_s += TRIAL_SHARE * seconds
-        if is_trial:
-            gained_s = plain_s * (num_tokens / num_rows - 1.0)
-            # One that paid for itself costs nothing: the next may follow at once, and a drafter that has become good is soon known.
-            lost_s = seconds - plain_s - gained_s if gained_s else max(seconds - plain_s, self.wanted_s)
-            self.trial_s -= max(lost_s, 0.0)
+        if is_trial:  # one that paid for itself costs nothing: a drafter that is good by now is soon known
+            lost_s = seconds - plain_s * num_tokens / num_rows
+            self.trial_s -= max(lost_s, 0.0) if num_tokens > num_rows else max(seconds - plain_s, self.wanted_s)
 
     def compare(self, num_rows: int, num_tokens: int, seconds: float, sources: set[str]) -> None:
         """A round as it was, in seconds of now, with drafts of these sources: see whether those have been worth their time, and
@@ -357,7 +353,7 @@ class RoundRecord:
         return {source for source, (left, _) in self._pauses.items() if left}
 
     def forget(self, source: str) -> None:
-        """Another drafter drafts under this name from now on."""
+        """As Planner.forget."""
         self._gains = {key: gain for key, gain in self._gains.items() if key[0] != source}
         self._pauses.pop(source, None)
 
@@ -384,34 +380,3 @@ class RoundRecord:
         left, resting_rows = self._rest
         self._rest = max(left - 1, 0), resting_rows
         return left > 0 and resting_rows == num_rows
-
-
-class ChunkSizes:
-    """Sizes of prefill chunks: all that fits when nobody decodes, else what takes about one round, so that a stream waits two
-    rounds for its next token."""
-
-    def __init__(self, most: int, adapts: bool) -> None:
-        self._most, self._adapts = most, adapts
-        self._token_s = self._round_s = 0.0
-
-    def size(self, num_running: int) -> int:
-        if not (self._adapts and num_running and self._token_s and self._round_s):
-            return self._most
-        return min(max(int(self._round_s / self._token_s), LEAST_CHUNK), self._most)
-
-    @property
-    def most_round_s(self) -> float:
-        """Seconds of a round beside a chunk that drafts may lengthen it to: what rounds usually take."""
-        return self._round_s if self._adapts and self._round_s else math.inf
-
-    def prefilled(self, num_tokens: int, seconds: float) -> None:
-        self._token_s = _towards(self._token_s, seconds / num_tokens, 2.0)
-
-    def decoded(self, seconds: float, *, beside_chunk: bool) -> None:
-        """A longer round counts little, and so does one after a chunk, which left other things in the caches."""
-        self._round_s = _towards(self._round_s, seconds, 1.25, 0.05 if beside_chunk else 0.2)
-
-
-def _towards(known: float, seen: float, most: float, weight: float = 0.2) -> float:
-    """A running average; one value counts as `most` times what is known at most, so that one disturbance moves it by little."""
-    return known + weight * (min(seen, most * known) - known) if known else seen

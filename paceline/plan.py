@@ -21,8 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from paceline.chunks import ChunkSizes
 from paceline.errors import ConfigError
-from paceline.learned import PRIORS, Chances, ChunkSizes, PassCosts, RoundCosts, RoundRecord, Truth
+from paceline.learned import PRIORS, Chances, PassCosts, RoundCosts, RoundRecord, Truth
 from paceline.types import RoundStats, RowKind, Take
 
 MARGIN = 0.02

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "paceline"
 
 LAYERS = [
-    {"types", "errors", "config", "figures", "hardware", "learned", "plan", "runlog", "rng", "prompts", "tables"},
+    {"types", "errors", "chunks", "config", "figures", "hardware", "learned", "plan", "runlog", "rng", "prompts", "tables"},
     {"hub", "model", "simulate"},
     {"draft", "verify"},
     {"engine"},
@@ -30,6 +30,7 @@ TORCH_FREE_AT_IMPORT = [
     "config",
     "figures",
     "hardware",
+    "chunks",
     "learned",
     "plan",
     "runlog",
@@ -47,7 +48,9 @@ SIDEWAYS = {
     ("bench", "train"),
     ("bench", "serve"),
 }
-STANDS_ALONE = {"simulate": {"types", "errors", "config", "figures", "hardware", "learned", "plan", "tables", "simulate"}}
+STANDS_ALONE = {
+    "simulate": {"types", "errors", "chunks", "config", "figures", "hardware", "learned", "plan", "tables", "simulate"}
+}
 """Parts that import nothing else of ours, and no torch."""
 
 

@@ -8,8 +8,9 @@ import random
 
 import pytest
 
+from paceline.chunks import LEAST_CHUNK, ChunkSizes
 from paceline.errors import ConfigError
-from paceline.learned import LEAST_CHUNK, PLAIN_EVERY, Chances, ChunkSizes, PassCosts, RoundCosts
+from paceline.learned import PLAIN_EVERY, Chances, PassCosts, RoundCosts
 from paceline.plan import AdaptivePlanner, FixedPlanner, Offer, Plan, Planner, Row, num_fixed
 from paceline.types import RoundStats, RowKind, Take
 

@@ -151,13 +151,10 @@ def _hf_name(name: str, path: Path) -> str:
 
 
 def _dequantise(file: GGUFFile, stored: StoredTensor) -> Tensor:
-    try:
+    unknown = f"{file.path}: quantisation {stored.kind.name} of {stored.name!r} is not implemented"
+    remedy = f"fetch the model in one of {', '.join(BLOCK_KINDS)}"
+    with reraised(UnsupportedModelError, unknown, remedy, NotImplementedError):
         values = gguf.dequantize(file.read(stored), stored.kind)
-    except NotImplementedError as error:
-        raise UnsupportedModelError(
-            f"{file.path}: quantisation {stored.kind.name} of {stored.name!r} is not implemented "
-            f"(multiplied as it is: {', '.join(BLOCK_KINDS)}): fetch the model in one of these"
-        ) from error
     return torch.from_numpy(values).reshape(stored.shape)
 
 

@@ -23,9 +23,8 @@ from paceline.errors import NativeError
 from paceline.types import SamplingParams
 
 ABI_VERSION = 3
-FORMAT_NAMES = (
-    *("float32", "bfloat16", "Q8_0", "Q4_1", "float16", "Q4_0", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
-)
+FORMAT_NAMES: list[str] = ["float32", "bfloat16", "Q8_0", "Q4_1", "float16", "Q4_0", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+FORMAT_NAMES += ["IQ4_NL", "IQ4_XS"]
 """In the order of the library's PnFormat."""
 FORMATS = {getattr(torch, name): FORMAT_NAMES.index(name) for name in ("float32", "bfloat16")}
 """Of inputs, caches and taps."""

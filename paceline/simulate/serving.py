@@ -75,7 +75,7 @@ class ServerShape:
     prefill_chunk: int | None = 256
     """Prompt tokens of a step at most; None prefills a prompt at once."""
     prefill_adapts: bool = False
-    """Whether chunks beside running requests take about a round's time (`learned.ChunkSizes`)."""
+    """Whether chunks beside running requests take about a round's time (`chunks.ChunkSizes`)."""
     request_s: float = 0.0
     """Seconds of a request outside the engine before its first token: HTTP, tokenizing. They delay no other request."""
 

@@ -1,0 +1,39 @@
+"""How much of a prompt is read beside a round of decoding. No PyTorch."""
+
+from __future__ import annotations
+
+import math
+
+LEAST_CHUNK = 8
+"""Prompt tokens of a chunk at least: what smaller ones spare they cost again."""
+
+
+class ChunkSizes:
+    """Sizes of prefill chunks: all that fits when nobody decodes, else what takes about one round, so that a stream waits two
+    rounds for its next token."""
+
+    def __init__(self, most: int, adapts: bool) -> None:
+        self._most, self._adapts = most, adapts
+        self._token_s = self._round_s = 0.0
+
+    def size(self, num_running: int) -> int:
+        if not (self._adapts and num_running and self._token_s and self._round_s):
+            return self._most
+        return min(max(int(self._round_s / self._token_s), LEAST_CHUNK), self._most)
+
+    @property
+    def most_round_s(self) -> float:
+        """Seconds of a round beside a chunk that drafts may lengthen it to: what rounds usually take."""
+        return self._round_s if self._adapts and self._round_s else math.inf
+
+    def prefilled(self, num_tokens: int, seconds: float) -> None:
+        self._token_s = _towards(self._token_s, seconds / num_tokens, 2.0)
+
+    def decoded(self, seconds: float, *, beside_chunk: bool) -> None:
+        """A longer round counts little, and so does one after a chunk, which left other things in the caches."""
+        self._round_s = _towards(self._round_s, seconds, 1.25, 0.05 if beside_chunk else 0.2)
+
+
+def _towards(known: float, seen: float, most: float, weight: float = 0.2) -> float:
+    """A running average; one value counts as `most` times what is known at most, so that one disturbance moves it by little."""
+    return known + weight * (min(seen, most * known) - known) if known else seen
