@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from paceline.chunks import LEAST_CHUNK
 from paceline.errors import ConfigError
 from paceline.figures import Spread
-from paceline.learned import LEAST_CHUNK
 from paceline.plan import FixedPlanner
 from paceline.simulate.config import ServingConfig
 from paceline.simulate.costs import StepCosts
