@@ -50,11 +50,12 @@ def write(path: Path) -> int:
     writer.add_float32("qwen2.attention.layer_norm_rms_epsilon", 1e-6)
     writer.add_float32("qwen2.rope.freq_base", 10000.0)
     letters = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324))]
-    tokens = [*letters, *(f"<{index}>" for index in range(VOCAB - len(letters)))]
+    pair = letters[0] + letters[1]
+    tokens = [*letters, pair, *(f"<{index}>" for index in range(VOCAB - len(letters) - 1))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)
-    writer.add_token_types([1] * len(letters) + [3] * (VOCAB - len(letters)))
+    writer.add_token_types([1] * (len(letters) + 1) + [3] * (VOCAB - len(letters) - 1))
     writer.add_token_merges([f"{letters[0]} {letters[1]}"])
     writer.add_eos_token_id(VOCAB - 1)
     writer.add_chat_template("{% for message in messages %}{{ message.content }}{% endfor %}")
@@ -85,7 +86,7 @@ def write(path: Path) -> int:
 def damaged(whole: bytes, header: int, seed: int) -> bytes:
     rng, data = random.Random(seed), bytearray(whole)
     for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(header) if rng.random() < 0.7 else rng.randrange(header, len(data) - 8)
+        at = rng.randrange(header) if rng.random() < 0.5 else rng.randrange(header, len(data) - 8)
         change = rng.choice([*VALUES, bytes([rng.randrange(256)]), struct.pack("<Q", rng.randrange(2**63))])
         data[at : at + len(change)] = change
     return bytes(data[: rng.randrange(len(data))] if rng.random() < 0.05 else data)
