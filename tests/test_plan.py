@@ -10,7 +10,7 @@ import pytest
 
 from paceline.chunks import LEAST_CHUNK, ChunkSizes
 from paceline.errors import ConfigError
-from paceline.learned import PLAIN_EVERY, Chances, PassCosts, RoundCosts
+from paceline.learned import PLAIN_EVERY, Chances, PassCosts, RoundCosts, RoundRecord
 from paceline.plan import AdaptivePlanner, FixedPlanner, Offer, Plan, Planner, Row, num_fixed
 from paceline.types import RoundStats, RowKind, Take
 
@@ -365,3 +365,15 @@ class TestUnsteady:
             record.compare(2, 2, 60.0, {"ngram", "dflash"})
             record.compare(2, 2, 6.0, set())
         assert record.paused() == {"dflash"}
+
+
+class TestTrials:
+    @pytest.mark.parametrize(("num_tokens", "is_free"), [(1, False), (2, False), (3, True), (4, True)])
+    def test_one_that_paid_for_itself_takes_nothing_of_the_allowance(self, num_tokens: int, is_free: bool) -> None:
+        """A trial of 2.5 plain rounds: two tokens do not pay for it, three do."""
+        record = RoundRecord(RoundCosts(PassCosts(((1, 1.0), (8, 1.0)))))
+        before = record.trial_s
+        record.record(1, num_tokens, 2.5, is_trial=True)
+        assert (record.trial_s == before) == is_free
+        if not is_free:
+            assert record.trial_s == pytest.approx(before - (1.5 if num_tokens == 1 else 0.5))

@@ -230,3 +230,15 @@ def test_the_backend_and_the_device_must_agree(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="CPU only, not on cuda: use --device cpu"):
         LLM(str(folder), backend="native", dtype="float32", device="cuda")
+
+
+@needs_library
+def test_the_instruction_set_can_be_forced(gguf_file: Path) -> None:
+    """The process keeps it: `form_of` and the next model tell the same."""
+    for isa in ISAS[::-1]:
+        if isa != "emulated-tiles":  # for tests only: no option
+            settle(EngineConfig(model=str(gguf_file), device="cpu", isa=isa))
+            assert form_of(load(gguf_file)).isa == isa
+    missing = next(isa for isa in ("amx", "avx512bf16", "avx512", "avx2", "none") if isa not in ISAS)
+    with pytest.raises(NativeError, match=f"cannot run on {missing} here: choose --isa from .*portable"):
+        native_lib.use(missing)
