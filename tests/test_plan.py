@@ -330,9 +330,9 @@ class TestUnsteady:
 
     PASSES = PassCosts(((1, 6.1), (2, 6.5), (3, 7.9), (4, 9.4), (5, 10.3), (8, 14.6), (16, 28.0)))
 
-    @pytest.mark.parametrize("seed", [4, 27, 0, 1, 2, 3])
+    @pytest.mark.parametrize("seed", [27, 59, 5, 0, 1, 2])
     def test_drafts_that_lose_time_are_left(self, seed: int) -> None:
-        """Of seeds 4 and 27 the first rounds made checking look cheap: hundreds of rounds drafted at 0.8 of plain decoding."""
+        """Of seeds 27 and 59 the first rounds make checking look cheap: without pauses they end at 0.77 and 0.91 of plain decoding."""
         machine = UnsteadyMachine(AdaptivePlanner(self.PASSES), self.PASSES, 2.6, seed=seed)
         machine.unsteady(800, [0.42, 0.37, 0.28, 0.3, 0.31, 0.32, 0.32])
         assert machine.tokens / machine.quiet_s * 6.1 > 0.93

@@ -406,6 +406,7 @@ def test_started_servers_understand_the_words() -> None:
         "kv_memory",
         "dtype",
         "backend",
+        "isa",
         "weight_format",
         "device",
         "threads",
