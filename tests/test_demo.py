@@ -57,6 +57,6 @@ def test_the_smallest_model_answers_where_the_coder_cannot_be_had(
     assert demo.load(demo.CODER).name == demo.SMALLEST
     assert "no network" in capsys.readouterr().err
     monkeypatch.setattr(demo, "resolve", lambda name: Path(name))
-    monkeypatch.setattr(demo, "memory_bytes", lambda: 1_000_000_000)
+    monkeypatch.setattr(demo, "memory_bytes", lambda: demo.BUILTINS[demo.CODER].memory_bytes - 1)
     assert demo.load(demo.CODER).name == demo.SMALLEST
     assert "GB of memory" in capsys.readouterr().err
