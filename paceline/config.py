@@ -30,9 +30,9 @@ class EngineConfig:
     """auto, cpu or cuda; auto takes the GPU when there is one."""
     backend: Annotated[str, ("auto", "native", "torch")] = "auto"
     """native computes a whole pass in one call, on the CPU only; auto takes it where it is built and knows the model."""
-    isa: Annotated[str, ("auto", "amx", "avx512bf16", "avx512", "avx2", "portable")] = "auto"
+    isa: Annotated[str, ("auto", "amx", "avx512bf16", "avx512", "avxvnni", "avx2", "portable")] = "auto"
     """Instruction set of the native pass, for every model of the process; auto takes the best that this processor has. Weights
-    in blocks make the same text with each of them but portable."""
+    in blocks make the same text with each of them."""
     weight_format: Annotated[str, ("auto", "blocks", "dense", "q8_0", "q6_k", "q5_k", "q4_k", "q4_1")] = "auto"
     """blocks reads the blocks of a quantised GGUF file as they are, where the native pass runs; dense expands them to `dtype`,
     the same numbers in more bytes; auto takes the faster of the two, but blocks where a dense copy would need half of the

@@ -136,11 +136,6 @@ def require() -> ctypes.CDLL:
     return library
 
 
-def multiplies_blocks(dtype: torch.dtype) -> bool:
-    """Whether products take quantised blocks as they are; elsewhere each pass expands them to what a dense copy holds."""
-    return dtype == torch.bfloat16 and require().pn_in_use() != b"portable"
-
-
 def check(status: int) -> None:
     """Raise NativeError with the library's own words when a call failed."""
     if status != 0:
@@ -272,7 +267,7 @@ def use(isa: str) -> None:
     """Run on this instruction set from here on. Raises NativeError when library or processor lack it."""
     library = require()
     if library.pn_use(isa.encode()) != 0:
-        known = library.pn_available().decode().replace(",", ", ")
+        known = ", ".join(each for each in library.pn_available().decode().split(",") if "emulated" not in each)
         raise NativeError(f"the native pass cannot run on {isa} here: choose --isa from {known}, or leave it out")
 
 

@@ -52,8 +52,8 @@ struct Attention {
     int64_t out_stride;
 };
 
-// Four rows of a panel as floats.
-inline size_t scratch_bytes(int padded_cols) { return size_t(padded_cols) * kGroup * 4 + 64; }
+// Four rows of a panel as floats, or a quantised group's codes as bytes with two scales and minima a block: 24 bytes for a column.
+inline size_t scratch_bytes(int padded_cols) { return size_t(padded_cols) * 24 + 64; }
 
 constexpr int kMaxQueries = 16;    // of one Attention
 constexpr int kKeys = 16;          // positions of the cache that are scored together
@@ -100,8 +100,10 @@ struct Kernels {
 const Kernels* amx_kernels(int dtype);
 const Kernels* avx512bf16_kernels(int dtype);
 const Kernels* avx512_kernels(int dtype);
+const Kernels* avxvnni_kernels(int dtype);
 const Kernels* avx2_kernels(int dtype);
 const Kernels* portable_kernels(int dtype);
-const Kernels* emulated_tiles_kernels(int dtype);  // avx512, with tiles in plain C++: slow, to be tested
+const Kernels* emulated_tiles_kernels(int dtype);    // avx512, with tiles in plain C++: slow, to be tested
+const Kernels* emulated_avxvnni_kernels(int dtype);  // avx2, with byte dot products by other instructions: to be tested
 
 }  // namespace pn

@@ -13,6 +13,10 @@
 namespace pn {
 namespace {
 
+#ifndef PN_FMA_ROUNDS_TWICE  // where `fma` does, the unit has defined this
+inline vf fused(vf a, vf b, vf c) { return fma(a, b, c); }
+#endif
+
 inline vf load(const float* from) {
     vf value;
     __builtin_memcpy(&value, from, sizeof value);
@@ -49,15 +53,15 @@ inline vf smaller(vf a, vf b) { return a < b ? a : b; }
 inline vf exp_of(vf x) {
     const vf clamped = smaller(larger(x, splat(-87.0f)), splat(88.0f));
     const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-    const vf n = fma(clamped, splat(1.44269504088896341f), magic) - magic;
-    const vf r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), clamped));
+    const vf n = fused(clamped, splat(1.44269504088896341f), magic) - magic;
+    const vf r = fused(n, splat(2.12194440e-4f), fused(n, splat(-0.693359375f), clamped));
     vf p = splat(1.9875691500e-4f);
-    p = fma(p, r, splat(1.3981999507e-3f));
-    p = fma(p, r, splat(8.3334519073e-3f));
-    p = fma(p, r, splat(4.1665795894e-2f));
-    p = fma(p, r, splat(1.6666665459e-1f));
-    p = fma(p, r, splat(5.0000001201e-1f));
-    p = fma(p, r * r, r + splat(1.0f));
+    p = fused(p, r, splat(1.3981999507e-3f));
+    p = fused(p, r, splat(8.3334519073e-3f));
+    p = fused(p, r, splat(4.1665795894e-2f));
+    p = fused(p, r, splat(1.6666665459e-1f));
+    p = fused(p, r, splat(5.0000001201e-1f));
+    p = fused(p, r * r, r + splat(1.0f));
     const vi scale = (__builtin_convertvector(n, vi) + 127) << 23;
     vf power;
     __builtin_memcpy(&power, &scale, sizeof power);
@@ -314,8 +318,8 @@ struct NoTiles {
 template <class T, class Tiled = NoTiles>
 void multiply(const Product& product, void* scratch) {
     const PnPart& part = *product.part;
-    const bool has_integers = kMaxWide<T> > 0 && !part.is_dense();
-    const bool is_tiled = has_integers && product.num_rows >= Tiled::least_rows;
+    const bool is_tiled = !part.is_dense() && product.num_rows >= Tiled::least_rows;
+    const bool has_integers = is_tiled || (!part.is_dense() && kMaxWide<T> > 0);
     if (is_tiled) Tiled::begin(part.format, product.num_rows);
     for (const PnPanel& panel : part.panels) {
         const bool is_first = panel.first_block == 0;
@@ -368,7 +372,7 @@ void norm(const float* x, const float* weight, int size, int padded, float eps, 
     LaneSum squares;
     for (int at = 0; at < size; at += kWidth) {
         const vf value = get_upto(x + at, size - at);
-        squares.at(at) = fma(value, value, squares.at(at));
+        squares.at(at) = fused(value, value, squares.at(at));
     }
     const vf scale = splat(1.0f / __builtin_sqrtf(squares.total() / float(size) + eps));
     for (int at = 0; at < size; at += kWidth)
@@ -504,9 +508,9 @@ void row(const PnPart& part, int row, float* out) {
     }
 }
 
-template <class T, class Tiled = NoTiles>
+template <class T, class Tiled = NoTiles, auto Planes = kPlanes<T>>
 const Kernels* table(const char* name) {
-    static const Kernels kernels = {name,         multiply<T, Tiled>, attend<T>,    norm<T>, convert<T>,   kPlanes<T>, gate<T>,
+    static const Kernels kernels = {name,         multiply<T, Tiled>, attend<T>,    norm<T>, convert<T>,   Planes, gate<T>,
                                     put_query<T>, put_key<T>,         put_value<T>, argmax,  exponentials, row<T>};
     return &kernels;
 }

@@ -69,8 +69,10 @@ inline vf second_of(const bfloat* pairs) {
 }
 
 inline vf add_pairs(vf sum, const bfloat* pairs, const bfloat* factors) {
-    return fma(second_of(pairs), vf{} + bfloat_to_float(factors[1]),
-               fma(first_of(pairs), vf{} + bfloat_to_float(factors[0]), sum));
+    uint32_t both;
+    __builtin_memcpy(&both, factors, sizeof both);
+    const Lanes<kWidth>::Words words = Lanes<kWidth>::Words{} + both, second = words & 0xffff0000u;
+    return fma(second_of(pairs), (vf)second, fma(first_of(pairs), (vf)(words << 16), sum));
 }
 inline vf add_pairs(vf sum, const float* values, const float* factor) { return fma(fetch(values), vf{} + *factor, sum); }
 

@@ -14,6 +14,10 @@
 #include "error.h"
 #include "model.h"
 
+#ifdef PN_HAS_AVXVNNI
+#include <cpuid.h>
+#endif
+
 namespace pn {
 
 namespace {
@@ -41,6 +45,14 @@ bool has_amx() {
 }
 #endif
 
+#ifdef PN_HAS_AVXVNNI
+// Byte dot products on vectors of 256 bits.
+bool has_avxvnni() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+#endif
+
 // Those that the library was compiled with, best first; what is only for tests stands last.
 const std::vector<InstructionSet>& instruction_sets() {
     static const std::vector<InstructionSet> all = [] {
@@ -61,11 +73,18 @@ const std::vector<InstructionSet>& instruction_sets() {
         sets.push_back({"avx512", has_avx512, avx512_kernels});
 #endif
 #ifdef PN_HAS_AVX2
-        sets.push_back({"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"), avx2_kernels});
+        const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#ifdef PN_HAS_AVXVNNI
+        sets.push_back({"avxvnni", has_avx2 && has_avxvnni(), avxvnni_kernels});
+#endif
+        sets.push_back({"avx2", has_avx2, avx2_kernels});
 #endif
         sets.push_back({"portable", true, portable_kernels});
 #ifdef PN_HAS_AVX512
         sets.push_back({"emulated-tiles", has_avx512, emulated_tiles_kernels});
+#endif
+#ifdef PN_HAS_AVX2
+        sets.push_back({"emulated-avxvnni", has_avx2, emulated_avxvnni_kernels});
 #endif
         return sets;
     }();
