@@ -47,7 +47,7 @@ PROBES = {
     "avx2": """#include <immintrin.h>
 __m256 probe(__m256 a, __m128i half) { return _mm256_fmadd_ps(a, a, _mm256_cvtph_ps(half)); }
 """,
-    "avxvnni": """void probe() { asm volatile("{vex} vpdpbusd %%ymm0, %%ymm1, %%ymm2" : : : "memory"); }
+    "avxvnni": """void probe() { asm volatile("%{vex%} vpdpbusd %%ymm0, %%ymm1, %%ymm2" : : : "memory"); }
 """,
     "avx512bf16": """#include <immintrin.h>
 __m512 dot(__m512 sum, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(sum, a, b); }

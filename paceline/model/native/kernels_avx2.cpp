@@ -64,7 +64,7 @@ struct EmulatedBytes {
 // By AVX-VNNI's instruction, which a compiler for AVX2 alone does not use.
 struct ProcessorBytes {
     static vi dot(vi sums, vi weights, vi inputs) {
-        asm("{vex} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(weights), "x"(inputs));
+        asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(weights), "x"(inputs));
         return sums;
     }
 };

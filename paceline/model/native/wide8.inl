@@ -5,6 +5,7 @@
 //   int word(int quarter, int part)     which of a block's sixteen words of inputs that part is
 //   vi add(vi sums, vi weights, vi inputs)     the same word of inputs in every lane
 //   kShift     by how many bits the sums of part 0 weigh more
+//   kPieceBytes     from the inputs of four quarters to those of the next four
 //   void put(uint8_t* inputs, int first, Shorts whole)     of a block, columns from `first` on
 
 namespace pn {
@@ -20,7 +21,7 @@ typedef int32_t Word __attribute__((may_alias));
 // the odd ones the others. The unit defines `vi add_madd(vi sums, vi, vi)`: two products of neighbouring sixteen bits are added to each
 // sum.
 struct WordDots {
-    static constexpr int kShift = 0;
+    static constexpr int kShift = 0, kPieceBytes = 32;
     template <int Part>
     static vi weights(Bytes bytes) {
         return Part == 0 ? (vi)bytes & 0x00ff00ff : (vi)((Pairs)bytes >> 8);
@@ -37,7 +38,7 @@ struct WordDots {
 // products of unsigned and signed bytes are added to each sum, exactly.
 template <class Processor>
 struct ByteDots {
-    static constexpr int kShift = 8;
+    static constexpr int kShift = 8, kPieceBytes = 16;
     template <int>
     static vi weights(Bytes bytes) {
         return (vi)bytes;
@@ -100,27 +101,29 @@ struct PanelInputs {
           num_blocks(product.part->num_blocks), first_block(panel.first_block) {}
 };
 
-// Sums over the quarters [First, First + Count) of a block, of `Rows` rows of inputs with both halves of a group.
-template <class Dots, int Rows, int First, int Count>
-PN_INLINE inline void whole_sums(const uint8_t* codes, const uint8_t* words, int64_t row_bytes, vi (&sums)[Rows][2]) {
-    const auto add = [&](auto index, auto part) PN_INLINE {
-        constexpr int at = First + index;
-        const vi first = Dots::template weights<part>(bytes_at(codes + at * 64));
-        const vi second = Dots::template weights<part>(bytes_at(codes + at * 64 + 32));
+// Sums over pieces of four quarters, of `Rows` rows of inputs with both halves of a group.
+template <class Dots, int Rows>
+PN_INLINE inline void whole_sums(const uint8_t* codes, const uint8_t* words, int64_t row_bytes, int num_pieces,
+                                 vi (&sums)[Rows][2]) {
+    constexpr std::integral_constant<int, 0> high{};
+    constexpr std::integral_constant<int, 1> low{};
+    const auto add = [&](int piece, auto quarter, auto part) PN_INLINE {
+        const uint8_t* at = codes + piece * 4 * 64 + quarter * 64;
+        const vi first = Dots::template weights<part>(bytes_at(at)), second = Dots::template weights<part>(bytes_at(at + 32));
         each<Rows>([&](auto row) PN_INLINE {
-            const vi x = vi{} + reinterpret_cast<const Word*>(words + row * row_bytes)[Dots::word(at, part)];
+            const uint8_t* own = words + row * row_bytes + piece * Dots::kPieceBytes;
+            const vi x = vi{} + reinterpret_cast<const Word*>(own)[Dots::word(quarter, part)];
             sums[row][0] = Dots::add(sums[row][0], first, x), sums[row][1] = Dots::add(sums[row][1], second, x);
         });
     };
-    constexpr std::integral_constant<int, 0> first{};
-    constexpr std::integral_constant<int, 1> second{};
     each<Rows>([&](auto row) PN_INLINE { sums[row][0] = sums[row][1] = vi{}; });
     if constexpr (Dots::kShift == 0) {
-        each<Count>([&](auto index) PN_INLINE { add(index, first), add(index, second); });
+        for (int piece = 0; piece < num_pieces; ++piece)
+            each<4>([&](auto quarter) PN_INLINE { add(piece, quarter, high), add(piece, quarter, low); });
     } else {
-        each<Count>([&](auto index) PN_INLINE { add(index, first); });
+        for (int piece = 0; piece < num_pieces; ++piece) each<4>([&](auto quarter) PN_INLINE { add(piece, quarter, high); });
         each<Rows>([&](auto row) PN_INLINE { sums[row][0] <<= Dots::kShift, sums[row][1] <<= Dots::kShift; });
-        each<Count>([&](auto index) PN_INLINE { add(index, second); });
+        for (int piece = 0; piece < num_pieces; ++piece) each<4>([&](auto quarter) PN_INLINE { add(piece, quarter, low); });
     }
 }
 
@@ -161,14 +164,14 @@ void unpack_group(const PnPanel& panel, const uint8_t* group, uint8_t* to) {
 template <class Dots, int Rows, int Halves>
 void unpacked_rows(const PanelInputs& in, const uint8_t* codes, int num_blocks, const uint8_t* ahead, int ahead_bytes,
                    const Output& output, int first_row) {
-    constexpr int kQuarters = 8 / Halves;
     const float* floats = reinterpret_cast<const float*>(codes + num_blocks * kUnpackedBytes);
     vf acc[Rows][2] = {};
     for (int block = 0; block < num_blocks; ++block, codes += kUnpackedBytes, ahead += ahead_bytes) {
         for (int at = 0; at < ahead_bytes; at += 64) __builtin_prefetch(ahead + at);
         each<Halves>([&](auto half) PN_INLINE {
             vi whole[Rows][2];
-            whole_sums<Dots, Rows, half * kQuarters, kQuarters>(codes, in.words + block * 2 * kBlock, in.row_bytes, whole);
+            whole_sums<Dots, Rows>(codes + half * 256, in.words + block * 2 * kBlock + half * Dots::kPieceBytes, in.row_bytes,
+                                   2 / Halves, whole);
             const float* own = floats + (block * Halves + half) * 2 * kWide;
             each<2>([&](auto side) PN_INLINE {
                 const vf scale = load(own + side * kWidth), minimum = load(own + kWide + side * kWidth);
