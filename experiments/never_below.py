@@ -4,7 +4,8 @@
 
 One LLM for each drafter, the planner choosing. The prompts are answered by all of them and by plain decoding at the same time,
 a step of each in turns, so that all meet the same pace of the machine. `--batch` requests are in flight: where an answer ends,
-the next prompt is read beside the others, as in a server. A ratio is of one turn over all prompts, their reading included. The
+the next prompt is read beside the others, as in a server. A ratio is of one turn over all prompts, their reading included; sampled
+answers all have the same length, so that nobody has more reading to do. The
 table has the median of the ratios, their range, and the share of rounds by the source of their drafts. `noisy` is the default
 drafter with noise in its weights, which drafts as one does that is half trained; `none again` is plain decoding once more: how
 far its ratio is from 1 is the machine's doing.
@@ -139,7 +140,8 @@ def measure(args: argparse.Namespace, llms: dict[str, LLM]) -> dict[Setting, Tur
     measured = {setting: Turns() for setting in settings}
     for turn, setting in itertools.product(range(-1, args.repeat), settings):
         file, batch, temperature = setting
-        params = SamplingParams(temperature=temperature, max_tokens=args.max_tokens if turn >= 0 else 32)
+        most = args.max_tokens if turn >= 0 else 32
+        params = SamplingParams(temperature=temperature, max_tokens=most, ignore_eos=temperature > 0)
         contenders = {name: Contender(each.engine) for name, each in llms.items()}
         num_prompts = max(args.limit, 2 * batch) if turn >= 0 else batch
         prompts = list(itertools.islice(itertools.cycle(sets[file]), num_prompts))
