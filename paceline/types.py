@@ -109,7 +109,8 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class Timings:
-    """Where a request's time went, in seconds; `token_s` are wall-clock stamps of each committed token."""
+    """Where a request's time went, in seconds; `token_s` are wall-clock stamps of each committed token. `plain_s` is the part
+    of its `num_plain` rounds in which no row of the batch checked a draft: what plain decoding takes here and now."""
 
     arrival_s: float = 0.0
     queue_s: float = 0.0
@@ -118,6 +119,8 @@ class Timings:
     verify_s: float = 0.0
     host_s: float = 0.0
     first_token_s: float = 0.0
+    plain_s: float = 0.0
+    num_plain: int = 0
     token_s: list[float] = field(default_factory=list)
 
 

@@ -20,7 +20,7 @@ from paceline.serve.failures import ApiError, RequestRefused, error_response
 from paceline.serve.settings import ServeConfig
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"})
-"""Need no key: probes, scrapers and the page, which asks for the key itself."""
+"""Need no key: probes, scrapers and the page, which asks for the key itself; as little do its parts, under /page/."""
 DISCARD_BYTES = 64 * 2**20
 """How much of a refused request's body is read and thrown away before its connection is closed."""
 DISCARD_PAUSE_S = 2.0
@@ -47,7 +47,7 @@ class Gate:
                 message = "a request has either Content-Length or Transfer-Encoding: leave one out"
                 raise RequestRefused(message, code="invalid_http")
             self._check_host(headers)
-            if self._digests and scope["path"] not in OPEN_PATHS:
+            if self._digests and scope["path"] not in OPEN_PATHS and not scope["path"].startswith("/page/"):
                 self._check_key(headers)
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 await body.read(headers.get("content-length", "0"))

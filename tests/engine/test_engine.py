@@ -75,6 +75,21 @@ def test_greedy_is_the_targets_own_text(name: str, num_rows: int) -> None:
         assert seq.finish_reason == "length"
 
 
+def test_rounds_without_drafts_are_timed_where_nobody_drafts() -> None:
+    target = byte_target(num_rows=2)
+    plain, params = SamplingParams(max_tokens=8, max_drafted=0), SamplingParams(max_tokens=60)
+    engine = Engine(target, ByteTokenizer(), ScriptedDrafter(target, accuracy=0.0))
+    (alone,) = run(engine, PROMPTS[:1], plain)
+    times = alone.timings
+    assert times.num_plain == len(alone.rounds) == 7
+    assert times.plain_s == pytest.approx(times.draft_s + times.verify_s + times.host_s)
+    beside, drafting = run(engine, PROMPTS[:2], [plain, params])
+    assert (beside.timings.num_plain, beside.timings.plain_s) == (0, 0.0)
+    assert all(each.num_drafted == 0 for each in beside.rounds)
+    assert drafting.timings.num_plain == sum(each.num_drafted == 0 for each in drafting.rounds) == 1  # the last token's
+    assert 0 < drafting.timings.plain_s < drafting.timings.verify_s
+
+
 def test_tokens_per_round_follow_the_drafter() -> None:
     target = byte_target()
     rounds = {}
