@@ -12,6 +12,7 @@ LAYERS = [
     {
         "types",
         "errors",
+        "bounds",
         "chunks",
         "config",
         "figures",
@@ -39,6 +40,7 @@ TORCH_FREE_AT_IMPORT = [
     "__init__",
     "types",
     "errors",
+    "bounds",
     "config",
     "figures",
     "hardware",
