@@ -204,12 +204,9 @@ class Metrics(Collector):
             cache, requests = engine.target.cache, engine.scheduler
             num_running, num_waiting = len(requests.running) + len(requests.prefilling), len(requests.waiting)
             usage = sum(cache.lengths) / (cache.num_rows * cache.max_len)
-        for name, doc, value in (
-            ("num_requests_running", "Requests in prefill or decoding", num_running),
-            ("num_requests_waiting", "Requests without a place in the cache", num_waiting),
-            ("kv_cache_usage_perc", "Part of the cache's positions in use; 1 is full", usage),
-        ):
-            yield self._family(f"vllm:{name}", doc, value, kind=GaugeMetricFamily)
+        values = {"num_requests_running": num_running, "num_requests_waiting": num_waiting, "kv_cache_usage_perc": usage}
+        for name, value in values.items():
+            yield self._family(f"vllm:{name}", TOLD["now"][name], value, kind=GaugeMetricFamily)
 
     def _family(
         self,
