@@ -68,35 +68,31 @@ def targets(num_rows: int = 3, hidden: int = HIDDEN, vocab: int = VOCAB, kind: A
     """The same tiny Llama in Transformers and in our decoder: Decoder or NativeDecoder."""
     import transformers  # only here: most tests need our own, and it takes seconds to import
 
+    shape = target_shape(hidden, vocab)
     config = transformers.LlamaConfig(
-        **sizes(hidden, vocab), num_hidden_layers=TARGET_LAYERS, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=512,
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=shape.intermediate_size, num_hidden_layers=TARGET_LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, rms_norm_eps=1e-6,
     )  # fmt: skip
-    model: Any = loud_(transformers.LlamaForCausalLM(config), seed=1).eval()
+    model: Any = transformers.LlamaForCausalLM(config).eval()
+    model.load_state_dict(dict(target_weights(shape)))
     return model, tiny_target(num_rows, hidden, vocab, kind)
 
 
 def tiny_target(num_rows: int = 3, hidden: int = HIDDEN, vocab: int = VOCAB, kind: Any = Decoder) -> Any:
-    """A tiny Llama in our decoder, with the weights that `loud_` gives to Transformers'."""
-    shape = DecoderConfig(
-        "llama", **sizes(hidden, vocab), num_layers=TARGET_LAYERS, num_heads=4, num_kv_heads=2, head_dim=hidden // 4,
-        max_position=512,
+    shape = target_shape(hidden, vocab)
+    return kind(shape, target_weights(shape), num_rows=num_rows, max_len=256)
+
+
+def target_shape(hidden: int, vocab: int) -> DecoderConfig:
+    return DecoderConfig(
+        "llama", vocab_size=vocab, hidden_size=hidden, intermediate_size=48, num_layers=TARGET_LAYERS, num_heads=4,
+        num_kv_heads=2, head_dim=hidden // 4, max_position=512, rms_norm_eps=1e-6,
     )  # fmt: skip
-    # Transformers has the norms of a layer behind its matrices.
-    order = sorted(expected_shapes(shape), key=lambda name: (place_of(name), "layernorm" in name))
+
+
+def target_weights(shape: DecoderConfig) -> list[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    tensors = [(name, loud(name, torch.empty(expected_shapes(shape)[name]), generator)) for name in order]
-    return kind(shape, tensors, num_rows=num_rows, max_len=256)
-
-
-def sizes(hidden: int, vocab: int) -> dict[str, Any]:
-    return {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 48, "rms_norm_eps": 1e-6}
-
-
-def place_of(name: str) -> int:
-    """Embedding, layers, norm, head."""
-    parts = name.split(".")
-    return int(parts[2]) if "layers" in parts else {"embed_tokens": -1, "norm": TARGET_LAYERS}.get(parts[1], TARGET_LAYERS + 1)
+    return [(name, loud(name, torch.empty(size), generator)) for name, size in expected_shapes(shape).items()]
 
 
 KINDS = [
