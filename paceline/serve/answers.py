@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from paceline.engine.llm import GenerationStats
 from paceline.figures import Rounds
 from paceline.model.tokenizer import Tokenizer
-from paceline.serve.failures import ApiError, RequestFailed, dump
+from paceline.serve.failures import ApiError, dump
 from paceline.serve.protocol import Sampling
 from paceline.serve.ticket import Event, Ticket
 from paceline.types import Round, Sequence, TokenLogprob
@@ -140,7 +140,7 @@ class Exchange:
             yield _event(error.body)
         except Exception:
             log.exception("a stream failed")
-            yield _event(RequestFailed().body)
+            yield _event(ApiError.of("request_failed").body)
         finally:
             self.close()
         yield DONE

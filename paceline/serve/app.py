@@ -19,7 +19,7 @@ import paceline
 from paceline.serve.answers import EventStream, Exchange, unless_gone
 from paceline.serve.completions import ChatReply, TextReply, chat_jobs, check_ids, completion_jobs, encode_chat, encode_text
 from paceline.serve.engine import ModelInfo
-from paceline.serve.failures import ApiError, NotServing, RequestFailed, RequestRefused, error_response, json_response
+from paceline.serve.failures import ApiError, RequestRefused, error_response, json_response
 from paceline.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -92,7 +92,7 @@ def _add_failures(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
-        return error_response(RequestFailed())
+        return error_response(ApiError.of("request_failed"))
 
 
 def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
@@ -111,7 +111,7 @@ def _add_system(app: FastAPI, worker: EngineWorker) -> None:
     @app.get("/health", summary="The process lives", tags=["system"])
     async def health() -> Response:
         if worker.state == "failed":
-            raise NotServing("failed")
+            raise ApiError.of("failed")
         return json_response({"status": "ok"})
 
     @app.get("/ready", summary="Requests are taken", tags=["system"])
