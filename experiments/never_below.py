@@ -4,11 +4,10 @@
 
 One LLM for each drafter, the planner choosing. The prompts are answered by all of them and by plain decoding at the same time,
 a step of each in turns, so that all meet the same pace of the machine. `--batch` requests are in flight: where an answer ends,
-the next prompt is read beside the others, as in a server. A ratio is of one turn over all prompts, their reading included; sampled
-answers all have the same length, so that nobody has more reading to do. The
-table has the median of the ratios, their range, and the share of rounds by the source of their drafts. `noisy` is the default
-drafter with noise in its weights, which drafts as one does that is half trained; `none again` is plain decoding once more: how
-far its ratio is from 1 is the machine's doing.
+the next prompt is read beside the others, as in a server. A ratio is of one turn over all prompts, their reading included;
+sampled answers all have the same length, so that nobody has more to read. The table has the median of the ratios, their range,
+and the share of rounds by the source of their drafts. `noisy` is the default drafter with noise in its weights, which drafts as
+one does that is half trained; `none again` is plain decoding once more: how far its ratio is from 1 is the machine's doing.
 """
 
 from __future__ import annotations
