@@ -140,7 +140,7 @@ class Exchange:
             yield _event(error.body)
         except Exception:
             log.exception("a stream failed")
-            yield _event(ApiError.of("request_failed").body)
+            yield _event(ApiError.known("request_failed").body)
         finally:
             self.close()
         yield DONE

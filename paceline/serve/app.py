@@ -92,7 +92,7 @@ def _add_failures(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
-        return error_response(ApiError.of("request_failed"))
+        return error_response(ApiError.known("request_failed"))
 
 
 def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
@@ -111,7 +111,7 @@ def _add_system(app: FastAPI, worker: EngineWorker) -> None:
     @app.get("/health", summary="The process lives", tags=["system"])
     async def health() -> Response:
         if worker.state == "failed":
-            raise ApiError.of("failed")
+            raise ApiError.known("failed")
         return json_response({"status": "ok"})
 
     @app.get("/ready", summary="Requests are taken", tags=["system"])

@@ -1,6 +1,6 @@
 """What a client is told when a request fails: OpenAI's shape, no paths, no traceback.
 
-`ApiError.of` makes those of failures.json, by their code; `RequestRefused` is a request that is itself at fault: status 400 and
+`ApiError.known` makes those of failures.json, by their code; `RequestRefused` is a request that is itself at fault: status 400 and
 invalid_value, context_length_exceeded, ...
 """
 
@@ -35,7 +35,7 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
 
     @classmethod
-    def of(cls, code: str, **values: Any) -> ApiError:
+    def known(cls, code: str, **values: Any) -> ApiError:
         """One of failures.json, its {names} filled in."""
         told = FAILURES[code]
         headers = {name: text.format(**values) for name, text in told.get("headers", {}).items()}
@@ -44,7 +44,7 @@ class ApiError(Exception):
     @classmethod
     def failed(cls, error: Exception | None) -> ApiError:
         """A fault that ends one request and no other. Exceptions not our own may tell more than a client should know."""
-        return cls(500, str(error), code="request_failed") if isinstance(error, PacelineError) else cls.of("request_failed")
+        return cls(500, str(error), code="request_failed") if isinstance(error, PacelineError) else cls.known("request_failed")
 
     @property
     def body(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Gate:
     def _check_host(self, headers: Headers) -> None:
         name = host_name(headers.get("host", ""))
         if self._hosts is not None and name and name not in self._hosts:
-            raise ApiError.of("host_not_allowed", name=name[:100])
+            raise ApiError.known("host_not_allowed", name=name[:100])
 
     def _check_key(self, headers: Headers) -> None:
         """Compares with every key, each in the same time, so that nothing is learned from how long it took."""
@@ -70,7 +70,7 @@ class Gate:
         given = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         if scheme.lower() != "bearer" or not any(matches):
-            raise ApiError.of("invalid_api_key")
+            raise ApiError.known("invalid_api_key")
 
 
 class Body:
@@ -89,15 +89,15 @@ class Body:
         """
         most = self._config.max_body_bytes
         if not length.isdecimal() or int(length[:19]) > most:
-            raise ApiError.of("body_too_large", most=most)
+            raise ApiError.known("body_too_large", most=most)
         try:
             async with asyncio.timeout_at(self._due):
                 while not self._is_whole:
                     self._data += await self._next()
                     if len(self._data) > most:
-                        raise ApiError.of("body_too_large", most=most)
+                        raise ApiError.known("body_too_large", most=most)
         except TimeoutError:
-            raise ApiError.of("body_timeout", seconds=self._config.body_seconds) from None
+            raise ApiError.known("body_timeout", seconds=self._config.body_seconds) from None
 
     async def discard(self) -> None:
         """Take the rest and forget it: a client that is still sending reads no answer, and a connection that is closed under it

@@ -107,7 +107,7 @@ class EngineWorker(Generic[M]):
     def serving(self) -> ModelInfo:
         """The model. Raises ApiError unless requests are taken now."""
         if self.state not in ("ready", "restarting") or self.info is None:
-            raise ApiError.of(self.state)
+            raise ApiError.known(self.state)
         return self.info
 
     @property
@@ -133,7 +133,7 @@ class EngineWorker(Generic[M]):
         num_rows, num_open = self.serving().num_rows, self.num_open
         if num_open + len(jobs) > num_rows + self.config.max_queue:
             self.metrics.refused("queue_full")
-            raise ApiError.of("queue_full", seconds=max(1, round(self._mean_s * (num_open - num_rows) / num_rows)))
+            raise ApiError.known("queue_full", seconds=max(1, round(self._mean_s * (num_open - num_rows) / num_rows)))
         deadline = time.perf_counter() + (self.config.deadline or math.inf)
         ticket = Ticket(jobs, self.abort, tag=tag[:MAX_TAG] if tag else None, deadline=deadline)
         self._open.add(ticket)
@@ -143,7 +143,7 @@ class EngineWorker(Generic[M]):
 
     def abort(self, ticket: Ticket) -> None:
         """Drop what is unfinished of a ticket."""
-        self._post(partial(self._drop, ticket, ApiError.of("aborted")))
+        self._post(partial(self._drop, ticket, ApiError.known("aborted")))
 
     async def call(self, function: Callable[[M], Any]) -> Any:
         """Run a function in the engine's thread between two steps; returns its result, raises its exception."""
@@ -160,7 +160,7 @@ class EngineWorker(Generic[M]):
         except TimeoutError:
             log.warning("%d answers were not finished within %g s and are cut off", self.num_open, seconds)
             for ticket in list(self._open):
-                self._fail(ticket, ApiError.of("draining"))
+                self._fail(ticket, ApiError.known("draining"))
                 self.abort(ticket)
         with self._condition:
             self._is_stopping = True
@@ -204,7 +204,7 @@ class EngineWorker(Generic[M]):
         if state == "failed":
             self.state = state
             for ticket in list(self._open):
-                self._fail(ticket, ApiError.of("failed"))
+                self._fail(ticket, ApiError.known("failed"))
         if state != "restarting":
             self._settled.set()
 
@@ -282,7 +282,7 @@ class EngineWorker(Generic[M]):
             if not self._live:
                 self._deadlines.clear()
             while self._deadlines and self._deadlines[0].deadline <= time.perf_counter():
-                self._drop(self._deadlines.popleft(), ApiError.of("deadline_exceeded", seconds=self.config.deadline))
+                self._drop(self._deadlines.popleft(), ApiError.known("deadline_exceeded", seconds=self.config.deadline))
 
     @property
     def _engine(self) -> Engine:
@@ -300,7 +300,7 @@ class EngineWorker(Generic[M]):
             self._drop(ticket, RequestRefused.of(error))
         except Exception:
             log.exception("a request could not be queued")
-            self._drop(ticket, ApiError.of("request_failed"))
+            self._drop(ticket, ApiError.known("request_failed"))
             self._engine.check_integrity()  # an engine that was harmed is built anew
         else:
             self._deadlines.append(ticket)
@@ -360,7 +360,7 @@ class EngineWorker(Generic[M]):
             self._commands.appendleft(partial(self._add, ticket))
         self._watch(self.metrics.crashed)
         self._tell(self._settle, "restarting")
-        self._outbox.send([(ticket, ApiError.of("engine_crashed")) for ticket in tickets if ticket not in kept])
+        self._outbox.send([(ticket, ApiError.known("engine_crashed")) for ticket in tickets if ticket not in kept])
 
     def _answer(self, future: Future[Any], function: Callable[[M], Any]) -> None:
         assert self._model is not None
