@@ -1,7 +1,7 @@
 """What a client is told when a request fails: OpenAI's shape, no paths, no traceback.
 
-`ApiError.known` makes those of failures.json, by their code; `RequestRefused` is a request that is itself at fault: status 400 and
-invalid_value, context_length_exceeded, ...
+`ApiError.known` makes those of failures.json, by their code; `RequestRefused` is a request that is itself at fault: status 400
+and invalid_value, context_length_exceeded, ...
 """
 
 from __future__ import annotations
