@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # tensors are only named here, so that `import paceline.types
 FinishReason = Literal["stop", "length", "abort", "error"]
 GrammarKind = Literal["json_object", "json_schema", "regex"]
 RowKind = Literal["greedy", "sampled", "seeded"]
-NONE = "none"
-"""The source of a round in which a row checked no drafts."""
+NONE, LOOKUP = "none", "ngram"
+"""The sources of a round in which a row checked no drafts, or some that were found in the text so far."""
 
 
 @dataclass(frozen=True, slots=True)
