@@ -23,8 +23,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 GrammarKind = Literal["json_object", "json_schema", "regex"]
 RowKind = Literal["greedy", "sampled", "seeded"]
 Finite = Annotated[float, within("a finite number")]
-NONE = "none"
-"""The source of a round in which a row checked no drafts."""
+NONE, LOOKUP = "none", "ngram"
+"""The sources of a round in which a row checked no drafts, or some that were found in the text so far."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from paceline.draft.base import Drafter, Observed
 from paceline.errors import ConfigError, refuse
-from paceline.types import Batch, DraftBlock, Sequence
+from paceline.types import LOOKUP, Batch, DraftBlock, Sequence
 
 MATCH_CLASSES = ((1, 0.12, 0.6), (2, 0.4, 0.9), (4, 0.55, 0.95), (16, 0.9, 0.98))
 """(least tokens that match, chance that a draft stands when none did lately, when all did)."""
@@ -37,7 +37,7 @@ class _Row:
 class NgramDrafter(Drafter):
     """Drafts the continuation of the longest earlier match; nothing when fewer than `min_match` tokens match."""
 
-    name = "ngram"
+    name = LOOKUP
     is_at_hand = True
 
     def __init__(self, *, num_drafted: int | None = None, min_match: int = 1) -> None:

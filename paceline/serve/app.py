@@ -128,6 +128,10 @@ def _add_system(app: FastAPI, worker: EngineWorker) -> None:
         body, content_type = worker.metrics.render()
         return Response(body, headers={"content-type": content_type})
 
+    @app.get("/steps", summary="Seconds of the parts of the engine's steps, by size", tags=["system"])
+    async def steps() -> Response:
+        return json_response({"steps": [[*key, *spent] for key, spent in worker.metrics.step_times.copy().items()]})
+
     for path, file in PAGES.items():
         app.add_route(path, partial(_show, file), include_in_schema=False)
 

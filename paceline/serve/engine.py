@@ -48,6 +48,8 @@ class Requests(Protocol):
 class Engine(Protocol):
     rounds: list[RoundStats]
     """The rounds of the latest step: at most one."""
+    read: tuple[int, float]
+    """Prompt tokens that the latest step read, and the seconds that took; 0 of both where an engine cannot tell."""
     grammars: Any
     """Its `compile` is `ModelInfo.compile`. An engine that takes another's place is given its grammars."""
 

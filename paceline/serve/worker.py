@@ -259,7 +259,7 @@ class EngineWorker(Generic[M]):
         return model
 
     def _serve(self, model: M) -> None:
-        engine = model.engine
+        engine, resumed = model.engine, time.perf_counter()
         while True:
             if not self._commands and not engine.has_work:
                 with self._condition:
@@ -267,6 +267,7 @@ class EngineWorker(Generic[M]):
                         if self._is_stopping:
                             return
                         self._condition.wait()
+                resumed = time.perf_counter()
             if self._commands:
                 self._outbox.flush()
             while self._commands:
@@ -276,7 +277,8 @@ class EngineWorker(Generic[M]):
                 started = time.perf_counter()
                 chunks = engine.step()
                 now = time.perf_counter()
-                self._watch(self.metrics.step, engine, now - started)
+                self._watch(self.metrics.step, engine, now - resumed)
+                resumed = now
                 if chunks:
                     self._hand_over(chunks, now, now - started, is_prefilling=bool(engine.scheduler.prefilling))
             if not self._live:

@@ -277,7 +277,7 @@ class ServerAnswer:
         return sum(each.is_within for each in self.compared)
 
     def as_json(self, config: ServingConfig) -> dict[str, Any]:
-        errors = ("throughput_error", "first_token_error", "is_within")
+        errors = ("throughput_error", "first_token_error", "has_throughput", "is_within")
         compared = [asdict(each) | {name: getattr(each, name) for name in errors} for each in self.compared]
         replayed = {
             "compared": compared,
@@ -301,8 +301,12 @@ def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
     if not passes:
         prompt = parse_lengths("--prompt-tokens", config.prompt_tokens)
         jobs = workload(config.requests, prompt, parse_lengths("--answer-tokens", config.answer_tokens), config.seed)
+    has_own = bool(passes) and costs == CostsConfig() and all(each.steps for each in passes)
     context = round(sum(job.prompt_tokens + job.answer_tokens / 2 for job in jobs) / len(jobs))
-    setup = set_up(costs, [Load(config.max_rows or MAX_ROWS, context, config.max_draft or 1)])
+    if has_own:
+        setup = Setup(StepCosts(), f"steps of {config.against}", "own", limits=list(limits.TEXTS["own"]))
+    else:
+        setup = set_up(costs, [Load(config.max_rows or MAX_ROWS, context, config.max_draft or 1)])
     setup.limits[:0] = limits.TEXTS["server"]
     if passes and not config.acceptance:
         survival = recorded_survival(passes)[: config.max_draft]
@@ -310,9 +314,9 @@ def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
         most = config.max_draft or setup.costs.max_draft or MAX_DRAFT
         survival = tuple(parse_acceptance(config.acceptance or ACCEPTANCE).survival(most))
     rows = config.max_rows or (config.against and rows_of(config.against)) or MAX_ROWS
-    server = ServerShape(rows, config.prefill_chunk or None, setup.costs.prefill_adapts, config.request_overhead)
+    server = ServerShape(rows, config.prefill_chunk or None, config.request_overhead)
     if passes:
-        compared = compare(passes, setup.costs, server, survival, seed=config.seed)
+        compared = compare(passes, None if has_own else setup.costs, server, survival, seed=config.seed)
         return ServerAnswer(setup, server, survival, compared=compared)
     case, rates = Case(jobs, setup.costs, server, survival, config.seed), config.rate
     if not rates and not config.concurrency:

@@ -105,7 +105,7 @@ class ServingConfig:
     seed: int = 0
     """Of arrivals, lengths and acceptance."""
     against: Path | None = None
-    """Replay a bench serving run instead: simulated beside measured."""
+    """Replay a bench serving run instead, with its own step times unless others are given: simulated beside measured."""
 
     def __post_init__(self) -> None:
         check(self)

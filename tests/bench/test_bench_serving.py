@@ -143,7 +143,13 @@ def test_a_live_server_off_and_on(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert all(each["tokens_per_round"] == 1.0 and each["client_cpu"] > 0 for each in line["results"])
     files = {file.name for file in (tmp_path / "run").iterdir()}
     assert files >= {"config.json", "command.txt", "metrics.jsonl", "report.md", "report.html", "results.json"}
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 12
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    told = [line["steps"] for line in lines if "steps" in line]
+    assert len(lines) == 12 + 4 and len(told) == 4, "a line for each request, and one for each pass"
+    for one in told:
+        counts = {kind: sum(count for own, _, count, _ in one if own == kind) for kind, *_ in one}
+        assert counts.keys() == {"step", "prefill", "verify"} and counts["prefill"] >= 3
+        assert counts["verify"] <= 15, "three requests of six tokens, and nothing of the passes before"
     page = (tmp_path / "run" / "report.html").read_text()
     assert page.count("<svg") == 8 and "Time to the first token" in page
     assert "2 in flight" in (tmp_path / "run" / "report.md").read_text()
