@@ -34,8 +34,8 @@ def paceline(*words: str, stdin: str = "", env: dict[str, str] | None = None) ->
 
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
     """Seconds on the CPU: other work on the machine must not count."""
-    seconds = []
-    for _ in range(5):
+    seconds = [9.0]
+    while min(seconds) >= 0.5 and len(seconds) <= 5:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert paceline("--help").returncode == 0
         after = resource.getrusage(resource.RUSAGE_CHILDREN)

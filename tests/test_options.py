@@ -10,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from paceline.bounds import check
 from paceline.commands.options import Changed, Only, Opt, Without, options, size
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
@@ -41,6 +42,7 @@ class Ovenlike:
     inner: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check(self)
         if self.max_heat is not None and self.max_heat < 1:
             raise ConfigError("max_heat must be at least 1 at any mode; lower max_heat or raise trays")
 

@@ -29,7 +29,7 @@ from paceline.figures import is_loop
 from paceline.prompts import Prompt, read_prompts
 from paceline.runlog import RunFolder, plain
 from paceline.simulate.files import read_json
-from paceline.tables import SILENT, Progress, flat
+from paceline.tables import SILENT, Progress, differences
 
 BUILTIN = "built-in"
 EVALUATION = "evaluation.json"
@@ -133,8 +133,7 @@ class Evaluation:
 
     def refuse_change(self, before: dict[str, Any], now: dict[str, Any], where: str = "") -> None:
         """Raises ConfigError naming each setting that differs, old value and new."""
-        old, new = dict(flat(before)), dict(flat(now))
-        changed = [f"{key} {old.get(key)} -> {new.get(key)}" for key in sorted(old | new) if old.get(key) != new.get(key)]
+        changed = [f"{name} {old} -> {new}" for name, (old, new) in differences(before, now).items()]
         if changed:
             raise ConfigError(
                 f"{self.run.path / EVALUATION} was made with other settings ({where}{', '.join(changed)}): "

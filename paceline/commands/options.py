@@ -148,8 +148,6 @@ class _Asked:
             return tuple(split(self.option, value, kind.base) if self.is_comma else value)
         if kind.is_size:
             return size(self.option, value)
-        if kind.choices and value not in (None, *kind.choices):
-            raise ConfigError(f"{self.option} must be one of {', '.join(kind.choices)}, not {value!r}")
         return value
 
 

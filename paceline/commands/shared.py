@@ -13,7 +13,7 @@ import typer
 
 from paceline.commands.options import Changed, Opt
 from paceline.config import EngineConfig
-from paceline.errors import ConfigError, PromptError
+from paceline.errors import ConfigError, PromptError, reraised
 from paceline.tables import Progress
 from paceline.types import GrammarSpec, SamplingParams
 
@@ -110,10 +110,9 @@ def grammar_of(json_schema: str | None, regex: str | None) -> GrammarSpec | None
         return None
     text = json_schema.strip()
     if not text.startswith("{"):
-        try:
+        neither = f"--json-schema {text!r} is neither a schema nor a file that can be read"
+        with reraised(ConfigError, neither, "give one of them", OSError, UnicodeDecodeError):
             text = Path(text).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--json-schema {text!r} is neither a schema nor a file that can be read: {error}") from error
     return GrammarSpec("json_object") if text == "{}" else GrammarSpec("json_schema", text)
 
 

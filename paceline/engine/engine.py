@@ -206,16 +206,18 @@ class Engine:
         self.rounds.append(stats)
         now = time.perf_counter()
         chunks = []
-        for seq, drafted, accepted, source in zip(
-            batch.sequences, stats.num_drafted_B, stats.num_accepted_B, stats.source_B, strict=True
-        ):
-            seq.rounds.append(Round(drafted, accepted, source))
+        rounds_B = map(Round, stats.num_drafted_B, stats.num_accepted_B, stats.source_B)
+        for seq, each in zip(batch.sequences, rounds_B, strict=True):
+            seq.rounds.append(each)
             seq.timings.draft_s += stats.draft_s
             seq.timings.verify_s += stats.verify_s
             chunks.append(self._publish(seq, now))
         host_s = stats.host_s + time.perf_counter() - now
+        is_plain = not any(stats.num_drafted_B)
         for seq in batch.sequences:
             seq.timings.host_s += host_s
+            seq.timings.num_plain += is_plain
+            seq.timings.plain_s += is_plain * (stats.draft_s + stats.verify_s + host_s)
         return chunks
 
     def _publish(self, seq: Sequence, now: float) -> Chunk:

@@ -185,11 +185,8 @@ class Metrics(Collector):
             drafted[num_drafted] += count
             accepted[num_accepted] += count
         tokens = Counter({1 + number: count for number, count in accepted.items()})
-        reached = [
-            sum(count for number, count in accepted.items() if number > place)
-            for place in range(max(MOST_DRAFTED, *drafted, 0))
-        ]
-        places = {str(place): count for place, count in enumerate(reached)}
+        depth = max(MOST_DRAFTED, *drafted, 0)
+        places = {str(place): sum(accepted[number] for number in accepted if number > place) for place in range(depth)}
         name = "vllm:spec_decode_num"
         yield self._family(f"{name}_drafts", "Rounds with drafts, request by request", drafted.total() - drafted[0])
         yield self._family(f"{name}_draft_tokens", "Drafted tokens", _sum(drafted))
@@ -204,11 +201,7 @@ class Metrics(Collector):
             cache, requests = engine.target.cache, engine.scheduler
             num_running, num_waiting = len(requests.running) + len(requests.prefilling), len(requests.waiting)
             usage = sum(cache.lengths) / (cache.num_rows * cache.max_len)
-        for name, doc, value in (
-            ("num_requests_running", "Requests in prefill or decoding", num_running),
-            ("num_requests_waiting", "Requests without a place in the cache", num_waiting),
-            ("kv_cache_usage_perc", "Part of the cache's positions in use; 1 is full", usage),
-        ):
+        for (name, doc), value in zip(TOLD["now"].items(), (num_running, num_waiting, usage), strict=True):
             yield self._family(f"vllm:{name}", doc, value, kind=GaugeMetricFamily)
 
     def _family(

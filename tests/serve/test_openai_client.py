@@ -230,6 +230,9 @@ def test_speculation_is_accounted_for(client: openai.OpenAI) -> None:
     assert timings["tokens"] == 120
     assert timings["drafted"] == details.accepted_prediction_tokens
     assert timings["total_s"] >= timings["verify_s"] > 0
+    assert (
+        timings["num_plain"] == figures["rounds_by_source"]["none"]["num_rounds"] > 0 < timings["plain_s"] < timings["total_s"]
+    )
     streamed = list(client.chat.completions.create(**asked, extra_body=extra, stream=True))
     told = [chunk.model_extra["paceline"] for chunk in streamed if chunk.choices]
     assert sum(len(each["tokens"]) for each in told) == 120
@@ -258,7 +261,8 @@ def test_a_request_says_how_much_is_drafted(client: openai.OpenAI, speculate: ob
 
 def test_the_model_is_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
-    assert client.models.retrieve(MODEL).id == MODEL
+    model = client.models.retrieve(MODEL)
+    assert (model.id, model.model_extra["drafter"]) == (MODEL, "ngram")
     with pytest.raises(openai.NotFoundError, match="this server has tiny"):
         client.chat.completions.create(model="gpt-5", messages=MESSAGES)
 
