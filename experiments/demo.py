@@ -77,7 +77,8 @@ def run(code: str) -> str:
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
-        resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
+        if sys.platform == "linux":  # a Mac refuses to limit this
+            resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
     command = [sys.executable, "-I", "-c", code]

@@ -32,7 +32,7 @@ class EngineConfig:
     """auto, cpu or cuda; auto takes the GPU when there is one."""
     backend: Annotated[str, ("auto", "native", "torch")] = "auto"
     """native computes a whole pass in one call, on the CPU only; auto takes it where it is built and knows the model."""
-    isa: Annotated[str, ("auto", "amx", "avx512bf16", "avx512", "avx2", "portable")] = "auto"
+    isa: Annotated[str, ("auto", "amx", "avx512bf16", "avx512", "avx2", "i8mm", "dotprod", "neon", "portable")] = "auto"
     """Instruction set of the native pass, for every model of the process; auto takes the best that this processor has. Weights
     in blocks make the same text with each of them but portable."""
     weight_format: Annotated[str, ("auto", "blocks", "dense", "q8_0", "q6_k", "q5_k", "q4_k", "q4_1")] = "auto"
@@ -105,7 +105,7 @@ def _multiplies_bfloat16(device: str) -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if platform.machine().lower() in ("x86_64", "amd64"):
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # not on a Mac
 
 
 def read_api_keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:

@@ -101,7 +101,14 @@ const Kernels* amx_kernels(int dtype);
 const Kernels* avx512bf16_kernels(int dtype);
 const Kernels* avx512_kernels(int dtype);
 const Kernels* avx2_kernels(int dtype);
+const Kernels* i8mm_kernels(int dtype);
+const Kernels* dotprod_kernels(int dtype);
+const Kernels* neon_kernels(int dtype);
 const Kernels* portable_kernels(int dtype);
 const Kernels* emulated_tiles_kernels(int dtype);  // avx512, with tiles in plain C++: slow, to be tested
+
+// Of an ARM processor; false on others.
+bool has_dotprod();
+bool has_i8mm();
 
 }  // namespace pn
