@@ -25,6 +25,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -198,7 +199,8 @@ class Block:
             model, draft = (name and str(resolve(name)) for name in (model, draft))
         options = ["--model", str(model), "--threads", str(args.threads), "--streams", str(self._streams), "--ways", *ways]
         options += ["--max-len", str(self._max_len), "--form", form]
-        options += (["--draft", draft] if draft else []) + (["--dflash", str(self._shipped)] if "dflash" in ways else [])
+        options += ["--draft", draft] if draft else []
+        options += ["--dflash", str(plain_drafter(self._shipped, args.peers_home / "models"))] if "dflash" in ways else []
         return Worker(python, HERE / f"decode_vs_peers_{script}.py", options, environment)
 
     def _play(self, turn: Turn) -> dict[str, Any]:
@@ -223,6 +225,15 @@ def installed(path: Path, peer: str) -> str:
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}: PEERS='{peer}' experiments/decode_vs_peers.sh installs it")
     return str(path)
+
+
+def plain_drafter(shipped: Path, home: Path) -> Path:
+    """Our drafter in z-lab's format and nothing else: other programs draft from the whole vocabulary."""
+    folder = home / f"{shipped.name}-dflash"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(shipped / name, folder / name)
+    return folder
 
 
 def vllm_environment(home: Path, ours: dict[str, str]) -> dict[str, str]:

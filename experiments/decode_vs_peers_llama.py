@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from decode_vs_peers_pipe import Prompts, arguments, own_output, serve
@@ -38,8 +39,8 @@ class Llama:
         self._port, rows, threads = free_port(), str(args.streams), str(args.threads)
         common = ["--host", HOST, "--port", str(self._port), "-m", args.model, "-t", threads, "-tb", threads, "-np", rows]
         common += ["-c", str(-(-args.max_len // 256) * 256 * args.streams), "--cache-ram", "0", "--offline"]
-        self._flags = [word.format(draft=args.draft) for word in WAYS[way]]
-        self._server = subprocess.Popen([args.form, *common, *self._flags], stdin=subprocess.DEVNULL, stdout=sys.stderr)
+        self._flags = [*common, *(word.format(draft=args.draft) for word in WAYS[way])]
+        self._server = subprocess.Popen([args.form, *self._flags], stdin=subprocess.DEVNULL, stdout=sys.stderr)
         self.pid = self._server.pid
         self._threads = ThreadPoolExecutor(args.streams)
 
@@ -50,7 +51,8 @@ class Llama:
                 raise RuntimeError(f"llama-server ended with {self._server.returncode}")
             try:
                 if self._ask("GET", "/health")[0] == 200:
-                    return {"flags": self._flags, "build": self._ask("GET", "/props")[1].get("build_info")}
+                    build = self._ask("GET", "/props")[1].get("build_info")
+                    return {"flags": self._flags, "build": build, "built_with": built_with(Path(self._args.form))}
             except OSError:
                 pass
             time.sleep(0.05)
@@ -90,6 +92,12 @@ class Llama:
             return response.status, json.loads(response.read())
         finally:
             connection.close()
+
+
+def built_with(server: Path) -> list[str]:
+    """What was on when the server was compiled: instruction sets, OpenMP, repacking."""
+    lines = (server.parents[1] / "CMakeCache.txt").read_text(encoding="utf-8").splitlines()
+    return [line.partition(":")[0] for line in lines if line.startswith("GGML_") and line.endswith(":BOOL=ON")]
 
 
 def free_port() -> int:

@@ -1,7 +1,7 @@
 """Is greedy decoding the target's, token for token? Every drafter against Transformers' own `generate`.
 
     .venv/bin/python experiments/lossless_greedy.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.jsonl --limit 100
-    .venv/bin/python experiments/lossless_greedy.py --model qwen2.5-coder-0.5b --own-reading --limit 20 --prompts humaneval.jsonl
+    python experiments/lossless_greedy.py --model qwen2.5-coder-0.5b --limit 20 --own-reading --prompts humaneval.jsonl
 
 float32 must agree on every prompt; a difference is excused only at a near-tie (top two logits within 1e-4) and is printed.
 Transformers gets the weights as we expand them, or reads the GGUF file itself (--own-reading, which needs `accelerate`).
