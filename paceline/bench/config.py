@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -46,15 +48,22 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        refuse(
-            ConfigError,
-            (not (self.drafters and self.batches and self.temperatures), "give at least one drafter, batch and temperature"),
-            (any(peer != "transformers" for peer in self.against), "the only peer known to --against is transformers"),
-        )
+        if not (self.drafters and self.batches and self.temperatures):
+            raise ConfigError("give at least one drafter, batch and temperature")
+        check_peers(self.against)
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=self.seed)
         others = tuple(dict.fromkeys(name for name in self.drafters if name != BASELINE))
         object.__setattr__(self, "drafters", (BASELINE, *others))
+
+
+def check_peers(names: Sequence[str]) -> None:
+    """Raises ConfigError: only Transformers can be measured beside ours, and only where it is installed."""
+    refuse(
+        ConfigError,
+        (any(name != "transformers" for name in names), "the only peer known to --against is transformers"),
+        (bool(names) and find_spec("transformers") is None, "--against needs Transformers: pip install 'paceline[hf]'"),
+    )
 
 
 @dataclass(frozen=True, slots=True)

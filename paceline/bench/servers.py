@@ -103,11 +103,13 @@ def _report(
         for each in results
         for reason, count in each.failures.items()
     ]
+    verdict = render("serving_verdict.txt", results=results).rstrip()
     plots = (*LOAD_PLOTS, LoadPlot("Time of an answer", "s", lambda each: each.total))
     notice = write_load_report(
         run,
         lambda: load_plots(plots, by_load),
         title=f"Serving under load: {model}",
+        verdict=verdict,
         about=sent,
         note=render("serving_note.txt").rstrip(),
         figures=figures,
@@ -115,7 +117,7 @@ def _report(
         settings=flat(settings),
     )
     progress.table(figures)
-    progress.say(sent)
+    progress.say(f"{sent}\n{verdict}")
     for failure in failures:
         progress.say(f"FAILED: {failure}")
     if notice:

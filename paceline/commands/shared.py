@@ -26,6 +26,12 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def starting(model: str) -> None:
+    """Something to see on a terminal at once: the imports alone take seconds, reading weights some more."""
+    if sys.stderr.isatty():
+        say(f"loading {model}")
+
+
 def introduce(llm: LLM) -> str:
     """What "auto" and "default" came to, and the memory taken."""
     from paceline.bench.pages import render
@@ -67,9 +73,11 @@ MOCK = Changed(mocked_tokens_per_round=Opt("--mock", metavar="TOKENS_PER_ROUND")
 
 def load(engine: EngineConfig, word: str | None = None) -> LLM:
     """For one answer at a time; the model may be named by a word in place of --model. Says what was loaded."""
+    named = replace(engine, model=word if word and not is_named(engine) else engine.model, max_batch=1)
+    starting(named.model)
     from paceline.engine.llm import LLM
 
-    llm = LLM.of(replace(engine, model=word if word and not is_named(engine) else engine.model, max_batch=1))
+    llm = LLM.of(named)
     say(introduce(llm))
     return llm
 

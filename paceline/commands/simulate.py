@@ -261,6 +261,7 @@ def _write_report(run: RunFolder, answer: ServerAnswer) -> str | None:
         run,
         lambda: _compared_plots(answer.compared) if answer.compared else load_plots(plots, by_load),
         title=f"Simulated serving: {answer.setup.title}",
+        verdict=render("simulated_verdict.txt", loads=answer.loads, compared=answer.compared).rstrip(),
         about="",
         note=render("simulated_note.txt").rstrip(),
         figures=_figures_table(answer),

@@ -138,7 +138,6 @@ class Pool:
             return one
         if not drafter.tap_layers:
             return Observed(one.sequence, one.start, one.count, None)
-        assert one.taps_NF is not None
-        taps_TLD = one.taps_NF.unflatten(-1, (len(self.target.tap_layers), -1))
+        taps_TLD = one.taps_TF[one.begin : one.begin + one.count].unflatten(-1, (len(self.target.tap_layers), -1))
         places = [self.target.tap_layers.index(layer) for layer in drafter.tap_layers]
         return Observed(one.sequence, one.start, one.count, taps_TLD[:, places].flatten(1))

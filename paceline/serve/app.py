@@ -102,7 +102,8 @@ def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return RequestRefused("the body is no valid JSON", code="invalid_json")
-    name = ".".join(str(part) for part in first["loc"][1:]) or None
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"][1:])
+    name = "".join(parts).removeprefix(".") or None
     message = f"{name or 'body'}: {first['msg']}" if name or first["loc"] else first["msg"]
     return RequestRefused(message[:500], param=name)
 

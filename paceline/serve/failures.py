@@ -15,8 +15,6 @@ from fastapi.responses import Response
 from paceline.errors import ContextLengthError, PacelineError
 
 FAILURES: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-KINDS = {401: "authentication_error", 429: "rate_limit_error"}
-"""OpenAI's types of errors by status, where they are not those of all others."""
 
 
 class ApiError(Exception):
@@ -49,7 +47,8 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
-        kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        other = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, other)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 

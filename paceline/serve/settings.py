@@ -37,8 +37,8 @@ class ServeConfig:
     """A client that takes nothing of what is written for so long is hung up on."""
     max_prompt_tokens: Count | None = None
     """Longest prompt, in tokens [default: what the cache holds]."""
-    default_max_tokens: Count | None = None
-    """Longest chat answer when the request sets no limit [default: the context]."""
+    default_max_tokens: Count = 1024
+    """Longest chat answer when the request sets no limit, and the context leaves room for it."""
     max_n: Count = 8
     """Most answers to one prompt."""
     max_queue: Whole = 256

@@ -19,6 +19,7 @@ from small_llm import tiny_model
 from paceline.bench import servers
 from paceline.bench.client import Client, Stream
 from paceline.bench.config import ServersConfig, ServingConfig
+from paceline.bench.pages import render
 from paceline.bench.serving import Contender, ServingBench
 from paceline.commands.bench import bench_serving, words_of
 from paceline.config import EngineConfig
@@ -153,6 +154,33 @@ def test_a_live_server_off_and_on(tmp_path: Path, capsys: pytest.CaptureFixture[
     page = (tmp_path / "run" / "report.html").read_text()
     assert page.count("<svg") == 8 and "Time to the first token" in page
     assert "2 in flight" in (tmp_path / "run" / "report.md").read_text()
+    assert re.search(r'<p class="verdict">With speculation an answer comes [\d.]+x as fast at best \(auto, ', page)
+    assert "<dt>inter-token</dt>" in page and "<summary>Settings</summary>" in page
+
+
+@pytest.mark.parametrize(
+    ("gains", "said"),
+    [
+        ([], "There is nothing to compare"),
+        (
+            [(1.02, "auto", "1 in flight")],
+            "1.02x as fast (auto, 1 in flight): it brings nothing here. Next: serve with --speculate off",
+        ),
+        (
+            [(1.1, "8", "8 in flight"), (1.9, "full", "1 in flight")],
+            "1.90x as fast at best (full, 1 in flight), 1.10x at worst (8, 8 in flight): it pays at every load. "
+            "Next: serve with --speculate full.",
+        ),
+        (
+            [(0.8, "full", "8 in flight"), (1.9, "full", "1 in flight")],
+            "costs time at others. Next: serve with --speculate auto",
+        ),
+    ],
+)
+def test_a_verdict_on_a_load(gains: list[tuple[float, str, str]], said: str) -> None:
+    verdict = render("load_verdict.txt", gains=gains, num_failed=0, num_answers=9)
+    assert said in verdict and "failed" not in verdict
+    assert "3 of 9 answers failed" in render("load_verdict.txt", gains=gains, num_failed=3, num_answers=9)
 
 
 def test_failures_are_counted_and_do_not_stop_the_others(tmp_path: Path) -> None:
@@ -160,7 +188,9 @@ def test_failures_are_counted_and_do_not_stop_the_others(tmp_path: Path) -> None
     prompts.write_text(json.dumps({"prompt": "hi"}) + "\n" + json.dumps({"prompt": "long " * 200}) + "\n")
     with serving(talker()) as live:
         run("--url", live.url, "--prompts", str(prompts), *FAST, "--out", str(tmp_path / "run"))
-        assert "2 in flight, speculate off: 1x status 400: the prompt has" in (tmp_path / "run" / "report.md").read_text()
+        report = (tmp_path / "run" / "report.md").read_text()
+        assert "2 in flight, speculate off: 1x status 400: the prompt has" in report
+        assert re.search(r"\d of \d+ answers failed: see Failures", report)
         prompts.write_text(json.dumps({"prompt": "long " * 200}) + "\n")
         with pytest.raises(ConfigError, match="every request failed, first with: status 400"):
             run("--url", live.url, "--prompts", str(prompts), *FAST, "--out", str(tmp_path / "run"))

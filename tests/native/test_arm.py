@@ -3,8 +3,8 @@
     make test-arm        (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)
 
 `cases.cpp` runs every function of the interface on inputs that are the same everywhere: products with every format in every
-size of tile, sampling, and whole passes. What it prints must not depend on the processor: weights in blocks have the bits of any
-x86 instruction set, dense ones those of AVX2. `tests/model/test_native_*.py` say that these are the right ones.
+size of tile, sampling, and whole passes. What it prints must not depend on the processor: weights in blocks have the bits of
+any x86 instruction set, dense ones those of AVX2. `tests/model/test_native_*.py` say that these are the right ones.
 """
 
 from __future__ import annotations

@@ -423,6 +423,7 @@ def test_a_sweep_over_measured_steps(steps: Path, tmp_path: Path) -> None:
     assert {"results.json", "report.md", "report.html", "config.json"} <= {file.name for file in (tmp_path / "run").iterdir()}
     page = (tmp_path / "run" / "report.html").read_text()
     assert page.count("<svg") == 8 and "saturated" in page
+    assert '<p class="verdict">With speculation an answer comes ' in page
 
 
 def test_usual_rates_reach_from_idle_to_too_much() -> None:
@@ -438,7 +439,8 @@ def test_replayed_against_a_run(steps: Path, folder: Path, tmp_path: Path) -> No
     line = last_line(run(*words, *given, "--json", "--out", str(tmp_path / "run")))
     assert line["num_within"] == len(line["compared"]) == 4
     assert max(abs(each["throughput_error"]) for each in line["compared"]) < 1e-6
-    assert (tmp_path / "run" / "report.html").read_text().count("<svg") == 2
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert page.count("<svg") == 2 and "at 4 of 4 loads: its other answers about this machine can be believed." in page
     recorded = last_line(run(*words, "--json"))
     assert recorded["survival"] == pytest.approx(SURVIVAL, abs=0.08) and recorded["num_within"] >= 2
 
