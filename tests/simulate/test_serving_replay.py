@@ -208,8 +208,14 @@ def test_own_times_leave_their_sum_as_it_was() -> None:
     """Noise that makes a larger pass look faster is averaged away, not cut off; what a pass never did is taken from the run, at
     the pass's own pace."""
     common: list[Step] = [("verify", 1, 100, 1.0), ("verify", 2, 50, 0.4), ("verify", 4, 1, 0.4), ("prefill", 8, 2, 0.1)]
-    slow: list[Step] = [("verify", 1, 100, 3.0), ("verify", 8, 100, 9.0), ("draft", 6, 10, 0.6), ("prefill", 8, 2, 0.3)]
-    told = [[*common, ("step", 1, 151, 2.1)], [*slow, ("step", 1, 200, 13.4)]]
+    slow: list[Step] = [
+        ("verify", 1, 100, 3.0),
+        ("verify", 8, 100, 9.0),
+        ("draft", 6, 10, 0.6),
+        ("draft", 12, 10, 0.9),
+        ("prefill", 8, 2, 0.3),
+    ]
+    told = [[*common, ("step", 1, 151, 2.1)], [*slow, ("step", 1, 200, 14.3)]]
     jobs = [Job(0.0, 8, 1), Job(0.0, 8, 1)]
     passes = [Recorded("off", Arrivals(concurrency=1), jobs, 1.0, [0.1], Rounds(), Rounds(), steps=each) for each in told]
     found = own_costs(passes)
