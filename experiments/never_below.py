@@ -4,10 +4,10 @@
 
 One LLM for each drafter, the planner choosing. The prompts are answered by all of them and by plain decoding at the same time,
 a step of each in turns, so that all meet the same pace of the machine. `--batch` requests are in flight: where an answer ends,
-the next prompt is read beside the others, as in a server. A ratio is of one turn over all prompts, their reading included. The
-table has the median of the ratios, their range, and the share of rounds by the source of their drafts. `noisy` is the default
-drafter with noise in its weights, which drafts as one does that is half trained; `none again` is plain decoding once more: how
-far its ratio is from 1 is the machine's doing.
+the next prompt is read beside the others, as in a server. A ratio is of one turn over all prompts, their reading included;
+sampled answers all have the same length, so that nobody has more to read. The table has the median of the ratios, their range,
+and the share of rounds by the source of their drafts. `noisy` is the default drafter with noise in its weights, which drafts as
+one does that is half trained; `none again` is plain decoding once more: how far its ratio is from 1 is the machine's doing.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Turns:
 
 
 def measure(args: argparse.Namespace, llms: dict[str, LLM]) -> dict[Setting, Turns]:
-    """All settings, `repeat` times, after a short turn that does not count."""
+    """All settings, `repeat` times, after a short turn that does not count; what is there is kept after each turn."""
     sets = {
         file: [llms["none"].encode_chat(prompt.messages) for prompt in read_prompts(file)[args.skip :]] for file in args.prompts
     }
@@ -139,7 +139,8 @@ def measure(args: argparse.Namespace, llms: dict[str, LLM]) -> dict[Setting, Tur
     measured = {setting: Turns() for setting in settings}
     for turn, setting in itertools.product(range(-1, args.repeat), settings):
         file, batch, temperature = setting
-        params = SamplingParams(temperature=temperature, max_tokens=args.max_tokens if turn >= 0 else 32)
+        most = args.max_tokens if turn >= 0 else 32
+        params = SamplingParams(temperature=temperature, max_tokens=most, ignore_eos=temperature > 0)
         contenders = {name: Contender(each.engine) for name, each in llms.items()}
         num_prompts = max(args.limit, 2 * batch) if turn >= 0 else batch
         prompts = list(itertools.islice(itertools.cycle(sets[file]), num_prompts))
@@ -147,6 +148,8 @@ def measure(args: argparse.Namespace, llms: dict[str, LLM]) -> dict[Setting, Tur
         for name, one in contenders.items() if turn >= 0 else ():
             measured[setting].add(name, one)
         print(f"turn {turn}: {file} batch {batch} temperature {temperature}", file=sys.stderr, flush=True)
+        if setting == settings[-1] and turn >= 0:
+            keep(args, llms, measured)
     return measured
 
 
@@ -164,11 +167,9 @@ def results_of(setting: Setting, turns: Turns) -> list[dict[str, Any]]:
     return sorted(found, key=lambda each: list(turns.speeds).index(each["drafter"]))
 
 
-def main() -> None:
-    args = arguments()
-    names = ["none", "none again", *args.drafters.split(",")]
-    llms = {name: load(args, name, max(args.batches)) for name in names}
-    results = [each for setting, turns in measure(args, llms).items() for each in results_of(setting, turns)]
+def keep(args: argparse.Namespace, llms: dict[str, LLM], measured: dict[Setting, Turns]) -> None:
+    """Write the results so far to `--out`, and print the table."""
+    results = [each for setting, turns in measured.items() for each in results_of(setting, turns)]
     print("\n| prompts | batch | temperature | drafter | over none | range | rounds by source |\n|---|---|---|---|---|---|---|")
     for each in results:
         told = ", ".join(f"{source} {share:.0%}" for source, share in each["sources"].items())
@@ -181,7 +182,13 @@ def main() -> None:
     if args.out:
         made = record_of({"dtype": llms["none"].config.dtype, "results": results})
         Path(args.out).write_text(json.dumps(made | line, indent=1))
-    print(json.dumps(line))
+    print(json.dumps(line), flush=True)
+
+
+def main() -> None:
+    args = arguments()
+    names = ["none", "none again", *args.drafters.split(",")]
+    measure(args, {name: load(args, name, max(args.batches)) for name in names})
 
 
 if __name__ == "__main__":

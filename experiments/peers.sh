@@ -19,20 +19,38 @@ ours() {
     cp requirements.lock "$venv/requirements.lock"
 }
 
-# The sources in the sdist are built once, for this processor, with llama.cpp's own benchmarks; the bindings load that library.
-llama_cpp() {
+# The sources of llama.cpp come in the sdist of llama-cpp-python.
+llama_sources() {
     rm -rf "$venv/src" && mkdir "$venv/src"
     $pip download --no-deps --no-build-isolation --no-binary llama-cpp-python -d "$venv/src" "llama-cpp-python==$release"
     tar -xzf "$venv/src/llama_cpp_python-$release.tar.gz" -C "$venv/src"
-    bindings=$venv/src/llama_cpp_python-$release
-    "$venv/bin/cmake" -S "$bindings/vendor/llama.cpp" -B "$venv/llama.cpp" -G Ninja -DCMAKE_BUILD_TYPE=Release \
-        -DCMAKE_MAKE_PROGRAM="$venv/bin/ninja" -DGGML_NATIVE=ON -DLLAMA_BUILD_COMMIT="$commit" -DLLAMA_OPENSSL=OFF \
-        -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF >&2
-    "$venv/bin/cmake" --build "$venv/llama.cpp" --parallel "${JOBS:-2}" --target llama llama-bench llama-batched-bench >&2
-    CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $pip install --no-deps --no-build-isolation "$bindings"
 }
 
-llama_server() { $pip install --no-deps -r experiments/serving_vs_peers_requirements.txt; }
+# What this processor has, as its kernel says: what -march=native finds has died of instructions that a virtual machine lacks.
+llama_flags() {
+    for pair in AVX2:avx2 FMA:fma F16C:f16c BMI2:bmi2 AVX_VNNI:avx_vnni AVX512:avx512f AVX512_VBMI:avx512vbmi \
+        AVX512_VNNI:avx512_vnni AVX512_BF16:avx512_bf16 AMX_TILE:amx_tile AMX_INT8:amx_int8; do
+        if grep -qw "${pair#*:}" /proc/cpuinfo; then echo "-DGGML_${pair%:*}=ON"; else echo "-DGGML_${pair%:*}=OFF"; fi
+    done
+}
+
+# llama.cpp with its own server and benchmark.
+llama_cpp() {
+    if [ "$(uname -m)" = x86_64 ]; then flags="-DGGML_NATIVE=OFF $(llama_flags)"; else flags=-DGGML_NATIVE=ON; fi
+    # shellcheck disable=SC2086
+    "$venv/bin/cmake" -S "$venv/src/llama_cpp_python-$release/vendor/llama.cpp" -B "$venv/llama.cpp" -G Ninja \
+        -DCMAKE_BUILD_TYPE=Release -DCMAKE_MAKE_PROGRAM="$venv/bin/ninja" ${LLAMA_FLAGS:-$flags} \
+        -DLLAMA_BUILD_COMMIT="$commit" -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
+        -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_SERVER=ON -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF >&2
+    "$venv/bin/cmake" --build "$venv/llama.cpp" --parallel "${JOBS:-2}" --target llama-server llama-bench >&2
+}
+
+# llama-cpp-python's server, over the same library.
+llama_server() {
+    CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $pip install --no-deps --no-build-isolation \
+        "$venv/src/llama_cpp_python-$release"
+    $pip install --no-deps -r experiments/serving_vs_peers_requirements.txt
+}
 
 vllm() {
     python3 -m venv "$venv/vllm"
@@ -46,10 +64,14 @@ install_peers() {
     once paceline ours
     for peer in "$@"; do
         case $peer in
-            llama.cpp) once llama.cpp llama_cpp ;;
+            llama.cpp)
+                once llama.cpp-src llama_sources
+                once llama.cpp llama_cpp
+                ;;
             llama-server) once llama-server llama_server ;;
             vllm) once vllm vllm ;;
-            *) echo "error: there is no peer $peer: choose from llama.cpp, llama-server, vllm" >&2 && exit 2 ;;
+            none) ;;
+            *) echo "error: there is no peer $peer: choose from llama.cpp, llama-server, vllm, none" >&2 && exit 2 ;;
         esac
     done
     native_library

@@ -156,7 +156,7 @@ def peers_of(args: argparse.Namespace) -> Iterator[Peer]:
     yield Peer(OURS, [*ours, "--drafter", "default"])
     yield Peer("paceline", [*ours, "--drafter", "none"])
     if "llama-cpp-python" in args.peers:
-        from decode_vs_peers_llama import write_bf16
+        from gguf_to_bf16 import write_bf16
 
         blocks = resolve(MODEL)
         bf16 = write_bf16(blocks, Path(sys.prefix) / "models" / f"{MODEL}-bf16.gguf")

@@ -6,13 +6,15 @@ import os
 import platform
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
-from paceline.errors import ConfigError, refuse, refuse_below, reraised
+from paceline.bounds import Count, Whole, at_least, check, within
+from paceline.errors import ConfigError, refuse, reraised
 from paceline.plan import num_fixed
 
+YIELD = "at least 1, the target's own token of every round"
 RULES = ("auto", "match", "rejection", "block")
-Bytes = Annotated[int, "bytes"]
+Bytes = Annotated[int, "bytes", at_least(1)]
 """A number of bytes; on the command line it may be written 512M."""
 
 
@@ -30,7 +32,9 @@ class EngineConfig:
     """auto, cpu or cuda; auto takes the GPU when there is one."""
     backend: Annotated[str, ("auto", "native", "torch")] = "auto"
     """native computes a whole pass in one call, on the CPU only; auto takes it where it is built and knows the model."""
-    isa: Annotated[str, ("auto", "amx", "avx512bf16", "avx512", "avxvnni", "avx2", "portable")] = "auto"
+    isa: Annotated[
+        str, ("auto", "amx", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")
+    ] = "auto"
     """Instruction set of the native pass, for every model of the process; auto takes the best that this processor has. Weights
     in blocks make the same text with each of them."""
     weight_format: Annotated[str, ("auto", "blocks", "dense", "q8_0", "q6_k", "q5_k", "q4_k", "q4_1")] = "auto"
@@ -39,13 +43,13 @@ class EngineConfig:
     memory; the others round larger weights to such blocks: fewer bytes, and another model."""
     weights: Literal["checkpoint", "random"] = "checkpoint"
     """random builds the architecture without its weights: the right speed, meaningless text."""
-    max_batch: int = 8
+    max_batch: Count = 8
     """Requests that decode together: rows of the KV cache."""
-    max_len: int | None = None
+    max_len: Annotated[int, at_least(2)] | None = None
     """Tokens of prompt and answer together that a row holds [default: the model's limit, at most 2048]."""
     kv_memory: Bytes | None = None
     """Most memory for all KV caches together, the drafter's too: 512M, 2G or bytes. Lowers `max_batch` until they fit."""
-    num_drafted: int | None = None
+    num_drafted: Whole | None = None
     """Most tokens drafted per round [default: the drafter's own number]."""
     plan: str = "auto"
     """auto checks in each round the drafts that bring the most tokens per second here, none when none do, and what an n-gram
@@ -53,25 +57,15 @@ class EngineConfig:
     all that it may: nothing then depends on the clock."""
     rule: Annotated[str, RULES] = "auto"
     """How sampled drafts are verified: match (certain drafts), rejection or block; auto takes the best that is lossless."""
-    mocked_tokens_per_round: float | None = None
+    mocked_tokens_per_round: Annotated[float, within(YIELD, least=1)] | None = None
     """Accept drafts at this rate, bonus token included, whatever the target says: NOT lossless, for modelling only."""
-    prefill_chunk: int = 256
+    prefill_chunk: Count = 256
     """Prompt tokens per step, so that a long prompt does not stall the others."""
-    threads: int | None = None
+    threads: Count | None = None
     """CPU threads [default: PyTorch's choice]."""
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        refuse_below(1, max_batch=self.max_batch, prefill_chunk=self.prefill_chunk, threads=self.threads)
-        refuse_below(2, max_len=self.max_len)
-        refuse_below(0, num_drafted=self.num_drafted)
-        refuse(
-            ConfigError,
-            (
-                self.mocked_tokens_per_round is not None and self.mocked_tokens_per_round < 1,
-                "mocked_tokens_per_round must be at least 1: every round yields the target's own token",
-            ),
-        )
+        check(self)
         if self.plan != "auto":
             num_fixed(self.plan)
 
@@ -83,15 +77,6 @@ class EngineConfig:
         if unknown:
             raise ConfigError(f"unknown setting {unknown[0]!r}: choose from {', '.join(sorted(known))}")
         return cls(**settings)
-
-
-def check_choices(config: Any) -> None:
-    """Raises ConfigError when a field that names its choices, `Literal[...]` or `Annotated[str, (...)]`, has another value."""
-    for name, hint in get_type_hints(type(config), include_extras=True).items():
-        parts, value = get_args(hint), getattr(config, name)
-        choices = parts if get_origin(hint) is Literal else next((part for part in parts[1:] if isinstance(part, tuple)), ())
-        if choices and value not in choices:
-            raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
@@ -122,7 +107,7 @@ def _multiplies_bfloat16(device: str) -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if platform.machine().lower() in ("x86_64", "amd64"):
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # not on a Mac
 
 
 def read_api_keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:

@@ -97,10 +97,3 @@ def refuse(kind: type[PacelineError], *checks: tuple[bool, str]) -> None:
     for is_wrong, text in checks:
         if is_wrong:
             raise kind(text)
-
-
-def refuse_below(least: float, **values: float | None) -> None:
-    """Raises ConfigError naming the first value that is below `least` or no number; None, not given, is neither."""
-    for name, value in values.items():
-        bound = f"at least {least:g}" if least else "0 or more"
-        refuse(ConfigError, (value is not None and not value >= least, f"{name} must be {bound}, not {value}"))

@@ -29,6 +29,8 @@ _CLASS_WEIGHT, _CELL_WEIGHT, _SURE_KEEP = 4.0, 12.0, 0.995
 TRIAL_SHARE = 0.005
 """Share of the time that may go into drafts that do not seem to pay, to see whether they do by now; what is saved is enough
 for one trial."""
+NEW_SHARE = 0.007
+"""Share of the time that is saved for a trial when a request begins: its text may be one that the drafter knows."""
 FIRST_TRIALS = 2.0
 """Time that trials may take at the beginning, in rounds without drafts."""
 PLAIN_EVERY = 64
@@ -287,6 +289,10 @@ class RoundRecord:
     """Seconds that trials may still take."""
     wanted_s: float = 0.0
     """Seconds that the next trial would take."""
+    new_s: float = 0.0
+    """Seconds that the next new request adds to `trial_s`."""
+    _keys: set[int] = field(default_factory=set)
+    """Of the rows of the latest round."""
     turn: int = 0
     """Whose turn the next trial is."""
     _drafted: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -319,9 +325,16 @@ class RoundRecord:
         self.trial_s = min(self.trial_s, max(FIRST_TRIALS * plain_s, self.wanted_s))
         if self.trial_s < self.wanted_s:
             self.trial_s += TRIAL_SHARE * seconds
+        self.new_s = min(self.new_s + NEW_SHARE * seconds, self.wanted_s)
         if is_trial:  # one that paid for itself costs nothing: a drafter that is good by now is soon known
             lost_s = seconds - plain_s * num_tokens / num_rows
             self.trial_s -= max(lost_s, 0.0) if num_tokens > num_rows else max(seconds - plain_s, self.wanted_s)
+
+    def begin(self, keys: set[int]) -> None:
+        """A round of the rows with these keys: one that is new adds what was saved for it to the allowance of trials."""
+        if keys - self._keys:
+            self.trial_s, self.new_s = self.trial_s + self.new_s, 0.0
+        self._keys = keys
 
     def compare(self, num_rows: int, num_tokens: int, seconds: float, sources: set[str]) -> None:
         """A round as it was, in seconds of now, with drafts of these sources: see whether those have been worth their time, and

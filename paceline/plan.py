@@ -196,6 +196,7 @@ class AdaptivePlanner:
         kind, num_rows = self._kind(rows), len(rows) + num_joining
         chunk = min(self._chunks.size(len(rows)), prompt_left)
         plan = Plan(chunk, rows, [Take() for _ in rows], num_rows)
+        kind.begin({row.key for row in rows})
         if not rows or kind.needs_plain(len(rows)):
             return plan
         may_compute, paused = not kind.rests(num_rows), kind.paused()

@@ -21,8 +21,10 @@ from typing import Any
 
 from paceline.errors import DownloadError, PromptError, needing, reraised
 
-GSM8K = "{question}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-HUMANEVAL = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
+GSM8K = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+HUMANEVAL = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
+WORDINGS = ((GSM8K, "question"), (HUMANEVAL, "prompt", "entry_point"), ("{}", "prompt"), ("{}", "text"))
+"""How the text of the first key is put, where a row has all of the keys."""
 KNOWN_KEYS = "messages, turns, question, prompt, text, instruction"
 
 Row = dict[str, Any]
@@ -163,12 +165,9 @@ def _turns_of(row: Row, where: str) -> tuple[str, ...]:
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
             raise PromptError(f"{where}: 'turns' must be a list of texts, one per user turn")
         return tuple(turns)
-    if has("question"):
-        return (GSM8K.format(question=text("question")),)
-    if has("prompt"):
-        return (HUMANEVAL.format(prompt=text("prompt")) if has("entry_point") else text("prompt"),)
-    if has("text"):
-        return (text("text"),)
+    for form, *keys in WORDINGS:
+        if has(*keys):
+            return (form.format(text(keys[0])),)
     if has("instruction"):
         instances, given = row.get("instances"), row.get("input")
         if isinstance(instances, list) and instances and isinstance(instances[0], dict):

@@ -135,3 +135,9 @@ def flat(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     for key, value in settings.items():
         found += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
     return found
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Name -> (old value, new value) of each setting that is not the same in both; None where there is none."""
+    old, new = dict(flat(before)), dict(flat(now))
+    return {name: (old.get(name), new.get(name)) for name in sorted(old | new) if old.get(name) != new.get(name)}

@@ -11,8 +11,9 @@ import math
 import os
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol
 
+from paceline.bounds import Count, Must, Share, check, within
 from paceline.errors import SamplingError
 
 if TYPE_CHECKING:  # tensors are only named here, so that `import paceline.types` stays cheap
@@ -21,8 +22,9 @@ if TYPE_CHECKING:  # tensors are only named here, so that `import paceline.types
 FinishReason = Literal["stop", "length", "abort", "error"]
 GrammarKind = Literal["json_object", "json_schema", "regex"]
 RowKind = Literal["greedy", "sampled", "seeded"]
-NONE = "none"
-"""The source of a round in which a row checked no drafts."""
+Finite = Annotated[float, within("a finite number")]
+NONE, LOOKUP = "none", "ngram"
+"""The sources of a round in which a row checked no drafts, or some that were found in the text so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,38 +35,42 @@ class GrammarSpec:
     text: str = ""
 
 
+def _are_biases(bias: dict[int, float]) -> bool:
+    return all(value < math.inf for value in bias.values())  # and so no NaN
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen. Raises SamplingError on impossible values."""
 
-    temperature: float = 0.0
+    temperature: Annotated[float, within("0 (greedy) or more", least=0)] = 0.0
     """0 is greedy: always the most likely token."""
-    top_k: int = 0
+    top_k: Annotated[int, within("0 (off) or more", least=0)] = 0
     """Keep the k most likely tokens; 0 keeps all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, within("above 0 and at most 1", above=0, most=1)] = 1.0
     """Keep the smallest set of most likely tokens whose probability reaches top_p."""
-    min_p: float = 0.0
+    min_p: Share = 0.0
     """Keep tokens at least min_p times as likely as the most likely one."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, within("above 0 (1 is off)", above=0)] = 1.0
     """Divide positive (multiply negative) logits of tokens already in prompt or answer."""
-    presence_penalty: float = 0.0
+    presence_penalty: Finite = 0.0
     """Subtract once from the logit of each token already in the answer."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Finite = 0.0
     """Subtract for each time the token already stands in the answer."""
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[int, float], Must("numbers or -inf", _are_biases)] | None = None
     """Added to the logits of these token ids; -inf forbids a token."""
-    seed: int | None = None
+    seed: Annotated[int, within("between 0 and 2**63 - 1", least=0, most=2**63 - 1)] | None = None
     """The same seed gives the same text, alone or in a batch; without, one is drawn."""
-    max_tokens: int = 128
+    max_tokens: Count = 128
     """Longest answer, in tokens."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Must("no empty string", bool)], ...] = ()
     """Strings that end the answer; the text stops before the first one found."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     """Go on to `max_tokens` whatever the model says."""
-    logprobs: int | None = None
+    logprobs: Annotated[int, within("between 0 and 100", least=0, most=100)] | None = None
     """Report the chosen token's log-probability and this many alternatives, from the target's unmodified logits."""
-    max_drafted: int | None = None
+    max_drafted: Annotated[int, within("0 (plain decoding) or more", least=0)] | None = None
     """Most drafts per round; 0 decodes plainly, None leaves it to the engine."""
     grammar: GrammarSpec | None = None
     """Only tokens that lead to such an answer can be chosen; the model's end token ends it, also with ignore_eos."""
@@ -72,31 +78,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        wrong = (
-            (not (math.isfinite(self.temperature) and self.temperature >= 0), "temperature must be 0 (greedy) or more"),
-            (self.top_k < 0, "top_k must be 0 (off) or more"),
-            (not 0 < self.top_p <= 1, "top_p must be above 0 and at most 1"),
-            (not 0 <= self.min_p <= 1, "min_p must be between 0 and 1"),
-            (
-                not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0),
-                "repetition_penalty must be above 0 (1 is off)",
-            ),
-            (not math.isfinite(self.presence_penalty), "presence_penalty must be a finite number"),
-            (not math.isfinite(self.frequency_penalty), "frequency_penalty must be a finite number"),
-            (self.max_tokens < 1, "max_tokens must be at least 1"),
-            (self.seed is not None and not 0 <= self.seed < 2**63, "seed must be between 0 and 2**63 - 1"),
-            (self.logprobs is not None and not 0 <= self.logprobs <= 100, "logprobs must be between 0 and 100"),
-            (self.max_drafted is not None and self.max_drafted < 0, "max_drafted must be 0 (plain decoding) or more"),
-            (any(not text for text in self.stop), "stop must not hold an empty string"),
-            (
-                any(math.isnan(bias) or bias == math.inf for bias in (self.logit_bias or {}).values()),
-                "logit_bias must be a number or -inf",
-            ),
-        )
-        for is_wrong, remedy in wrong:
-            if is_wrong:
-                name = remedy.split()[0]
-                raise SamplingError(f"{remedy}, not {getattr(self, name)!r}")
+        check(self, SamplingError)
 
     @property
     def is_greedy(self) -> bool:
@@ -109,7 +91,8 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class Timings:
-    """Where a request's time went, in seconds; `token_s` are wall-clock stamps of each committed token."""
+    """Where a request's time went, in seconds; `token_s` are wall-clock stamps of each committed token. `plain_s` is the part
+    of its `num_plain` rounds in which no row of the batch checked a draft: what plain decoding takes here and now."""
 
     arrival_s: float = 0.0
     queue_s: float = 0.0
@@ -118,6 +101,8 @@ class Timings:
     verify_s: float = 0.0
     host_s: float = 0.0
     first_token_s: float = 0.0
+    plain_s: float = 0.0
+    num_plain: int = 0
     token_s: list[float] = field(default_factory=list)
 
 

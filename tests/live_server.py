@@ -23,6 +23,8 @@ from paceline.serve.settings import ServeConfig
 from paceline.serve.worker import EngineWorker
 from paceline.types import FinishReason
 
+LONG = {"max_tokens": 200, "temperature": 0}
+
 
 class SlowTalker(Talker):
     """Never ends by itself, and takes a while for each pass."""
@@ -184,3 +186,16 @@ def break_engine(live: Live) -> None:
         raise RuntimeError("out of luck")
 
     cast(Any, live.llm.engine).step = broken
+
+
+def in_threads(number: int, call: Any) -> list[threading.Thread]:
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(number)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def in_engine(live: Live, function: Any) -> Any:
+    """What a function returns that runs in the engine's thread."""
+    assert live._loop
+    return asyncio.run_coroutine_threadsafe(live.worker.call(function), live._loop).result(30)

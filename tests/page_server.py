@@ -2,7 +2,9 @@
 
 The last message decides: `slow` streams until the client leaves, `refuse` is a 429, `break` an error event after some
 text, `cut` a stream without [DONE], `counts` tells how many tokens were drafted instead of which, `markup` answers in HTML,
-`differ` depends on speculation, `code` has a fenced block, `held` tells tokens before their text; anything else gets STORY.
+`markdown` in all that Markdown has, `hostile` in Markdown that wants to do harm, `deep` in thousands of quotes in one another,
+`differ` depends on speculation, `code` has a fenced block, `open` one that stops in its middle, `held` tells tokens before
+their text; anything else gets STORY.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[1] / "paceline" / "serve" / "page" / "index.html"
+from paceline.serve.app import MEDIA, PAGE_HEADERS, PAGES
+
+PAGE = PAGES["/"]
 Round = list[tuple[str, bool]]
 """One round's tokens: text, drafted and kept."""
 
@@ -47,7 +50,54 @@ HELD: list[tuple[str, Round]] = [
 ]
 """Half characters, text held back, a space that a token alone does not have, a token without text."""
 MARKUP = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script> <b>bold</b> &amp;"
+MARKDOWN = """# Palindromes
+
+A word is a **palindrome** if it *reads* the same ~~twice~~ backwards, as `level` does. See [the page](https://example.org/a?b=1)
+or https://example.org/c, 3 &lt; 4.
+
+1. Compare the ends:
+   ```python
+   word[0] == word[-1]
+   ```
+2. Go on inside
+   - until one letter is left
+   - [x] or none
+
+> Case matters.
+> So do spaces.
+
+| word | answer |
+|:-----|-------:|
+| level | `True` |
+| lever | False |
+
+---
+
+```js
+const is = (word) => word === [...word].reverse().join("");
+```
+"""
+HOSTILE = """[one](javascript:document.title='taken') [two](JaVaScRiPt:alert(1)) [three](data:text/html,<script>x()</script>)
+[four](  java&#10;script:alert(1)) [five](/v1/models) [six](//evil.example/x) ![seven](https://evil.example/pixel.png)
+<https://evil.example/"onmouseover=alert(1)> <a href="javascript:alert(1)" onclick="document.title='taken'">eight</a>
+
+[nine][ref] <iframe src="https://evil.example/"></iframe>
+
+[ref]: javascript:alert(1)
+
+<script>document.title = 'taken'</script>
+
+<style>body { display: none }</style>
+
+```html"onload="alert(1)
+<img src=x onerror="document.title='taken'">
+```
+| <img src=x onerror=alert(1)> | b |
+|---|---|
+| `<svg onload=alert(1)>` | **<svg/onload=alert(1)>** |
+"""
 PAUSE_S = 0.01
+SOURCES = {"dflash": 27, "ngram": 2, "none": 3}
 HISTOGRAM = [3, 5, 8, 12, 4]
 
 
@@ -68,11 +118,18 @@ def rounds_for(prompt: str, speculating: bool) -> Iterator[Round]:
     elif prompt == "markup":
         yield [(MARKUP, False)]
         yield [(MARKUP, True)]
+    elif prompt in ("markdown", "hostile"):
+        text = MARKDOWN if prompt == "markdown" else HOSTILE
+        yield from ([(text[at : at + 5], at % 15 > 0)] for at in range(0, len(text), 5))
+    elif prompt == "deep":
+        yield [(">" * 20000 + "x", False)]
     elif prompt == "differ":
         yield [("The same start, ", False)]
         yield [("with" if speculating else "without", False)]
     elif prompt == "code":
         yield from CODE
+    elif prompt == "open":
+        yield from ([(text, False)] for text in ("Before.\n\n", "``", "`py", "thon\nx = ", "24", "\n``", "`\nAfter."))
     else:
         yield from STORY if speculating else [[(text, False)] for tokens in STORY for text, _ in tokens]
 
@@ -84,11 +141,11 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        if self.path == "/":
-            self.answer(200, "text/html; charset=utf-8", PAGE.read_bytes())
+        if file := PAGES.get(self.path):
+            self.answer(200, MEDIA.get(file.suffix, "text/html"), file.read_bytes(), PAGE_HEADERS)
         elif self.path == "/v1/models":
             self.server.asked.append({"path": self.path, "auth": self.headers["Authorization"]})
-            models = [{"id": name, "object": "model"} for name in self.server.models]
+            models = [{"id": name, "object": "model", "drafter": "dflash"} for name in self.server.models]
             self.answer(200, "application/json", json.dumps({"object": "list", "data": models}).encode())
         else:
             self.answer(404, "application/json", b"{}")
@@ -121,7 +178,7 @@ class Handler(BaseHTTPRequestHandler):
         count = 0
         speculating = body["speculate"] != "off"
         for text, tokens in chunks_for(prompt, speculating):
-            time.sleep(PAUSE_S)
+            time.sleep(PAUSE_S / 10 if prompt in ("markdown", "hostile") else PAUSE_S)
             if tokens[0][0] == "24":
                 self.server.second_half.wait(60)
             count += len(tokens)
@@ -134,10 +191,16 @@ class Handler(BaseHTTPRequestHandler):
         if prompt == "cut" and not self.server.lenient:
             return
         timings = {"queue_s": 0.0002, "prefill_s": 0.012, "draft_s": 0.02, "verify_s": 0.11, "host_s": 0.004}
+        timings |= {"plain_s": 0.05, "num_plain": 5} if speculating else {"plain_s": 0.134, "num_plain": count - 1}
         self.event({"choices": [choice("", "stop")], "paceline": {"drafted": 0, "tokens": [], **timings}})
-        last: dict[str, Any] = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": count}}
+        last: dict[str, Any] = {
+            "model": body["model"],
+            "choices": [],
+            "usage": {"prompt_tokens": 9, "completion_tokens": count},
+        }
         if speculating:
             spec = {"mean_acceptance_length": 3.28, "draft_acceptance_rate": 0.57, "acceptance_histogram": HISTOGRAM}
+            spec["rounds_by_source"] = {source: {"num_rounds": rounds} for source, rounds in SOURCES.items()}
             last["metrics"] = {"speculative_decoding": spec}
         self.event(last)
         self.wfile.write(b"data: [DONE]\n\n")
@@ -167,7 +230,7 @@ class PageServer(ThreadingHTTPServer):
         self.left = threading.Event()
         self.models = ["smol-135m"]
         self.second_half = threading.Event()
-        """While clear, STORY stops in its middle."""
+        """While clear, STORY and `open` stop in their middle."""
         self.second_half.set()
         self.lenient = False
         """True lets `refuse`, `break` and `cut` succeed: what a retry meets."""

@@ -36,6 +36,13 @@ def test_auto_takes_bfloat16_only_where_the_processor_has_it(
     assert resolve(EngineConfig(device="cpu")).dtype == dtype
 
 
+def test_auto_is_float32_where_pytorch_has_no_onednn_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "arm64")  # as on a Mac
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", None)
+    assert resolve(EngineConfig(device="cpu")).dtype == "float32"
+
+
 def test_a_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve(EngineConfig()).device == "cpu"

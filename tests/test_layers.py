@@ -6,11 +6,24 @@ import ast
 from pathlib import Path
 
 import pytest
-
-PACKAGE = Path(__file__).parent.parent / "paceline"
+from package_source import PACKAGE, nodes_of, tree_of
 
 LAYERS = [
-    {"types", "errors", "chunks", "config", "figures", "hardware", "learned", "plan", "runlog", "rng", "prompts", "tables"},
+    {
+        "types",
+        "errors",
+        "bounds",
+        "chunks",
+        "config",
+        "figures",
+        "hardware",
+        "learned",
+        "plan",
+        "runlog",
+        "rng",
+        "prompts",
+        "tables",
+    },
     {"hub", "model", "simulate"},
     {"draft", "verify"},
     {"engine"},
@@ -27,6 +40,7 @@ TORCH_FREE_AT_IMPORT = [
     "__init__",
     "types",
     "errors",
+    "bounds",
     "config",
     "figures",
     "hardware",
@@ -48,9 +62,7 @@ SIDEWAYS = {
     ("bench", "train"),
     ("bench", "serve"),
 }
-STANDS_ALONE = {
-    "simulate": {"types", "errors", "chunks", "config", "figures", "hardware", "learned", "plan", "tables", "simulate"}
-}
+STANDS_ALONE = {"simulate": LAYERS[0] - {"prompts", "rng", "runlog"} | {"simulate"}}
 """Parts that import nothing else of ours, and no torch."""
 
 
@@ -65,8 +77,7 @@ def part(name: str) -> str:
 
 
 def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:
-    tree = ast.parse(path.read_text())
-    nodes = tree.body if top_level_only else ast.walk(tree)
+    nodes = tree_of(path).body if top_level_only else nodes_of(path)
     found: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -119,7 +130,7 @@ def imports_by_module(package: Path) -> dict[str, set[str]]:
     }
     found: dict[str, set[str]] = {}
     for name, path in modules.items():
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        nodes = nodes_of(path)
         names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         for node in nodes:
             if isinstance(node, ast.ImportFrom) and node.module:

@@ -10,9 +10,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from paceline.bounds import check
 from paceline.commands.options import Changed, Only, Opt, Without, options, size
 from paceline.config import EngineConfig
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, ContextLengthError
 from paceline.types import SamplingParams
 
 
@@ -41,6 +42,7 @@ class Ovenlike:
     inner: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check(self)
         if self.max_heat is not None and self.max_heat < 1:
             raise ConfigError("max_heat must be at least 1 at any mode; lower max_heat or raise trays")
 
@@ -102,6 +104,30 @@ def test_errors_name_the_option_as_it_is_typed(words: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         given_by(bake, "bread", "--out", "x", *words.split())
     assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        ("too hot: lower max_heat, or raise max_heat.", "too hot: lower --max-heat, or raise --max-heat."),
+        ("the oven holds 2 (max_heat=3)", "the oven holds 2 (--max-heat=3)"),
+        ("fuel is damp, no_field and light", "fuel is damp, no_field and light"),
+        (
+            "there is no runs/max_heat/x, max_heat.json or my-max_heat",
+            "there is no runs/max_heat/x, max_heat.json or my-max_heat",
+        ),
+    ],
+)
+def test_errors_of_the_library_name_the_options_of_the_command(raised: str, said: str) -> None:
+    def burn(oven: Oven) -> None:
+        raise ContextLengthError(raised)
+
+    with pytest.raises(ContextLengthError) as caught:
+        given_by(burn, "--out", "x")
+    assert str(caught.value) == said
+    with pytest.raises(ContextLengthError) as caught:
+        options(burn)(oven=Ovenlike(Path("x")))
+    assert str(caught.value) == raised
 
 
 def test_a_command_changes_what_it_asks_for() -> None:

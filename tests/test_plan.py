@@ -10,7 +10,7 @@ import pytest
 
 from paceline.chunks import LEAST_CHUNK, ChunkSizes
 from paceline.errors import ConfigError
-from paceline.learned import PLAIN_EVERY, Chances, PassCosts, RoundCosts, RoundRecord
+from paceline.learned import PLAIN_EVERY, TRIAL_SHARE, Chances, PassCosts, RoundCosts, RoundRecord
 from paceline.plan import AdaptivePlanner, FixedPlanner, Offer, Plan, Planner, Row, num_fixed
 from paceline.types import RoundStats, RowKind, Take
 
@@ -368,6 +368,20 @@ class TestUnsteady:
 
 
 class TestTrials:
+    @pytest.mark.parametrize("begins", [False, True])
+    def test_a_request_that_begins_may_try_its_drafter(self, begins: bool) -> None:
+        """What the rounds before it saved for that is added to the allowance, no more than one trial takes."""
+        planner = AdaptivePlanner(FLAT)
+        kind = planner._kinds["greedy"]
+        kind.trial_s, kind.wanted_s = -1000.0, 2.0
+        before = []
+        for key in [0] * 500 + [int(begins)]:
+            before.append(kind.trial_s)
+            plan = planner.next([Row(key, "greedy", row(planner).offers)])
+            plan.drafts, plan.is_trial = [Take()], False
+            planner.learn(plan, stats(plan, [0], 1.0))
+        assert kind.trial_s - before[-1] == pytest.approx(TRIAL_SHARE + begins * 2.0)
+
     @pytest.mark.parametrize(("num_tokens", "is_free"), [(1, False), (2, False), (3, True), (4, True)])
     def test_one_that_paid_for_itself_takes_nothing_of_the_allowance(self, num_tokens: int, is_free: bool) -> None:
         """A trial of 2.5 plain rounds: two tokens do not pay for it, three do."""

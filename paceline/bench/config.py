@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
-from paceline.errors import ConfigError, refuse, refuse_below
+from paceline.bounds import Count, Positive, Rate, at_least, check, within
+from paceline.errors import ConfigError, refuse
 from paceline.types import SamplingParams
 
+Yield = Annotated[float, within("at least 1, the bonus token included", least=1)]
 BUILTIN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
 BASELINE = "none"
 """The drafter that every other is compared with: plain decoding."""
@@ -24,13 +29,13 @@ class BenchConfig:
 
     drafters: tuple[str, ...] = (BASELINE, "default")
     """Plain decoding, `none`, always runs, first."""
-    batches: tuple[int, ...] = (1,)
+    batches: tuple[Count, ...] = (1,)
     """Requests in flight at once."""
     temperatures: tuple[float, ...] = (0.0,)
     """0 is greedy."""
     max_tokens: int = 128
     """Longest answer, in tokens."""
-    repeat: int = 1
+    repeat: Count = 1
     """Repetitions; settings take turns, figures are medians."""
     ignore_eos: bool = False
     """Go on to `max_tokens` whatever the model says."""
@@ -42,49 +47,46 @@ class BenchConfig:
     """Base of the requests' seeds."""
 
     def __post_init__(self) -> None:
-        refuse_below(1, batch=min(self.batches, default=0), repeat=self.repeat)
-        refuse(
-            ConfigError,
-            (not self.drafters or not self.temperatures, "give at least one drafter and one temperature"),
-            (any(peer != "transformers" for peer in self.against), "the only peer known to --against is transformers"),
-        )
+        check(self)
+        if not (self.drafters and self.batches and self.temperatures):
+            raise ConfigError("give at least one drafter, batch and temperature")
+        check_peers(self.against)
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=self.seed)
         others = tuple(dict.fromkeys(name for name in self.drafters if name != BASELINE))
         object.__setattr__(self, "drafters", (BASELINE, *others))
 
 
+def check_peers(names: Sequence[str]) -> None:
+    """Raises ConfigError: only Transformers can be measured beside ours, and only where it is installed."""
+    refuse(
+        ConfigError,
+        (any(name != "transformers" for name in names), "the only peer known to --against is transformers"),
+        (bool(names) and find_spec("transformers") is None, "--against needs Transformers: pip install 'paceline[hf]'"),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class MockConfig:
     """What `bench decode` measures with mocked acceptance. Raises ConfigError on impossible values."""
 
-    tokens_per_round: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
+    tokens_per_round: tuple[Yield, ...] = (1.0, 2.0, 4.0, 8.0)
     """Random prompts, and every round keeps so many tokens, the bonus token included; beside the roofline. 1, plain decoding,
     is always measured."""
-    batches: tuple[int, ...] = (1,)
-    prompt_tokens: int = 256
+    batches: tuple[Count, ...] = (1,)
+    prompt_tokens: Count = 256
     """Tokens of those prompts."""
-    max_tokens: int = 128
-    repeat: int = 3
+    max_tokens: Annotated[int, at_least(2)] = 128
+    repeat: Count = 3
     num_drafted: int | None = None
     """Drafts of every round; None drafts no more than stand, the least work for the yield."""
     drafter: str = "random-dflash"
 
     def __post_init__(self) -> None:
+        check(self)
         most = max(self.tokens_per_round, default=PLAIN)
-        refuse(
-            ConfigError,
-            (
-                not all(math.isfinite(each) and each >= 1 for each in self.tokens_per_round),
-                "tokens_per_round counts the bonus token: every value must be at least 1",
-            ),
-            (
-                self.num_drafted is not None and self.num_drafted + 1 < most,
-                f"num_drafted {self.num_drafted} drafts cannot yield {most:g} tokens a round",
-            ),
-        )
-        refuse_below(1, batch=min(self.batches, default=0), prompt_tokens=self.prompt_tokens, repeat=self.repeat)
-        refuse_below(2, max_tokens=self.max_tokens)
+        if self.num_drafted is not None and self.num_drafted + 1 < most:
+            raise ConfigError(f"num_drafted {self.num_drafted} drafts cannot yield {most:g} tokens a round")
 
     @property
     def settings(self) -> list[tuple[int, float]]:
@@ -107,20 +109,20 @@ class MockConfig:
 class StepsConfig:
     """What `bench steps` measures. Raises ConfigError on impossible values."""
 
-    batches: tuple[int, ...] = (1, 2, 4, 8)
+    batches: tuple[Count, ...] = (1, 2, 4, 8)
     """Rows that decode together."""
-    max_positions: int = 17
+    max_positions: Annotated[int, within("at least 2: a round without drafts has one", least=2)] = 17
     """Widest pass of a row: one more than the longest draft."""
-    context: int = 256
+    context: Count = 256
     """Tokens in each row's cache, about: rounds add to it."""
-    repeat: int = 15
+    repeat: Count = 15
     """Times each size is measured; figures are medians."""
     tokens_per_round: float = 2.0
     """Mocked acceptance, the bonus token included: what a drafter observes after a round."""
 
     def __post_init__(self) -> None:
-        refuse_below(1, batch=min(self.batches, default=0), context=self.context, repeat=self.repeat)
-        refuse(ConfigError, (self.max_positions < 2, "max_positions must be at least 2: a round without drafts has one"))
+        check(self)
+        refuse(ConfigError, (not self.batches, "give at least one batch"))
 
     @property
     def growth(self) -> int:
@@ -137,37 +139,30 @@ class StepsConfig:
 class ServingConfig:
     """What `bench serving` sends. Raises ConfigError on impossible values."""
 
-    concurrencies: tuple[int, ...] | None = None
+    concurrencies: tuple[Count, ...] | None = None
     """Closed loops: requests in flight [default: 1,2,4,8,16, or none with a rate]."""
-    rates: tuple[float, ...] = ()
+    rates: tuple[Rate, ...] = ()
     """Open loops: requests a second at random times (Poisson)."""
-    num_requests: int | None = None
+    num_requests: Count | None = None
     """Requests of each pass [default: every prompt, 4 for each in flight, 10 s of a rate]."""
-    max_tokens: int = 128
+    max_tokens: Count = 128
     """Longest answer, in tokens."""
-    temperature: float = 0.0
+    temperature: Annotated[float, within("0 or more", least=0)] = 0.0
     """0 is greedy; only then texts are compared."""
     seed: int = 0
     """Of arrival times, and base of the requests' seeds."""
-    repeat: int = 1
+    repeat: Count = 1
     """Repetitions; contenders take turns at each load."""
     ignore_eos: bool = False
     """Go on to `max_tokens` whatever the model says."""
-    timeout_s: float = 600.0
+    timeout_s: Positive = 600.0
     """Seconds after which a request has failed."""
 
     def __post_init__(self) -> None:
         if self.concurrencies is None:
             object.__setattr__(self, "concurrencies", () if self.rates else (1, 2, 4, 8, 16))
-        refuse_below(1, concurrency=min(self.closed, default=1), requests=self.num_requests, max_tokens=self.max_tokens)
-        refuse_below(1, repeat=self.repeat)
-        refuse(
-            ConfigError,
-            (any(not 0 < each < math.inf for each in self.rates), "rate must be above 0"),
-            (not self.closed and not self.rates, "give at least one --concurrency or --rate"),
-            (not 0 <= self.temperature < math.inf, "temperature must be 0 or more"),
-            (not self.timeout_s > 0, "timeout must be above 0 seconds"),
-        )
+        check(self)
+        refuse(ConfigError, (not self.closed and not self.rates, "give at least one --concurrency or --rate"))
 
     @property
     def closed(self) -> tuple[int, ...]:

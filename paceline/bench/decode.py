@@ -22,7 +22,7 @@ from paceline.bench.passes import Engines, Pass, Request, described, make_reques
 from paceline.draft.registry import make_drafter
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
-from paceline.figures import Interval, Rounds, bootstrap, ratio_of_sums, repetition, survival
+from paceline.figures import Interval, Rounds, bootstrap, is_loop, ratio_of_sums, repetition, survival
 from paceline.hardware import Machine
 from paceline.model.target import Target
 from paceline.prompts import Prompt
@@ -32,6 +32,8 @@ from paceline.types import Round, SamplingParams
 
 ABOUT = ("device", "machine", "model", "dtype", "backend", "isa", "weight_format", "weight_bytes", "ceiling_tokens_per_s")
 ABOUT += ("max_tokens", "repeat")
+NUM_TEXTS = 4
+"""Texts kept of each prompt set and temperature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,8 +294,59 @@ def introduction(llm: LLM, machine: Machine, config: BenchConfig) -> dict[str, A
 
 
 def as_line(bench: Bench, machine: Machine) -> dict[str, Any]:
-    counts = {"num_requests": len(bench.requests), "num_skipped": bench.num_skipped}
-    return {"results": bench.results(), **introduction(bench.llm, machine, bench.config), **counts}
+    return {**set_figures(bench), **introduction(bench.llm, machine, bench.config)}
+
+
+def set_figures(bench: Bench) -> dict[str, Any]:
+    """Of a benchmark that has run on one prompt set: its results, and of the last drafter by temperature what loops, and texts.
+
+    "looping_share" is that of the lowest temperature, where models loop most; "without_loops" counts the other answers only,
+    None when there is none. "num_skipped": turns left out because they do not fit the context.
+    """
+    config = bench.config
+    passes = {each: bench.passes[Setting(config.drafters[-1], min(config.batches), each)][0] for each in config.temperatures}
+    looping = [_looping(done, temperature) for temperature, done in passes.items()]
+    return {
+        "results": bench.results(),
+        "looping": looping,
+        "texts": [text for temperature, done in passes.items() for text in _texts(bench, done, temperature)],
+        "num_requests": len(bench.requests),
+        "num_skipped": bench.num_skipped,
+        "looping_share": min(looping, key=lambda each: each["temperature"])["looping_share"],
+    }
+
+
+def _looping(done: Pass, temperature: float) -> dict[str, Any]:
+    others = [answer.rounds for answer in done.answers if not is_loop(answer.token_ids)]
+    whole = drafting([answer.rounds for answer in done.answers])
+    rest = drafting(others) if others else Drafting()
+    return {
+        "temperature": temperature,
+        "num_answers": len(done.answers),
+        "looping_share": 1 - len(others) / len(done.answers),
+        "tokens_per_round": whole.tokens_per_round,
+        "tokens_per_round_interval": whole.tokens_per_round_interval,
+        "without_loops": rest.tokens_per_round,
+        "without_loops_interval": rest.tokens_per_round_interval,
+    }
+
+
+def _texts(bench: Bench, done: Pass, temperature: float) -> list[dict[str, Any]]:
+    """Answers from all over the set, not its best, each with the user's last turn."""
+    count = min(NUM_TEXTS, len(done.answers))
+    places = [index * len(done.answers) // count for index in range(count)]
+    return [
+        {
+            "request": request.name,
+            "temperature": temperature,
+            "prompt": request.turn,
+            "text": answer.text,
+            "num_tokens": len(answer.token_ids),
+            "tokens_per_round": drafting([answer.rounds]).tokens_per_round,
+            "is_loop": is_loop(answer.token_ids),
+        }
+        for request, answer in ((bench.requests[place], done.answers[place]) for place in places)
+    ]
 
 
 def sources_table(named: Sequence[tuple[str, Drafting]]) -> Table:

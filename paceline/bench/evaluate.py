@@ -18,23 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.config import BASELINE, BUILTIN_PROMPTS, BenchConfig
-from paceline.bench.decode import ABOUT, Bench, Drafting, Setting, drafting, introduction
-from paceline.bench.passes import Pass
-from paceline.bench.runs import loaded, table
+from paceline.bench.decode import ABOUT, Bench, introduction, set_figures
+from paceline.bench.html import table
+from paceline.bench.runs import loaded
 from paceline.config import EngineConfig
 from paceline.draft.registry import DRAFTERS, checkpoint_of
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ModelNotFoundError
-from paceline.figures import is_loop
 from paceline.prompts import Prompt, read_prompts
 from paceline.runlog import RunFolder, plain
 from paceline.simulate.files import read_json
-from paceline.tables import SILENT, Progress, flat
+from paceline.tables import SILENT, Progress, differences
 
 BUILTIN = "built-in"
 EVALUATION = "evaluation.json"
-NUM_TEXTS = 4
-"""Texts kept of each set and temperature."""
 IDENTITY = ("model", "dtype", "backend", "isa", "weight_bytes", "device", "machine")
 """What must be the same for two sets to stand in one table; of the machine, its name."""
 
@@ -133,8 +130,7 @@ class Evaluation:
 
     def refuse_change(self, before: dict[str, Any], now: dict[str, Any], where: str = "") -> None:
         """Raises ConfigError naming each setting that differs, old value and new."""
-        old, new = dict(flat(before)), dict(flat(now))
-        changed = [f"{key} {old.get(key)} -> {new.get(key)}" for key in sorted(old | new) if old.get(key) != new.get(key)]
+        changed = [f"{name} {old} -> {new}" for name, (old, new) in differences(before, now).items()]
         if changed:
             raise ConfigError(
                 f"{self.run.path / EVALUATION} was made with other settings ({where}{', '.join(changed)}): "
@@ -215,55 +211,3 @@ def _evaluate_set(llm: LLM, each: PromptSet, config: BenchConfig, progress: Prog
     progress.say(f"{each.name}: {len(bench.requests)} requests, {loops}")
     progress.table(table(figures["results"]))
     return plain(figures)
-
-
-def set_figures(bench: Bench) -> dict[str, Any]:
-    """Of a benchmark that has run on one prompt set: rows as of `bench decode`, and by temperature what loops, and texts.
-
-    "looping_share" is that of the lowest temperature, where models loop most; "without_loops" counts the other answers only,
-    None when there is none. "num_skipped": turns left out because they do not fit the context.
-    """
-    config = bench.config
-    passes = {each: bench.passes[Setting(config.drafters[-1], min(config.batches), each)][0] for each in config.temperatures}
-    looping = [_looping(done, temperature) for temperature, done in passes.items()]
-    return {
-        "results": bench.results(),
-        "looping": looping,
-        "texts": [text for temperature, done in passes.items() for text in _texts(bench, done, temperature)],
-        "num_requests": len(bench.requests),
-        "num_skipped": bench.num_skipped,
-        "looping_share": min(looping, key=lambda each: each["temperature"])["looping_share"],
-    }
-
-
-def _looping(done: Pass, temperature: float) -> dict[str, Any]:
-    others = [answer.rounds for answer in done.answers if not is_loop(answer.token_ids)]
-    whole = drafting([answer.rounds for answer in done.answers])
-    rest = drafting(others) if others else Drafting()
-    return {
-        "temperature": temperature,
-        "num_answers": len(done.answers),
-        "looping_share": 1 - len(others) / len(done.answers),
-        "tokens_per_round": whole.tokens_per_round,
-        "tokens_per_round_interval": whole.tokens_per_round_interval,
-        "without_loops": rest.tokens_per_round,
-        "without_loops_interval": rest.tokens_per_round_interval,
-    }
-
-
-def _texts(bench: Bench, done: Pass, temperature: float) -> list[dict[str, Any]]:
-    """Answers from all over the set, not its best, each with the user's last turn."""
-    count = min(NUM_TEXTS, len(done.answers))
-    places = [index * len(done.answers) // count for index in range(count)]
-    return [
-        {
-            "request": request.name,
-            "temperature": temperature,
-            "prompt": request.turn,
-            "text": answer.text,
-            "num_tokens": len(answer.token_ids),
-            "tokens_per_round": drafting([answer.rounds]).tokens_per_round,
-            "is_loop": is_loop(answer.token_ids),
-        }
-        for request, answer in ((bench.requests[place], done.answers[place]) for place in places)
-    ]

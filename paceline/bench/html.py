@@ -2,22 +2,24 @@
 
     paceline report runs/train-20260101-120000
 
-`read_run` reads what the folder holds: settings, command, training metrics, evaluation. Training writes a line a step; now and
-then one holds "heldout" and "ood" too, or these come on a line of their own. The last value of a step wins, for a resumed run
-repeats steps. `page` makes the text of the page; a section without data is left out. The same run gives the same bytes.
+`read_run` reads what the folder holds: settings, command, training metrics, an evaluation or a `bench decode`. Training
+writes a line a step; now and then one holds "heldout" and "ood" too, or these come on a line of their own. The last value of a
+step wins, for a resumed run repeats steps. `page` makes the text of the page; a section without data is left out. The same run
+gives the same bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from paceline.bench.beside import PEERS
 from paceline.bench.config import BASELINE
 from paceline.bench.decode import Result, sources_table
 from paceline.bench.pages import Plot, Series, bars, curves, ranges, render, short
-from paceline.bench.runs import COLUMNS, with_interval
 from paceline.errors import ConfigError
 from paceline.figures import shares
 from paceline.model.backends import Form
@@ -27,6 +29,33 @@ from paceline.tables import Column, Table, flat, printable
 
 Line = dict[str, Any]
 KINDS = {"heldout": "held out", "ood": "out of domain"}
+
+
+def with_interval(value: float | None, interval: Sequence[float | None] | None, unit: str = "") -> str | None:
+    """A figure with its interval, where there is one: "1.50x [1.40, 1.60]"."""
+    if value is None:
+        return None
+    low, high = interval or (None, None)
+    return f"{value:.2f}{unit}" + ("" if low is None or high is None else f" [{low:.2f}, {high:.2f}]")
+
+
+COLUMNS = (
+    Column("drafter", lambda each: each.drafter),
+    Column("batch", lambda each: each.batch, align="right"),
+    Column("temp", lambda each: each.temperature, "{:g}", "right"),
+    Column("tokens/s", lambda each: each.tokens_per_s, "{:.1f}", "right"),
+    Column("decode/s", lambda each: each.decode_tokens_per_s, "{:.1f}", "right"),
+    Column("speed-up", lambda each: with_interval(each.speedup, each.speedup_interval, "x"), cut=" ["),
+    Column("tokens/round", lambda each: with_interval(each.tokens_per_round, each.tokens_per_round_interval), cut=" ["),
+    Column("identical", lambda each: each.identical, "{:.0%}", "right"),
+    Column("lossless", lambda each: {None: None, True: "yes", False: "NO"}[each.lossless]),
+    Column("repeats", lambda each: each.repetition, "{:.0%}", "right"),
+)
+
+
+def table(results: list[Result]) -> Table:
+    """A line for each setting; a narrow terminal leaves the intervals to the report."""
+    return Table(COLUMNS, results, width=140)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +70,24 @@ class RunData:
     served: Line = field(default_factory=dict)
     """Held-out prompts answered in the real engine after training (heldout.json)."""
     evaluation: Line = field(default_factory=dict)
+    """Of `evaluate` (evaluation.json), else of `bench decode` (results.json)."""
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether one drafter answered several prompt sets; `bench decode` has several drafters and one set."""
+        return "sets" in self.evaluation
 
     @property
     def sets(self) -> dict[str, Line]:
-        """Prompt set -> its figures, as of `bench.evaluate.set_figures`."""
-        return self.evaluation.get("sets", {})
+        """Prompt set -> its figures, as of `bench.decode.set_figures`."""
+        bench = {str(self.config.get("prompts", "prompts")): self.evaluation} if self.evaluation else {}
+        return self.evaluation.get("sets", bench)
 
     def results(self) -> list[tuple[str, Result]]:
+        """Each with what its curves are called: its prompt set, or its drafter."""
         known = {each.name for each in fields(Result)}
         return [
-            (printable(name), Result(**{key: value for key, value in row.items() if key in known}))
+            (printable(name if self.is_evaluation else row["drafter"]), Result(**{key: row[key] for key in known & row.keys()}))
             for name, figures in self.sets.items()
             for row in figures["results"]
         ]
@@ -60,7 +97,7 @@ def read_run(folder: Path) -> RunData:
     """Raises ConfigError when the folder has neither training metrics nor an evaluation, or when a file of it is damaged."""
     if not folder.is_dir():
         raise ConfigError(f"there is no run folder {folder}: check the path")
-    lines, command = RunFolder(folder).metrics(), folder / "command.txt"
+    lines, command, decoded = RunFolder(folder).metrics(), folder / "command.txt", _object(folder / "results.json")
     run = RunData(
         path=folder,
         config=_object(folder / "config.json"),
@@ -68,12 +105,12 @@ def read_run(folder: Path) -> RunData:
         steps=_by_step([line for line in lines if "loss" in line]),
         checks=_by_step([line for line in lines if any(isinstance(line.get(kind), dict) for kind in KINDS)]),
         served=_object(folder / "heldout.json"),
-        evaluation=_object(folder / "evaluation.json"),
+        evaluation=_object(folder / "evaluation.json") or (decoded if "looping" in decoded else {}),
     )
     if not (run.steps or run.checks or run.sets):
         raise ConfigError(
-            f"{folder} holds neither training metrics (metrics.jsonl) nor an evaluation (evaluation.json): "
-            "give the folder of paceline train or paceline evaluate"
+            f"{folder} holds neither training metrics (metrics.jsonl) nor an evaluation (evaluation.json) nor figures of "
+            "decoding (results.json): give the folder of paceline train, evaluate or bench decode"
         )
     return run
 
@@ -114,17 +151,30 @@ def page(run: RunData) -> str:
         "run.html",
         run=run,
         kinds=KINDS,
+        verdict=_verdict(run, [result for _, result in rows]),
         form=Form(at["backend"], at["isa"], at["weight_format"]) if at.get("weight_format") else None,
         training=_training(run),
         served=[_accepted("Accepted drafts a round", [("held out", run.served.get("accepted_histogram") or [])])],
         engine=_engine([(name, result) for name, result in rows if result.drafter != BASELINE]),
-        figures=_figures(rows),
+        figures=_figures(rows, run.is_evaluation),
         looping=[(name, each) for name, figures in run.sets.items() for each in figures.get("looping", [])],
         with_interval=with_interval,
         is_lossless=all(result.lossless is not False for _, result in rows),
         settings=flat(run.config),
         asked=flat(run.evaluation.get("settings", {})),
     )
+
+
+def verdict_on(results: Sequence[Result], looping: Sequence[Line] = ()) -> str:
+    """What figures of decoding mean, and what to do next; `looping` as of `set_figures`."""
+    drafted = [each for each in results if each.drafter != BASELINE and each.drafter not in PEERS]
+    return render("verdict.txt", results=drafted, looping=looping).strip()
+
+
+def _verdict(run: RunData, results: list[Result]) -> str:
+    """On figures of the engine, which are what counts; of a run that has none, on its training."""
+    looping = [each for figures in run.sets.values() for each in figures.get("looping", [])]
+    return verdict_on(results, looping) if results else render("train_verdict.txt", run=run).strip()
 
 
 def _training(run: RunData) -> list[Plot]:
@@ -172,13 +222,13 @@ def _engine(rows: list[tuple[str, Result]]) -> list[Plot]:
     return plots
 
 
-def _figures(rows: list[tuple[str, Result]]) -> list[Table]:
+def _figures(rows: list[tuple[str, Result]], in_sets: bool) -> list[Table]:
     if not rows:
         return []
-    in_sets = [Column("prompts", lambda row: row[0])]
-    in_sets += [replace(column, cell=lambda row, column=column: column.cell(row[1])) for column in COLUMNS]
-    tables = [Table(in_sets, rows)]
+    columns = [Column("prompts", lambda row: row[0])] if in_sets else []
+    columns += [replace(column, cell=lambda row, column=column: column.cell(row[1])) for column in COLUMNS]
+    tables = [Table(columns, rows)]
     if any(result.sources for _, result in rows):
-        sources = sources_table([(f"{name}: {result.setting}", result) for name, result in rows])
+        sources = sources_table([(f"{name}: {result.setting}" if in_sets else result.setting, result) for name, result in rows])
         tables.append(replace(sources, title="Rounds by source of drafts"))
     return tables

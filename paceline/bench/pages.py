@@ -72,7 +72,7 @@ def number(value: Any, digits: int = 2) -> str:
 def write_load_report(run: RunFolder, draw: Callable[[], list[Plot]], **values: Any) -> str | None:
     """report.md and report.html of a server under load; returns a notice when the page had to be left out.
 
-    `draw` makes its plots; `values`: title, about, note, figures, listed and settings, as `load.html.j2` shows them.
+    `draw` makes its plots; `values`: title, verdict, about, note, figures, listed and settings, as `load.html.j2` shows them.
     """
     run.write("report.md", render("load.md", **values))
     try:

@@ -203,7 +203,7 @@ def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[lis
     if not requests:
         raise ContextLengthError(
             f"no prompt fits with its answer of {max_tokens} tokens in a cache of {llm.target.cache.max_len}: "
-            "raise --max-len or lower --max-tokens"
+            "raise max_len or lower max_tokens"
         )
     return requests, num_skipped
 

@@ -7,14 +7,14 @@ Each returns what its command prints as JSON; "run" is the run folder.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.bench.config import BUILTIN_PROMPTS, BenchConfig, MockConfig, StepsConfig
 from paceline.bench.decode import Bench, Result, as_line, sources_table
-from paceline.bench.pages import Series, curves, ranges, render
+from paceline.bench.html import page, read_run, table, verdict_on
+from paceline.bench.pages import render
 from paceline.bench.steps import MockBench, StepBench
 from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
@@ -26,9 +26,8 @@ from paceline.model.checkpoint import config_json
 from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
 from paceline.simulate.catalogue import shape_of
-from paceline.tables import SILENT, Column, Progress, Table
+from paceline.tables import SILENT, Progress
 
-NUM_SAMPLES = 3
 DISTURBED = 0.15
 """Times of one size that are so far apart were taken while other programs were at work."""
 
@@ -56,6 +55,7 @@ def bench_decode(
     if notice := write_run(run, bench, machine, line):
         progress.say(notice)
     progress.table(table(line["results"]))
+    progress.say(verdict_on(line["results"], line["looping"]))
     progress.say(f"report, figures and raw runs: {run.path}")
     return {**line, "run": run.path}
 
@@ -103,28 +103,6 @@ def bench_steps(
     return {**{key: value for key, value in steps.items() if key != "config"}, "run": run.path}
 
 
-def with_interval(value: float | None, interval: Sequence[float | None] | None, unit: str = "") -> str | None:
-    """A figure with its interval, where there is one: "1.50x [1.40, 1.60]"."""
-    if value is None:
-        return None
-    low, high = interval or (None, None)
-    return f"{value:.2f}{unit}" + ("" if low is None or high is None else f" [{low:.2f}, {high:.2f}]")
-
-
-COLUMNS = (
-    Column("drafter", lambda each: each.drafter),
-    Column("batch", lambda each: each.batch, align="right"),
-    Column("temp", lambda each: each.temperature, "{:g}", "right"),
-    Column("tokens/s", lambda each: each.tokens_per_s, "{:.1f}", "right"),
-    Column("decode/s", lambda each: each.decode_tokens_per_s, "{:.1f}", "right"),
-    Column("speed-up", lambda each: with_interval(each.speedup, each.speedup_interval, "x"), cut=" ["),
-    Column("tokens/round", lambda each: with_interval(each.tokens_per_round, each.tokens_per_round_interval), cut=" ["),
-    Column("identical", lambda each: each.identical, "{:.0%}", "right"),
-    Column("lossless", lambda each: {None: None, True: "yes", False: "NO"}[each.lossless]),
-    Column("repeats", lambda each: each.repetition, "{:.0%}", "right"),
-)
-
-
 def ceiling_line(llm: LLM, machine: Machine) -> str:
     """The most plain decoding could do, stated before anything runs."""
     return render("ceiling.txt", llm=llm, machine=machine, weight_format=form_of(llm.target).weight_format).rstrip()
@@ -137,11 +115,6 @@ def loaded(engine: EngineConfig, progress: Progress) -> tuple[LLM, Machine]:
     progress.loaded(llm)
     progress.say(ceiling_line(llm, machine))
     return llm, machine
-
-
-def table(results: list[Result]) -> Table:
-    """A line for each setting; a narrow terminal leaves the intervals to the report."""
-    return Table(COLUMNS, results, width=140)
 
 
 def raw_runs(bench: Bench) -> list[dict[str, Any]]:
@@ -169,24 +142,21 @@ def raw_runs(bench: Bench) -> list[dict[str, Any]]:
 
 
 def write_run(run: RunFolder, bench: Bench, machine: Machine, line: dict[str, Any]) -> str | None:
-    """report.md, with a few answers to judge the text by, results.json, texts and figures.
-
-    Returns a notice when the figures had to be left out.
-    """
+    """report.md, results.json, texts.json and report.html; returns a notice when the page had to be left out."""
     results: list[Result] = line["results"]
-    last = bench.passes[bench.settings[-1]][0]
     report = render(
         "decode.md",
         bench=bench,
         llm=bench.llm,
         form=form_of(bench.llm.target),
         machine=machine,
+        verdict=verdict_on(results, line["looping"]),
         ceiling=ceiling_line(bench.llm, machine),
         results=results,
         figures=table(results),
         sources=sources_table([(result.setting, result) for result in results]),
         differences=[(result.setting, each) for result in results for each in result.differences],
-        samples=list(zip(bench.requests, last.answers, strict=True))[:NUM_SAMPLES],
+        samples=line["texts"],
     )
     run.write("report.md", report)
     run.results({**line, "runs": raw_runs(bench)})
@@ -196,21 +166,8 @@ def write_run(run: RunFolder, bench: Bench, machine: Machine, line: dict[str, An
         for request, answer in zip(bench.requests, passes[0].answers, strict=True)
     ]
     run.write_json("texts.json", texts)
-    return draw(run, results)
-
-
-def draw(run: RunFolder, results: list[Result]) -> str | None:
-    """survival.svg and tokens_per_s.svg; returns a notice when they had to be left out."""
-    drafted = [result for result in results if result.survival]
-    series = [
-        Series(each.setting, range(1, len(each.survival) + 1), each.survival, color) for color, each in enumerate(drafted)
-    ]
-    speeds = [(each.setting, each.tokens_per_s, each.tokens_per_s_range, 0) for each in results]
     try:
-        survived = curves("survival", series, xlabel="first i drafts stood", ylabel="share of rounds", ylim=(0, 1))
-        plots = (survived, ranges("tokens_per_s", speeds, "tokens per second: median, slowest and fastest repetition"))
+        run.write("report.html", page(read_run(run.path)))
     except ConfigError as error:
-        return f"no figures: {error}"
-    for name, drawn in plots if series else plots[1:]:
-        run.write(f"{name}.svg", drawn)
+        return f"no report.html: {error}"
     return None

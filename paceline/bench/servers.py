@@ -36,6 +36,7 @@ COLUMNS = (
     Column("speculate", lambda each: each.speculate),
     Column("answers", lambda each: f"{each.num_answers}" + (f", {each.num_failed} FAILED" if each.num_failed else "")),
     Column("tokens/s", lambda each: each.tokens_per_s, "{:.1f}", "right"),
+    Column("range", lambda each: "{:.0f} to {:.0f}".format(*each.tokens_per_s_range), align="right"),
     Column("speed-up", lambda each: each.speedup, "{:.2f}x", "right"),
     spread_column("first token ms", lambda each: each.first_token, 1000, 0),
     spread_column("inter-token ms", lambda each: each.inter_token, 1000, 1),
@@ -102,11 +103,13 @@ def _report(
         for each in results
         for reason, count in each.failures.items()
     ]
+    verdict = render("serving_verdict.txt", results=results).rstrip()
     plots = (*LOAD_PLOTS, LoadPlot("Time of an answer", "s", lambda each: each.total))
     notice = write_load_report(
         run,
         lambda: load_plots(plots, by_load),
         title=f"Serving under load: {model}",
+        verdict=verdict,
         about=sent,
         note=render("serving_note.txt").rstrip(),
         figures=figures,
@@ -114,7 +117,7 @@ def _report(
         settings=flat(settings),
     )
     progress.table(figures)
-    progress.say(sent)
+    progress.say(f"{sent}\n{verdict}")
     for failure in failures:
         progress.say(f"FAILED: {failure}")
     if notice:
@@ -123,11 +126,13 @@ def _report(
 
 
 def _log(run: RunFolder, bench: ServingBench, load: Arrivals, speculate: str, done: Pass) -> None:
-    repetition = len(bench.passes[load, speculate]) - 1
+    told = {**asdict(load), "speculate": speculate, "repetition": len(bench.passes[load, speculate]) - 1, "wall_s": done.wall_s}
+    if done.steps:
+        run.log(**told, steps=done.steps)
     for index, answer in enumerate(done.answers):
         figures = {key: value for key, value in asdict(answer).items() if key != "text"}
         figures["chunk_gaps_s"] = [round(gap, 6) for gap in answer.chunk_gaps_s]
-        run.log(**asdict(load), speculate=speculate, repetition=repetition, request=index, wall_s=done.wall_s, **figures)
+        run.log(**told, request=index, **figures)
 
 
 def _found(servers: ServersConfig, url: str, key: str | None, timeout_s: float) -> tuple[str, list[Contender]]:

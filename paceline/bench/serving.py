@@ -11,6 +11,7 @@ speculation it holds several tokens, so the time between chunks and the time bet
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
@@ -90,6 +91,8 @@ class Pass:
     wall_s: float
     client_cpu_s: float
     answers: list[Answer]
+    steps: list[list[Any]] = field(default_factory=list)
+    """[kind, size, how often, seconds in all] of what the server's engine did meanwhile, where it tells (`GET /steps`)."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -177,6 +180,7 @@ class ServingBench:
         self, contender: Contender, load: Arrivals, max_tokens: int, number: int, on_answer: Callable[[], None] = ignore
     ) -> Pass:
         requests = [self._request(index, contender.fields, max_tokens) for index in range(self.num_requests(load))]
+        before = _steps(contender.client)
         began, cpu_began = time.perf_counter(), time.process_time()
 
         def send(index: int, due_s: float | None = None) -> Stream:
@@ -197,7 +201,9 @@ class ServingBench:
                 contender.client.close()
                 raise
         wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
-        return Pass(wall_s, cpu_s, [read_answer(each, began) for each in streams])
+        told = [(key, *spent, *before.get(key, (0, 0.0))) for key, spent in _steps(contender.client).items()]
+        steps = [[*key, count - old, seconds - old_s] for key, count, seconds, old, old_s in told if count > old]
+        return Pass(wall_s, cpu_s, [read_answer(each, began) for each in streams], steps)
 
     def _request(self, index: int, fields: dict[str, Any], max_tokens: int) -> tuple[str, bytes]:
         """Path and body of a pass's request; prompts begin again when they are fewer."""
@@ -245,6 +251,14 @@ class ServingBench:
             client_cpu=sum(each.client_cpu_s for each in passes) / sum(each.wall_s for each in passes),
             late=Spread.of([each.late_s for each in whole]),
         )
+
+
+def _steps(client: Client) -> dict[tuple[str, int], tuple[int, float]]:
+    """Metrics.step_times of a paceline server; nothing of others."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        told = json.loads(client.get("/steps").body)["steps"]
+        return {(kind, size): (count, seconds) for kind, size, count, seconds in told}
+    return {}
 
 
 def _open_loop(threads: ThreadPoolExecutor, send: Callable[[int, float], Stream], due: list[float]) -> list[Stream]:

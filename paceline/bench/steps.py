@@ -96,7 +96,7 @@ class StepBench:
         if config.needed_len > llm.target.cache.max_len:
             raise ConfigError(
                 f"a context of {config.context} needs rows of {config.needed_len} tokens, they hold "
-                f"{llm.target.cache.max_len}: raise --max-len or lower --context"
+                f"{llm.target.cache.max_len}: raise max_len or lower context"
             )
         options = {"block_size": config.max_positions} if drafter == "random-dflash" else {}
         self.drafter = make_drafter(drafter, llm.target, target_name=llm.config.model, **options)

@@ -11,7 +11,7 @@ import typer
 
 from paceline.bench.config import BenchConfig, MockConfig, ServersConfig, ServingConfig, StepsConfig
 from paceline.commands.options import Changed, Only, Opt, Without, options
-from paceline.commands.shared import MOCK, Json, Limit, PromptSource, TerminalProgress, say
+from paceline.commands.shared import MOCK, Json, Limit, PromptSource, TerminalProgress, say, starting
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.runlog import write_whole
@@ -50,6 +50,9 @@ def bench_decode(
 
     Example: paceline bench decode --limit 4 --drafters none,ngram --batch 1,4 --max-tokens 64
     """
+    starting(engine.model)
+    from paceline.bench import runs
+
     if mocked.tokens_per_round:
         refused = {
             "prompts": prompts,
@@ -64,11 +67,7 @@ def bench_decode(
         drafter = next((name for name in config.drafters if name not in ("none", "default")), mocked.drafter)
         same = {name: getattr(config, name) for name in ("batches", "max_tokens", "repeat", "num_drafted")}
         mocked = replace(mocked, drafter=drafter, **same)
-        from paceline.bench import runs
-
         return runs.bench_mock(engine, mocked, out, TerminalProgress())
-    from paceline.bench import runs
-
     line = runs.bench_decode(engine, config, prompts, limit, out, TerminalProgress())
     if save_results:
         name = f"decode_{line['device']}_{time.strftime('%Y-%m-%d')}.json"
@@ -95,6 +94,7 @@ def bench_steps(
 
     Example: paceline bench steps --drafter random-dflash --context 256
     """
+    starting(engine.model)
     from paceline.bench import runs
 
     return runs.bench_steps(engine, config, out, TerminalProgress())

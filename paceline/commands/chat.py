@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.commands.options import Changed, Opt, Without, options
+from paceline.commands.options import Changed, Opt, Without, named, options
 from paceline.commands.shared import System, load, note_without_effect, say
 from paceline.config import EngineConfig
 from paceline.errors import ContextLengthError, PromptError
@@ -58,7 +58,8 @@ def _turn(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingP
     """The conversation with this turn and its answer; as it was when the turn does not fit."""
     asked = [*messages, {"role": "user", "content": line}]
     try:
-        text = _answer(llm, asked, params)
+        with named({"max_tokens": "--max-tokens", "max_len": "--max-len"}):
+            text = _answer(llm, asked, params)
     except (ContextLengthError, PromptError) as error:
         say(f"error: {error} (/reset forgets the conversation)")
         return messages

@@ -44,13 +44,13 @@ def compare(
 
     Example: paceline compare "Why is the sky blue?" --max-tokens 96 --svg demo.svg
     """
-    from paceline.bench.timing import NAME, read_timing, record
-
     if svg_speed is not None and not 0.05 <= svg_speed <= 20:
         raise ConfigError(f"--svg-speed must be between 0.05 and 20, not {svg_speed:g}")
     if recorded is not None:
         if prompt is not None:
             raise ConfigError("--from draws what was recorded: leave the prompt out")
+        from paceline.bench.timing import read_timing
+
         run = RunFolder(out or (recorded if recorded.is_dir() else recorded.parent))
         return _draw(run, read_timing(recorded), svg, svg_speed)
     text = prompt_of(prompt, "paceline compare")
@@ -59,9 +59,10 @@ def compare(
         raise ConfigError(f"--repeat must be at least 1, not {repeat}")
     if engine.drafter == "none" or engine.num_drafted == 0 or engine.plan == "fixed:0":
         raise ConfigError("nothing to compare without drafts: choose another --drafter, --num-drafted or --plan")
+    llm = load(engine)
+    from paceline.bench.timing import NAME, record
     from paceline.hardware import this_machine
 
-    llm = load(engine)
     token_ids = encode(llm, text, system, raw)
     machine = this_machine(llm.config.device).name
     with TerminalProgress().bar("answering", 2 * repeat) as advance:

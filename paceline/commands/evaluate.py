@@ -10,7 +10,7 @@ import typer
 
 from paceline.bench.config import BenchConfig
 from paceline.commands.options import Changed, Only, Opt, Without, options
-from paceline.commands.shared import Json, TerminalProgress, say
+from paceline.commands.shared import Json, TerminalProgress, say, starting
 from paceline.config import EngineConfig
 from paceline.runlog import write_whole
 
@@ -35,6 +35,7 @@ def evaluate(
 
     Example: paceline evaluate runs/mine/drafter --prompts questions.jsonl --limit 20
     """
+    starting(engine.model)
     from paceline.bench import evaluate as library
 
     engine = replace(engine, plan="fixed")
@@ -45,10 +46,10 @@ def evaluate(
 
 @options
 def report(
-    folder: Annotated[Path, typer.Argument(help="Run folder of train or evaluate.")],
+    folder: Annotated[Path, typer.Argument(help="Run folder of train, evaluate or bench decode.")],
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """One HTML page of a run: curves, figures, survival, texts; no network, no server.
+    """One HTML page of a run: what it means, curves, figures, survival, texts; no network, no server.
 
     Example: paceline report runs/mine
     """

@@ -1,4 +1,4 @@
-"""`paceline generate`: one answer, streamed, with what it cost; `--compare` times plain decoding beside it."""
+"""`paceline generate`: one answer, streamed, and a line on what it cost; `--compare` times plain decoding beside it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.bench.config import check_peers
 from paceline.commands.options import Without, options
 from paceline.commands.shared import (
     MOCK,
@@ -52,9 +53,10 @@ def generate(
     regex: Annotated[str | None, typer.Option(help="The answer matches this from end to end. Needs paceline[serve].")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Also decode plainly in this process; show both speeds.")] = False,
     against: Annotated[str | None, typer.Option(help="transformers: run its generate on the same prompt too.")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Also accepted drafts by round, and where the time went.")] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Answer one prompt, streamed; speed and acceptance go to stderr.
+    """Answer one prompt, streamed; a line on speed and acceptance goes to stderr.
 
     Example: paceline generate "Why is the sky blue?" --max-tokens 64 --compare
     """
@@ -64,14 +66,15 @@ def generate(
     check_template(raw, system)
     if against and (against != "transformers" or not sampling.is_greedy):
         raise ConfigError("--against knows transformers only, and greedy answers only: leave it or --temperature out")
+    check_peers([against] if against else [])
     if sampling.logprobs is not None and not as_json:
         say("note: --logprobs shows only with --json")
+    llm = load(engine, model)
     from paceline.bench.beside import answer_plainly, beside_plain, beside_transformers
     from paceline.bench.pages import render
     from paceline.bench.passes import described
     from paceline.hardware import this_machine
 
-    llm = load(engine, model)
     token_ids = encode(llm, prompt, system, raw)
     plain = answer_plainly(llm, token_ids, sampling) if compare else None
     completion = _stream(llm, token_ids, sampling, as_json)
@@ -80,7 +83,7 @@ def generate(
     machine, figures, spent_s = this_machine(llm.config.device), completion.stats, completion.stats.timings.verify_s
     read_per_s = llm.target.weight_bytes * figures.num_rounds / spent_s if spent_s else None
     told = {"llm": llm, "stats": figures, "machine": machine, "read_per_s": read_per_s}
-    say(render("answer.txt", **told, plain=beside, peer=peer).rstrip())
+    say(render("answer.txt" if stats else "result.txt", **told, plain=beside, peer=peer).rstrip())
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,

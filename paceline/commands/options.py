@@ -13,7 +13,8 @@
 - A bool that is False by default is a flag; else there is also `--no-...`. A field without a default must be given.
 - `Annotated[EngineConfig, Without("prefill_chunk"), Changed(max_len=Opt(default=1024), drafter=Opt("--draft-model", "-d"))]`:
   fields that are no options keep their defaults; `Opt` gives a field another name, help, default or metavar in this command.
-- A ConfigError of the dataclass names the option: "max_batch must be at least 1" becomes "--max-batch must be at least 1".
+- Errors name the option: "max_batch must be at least 1" becomes "--max-batch must be at least 1", and "raise max_len", whoever
+  raised it while the command ran, "raise --max-len". The library says the names of its parameters.
 - What a command returns is printed as its one JSON object when it has `as_json: Json` and was given --json.
 - Called with the dataclasses themselves, `generate(prompt="Hi", engine=EngineConfig(), ...)` is the plain function.
 
@@ -23,13 +24,14 @@ Modules that hold such dataclasses must be quick to import. Fields of other type
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -41,6 +43,8 @@ import typer
 from paceline.errors import ConfigError, PacelineError
 from paceline.runlog import plain
 
+IN_A_SENTENCE = r"(?<![\w/.-])[a-z]+_\w+(?![\w/-]|\.\w)"
+"""A field's name, but no part of a path or of another name."""
 P = ParamSpec("P")
 R = TypeVar("R")
 _hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
@@ -148,8 +152,6 @@ class _Asked:
             return tuple(split(self.option, value, kind.base) if self.is_comma else value)
         if kind.is_size:
             return size(self.option, value)
-        if kind.choices and value not in (None, *kind.choices):
-            raise ConfigError(f"{self.option} must be one of {', '.join(kind.choices)}, not {value!r}")
         return value
 
 
@@ -175,7 +177,8 @@ def options(command: Callable[P, R]) -> Callable[P, R]:
         else:
             for name, (owner, asked) in configs.items():
                 given[name] = _build(owner, [(each, given.pop(each.parameter.name)) for each in asked])
-            line = command(**given)  # pyright: ignore[reportCallIssue]
+            with named(_names(each for _, asked in configs.values() for each in asked)):
+                line = command(**given)  # pyright: ignore[reportCallIssue]
         if given.get("as_json") and isinstance(line, dict):
             print(json.dumps(plain(line)), flush=True)
         return line
@@ -215,22 +218,29 @@ def _asked(owner: type, markers: list[Changed]) -> list[_Asked]:
 
 
 def _build(owner: type, values: list[tuple[_Asked, Any]]) -> Any:
-    """The dataclass; its error, if it raises one, with the options' names in place of the fields'."""
+    """The dataclass; in its error, if it raises one, the first word is a field too."""
     given = {
         each.field: each.read(value)
         for each, value in values
         if value is not None or each.kind.is_optional or each.kind.is_tuple  # else the field's default
     }
-    try:
+    with named(_names(each for each, _ in values), r"^\w+|"):
         return owner(**given)
+
+
+@contextlib.contextmanager
+def named(names: dict[str, str], also: str = "") -> Iterator[None]:
+    """Errors of ours with options in place of fields (`names`: field -> option): of words with an underscore, because "model"
+    may be just a word, and not in a path; `also` is a pattern of more words."""
+    try:
+        yield
     except PacelineError as error:
-        names = {name: each.option for each, _ in values for name in (each.field, each.parameter.name)}
+        text = re.sub(also + IN_A_SENTENCE, lambda word: names.get(word[0], word[0]), str(error))
+        raise type(error)(text) from error
 
-        def named(word: re.Match[str]) -> str:
-            is_name = word.start() == 0 or "_" in word[0]  # further on, "model" may be just a word
-            return names.get(word[0], word[0]) if is_name else word[0]
 
-        raise type(error)(re.sub(r"\w+", named, str(error))) from error
+def _names(asked: Iterable[_Asked]) -> dict[str, str]:
+    return {name: each.option for each in asked for name in (each.parameter.name, each.field)}
 
 
 def _as_text(kind: _Kind, is_comma: bool, default: Any) -> Any:

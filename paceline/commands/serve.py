@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.commands.options import Changed, Opt, Without, options
-from paceline.commands.shared import introduce, say
+from paceline.commands.shared import introduce, say, starting
 from paceline.config import EngineConfig, read_api_keys
 from paceline.errors import ConfigError, needing, reraised
 from paceline.serve.settings import ServeConfig, TraceConfig, speculation
@@ -76,6 +76,7 @@ def serve(
     """
     engine = replace(engine, **speculation(speculate, engine.num_drafted, engine.drafter))
     serving = replace(serving, api_keys=read_api_keys(serving.api_keys, api_key_file))
+    starting(engine.model)
     import logging
 
     try:

@@ -13,7 +13,7 @@ import typer
 
 from paceline.commands.options import Changed, Opt
 from paceline.config import EngineConfig
-from paceline.errors import ConfigError, PromptError
+from paceline.errors import ConfigError, PromptError, reraised
 from paceline.tables import Progress
 from paceline.types import GrammarSpec, SamplingParams
 
@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def starting(model: str) -> None:
+    """Something to see on a terminal at once: the imports alone take seconds, reading weights some more."""
+    if sys.stderr.isatty():
+        say(f"loading {model}")
 
 
 def introduce(llm: LLM) -> str:
@@ -67,9 +73,11 @@ MOCK = Changed(mocked_tokens_per_round=Opt("--mock", metavar="TOKENS_PER_ROUND")
 
 def load(engine: EngineConfig, word: str | None = None) -> LLM:
     """For one answer at a time; the model may be named by a word in place of --model. Says what was loaded."""
+    named = replace(engine, model=word if word and not is_named(engine) else engine.model, max_batch=1)
+    starting(named.model)
     from paceline.engine.llm import LLM
 
-    llm = LLM.of(replace(engine, model=word if word and not is_named(engine) else engine.model, max_batch=1))
+    llm = LLM.of(named)
     say(introduce(llm))
     return llm
 
@@ -110,10 +118,9 @@ def grammar_of(json_schema: str | None, regex: str | None) -> GrammarSpec | None
         return None
     text = json_schema.strip()
     if not text.startswith("{"):
-        try:
+        neither = f"--json-schema {text!r} is neither a schema nor a file that can be read"
+        with reraised(ConfigError, neither, "give one of them", OSError, UnicodeDecodeError):
             text = Path(text).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--json-schema {text!r} is neither a schema nor a file that can be read: {error}") from error
     return GrammarSpec("json_object") if text == "{}" else GrammarSpec("json_schema", text)
 
 

@@ -54,8 +54,10 @@ COMPARED_COLUMNS = (
     Column("as", lambda each: each.policy),
     Column("answers", lambda each: each.num_requests, align="right"),
     Column("tokens/s measured", lambda each: each.measured_tokens_per_s, "{:,.1f}", "right"),
+    Column("range", lambda each: "{:,.0f} to {:,.0f}".format(*each.measured_tokens_per_s_range), align="right"),
     Column("simulated", lambda each: each.simulated_tokens_per_s, "{:,.1f}", "right"),
     Column("error", lambda each: each.throughput_error, "{:+.0%}", "right"),
+    Column("range", lambda each: f"{min(each.errors):+.0%} to {max(each.errors):+.0%}", align="right"),
     Column("first token ms measured", lambda each: 1000 * each.measured_first_token_s, "{:,.0f}", "right"),
     Column("simulated", lambda each: 1000 * each.simulated_first_token_s, "{:,.0f}", "right"),
     Column("error", lambda each: each.first_token_error, "{:+.0%}", "right"),
@@ -216,7 +218,7 @@ def simulate_serving(
 
     Example: paceline simulate-serving --steps runs/steps --rate 0.5,1,2 --acceptance survival:.77,.57,.42
 
-    Example: paceline simulate-serving --steps runs/steps --against runs/bench-serving-1
+    Example: paceline simulate-serving --against runs/bench-serving-1
     """
     from paceline.simulate.answer import simulate_server
     from paceline.simulate.replay import FIRST_TOKEN_WITHIN, THROUGHPUT_WITHIN
@@ -225,9 +227,9 @@ def simulate_serving(
     _figures_table(answer).show(stderr=as_json)
     if config.against:
         say(
-            f"{answer.num_within} of {len(answer.compared)} within {THROUGHPUT_WITHIN:.0%} of the measured throughput and "
-            f"{FIRST_TOKEN_WITHIN:.0%} of the median time to the first token; drafts stood as "
-            f"{'told' if config.acceptance else 'the run recorded'}: "
+            f"{sum(each.has_throughput for each in answer.compared)} of {len(answer.compared)} loads within "
+            f"{THROUGHPUT_WITHIN:.0%} of the measured throughput, {answer.num_within} of them also {FIRST_TOKEN_WITHIN:.0%} "
+            f"of the median time to the first token; drafts stood as {'told' if config.acceptance else 'the run recorded'}: "
             + (", ".join(f"{share:.2f}" for share in answer.survival) or "nothing was drafted")
         )
     print_notes(answer.setup, stderr=as_json)
@@ -259,6 +261,7 @@ def _write_report(run: RunFolder, answer: ServerAnswer) -> str | None:
         run,
         lambda: _compared_plots(answer.compared) if answer.compared else load_plots(plots, by_load),
         title=f"Simulated serving: {answer.setup.title}",
+        verdict=render("simulated_verdict.txt", loads=answer.loads, compared=answer.compared).rstrip(),
         about="",
         note=render("simulated_note.txt").rstrip(),
         figures=_figures_table(answer),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.errors import CacheError, DrafterMismatchError, ModelFileError, UnsupportedModelError, reraised
 from paceline.model.checkpoint import check_finite, load_tensors, read_json
-from paceline.model.config import FAMILIES, LARGEST, DecoderConfig, decoder_config, fraction, is_whole, short, whole
+from paceline.model.config import FAMILIES, LARGEST, TABLES, DecoderConfig, decoder_config, fraction, is_whole, short, whole
 from paceline.model.target import Target
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -112,7 +112,7 @@ def new_config(
     group = next(group for group in (4, 3, 2, 1) if num_heads % group == 0)
     return {
         "architectures": [ARCHITECTURE],
-        "model_type": "qwen3",
+        **TABLES["drafter"]["always"],
         "hidden_size": hidden_size,
         "vocab_size": vocab_size,
         "num_hidden_layers": num_layers,
@@ -121,10 +121,6 @@ def new_config(
         "num_key_value_heads": num_heads // group,
         "head_dim": head_dim,
         "intermediate_size": intermediate_size or -(-hidden_size * 8 // 3 // 64) * 64,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
         "block_size": block_size,
         "dflash_config": {
             "mask_token_id": vocab_size - 1 if mask_token_id is None else mask_token_id,

@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.draft.base import Drafter, Observed
-from paceline.errors import refuse_below
-from paceline.types import Batch, DraftBlock, Sequence
+from paceline.errors import ConfigError, refuse
+from paceline.types import LOOKUP, Batch, DraftBlock, Sequence
 
 MATCH_CLASSES = ((1, 0.12, 0.6), (2, 0.4, 0.9), (4, 0.55, 0.95), (16, 0.9, 0.98))
 """(least tokens that match, chance that a draft stands when none did lately, when all did)."""
@@ -37,14 +37,17 @@ class _Row:
 class NgramDrafter(Drafter):
     """Drafts the continuation of the longest earlier match; nothing when fewer than `min_match` tokens match."""
 
-    name = "ngram"
+    name = LOOKUP
     is_at_hand = True
 
     def __init__(self, *, num_drafted: int | None = None, min_match: int = 1) -> None:
         """`num_drafted`: tokens of a continuation at most. Raises ConfigError when it is negative or min_match below 1."""
         self.num_drafted = MOST_DRAFTED if num_drafted is None else num_drafted
-        refuse_below(0, num_drafted=num_drafted)
-        refuse_below(1, min_match=min_match)
+        refuse(
+            ConfigError,
+            (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"),
+            (min_match < 1, f"min_match must be at least 1, not {min_match}"),
+        )
         self.min_match = min_match
         self._sizes = [size for size in (8, 5, 3, 2, 1) if size > min_match] + [min_match]
         self._rows: dict[int, _Row] = {}

@@ -134,10 +134,10 @@ class Pool:
 
     def _own_taps(self, drafter: Drafter, one: Observed) -> Observed:
         """With the features of the layers that this drafter reads, in its order."""
-        if one.taps_NF is None or drafter.tap_layers == self.target.tap_layers:
+        if one.taps_TF is None or drafter.tap_layers == self.target.tap_layers:
             return one
         if not drafter.tap_layers:
             return Observed(one.sequence, one.start, one.count, None)
-        taps_TLD = one.taps_NF.unflatten(-1, (len(self.target.tap_layers), -1))
+        taps_TLD = one.taps_TF[one.begin : one.begin + one.count].unflatten(-1, (len(self.target.tap_layers), -1))
         places = [self.target.tap_layers.index(layer) for layer in drafter.tap_layers]
         return Observed(one.sequence, one.start, one.count, taps_TLD[:, places].flatten(1))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline import rng
 from paceline.draft.base import Drafter, Observed
-from paceline.errors import DrafterMismatchError, refuse_below
+from paceline.errors import ConfigError, DrafterMismatchError, refuse
 from paceline.model.logits import sample, target_probs
 from paceline.model.target import ForwardBatch, Target
 from paceline.types import Batch, DraftBlock, Sequence
@@ -29,7 +29,7 @@ class SmallModelDrafter(Drafter):
         """`model` must not be the target itself: both need a cache. Raises ConfigError on a negative num_drafted."""
         self.model, self.has_own_threads = model, model.has_own_threads
         self.num_drafted = 4 if num_drafted is None else num_drafted
-        refuse_below(0, num_drafted=num_drafted)
+        refuse(ConfigError, (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"))
 
     def bind(self, target: Target) -> None:
         """As Drafter.bind; also raises ContextLengthError when the model is made for shorter contexts than the target's."""

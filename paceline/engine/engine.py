@@ -65,6 +65,8 @@ class Engine:
         self.grammars = Grammars(tokenizer, target.vocab_size, eos_token_ids)
         self.rounds: list[RoundStats] = []
         """The rounds of the latest step: at most one."""
+        self.read = (0, 0.0)
+        """Prompt tokens that the latest step read, and the seconds that took."""
         self._requests: dict[int, tuple[Sequence, TextStream]] = {}
         self._ids = itertools.count()
 
@@ -133,7 +135,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
         """One prefill chunk and one decode round at most; returns what each request gained."""
-        self.rounds = []
+        self.rounds, self.read = [], (0, 0.0)
         if not (self.target.has_own_threads and self.pool.has_own_threads):
             return self._advance()
         num_threads = torch.get_num_threads()
@@ -186,8 +188,9 @@ class Engine:
             seq.lossless &= verdict.lossless
         self.pool.observe([Observed(seq, begin, end - begin, out.taps_TF)])
         now = time.perf_counter()
+        self.read = end - begin, now - started
         seq.timings.prefill_s += now - started
-        self.planner.prefilled(end - begin, now - started)
+        self.planner.prefilled(*self.read)
         if not is_last:
             return []
         seq.timings.first_token_s = now
@@ -206,16 +209,18 @@ class Engine:
         self.rounds.append(stats)
         now = time.perf_counter()
         chunks = []
-        for seq, drafted, accepted, source in zip(
-            batch.sequences, stats.num_drafted_B, stats.num_accepted_B, stats.source_B, strict=True
-        ):
-            seq.rounds.append(Round(drafted, accepted, source))
+        rounds_B = map(Round, stats.num_drafted_B, stats.num_accepted_B, stats.source_B)
+        for seq, each in zip(batch.sequences, rounds_B, strict=True):
+            seq.rounds.append(each)
             seq.timings.draft_s += stats.draft_s
             seq.timings.verify_s += stats.verify_s
             chunks.append(self._publish(seq, now))
         host_s = stats.host_s + time.perf_counter() - now
+        is_plain = not any(stats.num_drafted_B)
         for seq in batch.sequences:
             seq.timings.host_s += host_s
+            seq.timings.num_plain += is_plain
+            seq.timings.plain_s += is_plain * (stats.draft_s + stats.verify_s + host_s)
         return chunks
 
     def _publish(self, seq: Sequence, now: float) -> Chunk:

@@ -66,10 +66,8 @@ def fail(batch: Batch, verdict: Verdict) -> None:
 def verify_input(batch: Batch, draft: DraftBlock, only_argmax: bool = False) -> ForwardBatch:
     """Each row's anchor and its drafts, packed row after row."""
     counts = [1 + len(tokens) for tokens in draft.tokens_B]
-    packed: list[int] = []
-    for seq, tokens in zip(batch.sequences, draft.tokens_B, strict=True):
-        packed.append(seq.tokens[-1])
-        packed.extend(tokens)
+    rows = zip(batch.sequences, draft.tokens_B, strict=True)
+    packed = [token for seq, tokens in rows for token in (seq.tokens[-1], *tokens)]
     return ForwardBatch(batch.rows, batch.cached_len_B, counts, packed, only_argmax=only_argmax)
 
 

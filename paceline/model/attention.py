@@ -26,11 +26,10 @@ from paceline.model.config import DecoderConfig, check_rope
 
 @dataclass(slots=True)
 class _Span:
-    """One product: tokens [first, first + rows * count) of the pass against cache rows [row, row + num_rows)."""
+    """One product: the next num_rows * count tokens of the pass against cache rows [row, row + num_rows)."""
 
     row: int
     num_rows: int
-    first: int
     count: int
     begin: int
     end: int
@@ -59,18 +58,17 @@ class AttentionPlan:
         self._dtype = dtype
         self._device = device
         self.spans: list[_Span] = []
-        index, first = 0, 0
+        index = 0
         for length in _runs(rows, counts):
-            self.spans.append(self._span(rows[index], length, first, starts[index : index + length], counts[index]))
-            first += length * counts[index]
+            self.spans.append(self._span(rows[index], length, starts[index : index + length], counts[index]))
             index += length
 
-    def _span(self, row: int, num_rows: int, first: int, starts: list[int], count: int) -> _Span:
+    def _span(self, row: int, num_rows: int, starts: list[int], count: int) -> _Span:
         end = max(starts) + count
         begin = 0 if self._window is None else max(0, min(starts) + 1 - self._window)
         is_plain = num_rows == 1 and (count == 1 or (not self._is_causal and begin == 0 and self._window is None))
         mask = None if is_plain else self._mask(starts, count, begin, end)
-        return _Span(row, num_rows, first, count, begin, end, mask)
+        return _Span(row, num_rows, count, begin, end, mask)
 
     def _mask(self, starts: list[int], count: int, begin: int, end: int) -> Tensor:
         """Additive mask [rows, 1, group * count, end - begin]: 0 where a query sees a key, -inf where not."""
@@ -90,11 +88,9 @@ class AttentionPlan:
         """
         if len(self.spans) == 1:
             return self._attend_span(self.spans[0], query_THD, keys, values)
-        parts = []
-        for span in self.spans:
-            query = query_THD[span.first : span.first + span.num_rows * span.count]
-            parts.append(self._attend_span(span, query, keys, values))
-        return torch.cat(parts)
+        queries = query_THD.split([span.num_rows * span.count for span in self.spans])
+        parts = zip(self.spans, queries, strict=True)
+        return torch.cat([self._attend_span(span, query, keys, values) for span, query in parts])
 
     def _attend_span(self, span: _Span, query_THD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         rows, seen = slice(span.row, span.row + span.num_rows), slice(span.begin, span.end)

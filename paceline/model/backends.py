@@ -127,7 +127,7 @@ class Form:
     backend: str
     """native or torch."""
     isa: str | None
-    """The native pass's instruction set: avx512bf16, avx512, avx2 or portable."""
+    """The native pass's instruction set, a name of `--isa`."""
     weight_format: str
     """bfloat16, float32, or the blocks of a GGUF file such as Q4_1+Q8_0."""
 

@@ -58,11 +58,11 @@ def decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
     missing or impossible)."""
     architecture = _architecture(raw, path)
     values = FAMILIES[architecture] | raw | {"family": FAMILIES[architecture]["family"]}
-    family, num_heads = values["family"], whole(values, "num_attention_heads", path)
-    hidden_size, max_position = whole(values, "hidden_size", path), whole(values, "max_position_embeddings", path)
-    head_dim = whole(values, "head_dim", path, hidden_size // num_heads)
+    sizes = {field: whole(values, key, path) for field, key in TABLES["sizes"].items()}
+    family, num_heads = values["family"], sizes["num_heads"]
+    head_dim = whole(values, "head_dim", path, sizes["hidden_size"] // num_heads)
     num_kv_heads = whole(values, "num_key_value_heads", path, num_heads)
-    theta, scaling = _rope(values, max_position, path)
+    theta, scaling = _rope(values, sizes["max_position"], path)
     biased = values.get("attention_bias") is True and family in ("llama", "qwen3")
     if num_heads % num_kv_heads or head_dim % 2 or not head_dim:
         raise ModelFileError(
@@ -71,14 +71,9 @@ def decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
         )
     return DecoderConfig(
         family=family,
-        vocab_size=whole(values, "vocab_size", path),
-        hidden_size=hidden_size,
-        intermediate_size=whole(values, "intermediate_size", path),
-        num_layers=whole(values, "num_hidden_layers", path),
-        num_heads=num_heads,
+        **sizes,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=max_position,
         rms_norm_eps=fraction(values, "rms_norm_eps", 1e-6, path),
         rope_theta=theta,
         rope_scaling=scaling,

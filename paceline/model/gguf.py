@@ -26,9 +26,9 @@ from paceline.model.config import MAX_SIZE, TABLES
 from paceline.model.gguf_file import GGUFFile, StoredTensor, open_gguf
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-NAMES, LAYER_NAMES = TABLES["gguf"]["model"], TABLES["gguf"]["layer"]
+GGUF: dict[str, dict[str, str]] = TABLES["gguf"]
+NAMES, LAYER_NAMES = GGUF["model"], GGUF["layer"]
 ROPE_FACTORS = "rope_freqs.weight"
-HALVES = {Quant.F16: torch.float16, Quant.BF16: torch.bfloat16}
 KINDS_BY_NAME: dict[str, BlockKind] = {kind: kind for kind in BLOCK_KINDS}
 HALVES = {Quant.F16: torch.float16, Quant.BF16: torch.bfloat16}
 
@@ -56,21 +56,15 @@ def config_json(path: Path) -> dict[str, Any]:
         "architectures": [f"{family.capitalize()}ForCausalLM"],
         "model_type": family,
         "vocab_size": embedding.shape[0],
-        "hidden_size": _count(file, f"{arch}.embedding_length"),
-        "intermediate_size": _count(file, f"{arch}.feed_forward_length"),
         "num_hidden_layers": num_layers,
-        "num_attention_heads": _count(file, f"{arch}.attention.head_count"),
         "num_key_value_heads": _count(file, f"{arch}.attention.head_count_kv", f"{arch}.attention.head_count"),
         "head_dim": file.get(f"{arch}.attention.key_length", int) or file.get(f"{arch}.rope.dimension_count", int),
         "hidden_act": "silu",
-        "max_position_embeddings": _count(file, f"{arch}.context_length"),
-        "rms_norm_eps": _decimal(file.get(f"{arch}.attention.layer_norm_rms_epsilon", float)),
-        "rope_theta": _decimal(file.get(f"{arch}.rope.freq_base", float)),
+        **{name: _count(file, f"{arch}.{key}") for name, key in GGUF["counts"].items()},
+        **{name: _decimal(file.get(f"{arch}.{key}", float)) for name, key in GGUF["fractions"].items()},
+        **{name: tensor in file.tensors for name, tensor in GGUF["biases"].items()},
         "rope_scaling": _rope_scaling(file, arch),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "output_bias": "blk.0.attn_output.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "sliding_window": window,
         "use_sliding_window": window is not None,
         "max_window_layers": 0,
@@ -165,19 +159,13 @@ def _rope_scaling(file: GGUFFile, arch: str) -> dict[str, Any] | None:
     rope_type = file.get(f"{prefix}.type", str)
     if rope_type in (None, "none"):
         return None
-    scaling = {
-        "factor": file.get(f"{prefix}.factor", float),
-        "original_max_position_embeddings": file.get(f"{prefix}.original_context_length", int),
-        "beta_fast": file.get(f"{prefix}.yarn_beta_fast", float),
-        "beta_slow": file.get(f"{prefix}.yarn_beta_slow", float),
-    }
+    scaling: dict[str, Any] = {name: file.get(f"{prefix}.{key}", float) for name, key in GGUF["rope_scaling"].items()}
+    scaling["original_max_position_embeddings"] = file.get(f"{prefix}.original_context_length", int)
     return {"rope_type": rope_type} | {key: value for key, value in scaling.items() if value is not None}
 
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-PRE_SPLITS = {"qwen2": f"{_CONTRACTIONS}|{_WORDS % ''}", "llama-bpe": f"{_CONTRACTIONS}|{_WORDS % '{1,3}'}"}
+PRE_SPLITS = GGUF["pre_splits"]
 """Word-splitting patterns of the pre-tokenizers that have one of their own, as in their tokenizer.json."""
 
 MAX_TOKEN_LENGTH = 512

@@ -121,7 +121,7 @@ class StaticKVCache(KVCache):
         super().__init__(num_rows, max_len)
         shape = (num_layers, num_rows, num_kv_heads, max_len + slack, head_dim)
         unmade = f"no memory for a KV cache of {num_rows} rows of {max_len} tokens"
-        with reraised(MemoryBudgetError, unmade, "lower --max-batch or --max-len", RuntimeError, MemoryError, OSError):
+        with reraised(MemoryBudgetError, unmade, "lower max_batch or max_len", RuntimeError, MemoryError, OSError):
             self.keys = _zeros(shape, dtype, device)
             self.values = _zeros(shape, dtype, device)
 

@@ -261,12 +261,8 @@ def _folder_template(folder: Path, config: dict[str, Any]) -> str | None:
             return file.read_text(encoding="utf-8")
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {
-            entry.get("name"): entry.get("template")
-            for entry in template
-            if isinstance(entry, dict) and isinstance(entry.get("name"), str)
-        }
-        template = named.get("default")
+        named = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
+        template = next(named, {}).get("template")
     return template if isinstance(template, str) else None
 
 

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from paceline.engine.llm import GenerationStats
 from paceline.figures import Rounds
 from paceline.model.tokenizer import Tokenizer
-from paceline.serve.failures import ApiError, RequestFailed, dump
+from paceline.serve.failures import ApiError, dump
 from paceline.serve.protocol import Sampling
 from paceline.serve.ticket import Event, Ticket
 from paceline.types import Round, Sequence, TokenLogprob
@@ -140,7 +140,7 @@ class Exchange:
             yield _event(error.body)
         except Exception:
             log.exception("a stream failed")
-            yield _event(RequestFailed().body)
+            yield _event(ApiError.known("request_failed").body)
         finally:
             self.close()
         yield DONE
@@ -200,8 +200,9 @@ class Exchange:
 def _timings(seq: Sequence) -> dict[str, Any]:
     """Where an answer's time went. Seconds; `first_token_s` counts from the request's arrival at the engine."""
     stats, total_s = GenerationStats.of(seq), max(seq.timings.token_s, default=seq.timings.arrival_s) - seq.timings.arrival_s
+    shown = ("queue_s", "prefill_s", "draft_s", "verify_s", "host_s", "plain_s", "num_plain")
     return {
-        **{name: getattr(seq.timings, name) for name in ("queue_s", "prefill_s", "draft_s", "verify_s", "host_s")},
+        **{name: getattr(seq.timings, name) for name in shown},
         "first_token_s": stats.time_to_first_token_s,
         "total_s": total_s,
         "tokens_per_s": stats.tokens_per_s,

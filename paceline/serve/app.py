@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,7 @@ import paceline
 from paceline.serve.answers import EventStream, Exchange, unless_gone
 from paceline.serve.completions import ChatReply, TextReply, chat_jobs, check_ids, completion_jobs, encode_chat, encode_text
 from paceline.serve.engine import ModelInfo
-from paceline.serve.failures import ApiError, NotServing, RequestFailed, RequestRefused, error_response, json_response
+from paceline.serve.failures import ApiError, RequestRefused, error_response, json_response
 from paceline.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -31,8 +32,16 @@ from paceline.serve.protocol import (
 from paceline.serve.security import Gate
 from paceline.serve.worker import EngineWorker
 
-PAGE = Path(__file__).parent / "page" / "index.html"
-API_PAGE = PAGE.with_name("api.html")
+FOLDER = Path(__file__).parent / "page"
+API_PAGE = FOLDER / "api.html"
+MEDIA = {".css": "text/css", ".js": "text/javascript", ".LICENSE": "text/plain"}
+PAGES = {"/": FOLDER / "index.html", "/docs": API_PAGE}
+PAGES |= {f"/page/{part.relative_to(FOLDER).as_posix()}": part for part in FOLDER.rglob("*.*") if part.suffix in MEDIA}
+PAGE_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": "frame-ancestors 'none'",  # each page's own policy stands in the page
+    "x-content-type-options": "nosniff",
+}
 Tag = Annotated[str | None, Header(alias="x-paceline-tag", description="Kept with the request's trace.")]
 
 
@@ -83,7 +92,7 @@ def _add_failures(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
-        return error_response(RequestFailed())
+        return error_response(ApiError.known("request_failed"))
 
 
 def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
@@ -93,7 +102,8 @@ def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return RequestRefused("the body is no valid JSON", code="invalid_json")
-    name = ".".join(str(part) for part in first["loc"][1:]) or None
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"][1:])
+    name = "".join(parts).removeprefix(".") or None
     message = f"{name or 'body'}: {first['msg']}" if name or first["loc"] else first["msg"]
     return RequestRefused(message[:500], param=name)
 
@@ -102,7 +112,7 @@ def _add_system(app: FastAPI, worker: EngineWorker) -> None:
     @app.get("/health", summary="The process lives", tags=["system"])
     async def health() -> Response:
         if worker.state == "failed":
-            raise NotServing("failed")
+            raise ApiError.known("failed")
         return json_response({"status": "ok"})
 
     @app.get("/ready", summary="Requests are taken", tags=["system"])
@@ -119,15 +129,16 @@ def _add_system(app: FastAPI, worker: EngineWorker) -> None:
         body, content_type = worker.metrics.render()
         return Response(body, headers={"content-type": content_type})
 
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        if not PAGE.is_file():
-            raise ApiError(404, "there is no page here: the API is described at /docs", code="not_found")
-        return FileResponse(PAGE, media_type="text/html", headers={"cache-control": "no-cache"})
+    @app.get("/steps", summary="Seconds of the parts of the engine's steps, by size", tags=["system"])
+    async def steps() -> Response:
+        return json_response({"steps": [[*key, *spent] for key, spent in worker.metrics.step_times.copy().items()]})
 
-    @app.get("/docs", include_in_schema=False)
-    async def api_page() -> Response:
-        return FileResponse(API_PAGE, media_type="text/html", headers={"cache-control": "no-cache"})
+    for path, file in PAGES.items():
+        app.add_route(path, partial(_show, file), include_in_schema=False)
+
+
+async def _show(file: Path, request: Request) -> Response:
+    return FileResponse(file, media_type=MEDIA.get(file.suffix, "text/html"), headers=PAGE_HEADERS)
 
 
 def _names(worker: EngineWorker) -> tuple[str, ...]:
@@ -173,8 +184,9 @@ def _add_tokens(app: FastAPI, worker: EngineWorker) -> None:
 
 
 def _described(name: str, worker: EngineWorker) -> dict[str, object]:
-    max_len = worker.serving().max_len
-    return {"id": name, "object": "model", "created": 0, "owned_by": "paceline", "max_model_len": max_len}
+    model = worker.serving()
+    told = {"id": name, "object": "model", "created": 0, "owned_by": "paceline"}
+    return told | {"max_model_len": model.max_len, "drafter": model.drafter}
 
 
 def _add_answers(app: FastAPI, worker: EngineWorker) -> None:

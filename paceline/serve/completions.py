@@ -127,7 +127,8 @@ def jobs_of(
     logprobs: int | None,
     grammar: GrammarSpec | None,
 ) -> list[Job]:
-    """`n` jobs for each prompt, prompt after prompt. Without `max_tokens` an answer may fill the context, if `config` lets it.
+    """`n` jobs for each prompt, prompt after prompt. Without `max_tokens` an answer has `config.default_max_tokens`, or what is
+    left of the context.
 
     Raises RequestRefused on values that are impossible or beyond this server's limits.
     """
@@ -141,7 +142,7 @@ def jobs_of(
             message = f"the prompt has {len(prompt)} tokens, this server takes at most {most}: shorten it"
             raise RequestRefused(message, param="messages", code="context_length_exceeded")
         room = model.max_len - len(prompt)
-        each = replace(common, max_tokens=max_tokens or min(room, config.default_max_tokens or room))
+        each = replace(common, max_tokens=max_tokens or min(room, config.default_max_tokens))
         seeds = [None if each.seed is None else (each.seed + index) % 2**63 for index in range(n)]
         jobs += [Job(prompt, replace(each, seed=seed)) for seed in seeds]
     if len(jobs) > model.num_rows + config.max_queue:

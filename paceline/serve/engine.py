@@ -48,6 +48,8 @@ class Requests(Protocol):
 class Engine(Protocol):
     rounds: list[RoundStats]
     """The rounds of the latest step: at most one."""
+    read: tuple[int, float]
+    """Prompt tokens that the latest step read, and the seconds that took; 0 of both where an engine cannot tell."""
     grammars: Any
     """Its `compile` is `ModelInfo.compile`. An engine that takes another's place is given its grammars."""
 
@@ -110,11 +112,13 @@ class ModelInfo:
     num_rows: int
     """Answers made at once."""
     vocab_size: int
+    drafter: str
+    """Whose drafts a new answer gets."""
     compile: Callable[[GrammarSpec], Constraint]
     """Fresh state for one answer, from any thread. Raises SamplingError on a grammar that cannot be followed."""
 
     @classmethod
     def of(cls, model: Model) -> ModelInfo:
-        target = model.engine.target
+        target, drafter = model.engine.target, getattr(model.drafter, "name", "none")
         sizes = target.cache.max_len, target.cache.num_rows, target.vocab_size
-        return cls(model.config.model, model.tokenizer, *sizes, model.engine.grammars.compile)
+        return cls(model.config.model, model.tokenizer, *sizes, drafter, model.engine.grammars.compile)

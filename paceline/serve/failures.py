@@ -1,25 +1,20 @@
 """What a client is told when a request fails: OpenAI's shape, no paths, no traceback.
 
-ApiError                       status  code
-├── RequestRefused             400     invalid_value, context_length_exceeded, ...: the request is at fault
-├── QueueFull                  429     queue_full, with Retry-After
-├── NotServing                 503     loading, draining, failed
-├── RequestFailed              500     request_failed: the engine failed on this request alone
-├── EngineCrashed              500     engine_crashed: the engine failed under this request and is built anew
-└── DeadlinePassed             504     deadline_exceeded
+`ApiError.known` makes those of failures.json, by their code; `RequestRefused` is a request that is itself at fault: status 400
+and invalid_value, context_length_exceeded, ...
 """
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from fastapi.responses import Response
 
 from paceline.errors import ContextLengthError, PacelineError
 
-KINDS = {401: "authentication_error", 429: "rate_limit_error"}
-"""OpenAI's types of errors by status, where they are not those of all others."""
+FAILURES: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 
 class ApiError(Exception):
@@ -37,10 +32,23 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
 
+    @classmethod
+    def known(cls, code: str, **values: Any) -> ApiError:
+        """One of failures.json, its {names} filled in."""
+        told = FAILURES[code]
+        headers = {name: text.format(**values) for name, text in told.get("headers", {}).items()}
+        return cls(told["status"], told["message"].format(**values), code=told.get("code", code), headers=headers)
+
+    @classmethod
+    def failed(cls, error: Exception | None) -> ApiError:
+        """A fault that ends one request and no other. Exceptions not our own may tell more than a client should know."""
+        return cls(500, str(error), code="request_failed") if isinstance(error, PacelineError) else cls.known("request_failed")
+
     @property
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
-        kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        other = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, other)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -55,53 +63,6 @@ class RequestRefused(ApiError):
         """A request that the tokenizer, the template or the engine refused."""
         is_length = isinstance(error, ContextLengthError)
         return cls(str(error), code="context_length_exceeded" if is_length else "invalid_value")
-
-
-class QueueFull(ApiError):
-    """As many requests wait as may."""
-
-    def __init__(self, retry_after_s: int) -> None:
-        message = f"too many requests wait already: try again in {retry_after_s} s"
-        super().__init__(429, message, code="queue_full", headers={"retry-after": str(retry_after_s)})
-
-
-class NotServing(ApiError):
-    """The model is not loaded yet, the server is going down, or the engine could not be built again."""
-
-    MESSAGES = {  # noqa: RUF012
-        "loading": "the model is still loading: try again in a moment",
-        "aborted": "the request was aborted",
-        "failed": "the engine failed and could not be started again",
-    }
-
-    def __init__(self, state: str) -> None:
-        message = self.MESSAGES.get(state, "the server is shutting down")
-        code = "draining" if state == "stopped" else state
-        super().__init__(503, message, code=code, headers={"retry-after": "2"})
-
-
-class RequestFailed(ApiError):
-    """A fault ended this request, and no other. Exceptions that are not our own may tell more than a client should know."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        message = str(error) if isinstance(error, PacelineError) else "the server failed on this request: its log says why"
-        super().__init__(500, message, code="request_failed")
-
-
-class EngineCrashed(ApiError):
-    """A step of the engine failed; this request and those beside it are lost, the next ones are not."""
-
-    def __init__(self) -> None:
-        message = "the engine failed while it answered this request and is being restarted: send the request again"
-        super().__init__(500, message, code="engine_crashed")
-
-
-class DeadlinePassed(ApiError):
-    """The request took longer than the server allows."""
-
-    def __init__(self, seconds: float) -> None:
-        message = f"the request was not finished within {seconds:g} s: ask for fewer tokens, or try when there is less traffic"
-        super().__init__(504, message, code="deadline_exceeded")
 
 
 def dump(value: Any) -> bytes:

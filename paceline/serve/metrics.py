@@ -13,7 +13,6 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from paceline.serve.engine import Engine
-from paceline.types import FinishReason, Sequence
+from paceline.types import LOOKUP, NONE, FinishReason, RoundStats, Sequence
 
 if TYPE_CHECKING:  # pyarrow is only needed where traces are
     from paceline.serve.traces import TraceWriter
@@ -47,15 +46,6 @@ class _Histogram:
         self.sum += value
 
 
-@dataclass(slots=True)
-class _Request:
-    """What was seen of a request so far."""
-
-    prefill_s: float = 0.0
-    last_at: float = 0.0
-    """When its latest tokens came; 0 before the first."""
-
-
 class Metrics(Collector):
     """Counts for one model, told by the worker what it does. One thread calls everything but `refused` and `render`, which any
     thread may."""
@@ -69,55 +59,62 @@ class Metrics(Collector):
         """The one that stepped last, for the gauges."""
         self.rounds: dict[tuple[int, int], int] = {}
         """(drafted, accepted) -> rounds of single requests. All figures of speculation follow from it."""
+        self.step_times: dict[tuple[str, int], tuple[int, float]] = {}
+        """(kind, size) -> how often, and seconds in all: "verify" by positions of the target's pass, "draft" by drafts of the
+        longest row times the rows that drafted, "prefill" by tokens of the chunk, "step" (all of it, of size 1)."""
         self._refusals: Counter[str] = Counter()
         self._model, self._traces = model, traces
         self._times = {name: _Histogram(BOUNDS[told["bounds"]]) for name, told in TIMES.items()}
-        self._open: dict[Sequence, _Request] = {}
-        self._unsplit_s = 0.0
-        """Time of the latest step besides drafting and verifying, as far as it is not known to be prefill."""
+        self._open: dict[Sequence, float] = {}
+        """When the latest tokens of each request under way came."""
         self._lock = threading.Lock()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
     def step(self, engine: Engine, seconds: float) -> None:
-        """An engine step took `seconds`; to be called before its chunks are reported."""
-        self._settle_host()
-        self.engine, totals = engine, self.totals
+        """An engine step, with what lay between it and the one before, took `seconds`; to be called before its chunks are
+        reported."""
+        self.engine, totals, (num_read, read_s) = engine, self.totals, engine.read
         totals.steps += 1
-        self._unsplit_s += seconds
-        if engine.scheduler.prefilling:  # a prompt that is done is seen by its first chunk
-            self._count_prefill(next(iter(engine.scheduler.prefilling)))
-        rounds = self.rounds
+        totals.prefill_seconds += read_s
+        host_s, rounds = seconds - read_s, self.rounds
+        self._time("step", 1, seconds)
+        self._time("prefill", num_read, read_s)
         for stats in engine.rounds:
             totals.rounds += 1
             totals.draft_seconds += stats.draft_s
             totals.verify_seconds += stats.verify_s
-            self._unsplit_s -= stats.draft_s + stats.verify_s
+            host_s -= stats.draft_s + stats.verify_s
+            self._time("verify", len(stats.num_drafted_B) + sum(stats.num_checked_B), stats.verify_s)
+            self._time("draft", _num_slots(stats), stats.draft_s)
             for pair in zip(stats.num_drafted_B, stats.num_accepted_B, strict=True):
                 rounds[pair] = rounds.get(pair, 0) + 1
+        totals.host_seconds += host_s
+
+    def _time(self, kind: str, size: int, seconds: float) -> None:
+        if size:
+            count, before_s = self.step_times.get((kind, size), (0, 0.0))
+            self.step_times[kind, size] = count + 1, before_s + seconds
 
     def chunk(self, sequence: Sequence, num_tokens: int, now: float) -> None:
         """A request gained tokens at `now` (perf_counter)."""
         self.totals.generation_tokens += num_tokens
-        request = self._open.get(sequence)
-        if request is None or not request.last_at:
-            request = self._count_prefill(sequence)
+        last_at = self._open.get(sequence)
+        if last_at is None:
             self.totals.prompt_tokens += sequence.prompt_len
             self.totals.prefix_cache_queries += sequence.prompt_len
             self.totals.prefix_cache_hits += sequence.num_reused
             self._times["time_to_first_token"].observe(now - sequence.timings.arrival_s)
-        elif now != request.last_at:  # a first token and the round behind it leave in one step
-            self._times["inter_token_latency"].observe(now - request.last_at)
-        request.last_at = now
+        elif now != last_at:  # a first token and the round behind it leave in one step
+            self._times["inter_token_latency"].observe(now - last_at)
+        self._open[sequence] = now
 
     def finished(self, sequence: Sequence, outcome: FinishReason, tag: str | None = None) -> None:
         """Every request that ever had a chunk ends here. `tag` labels nothing: clients choose it.
 
         Times of whole requests are those of answers that came to their end, not of those broken off.
         """
-        self._count_prefill(sequence)
-        del self._open[sequence]
-        self._settle_host()
+        self._open.pop(sequence, None)
         self.ended[outcome] += 1
         if outcome in ("stop", "length"):
             seen, times, now = self._times, sequence.timings, time.perf_counter()
@@ -145,21 +142,6 @@ class Metrics(Collector):
         """Body and content type of /metrics."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
-    def _count_prefill(self, sequence: Sequence) -> _Request:
-        """Prefill time of a request that was not counted yet."""
-        request = self._open.setdefault(sequence, _Request())
-        new_s = sequence.timings.prefill_s - request.prefill_s
-        request.prefill_s += new_s
-        self.totals.prefill_seconds += new_s
-        self._unsplit_s -= new_s
-        return request
-
-    def _settle_host(self) -> None:
-        """What is left of the latest step is the host's; a remainder below zero is prefill that was reported late."""
-        if self._unsplit_s > 0:
-            self.totals.host_seconds += self._unsplit_s
-            self._unsplit_s = 0.0
-
     # A scrape, from any thread
 
     def collect(self) -> Iterator[Metric]:
@@ -185,11 +167,8 @@ class Metrics(Collector):
             drafted[num_drafted] += count
             accepted[num_accepted] += count
         tokens = Counter({1 + number: count for number, count in accepted.items()})
-        reached = [
-            sum(count for number, count in accepted.items() if number > place)
-            for place in range(max(MOST_DRAFTED, *drafted, 0))
-        ]
-        places = {str(place): count for place, count in enumerate(reached)}
+        depth = max(MOST_DRAFTED, *drafted, 0)
+        places = {str(place): sum(accepted[number] for number in accepted if number > place) for place in range(depth)}
         name = "vllm:spec_decode_num"
         yield self._family(f"{name}_drafts", "Rounds with drafts, request by request", drafted.total() - drafted[0])
         yield self._family(f"{name}_draft_tokens", "Drafted tokens", _sum(drafted))
@@ -204,11 +183,7 @@ class Metrics(Collector):
             cache, requests = engine.target.cache, engine.scheduler
             num_running, num_waiting = len(requests.running) + len(requests.prefilling), len(requests.waiting)
             usage = sum(cache.lengths) / (cache.num_rows * cache.max_len)
-        for name, doc, value in (
-            ("num_requests_running", "Requests in prefill or decoding", num_running),
-            ("num_requests_waiting", "Requests without a place in the cache", num_waiting),
-            ("kv_cache_usage_perc", "Part of the cache's positions in use; 1 is full", usage),
-        ):
+        for (name, doc), value in zip(TOLD["now"].items(), (num_running, num_waiting, usage), strict=True):
             yield self._family(f"vllm:{name}", doc, value, kind=GaugeMetricFamily)
 
     def _family(
@@ -237,6 +212,14 @@ class Metrics(Collector):
         bounds = range(first, first + MOST_DRAFTED + 1)
         counts = [values[bound] for bound in bounds]
         return self._histogram(name, doc, map(float, bounds), [*counts, values.total() - sum(counts)], _sum(values))
+
+
+def _num_slots(stats: RoundStats) -> int:
+    """Drafts that were computed, not looked up: of the longest row, for each row that drafted."""
+    sure_B = stats.sure_B or [None] * len(stats.source_B)
+    computed = zip(stats.num_drafted_B, stats.source_B, sure_B, strict=False)
+    slots = [len(sure) if sure else count for count, source, sure in computed if sure or source not in (NONE, LOOKUP)]
+    return len(slots) * max(slots, default=0)
 
 
 def _sum(values: Counter[int]) -> int:

@@ -1,6 +1,7 @@
 """What clients may send, in OpenAI's words; fields we do not know are ignored.
 
-Bounds are wide enough for any sensible request and narrow enough that no logit leaves the range of float32.
+Where OpenAI has a bound it is ours; others are wide enough for any sensible request and narrow enough that no logit leaves the
+range of float32. `/docs` shows what is said of each field.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from pydantic import BaseModel, ConfigDict, Field
 class Open(BaseModel):
     """Unknown fields are ignored; NaN and infinities are not JSON and are refused."""
 
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True)
 
 
 class StreamOptions(Open):
-    include_usage: bool = False
+    include_usage: bool = Field(False, description="Counts of tokens in a last chunk of their own.")
 
 
 class JsonSchema(Open):
-    name: str = "answer"
-    schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema")
-    strict: bool | None = None
+    name: str = Field("answer", description="Not read.")
+    schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema", description="What the answer has to be.")
+    strict: bool | None = Field(None, description="Not read: an answer always keeps to its schema.")
 
 
 class ResponseFormat(Open):
@@ -31,19 +32,19 @@ class ResponseFormat(Open):
 
     type: Literal["text", "json_object", "json_schema", "regex"] = "text"
     json_schema: JsonSchema | None = None
-    regex: str | None = None
+    regex: str | None = Field(None, description="The answer matches this from end to end.")
 
 
 class Function(Open):
     name: str = Field(min_length=1, max_length=256)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    description: str | None = Field(None, description="What the function is for, in words for the model.")
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
+    strict: bool | None = Field(None, description="Not read: a call that is forced always keeps to its schema.")
 
 
 class CalledFunction(Open):
     name: str
-    arguments: str = "{}"
+    arguments: str = Field("{}", description="A JSON object, as text.")
 
 
 class Tool(Open):
@@ -52,7 +53,7 @@ class Tool(Open):
 
 
 class ContentPart(Open):
-    type: str
+    type: str = Field(description="text or input_text: this server reads nothing else.")
     text: str | None = None
 
 
@@ -67,38 +68,39 @@ class ToolCall(Open):
 class Message(Open):
     """One message of a conversation. Content is text, or a list of text parts."""
 
-    role: str = Field(min_length=1, max_length=64)
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(description="Who speaks.")
+    content: str | list[ContentPart] | None = Field(None, description="What was said.")
+    name: str | None = Field(None, description="Who said it, where the model's chat template shows names.")
+    tool_calls: list[ToolCall] | None = Field(None, description="Of an assistant: the calls it made.")
+    tool_call_id: str | None = Field(None, description="Of a tool: the call that it answers.")
 
 
 class Sampling(Open):
     """What both kinds of completion share."""
 
-    model: str | None = None
+    model: str | None = Field(None, description="The model's name, as of /v1/models; there is only one.")
     n: int | None = Field(1, ge=1)
     """Answers to the prompt. With a seed the first has this seed, the next ones seed + 1, seed + 2, ..."""
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
-    stop_token_ids: list[int] | None = Field(None, max_length=64)
+    stream: bool | None = Field(False, description="Send the answer as it grows, as server-sent events.")
+    stream_options: StreamOptions | None = Field(None, description="With stream only.")
+    seed: int | None = Field(None, description="The same seed gives the same text; without, one is drawn.")
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = Field(None, description="Text that ends the answer.")
+    stop_token_ids: list[int] | None = Field(None, max_length=64, description="Tokens that end the answer.")
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=100)
-    """1.0 when left out, as OpenAI has it; 0 is greedy."""
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-100, le=100)
-    frequency_penalty: float | None = Field(None, ge=-100, le=100)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    """Longest answer, in tokens. Without, a chat answer has the server's --default-max-tokens, a text completion 16."""
+    temperature: float | None = Field(None, ge=0, le=2, description="1.0 when left out, as OpenAI has it; 0 is greedy.")
+    top_p: float | None = Field(None, gt=0, le=1, description="Keep the most likely tokens that together reach this.")
+    top_k: int | None = Field(None, ge=-1, description="Keep so many of the most likely tokens; 0 and -1 keep all.")
+    min_p: float | None = Field(None, ge=0, le=1, description="Keep tokens at least so many times as likely as the best one.")
+    presence_penalty: float | None = Field(None, ge=-100, le=100, description="Taken once from a token that was said already.")
+    frequency_penalty: float | None = Field(None, ge=-100, le=100, description="Taken for each time it was said.")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="Divides what was said already; 1 is off.")
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
-    ignore_eos: bool | None = False
+    """Token id, as text -> what is added to its logit; -100 forbids it."""
+    ignore_eos: bool | None = Field(False, description="Go on to max_tokens whatever the model says.")
     response_format: ResponseFormat | None = None
-    guided_regex: str | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = Field(None, description="As response_format of type regex.")
+    guided_json: dict[str, Any] | str | None = Field(None, description="As response_format of type json_schema.")
     speculate: Literal["auto", "full", "off"] | Annotated[int, Field(ge=0, le=1024)] | None = None
     """off decodes plainly, a number drafts at most so many tokens a round; the rest leaves it to the server."""
     return_metrics: bool | None = False
@@ -109,44 +111,43 @@ class Sampling(Open):
 
 
 class ChatRequest(Sampling):
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    """Takes the place of max_tokens. Without either the answer may fill the context."""
-    logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] | None = None
+    messages: list[Message] = Field(min_length=1, description="The conversation so far, the question last.")
+    max_completion_tokens: int | None = Field(None, ge=1, description="Takes the place of max_tokens.")
+    logprobs: bool | None = Field(False, description="Tell each token's log-probability.")
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="And those of so many other tokens; needs logprobs.")
+    tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
     tool_choice: Literal["none", "auto", "required"] | ToolCall | None = None
-    parallel_tool_calls: bool | None = True
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Variables for the model's chat template."""
+    """auto lets the model decide; required, or a function by name, makes the answer a call."""
+    parallel_tool_calls: bool | None = Field(True, description="Not read: an answer may hold several calls.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the model's chat template.")
 
 
 class CompletionRequest(Sampling):
-    prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool | None = False
-    suffix: str | None = None
-    best_of: int | None = None
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(description="A text or its token ids, or several of them.")
+    logprobs: int | None = Field(None, ge=0, le=20, description="Log-probability of each token, and of so many others.")
+    echo: bool | None = Field(False, description="Put the prompt before the answer.")
+    suffix: str | None = Field(None, description="Refused: models here only go on.")
+    best_of: int | None = Field(None, description="Must equal n: answers are not ranked.")
 
 
 class TokenizeRequest(Open):
     """A text, or a conversation to be put through the chat template."""
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    add_special_tokens: bool | None = True
+    model: str | None = Field(None, description="The model's name, as of /v1/models.")
+    prompt: str | None = Field(None, description="A text.")
+    messages: list[Message] | None = Field(None, description="A conversation, in place of a text.")
+    add_special_tokens: bool | None = Field(True, description="With the tokens that the model expects around a text.")
 
 
 class TokenizeAnswer(BaseModel):
     count: int
-    max_model_len: int
+    max_model_len: int = Field(description="Tokens of prompt and answer together that this server holds.")
     tokens: list[int]
 
 
 class DetokenizeRequest(Open):
-    model: str | None = None
-    tokens: list[int]
+    model: str | None = Field(None, description="The model's name, as of /v1/models.")
+    tokens: list[int] = Field(description="Token ids, as /tokenize gives them.")
 
 
 class DetokenizeAnswer(BaseModel):

@@ -125,7 +125,7 @@ class Connection(H11Protocol):
     def _too_slow(self) -> None:
         self._headers_due = None
         if self.conn.their_state is h11.IDLE:
-            self._hang_up(ApiError(408, f"no request came within {self._limits.header_seconds:g} s", code="header_timeout"))
+            self._hang_up(ApiError.known("header_timeout", seconds=self._limits.header_seconds))
 
     def send_400_response(self, msg: str) -> None:
         self._hang_up(RequestRefused("this is no HTTP request", code="invalid_http"))

@@ -20,7 +20,7 @@ from paceline.serve.failures import ApiError, RequestRefused, error_response
 from paceline.serve.settings import ServeConfig
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"})
-"""Need no key: probes, scrapers and the page, which asks for the key itself."""
+"""Need no key: probes, scrapers and the page, which asks for the key itself; as little do its parts, under /page/."""
 DISCARD_BYTES = 64 * 2**20
 """How much of a refused request's body is read and thrown away before its connection is closed."""
 DISCARD_PAUSE_S = 2.0
@@ -33,7 +33,7 @@ class Gate:
     def __init__(self, app: ASGIApp, config: ServeConfig, refused: Callable[[str], None]) -> None:
         self._app, self._config, self._refused = app, config, refused
         self._hosts = allowed_hosts(config)
-        self._digests = [_digest(key.encode()) for key in config.api_keys]
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,7 +47,7 @@ class Gate:
                 message = "a request has either Content-Length or Transfer-Encoding: leave one out"
                 raise RequestRefused(message, code="invalid_http")
             self._check_host(headers)
-            if self._digests and scope["path"] not in OPEN_PATHS:
+            if self._digests and scope["path"] not in OPEN_PATHS and not scope["path"].startswith("/page/"):
                 self._check_key(headers)
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 await body.read(headers.get("content-length", "0"))
@@ -62,17 +62,15 @@ class Gate:
     def _check_host(self, headers: Headers) -> None:
         name = host_name(headers.get("host", ""))
         if self._hosts is not None and name and name not in self._hosts:
-            message = f"this server is not called {name[:100]}: start it with --allowed-host {name[:100]} if it should be"
-            raise ApiError(421, message, code="host_not_allowed")
+            raise ApiError.known("host_not_allowed", name=name[:100])
 
     def _check_key(self, headers: Headers) -> None:
         """Compares with every key, each in the same time, so that nothing is learned from how long it took."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip().encode("latin-1", "replace"))
+        given = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         if scheme.lower() != "bearer" or not any(matches):
-            message = "this server needs an API key: send it as Authorization: Bearer KEY"
-            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            raise ApiError.known("invalid_api_key")
 
 
 class Body:
@@ -91,16 +89,15 @@ class Body:
         """
         most = self._config.max_body_bytes
         if not length.isdecimal() or int(length[:19]) > most:
-            raise self._too_large()
+            raise ApiError.known("body_too_large", most=most)
         try:
             async with asyncio.timeout_at(self._due):
                 while not self._is_whole:
                     self._data += await self._next()
                     if len(self._data) > most:
-                        raise self._too_large()
+                        raise ApiError.known("body_too_large", most=most)
         except TimeoutError:
-            message = f"the request's body did not arrive within {self._config.body_seconds:g} s"
-            raise ApiError(408, message, code="body_timeout") from None
+            raise ApiError.known("body_timeout", seconds=self._config.body_seconds) from None
 
     async def discard(self) -> None:
         """Take the rest and forget it: a client that is still sending reads no answer, and a connection that is closed under it
@@ -124,10 +121,6 @@ class Body:
             raise ClientDisconnect
         self._is_whole = not message.get("more_body", False)
         return message.get("body", b"")
-
-    def _too_large(self) -> ApiError:
-        message = f"the request's body is longer than {self._config.max_body_bytes:,} bytes: send less"
-        return ApiError(413, message, code="body_too_large")
 
 
 async def _refuse(error: ApiError, body: Body, send: Send) -> None:
@@ -160,7 +153,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from paceline.bounds import Amount, Count, Positive, Whole, check, within
 from paceline.config import Bytes
-from paceline.errors import ConfigError, refuse, refuse_below
+from paceline.errors import ConfigError, refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +17,7 @@ class ServeConfig:
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every interface."""
-    port: int = 8000
+    port: Annotated[int, within("between 0 and 65535", least=0, most=65535)] = 8000
     """Port; 0 takes a free one."""
     api_keys: tuple[str, ...] = ()
     """Key that opens the API; without any, all who reach the port may use it. PACELINE_API_KEY too."""
@@ -27,42 +29,34 @@ class ServeConfig:
     """What clients call the model [default: its own name]."""
     max_body_bytes: Bytes = 4 * 2**20
     """Longest request body: 512K, 4M or bytes."""
-    body_seconds: float = 30.0
+    body_seconds: Positive = 30.0
     """A body must have arrived by then."""
-    header_seconds: float = 15.0
+    header_seconds: Positive = 15.0
     """So must a request's headers, from the connection or its first byte on."""
-    write_seconds: float = 60.0
+    write_seconds: Positive = 60.0
     """A client that takes nothing of what is written for so long is hung up on."""
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: Count | None = None
     """Longest prompt, in tokens [default: what the cache holds]."""
-    default_max_tokens: int | None = None
-    """Longest chat answer when the request sets no limit [default: the context]."""
-    max_n: int = 8
+    default_max_tokens: Count = 1024
+    """Longest chat answer when the request sets no limit, and the context leaves room for it."""
+    max_n: Count = 8
     """Most answers to one prompt."""
-    max_queue: int = 256
+    max_queue: Whole = 256
     """Most answers waiting for a row; what comes then gets status 429."""
-    deadline: float = 600.0
+    deadline: Amount = 600.0
     """Seconds in which a request must be finished; 0 is no limit."""
-    drain_seconds: float = 30.0
+    drain_seconds: Amount = 30.0
     """Seconds that answers under way may take after SIGTERM."""
-    stream_interval_ms: float = 16.0
+    stream_interval_ms: Annotated[float, within("between 0 and 1000", least=0, most=1000)] = 16.0
     """How long a token may wait for the next round's, to be sent together; 0 sends each round's at once."""
 
     def __post_init__(self) -> None:
-        refuse_below(1, default_max_tokens=self.default_max_tokens, max_prompt_tokens=self.max_prompt_tokens, max_n=self.max_n)
-        refuse_below(0, max_queue=self.max_queue, drain_seconds=self.drain_seconds)
+        check(self)
         refuse(
             ConfigError,
-            (not 0 <= self.port < 65536, "port must be between 0 and 65535"),
             (any(not key.strip() for key in self.api_keys), "an API key must not be empty"),
             (any(not key.isascii() for key in self.api_keys), "an API key must be ASCII text: HTTP headers carry nothing else"),
-            (self.max_body_bytes < 1, "max_body must be at least one byte"),
             (any(not host.strip() for host in self.allowed_hosts), "an allowed host must not be empty"),
-            (self.body_seconds <= 0, "body_seconds must be above 0"),
-            (self.header_seconds <= 0, "header_seconds must be above 0"),
-            (self.write_seconds <= 0, "write_seconds must be above 0"),
-            (not self.deadline >= 0, "deadline must be 0 (none) or more seconds"),
-            (not 0 <= self.stream_interval_ms <= 1000, "stream_interval_ms must be between 0 and 1000"),
         )
 
 
@@ -72,29 +66,19 @@ class TraceConfig:
 
     folder: Path | None = None
     """Keep traces of requests in this folder, for training [default: none]."""
-    sample: float = 1.0
+    sample: Annotated[float, within("a share, above 0 and at most 1", above=0, most=1)] = 1.0
     """Share of requests that are traced."""
     redact: tuple[str, ...] = ()
     """Regex whose matches are taken out of traces."""
     max_bytes: Bytes = 2**30
     """Most disk space of all traces; the oldest go."""
-    max_days: float = 30.0
+    max_days: Positive = 30.0
     """Older traces go."""
 
     def __post_init__(self) -> None:
-        refuse(
-            ConfigError,
-            (
-                self.folder is None and bool(self.sample != 1.0 or self.redact),
-                "--trace-sample and --trace-redact need --traces FOLDER",
-            ),
-            (
-                not 0 < self.sample <= 1,
-                f"--trace-sample is a share of all requests, above 0 and at most 1, not {self.sample:g}",
-            ),
-            (self.max_bytes < 1, "--trace-size must be at least one byte"),
-            (not self.max_days > 0, f"--trace-days must be above 0, not {self.max_days:g}"),
-        )
+        check(self)
+        if self.folder is None and (self.sample != 1.0 or self.redact):
+            raise ConfigError("--trace-sample and --trace-redact need --traces FOLDER")
 
 
 def speculation(text: str, num_drafted: int | None, drafter: str) -> dict[str, object]:

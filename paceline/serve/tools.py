@@ -101,7 +101,7 @@ def _native(message: Message) -> dict[str, Any]:
 
 def _as_text(message: Message) -> dict[str, Any]:
     text = text_of(message)
-    if message.role == "tool":
+    if _role(message) == "tool":
         return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
     for call in message.tool_calls or ():
         arguments = _json(call.function.arguments, {})
@@ -110,7 +110,7 @@ def _as_text(message: Message) -> dict[str, Any]:
 
 
 def _role(message: Message) -> str:
-    return "system" if message.role == "developer" else message.role
+    return {"developer": "system", "function": "tool"}.get(message.role, message.role)
 
 
 def text_of(message: Message) -> str:

@@ -27,9 +27,10 @@ import random
 import re
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -354,11 +355,8 @@ def _tokens_of(span: tuple[int, int], ends: list[int]) -> tuple[int, int]:
     `ends[t]` is how much text was final before token t. Tokens that made nothing final wait for their character's rest, so
     they belong to what came next.
     """
-    touched = [token for token, (begin, end) in enumerate(pairwise(ends)) if begin < span[1] and end > span[0]]
-    first = touched[0]
-    while first > 0 and ends[first - 1] == ends[first]:
-        first -= 1
-    return first, touched[-1] + 1
+    begun = ends[bisect_right(ends, span[0]) - 1]
+    return bisect_left(ends, begun), bisect_left(ends, span[1])
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 Requests go in as commands through a queue, answers come back as one call of the event loop per engine step. Neither side
 waits for the other: the engine sleeps only when it has nothing to do. A request that fails alone gets an error of its own. An
-exception out of a step ends every answer that has begun with EngineCrashed; the engine is then built anew, with the drafter
+exception out of a step ends every answer that has begun as engine_crashed; the engine is then built anew, with the drafter
 that it had, and goes on with the requests that wait.
 """
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from paceline.errors import PacelineError
 from paceline.serve.engine import Engine, Model, ModelInfo
-from paceline.serve.failures import DeadlinePassed, EngineCrashed, NotServing, QueueFull, RequestFailed, RequestRefused
+from paceline.serve.failures import ApiError, RequestRefused
 from paceline.serve.metrics import Metrics
 from paceline.serve.settings import ServeConfig
 from paceline.serve.ticket import Addressed, Event, Job, Outbox, Ticket
@@ -105,9 +105,9 @@ class EngineWorker(Generic[M]):
             raise self.failure
 
     def serving(self) -> ModelInfo:
-        """The model. Raises NotServing unless requests are taken now."""
+        """The model. Raises ApiError unless requests are taken now."""
         if self.state not in ("ready", "restarting") or self.info is None:
-            raise NotServing(self.state)
+            raise ApiError.known(self.state)
         return self.info
 
     @property
@@ -129,11 +129,11 @@ class EngineWorker(Generic[M]):
         return [replace(job, constraint=grammar) for job, grammar in zip(jobs, grammars, strict=True)]
 
     def submit(self, jobs: list[Job], tag: str | None = None) -> Ticket:
-        """Queue the jobs of one API request, all or none. Raises QueueFull or NotServing."""
+        """Queue the jobs of one API request, all or none. Raises ApiError."""
         num_rows, num_open = self.serving().num_rows, self.num_open
         if num_open + len(jobs) > num_rows + self.config.max_queue:
             self.metrics.refused("queue_full")
-            raise QueueFull(retry_after_s=max(1, round(self._mean_s * (num_open - num_rows) / num_rows)))
+            raise ApiError.known("queue_full", seconds=max(1, round(self._mean_s * (num_open - num_rows) / num_rows)))
         deadline = time.perf_counter() + (self.config.deadline or math.inf)
         ticket = Ticket(jobs, self.abort, tag=tag[:MAX_TAG] if tag else None, deadline=deadline)
         self._open.add(ticket)
@@ -143,7 +143,7 @@ class EngineWorker(Generic[M]):
 
     def abort(self, ticket: Ticket) -> None:
         """Drop what is unfinished of a ticket."""
-        self._post(partial(self._drop, ticket, NotServing("aborted")))
+        self._post(partial(self._drop, ticket, ApiError.known("aborted")))
 
     async def call(self, function: Callable[[M], Any]) -> Any:
         """Run a function in the engine's thread between two steps; returns its result, raises its exception."""
@@ -160,7 +160,7 @@ class EngineWorker(Generic[M]):
         except TimeoutError:
             log.warning("%d answers were not finished within %g s and are cut off", self.num_open, seconds)
             for ticket in list(self._open):
-                self._fail(ticket, NotServing("draining"))
+                self._fail(ticket, ApiError.known("draining"))
                 self.abort(ticket)
         with self._condition:
             self._is_stopping = True
@@ -204,7 +204,7 @@ class EngineWorker(Generic[M]):
         if state == "failed":
             self.state = state
             for ticket in list(self._open):
-                self._fail(ticket, NotServing("failed"))
+                self._fail(ticket, ApiError.known("failed"))
         if state != "restarting":
             self._settled.set()
 
@@ -259,7 +259,7 @@ class EngineWorker(Generic[M]):
         return model
 
     def _serve(self, model: M) -> None:
-        engine = model.engine
+        engine, resumed = model.engine, time.perf_counter()
         while True:
             if not self._commands and not engine.has_work:
                 with self._condition:
@@ -267,6 +267,7 @@ class EngineWorker(Generic[M]):
                         if self._is_stopping:
                             return
                         self._condition.wait()
+                resumed = time.perf_counter()
             if self._commands:
                 self._outbox.flush()
             while self._commands:
@@ -276,13 +277,14 @@ class EngineWorker(Generic[M]):
                 started = time.perf_counter()
                 chunks = engine.step()
                 now = time.perf_counter()
-                self._watch(self.metrics.step, engine, now - started)
+                self._watch(self.metrics.step, engine, now - resumed)
+                resumed = now
                 if chunks:
                     self._hand_over(chunks, now, now - started, is_prefilling=bool(engine.scheduler.prefilling))
             if not self._live:
                 self._deadlines.clear()
             while self._deadlines and self._deadlines[0].deadline <= time.perf_counter():
-                self._drop(self._deadlines.popleft(), DeadlinePassed(self.config.deadline))
+                self._drop(self._deadlines.popleft(), ApiError.known("deadline_exceeded", seconds=self.config.deadline))
 
     @property
     def _engine(self) -> Engine:
@@ -300,7 +302,7 @@ class EngineWorker(Generic[M]):
             self._drop(ticket, RequestRefused.of(error))
         except Exception:
             log.exception("a request could not be queued")
-            self._drop(ticket, RequestFailed())
+            self._drop(ticket, ApiError.known("request_failed"))
             self._engine.check_integrity()  # an engine that was harmed is built anew
         else:
             self._deadlines.append(ticket)
@@ -325,7 +327,7 @@ class EngineWorker(Generic[M]):
                 continue
             if reason == "error":
                 log.error("a request failed: %s", seq.error)
-                failed.append((live.ticket, RequestFailed(seq.error)))
+                failed.append((live.ticket, ApiError.failed(seq.error)))
                 continue
             # The first chunk is the prompt's own token, whatever the round behind it has already brought to the sequence.
             is_first, before = not live.num_tokens, live.num_tokens
@@ -360,7 +362,7 @@ class EngineWorker(Generic[M]):
             self._commands.appendleft(partial(self._add, ticket))
         self._watch(self.metrics.crashed)
         self._tell(self._settle, "restarting")
-        self._outbox.send([(ticket, EngineCrashed()) for ticket in tickets if ticket not in kept])
+        self._outbox.send([(ticket, ApiError.known("engine_crashed")) for ticket in tickets if ticket not in kept])
 
     def _answer(self, future: Future[Any], function: Callable[[M], Any]) -> None:
         assert self._model is not None

@@ -15,6 +15,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from paceline.config import EngineConfig, resolve
@@ -47,9 +48,8 @@ SHARES = (0.3, 0.6, 0.8, 0.95, 1.2)
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_COST = 0.1
 THIS = "this"
-METHODS = {"dflash": "DFLASH", "mtp": "EAGLE", "eagle3": "EAGLE3", "draft-model": "STANDALONE", "ngram": "NGRAM"}
-"""How drafts are made, and what SGLang calls that."""
-PLACEHOLDER = "YOUR-DRAFTER"
+FLAGS: dict[str, Any] = json.loads(Path(__file__).with_name("flags.json").read_text(encoding="utf-8"))
+METHODS, PLACEHOLDER = FLAGS["methods"], FLAGS["placeholder"]
 
 
 @dataclass(slots=True)
@@ -241,50 +241,22 @@ class Serving:
 def server_flags(serving: Serving) -> dict[str, str]:
     """The command line of each server that realises a prediction; with 0 drafts they decode plainly.
 
-    Block sizes count the anchor: drafts + 1.
+    Block sizes count the anchor: drafts + 1. A method that paceline does not serve becomes a remark in place of a command.
     """
-    return {"paceline": paceline(serving), "vllm": vllm(serving), "sglang": sglang(serving)}
-
-
-def paceline(serving: Serving) -> str:
-    """Methods that paceline does not serve become a remark in place of a command."""
-    words = ["paceline", "serve", "--model", serving.model, "--max-batch", str(serving.batch)]
-    if serving.num_drafted == 0:
-        return shlex.join([*words, "--drafter", "none"])
-    if serving.method in ("mtp", "eagle3"):
-        return f"# paceline serves no {serving.method} drafter: train a DFlash one with paceline train"
-    drafter = "ngram" if serving.method == "ngram" else serving.drafter
-    return shlex.join([*words, "--drafter", drafter, "--num-drafted", str(serving.num_drafted), "--speculate", "full"])
-
-
-def vllm(serving: Serving) -> str:
-    words = ["vllm", "serve", serving.model, "--max-num-seqs", str(serving.batch)]
-    words += ["--tensor-parallel-size", str(serving.num_gpus)] if serving.num_gpus > 1 else []
-    words += ["--kv-cache-dtype", "fp8"] if serving.has_8bit_cache else []
-    if serving.num_drafted == 0:
-        return shlex.join(words)
-    config: dict[str, str | int] = {"method": serving.method.replace("-", "_")}
-    if serving.method in ("dflash", "eagle3", "draft-model"):
-        config["model"] = serving.drafter
-    config["num_speculative_tokens"] = serving.num_drafted
-    if serving.method == "ngram":
-        config["prompt_lookup_max"] = 4
-    return shlex.join([*words, "--speculative-config", json.dumps(config)])
-
-
-def sglang(serving: Serving) -> str:
-    words = ["python", "-m", "sglang.launch_server", "--model-path", serving.model]
-    words += ["--max-running-requests", str(serving.batch)]
-    words += ["--tp-size", str(serving.num_gpus)] if serving.num_gpus > 1 else []
-    words += ["--kv-cache-dtype", "fp8_e4m3"] if serving.has_8bit_cache else []
-    if serving.num_drafted == 0:
-        return shlex.join(words)
-    words += ["--speculative-algorithm", METHODS[serving.method]]
-    if serving.method in ("dflash", "eagle3", "draft-model"):
-        words += ["--speculative-draft-model-path", serving.drafter]
-    if serving.method in ("mtp", "eagle3", "draft-model"):
-        words += ["--speculative-num-steps", str(serving.num_drafted), "--speculative-eagle-topk", "1"]
-    return shlex.join([*words, "--speculative-num-draft-tokens", str(serving.num_drafted + 1)])
+    method, drafts = METHODS[serving.method], serving.num_drafted
+    checkpoint = {"model": serving.drafter} if method["model"] else {}
+    config = {"method": method["vllm"], **checkpoint, "num_speculative_tokens": drafts, **method.get("vllm_more", {})}
+    values = {**asdict(serving), "block": drafts + 1, "sglang": method["sglang"], "vllm_config": json.dumps(config)}
+    values["own_drafter"] = (method["paceline"] or "").format(drafter=serving.drafter)
+    facts = {"": True, "plain": drafts == 0, "drafts": drafts > 0, "gpus": serving.num_gpus > 1}
+    facts |= {"8bit_cache": serving.has_8bit_cache, **{name: drafts > 0 and method[name] for name in ("model", "steps")}}
+    commands = {
+        server: shlex.join(word.format(**values) for fact, words in lines if facts[fact] for word in words)
+        for server, lines in FLAGS["servers"].items()
+    }
+    if drafts and method["paceline"] is None:
+        commands["paceline"] = FLAGS["unserved"].format(method=serving.method)
+    return commands
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +277,7 @@ class ServerAnswer:
         return sum(each.is_within for each in self.compared)
 
     def as_json(self, config: ServingConfig) -> dict[str, Any]:
-        errors = ("throughput_error", "first_token_error", "is_within")
+        errors = ("throughput_error", "first_token_error", "has_throughput", "is_within")
         compared = [asdict(each) | {name: getattr(each, name) for name in errors} for each in self.compared]
         replayed = {
             "compared": compared,
@@ -329,8 +301,12 @@ def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
     if not passes:
         prompt = parse_lengths("--prompt-tokens", config.prompt_tokens)
         jobs = workload(config.requests, prompt, parse_lengths("--answer-tokens", config.answer_tokens), config.seed)
+    has_own = bool(passes) and costs == CostsConfig() and all(each.steps for each in passes)
     context = round(sum(job.prompt_tokens + job.answer_tokens / 2 for job in jobs) / len(jobs))
-    setup = set_up(costs, [Load(config.max_rows or MAX_ROWS, context, config.max_draft or 1)])
+    if has_own:
+        setup = Setup(StepCosts(), f"steps of {config.against}", "own", limits=list(limits.TEXTS["own"]))
+    else:
+        setup = set_up(costs, [Load(config.max_rows or MAX_ROWS, context, config.max_draft or 1)])
     setup.limits[:0] = limits.TEXTS["server"]
     if passes and not config.acceptance:
         survival = recorded_survival(passes)[: config.max_draft]
@@ -338,9 +314,9 @@ def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
         most = config.max_draft or setup.costs.max_draft or MAX_DRAFT
         survival = tuple(parse_acceptance(config.acceptance or ACCEPTANCE).survival(most))
     rows = config.max_rows or (config.against and rows_of(config.against)) or MAX_ROWS
-    server = ServerShape(rows, config.prefill_chunk or None, setup.costs.prefill_adapts, config.request_overhead)
+    server = ServerShape(rows, config.prefill_chunk or None, config.request_overhead)
     if passes:
-        compared = compare(passes, setup.costs, server, survival, seed=config.seed)
+        compared = compare(passes, None if has_own else setup.costs, server, survival, seed=config.seed)
         return ServerAnswer(setup, server, survival, compared=compared)
     case, rates = Case(jobs, setup.costs, server, survival, config.seed), config.rate
     if not rates and not config.concurrency:

@@ -19,6 +19,7 @@ from typing import Any
 import paceline
 from paceline.hardware import Machine
 from paceline.simulate import catalogue, limits
+from paceline.simulate.answer import FLAGS
 from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, MEASURED_LOCALITY
 from paceline.simulate.shapes import FORMATS, ModelShape
 
@@ -46,8 +47,9 @@ def page(this_machine: Machine | None = None) -> str:
 
 
 def joined(names: Sequence[str] = SCRIPTS) -> str:
-    """Modules of the page as one, behind the table of config.json's keys that the first of them imports."""
-    return f"const CONFIG_KEYS = {embedded(catalogue.KEYS)};\n" + "".join(IMPORT.sub("", _read(name)) for name in names)
+    """Modules of the page as one, behind the JSON files that they import."""
+    tables = f"const CONFIG_KEYS = {embedded(catalogue.KEYS)}, FLAGS = {embedded(FLAGS)};\n"
+    return tables + "".join(IMPORT.sub("", _read(name)) for name in names)
 
 
 def data(this_machine: Machine | None = None) -> dict[str, Any]:

@@ -246,6 +246,8 @@ def nnls(columns: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         error = np.linalg.norm(scaled @ solution - wanted)
         if error < least and (solution >= 0).all():
             best, least = solution, error
+            if all(used):
+                break  # the least of all solutions has no negative term
     return best / scale
 
 

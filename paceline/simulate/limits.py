@@ -59,15 +59,10 @@ def memory_warning(need: MemoryNeed, load: Load, deployment: Deployment) -> str 
     """A sentence when weights and caches do not fit."""
     if need.fits:
         return None
-    num_gpus, name = deployment.num_gpus, deployment.machine.name
-    needed = (need.weight_bytes + need.cache_bytes) / 1e9
-    each = need.memory_bytes / num_gpus
-    fewest = -(-int(need.weight_bytes + need.cache_bytes) // int(each))
-    return (
-        f"does not fit: {need.weight_bytes / 1e9:.1f} GB of weights and {need.cache_bytes / 1e9:.1f} GB of cache for "
-        f"{load.batch} x {load.context} tokens are {needed:.1f} GB, {num_gpus} x {name} have {need.memory_bytes / 1e9:.0f} GB: "
-        f"use --gpus {fewest} or more, a smaller --batch or --context, or another --precision"
-    )
+    weights, cache, memory = need.weight_bytes, need.cache_bytes, need.memory_bytes
+    fewest = -(-int(weights + cache) // int(memory / deployment.num_gpus))
+    sizes = {"weights": weights / 1e9, "cache": cache / 1e9, "needed": (weights + cache) / 1e9, "memory": memory / 1e9}
+    return TEXTS["memory"].format(**sizes, load=load, deployment=deployment, fewest=fewest)
 
 
 def context_warning(shape: ModelShape, load: Load) -> str | None:

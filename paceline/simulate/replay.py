@@ -4,27 +4,31 @@
     rows = compare(passes, costs, ServerShape(), survival)
 
 Taken from the run: when requests were due (open loops) or how many were in flight (closed ones), prompt tokens that had to be
-computed, answer tokens, and how many drafts stood. Predicted: every time.
+computed, answer tokens, how many drafts stood, and, unless `costs` come from elsewhere, what a pass of each size took
+(`own_costs`). Predicted: what each step does, how many there are, and so every time that a client sees.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import operator
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, reraised
 from paceline.figures import Rounds
-from paceline.simulate.costs import StepCosts
+from paceline.plan import Planner
+from paceline.simulate.costs import MeasuredCosts, StepCosts, TimeTable
 from paceline.simulate.files import is_amount, read_objects
 from paceline.simulate.load import Arrivals, share
-from paceline.simulate.serving import LOOKUP, Case, Job, Lookups, ServerShape, Survival
-from paceline.types import NONE
+from paceline.simulate.serving import Case, Job, Lookups, Outcome, ServerShape, Simulation, Survival
+from paceline.types import LOOKUP, NONE
 
 THROUGHPUT_WITHIN, FIRST_TOKEN_WITHIN = 0.10, 0.30
 """Relative errors of tokens per second and of the median time to the first token that count as predicted."""
@@ -48,6 +52,8 @@ class Recorded:
     """Those with the drafter's own drafts; all where the run does not tell the source."""
     found: Rounds = field(default_factory=Rounds)
     """Those with drafts found in the text so far, beside a drafter."""
+    steps: list[tuple[str, float, float, float]] = field(default_factory=list)
+    """(kind, size, how often, seconds in all), as of serve's Metrics.step_times; empty where the run does not tell."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -69,19 +75,25 @@ class Compared:
     simulated_first_token_s: float
     measured_tokens_per_round: float
     simulated_tokens_per_round: float
+    measured_tokens_per_s_range: tuple[float, float]
+    errors: list[float]
+    """Of tokens per second, repetition by repetition: 0.1 when the simulator says 10% more than was measured."""
 
     @property
     def throughput_error(self) -> float:
-        """Relative: 0.1 when the simulator says 10% more than was measured."""
-        return self.simulated_tokens_per_s / self.measured_tokens_per_s - 1
+        return statistics.median(self.errors)
 
     @property
     def first_token_error(self) -> float:
         return self.simulated_first_token_s / self.measured_first_token_s - 1
 
     @property
+    def has_throughput(self) -> bool:
+        return abs(self.throughput_error) <= THROUGHPUT_WITHIN
+
+    @property
     def is_within(self) -> bool:
-        return abs(self.throughput_error) <= THROUGHPUT_WITHIN and abs(self.first_token_error) <= FIRST_TOKEN_WITHIN
+        return self.has_throughput and abs(self.first_token_error) <= FIRST_TOKEN_WITHIN
 
 
 def read_passes(folder: Path) -> list[Recorded]:
@@ -89,7 +101,7 @@ def read_passes(folder: Path) -> list[Recorded]:
     file = folder / "metrics.jsonl"
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in read_objects(file, "--against takes the folder of a run of paceline bench serving"):
-        needed = ("repetition", "wall_s") if line.get("error") else NEEDED
+        needed = ("repetition", "wall_s") if line.get("error") or "steps" in line else NEEDED
         if line.get("wall_s") == 0 or not all(isinstance(line.get(name), int | float) for name in needed):
             raise ConfigError(f"{file} lacks {', '.join(NEEDED)} of each request: run paceline bench serving of this version")
         key = line.get("rate"), line.get("concurrency"), line.get("speculate"), line.get("repetition")
@@ -102,8 +114,9 @@ def read_passes(folder: Path) -> list[Recorded]:
 
 def _recorded(lines: list[dict[str, Any]]) -> Recorded:
     first = lines[0]
-    whole = [line for line in lines if not line.get("error") and line["num_tokens"] > 0]
+    whole = [line for line in lines if not line.get("error") and line.get("num_tokens", 0) > 0]
     whole.sort(key=lambda line: line["due_s"])
+    sources = [_sources(line) for line in whole]
     jobs = [
         Job(
             arrives_at=max(line["due_s"], 0.0),
@@ -119,9 +132,15 @@ def _recorded(lines: list[dict[str, Any]]) -> Recorded:
         wall_s=first["wall_s"],
         first_token_s=[line["first_s"] for line in whole],
         rounds=Rounds.sum(map(_rounds, whole)),
-        own=Rounds.sum(map(_own, whole)),
-        found=Rounds.sum(map(_found, whole)),
+        own=Rounds.sum(own for own, _ in sources),
+        found=Rounds.sum(found for _, found in sources),
+        steps=_steps([each for line in lines for each in line.get("steps") or ()]),
     )
+
+
+def _steps(told: list[Any]) -> list[tuple[str, float, float, float]]:
+    with reraised(ConfigError, "the times of a pass cannot be read", "run paceline bench serving again", TypeError, ValueError):
+        return [(str(kind), float(size), float(count), float(seconds)) for kind, size, count, seconds in told]
 
 
 def _rounds(told: dict[str, Any]) -> Rounds:
@@ -133,25 +152,18 @@ def _rounds(told: dict[str, Any]) -> Rounds:
     return Rounds(num_rounds, num_drafted, tuple(histogram))
 
 
-def _sources(line: dict[str, Any]) -> dict[str, Rounds]:
-    """Of "rounds_by_source": {"dflash": {"num_rounds": 3, "num_drafted": 45, "accepted_histogram": [1, 0, 2]}, "ngram": ...},
-    without rounds that drafted nothing. Raises ConfigError."""
+def _sources(line: dict[str, Any]) -> tuple[Rounds, Rounds]:
+    """Rounds with the drafter's own drafts, those of lookups only where lookups are the drafter; and those with drafts found in
+    the text so far. All are the drafter's where the run does not tell. Raises ConfigError.
+
+    "rounds_by_source": {"dflash": {"num_rounds": 3, "num_drafted": 45, "accepted_histogram": [1, 0, 2]}, "ngram": ...}
+    """
     told = line.get("rounds_by_source") or {}
     if not isinstance(told, dict) or not all(isinstance(each, dict) for each in told.values()):
         raise ConfigError(f"rounds_by_source must hold the rounds of each source, not {told}: run paceline bench serving again")
-    return {name: _rounds(each) for name, each in told.items() if name != NONE}
-
-
-def _own(line: dict[str, Any]) -> Rounds:
-    """The rounds of the drafter; those of lookups only where lookups are the drafter. Raises ConfigError."""
-    known = _sources(line)
-    names = known.keys() - {LOOKUP} or known.keys()
-    return Rounds.sum(known[name] for name in names) if line.get("rounds_by_source") else _rounds(line)
-
-
-def _found(line: dict[str, Any]) -> Rounds:
-    """Those of lookups. Raises ConfigError."""
-    return _sources(line).get(LOOKUP, Rounds())
+    known = {name: _rounds(each) for name, each in told.items() if name != NONE}
+    found = known.pop(LOOKUP, Rounds())
+    return Rounds.sum(known.values()) if known else found if told else _rounds(line), found
 
 
 def rows_of(folder: Path) -> int | None:
@@ -185,14 +197,12 @@ def recorded_lookups(passes: Sequence[Recorded]) -> Lookups | None:
     for each in passes:
         if each.found.num_drafted and each.found != each.own:
             groups.setdefault((each.load, each.speculate), []).append(each)
-    shares = [
-        (share(sum(each.found.num_rounds for each in group), sum(each.rounds.num_rounds for each in group)), group)
-        for group in groups.values()
-    ]
-    if not shares:
-        return None
-    largest, group = max(shares, key=operator.itemgetter(0))
-    return Lookups(min(largest, 1.0), _survival(Rounds.sum(each.found for each in group)))
+
+    def part(group: list[Recorded]) -> float:
+        return share(sum(each.found.num_rounds for each in group), sum(each.rounds.num_rounds for each in group))
+
+    most = max(groups.values(), key=part, default=[])
+    return Lookups(min(part(most), 1.0), _survival(Rounds.sum(each.found for each in most))) if most else None
 
 
 def _survival(rounds: Rounds) -> Survival:
@@ -213,35 +223,80 @@ def policy_for(speculate: str, most: int) -> str:
     return str(min(wanted, most) or "off")
 
 
-def compare(
-    passes: Sequence[Recorded], costs: StepCosts, server: ServerShape, survival: Survival, *, seed: int = 0
-) -> list[Compared]:
-    """One line for each load and contender. Raises ConfigError."""
-    groups: dict[tuple[Arrivals, str], list[Recorded]] = {}
+def own_costs(passes: Sequence[Recorded]) -> list[MeasuredCosts]:
+    """What the server's steps took in each of the run's passes: the mean of each size over the whole run, at the pace of the
+    pass, so that its own steps take as long as they did all together. Raises ConfigError when the run does not tell."""
+    if not all(each.steps for each in passes):
+        raise ConfigError("the run does not tell what its steps took: run paceline bench serving again, or give --steps")
+    told = [step for each in passes for step in each.steps]
+    means = {kind: _rising([step[1:] for step in told if step[0] == kind]) for kind in ("verify", "prefill", "draft", "step")}
+    fewest = sum(math.ceil(job.prompt_tokens / max(means["prefill"])) for each in passes for job in each.jobs)
+    adapts, made = sum(count for kind, _, count, _ in told if kind == "prefill") > fewest, list[MeasuredCosts]()
     for each in passes:
-        groups.setdefault((each.load, each.speculate), []).append(each)
-    case = Case([], costs, server, survival, seed, recorded_lookups(passes))
-    return [_compared(group, case) for group in groups.values()]
+        spent_s, usual_s = defaultdict[str, float](float), defaultdict[str, float](float)
+        for kind, size, count, seconds in each.steps:
+            spent_s[kind] += seconds
+            usual_s[kind] += count * means[kind][size]
+        pace = {kind: spent_s[kind] / usual_s[kind] for kind in usual_s}
+        verify, prefill, *draft = (
+            TimeTable.of([(1.0, size, pace.get(kind, pace["verify"]) * mean_s) for size, mean_s in means[kind].items()])
+            for kind in ("verify", "prefill", "draft")
+            if means[kind]
+        )
+        num_rounds = sum(count for kind, _, count, _ in each.steps if kind == "verify")
+        host_s = (2 * spent_s["step"] - sum(spent_s.values())) / num_rounds
+        made.append(MeasuredCosts(verify, draft[0] if draft else None, prefill, host_s, prefill_adapts=adapts))
+    return made
 
 
-def _compared(group: list[Recorded], case: Case) -> Compared:
+def _rising(told: list[tuple[float, float, float]]) -> dict[float, float]:
+    """Size -> mean seconds, from (size, how often, seconds in all). A larger pass takes no less than a smaller one: where it
+    did, both take their mean (isotonic regression), so that the sum over all stays."""
+    blocks: list[tuple[float, float, list[float]]] = []
+    for size, same in itertools.groupby(sorted(told), key=operator.itemgetter(0)):
+        (_, counts, spent), sizes = zip(*same, strict=True), [size]
+        count, seconds = sum(counts), sum(spent)
+        while blocks and blocks[-1][1] * count > seconds * blocks[-1][0]:
+            more, more_s, smaller = blocks.pop()
+            count, seconds, sizes = count + more, seconds + more_s, smaller + sizes
+        blocks.append((count, seconds, sizes))
+    return {size: seconds / count for count, seconds, sizes in blocks for size in sizes}
+
+
+def compare(
+    passes: Sequence[Recorded], costs: StepCosts | None, server: ServerShape, survival: Survival, *, seed: int = 0
+) -> list[Compared]:
+    """One line for each load and contender; `costs` None: each pass has its own. Raises ConfigError.
+
+    The passes are simulated in the order they ran, and what a contender's planner learned in one it knows in the next.
+    """
+    lookups, planners = recorded_lookups(passes), dict[str, Planner]()
+    groups: dict[tuple[Arrivals, str], list[tuple[Recorded, Outcome]]] = {}
+    for each, own in zip(passes, own_costs(passes) if costs is None else [costs] * len(passes), strict=True):
+        group = groups.setdefault((each.load, each.speculate), [])
+        case = Case(each.jobs, own, server, survival, seed + len(group), lookups)
+        planner = planners.setdefault(each.speculate, case.planner(policy_for(each.speculate, len(survival))))
+        group.append((each, Simulation(case, planner, each.jobs, each.load.concurrency).run()))
+    return [_compared(group, policy_for(speculate, len(survival))) for (_, speculate), group in groups.items()]
+
+
+def _compared(group: list[tuple[Recorded, Outcome]], policy: str) -> Compared:
     """The repetitions of one load and contender."""
-    policy = policy_for(group[0].speculate, len(case.survival))
-    outcomes = [
-        replace(case, jobs=each.jobs, seed=case.seed + number).run(policy, concurrency=each.load.concurrency)
-        for number, each in enumerate(group)
-    ]
-    requests = [request for outcome in outcomes for request in outcome.requests]
+    recorded = [each for each, _ in group]
+    requests = [request for _, outcome in group for request in outcome.requests]
     num_rounds = sum(each.num_rounds for each in requests)
+    simulated, measured = [each.num_tokens / each.wall_s for _, each in group], [each.tokens_per_s for each in recorded]
     return Compared(
-        load=str(group[0].load),
-        speculate=group[0].speculate,
+        load=str(recorded[0].load),
+        speculate=recorded[0].speculate,
         policy=policy,
         num_requests=len(requests),
-        measured_tokens_per_s=statistics.median(each.tokens_per_s for each in group),
-        simulated_tokens_per_s=statistics.median(each.num_tokens / each.wall_s for each in outcomes),
-        measured_first_token_s=statistics.median(value for each in group for value in each.first_token_s),
+        measured_tokens_per_s=statistics.median(measured),
+        simulated_tokens_per_s=statistics.median(simulated),
+        measured_first_token_s=statistics.median(value for each in recorded for value in each.first_token_s),
         simulated_first_token_s=statistics.median(each.first_token_s for each in requests),
-        measured_tokens_per_round=Rounds.sum(each.rounds for each in group).tokens_per_round,
+        measured_tokens_per_round=Rounds.sum(each.rounds for each in recorded).tokens_per_round,
         simulated_tokens_per_round=1 + share(sum(each.num_accepted_total for each in requests), num_rounds),
+        measured_tokens_per_s_range=(min(measured), max(measured)),
+        errors=[ours / theirs - 1 for ours, theirs in zip(simulated, measured, strict=True)],
     )

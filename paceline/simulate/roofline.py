@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.errors import ConfigError, refuse
+from paceline.bounds import Count, Share, check
+from paceline.errors import ConfigError
 from paceline.hardware import Machine
 from paceline.simulate.shapes import Attention, ModelShape, Precisions, arithmetic, num_bytes
 
@@ -34,24 +35,17 @@ class Deployment:
 
     machine: Machine
     precisions: Precisions
-    num_gpus: int = 1
+    num_gpus: Count = 1
     """Tensor parallel: arithmetic and bandwidth add up, each layer pays two all-reduces."""
-    expert_locality: float = 0.0
+    expert_locality: Share = 0.0
     """0: every position draws its experts anew; 1: the positions of a sequence share theirs."""
     per_layer: bool = False
     """Whether attention takes the larger of arithmetic and reading for each kind of layer, not over all layers at once."""
 
     def __post_init__(self) -> None:
-        locality, has_link = self.expert_locality, self.machine.link_bytes_per_s > 0
-        refuse(
-            ConfigError,
-            (self.num_gpus < 1, f"--gpus must be at least 1, not {self.num_gpus}"),
-            (not 0 <= locality <= 1, f"--expert-locality must be between 0 (uniform) and 1, not {locality:g}"),
-            (
-                self.num_gpus > 1 and not has_link,
-                f"how fast several {self.machine.name} talk to each other is not known: use --gpus 1",
-            ),
-        )
+        check(self)
+        if self.num_gpus > 1 and not self.machine.link_bytes_per_s > 0:
+            raise ConfigError(f"how fast several {self.machine.name} talk to each other is not known: use --gpus 1")
 
     def flops_per_s(self, number_format: str) -> float:
         rates = self.machine.flops_per_s

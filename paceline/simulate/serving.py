@@ -28,10 +28,10 @@ from paceline.errors import ConfigError
 from paceline.learned import PassCosts
 from paceline.plan import AdaptivePlanner, FixedPlanner, Offer, Plan, Planner, Row
 from paceline.simulate.costs import StepCosts
-from paceline.types import RoundStats, RowKind
+from paceline.types import LOOKUP, RoundStats, RowKind
 
-SOURCE, LOOKUP = "drafter", "ngram"
-"""Whose drafts a simulated row checks: the drafter's, or those found in the text so far, which take no time."""
+SOURCE = "drafter"
+"""Whose drafts a simulated row checks, unless they were found in the text so far (LOOKUP), which takes no time."""
 SURENESS = 1.5
 """Sum of both parameters of the Beta distribution of a drafter's probabilities: small when it is sure or knows that it is not.
 Of the shipped drafter on 12 GSM8K questions: slots of a mean of 0.80 had a variance of 0.06."""
@@ -74,8 +74,6 @@ class ServerShape:
     """Requests that decode together."""
     prefill_chunk: int | None = 256
     """Prompt tokens of a step at most; None prefills a prompt at once."""
-    prefill_adapts: bool = False
-    """Whether chunks beside running requests take about a round's time (`chunks.ChunkSizes`)."""
     request_s: float = 0.0
     """Seconds of a request outside the engine before its first token: HTTP, tokenizing. They delay no other request."""
 
@@ -100,10 +98,12 @@ class Case:
 
     def run(self, policy: str, jobs: Sequence[Job] | None = None, concurrency: int | None = None) -> Outcome:
         """One simulation, under a fresh policy of this name. Raises ConfigError."""
-        jobs, adapts = self.jobs if jobs is None else jobs, self.server.prefill_adapts
-        chunk = self.server.prefill_chunk or max((job.prompt_tokens for job in jobs), default=1)
-        planner = make_planner(policy, self.survival, self.costs, self.context, chunk, adapts_chunks=adapts)
-        return Simulation(self, planner, jobs, concurrency).run()
+        return Simulation(self, self.planner(policy), self.jobs if jobs is None else jobs, concurrency).run()
+
+    def planner(self, policy: str) -> Planner:
+        """A fresh one. Raises ConfigError."""
+        chunk = self.server.prefill_chunk or max((job.prompt_tokens for job in self.jobs), default=1)
+        return make_planner(policy, self.survival, self.costs, self.context, chunk)
 
 
 @dataclass(slots=True, eq=False)
@@ -356,18 +356,16 @@ class OffPlanner(AdaptivePlanner):
         return Offer(source, ())
 
 
-def make_planner(
-    name: str, survival: Survival, costs: StepCosts, context: float, most_chunk: int, *, adapts_chunks: bool = False
-) -> Planner:
+def make_planner(name: str, survival: Survival, costs: StepCosts, context: float, most_chunk: int) -> Planner:
     """A fresh planner, which has seen nothing yet, for off, best, adaptive or a number of drafts. Raises ConfigError.
 
-    `context`: tokens of a row on average, at which costs are told. `adapts_chunks`: as the engine's planner, where it is one.
+    `context`: tokens of a row on average, at which costs are told.
     """
     if name == "off":
-        return OffPlanner(PassCosts([(1, 1.0)]), most_chunk=most_chunk, adapts_chunks=adapts_chunks)
+        return OffPlanner(PassCosts([(1, 1.0)]), most_chunk=most_chunk, adapts_chunks=costs.prefill_adapts)
     passes = PassCosts([(size, costs.verify_s(1, size, context) + costs.host_s) for size in MEASURED])
     if name == "adaptive":
-        return AdaptivePlanner(passes, most_chunk=most_chunk, adapts_chunks=adapts_chunks)
+        return AdaptivePlanner(passes, most_chunk=most_chunk, adapts_chunks=costs.prefill_adapts)
     if name == "best":
         return BestPlanner(0, most_chunk, survival=survival, round_s=lambda rows, count: costs.round_s(rows, count, context))
     if not (name.isascii() and name.isdecimal()):

@@ -21,8 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.errors import ConfigError, needing, refuse, reraised
+from paceline.bounds import Count, check
+from paceline.errors import ConfigError, needing, reraised
 from paceline.figures import add_histograms, survival
+from paceline.simulate.config import DraftLength
 from paceline.simulate.costs import StepCosts
 from paceline.simulate.files import is_amount, read_objects
 
@@ -183,20 +185,15 @@ def _pairs(drafted: Any, accepted: Any) -> list[tuple[int, int]]:
 class Load:
     """Sequences on a machine, and how far drafts may go. Raises ConfigError on impossible values."""
 
-    batch: int = 1
+    batch: Count = 1
     """Sequences that decode together."""
-    context: int = 4096
+    context: Count = 4096
     """Tokens in the cache of each."""
-    max_draft: int = 16
+    max_draft: DraftLength = 16
     """Longest draft considered."""
 
     def __post_init__(self) -> None:
-        refuse(
-            ConfigError,
-            (self.batch < 1, f"--batch must be at least 1 sequence, not {self.batch}"),
-            (self.context < 1, f"--context must be at least 1 token, not {self.context}"),
-            (not 0 <= self.max_draft <= 1024, f"--max-draft must be between 0 and 1024 drafts, not {self.max_draft}"),
-        )
+        check(self)
 
 
 @dataclass(frozen=True, slots=True)

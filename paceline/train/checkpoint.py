@@ -20,7 +20,7 @@ from paceline.draft.checkpoint import write_checkpoint
 from paceline.errors import CacheError, ConfigError, PacelineError, reraised
 from paceline.model.checkpoint import load_tensors, read_json
 from paceline.runlog import plain
-from paceline.tables import flat
+from paceline.tables import differences
 
 FREE_TO_CHANGE = ("checkpoint_minutes", "heldout_every", "gradient_checkpointing", "parallel")
 """Settings that do not decide what is learned: a resumed run may have others."""
@@ -79,13 +79,7 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
 
 def check_same(folder: Path, before: dict[str, Any], now: dict[str, Any], or_else: str = "") -> None:
     """Raises ConfigError that shows every difference of the settings which would change what is learned or answered."""
-    before, now = dict(flat(before)), dict(flat(plain(now)))
-    differences = [
-        f"{name}: {before.get(name)!r} there, {now.get(name)!r} now"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name) and name not in FREE_TO_CHANGE
-    ]
-    if differences:
-        raise ConfigError(
-            f"{folder} was begun with other settings ({'; '.join(differences)}): use the same, or another --out{or_else}"
-        )
+    found = {name: pair for name, pair in differences(before, plain(now)).items() if name not in FREE_TO_CHANGE}
+    if found:
+        listed = "; ".join(f"{name}: {old!r} there, {new!r} now" for name, (old, new) in found.items())
+        raise ConfigError(f"{folder} was begun with other settings ({listed}): use the same, or another --out{or_else}")

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from paceline.config import EngineConfig, check_choices
-from paceline.errors import ConfigError, refuse, refuse_below
+from paceline.bounds import Count, Positive, Share, Whole, at_least, check, within
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError, refuse
 from paceline.types import SamplingParams
 
+SomeTokens = Annotated[int, within("at least 2 tokens", least=2)]
 LOSSES = ("ce", "d-pace", "kl", "lk", "lk-hybrid")
 DEFAULT_SELF_WRITTEN = 1000
 """Prompts that the target writes itself when none are given."""
@@ -23,9 +25,9 @@ DEFAULT_SELF_WRITTEN = 1000
 class AnswerConfig:
     """How the target answers the prompts."""
 
-    max_tokens: int = 256
+    max_tokens: Count = 256
     """Longest answer, in tokens."""
-    max_prompt_tokens: int = 512
+    max_prompt_tokens: Count = 512
     """Longer prompts are left out."""
     temperatures: tuple[float, ...] = (0.0,)
     """Comma-separated; each prompt is answered once at each."""
@@ -33,7 +35,7 @@ class AnswerConfig:
     """Another seed, other sampled answers."""
 
     def __post_init__(self) -> None:
-        refuse_below(1, max_tokens=self.max_tokens, max_prompt_tokens=self.max_prompt_tokens)
+        check(self)
         different = {f"{temperature:g}" for temperature in self.temperatures}
         refuse(
             ConfigError,
@@ -52,13 +54,13 @@ class PromptsConfig:
     """JSON lines, Parquet, folder of traces or data set id; may be repeated."""
     limit: int | None = None
     """Only the first prompts of each source."""
-    self_written: int = 0
+    self_written: Whole = 0
     """Also answer this many prompts that the target writes itself."""
     openers: Path | None = None
     """Text file: beginnings of self-written prompts, one a line."""
 
     def __post_init__(self) -> None:
-        refuse_below(0, self_written=self.self_written)
+        check(self)
 
     @property
     def num_self_written(self) -> int:
@@ -86,25 +88,17 @@ class LossConfig:
 
     name: Annotated[str, LOSSES] = "d-pace"
     """Which loss teaches the slots."""
-    gamma: float | None = None
+    gamma: Positive | None = None
     """Decay of ce and kl in slots [default: by block size]. The paper's: 4 for blocks of 8, 5 for 10, 7 for 16."""
-    alpha: float = 0.5
+    alpha: Share = 0.5
     """Floor of d-pace's confidence: 0 follows the drafter's own confidence, 1 does not look at it."""
-    vocab: int | None = None
+    vocab: SomeTokens | None = None
     """Tokens that ce and d-pace compare with in a step [default: all]. Fewer are faster and noisier."""
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        refuse(
-            ConfigError,
-            (self.gamma is not None and self.gamma <= 0, "gamma must be above 0"),
-            (not 0 <= self.alpha <= 1, "alpha must be between 0 and 1"),
-            (self.vocab is not None and self.vocab < 2, "the loss vocabulary must have at least 2 tokens"),
-            (
-                self.vocab is not None and self.needs_target_probs,
-                f"loss {self.name} compares whole distributions: leave the loss vocabulary out",
-            ),
-        )
+        check(self)
+        if self.vocab is not None and self.needs_target_probs:
+            raise ConfigError(f"loss {self.name} compares whole distributions: leave the loss vocabulary out")
 
     @property
     def needs_target_probs(self) -> bool:
@@ -117,33 +111,32 @@ class OptimConfig:
 
     name: Annotated[str, ("adamw", "muon")] = "adamw"
     """AdamW for all weights, or muon for the matrices and AdamW for the rest."""
-    lr: float = 6e-4
+    lr: Positive = 6e-4
     """Peak learning rate. For muon too: its steps are scaled to AdamW's size."""
     weight_decay: float = 0.01
     beta2: float = 0.98
-    clip: float = 1.0
+    clip: Positive = 1.0
     """Largest norm of the gradient; a longer one is scaled down."""
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        refuse(ConfigError, (self.lr <= 0 or self.clip <= 0, "learning rate and clip must be above 0"))
+        check(self)
 
 
 @dataclass(frozen=True, slots=True)
 class LoopConfig:
     """How the steps go. A resumed run must have the same values, but for those that `checkpoint.FREE_TO_CHANGE` names."""
 
-    epochs: float = 6.0
+    epochs: Positive = 6.0
     """Passes over the documents, each with new anchors."""
     max_steps: int | None = None
     """Stop after this many steps instead."""
     max_minutes: float | None = None
     """Stop training after this time at the latest. The learning rate falls with steps or time, whichever ends first."""
-    blocks_per_step: int = 512
+    blocks_per_step: Count = 512
     """Blocks between two updates."""
-    anchors: int = 64
+    anchors: Count = 64
     """Blocks per document and epoch, at random places. The paper has 512 in 3,072 tokens."""
-    blocks_per_pack: int = 128
+    blocks_per_pack: Count = 128
     """Blocks computed at once; a step adds up its packs."""
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -155,7 +148,7 @@ class LoopConfig:
     """Less memory, more time. Each layer is computed again in the backward pass instead of being kept."""
     seed: int = 0
     """Data order, anchors, first weights."""
-    heldout_every: int = 50
+    heldout_every: Count = 50
     """Steps between looks at held-out documents."""
     checkpoint_minutes: float = 5.0
     """Minutes between checkpoints."""
@@ -163,19 +156,16 @@ class LoopConfig:
     """Several processes (torchrun) each hold the whole network, or a part of it (FSDP2)."""
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        refuse_below(1, blocks_per_step=self.blocks_per_step, anchors=self.anchors)
-        refuse_below(1, blocks_per_pack=self.blocks_per_pack, heldout_every=self.heldout_every)
-        refuse(ConfigError, (self.epochs <= 0, "epochs must be above 0"))
+        check(self)
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterShape:
     """What a new drafter looks like; sizes not named are the target's."""
 
-    num_layers: int = 3
+    num_layers: Count = 3
     """Draft layers."""
-    block_size: int = 8
+    block_size: Annotated[int, at_least(2)] = 8
     """Anchor and drafts together."""
     num_taps: int | None = None
     """Target layers the drafter reads [default: 5, or as many as layers]."""
@@ -189,16 +179,11 @@ class DrafterShape:
     """Positions that draft layers see [default: all]."""
     mask_token_id: int | None = None
     """Token id that stands for a slot to be drafted [default: the last]."""
-    draft_vocab: int | None = None
+    draft_vocab: SomeTokens | None = None
     """Draft among the most frequent tokens only, this many."""
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        refuse(
-            ConfigError,
-            (self.num_layers < 1 or self.block_size < 2, "a drafter has at least 1 layer and blocks of at least 2"),
-            (self.draft_vocab is not None and self.draft_vocab < 2, "the draft vocabulary must have at least 2 tokens"),
-        )
+        check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +213,6 @@ class TrainConfig:
     loop: LoopConfig = field(default_factory=LoopConfig)
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        is_smaller_twice = bool(self.loop.loss.vocab and self.shape.draft_vocab)
-        refuse(
-            ConfigError, (is_smaller_twice, "a draft vocabulary is a smaller loss vocabulary already: leave --loss-vocab out")
-        )
+        check(self)
+        if self.loop.loss.vocab and self.shape.draft_vocab:
+            raise ConfigError("a draft vocabulary is a smaller loss vocabulary already: leave --loss-vocab out")

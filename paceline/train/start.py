@@ -22,7 +22,7 @@ from paceline.draft.registry import SHIPPED
 from paceline.errors import ConfigError
 from paceline.hub import resolve
 from paceline.model.checkpoint import load_tensors
-from paceline.model.config import DecoderConfig
+from paceline.model.config import TABLES, DecoderConfig
 from paceline.model.target import Target, head_weight
 from paceline.train.config import DrafterShape
 from paceline.train.dataset import Corpus
@@ -40,16 +40,7 @@ def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
     decoder = getattr(target, "config", None)
     keys: dict[str, Any] = {}
     if isinstance(decoder, DecoderConfig):
-        keys = {
-            "num_attention_heads": decoder.num_heads,
-            "num_key_value_heads": decoder.num_kv_heads,
-            "intermediate_size": decoder.intermediate_size,
-            "rms_norm_eps": decoder.rms_norm_eps,
-            "rope_theta": decoder.rope_theta,
-            "rope_scaling": decoder.rope_scaling,
-            "head_dim": decoder.head_dim,
-            "max_position_embeddings": decoder.max_position,
-        }
+        keys = {key: getattr(decoder, field) for key, field in TABLES["drafter"]["from_target"].items()}
     if shape.is_causal is not None:
         keys["is_causal"] = shape.is_causal
     if shape.sliding_window is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,7 @@ from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 from paceline.bench import decode, runs
 from paceline.bench.config import BenchConfig
 from paceline.bench.decode import Bench, as_line, differences, drafting, sources_table, speedup_over
+from paceline.bench.html import page, read_run, verdict_on
 from paceline.bench.passes import Answer, Pass, Request, run_pass
 from paceline.config import EngineConfig
 from paceline.draft.base import Drafter, NoDrafter
@@ -177,7 +179,7 @@ def test_later_turns_follow_the_models_answer() -> None:
 def test_what_does_not_fit_is_left_out_and_counted() -> None:
     config = BenchConfig(max_tokens=16, drafters=("none",))
     assert bench(config, ("x" * 300, "then"), ("short",)).num_skipped == 2
-    with pytest.raises(ContextLengthError, match="--max-len"):
+    with pytest.raises(ContextLengthError, match="raise max_len or lower max_tokens"):
         bench(config, ("x" * 300,))
 
 
@@ -203,14 +205,14 @@ def test_bad_settings() -> None:
         bench(BenchConfig(batches=(5,)))
 
 
-def test_report_and_json_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_and_json_line(tmp_path: Path) -> None:
     made = bench(BenchConfig(("none", "good"), max_tokens=16, ignore_eos=True))
     made.run()
     line = as_line(made, MACHINE)
     assert (line["backend"], line["isa"], line["weight_format"]) == ("torch", None, "float32")
     assert line["ceiling_tokens_per_s"] == 1e9 / made.llm.target.weight_bytes
-    monkeypatch.setattr(runs, "draw", lambda run, results: None)
-    run = RunFolder.create("bench-decode", {}, tmp_path / "run")
+    pytest.importorskip("matplotlib")
+    run = RunFolder.create("bench-decode", {"prompts": "some.jsonl"}, tmp_path / "run")
     assert runs.write_run(run, made, MACHINE, line) is None
     text = (run.path / "report.md").read_text()
     assert "ceiling: test reads 1.0 GB/s" in text
@@ -219,14 +221,20 @@ def test_report_and_json_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [each["drafter"] for each in saved["results"]] == ["none", "good"]
     assert len(saved["runs"][0]["answers"]) == 3
     assert {"command", "date", "processor", "versions", "commit"} <= set(saved)
+    verdict = verdict_on(line["results"], line["looping"])
+    assert verdict.startswith("good makes answers ") and "(one request at a time, greedy)" in verdict
+    assert text.index(verdict) < text.index("ceiling: test reads")
+    shown = (run.path / "report.html").read_text()
+    assert shown == page(read_run(run.path)), "paceline report draws the same page"
+    assert "Decoding speed: fake" in shown and '<p class="verdict">good makes' in shown
+    for each in ("Survival, T=0", "Speed-up, with 95% intervals", "<td>good</td>", "<h3>some.jsonl: "):
+        assert each in shown, each
 
 
-def test_figures_are_drawn_or_their_absence_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_page_is_left_out_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = bench(BenchConfig(("none", "good"), max_tokens=8))
     made.run()
-    pytest.importorskip("matplotlib")
-    assert runs.draw(RunFolder(tmp_path), made.results()) is None
-    assert {file.name for file in tmp_path.iterdir()} == {"survival.svg", "tokens_per_s.svg"}
-    assert "good, batch 1, T=0" in (tmp_path / "tokens_per_s.svg").read_text()
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    assert "pip install paceline[plots]" in (runs.draw(RunFolder(tmp_path), made.results()) or "")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run = RunFolder.create("bench-decode", {}, tmp_path / "run")
+    assert "pip install paceline[plots]" in (runs.write_run(run, made, MACHINE, as_line(made, MACHINE)) or "")
+    assert (run.path / "report.md").exists() and not (run.path / "report.html").exists()

@@ -72,7 +72,7 @@ def test_a_fixed_number_of_drafts_makes_every_round_as_wide(config_only: Path) -
     [
         ({"tokens_per_round": (0.5,)}, "at least 1"),
         ({"tokens_per_round": (float("nan"),)}, "at least 1"),
-        ({"batches": (0,)}, "batch must"),
+        ({"batches": (0,)}, "batches must"),
         ({"num_drafted": 3}, "cannot yield 8"),
         ({"prompt_tokens": 0}, "prompt_tokens must"),
     ],

@@ -1,11 +1,10 @@
-"""`bench serving`: bytes to answers, answers to figures, loads as asked for, and a run against a live server."""
+"""`bench serving`: answers to figures, loads as asked for, and a run against a live server."""
 
 from __future__ import annotations
 
 import http.server
 import json
 import re
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,97 +13,26 @@ from typing import Any
 
 import pytest
 from live_server import serving, talker
+from server_words import LAST, USAGE, event, said, stream
 from small_llm import tiny_model
 
 from paceline.bench import servers
 from paceline.bench.client import Client, Stream
 from paceline.bench.config import ServersConfig, ServingConfig
-from paceline.bench.serving import Answer, Contender, ServingBench, read_answer, tokens_per_round
+from paceline.bench.pages import render
+from paceline.bench.serving import Contender, ServingBench
 from paceline.commands.bench import bench_serving, words_of
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
 from paceline.prompts import Prompt
 from paceline.simulate.load import Arrivals, poisson
 
-CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 FAST = ("--concurrency", "2", "--rate", "50", "--requests", "3", "--max-tokens", "6")
 
 
 @pytest.fixture(autouse=True)
 def no_key_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_API_KEY", raising=False)
-
-
-def said(text: str, **more: object) -> bytes:
-    return event({"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None, **more}]})
-
-
-def event(value: object) -> bytes:
-    return b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
-
-
-def stream(*pieces: bytes, status: int = 200) -> Stream:
-    """A piece a second, the first a second after it was due."""
-    times = [(float(second), piece) for second, piece in enumerate(pieces, start=11)]
-    return Stream(10.0, 10.0, times[-1][0], status, times)
-
-
-BY_SOURCE = {"dflash": {"num_rounds": 2, "num_drafted": 6, "accepted_histogram": [1, 0, 1]}}
-USAGE = {
-    "choices": [],
-    "usage": {
-        "prompt_tokens": 9,
-        "completion_tokens": 5,
-        "prompt_tokens_details": {"cached_tokens": 3},
-        "completion_tokens_details": {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 4},
-    },
-    "metrics": {"speculative_decoding": {"acceptance_histogram": [1, 0, 1], "rounds_by_source": BY_SOURCE}},
-}
-LAST = said("", finish_reason="stop")
-
-
-def test_a_stream_becomes_an_answer() -> None:
-    role = event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
-    whole = stream(role, said("a"), said("bcd"), said("e"), LAST + event(USAGE), event(b"[DONE]"))
-    answer = read_answer(whole)
-    assert answer.error is None and answer.text == "abcde"
-    assert (answer.first_s, answer.total_s, answer.chunk_gaps_s) == (2.0, 6.0, [1.0, 1.0])
-    assert (answer.num_prompt, answer.num_reused, answer.num_tokens) == (9, 3, 5)
-    assert (answer.num_accepted, answer.num_drafted, answer.accepted_histogram) == (2, 6, [1, 0, 1])
-    assert answer.rounds_by_source == BY_SOURCE
-    assert read_answer(whole, began_s=4.0).due_s == 6.0
-    assert answer.inter_token_s == 0.5
-    assert tokens_per_round([answer, Answer()]) == 2.0
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 50])
-def test_where_the_bytes_are_cut_does_not_matter(size: int) -> None:
-    data = said("é") + said("\r\n0\r\n\r\n") + LAST + event(USAGE) + event(b"[DONE]")
-    answer = read_answer(stream(*(data[at : at + size] for at in range(0, len(data), size))))
-    assert answer.error is None and answer.text == "é\r\n0\r\n\r\n" and answer.num_tokens == 5
-
-
-@pytest.mark.parametrize(
-    ("whole", "error"),
-    [
-        (stream(said("a")), "the stream ended early"),
-        (stream(said("a"), event(b"[DONE]")), "the stream ended without a finish reason"),
-        (stream(event({"error": {"message": "the engine failed"}}), event(b"[DONE]")), "the engine failed"),
-        (stream(event(b"{"), event(b"[DONE]")), "an event of the stream is no JSON"),
-        (stream(b'{"error": {"message": "too many"}}', status=429), "status 429: too many"),
-        (stream(b"oh  no", status=502), "status 502: oh no"),
-    ],
-)
-def test_what_can_be_wrong_with_an_answer(whole: Stream, error: str) -> None:
-    assert read_answer(whole).error == error
-
-
-def test_servers_that_tell_less() -> None:
-    """Windows line ends, completions, no usage."""
-    data = b'data: {"choices": [{"text": "a"}]}\r\n\r\ndata: {"choices": [{"text": "b", "finish_reason": "stop"}]}\r\n\r\n'
-    answer = read_answer(stream(data + b"data: [DONE]\r\n\r\n"))
-    assert (answer.text, answer.num_tokens, answer.num_rounds) == ("ab", 2, None)
-    assert tokens_per_round([answer]) is None
 
 
 def test_arrivals_are_a_poisson_process() -> None:
@@ -190,16 +118,6 @@ def test_impossible_settings(values: dict[str, object]) -> None:
         ServingConfig(**values)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize(
-    "url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:port", "http://me:secret@x", "http://x/?a=1"]
-)
-def test_wrong_addresses(url: str) -> None:
-    with pytest.raises(ConfigError, match="http://127.0.0.1:8000"):
-        Client(url)
-    with pytest.raises(ConfigError, match="printable"):
-        Client("http://x", "a\r\nb")
-
-
 def run(*words: str) -> None:
     from typer.testing import CliRunner
 
@@ -226,10 +144,43 @@ def test_a_live_server_off_and_on(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert all(each["tokens_per_round"] == 1.0 and each["client_cpu"] > 0 for each in line["results"])
     files = {file.name for file in (tmp_path / "run").iterdir()}
     assert files >= {"config.json", "command.txt", "metrics.jsonl", "report.md", "report.html", "results.json"}
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 12
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    told = [line["steps"] for line in lines if "steps" in line]
+    assert len(lines) == 12 + 4 and len(told) == 4, "a line for each request, and one for each pass"
+    for one in told:
+        counts = {kind: sum(count for own, _, count, _ in one if own == kind) for kind, *_ in one}
+        assert counts.keys() == {"step", "prefill", "verify"} and counts["prefill"] >= 3
+        assert counts["verify"] <= 15, "three requests of six tokens, and nothing of the passes before"
     page = (tmp_path / "run" / "report.html").read_text()
     assert page.count("<svg") == 8 and "Time to the first token" in page
     assert "2 in flight" in (tmp_path / "run" / "report.md").read_text()
+    assert re.search(r'<p class="verdict">With speculation an answer comes [\d.]+x as fast at best \(auto, ', page)
+    assert "<dt>inter-token</dt>" in page and "<summary>Settings</summary>" in page
+
+
+@pytest.mark.parametrize(
+    ("gains", "said"),
+    [
+        ([], "There is nothing to compare"),
+        (
+            [(1.02, "auto", "1 in flight")],
+            "1.02x as fast (auto, 1 in flight): it brings nothing here. Next: serve with --speculate off",
+        ),
+        (
+            [(1.1, "8", "8 in flight"), (1.9, "full", "1 in flight")],
+            "1.90x as fast at best (full, 1 in flight), 1.10x at worst (8, 8 in flight): it pays at every load. "
+            "Next: serve with --speculate full.",
+        ),
+        (
+            [(0.8, "full", "8 in flight"), (1.9, "full", "1 in flight")],
+            "costs time at others. Next: serve with --speculate auto",
+        ),
+    ],
+)
+def test_a_verdict_on_a_load(gains: list[tuple[float, str, str]], said: str) -> None:
+    verdict = render("load_verdict.txt", gains=gains, num_failed=0, num_answers=9)
+    assert said in verdict and "failed" not in verdict
+    assert "3 of 9 answers failed" in render("load_verdict.txt", gains=gains, num_failed=3, num_answers=9)
 
 
 def test_failures_are_counted_and_do_not_stop_the_others(tmp_path: Path) -> None:
@@ -237,7 +188,9 @@ def test_failures_are_counted_and_do_not_stop_the_others(tmp_path: Path) -> None
     prompts.write_text(json.dumps({"prompt": "hi"}) + "\n" + json.dumps({"prompt": "long " * 200}) + "\n")
     with serving(talker()) as live:
         run("--url", live.url, "--prompts", str(prompts), *FAST, "--out", str(tmp_path / "run"))
-        assert "2 in flight, speculate off: 1x status 400: the prompt has" in (tmp_path / "run" / "report.md").read_text()
+        report = (tmp_path / "run" / "report.md").read_text()
+        assert "2 in flight, speculate off: 1x status 400: the prompt has" in report
+        assert re.search(r"\d of \d+ answers failed: see Failures", report)
         prompts.write_text(json.dumps({"prompt": "long " * 200}) + "\n")
         with pytest.raises(ConfigError, match="every request failed, first with: status 400"):
             run("--url", live.url, "--prompts", str(prompts), *FAST, "--out", str(tmp_path / "run"))
@@ -335,53 +288,6 @@ def test_it_starts_and_ends_its_own_servers(tmp_path: Path, monkeypatch: pytest.
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a server could not be started: "):
         run("--model", str(tmp_path / "nothing"), *FAST, "--out", str(tmp_path / "run"))
-
-
-def answered(*said_by_server: bytes, timeout_s: float = 5.0) -> list[Answer]:
-    """What the client makes of a server that says this to each request, all on one connection, and then hangs up."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def speak() -> None:
-            with listening.accept()[0] as connection:
-                for each in said_by_server:
-                    asked = b""
-                    while not asked.endswith(b"{}"):
-                        asked += connection.recv(2**16)
-                    connection.sendall(each)
-
-        thread = threading.Thread(target=speak, daemon=True)
-        thread.start()
-        client = Client(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout_s=timeout_s)
-        answers = [read_answer(client.post("/v1/completions", b"{}")) for _ in said_by_server]
-        client.close()
-        return answers
-
-
-def test_a_server_that_never_answers_is_a_failure() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        client = Client(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.05)
-        assert client.post("/v1/completions", b"{}").failure == "no whole answer within 0.05 s"
-
-
-@pytest.mark.parametrize(
-    ("said_by_server", "error"),
-    [
-        (b"SSH-2.0-OpenSSH\r\n", "the answer was not HTTP"),
-        (b"", "the server hung up"),
-        (CHUNKED + b"5\r\nhi", "the server hung up"),
-        (CHUNKED + b"zz\r\nab\r\n", "the server hung up"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhi", "the server hung up"),
-    ],
-)
-def test_a_server_that_breaks_off_is_a_failure(said_by_server: bytes, error: str) -> None:
-    assert [each.error for each in answered(said_by_server)] == [error]
-
-
-def test_a_connection_is_used_again() -> None:
-    whole = said("a") + LAST + event(b"[DONE]")
-    by_length = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(whole), whole)
-    in_chunks = CHUNKED + b"1\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n" % (whole[:1], len(whole) - 1, whole[1:])
-    assert [each.text for each in answered(by_length, in_chunks, by_length)] == ["a", "a", "a"]
 
 
 def test_started_servers_understand_the_words() -> None:

@@ -129,7 +129,7 @@ def test_impossible_settings(options: dict[str, int], remedy: str) -> None:
 
 
 def test_rows_that_are_too_short_or_too_few() -> None:
-    with pytest.raises(ConfigError, match="raise --max-len"):
+    with pytest.raises(ConfigError, match="raise max_len"):
         StepBench(fake_llm(target()), StepsConfig((1,), context=150), "none")
     with pytest.raises(ConfigError, match="raise max_batch"):
         StepBench(fake_llm(target()), StepsConfig((4,), 3, context=20), "none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import sys
@@ -229,16 +230,15 @@ def test_a_long_run_is_thinned_by_means() -> None:
 
 def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
     trained = read_run(folder(tmp_path / "trained", [step(1)]))
-    assert titles(trained) == ["At a glance", "Training", "Settings"]
+    assert titles(trained) == ["At a glance", "Training"]
     assert captions(page(trained)) == ["Loss", "Expected tokens per round", "Pace"]
     assert titles(read_run(folder(tmp_path / "evaluated", None, evaluation()))) == [
         "At a glance",
         "In the real engine",
         "Figures",
         "Texts",
-        "Settings",
     ]
-    no_ood = page(read_run(folder(tmp_path / "no-ood", [check(1, ood=False)])))
+    no_ood = re.sub("<dl>.*?</dl>", "", page(read_run(folder(tmp_path / "no-ood", [check(1, ood=False)]))), flags=re.DOTALL)
     assert "held out" in no_ood and "out of domain" not in no_ood
 
 
@@ -253,10 +253,80 @@ def test_figures_that_are_not_lossless_say_so(tmp_path: Path) -> None:
     assert "NOT LOSSLESS" in page(read_run(folder(tmp_path / "run", None, evaluation(lossless=False))))
 
 
+def verdict_of(run: Path) -> str:
+    return html.unescape(re.findall('<p class="verdict">(.*?)</p>', page(read_run(run)), re.DOTALL)[0])
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            {},
+            "d makes answers 1.85x as fast as plain decoding (one request at a time, greedy), 2.50 tokens a round: a good",
+        ),
+        ({}, "Next: use it, paceline serve --drafter d."),
+        ({}, "25% of the answers end in a loop"),
+        ({"speedup": 1.2, "speedup_interval": [0.9, 1.5]}, "a small gain. Its interval holds 1, so this may be chance"),
+        ({"speedup": 1.0}, "no gain."),
+        ({"speedup": 0.8}, "drafting costs time here."),
+        ({"speedup": 0.8}, "drafts stand, but to check them takes too long here"),
+        ({"speedup": 0.8, "tokens_per_round": 1.3}, "few drafts stand; train a drafter on prompts like these"),
+        ({"identical": 0.9}, "(90% are): in 16 bits a near-tie may fall the other way"),
+        ({"lossless": False}, "NOT LOSSLESS: acceptance was mocked"),
+    ],
+)
+def test_a_report_opens_with_a_verdict(tmp_path: Path, values: dict[str, Any], said: str) -> None:
+    found = evaluation(**values)
+    for each in found["sets"]["gsm8k"]["results"]:
+        each["identical"] = each["identical"] if each["temperature"] == 0 else None
+    verdict = verdict_of(folder(tmp_path / "run", None, found))
+    assert said in verdict and "\n" not in verdict
+    assert ("Its interval" in verdict) == ("speedup_interval" in values)
+
+
+def test_a_verdict_names_the_worst_setting(tmp_path: Path) -> None:
+    found = evaluation()
+    found["sets"]["gsm8k"]["results"][3]["speedup"] = 0.9
+    assert "The worst setting is 0.90x (d, 8 requests together, greedy)." in verdict_of(folder(tmp_path / "run", None, found))
+
+
+def test_a_verdict_on_plain_decoding_alone(tmp_path: Path) -> None:
+    found = evaluation()
+    found["sets"]["gsm8k"]["results"] = [row("none", 1, 0.0)]
+    assert "Only plain decoding was measured" in verdict_of(folder(tmp_path / "run", None, found))
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([step(1)], "Nothing was held out"),
+        ([step(1), check(1)], "is expected to bring 1.70 tokens a round; only served figures count."),
+        ([step(1), check(1), check(2, 1.9)], "It was still getting better: train longer"),
+        ([step(1), check(1), check(2, 1.5)], "It was getting worse on held-out answers"),
+        ([step(1), check(1), check(2)], "It has stopped getting better"),
+    ],
+)
+def test_a_verdict_on_training(tmp_path: Path, lines: list[dict[str, Any]], said: str) -> None:
+    run = folder(tmp_path / "run", lines)
+    assert said in verdict_of(run) and f"Next: paceline evaluate {run}/drafter" in verdict_of(run)
+    (run / "heldout.json").write_text(json.dumps({"tokens_per_round": 2.6, "num_rounds": 3, "num_prompts": 1}))
+    assert "brings 2.60 tokens a round on prompts that it was not trained on: good." in verdict_of(run)
+
+
+def test_words_are_explained_and_settings_are_folded_away(tmp_path: Path) -> None:
+    text = page(read_run(folder(tmp_path / "run", [step(1)], evaluation())))
+    folded = re.findall(r"<details>\s*<summary>(.*?)</summary>(.*?)</details>", text, re.DOTALL)
+    inside = dict(folded)
+    assert "<dt>tokens per round</dt>" in inside["What the words mean"] and "<dt>held out</dt>" in inside["What the words mean"]
+    assert "paceline train --target m" in inside["Settings"] and "versions.torch" in inside["Settings"]
+    evaluated = page(read_run(folder(tmp_path / "evaluated", None, evaluation())))
+    assert "<dt>held out</dt>" not in evaluated
+
+
 def test_nothing_to_report(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no run folder"):
         read_run(tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"neither training metrics .* nor an evaluation"):
+    with pytest.raises(ConfigError, match=r"neither training metrics .* nor figures of decoding"):
         read_run(folder(tmp_path / "bench", [{"drafter": "none", "wall_s": 1.0}]))
     path = folder(tmp_path / "damaged", [step(1)])
     for text in ("{", "[]"):

@@ -2,106 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from round_loop import GreedyJudge, admit, generate, ready
+from tiny_dflash import KINDS, PROMPT, TARGET_LAYERS, VARIANTS, VOCAB, Recording, network, raw_config, targets, tiny_target
 
-from paceline.draft.checkpoint import DFlashConfig, default_layer_ids, new_config
-from paceline.draft.dflash import DFlashDrafter, DFlashNetwork, scale_logits
-from paceline.draft.dflash_paths import Drafts
+from paceline.draft.checkpoint import new_config
+from paceline.draft.dflash import DFlashDrafter, scale_logits
 from paceline.engine.round import decode_round
-from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError
-from paceline.model import native_lib
-from paceline.model.config import DecoderConfig
+from paceline.errors import DrafterMismatchError
 from paceline.model.decoder import Decoder
-from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import ForwardBatch
 from paceline.train.attention import Layout, make_attention
 from paceline.types import Batch, SamplingParams, Take
-
-VOCAB, HIDDEN, TARGET_LAYERS = 11, 32, 6
-PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
-SLIDING = {"sliding_window": 6, "use_sliding_window": True}
-MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "full-causal": {"is_causal": True},
-    "sliding": {**SLIDING, "layer_types": MIXED},
-    "sliding-both-ways": {**SLIDING, "layer_types": MIXED, "is_causal": False},
-    "sliding-narrower-than-block": {"sliding_window": 3, "use_sliding_window": True, "layer_types": MIXED, "is_causal": False},
-    "sliding-unused": {"sliding_window": 6, "use_sliding_window": False, "layer_types": MIXED},
-    "one-layer-one-feature": {"num_layers": 1, "block_size": 4},
-    "scaled": {"input_embedding_scale": 2.5, "output_multiplier": 0.7, "final_logit_softcapping": 1.5},
-    "yarn": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 32,
-        }
-    },
-    "biased": {"attention_bias": True},
-}
-
-
-def raw_config(**keys: Any) -> dict[str, Any]:
-    return new_config(HIDDEN, VOCAB, TARGET_LAYERS, head_dim=8, intermediate_size=48, **keys)
-
-
-def loud_(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Weights large enough that every part moves the logits."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in module.named_parameters():
-        noise = torch.empty_like(parameter).normal_(0, min(0.3, 1.7 * parameter.shape[-1] ** -0.5), generator=generator)
-        parameter.data = 1 + noise if "norm" in name else noise
-    return module
-
-
-def network(raw: dict[str, Any], seed: int = 0) -> DFlashNetwork:
-    built = DFlashNetwork.random(DFlashConfig.from_json(raw))
-    loud_(built, seed)
-    return built
-
-
-def targets(num_rows: int = 3, hidden: int = HIDDEN, vocab: int = VOCAB, kind: Any = Decoder) -> tuple[Any, Any]:
-    """The same tiny Llama in Transformers and in our decoder: Decoder or NativeDecoder."""
-    sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 48, "rms_norm_eps": 1e-6}
-    config = transformers.LlamaConfig(
-        **sizes, num_hidden_layers=TARGET_LAYERS, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512
-    )
-    model: Any = loud_(transformers.LlamaForCausalLM(config), seed=1).eval()
-    shape = DecoderConfig(
-        "llama", **sizes, num_layers=TARGET_LAYERS, num_heads=4, num_kv_heads=2, head_dim=hidden // 4, max_position=512
-    )
-    tensors = [(name, tensor.detach().clone()) for name, tensor in model.state_dict().items()]
-    return model, kind(shape, tensors, num_rows=num_rows, max_len=256)
-
-
-KINDS = [
-    Decoder,
-    pytest.param(NativeDecoder, marks=pytest.mark.skipif(native_lib.load() is None, reason="the native library is not built")),
-]
-
-
-class Recording(DFlashDrafter):
-    """Keeps every round's logits and drafts."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.logits: list[torch.Tensor] = []
-
-    def _draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
-        best, logits = super()._draft(rows, anchors, width, size, True)
-        assert logits is not None
-        self.logits += list(scale_logits(logits, self.config).clone())
-        return best, logits if with_logits else None
 
 
 def reference_rounds(
@@ -109,7 +25,9 @@ def reference_rounds(
 ) -> Any:
     """(logits of each round, all tokens) of the authors' loop."""
     dflash = pytest.importorskip("dflash.model", reason="pip install --no-deps dflash==0.1.0")
-    reference = dflash.DFlashDraftModel(transformers.Qwen3Config(**raw)).eval()
+    from transformers import Qwen3Config
+
+    reference = dflash.DFlashDraftModel(Qwen3Config(**raw)).eval()
     reference.load_state_dict(state)
     logits, compute = [], reference.compute_logits
 
@@ -158,7 +76,7 @@ def test_medium_shape_as_the_reference(kind: Any) -> None:
 @pytest.mark.parametrize("chosen", [None, 2])
 def test_decode_path_equals_the_trainable_network(keys: dict[str, Any], kind: Any, chosen: int | None) -> None:
     """A block of chosen length has as many slots as are read."""
-    _, target = targets(kind=kind)
+    target = tiny_target(kind=kind)
     drafter = Recording(network(raw_config(**keys)))
     ready(target, drafter)
     seq = admit(target, drafter, PROMPT, SamplingParams(max_tokens=40))
@@ -167,7 +85,7 @@ def test_decode_path_equals_the_trainable_network(keys: dict[str, Any], kind: An
 
     config, context = drafter.config, len(PROMPT)
     size = config.block_size if chosen is None else 1 + chosen
-    _, twin = targets()
+    twin = tiny_target()
     twin.set_taps(drafter.tap_layers)
     taps = twin.forward(_whole(twin, PROMPT)).taps_TF
     assert taps is not None
@@ -187,7 +105,7 @@ def _whole(target: Decoder, tokens: list[int]) -> ForwardBatch:
 
 @pytest.mark.parametrize("keys", [VARIANTS["full"], VARIANTS["sliding-both-ways"]], ids=["full", "sliding"])
 def test_batched_rounds_equal_row_by_row(keys: dict[str, Any]) -> None:
-    _, target = targets()
+    target = tiny_target()
     prompts = [PROMPT, PROMPT[:3], PROMPT[4:11]]
     drafter = Recording(network(raw_config(**keys)))
     alone: list[torch.Tensor] = []
@@ -203,7 +121,7 @@ def test_batched_rounds_equal_row_by_row(keys: dict[str, Any]) -> None:
 
 
 def test_a_row_is_clean_after_reuse() -> None:
-    _, target = targets(num_rows=1)
+    target = tiny_target(num_rows=1)
     drafter = DFlashDrafter(network(raw_config()))
     first = generate(target, drafter, [PROMPT], 20)
     generate(target, drafter, [PROMPT[::-1]], 30)
@@ -211,7 +129,7 @@ def test_a_row_is_clean_after_reuse() -> None:
 
 
 def test_limits_are_respected_and_an_empty_pass_is_skipped() -> None:
-    _, target = targets()
+    target = tiny_target()
     drafter = Recording(network(raw_config()), num_drafted=5)
     ready(target, drafter)
     last = admit(target, drafter, PROMPT, SamplingParams(max_tokens=2))
@@ -224,7 +142,7 @@ def test_limits_are_respected_and_an_empty_pass_is_skipped() -> None:
 
 
 def test_fewer_slots_are_the_first_of_the_same_block() -> None:
-    _, target = targets()
+    target = tiny_target()
     drafts = []
     for num_drafted in (7, 3):
         drafter = DFlashDrafter(network(raw_config()), num_drafted=num_drafted)
@@ -234,7 +152,7 @@ def test_fewer_slots_are_the_first_of_the_same_block() -> None:
 
 
 def test_greedy_and_sampled_rows_in_one_batch() -> None:
-    _, target = targets()
+    target = tiny_target()
     drafter = Recording(network(raw_config()))
     ready(target, drafter)
     rows = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8, top_k=4)]
@@ -253,7 +171,7 @@ def test_greedy_and_sampled_rows_in_one_batch() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_drafted_from_logits_that_are_not_finite(kind: Any) -> None:
-    _, target = targets(kind=kind)
+    target = tiny_target(kind=kind)
     broken = network(raw_config())
     with torch.no_grad():
         broken.norm.weight[0] = float("nan")
@@ -265,105 +183,9 @@ def test_nothing_is_drafted_from_logits_that_are_not_finite(kind: Any) -> None:
     assert all(0 <= token < VOCAB for token in block.tokens_B[0])
 
 
-def test_checkpoint_goes_round_unchanged(tmp_path: Path) -> None:
-    raw = raw_config(note={"kept": [1, None]}, is_causal=False)
-    state = {name: tensor.bfloat16() for name, tensor in network(raw).state_dict().items()}
-    drafter = DFlashDrafter(DFlashNetwork.of(DFlashConfig.from_json(raw), state))
-    drafter.save(tmp_path / "first")
-    again = DFlashDrafter.from_folder(tmp_path / "first", num_drafted=2)
-    again.save(tmp_path / "second")
-    again.save(tmp_path / "first")  # over itself, while its weights are mapped
-    for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
-    assert json.loads((tmp_path / "second" / "config.json").read_text()) == raw
-    assert all(torch.equal(tensor, state[name]) for name, tensor in again.network.state_dict().items())
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["first", "second"]
-
-
-def test_sharded_checkpoint(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    raw, state = raw_config(), network(raw_config()).state_dict()
-    names, weight_map = list(state), {}
-    for shard, part in enumerate((names[:5], names[5:])):
-        file = f"model-{shard}.safetensors"
-        save_file({name: state[name] for name in part}, tmp_path / file)
-        weight_map |= dict.fromkeys(part, file)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    loaded = DFlashDrafter.from_folder(tmp_path).network.state_dict()
-    assert all(torch.equal(loaded[name], state[name]) for name in names)
-
-
-def test_tensor_names_are_those_of_the_format() -> None:
-    names = set(network(new_config(HIDDEN, VOCAB, 36, num_layers=5, head_dim=8)).state_dict())
-    assert len(names) == 58
-    assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.4.self_attn.k_norm.weight"} <= names
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"hidden_size": 64}, "hidden size: the drafter says 64, the target has 32"),
-        ({"vocab_size": 12}, "vocabulary: the drafter says 12, the target has 11"),
-        ({"num_target_layers": 7}, "target layers: the drafter says 7, the target has 6"),
-        ({"dflash_config": {"mask_token_id": 11, "target_layer_ids": [1]}}, "mask token: the drafter says 11"),
-        ({"dflash_config": {"mask_token_id": 10, "target_layer_ids": [1, 6]}}, r"tapped layers: the drafter says \[6\]"),
-    ],
-)
-def test_a_drafter_for_another_target_is_refused(keys: dict[str, Any], message: str) -> None:
-    _, target = targets()
-    drafter = DFlashDrafter(DFlashNetwork.random(DFlashConfig.from_json(raw_config() | keys)))
-    with pytest.raises(DrafterMismatchError, match=message):
-        drafter.bind(target)
-
-
-@pytest.mark.parametrize(
-    ("keys", "error"),
-    [
-        ({"speculators_model_type": "dflash"}, UnsupportedModelError),
-        ({"architectures": ["DFlash2DraftModel"]}, UnsupportedModelError),
-        ({"layer_types": ["full_attention"]}, ModelFileError),
-        ({"dflash_config": {"target_layer_ids": [1]}}, ModelFileError),
-        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 1]}}, ModelFileError),
-        ({"block_size": 1}, ModelFileError),
-        ({"hidden_size": None}, ModelFileError),
-    ],
-)
-def test_configs_we_do_not_understand(keys: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        DFlashConfig.from_json(raw_config() | keys)
-
-
-def test_settings_come_from_dflash_config_first() -> None:
-    raw = raw_config(output_multiplier=2.0, input_embedding_scale=3.0)
-    raw["dflash_config"] |= {"block_size": 5, "output_multiplier": 4.0}
-    config = DFlashConfig.from_json(raw)
-    assert (config.block_size, config.output_multiplier, config.input_embedding_scale) == (5, 4.0, 3.0)
-    raw["dflash_config"].pop("target_layer_ids")
-    assert config.target_layer_ids == DFlashConfig.from_json(raw | {"num_target_layers": 6}).target_layer_ids
-    assert default_layer_ids(36, 5) == [1, 9, 17, 25, 33] and default_layer_ids(30, 1) == [15]
-
-
-def test_weights_that_do_not_fit_are_named() -> None:
-    raw = raw_config()
-    state = network(raw).state_dict()
-    with pytest.raises(ModelFileError, match="layers.0.input_layernorm.weight"):
-        DFlashNetwork.of(
-            DFlashConfig.from_json(raw), {k: v for k, v in state.items() if k != "layers.0.input_layernorm.weight"}
-        )
-    with pytest.raises(ModelFileError, match="extra"):
-        DFlashNetwork.of(DFlashConfig.from_json(raw), {**state, "extra": torch.zeros(1)})
-
-
-def test_num_drafted_beyond_the_block_is_refused() -> None:
-    with pytest.raises(ConfigError, match="0 to 7"):
-        DFlashDrafter(network(raw_config()), num_drafted=8)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_cache_bytes_are_those_allocated(kind: Any) -> None:
-    _, target = targets(kind=kind)
+    target = tiny_target(kind=kind)
     drafter = DFlashDrafter.random(target, head_dim=8, block_size=6)
     target.set_taps(drafter.tap_layers)
     drafter.bind(target)
@@ -378,7 +200,7 @@ class TestDraftVocabulary:
     IDS = torch.tensor([1, 4, 5, 9])
 
     def rounds(self, kind: Any, **options: Any) -> tuple[Recording, list[Any]]:
-        _, target = targets(kind=kind)
+        target = tiny_target(kind=kind)
         drafter = Recording(network(raw_config()), **options)
         ready(target, drafter)
         rows = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8)]
@@ -395,23 +217,11 @@ class TestDraftVocabulary:
         torch.testing.assert_close(probs[1][:, self.IDS].sum(-1), torch.ones(7))
 
     def test_text_is_the_targets_all_the_same(self, kind: Any) -> None:
-        _, target = targets(kind=kind)
+        target = tiny_target(kind=kind)
         plain = generate(target, DFlashDrafter(network(raw_config())), [PROMPT], 30)[0]
         assert generate(target, DFlashDrafter(network(raw_config()), draft_ids=self.IDS), [PROMPT], 30)[0] == plain
 
     def test_tokens_the_target_lacks_are_refused(self, kind: Any) -> None:
-        _, target = targets(kind=kind)
+        target = tiny_target(kind=kind)
         with pytest.raises(DrafterMismatchError, match="draft vocabulary: the drafter says token 11"):
             DFlashDrafter(network(raw_config()), draft_ids=torch.tensor([1, 11])).bind(target)
-
-
-def test_a_draft_vocabulary_is_kept_beside_the_checkpoint(tmp_path: Path) -> None:
-    ids, folder = torch.tensor([1, 4, 5, 9]), tmp_path / "drafter"
-    DFlashDrafter(network(raw_config()), draft_ids=ids).save(folder)
-    again = DFlashDrafter.from_folder(folder)
-    assert again.draft_ids is not None and again.draft_ids.tolist() == ids.tolist()
-    DFlashDrafter(network(raw_config())).save(folder)
-    assert DFlashDrafter.from_folder(folder).draft_ids is None, "another drafter's tokens must not stay"
-    (folder / "draft_ids.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(ModelFileError, match="delete it"):
-        DFlashDrafter.from_folder(folder)

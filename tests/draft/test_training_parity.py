@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draft.test_dflash import PROMPT, VARIANTS, Recording, network, raw_config, targets
+from tiny_dflash import PROMPT, VARIANTS, Recording, network, raw_config, tiny_target
 from torch import Tensor
 
 from paceline.draft.base import Observed
@@ -80,7 +80,7 @@ def decoded(net: DFlashNetwork, target: Decoder, *, chunk: int) -> Tensor:
 @pytest.mark.parametrize("keys", VARIANTS.values(), ids=VARIANTS.keys())
 @torch.inference_mode()
 def test_every_slot_of_several_anchors_as_decoding_sees_it(keys: dict[str, Any]) -> None:
-    net, (_, target) = network(raw_config(**keys)), targets()
+    net, target = network(raw_config(**keys)), tiny_target()
     expected = decoded(net, target, chunk=4)
     assert expected.shape[:2] == (10, net.config.block_size - 1)
     assert (expected.std(0) > 0.01).any(-1).all(), "the test needs blocks that differ"
@@ -90,7 +90,7 @@ def test_every_slot_of_several_anchors_as_decoding_sees_it(keys: dict[str, Any])
 
 @torch.inference_mode()
 def test_one_position_off_would_be_noticed() -> None:
-    net, (_, target) = network(raw_config()), targets()
+    net, target = network(raw_config()), tiny_target()
     expected = decoded(net, target, chunk=100)
     pack = packed(net, target)
     shifted_pack = replace(pack, taps_NF=pack.taps_NF.roll(1, 0))
@@ -102,7 +102,7 @@ def test_one_position_off_would_be_noticed() -> None:
 @pytest.mark.parametrize("name", ["full", "sliding-both-ways", "scaled"])
 def test_training_counts_the_drafts_that_decoding_makes(name: str) -> None:
     """recall@1 of the loop is the share of labels among the drafts; the labels stand where the drafts are verified."""
-    net, (_, target) = network(raw_config(**VARIANTS[name])), targets()
+    net, target = network(raw_config(**VARIANTS[name])), tiny_target()
     drafts = decoded(net, target, chunk=3).argmax(-1)
     pack = packed(net, target)
     with torch.no_grad():

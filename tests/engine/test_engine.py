@@ -2,65 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
-from scipy.stats import chisquare
+from engine_runs import byte_target, collect, drafters, run
 
-from paceline.draft.base import Drafter
-from paceline.engine.engine import Chunk, Engine
+from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.figures import Rounds
-from paceline.model.logits import penalise, sample, target_probs
 from paceline.model.target import ForwardBatch, ForwardOutput
-from paceline.types import SamplingParams, Sequence
-from paceline.verify import rules
-from paceline.verify.rules import RULES, CheckedRow, RowVerdict, Rule, Uniforms, mocked
+from paceline.types import SamplingParams
+from paceline.verify.rules import mocked
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11, 12, 13], [3, 1]]
-
-
-def byte_target(**options: object) -> FakeTarget:
-    return FakeTarget(vocab_size=258, **options)  # pyright: ignore[reportArgumentType]
-
-
-def run(engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Sequence]:
-    """Answer all prompts together; the finished sequences, in order."""
-    each = params if isinstance(params, list) else [params] * len(prompts)
-    ids = [engine.add(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
-    done: dict[int, Sequence] = {}
-    while engine.has_work:
-        for chunk in engine.step():
-            if chunk.finish_reason:
-                done[chunk.sequence.request_id] = chunk.sequence
-        engine.check_integrity()
-    return [done[request_id] for request_id in ids]
-
-
-def collect(engine: Engine) -> list[Chunk]:
-    chunks = []
-    while engine.has_work:
-        chunks += engine.step()
-    return chunks
-
-
-def drafters(target: FakeTarget) -> dict[str, Drafter | None]:
-    return {
-        "none": None,
-        "always": ScriptedDrafter(target, accuracy=1.0, tap_layers=(0, 2)),
-        "never": ScriptedDrafter(target, accuracy=0.0, tap_layers=(1,)),
-        "sometimes": ScriptedDrafter(target, accuracy=0.6),
-        "sometimes, with probabilities": ScriptedDrafter(target, accuracy=0.6, with_probs=True),
-        "adversarial": ScriptedDrafter(target, mode="adversarial", with_probs=True),
-    }
-
-
 NAMES = list(drafters(FakeTarget()))
 
 
@@ -73,6 +30,21 @@ def test_greedy_is_the_targets_own_text(name: str, num_rows: int) -> None:
         assert seq.output_ids == target.greedy(prompt, 23)
         assert seq.lossless
         assert seq.finish_reason == "length"
+
+
+def test_rounds_without_drafts_are_timed_where_nobody_drafts() -> None:
+    target = byte_target(num_rows=2)
+    plain, params = SamplingParams(max_tokens=8, max_drafted=0), SamplingParams(max_tokens=60)
+    engine = Engine(target, ByteTokenizer(), ScriptedDrafter(target, accuracy=0.0))
+    (alone,) = run(engine, PROMPTS[:1], plain)
+    times = alone.timings
+    assert times.num_plain == len(alone.rounds) == 7
+    assert times.plain_s == pytest.approx(times.draft_s + times.verify_s + times.host_s)
+    beside, drafting = run(engine, PROMPTS[:2], [plain, params])
+    assert (beside.timings.num_plain, beside.timings.plain_s) == (0, 0.0)
+    assert all(each.num_drafted == 0 for each in beside.rounds)
+    assert drafting.timings.num_plain == sum(each.num_drafted == 0 for each in drafting.rounds) == 1  # the last token's
+    assert 0 < drafting.timings.plain_s < drafting.timings.verify_s
 
 
 def test_tokens_per_round_follow_the_drafter() -> None:
@@ -106,115 +78,6 @@ def test_with_certain_drafts_a_seed_gives_plain_decodings_text(name: str) -> Non
     plain = run(Engine(target, ByteTokenizer()), PROMPTS, params)
     drafted = run(Engine(target, ByteTokenizer(), drafters(target)[name]), PROMPTS, params)
     assert [seq.output_ids for seq in drafted] == [seq.output_ids for seq in plain]
-
-
-def exact_distribution(
-    target: FakeTarget, prompt: list[int], params: SamplingParams, depth: int
-) -> dict[tuple[int, ...], float]:
-    """Probability of every answer of `depth` tokens, by enumeration."""
-    answers: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(depth):
-        longer = {}
-        for answer, mass in answers.items():
-            tokens = prompt + list(answer)
-            logits = penalise(target.logits_after(tokens)[None].clone(), params, tokens, Counter(answer), [])
-            for token, share in enumerate(target_probs(logits, params)[0].tolist()):
-                if share > 0:
-                    longer[(*answer, token)] = mass * share
-        answers = longer
-    return answers
-
-
-def chance_of(
-    target: FakeTarget,
-    drafter: Drafter | None,
-    rule: Rule,
-    shape: dict[str, float],
-    num_tokens: int = 3,
-    num_samples: int = 1500,
-) -> float:
-    """The chi-square test's p-value of answers of a few tokens against the target's distribution."""
-    engine = Engine(target, ByteTokenizer(), drafter, judge=RuleJudge(rule))
-    params = [SamplingParams(**shape, seed=seed, max_tokens=num_tokens) for seed in range(num_samples)]  # pyright: ignore[reportArgumentType]
-    counts = Counter(tuple(seq.output_ids) for seq in run(engine, [[1, 2]] * num_samples, params))
-    expected = exact_distribution(target, [1, 2], params[0], num_tokens)
-    assert set(counts) <= set(expected)
-    common = [answer for answer, mass in expected.items() if mass * num_samples >= 5]
-    observed = [counts[answer] for answer in common]
-    masses = [expected[answer] * num_samples for answer in common]
-    rest = num_samples - sum(masses)
-    if rest > 1:
-        observed, masses = [*observed, num_samples - sum(observed)], [*masses, rest]
-    scale = num_samples / sum(masses)
-    return float(chisquare(observed, [mass * scale for mass in masses]).pvalue)
-
-
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [
-        ("sometimes", "match"),
-        ("sometimes", "rejection"),
-        ("sometimes, with probabilities", "rejection"),
-        ("sometimes, with probabilities", "block"),
-        ("adversarial", "auto"),
-        ("adversarial", "rejection"),
-    ],
-)
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"temperature": 1.0},
-        {"temperature": 0.8, "top_p": 0.9, "min_p": 0.05},
-        {"temperature": 1.2, "top_k": 4, "presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.3},
-    ],
-    ids=["plain", "filtered", "penalised"],
-)
-def test_sampled_answers_have_the_targets_distribution(name: str, rule: str, shape: dict[str, float]) -> None:
-    target = FakeTarget(vocab_size=5, sharpness=1.0, num_rows=16, max_len=16)
-    assert chance_of(target, drafters(target)[name], RULES[rule], shape) > 1e-4
-
-
-def target_for_residual(row: CheckedRow) -> RowVerdict:
-    """Wrong on purpose: after a rejection the target is sampled, not the residual."""
-    target_JV = row.target_probs()
-    for slot, chance in enumerate(rules.accept_probs(row.draft_tokens, row.draft_probs_KV, target_JV)):
-        if row.uniforms.accept(slot) >= chance:
-            return RowVerdict(slot, sample(target_JV[slot], row.uniforms.residual(slot)))
-    return RowVerdict(len(row.draft_tokens), row.draw(len(row.draft_tokens)))
-
-
-class KeyedBySlot(Uniforms):
-    """Wrong on purpose: the second round decides with draws that the first has already looked at."""
-
-    def accept(self, slot: int) -> float:
-        return Uniforms(self.seed, 0).accept(slot)
-
-
-class OneDrawForBoth(Uniforms):
-    """Wrong on purpose: the draw that rejected a draft also picks its replacement."""
-
-    def residual(self, slot: int) -> float:
-        return self.accept(slot)
-
-
-def with_uniforms(verify: Callable[[CheckedRow], RowVerdict], kind: type[Uniforms]) -> Callable[[CheckedRow], RowVerdict]:
-    return lambda row: verify(replace(row, uniforms=kind(row.uniforms.seed, row.uniforms.anchor_position)))
-
-
-MISTAKES = {
-    "target for residual": target_for_residual,
-    "rejection keyed by slot": with_uniforms(rules.rejection, KeyedBySlot),
-    "block keyed by slot": with_uniforms(rules.block, KeyedBySlot),
-    "one draw for both": with_uniforms(rules.rejection, OneDrawForBoth),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_chi_square_sees_a_mistake(mistake: str) -> None:
-    target = FakeTarget(vocab_size=3, sharpness=1.0, num_rows=16, max_len=16)
-    drafter = ScriptedDrafter(target, num_drafted=1, mode="adversarial", with_probs=True)
-    rule = Rule(mistake, MISTAKES[mistake], lossless=True, needs_probs=True)
-    assert chance_of(target, drafter, rule, {"temperature": 1.0}, num_tokens=5) < 1e-6
 
 
 class _Spelling(FakeTarget):

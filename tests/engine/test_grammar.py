@@ -8,14 +8,13 @@ import json
 import re
 import weakref
 from collections import Counter
-from typing import Any
 
 import pytest
 import tokenizers
 import torch
 from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
+from engine_runs import byte_target, run
 from llguidance import LLMatcher
-from scipy.stats import chisquare
 
 from paceline import LLM
 from paceline.draft.base import Drafter
@@ -51,10 +50,6 @@ def byte_engine(target: FakeTarget, drafter: Drafter | None = None, rule: str = 
     return Engine(target, ByteTokenizer(), drafter, judge=RuleJudge(RULES[rule]), eos_token_ids=(EOS,), prefill_chunk=3)
 
 
-def byte_target(**options: Any) -> FakeTarget:
-    return FakeTarget(vocab_size=258, **options)
-
-
 def drafters(target: FakeTarget) -> dict[str, Drafter | None]:
     return {
         "none": None,
@@ -87,16 +82,6 @@ class _Knowing(Drafter):
 
 NAMES = list(drafters(FakeTarget()))
 CERTAIN = [name for name in NAMES if "probabilities" not in name]
-
-
-def run(engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Sequence]:
-    each = params if isinstance(params, list) else [params] * len(prompts)
-    ids = [engine.add(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
-    done: dict[int, Sequence] = {}
-    while engine.has_work:
-        done |= {chunk.sequence.request_id: chunk.sequence for chunk in engine.step() if chunk.finish_reason}
-        engine.check_integrity()
-    return [done[request_id] for request_id in ids]
 
 
 def matcher_of(spec: GrammarSpec) -> LLMatcher:
@@ -231,6 +216,8 @@ def test_sampled_answers_have_the_constrained_distribution(name: str, rule: str,
         observed, masses = [*observed, num_samples - sum(observed)], [*masses, rest]
     scale = num_samples / sum(masses)
     assert len(common) >= 8
+    from scipy.stats import chisquare  # which takes most of a second to import
+
     assert chisquare(observed, [mass * scale for mass in masses]).pvalue > 1e-4
 
 

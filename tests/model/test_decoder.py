@@ -35,6 +35,7 @@ FAMILIES = ["llama", "llama3-scaled-tied", "mistral-window", "qwen2-bias", "qwen
 
 
 def build(family: str) -> tuple[Any, DecoderConfig]:
+
     torch.manual_seed(0)
     shape: dict[str, Any] = {
         "vocab_size": 97,

@@ -284,3 +284,37 @@ print("child:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), best() == ex
 def test_a_forked_child_has_threads_of_its_own() -> None:
     said = in_a_process(FORK, PACELINE_NATIVE_LIBRARY=str(native_lib.library_path()), PYTHONPATH=str(ROOT / "tests"))
     assert "child: 0 True" in said
+
+
+ONE_CORE = """
+import os, time
+import torch
+from native_models import BASE, native_decoder, random_weights
+from paceline.model import native_lib
+from paceline.model.target import ForwardBatch
+
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+decoder = native_decoder(BASE, random_weights(BASE), torch.float32)
+row = decoder.cache.allocate()
+
+def least_s(num_threads):
+    native_lib.set_threads(num_threads)
+    taken = []
+    for _ in range(20):
+        began = time.perf_counter()
+        decoder.forward(ForwardBatch([row], [0], [1], [3], "all"))
+        taken.append(time.perf_counter() - began)
+        decoder.cache.rollback([row], [0])
+    return min(taken)
+
+alone = least_s(1)
+two_s = least_s(2)
+print("ratio:", two_s / alone)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind a process to a core")
+def test_threads_that_share_a_core_give_it_to_each_other() -> None:
+    """As where another program has the second core: a thread that waits for another does not keep it from working."""
+    said = in_a_process(ONE_CORE, PACELINE_NATIVE_LIBRARY=str(native_lib.library_path()), PYTHONPATH=str(ROOT / "tests"))
+    assert float(said.split("ratio:")[1].split()[0]) < 40

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -30,6 +31,26 @@ def test_the_policy_names_the_script_and_nothing_is_fetched_from_elsewhere() -> 
         assert live.request("GET", "/redoc")[0] == 404
 
 
+def test_every_field_of_a_request_is_described_and_every_example_is_answered() -> None:
+    examples = json.loads(re.findall(r"const EXAMPLES = (.*?);\n", API_PAGE.read_text(encoding="utf-8"), re.DOTALL)[0])
+    with serving(talker()) as live:
+        document = live.request("GET", "/openapi.json")[1]
+        schemas = document["components"]["schemas"]
+        for path, methods in document["paths"].items():
+            content = methods.get("post", {}).get("requestBody", {}).get("content", {})
+            if not content:
+                continue
+            body = schemas[content["application/json"]["schema"]["$ref"].rpartition("/")[2]]
+            for field, about in body["properties"].items():
+                parts = [about, *about.get("anyOf", [])]
+                described = [
+                    part.get("description") or schemas.get(part.get("$ref", "")[21:], {}).get("description") for part in parts
+                ]
+                assert any(described), f"{field} of {path}"
+            assert live.post(path, examples.pop(path))[0] == 200, path
+        assert examples == {}
+
+
 def test_it_shows_every_endpoint_and_field(tmp_path: Path) -> None:
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e .[dev]")
     path = os.environ.get("PACELINE_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
@@ -48,6 +69,12 @@ def test_it_shows_every_endpoint_and_field(tmp_path: Path) -> None:
         text = page.locator("main").text_content()
         for each in ("/v1/chat/completions", "/tokenize", "/metrics", "guided_regex", "min_p", "x-paceline-tag", "ErrorAnswer"):
             assert each in text
+        chat = page.locator("details", has=page.get_by_label("Body of a request to /v1/chat/completions"))
+        api.expect(chat).to_contain_text(f"curl {live.url}/v1/chat/completions -H 'Content-Type: application/json' -d")
+        chat.get_by_role("textbox").fill('{"messages": [{"role": "user", "content": "it\'s"}], "max_tokens": 3}')
+        api.expect(chat).to_contain_text("it'\\''s")
+        chat.get_by_role("button", name="Send").click()
+        api.expect(chat.get_by_role("status")).to_contain_text('"completion_tokens": 3')
         page.get_by_text("/v1/completions", exact=True).click()
         field = page.get_by_role("row", name="min_p").first
         api.expect(field).to_contain_text("at most 1")

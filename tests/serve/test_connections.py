@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from live_server import Live, asked, serving, talker, wait_until
 
 from paceline.errors import ConfigError
+from paceline.serve.completions import chat_jobs
+from paceline.serve.protocol import ChatRequest
 from paceline.serve.run import Connection
 from paceline.serve.security import allowed_hosts, host_name
 from paceline.serve.settings import ServeConfig
@@ -235,3 +238,11 @@ def test_one_that_reads_again_in_time_keeps_its_answer(live: Live) -> None:
 def test_chat_answers_without_a_limit_get_the_servers(asks: dict[str, Any], tokens: int) -> None:
     with serving(talker(0.0), default_max_tokens=20) as limited:
         assert limited.post("/v1/chat/completions", asked(**asks))[1]["usage"]["completion_tokens"] == tokens
+
+
+@pytest.mark.parametrize(("context", "most"), [(4096, 1024), (300, 300)])
+def test_without_any_limit_a_chat_answer_has_a_bound(context: int, most: int) -> None:
+    request = ChatRequest(messages=[{"role": "user", "content": "Say something."}])
+    with serving(talker(0.0)) as live:
+        (job,) = chat_jobs(request, replace(live.worker.serving(), max_len=context), ServeConfig())
+    assert job.params.max_tokens == min(most, context - len(job.prompt_ids))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -85,6 +86,8 @@ def test_right_drafts_by_hand() -> None:
     assert [seen["vllm:spec_decode_num_accepted_tokens_per_pos_total", (str(place),)] for place in range(4)] == [3, 3, 3, 0]
     assert seen["paceline:draft_width_bucket", ("2.0",)] == 0 and seen["paceline:draft_width_bucket", ("3.0",)] == 3
     assert seen["paceline:tokens_per_round_bucket", ("3.0",)] == 0 and seen["paceline:tokens_per_round_bucket", ("4.0",)] == 3
+    counts = {key: count for key, (count, _) in timed.metrics.step_times.items()}
+    assert counts == {("step", 1): 4, ("prefill", 5): 1, ("verify", 4): 3, ("draft", 3): 3}
     reasons = {key[1][0]: value for key, value in seen.items() if key[0] == "vllm:request_success_total"}
     assert reasons == {"stop": 0, "length": 1, "abort": 0, "error": 0}
 
@@ -120,6 +123,25 @@ def test_every_second_of_a_step_is_somewhere() -> None:
     assert all(value > 0 for value in parts.values()), parts
     assert sum(parts.values()) == pytest.approx(timed.spent_s)
     assert parts["prefill"] == pytest.approx(sum(seq.timings.prefill_s for seq in timed.done))
+    by_kind = dict.fromkeys(("prefill", "draft", "verify", "step"), 0.0)
+    for (kind, _), (_, seconds) in timed.metrics.step_times.items():
+        by_kind[kind] += seconds
+    assert by_kind.pop("step") == pytest.approx(timed.spent_s)
+    assert by_kind["prefill"] == pytest.approx(parts["prefill"]) and by_kind["verify"] == pytest.approx(parts["verify"])
+    assert 0.9 * parts["draft"] < by_kind["draft"] <= parts["draft"], "rounds that drafted nothing are not counted"
+
+
+def test_drafts_that_were_looked_up_take_the_hosts_time() -> None:
+    """Of a drafter that says how sure it is, those that were made count, also where none was checked."""
+    metrics = Metrics("tiny")
+    engine: Any = SimpleNamespace(rounds=[], read=(0, 0.0))
+    stats = RoundStats([2, 0, 3], [1, 0, 0], True, 0.002, 0.01, 0.001, ["ngram", "none", "ngram"], [2, 0, 3])
+    engine.rounds = [stats]
+    metrics.step(engine, 0.02)
+    assert metrics.step_times == {("step", 1): (1, 0.02), ("verify", 8): (1, 0.01)}
+    engine.rounds = [replace(stats, source_B=["dflash", "none", "ngram"], sure_B=[[-0.1] * 4, [-3.0] * 3, None])]
+    metrics.step(engine, 0.02)
+    assert metrics.step_times["draft", 8] == (1, 0.002) and metrics.step_times["verify", 8] == (2, 0.02)
 
 
 def test_prefill_of_a_prompt_under_way_and_of_one_broken_off() -> None:
@@ -221,7 +243,7 @@ def test_a_step_of_sixteen_requests_costs_tens_of_microseconds() -> None:
     metrics = Metrics("tiny")
     sequences = [Sequence(number, [1, 2], 1, SamplingParams()) for number in range(16)]
     stats = RoundStats([7] * 16, [number % 8 for number in range(16)], True, 1e-4, 1e-3, 1e-5)
-    engine: Any = SimpleNamespace(rounds=[stats], scheduler=SimpleNamespace(prefilling=[]))
+    engine: Any = SimpleNamespace(rounds=[stats], read=(0, 0.0))
     best = float("inf")
     for repetition in range(400):
         now = float(repetition + 1)
@@ -294,20 +316,6 @@ def test_a_scrape_while_the_engine_steps() -> None:
     done.set()
     thread.join()
     assert not failures
-
-
-def test_host_time_never_falls_when_prefill_is_reported_late() -> None:
-    """A one-token answer's prefill is known only when it is finished: what was taken for host time is not counted twice."""
-    metrics = Metrics("tiny")
-    engine: Any = SimpleNamespace(rounds=[], scheduler=SimpleNamespace(prefilling=[], waiting=[], running=[]))
-    seq = Sequence(0, [1, 2], 1, SamplingParams())
-    metrics.step(engine, 0.5)
-    seq.timings.prefill_s = 0.4
-    metrics.finished(seq, "abort")
-    assert metrics.totals.host_seconds == pytest.approx(0.1) and metrics.totals.prefill_seconds == 0.4
-    metrics.step(engine, 0.2)
-    metrics.step(engine, 0.0)
-    assert metrics.totals.host_seconds == pytest.approx(0.3)
 
 
 class Failing(FakeTarget):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -230,6 +231,9 @@ def test_speculation_is_accounted_for(client: openai.OpenAI) -> None:
     assert timings["tokens"] == 120
     assert timings["drafted"] == details.accepted_prediction_tokens
     assert timings["total_s"] >= timings["verify_s"] > 0
+    assert (
+        timings["num_plain"] == figures["rounds_by_source"]["none"]["num_rounds"] > 0 < timings["plain_s"] < timings["total_s"]
+    )
     streamed = list(client.chat.completions.create(**asked, extra_body=extra, stream=True))
     told = [chunk.model_extra["paceline"] for chunk in streamed if chunk.choices]
     assert sum(len(each["tokens"]) for each in told) == 120
@@ -258,7 +262,8 @@ def test_a_request_says_how_much_is_drafted(client: openai.OpenAI, speculate: ob
 
 def test_the_model_is_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
-    assert client.models.retrieve(MODEL).id == MODEL
+    model = client.models.retrieve(MODEL)
+    assert (model.id, model.model_extra["drafter"]) == (MODEL, "ngram")
     with pytest.raises(openai.NotFoundError, match="this server has tiny"):
         client.chat.completions.create(model="gpt-5", messages=MESSAGES)
 
@@ -297,6 +302,28 @@ def test_what_cannot_be_is_refused_in_one_sentence(client: openai.OpenAI, more: 
     assert set(caught.value.body) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"temperature": 2.01}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "robot", "content": "x"}]}, "messages[1].role"),
+        ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_what_openai_refuses_is_refused_with_its_name(client: openai.OpenAI, more: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**({"model": MODEL, "messages": MESSAGES} | more))
+    assert (caught.value.param, caught.value.type) == (param, "invalid_request_error")
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function"])
+def test_roles_of_openai_are_taken(live: Live, role: str) -> None:
+    messages = [{"role": role, "content": "x"}, *MESSAGES]
+    assert live.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2})[0] == 200
+
+
 def test_absurd_numbers_do_no_harm(client: openai.OpenAI) -> None:
     extra = {"top_k": 10**30, "min_p": 1e-300, "repetition_penalty": 0.01, "nonsense": {"x": 1}, "stop_token_ids": [10**20]}
     answer = client.chat.completions.create(
@@ -310,7 +337,7 @@ def test_absurd_numbers_do_no_harm(client: openai.OpenAI) -> None:
         seed=10**40,
     )
     assert answer.choices[0].finish_reason in ("stop", "length")
-    hot = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=100, max_tokens=20)
+    hot = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=2, max_tokens=20)
     assert hot.choices[0].finish_reason in ("stop", "length")
 
 

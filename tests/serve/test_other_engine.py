@@ -24,6 +24,7 @@ class EchoEngine:
 
     def __init__(self) -> None:
         self.rounds: list[RoundStats] = []
+        self.read = (0, 0.0)
         self.scheduler = SimpleNamespace(waiting=(), prefilling=(), running=deque[Sequence]())
         self.target = SimpleNamespace(vocab_size=258, cache=SimpleNamespace(num_rows=2, max_len=128, lengths=[0, 0]))
         self.grammars = SimpleNamespace(compile=None)

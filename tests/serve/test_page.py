@@ -8,7 +8,6 @@ After every test: no error in the page's console, no request to another origin.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import os
 import re
@@ -19,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_server import HISTOGRAM, MARKUP, PAGE, STORY, STORY_TEXT, STORY_TOKENS, PageServer
+from page_server import HISTOGRAM, HOSTILE, MARKDOWN, MARKUP, PAGE, STORY, STORY_TEXT, STORY_TOKENS, PageServer
+
+from paceline.serve.app import PAGES
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e .[dev]")
 expect = api.expect
@@ -124,18 +125,39 @@ def done(reply: Any) -> None:
 
 
 def text_of(reply: Any) -> str:
-    return reply.locator(".answer").evaluate("element => element.textContent")
+    """As it is read: paragraphs with an empty line between them."""
+    return reply.locator(".answer").inner_text()
 
 
-def test_the_policy_names_the_script() -> None:
+def clipboard(tab: Any) -> str:
+    return tab.page.evaluate("navigator.clipboard.readText()")
+
+
+def test_the_policy_lets_only_the_pages_own_files_in(server: PageServer, visit: Any) -> None:
     page = PAGE.read_text()
-    script = re.search(r'<script type="module">(.*?)</script>', page, re.DOTALL)
-    named = re.search(r"'sha256-([^']*)'", page)
-    assert script and named
-    assert named[1] == base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
-    assert page.count("<script") == 1
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|\son\w+=", page)
-    assert not re.search(r"(?:src|href)=\"(?!data:)", page)
+    scripts = [path for path in PAGES.values() if path.suffix == ".js" and path.parent == PAGE.parent]
+    assert len(scripts) > 4
+    for text in (page, *(path.read_text() for path in scripts)):
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(|new Function|\son\w+=", text
+        )
+    assert page.count("<script") == 1 and "<style" not in page and not re.search(r"\sstyle=", page)
+    assert re.findall(r"(?:src|href)=\"(?!data:)([^\"]*)\"", page) == ["page/chat.css", "page/chat.js", "docs"]
+    assert "script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'" in page
+    tab = visit()
+    answer = tab.page.request.get(server.url)
+    assert answer.headers["content-security-policy"] == "frame-ancestors 'none'"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_vendored_file_is_that_of_the_package_and_brings_its_licence() -> None:
+    folder = PAGE.parent / "vendor"
+    notes = (folder / "README.md").read_text()
+    version = re.search(r"marked (\d+\.\d+\.\d+)", notes)
+    assert version and f"marked v{version[1]} " in (folder / "marked.esm.js").read_text()[:100]
+    for digest, name in (found := re.findall(r"([0-9a-f]{64})  (\S+)", notes)):
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+    assert len(found) == 2 and PAGES["/page/vendor/marked.LICENSE"].read_text().count("Permission is hereby granted")
 
 
 def test_an_answer_streams_and_its_tokens_are_coloured(visit: Any, server: PageServer) -> None:
@@ -157,7 +179,7 @@ def test_an_answer_streams_and_its_tokens_are_coloured(visit: Any, server: PageS
     assert reply.locator(".own").first.evaluate(line) == "none"
     tab.page.get_by_role("switch", name="Colour tokens").click()
     assert reply.locator(".drafted").first.evaluate(line) == "none"
-    assert reply.locator(".stats").inner_text().endswith(f"{STORY_TOKENS} tokens")
+    expect(reply.locator(".stats")).to_contain_text(f"{STORY_TOKENS} tokens")
     expect(reply).to_contain_text(f"{PER_ROUND:.2f} tokens per round")
     reply.get_by_text("Where the time went").click()
     expect(reply.get_by_role("row", name="Verify")).to_contain_text("110 ms")
@@ -215,11 +237,139 @@ def test_text_that_comes_later_than_its_tokens(visit: Any) -> None:
 
 
 def test_a_fenced_block_stands_apart(visit: Any) -> None:
-    tab = visit()
+    tab = visit(permissions=["clipboard-read", "clipboard-write"])
     reply = tab.ask("code")
     done(reply)
-    assert reply.locator(".code").all_text_contents() == ["```python\ndef twice(x):\n    return 2 * x\n```\n"]
-    assert text_of(reply).endswith("```\nCall it.")
+    assert reply.locator("pre").all_text_contents() == ["def twice(x):\n    return 2 * x"]
+    assert reply.locator(".language").all_text_contents() == ["python"]
+    assert reply.locator("pre .drafted").all_text_contents() == ["def", "(x):", "    return"]
+    expect(reply.get_by_text("Call it.")).to_be_visible()
+    reply.get_by_role("button", name="Copy code").click()
+    expect(reply.get_by_text("Copied")).to_be_visible()
+    assert clipboard(tab) == "def twice(x):\n    return 2 * x"
+
+
+def test_a_fence_that_is_still_open(visit: Any, server: PageServer) -> None:
+    server.second_half.clear()
+    tab = visit()
+    reply = tab.ask("open")
+    expect(reply.locator("pre")).to_have_text("x = ")
+    assert reply.locator(".language").all_text_contents() == ["python"]
+    assert "`" not in text_of(reply)
+    reply.get_by_role("button", name="Copy code").focus()
+    server.second_half.set()
+    done(reply)
+    expect(reply.locator("pre")).to_have_text("x = 24")
+    expect(reply.get_by_text("After.")).to_be_visible()
+    assert "`" not in text_of(reply)
+    assert tab.page.evaluate("document.activeElement.getAttribute('aria-label')") == "Copy code"  # the same button all along
+
+
+def test_markdown_is_shown_whole(visit: Any) -> None:
+    tab = visit(permissions=["clipboard-read", "clipboard-write"])
+    reply = tab.ask("markdown")
+    done(reply)
+    answer = reply.locator(".answer")
+    for element, texts in {
+        "h3": ["Palindromes"], "strong": ["palindrome"], "em": ["reads"], "del": ["twice"],
+        ":not(pre) > code": ["level", "True"],
+        "ul > li": ["until one letter is left", "☑ or none"], "ol > li > .code pre": ["word[0] == word[-1]"],
+        "blockquote": ["Case matters.\nSo do spaces."], "th": ["word", "answer"], "td": ["level", "True", "lever", "False"],
+        ".language": ["python", "js"], "a": ["the page", "https://example.org/c"],
+    }.items():  # fmt: skip
+        assert answer.locator(element).all_text_contents() == texts, element
+    assert answer.locator("hr").count() == 1 and answer.locator("ol > li").count() == 2
+    assert answer.locator("a").first.get_attribute("href") == "https://example.org/a?b=1"
+    assert answer.locator("a").first.get_attribute("rel") == "noopener noreferrer nofollow"
+    assert answer.locator("td").nth(1).evaluate("cell => getComputedStyle(cell).textAlign") == "right"
+    assert "3 < 4." in text_of(reply)
+    shown = answer.evaluate("element => element.textContent")
+    coloured = "".join(answer.locator(".drafted, .own").all_text_contents())
+    assert len(coloured) > 0.9 * len(re.sub(r"\s", "", shown)), "most of the text kept the colours of its tokens"
+    reply.get_by_role("button", name="Copy answer").click()
+    expect(reply.get_by_text("Copied")).to_be_visible()
+    assert clipboard(tab) == MARKDOWN
+
+
+def test_hostile_markdown_does_nothing(visit: Any) -> None:
+    tab = visit()
+    reply = tab.ask("hostile")
+    done(reply)
+    answer = reply.locator(".answer")
+    assert tab.page.title() == "paceline"
+    assert answer.locator("img, script, style, iframe, svg, object").count() == 0
+    schemes = answer.locator("[href], [src]").evaluate_all("all => all.map(each => [each.tagName, each.protocol, each.host])")
+    assert schemes and all(each == ["A", "https:", "evil.example"] for each in schemes)
+    names = answer.locator("*").evaluate_all("all => [...new Set(all.flatMap(each => each.getAttributeNames()))]")
+    assert set(names) <= {"class", "href", "title", "target", "rel", "tabindex", "type", "aria-label", "scope", "style"}
+    assert answer.locator("a").all_text_contents()[0] == "image: seven"
+    for text in (
+        "[two](JaVaScRiPt:alert(1))",
+        "[five](/v1/models)",
+        "<iframe src=",
+        "document.title = 'taken'",
+        "<svg onload=alert(1)>",
+    ):
+        assert text in text_of(reply)
+    before = len(tab.urls)
+    answer.get_by_text("eight").click()
+    assert len(tab.urls) == before and tab.page.title() == "paceline"
+    assert HOSTILE.startswith("[one]")
+    deep = tab.ask("deep")
+    done(deep)
+    assert text_of(deep) == ">" * 20000 + "x"
+
+
+def test_the_factor_over_plain_decoding(visit: Any, server: PageServer) -> None:
+    tab = visit()
+    speed = tab.page.get_by_label("Speed-up over plain decoding")
+    expect(speed).to_be_hidden()
+    reply = tab.ask("How many loaves?")
+    done(reply)
+    factor = (STORY_TOKENS - 1) * 0.05 / 5 / 0.134
+    expect(speed).to_have_text(f"{factor:.2f}× the speed of plain decoding, estimated")
+    expect(reply.locator(".stats li").first).to_have_text(f"{factor:.2f}× plain decoding, estimated")
+    expect(reply.locator(".by")).to_have_text("smol-135m, rounds drafted: dflash 27, ngram 2")
+    expect(tab.page.locator("#drafter")).to_have_text("drafter dflash")
+    reply.get_by_text("Where the time went").click()
+    expect(reply).to_contain_text("the mean of 5 rounds without drafts in this answer")
+    reply.get_by_role("button", name="Measure speed-up").click()
+    expect(speed).to_have_text(re.compile(r"^\d+\.\d\d× the speed of plain decoding, measured$"))
+    expect(reply).to_contain_text(
+        re.compile(r"Measured: [\d.]+ tokens/s with plain decoding, [\d.]+ with speculation. Both gave")
+    )
+    first, plain = server.chats()
+    assert plain == first | {"speculate": "off"}
+    assert tab.page.get_by_role("article").count() == 1
+    tab.settings()
+    tab.page.get_by_label("Speculation").select_option("off")
+    off = tab.ask("And plainly?")
+    done(off)
+    expect(off.locator(".by")).to_have_text("smol-135m, plain decoding")
+    expect(off).not_to_contain_text("×")
+    expect(speed).to_be_hidden()
+    expect(off.get_by_role("button", name="Measure speed-up")).to_have_count(0)
+
+
+def test_an_answer_is_made_anew(visit: Any, server: PageServer) -> None:
+    tab = visit()
+    done(tab.ask("first"))
+    done(tab.ask("second"))
+    regenerate = tab.page.get_by_role("button", name="Regenerate")
+    expect(regenerate).to_have_count(1)
+    regenerate.click()
+    expect(tab.page.get_by_role("article")).to_have_count(2)
+    done(tab.page.get_by_role("article").last)
+    first, second, again = server.chats()
+    assert second == again and len(first["messages"]) == 1
+    done(tab.ask("third"))
+    assert [message["content"] for message in server.chats()[-1]["messages"]] == [
+        "first",
+        STORY_TEXT,
+        "second",
+        STORY_TEXT,
+        "third",
+    ]
 
 
 def test_the_keyboard_is_enough(visit: Any, server: PageServer) -> None:
@@ -234,12 +384,12 @@ def test_the_keyboard_is_enough(visit: Any, server: PageServer) -> None:
     assert server.chats()[0]["messages"][0]["content"] == "one\ntwo"
     assert tab.page.evaluate("document.activeElement.id") == "prompt"
     reached = set()
-    for _ in range(12):
+    for _ in range(18):
         keys.press("Tab")
         name, outlined = tab.page.evaluate(FOCUS)
         assert name == "BODY" or outlined, name
         reached.add(name)
-    assert {"send", "colours", "clear", "mode", "SUMMARY", "prompt"} <= reached
+    assert {"send", "colours", "clear", "mode", "SUMMARY", "prompt", "api"} <= reached
     tab.page.get_by_role("radio", name="Chat").focus()
     keys.press("ArrowRight")
     expect(tab.page.get_by_role("button", name="Compare")).to_be_visible()
@@ -287,7 +437,7 @@ def test_markup_stays_text(visit: Any, server: PageServer) -> None:
     tab = visit()
     reply = tab.ask("markup")
     done(reply)
-    assert text_of(reply) == MARKUP * 2
+    assert text_of(reply) == (MARKUP * 2).replace("&amp;", "&")
     assert tab.page.title() == "paceline"
     assert tab.page.locator("#chat :is(img, script, b:not(.stats b))").count() == 0
     assert tab.page.get_by_label("Model").locator("option").all_text_contents() == server.models
@@ -363,7 +513,8 @@ def test_it_fits_and_is_photographed(visit: Any, tmp_path: Path, name: str, size
     reply = tab.ask("How many loaves does a baker sell in a day who sells 24 in the morning and half as many in the afternoon?")
     done(reply)
     reply.get_by_text("Where the time went").click()
-    done(tab.ask("code"))
+    done(tab.ask("markdown"))
+    shoot("markdown", "dark", "light")
     done(tab.ask("x" * 200))
     tab.ask("break")
     expect(tab.page.get_by_role("alert")).to_be_visible()

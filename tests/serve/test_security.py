@@ -16,6 +16,7 @@ from live_server import Live, asked, serving, talker
 
 from paceline.config import read_api_keys
 from paceline.errors import ConfigError
+from paceline.serve.app import PAGES
 from paceline.serve.settings import ServeConfig, speculation
 
 
@@ -36,6 +37,13 @@ def test_keys_open_the_api() -> None:
         assert live.request("GET", "/v1/models")[0] == 401
         assert live.request("GET", "/nothing")[0] == 401
         assert [live.request("GET", path)[0] for path in ("/health", "/ready", "/version", "/openapi.json")] == [200] * 4
+        for path, file in PAGES.items():
+            status, body, headers = live.request("GET", path)
+            assert (status, body, headers["x-content-type-options"]) == (200, file.read_bytes(), "nosniff"), path
+            assert headers["content-security-policy"] == "frame-ancestors 'none'"
+            assert headers["content-type"].startswith({".js": "text/javascript", ".css": "text/css"}.get(file.suffix, "text/"))
+        for path in ("/page/", "/page/index.html", "/page/../app.py", "/page/%2e%2e/app.py", "/page/vendor/README.md"):
+            assert live.request("GET", path)[0] == 404, path
         assert set(live.seen.refusals) == {"invalid_api_key"}
 
 

@@ -258,8 +258,8 @@ def test_writers_share_a_folder(tmp_path: Path) -> None:
     [
         ({"sample": 0.0}, "above 0 and at most 1, not 0"),
         ({"sample": 1.5}, "at most 1, not 1.5"),
-        ({"max_bytes": 0}, "--trace-size"),
-        ({"max_days": float("nan")}, "--trace-days"),
+        ({"max_bytes": 0}, "max_bytes must be"),
+        ({"max_days": float("nan")}, "max_days must be"),
         ({"redact": ["("]}, "no regular expression"),
         ({"redact": ["x*"]}, "make it narrower"),
         ({"redact": [r"\w+"]}, "make it narrower"),

@@ -1,8 +1,7 @@
-"""The server when things go wrong: too many requests, clients that leave, an engine that fails, a signal."""
+"""The server under load: too many requests, clients that leave, bad requests, deadlines, a drain."""
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import threading
@@ -12,32 +11,15 @@ from typing import Any, cast
 import openai
 import pytest
 from doubles import ScriptedDrafter
-from live_server import Live, SlowTalker, asked, break_engine, serving, talker, wait_until
+from live_server import LONG, Live, SlowTalker, asked, in_engine, in_threads, serving, talker, wait_until
 from small_llm import fake_llm
 
 from paceline import SamplingParams
-from paceline.draft.base import NoDrafter
 from paceline.engine.engine import Engine
-from paceline.errors import ModelNotFoundError
 from paceline.serve.metrics import Metrics
 from paceline.serve.run import make_server
 from paceline.serve.settings import ServeConfig
 from paceline.serve.worker import EngineWorker
-
-LONG = {"max_tokens": 200, "temperature": 0}
-
-
-def in_threads(number: int, call: Any) -> list[threading.Thread]:
-    threads = [threading.Thread(target=call, args=(index,)) for index in range(number)]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def in_engine(live: Live, function: Any) -> Any:
-    """What a function returns that runs in the engine's thread."""
-    assert live._loop
-    return asyncio.run_coroutine_threadsafe(live.worker.call(function), live._loop).result(30)
 
 
 def test_greedy_answers_equal_the_offline_ones_in_company() -> None:
@@ -106,124 +88,6 @@ def test_one_that_leaves_while_waiting_leaves_no_trace() -> None:
         assert list(live.seen.outcomes) == ["abort", "abort"]
 
 
-def test_a_crash_is_told_and_survived() -> None:
-    with serving(talker(0.01)) as live:
-        stream = live.open_stream(asked(**LONG))
-        assert b"200 OK" in stream.recv(4096)
-        whole: list[Any] = []
-        waits = in_threads(1, lambda _: whole.append(live.post("/v1/chat/completions", asked(**LONG))))
-        wait_until(lambda: len(live.llm.engine.scheduler.running) == 2)
-        break_engine(live)
-        began = time.monotonic()
-        rest = b""
-        while piece := stream.recv(4096):
-            rest += piece
-            if b"[DONE]" in rest:
-                break
-        stream.close()
-        last = rest.split(b"data: ")[-2]
-        assert json.loads(last.split(b"\n\n")[0])["error"]["code"] == "engine_crashed"
-        waits[0].join()
-        status, body, _ = whole[0]
-        assert status == 500
-        assert body["error"]["type"] == "server_error"
-        assert "out of luck" not in json.dumps(body)
-        assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 200
-        assert time.monotonic() - began < 5
-        assert len(live.llms) == 2
-        assert live.seen.num_crashes == 1
-        wait_until(lambda: len(live.seen.outcomes) == 3)
-        assert live.seen.outcomes[:2] == ["error", "error"]
-        wait_until(live.is_idle)
-
-
-def test_a_crash_loses_what_had_begun_and_nothing_else() -> None:
-    """Rows for two of sixteen: the two are told, the others are answered by the next engine, in time and in their order."""
-    with serving(talker(0.005)) as live:
-        expected = live.post("/v1/chat/completions", asked(max_tokens=40, temperature=0))[1]["choices"][0]["message"]
-        whole: list[tuple[int, Any, float]] = []
-
-        def ask(number: int) -> None:
-            status, body, _ = live.post("/v1/chat/completions", asked(max_tokens=40, temperature=0))
-            whole.append((status, body, time.monotonic()))
-
-        threads = in_threads(16, ask)
-        wait_until(lambda: len(live.llm.engine.scheduler.running) == 2 and len(live.llm.engine.scheduler.waiting) == 14)
-        break_engine(live)
-        crashed = time.monotonic()
-        for thread in threads:
-            thread.join()
-        lost = [body for status, body, _ in whole if status == 500]
-        kept = [body for status, body, _ in whole if status == 200]
-        assert len(lost) == 2 and len(kept) == 14
-        assert {body["error"]["code"] for body in lost} == {"engine_crashed"}
-        assert all(body["choices"][0]["message"] == expected for body in kept)
-        assert min(when for status, _, when in whole if status == 200) - crashed < 5
-        assert live.seen.outcomes.count("error") == 2 and live.seen.num_crashes == 1
-        wait_until(live.is_idle)
-        live.llm.engine.check_integrity()
-
-
-def test_a_request_of_several_answers_is_lost_whole_when_one_had_begun() -> None:
-    with serving(talker(0.01)) as live:
-        whole: list[Any] = []
-        waits = in_threads(1, lambda _: whole.append(live.post("/v1/chat/completions", asked(**LONG, n=4))))
-        wait_until(lambda: len(live.llm.engine.scheduler.running) == 2 and len(live.llm.engine.scheduler.waiting) == 2)
-        break_engine(live)
-        waits[0].join()
-        assert whole[0][0] == 500 and whole[0][1]["error"]["code"] == "engine_crashed"
-        wait_until(lambda: live.seen.outcomes == ["error"] * 4)
-        wait_until(live.is_idle)
-
-
-def test_weights_that_served_long_are_kept_over_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.serve.worker.STEADY_SECONDS", 0.0)
-    with serving(talker()) as live:
-        before = live.post("/v1/chat/completions", asked(max_tokens=20, temperature=0))[1]["choices"]
-        engine = live.llm.engine
-        break_engine(live)
-        assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 500
-        assert live.post("/v1/chat/completions", asked(max_tokens=20, temperature=0))[1]["choices"] == before
-        assert len(live.llms) == 1
-        assert live.llm.engine is not engine
-        wait_until(live.is_idle)
-        live.llm.engine.check_integrity()
-
-
-@pytest.mark.parametrize(("steady_s", "num_loads"), [(0.0, 1), (60.0, 3)])
-def test_a_crash_forgets_no_swapped_drafter(monkeypatch: pytest.MonkeyPatch, steady_s: float, num_loads: int) -> None:
-    monkeypatch.setattr("paceline.serve.worker.STEADY_SECONDS", steady_s)
-    with serving(talker()) as live:
-        swapped = NoDrafter()
-        in_engine(live, lambda llm: llm.use_drafter(swapped))
-        for _ in range(2):
-            break_engine(live)
-            assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 500
-            assert live.post("/v1/chat/completions", asked(max_tokens=30))[0] == 200
-            assert live.llm.drafter is swapped
-            assert live.llm.engine.drafter is swapped
-        assert len(live.llms) == num_loads and live.seen.num_crashes == 2
-        wait_until(live.is_idle)
-        live.llm.engine.check_integrity()
-
-
-def test_a_swapped_drafter_that_cannot_be_used_again_does_not_end_the_server() -> None:
-    class Once(NoDrafter):
-        num_bound = 0
-
-        def bind(self, target: Any) -> None:
-            self.num_bound += 1
-            if self.num_bound > 1:
-                raise RuntimeError("only once")
-
-    with serving(talker()) as live:
-        in_engine(live, lambda llm: llm.use_drafter(Once()))
-        break_engine(live)
-        assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 500
-        assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 200
-        assert type(live.llm.drafter) is NoDrafter
-
-
 def test_the_first_token_is_no_draft_and_has_its_own_logprob() -> None:
     """Beside a running answer the first token and the round behind it come out of one step, in two chunks."""
     target = SlowTalker(0.005, num_rows=2, max_len=256)
@@ -244,39 +108,6 @@ def test_the_first_token_is_no_draft_and_has_its_own_logprob() -> None:
     assert drafted == [False, True, True, True, False, True, True, True, False]
     for chunk in chunks:
         assert len(chunk["choices"][0]["logprobs"]["content"]) == len(chunk["paceline"]["tokens"])
-
-
-def test_what_waits_during_a_restart_is_answered_afterwards() -> None:
-    made = []
-
-    def slowly() -> Any:
-        if made:
-            time.sleep(0.3)
-        made.append(talker()())
-        return made[-1]
-
-    with serving(slowly) as live:
-        break_engine(live)
-        assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 500
-        assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 200
-
-
-def test_a_server_that_cannot_recover_ends() -> None:
-    made: list[Any] = []
-
-    def once() -> Any:
-        if made:
-            raise ModelNotFoundError("gone")
-        made.append(talker()())
-        return made[-1]
-
-    with serving(once) as live:
-        break_engine(live)
-        assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 500
-        wait_until(lambda: live.worker.state == "failed")
-        assert live.request("GET", "/health")[0] == 503
-        status, body, _ = live.post("/v1/chat/completions", asked(max_tokens=3))
-        assert (status, body["error"]["code"]) == (503, "failed")
 
 
 def test_a_bad_request_found_late_harms_no_other() -> None:

@@ -35,11 +35,11 @@ def test_a_drafter_that_goes_token_by_token_is_read_for_each() -> None:
 @pytest.mark.parametrize(
     ("make", "remedy"),
     [
-        (lambda: CostsConfig(drafter_cost=-0.1), "--drafter-cost"),
-        (lambda: CostsConfig(drafter_cost=float("nan")), "--drafter-cost"),
-        (lambda: CostsConfig(block=0), "--block"),
-        (lambda: CostsConfig(drafter_params=0.0), "--drafter-params"),
-        (lambda: CostsConfig(drafter_params=float("nan")), "--drafter-params"),
+        (lambda: CostsConfig(drafter_cost=-0.1), "drafter_cost must be"),
+        (lambda: CostsConfig(drafter_cost=float("nan")), "drafter_cost must be"),
+        (lambda: CostsConfig(block=0), "block must be"),
+        (lambda: CostsConfig(drafter_params=0.0), "drafter_params must be"),
+        (lambda: CostsConfig(drafter_params=float("nan")), "drafter_params must be"),
     ],
 )
 def test_impossible_drafters(make: object, remedy: str) -> None:

@@ -133,7 +133,11 @@ def test_missing_formats_are_multiplied_wider_and_said_so() -> None:
 
 @pytest.mark.parametrize(
     ("options", "remedy"),
-    [({"num_gpus": 0}, "--gpus"), ({"expert_locality": 1.5}, "between 0"), ({"expert_locality": float("nan")}, "between 0")],
+    [
+        ({"num_gpus": 0}, "num_gpus must be"),
+        ({"expert_locality": 1.5}, "between 0"),
+        ({"expert_locality": float("nan")}, "between 0"),
+    ],
 )
 def test_impossible_deployments(options: dict[str, float], remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):

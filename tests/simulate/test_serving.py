@@ -71,6 +71,12 @@ CHUNKY = Costs(base_s=0.0, position_s=0.001, free=0, host_s=0.0)
 """A millisecond a position, nothing else."""
 
 
+class Adapting(Costs):
+    """Of an engine that shortens the chunks of a prompt beside running requests."""
+
+    prefill_adapts = True
+
+
 def jobs_of(number: int, prompt: int = 10, answer: int = 20, rate: float | None = None, seed: int = 0) -> list[Job]:
     jobs = [Job(0.0, prompt, answer)] * number
     return arriving(jobs, poisson(rate, number, seed)) if rate else jobs
@@ -157,7 +163,9 @@ def test_a_long_prompt_delays_the_others_by_a_chunk_at_a_time() -> None:
     jobs = [Job(0.0, 1, 200), Job(0.05, 100, 1)]
     chunked = run(jobs, costs=CHUNKY, server=ServerShape(prefill_chunk=10)).requests[0]
     whole = run(jobs, costs=CHUNKY, server=ServerShape(prefill_chunk=None)).requests[0]
-    fair = run(jobs, costs=CHUNKY, server=ServerShape(prefill_chunk=None, prefill_adapts=True)).requests[0]
+    fair = run(
+        jobs, costs=Adapting(base_s=0.0, position_s=0.001, free=0, host_s=0.0), server=ServerShape(prefill_chunk=None)
+    ).requests[0]
     longest = [
         max(later[0] - sooner[0] for sooner, later in zip(each.chunks[1:], each.chunks[2:], strict=False))
         for each in (chunked, whole, fair)

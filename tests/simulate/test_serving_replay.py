@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +19,21 @@ from paceline.bench.servers import _log, bench_serving
 from paceline.bench.serving import Answer, Contender, Pass, ServingBench
 from paceline.cli import app
 from paceline.errors import ConfigError
-from paceline.figures import Rounds
+from paceline.figures import Rounds, add_histograms
 from paceline.prompts import Prompt
 from paceline.runlog import RunFolder
-from paceline.simulate.costs import table_of
+from paceline.simulate.costs import StepCosts, table_of
 from paceline.simulate.load import Arrivals, arriving, poisson
-from paceline.simulate.replay import Recorded, compare, policy_for, read_passes, recorded_lookups, recorded_survival
-from paceline.simulate.serving import Case, Job, Lookups, Outcome, ServerShape
+from paceline.simulate.replay import (
+    Recorded,
+    compare,
+    own_costs,
+    policy_for,
+    read_passes,
+    recorded_lookups,
+    recorded_survival,
+)
+from paceline.simulate.serving import Case, Job, Lookups, Outcome, ServerShape, Simulation
 
 STEPS: dict[str, Any] = {
     "verify": [[rows, width, 0.010 + 0.0005 * rows * width] for rows in (1, 2, 4, 8) for width in range(1, 9)],
@@ -133,6 +142,108 @@ def test_the_simulator_agrees_with_itself(folder: Path) -> None:
     assert not any(each.is_within for each in wrong[:2]) and wrong[0].throughput_error < -0.2
 
 
+Step = tuple[str, float, float, float]
+
+
+class Weather(StepCosts):
+    """STEPS on a machine whose pace changes every 40 rounds; keeps what was taken, as a server's metrics do."""
+
+    host_s = STEPS["host_s"]
+
+    def __init__(self, paces: tuple[float, ...]) -> None:
+        self.paces, self.inner, self.num_rounds = paces, table_of(STEPS), 0
+        self.taken: dict[tuple[str, float], list[float]] = defaultdict(list)
+
+    @property
+    def steps(self) -> list[Step]:
+        return [(*key, len(times), sum(times)) for key, times in self.taken.items()]
+
+    def _taken(self, kind: str, size: float, seconds: float) -> float:
+        seconds *= self.paces[self.num_rounds // 40 % len(self.paces)]
+        self.taken[kind, round(size)].append(seconds)
+        self.taken["step", 1].append(seconds + self.host_s * (kind == "verify"))
+        return seconds
+
+    def verify_s(self, batch: float, positions: float, context: float) -> float:
+        self.num_rounds += 1
+        return self._taken("verify", batch * positions, self.inner.verify_s(batch, positions, context))
+
+    def draft_s(self, batch: float, num_drafted: int, context: float) -> float:
+        return self._taken("draft", batch * num_drafted, self.inner.draft_s(batch, num_drafted, context))
+
+    def prefill_s(self, tokens: int, context: int) -> float:
+        return self._taken("prefill", tokens, self.inner.prefill_s(tokens, context))
+
+
+def weathered(policy: str, number: int, *paces: float) -> Recorded:
+    """Repetition `number` of three in flight on such a machine."""
+    costs, load = Weather(paces), Arrivals(concurrency=3)
+    case = Case(JOBS, costs, ServerShape(), SURVIVAL, seed=number)
+    planner = case.planner(policy)
+    simulation = Simulation(case, planner, JOBS, load.concurrency)
+    costs.taken.clear()
+    outcome = simulation.run()
+    answers = answers_of(outcome)
+    histogram = add_histograms([each.accepted_histogram for each in answers])
+    rounds = Rounds(sum(histogram), sum(each.num_drafted or 0 for each in answers), tuple(histogram))
+    firsts = [each.first_token_s for each in outcome.requests]
+    speculate = "off" if policy == "off" else "full"
+    return Recorded(speculate, load, JOBS, outcome.wall_s, firsts, rounds, rounds, steps=costs.steps)
+
+
+def test_a_pace_that_changes_is_the_runs_own() -> None:
+    """A machine that is three times slower now and then, within passes and between them: the run's own step times say so, and
+    those of a quiet minute do not."""
+    paces = enumerate([(1.0,), (1.0, 3.0), (2.0, 3.0)])
+    passes = [weathered(policy, number, *pace) for number, pace in paces for policy in ("off", "7")]
+    off, full = compare(passes, None, ServerShape(), SURVIVAL)
+    assert len(off.errors) == len(full.errors) == 3
+    assert max(map(abs, off.errors + full.errors)) < 0.02, (off.errors, full.errors)
+    assert off.measured_tokens_per_s_range[1] > 2 * off.measured_tokens_per_s_range[0]
+    quiet = compare(passes, table_of(STEPS), ServerShape(), SURVIVAL)
+    assert all(each.throughput_error > 0.5 and not each.has_throughput for each in quiet)
+
+
+def test_own_times_leave_their_sum_as_it_was() -> None:
+    """Noise that makes a larger pass look faster is averaged away, not cut off; what a pass never did is taken from the run, at
+    the pass's own pace."""
+    common: list[Step] = [("verify", 1, 100, 1.0), ("verify", 2, 50, 0.4), ("verify", 4, 1, 0.4), ("prefill", 8, 2, 0.1)]
+    slow: list[Step] = [
+        ("verify", 1, 100, 3.0),
+        ("verify", 8, 100, 9.0),
+        ("draft", 6, 10, 0.6),
+        ("draft", 12, 10, 0.9),
+        ("prefill", 8, 2, 0.3),
+    ]
+    told = [[*common, ("step", 1, 151, 2.1)], [*slow, ("step", 1, 200, 14.3)]]
+    jobs = [Job(0.0, 8, 1), Job(0.0, 8, 1)]
+    passes = [Recorded("off", Arrivals(concurrency=1), jobs, 1.0, [0.1], Rounds(), Rounds(), steps=each) for each in told]
+    found = own_costs(passes)
+    for costs, own in zip(found, told, strict=True):
+        passed = [(size, count, seconds) for kind, size, count, seconds in own if kind == "verify"]
+        assert sum(count * costs.verify_s(1, size, 0) for size, count, _ in passed) == pytest.approx(sum(s for *_, s in passed))
+        times = [costs.verify_s(1, size, 0) for size in range(1, 100)]
+        assert times == pytest.approx(sorted(times)) and times[0] > 0
+    fast_costs, slow_costs = found
+    assert fast_costs.verify_s(1, 1, 0) == fast_costs.verify_s(1, 2, 0), (
+        "50 passes of two positions took less than those of one"
+    )
+    assert slow_costs.verify_s(8, 1, 0) == slow_costs.verify_s(1, 8, 0) > 2 * slow_costs.verify_s(1, 2, 0)
+    assert slow_costs.verify_s(1, 2, 0) > 1.5 * fast_costs.verify_s(1, 2, 0)
+    assert slow_costs.draft_s(2, 3, 0) == pytest.approx(0.06) and 0 < fast_costs.draft_s(2, 3, 0) < 0.06
+    assert (fast_costs.host_s, slow_costs.host_s) == (pytest.approx(0.2 / 151), pytest.approx(0.5 / 200))
+    assert fast_costs.prefill_s(8, 8) == pytest.approx(0.05) and slow_costs.prefill_s(8, 8) == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize(("prompt", "adapts"), [(8, False), (4, False), (16, False), (3, True)])
+def test_whether_chunks_adapt_is_seen_from_their_number(prompt: int, adapts: bool) -> None:
+    """Six chunks of at most eight tokens: more than these prompts need in whole chunks, or not."""
+    steps: list[Step] = [("verify", 1, 9, 0.1), ("prefill", 8, 2, 0.1), ("prefill", 3, 4, 0.1), ("step", 1, 9, 0.4)]
+    jobs = [Job(0.0, prompt, 1)] * (5 if adapts else 6)
+    recorded = Recorded("off", Arrivals(concurrency=1), jobs, 1.0, [0.1], Rounds(), Rounds(), steps=steps)
+    assert own_costs([recorded])[0].prefill_adapts is adapts
+
+
 def test_how_drafts_fared_is_read_from_the_pass_that_drafted_most(folder: Path) -> None:
     found = recorded_survival(read_passes(folder))
     assert len(found) == 7 and found == pytest.approx(SURVIVAL, abs=0.08)
@@ -211,6 +322,12 @@ def test_rounds_that_are_no_counts(tmp_path: Path, wrong: Any) -> None:
         read_passes(written(tmp_path, line_of(rounds_by_source=wrong)))
 
 
+@pytest.mark.parametrize("wrong", [3, ["verify", 1, 2], ["verify", 1, 2, "long"]])
+def test_times_that_are_no_times(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="run paceline bench serving again"):
+        read_passes(written(tmp_path, line_of(**ALL), line_of(steps=[wrong])))
+
+
 @pytest.mark.parametrize(
     ("speculate", "most", "policy"),
     [
@@ -278,6 +395,24 @@ def last_line(text: str) -> dict[str, Any]:
     return json.loads(text.splitlines()[-1])
 
 
+def test_a_run_with_its_own_times_needs_no_others(tmp_path: Path) -> None:
+    """The command takes them unless it is told of others; without them a replay with None is refused."""
+    with serving(talker()) as live:
+        config = ServingConfig(concurrencies=(2,), num_requests=6, max_tokens=20, repeat=2)
+        bench_serving(ServersConfig(url=live.url, speculate=("off",)), config, limit=2, out=tmp_path / "run")
+    line = last_line(run("--against", str(tmp_path / "run"), "--prefill-chunk", "16", "--json"))
+    assert line["kind"] == "own" and len(line["compared"][0]["errors"]) == 2
+    table = tmp_path / "steps.json"
+    table.write_text(json.dumps(STEPS))
+    assert last_line(run("--against", str(tmp_path / "run"), "--steps", str(table), "--json"))["kind"] == "measured"
+    passes = read_passes(tmp_path / "run")
+    for each in passes:
+        assert {kind for kind, *_ in each.steps} == {"verify", "prefill", "step"}
+        assert {size for kind, size, *_ in each.steps if kind == "verify"} <= {1.0, 2.0}, "passes without drafts"
+    with pytest.raises(ConfigError, match="or give --steps"):
+        own_costs([replace(each, steps=[]) for each in passes])
+
+
 def test_a_sweep_over_measured_steps(steps: Path, tmp_path: Path) -> None:
     words = ["--steps", str(steps), "--acceptance", "survival:.8,.6,.5", "--requests", "40", "--prompt-tokens", "10-50"]
     words += ["--answer-tokens", "lognormal:40,0.5", "--policy", "off,best,3", "--rate", "1,50", "--concurrency", "2", "--json"]
@@ -294,6 +429,7 @@ def test_a_sweep_over_measured_steps(steps: Path, tmp_path: Path) -> None:
     assert {"results.json", "report.md", "report.html", "config.json"} <= {file.name for file in (tmp_path / "run").iterdir()}
     page = (tmp_path / "run" / "report.html").read_text()
     assert page.count("<svg") == 8 and "saturated" in page
+    assert '<p class="verdict">With speculation an answer comes ' in page
 
 
 def test_usual_rates_reach_from_idle_to_too_much() -> None:
@@ -309,7 +445,8 @@ def test_replayed_against_a_run(steps: Path, folder: Path, tmp_path: Path) -> No
     line = last_line(run(*words, *given, "--json", "--out", str(tmp_path / "run")))
     assert line["num_within"] == len(line["compared"]) == 4
     assert max(abs(each["throughput_error"]) for each in line["compared"]) < 1e-6
-    assert (tmp_path / "run" / "report.html").read_text().count("<svg") == 2
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert page.count("<svg") == 2 and "at 4 of 4 loads: its other answers about this machine can be believed." in page
     recorded = last_line(run(*words, "--json"))
     assert recorded["survival"] == pytest.approx(SURVIVAL, abs=0.08) and recorded["num_within"] >= 2
 

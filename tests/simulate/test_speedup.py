@@ -81,10 +81,10 @@ def test_a_table_takes_the_place_of_the_roofline() -> None:
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
-        ({"batch": 0}, "--batch"),
-        ({"context": 0}, "--context"),
-        ({"max_draft": -1}, "--max-draft"),
-        ({"max_draft": 9999}, "--max"),
+        ({"batch": 0}, "batch must be"),
+        ({"context": 0}, "context must be"),
+        ({"max_draft": -1}, "max_draft must be"),
+        ({"max_draft": 9999}, "between 0 and 1024"),
     ],
 )
 def test_impossible_loads(options: dict[str, int], remedy: str) -> None:

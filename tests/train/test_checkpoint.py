@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,19 @@ def run(one: Trainer, last: int | None = None) -> dict[int, float]:
     with contextlib.suppress(Killed):
         one.run(hear)
     return objectives
+
+
+@pytest.fixture(scope="module")
+def _stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stopped")
+    run(trainer(folder, config(checkpoint_minutes=EVERY_STEP)), last=3)
+    return folder
+
+
+@pytest.fixture
+def stopped(_stopped: Path, tmp_path: Path) -> Path:
+    """A folder of a run that was killed in step 3."""
+    return Path(shutil.copytree(_stopped, tmp_path, dirs_exist_ok=True))
 
 
 @pytest.mark.parametrize(
@@ -89,36 +103,32 @@ def test_every_checkpoint_is_a_drafter(tmp_path: Path) -> None:
         ({"max_steps": None}, "max_steps: 8 there, None now"),
     ],
 )
-def test_other_settings_are_refused_and_shown(tmp_path: Path, changes: dict[str, Any], difference: str) -> None:
-    run(trainer(tmp_path, config(checkpoint_minutes=EVERY_STEP)), last=3)
+def test_other_settings_are_refused_and_shown(stopped: Path, changes: dict[str, Any], difference: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"begun with other settings \({difference}\): use the same, or another --out.*--init"
     ):
-        trainer(tmp_path, config(**changes)).resume()
+        trainer(stopped, config(**changes)).resume()
 
 
-def test_other_documents_of_the_same_number_are_refused(tmp_path: Path) -> None:
+def test_other_documents_of_the_same_number_are_refused(stopped: Path) -> None:
     """Resumed, the data position would point into another order of other texts."""
-    run(trainer(tmp_path, config(checkpoint_minutes=EVERY_STEP)), last=3)
-    again = trainer(tmp_path, config(checkpoint_minutes=EVERY_STEP))
+    again = trainer(stopped, config(checkpoint_minutes=EVERY_STEP))
     again.corpus.train[4] = replace(again.corpus.train[4], key="another@0/0")
     with pytest.raises(ConfigError, match=r"begun with other settings \(documents"):
         again.resume()
 
 
-def test_settings_that_decide_nothing_may_change(tmp_path: Path) -> None:
-    run(trainer(tmp_path, config(checkpoint_minutes=EVERY_STEP)), last=3)
-    assert trainer(tmp_path, config(checkpoint_minutes=7.0, heldout_every=3)).resume()
+def test_settings_that_decide_nothing_may_change(stopped: Path) -> None:
+    assert trainer(stopped, config(checkpoint_minutes=7.0, heldout_every=3)).resume()
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimiser.safetensors", "trainer.json", "config.json"])
 @pytest.mark.parametrize("kept", [0, 40])
-def test_a_cut_checkpoint_is_named_with_the_remedy(tmp_path: Path, file: str, kept: int) -> None:
-    run(trainer(tmp_path, config(checkpoint_minutes=EVERY_STEP)), last=3)
-    path = tmp_path / "step-000002" / file
+def test_a_cut_checkpoint_is_named_with_the_remedy(stopped: Path, file: str, kept: int) -> None:
+    path = stopped / "step-000002" / file
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(CacheError, match=f"step-000002.*: delete {tmp_path} to start again"):
-        trainer(tmp_path, config()).resume()
+    with pytest.raises(CacheError, match=f"step-000002.*: delete {stopped} to start again"):
+        trainer(stopped, config()).resume()
 
 
 @pytest.mark.parametrize("fails", ["save_file", "write_checkpoint", "Path.rename"])

@@ -127,7 +127,8 @@ class TestEnds:
         assert [path.name for path in tmp_path.iterdir()] == ["step-000001"], "its end is kept"
 
     def test_the_learning_rate_warms_up_and_falls(self, tmp_path: Path) -> None:
-        rates = [each["lr"] for each in steps_of(trainer(tmp_path, config(max_steps=50, optim=OptimConfig(lr=1e-3))))]
+        settings = config(max_steps=50, blocks_per_step=1, optim=OptimConfig(lr=1e-3))
+        rates = [each["lr"] for each in steps_of(trainer(tmp_path, settings))]
         assert rates[0] == pytest.approx(1e-5) and rates[1] == pytest.approx(5e-4) and rates[2] == pytest.approx(1e-3)
         assert rates[2:] == sorted(rates[2:], reverse=True)
         assert learning_rate_share(1.0) == pytest.approx(0.05) and learning_rate_share(0.52) == pytest.approx(0.525)

@@ -1,7 +1,7 @@
 """Losslessness, the whole way: rounds follow rounds until three tokens stand, and the text must be distributed as the target's.
 
 By enumeration: every draft and every outcome, in float64. Target and drafter are tables that depend on the whole context. The
-proof by chance, through the engine and the real streams of random numbers, is in tests/engine/test_engine.py.
+proof by chance, through the engine and the real streams of random numbers, is in tests/engine/test_distribution.py.
 """
 
 from __future__ import annotations

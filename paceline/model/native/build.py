@@ -37,8 +37,11 @@ INSTRUCTION_SETS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": AVX512,
     "avx512bf16": (*AVX512, "-mavx512bf16"),
+    "neon": (),
+    "dotprod": ("-march=armv8.2-a+dotprod",),
+    "i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
 }
-"""Flags of kernels_<name>.cpp, oldest first. PN_HAS_<NAME> tells the other files that it was compiled."""
+"""Flags of kernels_<name>.cpp, oldest first, x86 and ARM. PN_HAS_<NAME> tells the other files that it was compiled."""
 EXTRAS = {"avxvnni": ("avx2", ()), "amx": ("avx512bf16", ("-mamx-tile", "-mamx-int8"))}
 """Within the file of another instruction set, where compiler and assembler know them: that set, and more flags for it."""
 
@@ -60,6 +63,15 @@ __m512 dot(__m512 sum, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(sum, a,
     "avx512": """#include <immintrin.h>
 __m512i dot(__m512i sum, __m512i a, __m512i b) { return _mm512_dpbusd_epi32(sum, a, _mm512_add_epi8(a, b)); }
 __m256 low(__m512 a, __m256 b) { return _mm256_mask_add_ps(_mm512_extractf32x8_ps(a, 1), 7, b, b); }
+""",
+    "neon": """#include <arm_neon.h>
+uint16_t probe(uint16x8_t a) { return vmaxvq_u16(a); }
+""",
+    "dotprod": """#include <arm_neon.h>
+int32x4_t probe(int32x4_t sum, int8x16_t a, int8x16_t b) { return vdotq_laneq_s32(sum, a, b, 1); }
+""",
+    "i8mm": """#include <arm_neon.h>
+int32x4_t probe(int32x4_t sum, uint8x16_t a, int8x16_t b) { return vusmmlaq_s32(sum, a, b); }
 """,
     "link": "#include <string>\nstd::string probe(const char* text) { return text; }\n",
 }

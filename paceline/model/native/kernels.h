@@ -102,8 +102,15 @@ const Kernels* avx512bf16_kernels(int dtype);
 const Kernels* avx512_kernels(int dtype);
 const Kernels* avxvnni_kernels(int dtype);
 const Kernels* avx2_kernels(int dtype);
+const Kernels* i8mm_kernels(int dtype);
+const Kernels* dotprod_kernels(int dtype);
+const Kernels* neon_kernels(int dtype);
 const Kernels* portable_kernels(int dtype);
 const Kernels* emulated_tiles_kernels(int dtype);    // avx512, with tiles in plain C++: slow, to be tested
 const Kernels* emulated_avxvnni_kernels(int dtype);  // avx2, with byte dot products by other instructions: to be tested
+
+// Of an ARM processor; false on others.
+bool has_dotprod();
+bool has_i8mm();
 
 }  // namespace pn

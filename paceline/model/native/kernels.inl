@@ -37,7 +37,11 @@ inline float sum_of(vf value) {  // one fixed tree
 struct LaneSum {
     vf lanes[kWide / kWidth] = {};
     vf& at(int index) { return lanes[index / kWidth % (kWide / kWidth)]; }
-    float total() const { return sum_of(kWidth == kWide ? lanes[0] : lanes[0] + lanes[kWide / kWidth - 1]); }
+    float total() {
+        for (int half = kWide / kWidth / 2; half > 0; half /= 2)
+            for (int index = 0; index < half; ++index) lanes[index] += lanes[index + half];
+        return sum_of(lanes[0]);
+    }
 };
 
 inline float max_of(vf value) {

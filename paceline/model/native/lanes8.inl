@@ -1,20 +1,22 @@
-// Products over vectors of eight lanes, by the compiler's vector extension; the including unit defines `vf fma(vf, vf, vf)`.
+// Products over vectors of eight lanes, or of four that have the bits of eight, by the compiler's vector extension; the including
+// unit defines `vf fma(vf, vf, vf)`.
 
 namespace pn {
 namespace {
 
-constexpr int kMaxTile = 2;  // 8 sums, 4 weights, 1 activation: of 16 registers
+constexpr int kMaxTile = 2;         // 8 sums, 4 weights, 1 activation: of 16 registers, or twice as many of half the width
+constexpr int kParts = 8 / kWidth;  // vectors of a sum
 
 inline vf widen(const bfloat* from) {
-    Lanes<8>::Halves halves;
+    Lanes<kWidth>::Halves halves;
     __builtin_memcpy(&halves, from, sizeof halves);
-    const Lanes<8>::Words words = __builtin_convertvector(halves, Lanes<8>::Words) << 16;
+    const Lanes<kWidth>::Words words = __builtin_convertvector(halves, Lanes<kWidth>::Words) << 16;
     vf value;
     __builtin_memcpy(&value, &words, sizeof value);
     return value;
 }
 
-inline void narrow(bfloat* to, vf value) { narrow_lanes<8>(to, value); }
+inline void narrow(bfloat* to, vf value) { narrow_lanes<kWidth>(to, value); }
 
 inline vf fetch(const float* from) {
     vf value;
@@ -23,36 +25,39 @@ inline vf fetch(const float* from) {
 }
 inline vf fetch(const bfloat* from) { return widen(from); }
 
-inline float total(vf value) {
+inline float total(const vf (&sum)[kParts]) {
     float lanes[8];
-    __builtin_memcpy(lanes, &value, sizeof value);
+    __builtin_memcpy(lanes, sum, sizeof lanes);
     return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
 }
 
 template <int Rows, class T>
 inline void tile(const T* weights, int64_t row_stride, int64_t block_stride, int num_blocks, const T* x, int64_t ldx,
                  float (*sums)[kGroup], unsigned ahead) {
-    vf acc[Rows][kGroup];
-    each<Rows>([&](auto row) { each<kGroup>([&](auto lane) { acc[row][lane] = vf{}; }); });
+    vf acc[Rows][kGroup][kParts];
+    each<Rows>(
+        [&](auto row) { each<kGroup>([&](auto lane) { each<kParts>([&](auto part) { acc[row][lane][part] = vf{}; }); }); });
     for (int block = 0; block < num_blocks; ++block, weights += block_stride, x += kBlock)
-        for (int part = 0; part < kBlock; part += kWidth) {
-            vf weight[kGroup];
-            each<kGroup>([&](auto lane) {
-                weight[lane] = fetch(weights + lane * row_stride + part);
-                if (ahead >> lane & 1)
-                    __builtin_prefetch(reinterpret_cast<const uint8_t*>(weights + lane * row_stride + part) + kAhead);
+        for (int first = 0; first < kBlock; first += 8)
+            each<kParts>([&](auto part) {
+                const int at = first + part * kWidth;
+                vf weight[kGroup];
+                each<kGroup>([&](auto lane) {
+                    weight[lane] = fetch(weights + lane * row_stride + at);
+                    if (ahead >> lane & 1)
+                        __builtin_prefetch(reinterpret_cast<const uint8_t*>(weights + lane * row_stride + at) + kAhead);
+                });
+                each<Rows>([&](auto row) {
+                    const vf value = fetch(x + row * ldx + at);
+                    each<kGroup>([&](auto lane) { acc[row][lane][part] = fma(value, weight[lane], acc[row][lane][part]); });
+                });
             });
-            each<Rows>([&](auto row) {
-                const vf value = fetch(x + row * ldx + part);
-                each<kGroup>([&](auto lane) { acc[row][lane] = fma(value, weight[lane], acc[row][lane]); });
-            });
-        }
     each<Rows>([&](auto row) { each<kGroup>([&](auto lane) { sums[row][lane] = total(acc[row][lane]); }); });
 }
 
-// Both elements of eight neighbouring pairs of bfloat16.
+// Both elements of neighbouring pairs of bfloat16.
 inline vf first_of(const bfloat* pairs) {
-    Lanes<8>::Words words;
+    Lanes<kWidth>::Words words;
     __builtin_memcpy(&words, pairs, sizeof words);
     words <<= 16;
     vf value;
@@ -60,7 +65,7 @@ inline vf first_of(const bfloat* pairs) {
     return value;
 }
 inline vf second_of(const bfloat* pairs) {
-    Lanes<8>::Words words;
+    Lanes<kWidth>::Words words;
     __builtin_memcpy(&words, pairs, sizeof words);
     words &= 0xffff0000u;
     vf value;
@@ -79,18 +84,20 @@ inline vf add_pairs(vf sum, const float* values, const float* factor) { return f
 template <int Rows, class T>
 inline void score_keys(const T* keys, const T* query, int64_t stride, int padded, float scale, float* out, int64_t ldout) {
     constexpr int together = kTogether<T>;
-    for (int part = 0; part < kKeys; part += kWidth) {
-        vf sums[Rows];
-        each<Rows>([&](auto row) { sums[row] = vf{}; });
-        for (int at = 0; at < padded; at += together)
-            each<Rows>([&](auto row) {
-                sums[row] = add_pairs(sums[row], keys + at * kKeys + part * together, query + row * stride + at);
-            });
+    vf sums[Rows][kKeys / kWidth];
+    each<Rows>([&](auto row) { each<kKeys / kWidth>([&](auto part) { sums[row][part] = vf{}; }); });
+    for (int at = 0; at < padded; at += together, keys += kKeys * together)
         each<Rows>([&](auto row) {
-            const vf scaled = sums[row] * scale;
-            __builtin_memcpy(out + row * ldout + part, &scaled, sizeof scaled);
+            each<kKeys / kWidth>([&](auto part) {
+                sums[row][part] = add_pairs(sums[row][part], keys + part * kWidth * together, query + row * stride + at);
+            });
         });
-    }
+    each<Rows>([&](auto row) {
+        each<kKeys / kWidth>([&](auto part) {
+            const vf scaled = sums[row][part] * scale;
+            __builtin_memcpy(out + row * ldout + part * kWidth, &scaled, sizeof scaled);
+        });
+    });
 }
 
 template <int Rows, class T>

@@ -16,8 +16,14 @@ namespace {
 
 // Between passes the host works for some tens of microseconds: a worker that slept would cost as much to wake.
 constexpr auto kSpin = std::chrono::microseconds(300);
-// A barrier is a matter of less than a microsecond unless a core was taken away; then it is better to let others run.
-constexpr int kSpinsBeforeYield = 20000;
+// A barrier is a matter of less than a microsecond unless another program has the core of a thread that is waited for; then it
+// gets there sooner when this core is given away, and where nobody wants it that costs no more than a pause.
+constexpr int kSpinsBeforeYield = 200;
+
+void wait_a_little(int spins) {
+    if (spins < kSpinsBeforeYield) PN_PAUSE();
+    else std::this_thread::yield();
+}
 
 }  // namespace
 
@@ -59,10 +65,7 @@ void Pool::run(Job job, void* context) {
         wake_.notify_all();
     }
     job(context, 0);
-    for (int spins = 0; running_.load(std::memory_order_acquire) > 0; ++spins) {
-        if (spins < kSpinsBeforeYield) PN_PAUSE();
-        else std::this_thread::yield();
-    }
+    for (int spins = 0; running_.load(std::memory_order_acquire) > 0; ++spins) wait_a_little(spins);
 }
 
 void Pool::barrier() {
@@ -73,16 +76,13 @@ void Pool::barrier() {
         phase_.store(phase + 1, std::memory_order_release);
         return;
     }
-    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
-        if (spins < kSpinsBeforeYield) PN_PAUSE();
-        else std::this_thread::yield();
-    }
+    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) wait_a_little(spins);
 }
 
 void Pool::wait_for_job(unsigned seen) {
     const auto until = std::chrono::steady_clock::now() + kSpin;
     for (int spins = 1; generation_.load(std::memory_order_acquire) == seen; ++spins) {
-        PN_PAUSE();
+        wait_a_little(spins);
         if (spins % 64 == 0 && std::chrono::steady_clock::now() > until) {
             std::unique_lock<std::mutex> lock(mutex_);
             sleeping_.fetch_add(1);

@@ -1,7 +1,7 @@
 // What all models share: the pool, the instruction set, the last error.
 #include <unistd.h>
 
-#ifdef PN_HAS_AMX
+#if defined(PN_HAS_AMX) && defined(__linux__)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #endif
@@ -35,7 +35,9 @@ struct InstructionSet {
     const Kernels* (*kernels)(int dtype);
 };
 
-#ifdef PN_HAS_AMX
+#if defined(PN_HAS_AMX) && !defined(__linux__)
+bool has_amx() { return false; }  // nobody knows how to ask for them
+#elif defined(PN_HAS_AMX)
 // Whether the processor has tiles of bytes and the kernel lets this process use them.
 bool has_amx() {
     unsigned a = 0, b = 0, c = 0, d = 0;
@@ -78,6 +80,15 @@ const std::vector<InstructionSet>& instruction_sets() {
         sets.push_back({"avxvnni", has_avx2 && has_avxvnni(), avxvnni_kernels});
 #endif
         sets.push_back({"avx2", has_avx2, avx2_kernels});
+#endif
+#ifdef PN_HAS_I8MM
+        sets.push_back({"i8mm", has_i8mm(), i8mm_kernels});
+#endif
+#ifdef PN_HAS_DOTPROD
+        sets.push_back({"dotprod", has_dotprod(), dotprod_kernels});
+#endif
+#ifdef PN_HAS_NEON
+        sets.push_back({"neon", true, neon_kernels});
 #endif
         sets.push_back({"portable", true, portable_kernels});
 #ifdef PN_HAS_AVX512

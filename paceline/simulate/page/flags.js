@@ -1,8 +1,8 @@
 // Server flags that realise a prediction, as paceline.simulate.answer writes them, and the command that predicts the same.
 
-export const METHODS = ["dflash", "mtp", "eagle3", "draft-model", "ngram"];
-export const PLACEHOLDER = "YOUR-DRAFTER";
-const SGLANG_NAMES = { dflash: "DFLASH", mtp: "EAGLE", eagle3: "EAGLE3", "draft-model": "STANDALONE", ngram: "NGRAM" };
+import FLAGS from "../flags.json" with { type: "json" };
+
+export const METHODS = Object.keys(FLAGS.methods), PLACEHOLDER = FLAGS.placeholder;
 
 /** A word as a POSIX shell reads it back. */
 export function quoted(word) {
@@ -12,36 +12,20 @@ export function quoted(word) {
 
 const joined = (words) => words.map(quoted).join(" ");
 
+/** A text with its {names} filled in. */
+export const filled = (text, values) => text.replace(/\{(\w+)\}/g, (_, name) => values[name]);
+
 /** {paceline, vllm, sglang} of {model, method, drafter, num_drafted, batch, num_gpus, has_8bit_cache}; 0 drafts decode plainly. */
-export const serverFlags = (serving) => ({ paceline: paceline(serving), vllm: vllm(serving), sglang: sglang(serving) });
-
-function paceline({ model, method, drafter, num_drafted, batch }) {
-  const words = ["paceline", "serve", "--model", model, "--max-batch", batch];
-  if (num_drafted === 0) return joined([...words, "--drafter", "none"]);
-  if (method === "mtp" || method === "eagle3") return `# paceline serves no ${method} drafter: train a DFlash one with paceline train`;
-  return joined([...words, "--drafter", method === "ngram" ? "ngram" : drafter, "--num-drafted", num_drafted, "--speculate", "full"]);
-}
-
-function vllm({ model, method, drafter, num_drafted, batch, num_gpus, has_8bit_cache }) {
-  const words = ["vllm", "serve", model, "--max-num-seqs", batch, ...(num_gpus > 1 ? ["--tensor-parallel-size", num_gpus] : []),
-    ...(has_8bit_cache ? ["--kv-cache-dtype", "fp8"] : [])];
-  if (num_drafted === 0) return joined(words);
-  const config = [["method", method.replace("-", "_")]];
-  if (["dflash", "eagle3", "draft-model"].includes(method)) config.push(["model", drafter]);
-  config.push(["num_speculative_tokens", num_drafted]);
-  if (method === "ngram") config.push(["prompt_lookup_max", 4]);
-  const json = config.map(([key, value]) => `${JSON.stringify(key)}: ${JSON.stringify(value)}`).join(", ");
-  return joined([...words, "--speculative-config", `{${json}}`]);
-}
-
-function sglang({ model, method, drafter, num_drafted, batch, num_gpus, has_8bit_cache }) {
-  const words = ["python", "-m", "sglang.launch_server", "--model-path", model, "--max-running-requests", batch,
-    ...(num_gpus > 1 ? ["--tp-size", num_gpus] : []), ...(has_8bit_cache ? ["--kv-cache-dtype", "fp8_e4m3"] : [])];
-  if (num_drafted === 0) return joined(words);
-  words.push("--speculative-algorithm", SGLANG_NAMES[method]);
-  if (["dflash", "eagle3", "draft-model"].includes(method)) words.push("--speculative-draft-model-path", drafter);
-  if (["mtp", "eagle3", "draft-model"].includes(method)) words.push("--speculative-num-steps", num_drafted, "--speculative-eagle-topk", 1);
-  return joined([...words, "--speculative-num-draft-tokens", num_drafted + 1]);
+export function serverFlags(serving) {
+  const { drafter, num_drafted, num_gpus, has_8bit_cache } = serving, method = FLAGS.methods[serving.method], drafts = num_drafted > 0;
+  const config = { method: method.vllm, ...(method.model && { model: drafter }), num_speculative_tokens: num_drafted, ...method.vllm_more };
+  const json = Object.entries(config).map(([key, value]) => `${JSON.stringify(key)}: ${JSON.stringify(value)}`).join(", ");
+  const values = { ...serving, block: num_drafted + 1, sglang: method.sglang, vllm_config: `{${json}}`, own_drafter: filled(method.paceline ?? "", { drafter }) };
+  const facts = { "": true, plain: !drafts, drafts, gpus: num_gpus > 1, "8bit_cache": has_8bit_cache, model: drafts && method.model, steps: drafts && method.steps };
+  const commands = Object.entries(FLAGS.servers).map(([server, lines]) =>
+    [server, joined(lines.flatMap(([fact, words]) => (facts[fact] ? words.map((word) => filled(word, values)) : [])))]);
+  const unserved = drafts && method.paceline === null ? { paceline: filled(FLAGS.unserved, { method: serving.method }) } : {};
+  return { ...Object.fromEntries(commands), ...unserved };
 }
 
 /** The command that gives the same figures; `told`: its acceptance. A pasted config.json is expected in the file of that name. */

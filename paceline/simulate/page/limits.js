@@ -1,10 +1,8 @@
 // What a prediction takes for granted: the sentences are those of limits.json, the conditions those of paceline.simulate.limits.
+import { filled } from "./flags.js";
 import { arithmetic } from "./formulas.js";
 
 const sixDigits = (value) => String(Number(value.toPrecision(6)));
-
-/** A sentence with its {names} filled in. */
-const filled = (text, values) => text.replace(/\{(\w+)\}/g, (_, name) => values[name]);
 
 /** Formats that the machine multiplies in a wider one. */
 function rateLimits(shape, { precisions, machine }, texts) {

@@ -6,28 +6,15 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_builtin import raising
 
 from paceline import hub
 from paceline.errors import CacheError, DownloadError, ModelNotFoundError
 from paceline.hub import resolve
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of its own for each test."""
-    monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
-
-
-def raising(error: BaseException) -> Callable[..., Any]:
-    def refuse(*_: object, **__: object) -> Any:
-        raise error
-
-    return refuse
 
 
 def hub_errors() -> list[tuple[Exception, type[Exception]]]:

@@ -1,0 +1,123 @@
+"""DFlash checkpoints: what is written, what is read, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_dflash import HIDDEN, VOCAB, network, raw_config, tiny_target
+
+from paceline.draft.checkpoint import DFlashConfig, default_layer_ids, new_config
+from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
+from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError
+
+
+def test_checkpoint_goes_round_unchanged(tmp_path: Path) -> None:
+    raw = raw_config(note={"kept": [1, None]}, is_causal=False)
+    state = {name: tensor.bfloat16() for name, tensor in network(raw).state_dict().items()}
+    drafter = DFlashDrafter(DFlashNetwork.of(DFlashConfig.from_json(raw), state))
+    drafter.save(tmp_path / "first")
+    again = DFlashDrafter.from_folder(tmp_path / "first", num_drafted=2)
+    again.save(tmp_path / "second")
+    again.save(tmp_path / "first")  # over itself, while its weights are mapped
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+    assert json.loads((tmp_path / "second" / "config.json").read_text()) == raw
+    assert all(torch.equal(tensor, state[name]) for name, tensor in again.network.state_dict().items())
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["first", "second"]
+
+
+def test_sharded_checkpoint(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    raw, state = raw_config(), network(raw_config()).state_dict()
+    names, weight_map = list(state), {}
+    for shard, part in enumerate((names[:5], names[5:])):
+        file = f"model-{shard}.safetensors"
+        save_file({name: state[name] for name in part}, tmp_path / file)
+        weight_map |= dict.fromkeys(part, file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    loaded = DFlashDrafter.from_folder(tmp_path).network.state_dict()
+    assert all(torch.equal(loaded[name], state[name]) for name in names)
+
+
+def test_tensor_names_are_those_of_the_format() -> None:
+    names = set(network(new_config(HIDDEN, VOCAB, 36, num_layers=5, head_dim=8)).state_dict())
+    assert len(names) == 58
+    assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.4.self_attn.k_norm.weight"} <= names
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"hidden_size": 64}, "hidden size: the drafter says 64, the target has 32"),
+        ({"vocab_size": 12}, "vocabulary: the drafter says 12, the target has 11"),
+        ({"num_target_layers": 7}, "target layers: the drafter says 7, the target has 6"),
+        ({"dflash_config": {"mask_token_id": 11, "target_layer_ids": [1]}}, "mask token: the drafter says 11"),
+        ({"dflash_config": {"mask_token_id": 10, "target_layer_ids": [1, 6]}}, r"tapped layers: the drafter says \[6\]"),
+    ],
+)
+def test_a_drafter_for_another_target_is_refused(keys: dict[str, Any], message: str) -> None:
+    target = tiny_target()
+    drafter = DFlashDrafter(DFlashNetwork.random(DFlashConfig.from_json(raw_config() | keys)))
+    with pytest.raises(DrafterMismatchError, match=message):
+        drafter.bind(target)
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ({"speculators_model_type": "dflash"}, UnsupportedModelError),
+        ({"architectures": ["DFlash2DraftModel"]}, UnsupportedModelError),
+        ({"layer_types": ["full_attention"]}, ModelFileError),
+        ({"dflash_config": {"target_layer_ids": [1]}}, ModelFileError),
+        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 1]}}, ModelFileError),
+        ({"block_size": 1}, ModelFileError),
+        ({"hidden_size": None}, ModelFileError),
+    ],
+)
+def test_configs_we_do_not_understand(keys: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        DFlashConfig.from_json(raw_config() | keys)
+
+
+def test_settings_come_from_dflash_config_first() -> None:
+    raw = raw_config(output_multiplier=2.0, input_embedding_scale=3.0)
+    raw["dflash_config"] |= {"block_size": 5, "output_multiplier": 4.0}
+    config = DFlashConfig.from_json(raw)
+    assert (config.block_size, config.output_multiplier, config.input_embedding_scale) == (5, 4.0, 3.0)
+    raw["dflash_config"].pop("target_layer_ids")
+    assert config.target_layer_ids == DFlashConfig.from_json(raw | {"num_target_layers": 6}).target_layer_ids
+    assert default_layer_ids(36, 5) == [1, 9, 17, 25, 33] and default_layer_ids(30, 1) == [15]
+
+
+def test_weights_that_do_not_fit_are_named() -> None:
+    raw = raw_config()
+    state = network(raw).state_dict()
+    with pytest.raises(ModelFileError, match="layers.0.input_layernorm.weight"):
+        DFlashNetwork.of(
+            DFlashConfig.from_json(raw), {k: v for k, v in state.items() if k != "layers.0.input_layernorm.weight"}
+        )
+    with pytest.raises(ModelFileError, match="extra"):
+        DFlashNetwork.of(DFlashConfig.from_json(raw), {**state, "extra": torch.zeros(1)})
+
+
+def test_num_drafted_beyond_the_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match="0 to 7"):
+        DFlashDrafter(network(raw_config()), num_drafted=8)
+
+
+def test_a_draft_vocabulary_is_kept_beside_the_checkpoint(tmp_path: Path) -> None:
+    ids, folder = torch.tensor([1, 4, 5, 9]), tmp_path / "drafter"
+    DFlashDrafter(network(raw_config()), draft_ids=ids).save(folder)
+    again = DFlashDrafter.from_folder(folder)
+    assert again.draft_ids is not None and again.draft_ids.tolist() == ids.tolist()
+    DFlashDrafter(network(raw_config())).save(folder)
+    assert DFlashDrafter.from_folder(folder).draft_ids is None, "another drafter's tokens must not stay"
+    (folder / "draft_ids.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ModelFileError, match="delete it"):
+        DFlashDrafter.from_folder(folder)

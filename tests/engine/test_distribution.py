@@ -1,0 +1,129 @@
+"""Sampled answers have the target's distribution, whatever drafts and whichever rule: by chi-square tests that see mistakes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
+from engine_runs import drafters, run
+from scipy.stats import chisquare
+
+from paceline.draft.base import Drafter
+from paceline.engine.engine import Engine
+from paceline.engine.round import RuleJudge
+from paceline.model.logits import penalise, sample, target_probs
+from paceline.types import SamplingParams
+from paceline.verify import rules
+from paceline.verify.rules import RULES, CheckedRow, RowVerdict, Rule, Uniforms
+
+
+def exact_distribution(
+    target: FakeTarget, prompt: list[int], params: SamplingParams, depth: int
+) -> dict[tuple[int, ...], float]:
+    """Probability of every answer of `depth` tokens, by enumeration."""
+    answers: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(depth):
+        longer = {}
+        for answer, mass in answers.items():
+            tokens = prompt + list(answer)
+            logits = penalise(target.logits_after(tokens)[None].clone(), params, tokens, Counter(answer), [])
+            for token, share in enumerate(target_probs(logits, params)[0].tolist()):
+                if share > 0:
+                    longer[(*answer, token)] = mass * share
+        answers = longer
+    return answers
+
+
+def chance_of(
+    target: FakeTarget,
+    drafter: Drafter | None,
+    rule: Rule,
+    shape: dict[str, float],
+    num_tokens: int = 3,
+    num_samples: int = 1500,
+) -> float:
+    """The chi-square test's p-value of answers of a few tokens against the target's distribution."""
+    engine = Engine(target, ByteTokenizer(), drafter, judge=RuleJudge(rule))
+    params = [SamplingParams(**shape, seed=seed, max_tokens=num_tokens) for seed in range(num_samples)]  # pyright: ignore[reportArgumentType]
+    counts = Counter(tuple(seq.output_ids) for seq in run(engine, [[1, 2]] * num_samples, params))
+    expected = exact_distribution(target, [1, 2], params[0], num_tokens)
+    assert set(counts) <= set(expected)
+    common = [answer for answer, mass in expected.items() if mass * num_samples >= 5]
+    observed = [counts[answer] for answer in common]
+    masses = [expected[answer] * num_samples for answer in common]
+    rest = num_samples - sum(masses)
+    if rest > 1:
+        observed, masses = [*observed, num_samples - sum(observed)], [*masses, rest]
+    scale = num_samples / sum(masses)
+    return float(chisquare(observed, [mass * scale for mass in masses]).pvalue)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("sometimes", "match"),
+        ("sometimes", "rejection"),
+        ("sometimes, with probabilities", "rejection"),
+        ("sometimes, with probabilities", "block"),
+        ("adversarial", "auto"),
+        ("adversarial", "rejection"),
+    ],
+)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_p": 0.9, "min_p": 0.05},
+        {"temperature": 1.2, "top_k": 4, "presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.3},
+    ],
+    ids=["plain", "filtered", "penalised"],
+)
+def test_sampled_answers_have_the_targets_distribution(name: str, rule: str, shape: dict[str, float]) -> None:
+    target = FakeTarget(vocab_size=5, sharpness=1.0, num_rows=16, max_len=16)
+    assert chance_of(target, drafters(target)[name], RULES[rule], shape) > 1e-4
+
+
+def target_for_residual(row: CheckedRow) -> RowVerdict:
+    """Wrong on purpose: after a rejection the target is sampled, not the residual."""
+    target_JV = row.target_probs()
+    for slot, chance in enumerate(rules.accept_probs(row.draft_tokens, row.draft_probs_KV, target_JV)):
+        if row.uniforms.accept(slot) >= chance:
+            return RowVerdict(slot, sample(target_JV[slot], row.uniforms.residual(slot)))
+    return RowVerdict(len(row.draft_tokens), row.draw(len(row.draft_tokens)))
+
+
+class KeyedBySlot(Uniforms):
+    """Wrong on purpose: the second round decides with draws that the first has already looked at."""
+
+    def accept(self, slot: int) -> float:
+        return Uniforms(self.seed, 0).accept(slot)
+
+
+class OneDrawForBoth(Uniforms):
+    """Wrong on purpose: the draw that rejected a draft also picks its replacement."""
+
+    def residual(self, slot: int) -> float:
+        return self.accept(slot)
+
+
+def with_uniforms(verify: Callable[[CheckedRow], RowVerdict], kind: type[Uniforms]) -> Callable[[CheckedRow], RowVerdict]:
+    return lambda row: verify(replace(row, uniforms=kind(row.uniforms.seed, row.uniforms.anchor_position)))
+
+
+MISTAKES = {
+    "target for residual": target_for_residual,
+    "rejection keyed by slot": with_uniforms(rules.rejection, KeyedBySlot),
+    "block keyed by slot": with_uniforms(rules.block, KeyedBySlot),
+    "one draw for both": with_uniforms(rules.rejection, OneDrawForBoth),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_chi_square_sees_a_mistake(mistake: str) -> None:
+    target = FakeTarget(vocab_size=3, sharpness=1.0, num_rows=16, max_len=16)
+    drafter = ScriptedDrafter(target, num_drafted=1, mode="adversarial", with_probs=True)
+    rule = Rule(mistake, MISTAKES[mistake], lossless=True, needs_probs=True)
+    assert chance_of(target, drafter, rule, {"temperature": 1.0}, num_tokens=5) < 1e-6

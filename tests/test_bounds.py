@@ -1,0 +1,67 @@
+"""Limits said at a setting's field: of values, of tuples' values, of choices; with names that are those of the fields."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from paceline.bounds import Count, Must, Positive, Rate, Share, Whole, at_least, check, within
+from paceline.errors import ConfigError, SamplingError
+
+
+@dataclass(frozen=True)
+class Oven:
+    trays: Count = 1
+    heat: Annotated[float, within("above 0 and at most 300", above=0, most=300)] | None = None
+    fuel: Annotated[str, ("gas", "wood")] = "gas"
+    mode: Literal["slow", "fast"] = "slow"
+    minutes: tuple[Rate, ...] = (10.0,)
+    rest: Positive = math.inf
+    shares: tuple[Share, ...] | None = None
+    guests: Whole = 0
+    width: Annotated[int, at_least(2)] = 2
+    name: Annotated[str, Must("more than blanks", str.strip)] = "oven"
+    free: float = -1.0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"trays": 0}, "trays must be at least 1, not 0"),
+        ({"heat": 0.0}, "heat must be above 0 and at most 300, not 0.0"),
+        ({"heat": 301.0}, "heat must be above 0 and at most 300, not 301.0"),
+        ({"heat": math.nan}, "heat must be above 0 and at most 300, not nan"),
+        ({"fuel": "coal"}, "fuel must be one of gas, wood, not 'coal'"),
+        ({"mode": "off"}, "mode must be one of slow, fast, not 'off'"),
+        ({"minutes": (1.0, 0.0)}, "minutes must be above 0, not 0.0"),
+        ({"minutes": (math.inf,)}, "minutes must be above 0, not inf"),
+        ({"rest": math.nan}, "rest must be above 0, not nan"),
+        ({"shares": (0.5, 1.5)}, "shares must be between 0 and 1, not 1.5"),
+        ({"guests": -1}, "guests must be 0 or more, not -1"),
+        ({"width": 1}, "width must be at least 2, not 1"),
+        ({"name": " "}, "name must be more than blanks, not ' '"),
+    ],
+)
+def test_what_is_beyond_is_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Oven(**values)
+    assert str(caught.value) == message
+
+
+def test_what_is_within_is_taken() -> None:
+    assert Oven(trays=3, heat=300.0, fuel="wood", mode="fast", minutes=(), shares=(0.0, 1.0), guests=7).free == -1.0
+
+
+def test_the_kind_of_error_is_the_callers() -> None:
+    class Late(Oven):
+        def __post_init__(self) -> None:
+            check(self, SamplingError)
+
+    with pytest.raises(SamplingError, match="trays must be"):
+        Late(trays=0)
