@@ -32,9 +32,9 @@ class EngineConfig:
     """auto, cpu or cuda; auto takes the GPU when there is one."""
     backend: Annotated[str, ("auto", "native", "torch")] = "auto"
     """native computes a whole pass in one call, on the CPU only; auto takes it where it is built and knows the model."""
-    isa: Annotated[
-        str, ("auto", "amx", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")
-    ] = "auto"
+    isa: Annotated[str, ("auto", "amx", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")] = (
+        "auto"
+    )
     """Instruction set of the native pass, for every model of the process; auto takes the best that this processor has. Weights
     in blocks make the same text with each of them."""
     weight_format: Annotated[str, ("auto", "blocks", "dense", "q8_0", "q6_k", "q5_k", "q4_k", "q4_1")] = "auto"
