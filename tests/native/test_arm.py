@@ -87,7 +87,7 @@ def test_the_best_that_a_processor_has_is_found(arm: Path, processor: str) -> No
 def test_every_bit_is_that_of_x86(here: Path, arm: Path, isa: str, processor: str) -> None:
     """On the oldest processor that has the instruction set: one instruction too new ends it."""
     expected, ours = run(here, "avx2"), emulated(arm, processor, isa)
-    assert len(expected.splitlines()) > 200
+    assert len(expected.splitlines()) >= 200
     assert ours.splitlines() == expected.splitlines()
     for other in run(here).strip().split(","):
         if other != "avx2" and "emulated" not in other:
