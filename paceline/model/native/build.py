@@ -31,10 +31,12 @@ WARNING_FLAGS = ("-Wall", "-Wextra", "-Wno-psabi")
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", *ARITHMETIC_FLAGS, *WARNING_FLAGS)
 SANITIZE_FLAGS = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g", "-O1")
 
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
 # GCC 12 calls the undefined registers of its own intrinsics uninitialized (gcc.gnu.org/PR105593).
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c", "-Wno-uninitialized")
 INSTRUCTION_SETS = {
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx2": AVX2,
+    "avxvnni": (*AVX2, "-mavxvnni"),
     "avx512": AVX512,
     "avx512bf16": (*AVX512, "-mavx512bf16"),
     "neon": (),
@@ -42,15 +44,16 @@ INSTRUCTION_SETS = {
     "i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
 }
 """Flags of kernels_<name>.cpp, oldest first, x86 and ARM. PN_HAS_<NAME> tells the other files that it was compiled."""
-EXTRAS = {"avxvnni": ("avx2", ()), "amx": ("avx512bf16", ("-mamx-tile", "-mamx-int8"))}
-"""Within the file of another instruction set, where compiler and assembler know them: that set, and more flags for it."""
+AMX = ("-mamx-tile", "-mamx-int8")
+"""More flags of kernels_avx512bf16.cpp where the compiler knows them, with PN_HAS_AMX for the others."""
 
 # A flag the compiler takes may still be unknown to its assembler, so a probe uses an instruction of each kind.
 PROBES = {
     "avx2": """#include <immintrin.h>
 __m256 probe(__m256 a, __m128i half) { return _mm256_fmadd_ps(a, a, _mm256_cvtph_ps(half)); }
 """,
-    "avxvnni": """void probe() { asm volatile("%{vex%} vpdpbusd %%ymm0, %%ymm1, %%ymm2" : : : "memory"); }
+    "avxvnni": """#include <immintrin.h>
+__m256i dot(__m256i sum, __m256i a, __m256i b) { return _mm256_dpbusd_avx_epi32(sum, a, b); }
 """,
     "avx512bf16": """#include <immintrin.h>
 __m512 dot(__m512 sum, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(sum, a, b); }
@@ -148,16 +151,16 @@ def compile_library(source_folder: Path, out_path: Path, *, sanitize: bool = Fal
         tool = _Compiler(command, Path(scratch))
         known = {name: flags for name, flags in INSTRUCTION_SETS.items() if (source_folder / f"kernels_{name}.cpp").exists()}
         sets = [name for name, flags in known.items() if tool.accepts(name, *flags, "-c")]
-        extras = [name for name, (base, flags) in EXTRAS.items() if base in sets and tool.accepts(name, *flags, "-c")]
-        objects, finished = _compile_all(tool, sources, sets, extras, sanitize), Path(scratch, "linked")
+        has_amx = "avx512bf16" in sets and tool.accepts("amx", *AMX, "-c")
+        objects, finished = _compile_all(tool, sources, sets, has_amx, sanitize), Path(scratch, "linked")
         wanted = (SANITIZE_FLAGS,) if sanitize else LINK_FLAGS_IF_ACCEPTED
         flags = [flag for group in wanted if sanitize or tool.accepts("link", "-shared", *group) for flag in group]
         tool.run("-shared", "-pthread", *flags, *map(str, objects), "-o", str(finished))
         os.replace(finished, out_path)
-    return [*sets, *extras]
+    return [*sets, "amx"] if has_amx else sets
 
 
-def _compile_all(tool: _Compiler, sources: list[Path], sets: list[str], extras: list[str], sanitize: bool) -> list[Path]:
+def _compile_all(tool: _Compiler, sources: list[Path], sets: list[str], has_amx: bool, sanitize: bool) -> list[Path]:
     """Objects in the order they must be linked.
 
     Of an inline function or template that several files instantiate the linker keeps the first. The portable files come first,
@@ -166,13 +169,14 @@ def _compile_all(tool: _Compiler, sources: list[Path], sets: list[str], extras: 
     special = {f"kernels_{name}": name for name in INSTRUCTION_SETS}
     portable = [source for source in sources if source.stem not in special]
     newer = [source for name in sets for source in sources if special.get(source.stem) == name]
-    flags = [*COMMON_FLAGS, *(SANITIZE_FLAGS if sanitize else ()), *(f"-DPN_HAS_{name.upper()}" for name in [*sets, *extras])]
+    has = [*sets, "amx"] if has_amx else sets
+    flags = [*COMMON_FLAGS, *(SANITIZE_FLAGS if sanitize else ()), *(f"-DPN_HAS_{name.upper()}" for name in has)]
 
     def compile_one(source: Path) -> Path:
         target = tool.scratch / f"{source.stem}.o"
-        name = special.get(source.stem, "")
-        more = [flag for extra in extras if EXTRAS[extra][0] == name for flag in EXTRAS[extra][1]]
-        tool.run(*flags, *INSTRUCTION_SETS.get(name, ()), *more, "-c", str(source), "-o", str(target))
+        own = INSTRUCTION_SETS.get(special.get(source.stem, ""), ())
+        more = AMX if has_amx and source.stem == "kernels_avx512bf16" else ()
+        tool.run(*flags, *own, *more, "-c", str(source), "-o", str(target))
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as workers:

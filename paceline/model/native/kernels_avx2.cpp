@@ -1,55 +1,9 @@
-// AVX2 with fused multiply-add: every x86 processor of the last decade. bfloat16 is widened to float32; quantised matrices are
-// multiplied in whole numbers of sixteen bits, or of eight by the byte dot products of AVX-VNNI: laptops since Alder Lake, and Zen 5.
-#include "simd.h"
-
-#include <immintrin.h>
+// AVX2: every x86 processor of the last decade. Quantised matrices are multiplied in whole numbers of sixteen bits; and, to be tested, as
+// with AVX-VNNI.
+#include "kernels_avx2.inl"
 
 namespace pn {
 namespace {
-
-constexpr int kWidth = 8;
-typedef uint16_t bfloat;
-typedef Lanes<8>::Floats vf;
-typedef Lanes<8>::Ints vi;
-constexpr int kUnpackedRows = 6;  // 12 sums, 2 vectors of weights, one of inputs, one product: of 16 registers
-
-inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
-inline vf halves_at(const uint8_t* from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)); }
-inline vf factors_at(const uint8_t* from) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
-}
-inline vi rounded(vf value) {
-    return (vi)_mm256_max_epi32(_mm256_cvtps_epi32(value), _mm256_set1_epi32(-32768));  // no number is the least one
-}
-inline vi madd(vi a, vi b) { return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
-// The sum stays one: GCC would add up all products of a block in an order of its own, and have them in memory until then.
-inline vi add_madd(vi sums, vi a, vi b) {
-    sums += madd(a, b);
-    asm("" : "+x"(sums));
-    return sums;
-}
-
-}  // namespace
-}  // namespace pn
-
-#include "lanes8.inl"
-#include "unpack.inl"
-
-namespace pn {
-namespace {
-
-inline Bytes look_up(Bytes codes) {
-    const __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)kTable));
-    return (Bytes)_mm256_shuffle_epi8(values, (__m256i)codes);
-}
-
-// wide8.inl multiplies quantised matrices.
-template <class T>
-constexpr int kMaxWide = 0;
-template <class T>
-constexpr void (*kPlanes)(const void*, int, void*) = nullptr;
-template <int Rows, int Format>
-inline void wide_tile(const PnPanel&, const uint8_t*, const uint8_t*, int64_t, int, float (*)[kWide], bool) {}
 
 // Four products of unsigned and signed bytes, added to each sum: by those of sixteen bits. AVX2's own products of bytes saturate.
 struct EmulatedBytes {
@@ -59,32 +13,7 @@ struct EmulatedBytes {
         return add_madd(add_madd(sums, weights & 0x00ff00ff, even_inputs), (vi)((Pairs)weights >> 8), odd_inputs);
     }
 };
-
-#ifdef PN_HAS_AVXVNNI
-// By AVX-VNNI's instruction, which a compiler for AVX2 alone does not use.
-struct ProcessorBytes {
-    static vi dot(vi sums, vi weights, vi inputs) {
-        asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(weights), "x"(inputs));
-        return sums;
-    }
-};
-#endif
-
-}  // namespace
-}  // namespace pn
-
-#include "kernels.inl"
-#include "wide8.inl"
-
-namespace pn {
-
-namespace {
-
-template <class Bytes>
-const Kernels* byte_table(const char* name, int dtype) {
-    typedef ByteDots<Bytes> Dots;
-    return dtype == PN_F32 ? table<float>(name) : table<bfloat, Wide8<Dots>, planes_of<Dots>>(name);
-}
+typedef ByteDots<EmulatedBytes> EmulatedDots;
 
 }  // namespace
 
@@ -92,10 +21,9 @@ const Kernels* avx2_kernels(int dtype) {
     return dtype == PN_F32 ? table<float>("avx2") : table<bfloat, Wide8<WordDots>, planes_of<WordDots>>("avx2");
 }
 
-#ifdef PN_HAS_AVXVNNI
-const Kernels* avxvnni_kernels(int dtype) { return byte_table<ProcessorBytes>("avxvnni", dtype); }
-#endif
-
-const Kernels* emulated_avxvnni_kernels(int dtype) { return byte_table<EmulatedBytes>("emulated-avxvnni", dtype); }
+const Kernels* emulated_avxvnni_kernels(int dtype) {
+    constexpr const char* name = "emulated-avxvnni";
+    return dtype == PN_F32 ? table<float>(name) : table<bfloat, Wide8<EmulatedDots>, planes_of<EmulatedDots>>(name);
+}
 
 }  // namespace pn
