@@ -330,6 +330,11 @@ class RoundRecord:
             lost_s = seconds - plain_s * num_tokens / num_rows
             self.trial_s -= max(lost_s, 0.0) if num_tokens > num_rows else max(seconds - plain_s, self.wanted_s)
 
+    @property
+    def can_try(self) -> bool:
+        """Whether trials have taken so little time of late that there may be another."""
+        return self.wanted_s <= self.trial_s
+
     def begin(self, keys: set[int]) -> None:
         """A round of the rows with these keys: one that is new adds what was saved for it to the allowance of trials."""
         if keys - self._keys:

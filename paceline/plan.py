@@ -16,8 +16,8 @@ the token that was drawn. So a plan changes nothing of what is said.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -61,6 +61,17 @@ class Row:
     kind: RowKind
     """Drafts of each kind of row stand as often as they do."""
     offers: list[Offer] = field(default_factory=list)
+    ask: Callable[[AbstractSet[str]], list[Offer]] | None = None
+    """Makes `offers`, those of the given sources left out: a planner asks when it will look at them."""
+
+    def weigh(self, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
+        """The offers, made now where they are made on demand."""
+        if self.ask:
+            self.offers = self.ask(unwanted)
+        return self.offers
+
+
+NO_DRAFTS = Take()
 
 
 @dataclass(slots=True)
@@ -134,10 +145,11 @@ class FixedPlanner:
         """Before a round of so many rows is planned."""
 
     def _take(self, row: Row) -> Take:
-        if not row.offers or self.num_drafted == 0:
-            return Take()
-        most = len(row.offers[0].chances)
-        return Take(row.offers[0].source, most if self.num_drafted is None else min(self.num_drafted, most))
+        offers = row.weigh() if self.num_drafted != 0 else []
+        if not offers:
+            return NO_DRAFTS
+        most = len(offers[0].chances)
+        return Take(offers[0].source, most if self.num_drafted is None else min(self.num_drafted, most))
 
     def join(self, plan: Plan, place: int, row: Row) -> None:
         plan.rows.insert(place, row)
@@ -175,12 +187,15 @@ class AdaptivePlanner:
         self._truths: dict[tuple[str, str], Truth] = {}
         self._blocks: set[str] = set()
         """Sources that draft whole blocks at once: those that say how sure they are of each slot before any is drawn."""
+        self._computed: set[str] = set()
+        """Sources that compute their drafts."""
         self._chunks = ChunkSizes(most_chunk, adapts_chunks)
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         self._chunks.prefilled(num_tokens, seconds)
 
     def offer(self, source: str, kind: RowKind, most: int) -> Offer:
+        self._computed.add(source)
         places = self._known(source, kind, most).places
         drafting_s = self._kinds["greedy" if kind == "greedy" else "drawn"].costs.drafting_s(source, 1)
         whole_s, each_s = (drafting_s, 0.0) if source in self._blocks else (0.0, drafting_s)
@@ -195,11 +210,18 @@ class AdaptivePlanner:
     def next(self, rows: list[Row], num_joining: int = 0, prompt_left: int = 0) -> Plan:
         kind, num_rows = self._kind(rows), len(rows) + num_joining
         chunk = min(self._chunks.size(len(rows)), prompt_left)
-        plan = Plan(chunk, rows, [Take() for _ in rows], num_rows)
+        plan = Plan(chunk, rows, [NO_DRAFTS] * len(rows), num_rows)
         kind.begin({row.key for row in rows})
         if not rows or kind.needs_plain(len(rows)):
             return plan
         may_compute, paused = not kind.rests(num_rows), kind.paused()
+        unwanted = paused if may_compute else paused | self._computed
+        if may_compute and kind.can_try:
+            unwanted = paused - self._computed
+        for row in rows:
+            row.weigh(unwanted)
+        if not any(row.offers for row in rows):
+            return plan
         rate = kind.rate(num_rows)
         most_s = self._chunks.most_round_s / kind.costs.slowness if prompt_left else math.inf
         wants = [
@@ -220,7 +242,7 @@ class AdaptivePlanner:
 
     def join(self, plan: Plan, place: int, row: Row) -> None:
         plan.rows.insert(place, row)
-        plan.drafts.insert(place, Take())
+        plan.drafts.insert(place, NO_DRAFTS)
 
     def _kind(self, rows: list[Row]) -> RoundRecord:
         return self._kinds["greedy" if all(row.kind == "greedy" for row in rows) else "drawn"]
@@ -294,7 +316,9 @@ class AdaptivePlanner:
 
     def learn(self, plan: Plan, stats: RoundStats) -> None:
         kind, num_rows = self._kind(plan.rows), len(plan.rows)
-        costs, computing, longest = kind.costs, Counter[str](), 1
+        costs, longest = kind.costs, 1
+        computing: dict[str, int] = {}
+        """Rows that drafted, by source."""
         sure_B = stats.sure_B or [None] * num_rows
         outcomes = zip(plan.rows, plan.drafts, stats.num_drafted_B, stats.num_accepted_B, sure_B, strict=True)
         for row, take, num_drafted, num_kept, sure in outcomes:
@@ -302,7 +326,7 @@ class AdaptivePlanner:
                 continue
             offer = next(offer for offer in row.offers if offer.source == take.source)
             if offer.cost_s:
-                computing[take.source] += 1
+                computing[take.source] = computing.get(take.source, 0) + 1
                 longest = max(longest, take.count)
                 if sure is not None:
                     self._blocks.add(take.source)
@@ -380,13 +404,14 @@ def _share_out(
     base = num_rows + num_fixed
     base_s, drafting_s, expected = costs.pass_s(base), 0.0, 0.0
     best, best_count = margin * num_rows, 0
-    drafting, longest = Counter[str](), dict[str, int]()
+    drafting: dict[str, int] = {}
+    longest: dict[str, int] = {}
     for count, (gain, index) in enumerate(gains, start=1):
         offer = wants[index].offer
         expected += gain
         counts[index] += 1
         if offer.cost_s and (counts[index] == 1 or offer.each_s):
-            drafting[offer.source] += counts[index] == 1
+            drafting[offer.source] = drafting.get(offer.source, 0) + (counts[index] == 1)
             longest[offer.source] = max(longest.get(offer.source, 1), counts[index]) if offer.each_s else 1
             drafting_s = sum(costs.drafting_s(source, rows) * longest[source] for source, rows in drafting.items())
         round_s = costs.pass_s(base + count) + drafting_s
@@ -394,5 +419,7 @@ def _share_out(
             break
         if (surplus := expected - rate * (round_s - base_s)) > best:
             best, best_count = surplus, count
-    taken = Counter(index for _, index in gains[:best_count])
-    return [taken[index] for index in range(len(wants))]
+    taken = [0] * len(wants)
+    for _, index in gains[:best_count]:
+        taken[index] += 1
+    return taken
