@@ -8,6 +8,9 @@ the next prompt is read beside the others, as in a server. A ratio is of one tur
 sampled answers all have the same length, so that nobody has more to read. The table has the median of the ratios, their range,
 and the share of rounds by the source of their drafts. `noisy` is the default drafter with noise in its weights, which drafts as
 one does that is half trained; `none again` is plain decoding once more: how far its ratio is from 1 is the machine's doing.
+
+On a virtual machine the hypervisor may give the processor to others in the middle of a step, for longer than a turn takes. Such
+steps (/proc/stat tells) are left out, with their tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from stolen import stolen_ticks
 
 from paceline import LLM, SamplingParams
 from paceline.draft.base import Drafter
@@ -66,6 +70,8 @@ class Contender:
     engine: Engine
     num_tokens: int = 0
     spent_s: float = 0.0
+    left_out_s: float = 0.0
+    """Of steps during which a hypervisor gave the processor to others: neither they nor their tokens count."""
     sources: Counter[str] = field(default_factory=Counter)
     waiting: list[list[int]] = field(default_factory=list)
 
@@ -74,10 +80,14 @@ class Contender:
         requests = self.engine.scheduler
         while self.waiting and len(requests.waiting) + len(requests.prefilling) + len(requests.running) < in_flight:
             self.engine.add(self.waiting.pop(0), params)
-        began = time.perf_counter()
+        stolen, began = stolen_ticks(), time.perf_counter()
         chunks = self.engine.step()
-        self.spent_s += time.perf_counter() - began
-        self.num_tokens += sum(len(chunk.token_ids) for chunk in chunks)
+        step_s = time.perf_counter() - began
+        if stolen_ticks() == stolen:
+            self.spent_s += step_s
+            self.num_tokens += sum(len(chunk.token_ids) for chunk in chunks)
+        else:
+            self.left_out_s += step_s
         for chunk in chunks:
             if chunk.finish_reason:
                 self.sources.update(each.source for each in chunk.sequence.rounds)
@@ -124,10 +134,15 @@ class Turns:
     """Tokens per second of each turn."""
     sources: dict[str, Counter[str]] = field(default_factory=dict)
     """Rounds by the source of their drafts, over all turns."""
+    spent_s: float = 0.0
+    left_out_s: float = 0.0
+    """Of all contenders; see Contender."""
 
     def add(self, name: str, one: Contender) -> None:
         self.speeds.setdefault(name, []).append(one.num_tokens / one.spent_s)
         self.sources.setdefault(name, Counter()).update(one.sources)
+        self.spent_s += one.spent_s
+        self.left_out_s += one.left_out_s
 
 
 def measure(args: argparse.Namespace, llms: dict[str, LLM]) -> dict[Setting, Turns]:
@@ -177,10 +192,13 @@ def keep(args: argparse.Namespace, llms: dict[str, LLM], measured: dict[Setting,
             f"| {each['prompts']} | {each['batch']} | {each['temperature']:g} | {each['drafter']} | {each['median']:.2f} | "
             f"{min(each['ratios']):.2f} to {max(each['ratios']):.2f} | {told} |"
         )
+    left_out_s = sum(turns.left_out_s for turns in measured.values())
+    left_out = left_out_s / (left_out_s + sum(turns.spent_s for turns in measured.values()))
+    print(f"\nLeft out: {left_out:.1%} of the time, in steps during which a hypervisor gave the processor to others.")
     least = min((each for each in results if each["drafter"] != "none again"), key=lambda each: each["median"])
     line = {"least_median": least["median"], "least": [least[key] for key in ("prompts", "batch", "temperature", "drafter")]}
     if args.out:
-        made = record_of({"dtype": llms["none"].config.dtype, "results": results})
+        made = record_of({"dtype": llms["none"].config.dtype, "left_out": left_out, "results": results})
         Path(args.out).write_text(json.dumps(made | line, indent=1))
     print(json.dumps(line), flush=True)
 

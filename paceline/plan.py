@@ -215,6 +215,9 @@ class AdaptivePlanner:
         if not rows or kind.needs_plain(len(rows)):
             return plan
         may_compute, paused = not kind.rests(num_rows), kind.paused()
+        most_s = self._chunks.most_round_s / kind.costs.slowness if prompt_left else math.inf
+        if kind.costs.pass_s(num_rows + 1) > most_s:
+            return plan
         unwanted = paused if may_compute else paused | self._computed
         if may_compute and kind.can_try:
             unwanted = paused - self._computed
@@ -223,7 +226,6 @@ class AdaptivePlanner:
         if not any(row.offers for row in rows):
             return plan
         rate = kind.rate(num_rows)
-        most_s = self._chunks.most_round_s / kind.costs.slowness if prompt_left else math.inf
         wants = [
             want
             for place, row in enumerate(rows)
