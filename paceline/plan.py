@@ -23,7 +23,7 @@ from typing import Protocol
 
 from paceline.chunks import ChunkSizes
 from paceline.errors import ConfigError
-from paceline.learned import PRIORS, Chances, PassCosts, RoundCosts, RoundRecord, Truth
+from paceline.learned import PRIORS, RECENT, Chances, PassCosts, RoundCosts, RoundRecord, Truth
 from paceline.types import RoundStats, RowKind, Take
 
 MARGIN = 0.02
@@ -94,32 +94,25 @@ class Planner(Protocol):
 
     def offer(self, source: str, kind: RowKind, most: int) -> Offer:
         """What a source that computes its drafts promises a row of this kind that may check `most` of them."""
-        ...
 
     def next(self, rows: list[Row], num_joining: int = 0, prompt_left: int = 0) -> Plan:
         """The next step: `num_joining` rows are about to decode too, `prompt_left` tokens of a prompt wait to be read."""
-        ...
 
     def join(self, plan: Plan, place: int, row: Row) -> None:
         """A row whose prompt ended in this step decodes too."""
-        ...
 
     def narrow(self, plan: Plan, sure_B: Sequence[Sequence[float] | None]) -> list[int]:
         """How many drafts of each row to check, now that drafters have said how sure they are of each slot: the
         log-probability of its most likely token, None where nothing of the kind is known."""
-        ...
 
     def learn(self, plan: Plan, stats: RoundStats) -> None:
         """A round is over."""
-        ...
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """A chunk of a prompt was run."""
-        ...
 
     def forget(self, source: str) -> None:
         """Another drafter drafts under this name from now on: what was learned of it holds no more."""
-        ...
 
 
 @dataclass(slots=True)
@@ -219,7 +212,7 @@ class AdaptivePlanner:
         if kind.costs.pass_s(num_rows + 1) > most_s:
             return plan
         unwanted = paused if may_compute else paused | self._computed
-        if may_compute and kind.can_try:
+        if may_compute and kind.wanted_s <= kind.trial_s:
             unwanted = paused - self._computed
         for row in rows:
             row.weigh(unwanted)
@@ -236,9 +229,9 @@ class AdaptivePlanner:
             if count:
                 more = SPARE if want.offer.source in self._blocks else 0  # slots that may prove sure cost a block hardly more
                 plan.drafts[want.place] = Take(want.offer.source, min(count + more, len(want.offer.chances)))
-        if may_compute and not any(count and want.offer.cost_s for want, count in zip(wants, counts, strict=True)):
+        if may_compute and not any(counts):
             kind.rest(num_rows)
-            if not any(counts) and not prompt_left:
+            if not prompt_left:
                 self._try(kind, plan)
         return plan
 
@@ -334,7 +327,8 @@ class AdaptivePlanner:
                     self._blocks.add(take.source)
                 self._known(take.source, row.kind, take.count).record(num_drafted, num_kept, sure)
             elif num_drafted:
-                self._truths.setdefault((take.source, row.kind), Truth()).add(offer.chances[:num_drafted], num_kept)
+                expected = sum(offer.chances[: min(num_kept + 1, num_drafted)])
+                self._truths.setdefault((take.source, row.kind), Truth()).add(num_kept, expected, RECENT)
         draft_s = stats.draft_s if self._blocks.issuperset(computing) else stats.draft_s / longest
         costs.record(num_rows + sum(stats.num_checked_B), stats.verify_s + stats.host_s, computing, draft_s)
         round_s = stats.draft_s + stats.verify_s + stats.host_s

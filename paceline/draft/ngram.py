@@ -32,12 +32,8 @@ _FADE, _FIRST_TRUST = 0.85, 0.8
 class _Row:
     followers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     """As many tokens as are looked for -> the positions after where they stood, the text's very end excepted."""
-    last: dict[int, int] = field(default_factory=dict)
-    """A token -> the position after where it last stood, if one that matches is enough."""
     num_indexed: int = 0
     trust: float = _FIRST_TRUST
-    num_pending: int = 0
-    """Drafts of the round under way."""
 
 
 class NgramDrafter(Drafter):
@@ -54,27 +50,24 @@ class NgramDrafter(Drafter):
             (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"),
             (min_match < 1, f"min_match must be at least 1, not {min_match}"),
         )
-        self.min_match, self._size = min_match, max(min_match, 2)
+        self._sizes = (2, 1) if min_match == 1 else (min_match,)
         self._rows: dict[int, _Row] = {}
-        self._has_drafted = False
-        """Whether some row has drafts under way."""
+        self._pending: dict[int, int] = {}
+        """Drafts of the round under way, by row."""
 
     def start(self, seq: Sequence) -> None:
         self._rows[seq.row] = _Row()
 
     def drop(self, seq: Sequence) -> None:
         self._rows.pop(seq.row, None)
+        self._pending.pop(seq.row, None)
 
     def observe(self, observed: list[Observed]) -> None:
         """Only what became of drafts: tokens are entered when a row looks for its next ones."""
-        if not self._has_drafted:
-            return
-        self._has_drafted = False
-        for one in observed:
-            row = self._rows[one.sequence.row]
-            if row.num_pending:
-                row.trust += (1 - _FADE) * ((one.count - 1) / row.num_pending - row.trust)
-                row.num_pending = 0
+        for one in observed if self._pending else ():
+            if num_pending := self._pending.pop(one.sequence.row, 0):
+                row = self._rows[one.sequence.row]
+                row.trust += (1 - _FADE) * ((one.count - 1) / num_pending - row.trust)
 
     def chance(self, seq: Sequence) -> float:
         row = self._rows[seq.row]
@@ -91,31 +84,28 @@ class NgramDrafter(Drafter):
             row = self._rows[seq.row]
             reach, follower = self._find(row, seq.tokens) if limit else (0, 0)
             if reach:
-                row.num_pending, self._has_drafted = limit, True
+                self._pending[seq.row] = limit
                 block.tokens_B[index] = _continuation(seq.tokens, follower, limit)
         return block
 
     def _index(self, row: _Row, tokens: list[int]) -> None:
         """Enter every n-gram that has a follower."""
         for follower in range(row.num_indexed + 1, len(tokens)):
-            if follower >= self._size:
-                row.followers.setdefault(tuple(tokens[follower - self._size : follower]), []).append(follower)
-            if self.min_match == 1:
-                row.last[tokens[follower - 1]] = follower
+            for size in self._sizes:
+                if follower >= size:
+                    row.followers.setdefault(tuple(tokens[follower - size : follower]), []).append(follower)
         row.num_indexed = len(tokens) - 1
 
     def _find(self, row: _Row, tokens: list[int]) -> tuple[int, int]:
         """How many tokens at the text's end stood so before, and where the text went on then; (0, 0) if too few did."""
         self._index(row, tokens)
-        most, best = 0, 0
-        for follower in reversed(row.followers.get(tuple(tokens[-self._size :]), ())[-MOST_MATCHES:]):
-            if (reach := _reach(tokens, follower)) > most:
-                most, best = reach, follower
-                if most == MOST_REACH:
-                    break
-        if not most and (follower := row.last.get(tokens[-1])):
-            return 1, follower
-        return most, best
+        for size in self._sizes:
+            followers = row.followers.get(tuple(tokens[-size:]), ())
+            if followers and size == 1:
+                return 1, followers[-1]
+            if followers:
+                return max((_reach(tokens, follower), follower) for follower in followers[-MOST_MATCHES:])
+        return 0, 0
 
 
 def _reach(tokens: list[int], follower: int) -> int:

@@ -117,21 +117,14 @@ class Pool:
         return block
 
     def observe(self, observed: list[Observed]) -> None:
-        if not self._older:  # all have the current drafter
-            self._held.update({one.sequence.row: self.drafter for one in observed})
-            for each in (self.drafter, self._beside(self.drafter)):
-                if each is not None:
-                    each.observe(observed)
-            return
-        if self.lookups:
-            self.lookups.observe([one for one in observed if self._beside(self._leases[one.sequence.row])])
-        groups: dict[int, tuple[Drafter, list[Observed]]] = {}
-        for one in observed:
-            drafter = self._leases[one.sequence.row]
-            groups.setdefault(id(drafter), (drafter, []))[1].append(self._own_taps(drafter, one))
-            self._held[one.sequence.row] = drafter
-        for drafter, own in groups.values():
-            drafter.observe(own)
+        self._held |= {one.sequence.row: self._leases[one.sequence.row] for one in observed}
+        for drafter in self.drafters:
+            own = observed
+            if self._older:
+                own = [self._own_taps(drafter, one) for one in observed if self._held[one.sequence.row] is drafter]
+            for each in (drafter, self._beside(drafter)):
+                if each is not None and own:
+                    each.observe(own)
 
     def _beside(self, drafter: Drafter) -> NgramDrafter | None:
         return self.lookups if drafter.num_drafted and not drafter.is_at_hand else None

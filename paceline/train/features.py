@@ -59,7 +59,6 @@ class FeatureSource(Protocol):
 
     def of(self, number: int) -> Features:
         """Hidden states of document `number`."""
-        ...
 
 
 class OnlineFeatures:
