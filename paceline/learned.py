@@ -36,8 +36,7 @@ FIRST_TRIALS = 2.0
 PLAIN_EVERY = 64
 """A round without drafts now and then, to know what one takes; more often at the beginning."""
 REST = 8
-"""Rounds in which computed drafts are not weighed again after they were not worth it, three for each row at most: weighing takes
-time."""
+"""Rounds in which computed drafts that were not worth it are not weighed again, three a row at most: weighing takes time."""
 DISAPPOINTED = 64
 """Rounds without any drafts after those with drafts brought fewer tokens per second than the plain ones between them: what is
 believed of their cost or their chances is wrong then."""

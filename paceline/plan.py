@@ -94,9 +94,11 @@ class Planner(Protocol):
 
     def offer(self, source: str, kind: RowKind, most: int) -> Offer:
         """What a source that computes its drafts promises a row of this kind that may check `most` of them."""
+        ...
 
     def next(self, rows: list[Row], num_joining: int = 0, prompt_left: int = 0) -> Plan:
         """The next step: `num_joining` rows are about to decode too, `prompt_left` tokens of a prompt wait to be read."""
+        ...
 
     def join(self, plan: Plan, place: int, row: Row) -> None:
         """A row whose prompt ended in this step decodes too."""
@@ -104,6 +106,7 @@ class Planner(Protocol):
     def narrow(self, plan: Plan, sure_B: Sequence[Sequence[float] | None]) -> list[int]:
         """How many drafts of each row to check, now that drafters have said how sure they are of each slot: the
         log-probability of its most likely token, None where nothing of the kind is known."""
+        ...
 
     def learn(self, plan: Plan, stats: RoundStats) -> None:
         """A round is over."""
@@ -214,9 +217,8 @@ class AdaptivePlanner:
         unwanted = paused if may_compute else paused | self._computed
         if may_compute and kind.wanted_s <= kind.trial_s:
             unwanted = paused - self._computed
-        for row in rows:
-            row.weigh(unwanted)
-        if not any(row.offers for row in rows):
+        offering = [row for row in rows if row.weigh(unwanted)]
+        if not offering:
             return plan
         rate = kind.rate(num_rows)
         wants = [

@@ -101,10 +101,9 @@ class NgramDrafter(Drafter):
         self._index(row, tokens)
         for size in self._sizes:
             followers = row.followers.get(tuple(tokens[-size:]), ())
-            if followers and size == 1:
-                return 1, followers[-1]
             if followers:
-                return max((_reach(tokens, follower), follower) for follower in followers[-MOST_MATCHES:])
+                latest = followers[-MOST_MATCHES:] if size > 1 else followers[-1:]
+                return max((_reach(tokens, follower), follower) for follower in latest)
         return 0, 0
 
 

@@ -98,8 +98,6 @@ class Pool:
         """Drafts of the sources that `batch.takes_B` names, else of every sequence's own drafter."""
         takes_B = batch.takes_B or [Take(self._leases[row].name, 1 << 30) for row in batch.rows]
         block = DraftBlock.certain([[] for _ in takes_B])
-        if not any(take.count for take in takes_B):
-            return block
         sure_B: list[list[float] | None] = [None] * len(takes_B)
         groups: dict[int, tuple[Drafter, list[int]]] = {}
         for place, (seq, take) in enumerate(zip(batch.sequences, takes_B, strict=True)):

@@ -64,6 +64,7 @@ class Engine(Protocol):
 
     def add(self, prompt_ids: list[int], params: SamplingParams, constraint: Constraint | None) -> int:
         """Queue a request; returns its id. Raises PacelineError on bad input, and then nothing has changed."""
+        ...
 
     def abort(self, request_id: int) -> Sequence | None:
         """Drop a request; returns its sequence, or None when it is done or unknown."""
@@ -71,6 +72,7 @@ class Engine(Protocol):
     def step(self) -> list[Chunk]:
         """What each request gained. One that fails alone gets a chunk with finish_reason "error" and has its `sequence.error`;
         an exception means that the engine is lost."""
+        ...
 
     def check_integrity(self) -> None:
         """Raises when the engine is harmed."""

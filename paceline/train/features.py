@@ -59,6 +59,7 @@ class FeatureSource(Protocol):
 
     def of(self, number: int) -> Features:
         """Hidden states of document `number`."""
+        ...
 
 
 class OnlineFeatures:

@@ -110,6 +110,7 @@ class Trainable(Protocol):
 
         embedding_VD: the target's, float32 or less. With `is_autocast` products are made in bfloat16.
         """
+        ...
 
 
 class DFlashTrainable(Trainable):
