@@ -6,8 +6,8 @@ INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 NATIVE := paceline/model/native
 NATIVE_CODE := $(wildcard $(NATIVE)/*.cpp $(NATIVE)/*.h $(NATIVE)/*.inl)
-NATIVE_SOURCES := $(NATIVE)/build.py $(NATIVE_CODE)
-CPP := $(NATIVE_CODE) $(wildcard tests/native/*.cpp)
+NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/probes/*.cpp) $(NATIVE_CODE)
+CPP := $(NATIVE_CODE) $(wildcard $(NATIVE)/probes/*.cpp tests/native/*.cpp)
 SANITIZED := $(CURDIR)/build/native/libpaceline_native_sanitize.so
 
 SOURCES := paceline tests experiments docs setup.py

@@ -42,7 +42,7 @@ class BuildNative(Command):
         native_build.build_for_install(NATIVE, LIBRARY if self.editable_mode else self._built())
 
     def get_source_files(self) -> list[str]:
-        return sorted(str(path) for pattern in ("*.cpp", "*.h", "*.inl") for path in NATIVE.glob(pattern))
+        return sorted(str(path) for pattern in ("*.cpp", "*.h", "*.inl") for path in NATIVE.rglob(pattern))
 
     def get_outputs(self) -> list[str]:
         return [str(self._built())] if (LIBRARY if self.editable_mode else self._built()).exists() else []

@@ -8,6 +8,9 @@ the next prompt is read beside the others, as in a server. A ratio is of one tur
 sampled answers all have the same length, so that nobody has more to read. The table has the median of the ratios, their range,
 and the share of rounds by the source of their drafts. `noisy` is the default drafter with noise in its weights, which drafts as
 one does that is half trained; `none again` is plain decoding once more: how far its ratio is from 1 is the machine's doing.
+
+On a virtual machine the hypervisor may give the processor to others in the middle of a step, for longer than a turn takes. Such
+steps (/proc/stat tells) count as long as undisturbed ones of the same kind take: as many rows, drafts and prompt tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +23,13 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from stolen import stolen_ticks
 
 from paceline import LLM, SamplingParams
 from paceline.draft.base import Drafter
@@ -32,6 +37,7 @@ from paceline.draft.dflash import DFlashDrafter
 from paceline.engine.engine import Engine
 from paceline.prompts import read_prompts
 from paceline.runlog import record_of
+from paceline.types import LOOKUP, NONE
 
 Setting = tuple[str, int, float]
 """Prompt file, batch, temperature."""
@@ -59,13 +65,35 @@ def load(args: argparse.Namespace, name: str, max_batch: int) -> LLM:
     return llm
 
 
+Kind = tuple[int, int, int, int]
+"""Of a step: prompt tokens it read, to the nearest four; rows, drafts that were checked, rows whose drafter computed some."""
+
+
+def kind_of(engine: Engine) -> Kind:
+    rows = checked = computed = 0
+    for stats in engine.rounds:
+        rows, checked = len(stats.num_drafted_B), sum(stats.num_checked_B)
+        computed = sum(source not in (NONE, LOOKUP) for source in stats.source_B)
+    return round(engine.read[0] / 4), rows, checked, computed
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of an engine."""
+
+    kind: Kind
+    num_tokens: int
+    spent_s: float
+    is_disturbed: bool
+    """Whether a hypervisor gave the processor to others meanwhile."""
+
+
 @dataclass
 class Contender:
     """An engine of its own weights and cache, and what it did in this turn."""
 
     engine: Engine
-    num_tokens: int = 0
-    spent_s: float = 0.0
+    steps: list[Step] = field(default_factory=list)
     sources: Counter[str] = field(default_factory=Counter)
     waiting: list[list[int]] = field(default_factory=list)
 
@@ -74,10 +102,11 @@ class Contender:
         requests = self.engine.scheduler
         while self.waiting and len(requests.waiting) + len(requests.prefilling) + len(requests.running) < in_flight:
             self.engine.add(self.waiting.pop(0), params)
-        began = time.perf_counter()
+        stolen, began = stolen_ticks(), time.perf_counter()
         chunks = self.engine.step()
-        self.spent_s += time.perf_counter() - began
-        self.num_tokens += sum(len(chunk.token_ids) for chunk in chunks)
+        spent_s = time.perf_counter() - began
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        self.steps.append(Step(kind_of(self.engine), num_tokens, spent_s, stolen_ticks() > stolen))
         for chunk in chunks:
             if chunk.finish_reason:
                 self.sources.update(each.source for each in chunk.sequence.rounds)
@@ -120,14 +149,40 @@ def arguments() -> argparse.Namespace:
 class Turns:
     """What the turns of one setting gave, by the contender's name."""
 
-    speeds: dict[str, list[float]] = field(default_factory=dict)
-    """Tokens per second of each turn."""
+    steps: dict[str, list[list[Step]]] = field(default_factory=dict)
+    """Of each turn."""
     sources: dict[str, Counter[str]] = field(default_factory=dict)
     """Rounds by the source of their drafts, over all turns."""
 
     def add(self, name: str, one: Contender) -> None:
-        self.speeds.setdefault(name, []).append(one.num_tokens / one.spent_s)
+        self.steps.setdefault(name, []).append(one.steps)
         self.sources.setdefault(name, Counter()).update(one.sources)
+
+    def every(self) -> Iterator[Step]:
+        return (step for turns in self.steps.values() for steps in turns for step in steps)
+
+    def speeds(self) -> dict[str, list[float]]:
+        """Tokens per second of each turn. A disturbed step counts as long as undisturbed ones of its kind take on average, the
+        contender's own where it has some; one of a kind that nobody has undisturbed does not count."""
+        anyone = mean_s(self.every())
+        speeds = {}
+        for name, turns in self.steps.items():
+            typical = anyone | mean_s(itertools.chain.from_iterable(turns))
+            speeds[name] = []
+            for steps in turns:
+                known = [step for step in steps if not step.is_disturbed or step.kind in typical]
+                spent_s = sum(typical[step.kind] if step.is_disturbed else step.spent_s for step in known)
+                speeds[name].append(sum(step.num_tokens for step in known) / spent_s)
+        return speeds
+
+
+def mean_s(steps: Iterable[Step]) -> dict[Kind, float]:
+    """Seconds of undisturbed steps, by their kind."""
+    found: dict[Kind, list[float]] = {}
+    for step in steps:
+        if not step.is_disturbed:
+            found.setdefault(step.kind, []).append(step.spent_s)
+    return {kind: statistics.fmean(seconds) for kind, seconds in found.items()}
 
 
 def measure(args: argparse.Namespace, llms: dict[str, LLM]) -> dict[Setting, Turns]:
@@ -156,15 +211,15 @@ def measure(args: argparse.Namespace, llms: dict[str, LLM]) -> dict[Setting, Tur
 def results_of(setting: Setting, turns: Turns) -> list[dict[str, Any]]:
     """One for each contender: its speed over that of plain decoding in each turn."""
     file, batch, temperature = setting
-    found = []
-    for name in turns.speeds.keys() - {"none"}:
-        ratios = [one / plain for one, plain in zip(turns.speeds[name], turns.speeds["none"], strict=True)]
+    found, all_speeds = [], turns.speeds()
+    for name in all_speeds.keys() - {"none"}:
+        ratios = [one / plain for one, plain in zip(all_speeds[name], all_speeds["none"], strict=True)]
         total = turns.sources[name].total()
         shares = {source: round(count / total, 3) for source, count in turns.sources[name].most_common()}
         where = {"prompts": Path(file).name, "batch": batch, "temperature": temperature, "drafter": name}
-        speeds = {"ratios": ratios, "median": statistics.median(ratios), "tokens_per_s": turns.speeds[name]}
+        speeds = {"ratios": ratios, "median": statistics.median(ratios), "tokens_per_s": all_speeds[name]}
         found.append(where | speeds | {"sources": shares})
-    return sorted(found, key=lambda each: list(turns.speeds).index(each["drafter"]))
+    return sorted(found, key=lambda each: list(turns.steps).index(each["drafter"]))
 
 
 def keep(args: argparse.Namespace, llms: dict[str, LLM], measured: dict[Setting, Turns]) -> None:
@@ -177,10 +232,13 @@ def keep(args: argparse.Namespace, llms: dict[str, LLM], measured: dict[Setting,
             f"| {each['prompts']} | {each['batch']} | {each['temperature']:g} | {each['drafter']} | {each['median']:.2f} | "
             f"{min(each['ratios']):.2f} to {max(each['ratios']):.2f} | {told} |"
         )
+    steps = [step for turns in measured.values() for step in turns.every()]
+    disturbed = sum(step.spent_s for step in steps if step.is_disturbed) / sum(step.spent_s for step in steps)
+    print(f"\nSteps during which a hypervisor gave the processor to others took {disturbed:.1%} of the time.")
     least = min((each for each in results if each["drafter"] != "none again"), key=lambda each: each["median"])
     line = {"least_median": least["median"], "least": [least[key] for key in ("prompts", "batch", "temperature", "drafter")]}
     if args.out:
-        made = record_of({"dtype": llms["none"].config.dtype, "results": results})
+        made = record_of({"dtype": llms["none"].config.dtype, "disturbed": disturbed, "results": results})
         Path(args.out).write_text(json.dumps(made | line, indent=1))
     print(json.dumps(line), flush=True)
 

@@ -36,7 +36,7 @@ FIRST_TRIALS = 2.0
 PLAIN_EVERY = 64
 """A round without drafts now and then, to know what one takes; more often at the beginning."""
 REST = 8
-"""Rounds of several rows in which computed drafts are not weighed again after they were not worth it: weighing takes time."""
+"""Rounds in which computed drafts that were not worth it are not weighed again, three a row at most: weighing takes time."""
 DISAPPOINTED = 64
 """Rounds without any drafts after those with drafts brought fewer tokens per second than the plain ones between them: what is
 believed of their cost or their chances is wrong then."""
@@ -44,26 +44,23 @@ LEAST_LOSS = 0.02
 """Share of tokens per second that drafts must lose to be taken for that."""
 _BESIDE, _CLIP, _GAIN_WEIGHT = 8, 0.3, 0.3
 """Latest rounds with drafts that a plain one is compared with; most that one comparison says (logarithm); its weight."""
-_RECENT = 0.97
+RECENT = 0.97
 """What is left of older rounds in the rate of recent ones with each new one."""
 
 
 @dataclass(slots=True)
-class _Tally:
-    """Tries and successes, older ones counting less."""
+class Ratio:
+    """Of two sums, older parts counting less: drafts that stood over those that were tried, tokens over seconds."""
 
-    tried: float = 0.0
-    stood: float = 0.0
+    over: float = 0.0
+    under: float = 0.0
 
-    def add(self, stood: float, keep: float) -> None:
-        self.tried = keep * self.tried + 1.0
-        self.stood = keep * self.stood + stood
+    def add(self, over: float, under: float, keep: float) -> None:
+        self.over, self.under = keep * self.over + over, keep * self.under + under
 
-    def fade(self, keep: float = _KEEP) -> None:
-        self.tried, self.stood = keep * self.tried, keep * self.stood
-
-    def chance(self, prior: float, weight: float) -> float:
-        return (weight * prior + self.stood) / (weight + self.tried)
+    def near(self, prior: float, weight: float) -> float:
+        """As if `prior` had been seen before, with this weight."""
+        return (weight * prior + self.over) / (weight + self.under)
 
 
 class Chances:
@@ -71,11 +68,11 @@ class Chances:
 
     def __init__(self, num_places: int, prior: float) -> None:
         self._prior = prior
-        self._tallies = [_Tally() for _ in range(num_places)]
+        self._tallies = [Ratio() for _ in range(num_places)]
         self.places = [prior] * num_places
         """By place in the draft, whatever the drafter thought of it."""
-        self._classes: dict[int, _Tally] = {}
-        self._cells: dict[tuple[int, int], _Tally] = {}
+        self._classes: dict[int, Ratio] = {}
+        self._cells: dict[tuple[int, int], Ratio] = {}
         self._off = self._variance = 0.0
         """Drafts that stood in recent rounds beyond those that were expected to, and the variance of that."""
 
@@ -85,9 +82,9 @@ class Chances:
 
     def _chance(self, place: int, kind: int) -> float:
         found = self._classes.get(kind)
-        chance = found.chance(self.places[place], _CLASS_WEIGHT) if found else self.places[place]
+        chance = found.near(self.places[place], _CLASS_WEIGHT) if found else self.places[place]
         cell = self._cells.get((place, kind))
-        return cell.chance(chance, _CELL_WEIGHT) if cell else chance
+        return cell.near(chance, _CELL_WEIGHT) if cell else chance
 
     def record(self, num_checked: int, num_kept: int, sure: Sequence[float] | None = None) -> None:
         """One row's drafts of a round: the first `num_checked` were checked, the first `num_kept` stood.
@@ -99,20 +96,20 @@ class Chances:
         self._watch((chances or self.places)[:num_checked], num_kept)
         reached = min(num_kept + 1, num_checked, len(self.places))
         for tally in self._tallies[reached:]:
-            tally.fade()  # a place that is no longer reached becomes as good as the one before it
+            tally.add(0.0, 0.0, _KEEP)  # a place that is no longer reached becomes as good as the one before it
         for place in range(reached):
             stood = float(place < num_kept)
-            self._tallies[place].add(stood, _KEEP)
+            self._tallies[place].add(stood, 1.0, _KEEP)
             if place < len(chances) and sure is not None:
                 kind = bisect_left(_SURE_EDGES, sure[place])
-                self._classes.setdefault(kind, _Tally()).add(stood, _SURE_KEEP)
-                self._cells.setdefault((place, kind), _Tally()).add(stood, _SURE_KEEP)
+                self._classes.setdefault(kind, Ratio()).add(stood, 1.0, _SURE_KEEP)
+                self._cells.setdefault((place, kind), Ratio()).add(stood, 1.0, _SURE_KEEP)
         if num_kept == num_checked:
             for place in range(num_checked, len(chances)):
-                self._tallies[place].add(chances[place], 1.0)
+                self._tallies[place].add(chances[place], 1.0, 1.0)
         chance = self._prior
         for place, tally in enumerate(self._tallies):
-            chance = self.places[place] = tally.chance(chance, _PRIOR_WEIGHT)
+            chance = self.places[place] = tally.near(chance, _PRIOR_WEIGHT)
 
     def _watch(self, chances: Sequence[float], num_kept: int) -> None:
         """Forget faster when rounds come out as they hardly could: another text, or another drafter's weights."""
@@ -125,7 +122,7 @@ class Chances:
         self._variance = _WATCH_KEEP**2 * self._variance + squares - expected**2
         if abs(self._off) > _SURPRISE * math.sqrt(self._variance + 1.0):
             for tally in (*self._tallies, *self._classes.values(), *self._cells.values()):
-                tally.fade(_DOUBT)
+                tally.add(0.0, 0.0, _DOUBT)
             self._off = self._variance = 0.0
 
 
@@ -251,30 +248,14 @@ def _size_class(num_positions: int) -> int:
 
 
 @dataclass(slots=True)
-class Rate:
-    """Tokens and seconds of recent rounds."""
+class Truth(Ratio):
+    """How far the chances that a source tells itself were right: drafts that stood over those that were expected to."""
 
-    tokens: float = 0.0
-    seconds: float = 0.0
-
-    def add(self, tokens: float, seconds: float) -> None:
-        self.tokens, self.seconds = _RECENT * self.tokens + tokens, _RECENT * self.seconds + seconds
-
-
-@dataclass(slots=True)
-class Truth:
-    """How far the chances that a source tells itself were right: drafts that were expected to stand, and that stood."""
-
-    expected: float = 4.0
-    stood: float = 4.0
-
-    def add(self, chances: Sequence[float], num_kept: int) -> None:
-        tried = chances[: num_kept + 1]
-        self.expected = _RECENT * self.expected + sum(tried)
-        self.stood = _RECENT * self.stood + num_kept
+    over: float = 4.0
+    under: float = 4.0
 
     def right(self, chances: tuple[float, ...]) -> tuple[float, ...]:
-        factor = (4.0 + self.stood) / (4.0 + self.expected)
+        factor = self.near(1.0, 4.0)
         return tuple(min(chance * factor, 0.99) for chance in chances)
 
 
@@ -283,7 +264,7 @@ class RoundRecord:
     """What was learned of rounds whose rows are all greedy, or of the others: to draw tokens takes its own time."""
 
     costs: RoundCosts
-    rates: dict[int, Rate] = field(default_factory=dict)
+    rates: dict[int, Ratio] = field(default_factory=dict)
     """By number of rows."""
     trial_s: float = field(init=False)
     """Seconds that trials may still take."""
@@ -316,11 +297,11 @@ class RoundRecord:
     def rate(self, num_rows: int) -> float:
         """Tokens per second that rounds of so many rows reach anyway."""
         plain, recent = num_rows / self.costs.pass_s(num_rows), self.rates.get(num_rows)
-        return max(plain, recent.tokens / recent.seconds) if recent and recent.seconds else plain
+        return max(plain, recent.over / recent.under) if recent and recent.under else plain
 
     def record(self, num_rows: int, num_tokens: int, seconds: float, is_trial: bool) -> None:
         """A round: tokens it brought, seconds it took on the machine as it was measured."""
-        self.rates.setdefault(num_rows, Rate()).add(num_tokens, seconds)
+        self.rates.setdefault(num_rows, Ratio()).add(num_tokens, seconds, RECENT)
         plain_s = self.costs.pass_s(num_rows)
         self.trial_s = min(self.trial_s, max(FIRST_TRIALS * plain_s, self.wanted_s))
         if self.trial_s < self.wanted_s:
@@ -386,7 +367,7 @@ class RoundRecord:
 
     def rest(self, num_rows: int) -> None:
         """Computed drafts were not worth their time for so many rows."""
-        self._rest = (REST if num_rows > 1 else 0, num_rows)
+        self._rest = (min(REST, 3 * num_rows), num_rows)
 
     def rests(self, num_rows: int) -> bool:
         """Whether they need not be weighed in this round."""

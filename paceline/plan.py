@@ -16,14 +16,14 @@ the token that was drawn. So a plan changes nothing of what is said.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.chunks import ChunkSizes
 from paceline.errors import ConfigError
-from paceline.learned import PRIORS, Chances, PassCosts, RoundCosts, RoundRecord, Truth
+from paceline.learned import PRIORS, RECENT, Chances, PassCosts, RoundCosts, RoundRecord, Truth
 from paceline.types import RoundStats, RowKind, Take
 
 MARGIN = 0.02
@@ -61,6 +61,17 @@ class Row:
     kind: RowKind
     """Drafts of each kind of row stand as often as they do."""
     offers: list[Offer] = field(default_factory=list)
+    ask: Callable[[AbstractSet[str]], list[Offer]] | None = None
+    """Makes `offers`, those of the given sources left out: a planner asks when it will look at them."""
+
+    def weigh(self, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
+        """The offers, made now where they are made on demand."""
+        if self.ask:
+            self.offers = self.ask(unwanted)
+        return self.offers
+
+
+NO_DRAFTS = Take()
 
 
 @dataclass(slots=True)
@@ -91,7 +102,6 @@ class Planner(Protocol):
 
     def join(self, plan: Plan, place: int, row: Row) -> None:
         """A row whose prompt ended in this step decodes too."""
-        ...
 
     def narrow(self, plan: Plan, sure_B: Sequence[Sequence[float] | None]) -> list[int]:
         """How many drafts of each row to check, now that drafters have said how sure they are of each slot: the
@@ -100,15 +110,12 @@ class Planner(Protocol):
 
     def learn(self, plan: Plan, stats: RoundStats) -> None:
         """A round is over."""
-        ...
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """A chunk of a prompt was run."""
-        ...
 
     def forget(self, source: str) -> None:
         """Another drafter drafts under this name from now on: what was learned of it holds no more."""
-        ...
 
 
 @dataclass(slots=True)
@@ -134,10 +141,11 @@ class FixedPlanner:
         """Before a round of so many rows is planned."""
 
     def _take(self, row: Row) -> Take:
-        if not row.offers or self.num_drafted == 0:
-            return Take()
-        most = len(row.offers[0].chances)
-        return Take(row.offers[0].source, most if self.num_drafted is None else min(self.num_drafted, most))
+        offers = row.weigh() if self.num_drafted != 0 else []
+        if not offers:
+            return NO_DRAFTS
+        most = len(offers[0].chances)
+        return Take(offers[0].source, most if self.num_drafted is None else min(self.num_drafted, most))
 
     def join(self, plan: Plan, place: int, row: Row) -> None:
         plan.rows.insert(place, row)
@@ -175,12 +183,15 @@ class AdaptivePlanner:
         self._truths: dict[tuple[str, str], Truth] = {}
         self._blocks: set[str] = set()
         """Sources that draft whole blocks at once: those that say how sure they are of each slot before any is drawn."""
+        self._computed: set[str] = set()
+        """Sources that compute their drafts."""
         self._chunks = ChunkSizes(most_chunk, adapts_chunks)
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         self._chunks.prefilled(num_tokens, seconds)
 
     def offer(self, source: str, kind: RowKind, most: int) -> Offer:
+        self._computed.add(source)
         places = self._known(source, kind, most).places
         drafting_s = self._kinds["greedy" if kind == "greedy" else "drawn"].costs.drafting_s(source, 1)
         whole_s, each_s = (drafting_s, 0.0) if source in self._blocks else (0.0, drafting_s)
@@ -195,13 +206,21 @@ class AdaptivePlanner:
     def next(self, rows: list[Row], num_joining: int = 0, prompt_left: int = 0) -> Plan:
         kind, num_rows = self._kind(rows), len(rows) + num_joining
         chunk = min(self._chunks.size(len(rows)), prompt_left)
-        plan = Plan(chunk, rows, [Take() for _ in rows], num_rows)
+        plan = Plan(chunk, rows, [NO_DRAFTS] * len(rows), num_rows)
         kind.begin({row.key for row in rows})
         if not rows or kind.needs_plain(len(rows)):
             return plan
         may_compute, paused = not kind.rests(num_rows), kind.paused()
-        rate = kind.rate(num_rows)
         most_s = self._chunks.most_round_s / kind.costs.slowness if prompt_left else math.inf
+        if kind.costs.pass_s(num_rows + 1) > most_s:
+            return plan
+        unwanted = paused if may_compute else paused | self._computed
+        if may_compute and kind.wanted_s <= kind.trial_s:
+            unwanted = paused - self._computed
+        offering = [row for row in rows if row.weigh(unwanted)]
+        if not offering:
+            return plan
+        rate = kind.rate(num_rows)
         wants = [
             want
             for place, row in enumerate(rows)
@@ -212,15 +231,15 @@ class AdaptivePlanner:
             if count:
                 more = SPARE if want.offer.source in self._blocks else 0  # slots that may prove sure cost a block hardly more
                 plan.drafts[want.place] = Take(want.offer.source, min(count + more, len(want.offer.chances)))
-        if may_compute and not any(count and want.offer.cost_s for want, count in zip(wants, counts, strict=True)):
+        if may_compute and not any(counts):
             kind.rest(num_rows)
-            if not any(counts) and not prompt_left:
+            if not prompt_left:
                 self._try(kind, plan)
         return plan
 
     def join(self, plan: Plan, place: int, row: Row) -> None:
         plan.rows.insert(place, row)
-        plan.drafts.insert(place, Take())
+        plan.drafts.insert(place, NO_DRAFTS)
 
     def _kind(self, rows: list[Row]) -> RoundRecord:
         return self._kinds["greedy" if all(row.kind == "greedy" for row in rows) else "drawn"]
@@ -294,7 +313,9 @@ class AdaptivePlanner:
 
     def learn(self, plan: Plan, stats: RoundStats) -> None:
         kind, num_rows = self._kind(plan.rows), len(plan.rows)
-        costs, computing, longest = kind.costs, Counter[str](), 1
+        costs, longest = kind.costs, 1
+        computing: dict[str, int] = {}
+        """Rows that drafted, by source."""
         sure_B = stats.sure_B or [None] * num_rows
         outcomes = zip(plan.rows, plan.drafts, stats.num_drafted_B, stats.num_accepted_B, sure_B, strict=True)
         for row, take, num_drafted, num_kept, sure in outcomes:
@@ -302,13 +323,14 @@ class AdaptivePlanner:
                 continue
             offer = next(offer for offer in row.offers if offer.source == take.source)
             if offer.cost_s:
-                computing[take.source] += 1
+                computing[take.source] = computing.get(take.source, 0) + 1
                 longest = max(longest, take.count)
                 if sure is not None:
                     self._blocks.add(take.source)
                 self._known(take.source, row.kind, take.count).record(num_drafted, num_kept, sure)
             elif num_drafted:
-                self._truths.setdefault((take.source, row.kind), Truth()).add(offer.chances[:num_drafted], num_kept)
+                expected = sum(offer.chances[: min(num_kept + 1, num_drafted)])
+                self._truths.setdefault((take.source, row.kind), Truth()).add(num_kept, expected, RECENT)
         draft_s = stats.draft_s if self._blocks.issuperset(computing) else stats.draft_s / longest
         costs.record(num_rows + sum(stats.num_checked_B), stats.verify_s + stats.host_s, computing, draft_s)
         round_s = stats.draft_s + stats.verify_s + stats.host_s
@@ -380,13 +402,14 @@ def _share_out(
     base = num_rows + num_fixed
     base_s, drafting_s, expected = costs.pass_s(base), 0.0, 0.0
     best, best_count = margin * num_rows, 0
-    drafting, longest = Counter[str](), dict[str, int]()
+    drafting: dict[str, int] = {}
+    longest: dict[str, int] = {}
     for count, (gain, index) in enumerate(gains, start=1):
         offer = wants[index].offer
         expected += gain
         counts[index] += 1
         if offer.cost_s and (counts[index] == 1 or offer.each_s):
-            drafting[offer.source] += counts[index] == 1
+            drafting[offer.source] = drafting.get(offer.source, 0) + (counts[index] == 1)
             longest[offer.source] = max(longest.get(offer.source, 1), counts[index]) if offer.each_s else 1
             drafting_s = sum(costs.drafting_s(source, rows) * longest[source] for source, rows in drafting.items())
         round_s = costs.pass_s(base + count) + drafting_s
@@ -394,5 +417,7 @@ def _share_out(
             break
         if (surplus := expected - rate * (round_s - base_s)) > best:
             best, best_count = surplus, count
-    taken = Counter(index for _, index in gains[:best_count])
-    return [taken[index] for index in range(len(wants))]
+    taken = [0] * len(wants)
+    for _, index in gains[:best_count]:
+        taken[index] += 1
+    return taken

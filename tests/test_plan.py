@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Set as AbstractSet
 
 import pytest
 
@@ -216,6 +217,41 @@ class TestNeverBelowPlain:
             planner.learn(plan, stats(plan, counts(plan), 1.0))
         gaps = [later - sooner for sooner, later in itertools.pairwise(plain)]
         assert plain[0] <= 8 and max(gaps) <= PLAIN_EVERY + 1 and len(plain) < 14
+
+
+class TestAsking:
+    """Offers take time to make: a planner asks a row for those alone that it will look at."""
+
+    @pytest.mark.parametrize(("num_rows", "most_share"), [(1, 1.0), (4, 0.2), (8, 0.2)])
+    def test_computed_drafts_that_do_not_pay_are_seldom_asked_for(self, num_rows: int, most_share: float) -> None:
+        asked: list[set[str]] = []
+        planner = AdaptivePlanner(true := PassCosts(((1, 1.0), (8, 1.6), (16, 3.2), (64, 12.8))))
+
+        def ask(unwanted: AbstractSet[str]) -> list[Offer]:
+            asked.append({"dflash", "ngram"} - unwanted)
+            return [] if "dflash" in unwanted else [planner.offer("dflash", "greedy", 7)]
+
+        for _ in range(900):
+            plan = planner.next([Row(key, "greedy", ask=ask) for key in range(num_rows)])
+            drafting = any(counts(plan))
+            planner.learn(plan, stats(plan, [0] * num_rows, true.seconds(num_rows + sum(counts(plan))), 0.4 * drafting))
+        wanted = sum("dflash" in each for each in asked) / (900 * num_rows)
+        assert 0.05 < wanted <= most_share and all("ngram" in each for each in asked)
+
+    def test_what_disappointed_is_not_asked_for_while_it_pauses(self) -> None:
+        planner = AdaptivePlanner(FLAT)
+        planner._kinds["greedy"]._pauses["ngram"] = 3, 64
+        asked = []
+        for _ in range(4):
+            plan = planner.next([Row(0, "greedy", ask=lambda unwanted: asked.append("ngram" not in unwanted) or [])])
+            planner.learn(plan, stats(plan, [0], 1.0))
+        assert asked == [False, False, True, True]
+
+    def test_a_fixed_plan_without_drafts_asks_for_none(self) -> None:
+        def ask(unwanted: AbstractSet[str]) -> list[Offer]:
+            raise AssertionError("asked")
+
+        assert counts(FixedPlanner(0).next([Row(0, "greedy", ask=ask)])) == [0]
 
 
 class TestSureness:

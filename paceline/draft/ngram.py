@@ -1,7 +1,8 @@
 """N-gram drafter (prompt lookup): what followed the last time the text went like this, in prompt or answer.
 
-No model: hash maps from the last n tokens to where they last stood, kept up token by token. The longest n that is found
-wins. How likely its drafts are to stand follows from how far back the match reaches and how this sequence's drafts fared:
+No model: a hash map from the last two tokens to where they stood before. Where more of the text before them is the same too,
+the longest match wins, of equal ones the latest. How likely its drafts are to stand follows from how far back the match
+reaches and how this sequence's drafts fared:
 
     chance = distrusted + (trusted - distrusted) * trust      MATCH_CLASSES, by how many tokens match
     trust: share of drafts accepted, fading by 0.85 a round, 0.8 at first
@@ -12,7 +13,7 @@ neighbours.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.draft.base import Drafter, Observed
 from paceline.errors import ConfigError, refuse
@@ -20,18 +21,19 @@ from paceline.types import LOOKUP, Batch, DraftBlock, Sequence
 
 MATCH_CLASSES = ((1, 0.12, 0.6), (2, 0.4, 0.9), (4, 0.55, 0.95), (16, 0.9, 0.98))
 """(least tokens that match, chance that a draft stands when none did lately, when all did)."""
+MOST_REACH = MATCH_CLASSES[-1][0]
 MOST_DRAFTED = 16
+MOST_MATCHES = 64
+"""Latest places that are compared with the text's end."""
 _FADE, _FIRST_TRUST = 0.85, 0.8
 
 
 @dataclass(slots=True)
 class _Row:
-    last: list[dict[tuple[int, ...], int]]
-    """Per n: the last n tokens -> the position after where they last stood, the text's very end excepted."""
+    followers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    """As many tokens as are looked for -> the positions after where they stood, the text's very end excepted."""
     num_indexed: int = 0
     trust: float = _FIRST_TRUST
-    num_pending: int = 0
-    """Drafts of the round under way."""
 
 
 class NgramDrafter(Drafter):
@@ -48,30 +50,30 @@ class NgramDrafter(Drafter):
             (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"),
             (min_match < 1, f"min_match must be at least 1, not {min_match}"),
         )
-        self.min_match = min_match
-        self._sizes = [size for size in (8, 5, 3, 2, 1) if size > min_match] + [min_match]
+        self._sizes = (2, 1) if min_match == 1 else (min_match,)
         self._rows: dict[int, _Row] = {}
+        self._pending: dict[int, int] = {}
+        """Drafts of the round under way, by row."""
 
     def start(self, seq: Sequence) -> None:
-        self._rows[seq.row] = _Row([{} for _ in self._sizes])
+        self._rows[seq.row] = _Row()
 
     def drop(self, seq: Sequence) -> None:
         self._rows.pop(seq.row, None)
+        self._pending.pop(seq.row, None)
 
     def observe(self, observed: list[Observed]) -> None:
-        for one in observed:
-            row = self._rows[one.sequence.row]
-            if row.num_pending:
-                row.trust += (1 - _FADE) * ((one.count - 1) / row.num_pending - row.trust)
-                row.num_pending = 0
-            self._index(row, one.sequence.tokens, one.start + one.count)
+        """Only what became of drafts: tokens are entered when a row looks for its next ones."""
+        for one in observed if self._pending else ():
+            if num_pending := self._pending.pop(one.sequence.row, 0):
+                row = self._rows[one.sequence.row]
+                row.trust += (1 - _FADE) * ((one.count - 1) / num_pending - row.trust)
 
     def chance(self, seq: Sequence) -> float:
         row = self._rows[seq.row]
-        follower = self._find(row, seq.tokens)
-        if follower is None:
+        reach, _ = self._find(row, seq.tokens)
+        if not reach:
             return 0.0
-        reach = _reach(seq.tokens, follower)
         _, distrusted, trusted = next(kind for kind in reversed(MATCH_CLASSES) if kind[0] <= reach)
         return distrusted + (trusted - distrusted) * row.trust
 
@@ -80,31 +82,34 @@ class NgramDrafter(Drafter):
         for index, limit in enumerate(batch.draft_limits_B(self.num_drafted)):
             seq = batch.sequences[index]
             row = self._rows[seq.row]
-            if limit and (follower := self._find(row, seq.tokens)) is not None:
-                row.num_pending = limit
+            reach, follower = self._find(row, seq.tokens) if limit else (0, 0)
+            if reach:
+                self._pending[seq.row] = limit
                 block.tokens_B[index] = _continuation(seq.tokens, follower, limit)
         return block
 
-    def _index(self, row: _Row, tokens: list[int], end: int) -> None:
-        """Enter every n-gram whose last token stands before `end` and has a follower."""
-        for position in range(row.num_indexed, min(end, len(tokens) - 1)):
-            for size, last in zip(self._sizes, row.last, strict=True):
-                if size <= position + 1:
-                    last[tuple(tokens[position + 1 - size : position + 1])] = position + 1
-        row.num_indexed = max(row.num_indexed, min(end, len(tokens) - 1))
+    def _index(self, row: _Row, tokens: list[int]) -> None:
+        """Enter every n-gram that has a follower."""
+        for follower in range(row.num_indexed + 1, len(tokens)):
+            for size in self._sizes:
+                if follower >= size:
+                    row.followers.setdefault(tuple(tokens[follower - size : follower]), []).append(follower)
+        row.num_indexed = len(tokens) - 1
 
-    def _find(self, row: _Row, tokens: list[int]) -> int | None:
-        """Where the text went on after the longest earlier occurrence of its own end."""
-        for size, last in zip(self._sizes, row.last, strict=True):
-            follower = last.get(tuple(tokens[-size:])) if size <= len(tokens) else None
-            if follower is not None:
-                return follower
-        return None
+    def _find(self, row: _Row, tokens: list[int]) -> tuple[int, int]:
+        """How many tokens at the text's end stood so before, and where the text went on then; (0, 0) if too few did."""
+        self._index(row, tokens)
+        for size in self._sizes:
+            followers = row.followers.get(tuple(tokens[-size:]), ())
+            if followers:
+                latest = followers[-MOST_MATCHES:] if size > 1 else followers[-1:]
+                return max((_reach(tokens, follower), follower) for follower in latest)
+        return 0, 0
 
 
 def _reach(tokens: list[int], follower: int) -> int:
     """How many tokens before `follower` equal the text's end; looked at as far as the classes go."""
-    most, length = min(MATCH_CLASSES[-1][0], follower), len(tokens)
+    most, length = min(MOST_REACH, follower), len(tokens)
     return next((back for back in range(most) if tokens[follower - 1 - back] != tokens[length - 1 - back]), most)
 
 

@@ -6,13 +6,14 @@ last sequence has ended. The target taps the layers of all of them; each is hand
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from paceline.draft.base import Drafter, Observed
 from paceline.draft.ngram import NgramDrafter
 from paceline.model.target import Target
 from paceline.plan import Offer, Planner
-from paceline.types import Batch, DraftBlock, RowKind, Sequence, Take
+from paceline.types import Batch, DraftBlock, Sequence, Take
 
 LOOKUP_MATCH = 2
 """Tokens that a lookup beside a drafter must match: one that stood before says less than any drafter does."""
@@ -78,15 +79,17 @@ class Pool:
         if drafter is not self.drafter:
             self._let_go()
 
-    def offers(self, seq: Sequence, kind: RowKind, planner: Planner) -> list[Offer]:
-        """What the sequence could check next, its drafter's own drafts first."""
+    def offers(self, seq: Sequence, planner: Planner, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
+        """What the sequence could check next but of `unwanted` sources, its drafter's own drafts first."""
         drafter, found = self._leases[seq.row], []
         for each in (drafter, self._beside(drafter)):
-            most = seq.most_drafted(each.num_drafted) if each else 0
-            if each is None or not most or not each.can_draft(seq):
+            if each is None or each.name in unwanted:
+                continue
+            most = seq.most_drafted(each.num_drafted)
+            if not most or not each.can_draft(seq):
                 continue
             if not each.is_at_hand:
-                found.append(planner.offer(each.name, kind, most))
+                found.append(planner.offer(each.name, seq.kind, most))
             elif chance := each.chance(seq):
                 found.append(Offer(each.name, (chance,) * most))
         return found
@@ -112,15 +115,14 @@ class Pool:
         return block
 
     def observe(self, observed: list[Observed]) -> None:
-        if self.lookups:
-            self.lookups.observe([one for one in observed if self._beside(self._leases[one.sequence.row])])
-        groups: dict[int, tuple[Drafter, list[Observed]]] = {}
-        for one in observed:
-            drafter = self._leases[one.sequence.row]
-            groups.setdefault(id(drafter), (drafter, []))[1].append(self._own_taps(drafter, one))
-            self._held[one.sequence.row] = drafter
-        for drafter, own in groups.values():
-            drafter.observe(own)
+        self._held |= {one.sequence.row: self._leases[one.sequence.row] for one in observed}
+        for drafter in self.drafters:
+            own = observed
+            if self._older:
+                own = [self._own_taps(drafter, one) for one in observed if self._held[one.sequence.row] is drafter]
+            for each in (drafter, self._beside(drafter)):
+                if each is not None and own:
+                    each.observe(own)
 
     def _beside(self, drafter: Drafter) -> NgramDrafter | None:
         return self.lookups if drafter.num_drafted and not drafter.is_at_hand else None

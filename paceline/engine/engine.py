@@ -157,7 +157,7 @@ class Engine:
         return chunks
 
     def _row(self, seq: Sequence) -> Row:
-        return Row(seq.request_id, seq.kind, self.pool.offers(seq, seq.kind, self.planner))
+        return Row(seq.request_id, seq.kind, ask=partial(self.pool.offers, seq, self.planner))
 
     def _admit(self) -> None:
         for seq in self.scheduler.admit(self.prefix.best_row if self.prefix else None):

@@ -68,7 +68,6 @@ class Engine(Protocol):
 
     def abort(self, request_id: int) -> Sequence | None:
         """Drop a request; returns its sequence, or None when it is done or unknown."""
-        ...
 
     def step(self) -> list[Chunk]:
         """What each request gained. One that fails alone gets a chunk with finish_reason "error" and has its `sequence.error`;
@@ -77,7 +76,6 @@ class Engine(Protocol):
 
     def check_integrity(self) -> None:
         """Raises when the engine is harmed."""
-        ...
 
 
 class Model(Protocol):
@@ -94,11 +92,9 @@ class Model(Protocol):
 
     def use_drafter(self, drafter: Any, /) -> None:
         """Draft with another from now on."""
-        ...
 
     def renew(self) -> None:
         """After a crash: the same weights and drafter, an empty cache, a new engine."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

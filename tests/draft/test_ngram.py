@@ -90,21 +90,23 @@ def test_limits() -> None:
         NgramDrafter(min_match=0)
 
 
-@given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.integers(1, 7))
-def test_index_agrees_with_a_scan(tokens: list[int], chunk: int) -> None:
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=30), st.lists(st.integers(0, 3), max_size=30), st.integers(1, 7))
+def test_index_agrees_with_a_scan(tokens: list[int], more: list[int], chunk: int) -> None:
     drafter = NgramDrafter(min_match=2)
     seq = Sequence(0, tokens, len(tokens), SamplingParams(max_tokens=99), row=0, cached_len=len(tokens) - 1)
     drafter.start(seq)
     for begin in range(0, seq.cached_len, chunk):
         drafter.observe([Observed(seq, begin, min(chunk, seq.cached_len - begin), None)])
-    found = drafter._find(drafter._rows[0], tokens)
+    drafter.chance(seq)
+    seq.tokens = tokens + more  # what was entered before is kept
+    found = drafter._find(drafter._rows[0], seq.tokens)
     scan = [
-        end
-        for size in (8, 5, 3, 2)
-        for end in range(len(tokens) - 1, size - 1, -1)
-        if len(tokens) > size and tokens[end - size : end] == tokens[-size:]
+        (size, end)
+        for size in range(16, 1, -1)
+        for end in range(len(seq.tokens) - 1, size - 1, -1)
+        if seq.tokens[end - size : end] == seq.tokens[-size:]
     ]
-    assert found == (scan[0] if scan else None)
+    assert found == (scan[0] if scan else (0, 0))
 
 
 def test_copying_reaches_full_drafts() -> None:

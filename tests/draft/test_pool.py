@@ -129,7 +129,7 @@ class TestLookups:
             engine.step()
             (seq,) = engine.scheduler.running
             seq.tokens[-1] = REPEATING[len(REPEATING) % 5]  # the text goes on as before
-            offers = engine.pool.offers(seq, "greedy", FixedPlanner())
+            offers = engine.pool.offers(seq, FixedPlanner())
             assert ([offer.source for offer in offers] == ["scripted", "ngram"]) is has
 
     def test_repeating_text_is_looked_up_and_other_text_drafted(self) -> None:
@@ -154,5 +154,6 @@ class TestLookups:
         (seq,) = engine.scheduler.prefilling
         engine.step()
         seq.tokens[-1] = 5  # as if the answer began like this: "5" was seen, "5 5" was not
-        offers = pool.offers(seq, "greedy", FixedPlanner())
+        offers = pool.offers(seq, FixedPlanner())
         assert [offer.source for offer in offers] == ["scripted"]
+        assert pool.offers(seq, FixedPlanner(), {"scripted"}) == []

@@ -47,37 +47,8 @@ INSTRUCTION_SETS = {
 AMX = ("-mamx-tile", "-mamx-int8")
 """More flags of kernels_avx512bf16.cpp where the compiler knows them, with PN_HAS_AMX for the others."""
 
-# A flag the compiler takes may still be unknown to its assembler, so a probe uses an instruction of each kind.
-PROBES = {
-    "avx2": """#include <immintrin.h>
-__m256 probe(__m256 a, __m128i half) { return _mm256_fmadd_ps(a, a, _mm256_cvtph_ps(half)); }
-""",
-    "avxvnni": """#include <immintrin.h>
-__m256i dot(__m256i sum, __m256i a, __m256i b) { return _mm256_dpbusd_avx_epi32(sum, a, b); }
-""",
-    "avx512bf16": """#include <immintrin.h>
-__m512 dot(__m512 sum, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(sum, a, b); }
-""",
-    "amx": """void probe(const void* from) { asm volatile("tileloadd (%0,%1,1), %%tmm1" : : "r"(from), "r"(64L)); }
-#ifndef __AMX_INT8__
-#error
-#endif
-""",
-    "avx512": """#include <immintrin.h>
-__m512i dot(__m512i sum, __m512i a, __m512i b) { return _mm512_dpbusd_epi32(sum, a, _mm512_add_epi8(a, b)); }
-__m256 low(__m512 a, __m256 b) { return _mm256_mask_add_ps(_mm512_extractf32x8_ps(a, 1), 7, b, b); }
-""",
-    "neon": """#include <arm_neon.h>
-uint16_t probe(uint16x8_t a) { return vmaxvq_u16(a); }
-""",
-    "dotprod": """#include <arm_neon.h>
-int32x4_t probe(int32x4_t sum, int8x16_t a, int8x16_t b) { return vdotq_laneq_s32(sum, a, b, 1); }
-""",
-    "i8mm": """#include <arm_neon.h>
-int32x4_t probe(int32x4_t sum, uint8x16_t a, int8x16_t b) { return vusmmlaq_s32(sum, a, b); }
-""",
-    "link": "#include <string>\nstd::string probe(const char* text) { return text; }\n",
-}
+PROBES = HERE / "probes"
+"""A flag the compiler takes may still be unknown to its assembler, so a probe uses an instruction of each kind."""
 
 # A library that needs nothing of the machine that made it, and whose C++ runtime stays out of PyTorch's.
 LINK_FLAGS_IF_ACCEPTED = (("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL"), ("-Wl,-z,defs",))
@@ -123,9 +94,8 @@ class _Compiler:
             print(done.stderr, end="", file=sys.stderr)
 
     def accepts(self, probe: str, *flags: str) -> bool:
-        source = self.scratch / f"probe_{probe}.cpp"
-        source.write_text(PROBES[probe])
-        done = self._start((*COMMON_FLAGS, *flags, str(source), "-o", str(source.with_suffix(".out"))))
+        made = self.scratch / f"probe_{probe}.out"
+        done = self._start((*COMMON_FLAGS, *flags, str(PROBES / f"{probe}.cpp"), "-o", str(made)))
         return done.returncode == 0
 
 

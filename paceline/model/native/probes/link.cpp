@@ -1,0 +1,2 @@
+#include <string>
+std::string probe(const char* text) { return text; }
