@@ -35,7 +35,8 @@ class EngineConfig:
     isa: Annotated[str, ("auto", "amx", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")] = (
         "auto"
     )
-    """Instruction set of the native pass, for the whole process; auto: the best here. All make the same text of blocks."""
+    """Instruction set of the native pass, for every model of the process; auto takes the best that this processor has. Weights
+    in blocks make the same text with each of them."""
     weight_format: Annotated[str, ("auto", "blocks", "dense", "q8_0", "q6_k", "q5_k", "q4_k", "q4_1")] = "auto"
     """blocks reads the blocks of a quantised GGUF file as they are, where the native pass runs; dense expands them to `dtype`,
     the same numbers in more bytes; auto takes the faster of the two, but blocks where a dense copy would need half of the
