@@ -16,15 +16,14 @@ the token that was drawn. So a plan changes nothing of what is said.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.chunks import ChunkSizes
 from paceline.errors import ConfigError
 from paceline.learned import PRIORS, RECENT, Chances, PassCosts, RoundCosts, RoundRecord, Truth
-from paceline.types import RoundStats, RowKind, Take
+from paceline.types import Offer, RoundStats, Row, RowKind, Take
 
 MARGIN = 0.02
 """Drafts must promise this share more tokens than their time costs: estimates err."""
@@ -36,39 +35,6 @@ SURE_TRIALS, HOPELESS = 3, 5.0
 """After so many trials those become so many times rarer that no drafter could make pay: many rows on a slow processor."""
 SPARE = 2
 """Slots that a block drafter drafts beyond those that are worth checking on average: it may be sure of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What a row could check next."""
-
-    source: str
-    """Whose drafts: "dflash", "ngram", ..."""
-    chances: tuple[float, ...]
-    """Chance that each draft stands, given that those before it do; as many as the row may check."""
-    cost_s: float = 0.0
-    """Seconds to make them for this row alone, besides `each_s`; 0 for drafts that are at hand."""
-    each_s: float = 0.0
-    """Seconds of every single draft, of a drafter that makes one after another."""
-
-
-@dataclass(slots=True)
-class Row:
-    """A running sequence as a planner sees it."""
-
-    key: int
-    """Tells it from others."""
-    kind: RowKind
-    """Drafts of each kind of row stand as often as they do."""
-    offers: list[Offer] = field(default_factory=list)
-    ask: Callable[[AbstractSet[str]], list[Offer]] | None = None
-    """Makes `offers`, those of the given sources left out: a planner asks when it will look at them."""
-
-    def weigh(self, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
-        """The offers, made now where they are made on demand."""
-        if self.ask:
-            self.offers = self.ask(unwanted)
-        return self.offers
 
 
 NO_DRAFTS = Take()
@@ -217,8 +183,7 @@ class AdaptivePlanner:
         unwanted = paused if may_compute else paused | self._computed
         if may_compute and kind.wanted_s <= kind.trial_s:
             unwanted = paused - self._computed
-        offering = [row for row in rows if row.weigh(unwanted)]
-        if not offering:
+        if not sum(len(row.weigh(unwanted)) for row in rows):
             return plan
         rate = kind.rate(num_rows)
         wants = [
@@ -315,7 +280,6 @@ class AdaptivePlanner:
         kind, num_rows = self._kind(plan.rows), len(plan.rows)
         costs, longest = kind.costs, 1
         computing: dict[str, int] = {}
-        """Rows that drafted, by source."""
         sure_B = stats.sure_B or [None] * num_rows
         outcomes = zip(plan.rows, plan.drafts, stats.num_drafted_B, stats.num_accepted_B, sure_B, strict=True)
         for row, take, num_drafted, num_kept, sure in outcomes:
@@ -417,7 +381,4 @@ def _share_out(
             break
         if (surplus := expected - rate * (round_s - base_s)) > best:
             best, best_count = surplus, count
-    taken = [0] * len(wants)
-    for _, index in gains[:best_count]:
-        taken[index] += 1
-    return taken
+    return [sum(index == place for _, index in gains[:best_count]) for place in range(len(wants))]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol
 
@@ -132,6 +134,39 @@ class Take:
 
     source: str = NONE
     count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a row could check next."""
+
+    source: str
+    """Whose drafts: "dflash", "ngram", ..."""
+    chances: tuple[float, ...]
+    """Chance that each draft stands, given that those before it do; as many as the row may check."""
+    cost_s: float = 0.0
+    """Seconds to make them for this row alone, besides `each_s`; 0 for drafts that are at hand."""
+    each_s: float = 0.0
+    """Seconds of every single draft, of a drafter that makes one after another."""
+
+
+@dataclass(slots=True)
+class Row:
+    """A running sequence as a planner sees it."""
+
+    key: int
+    """Tells it from others."""
+    kind: RowKind
+    """Drafts of each kind of row stand as often as they do."""
+    offers: list[Offer] = field(default_factory=list)
+    ask: Callable[[AbstractSet[str]], list[Offer]] | None = None
+    """Makes `offers`, those of the given sources left out: a planner asks when it will look at them."""
+
+    def weigh(self, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
+        """The offers, made now where they are made on demand."""
+        if self.ask:
+            self.offers = self.ask(unwanted)
+        return self.offers
 
 
 class Round(NamedTuple):

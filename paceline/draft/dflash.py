@@ -13,7 +13,6 @@ cache: in `dflash_paths.py` there is one in PyTorch, on any device, and one of n
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, takewhile
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from paceline import rng
 from paceline.draft.base import Drafter, Observed
 from paceline.draft.checkpoint import DFlashConfig, check_fit, new_config, read_checkpoint, read_draft_ids, write_checkpoint
-from paceline.draft.dflash_paths import Drafts, NativePath, TorchPath
+from paceline.draft.dflash_paths import Drafts, NativePath, PendingFeatures, TorchPath, features_of
 from paceline.errors import ConfigError, ModelFileError
 from paceline.model.checkpoint import random_weights
 from paceline.model.config import DecoderConfig
@@ -177,38 +176,6 @@ MOST_UNSORTED = 16
 """Passes whose features wait together."""
 
 
-class PendingFeatures:
-    """Features of observed positions that are not keys and values yet, by row, oldest first and without gaps: a row that never
-    drafts never pays for them."""
-
-    def __init__(self) -> None:
-        self._rows: dict[int, deque[Observed]] = {}
-
-    def count(self, row: int) -> int:
-        waiting = self._rows.get(row)
-        return waiting[-1].start + waiting[-1].count - waiting[0].start if waiting else 0
-
-    def add(self, one: Observed) -> None:
-        """Positions that follow those the row has."""
-        self._rows.setdefault(one.sequence.row, deque()).append(one)
-
-    def take(self, row: int, most: float = math.inf) -> list[Observed]:
-        """The row's oldest `most` positions, or all: they wait no longer."""
-        waiting, taken = self._rows.get(row), list[Observed]()
-        while waiting and most:
-            one = waiting.popleft()
-            if one.count > most:
-                left = int(most)
-                waiting.appendleft(replace(one, start=one.start + left, count=one.count - left, begin=one.begin + left))
-                one = replace(one, count=left)
-            taken.append(one)
-            most -= one.count
-        return taken
-
-    def drop(self, row: int) -> None:
-        self._rows.pop(row, None)
-
-
 class DFlashDrafter(Drafter):
     """A DFlash v1 drafter. Greedy and seeded requests get certain drafts, sampled ones drafts with their distribution."""
 
@@ -326,7 +293,7 @@ class DFlashDrafter(Drafter):
         taken = [self._pending.take(row, most) for row in waiting]
         starts = [self._path.cache.lengths[row] for row in waiting]
         counts = [sum(one.count for one in observed) for observed in taken]
-        self._path.inject(waiting, starts, counts, _features([one for observed in taken for one in observed]))
+        self._path.inject(waiting, starts, counts, features_of([one for observed in taken for one in observed]))
 
     def can_draft(self, seq: Sequence) -> bool:
         """Whether every position before the anchor was observed."""
@@ -381,13 +348,6 @@ class DFlashDrafter(Drafter):
             return logits_KV
         every_KV = logits_KV.new_full((len(logits_KV), self._vocab_size), float("-inf"))
         return every_KV.index_copy_(1, self.draft_ids.to(logits_KV.device), logits_KV)
-
-
-def _features(observed: list[Observed]) -> Tensor:
-    """Those of all these positions, one behind the other; of a single pass from its beginning there may be more behind."""
-    if len(observed) == 1 and observed[0].begin == 0 and observed[0].taps_TF is not None:
-        return observed[0].taps_TF
-    return torch.cat([one.taps_NF for one in observed if one.taps_NF is not None])
 
 
 def _sureness(logits_BKV: Tensor) -> list[list[float]]:
