@@ -13,6 +13,7 @@ from paceline.errors import ConfigError, refuse, reraised
 from paceline.plan import num_fixed
 
 YIELD = "at least 1, the target's own token of every round"
+ISAS = ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")
 RULES = ("auto", "match", "rejection", "block")
 Bytes = Annotated[int, "bytes", at_least(1)]
 """A number of bytes; on the command line it may be written 512M."""
@@ -32,11 +33,8 @@ class EngineConfig:
     """auto, cpu or cuda; auto takes the GPU when there is one."""
     backend: Annotated[str, ("auto", "native", "torch")] = "auto"
     """native computes a whole pass in one call, on the CPU only; auto takes it where it is built and knows the model."""
-    isa: Annotated[str, ("auto", "amx", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")] = (
-        "auto"
-    )
-    """Instruction set of the native pass, for every model of the process; auto takes the best that this processor has. Weights
-    in blocks make the same text with each of them."""
+    isa: Annotated[str, ("auto", *ISAS)] = "auto"
+    """Instruction set of the native pass, for the process; auto takes the best here. In bfloat16, blocks say the same on all."""
     weight_format: Annotated[str, ("auto", "blocks", "dense", "q8_0", "q6_k", "q5_k", "q4_k", "q4_1")] = "auto"
     """blocks reads the blocks of a quantised GGUF file as they are, where the native pass runs; dense expands them to `dtype`,
     the same numbers in more bytes; auto takes the faster of the two, but blocks where a dense copy would need half of the

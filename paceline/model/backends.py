@@ -36,7 +36,8 @@ def settle(settings: EngineConfig) -> EngineConfig:
     if settings.dtype != "auto" or settled.device != "cpu" or settled.weights == "random" or settled.backend == "torch":
         return settled
     in_blocks = settled.weight_format in KINDS or (settled.weight_format != "dense" and is_gguf(resolve(settled.model)))
-    return replace(settled, dtype="bfloat16") if in_blocks and native_lib.load() is not None else settled
+    takes_blocks = in_blocks and native_lib.load() is not None and native_lib.multiplies_blocks(torch.bfloat16)
+    return replace(settled, dtype="bfloat16") if takes_blocks else settled
 
 
 def load_target(settings: EngineConfig) -> Target:
@@ -91,12 +92,12 @@ KINDS: dict[str, BlockKind] = {"q8_0": "Q8_0", "q6_k": "Q6_K", "q5_k": "Q5_K", "
 
 
 def _keeps_blocks(weight_format: str, config: DecoderConfig, dtype: torch.dtype) -> bool:
-    """Whether a file's blocks stay as they are. "auto": in bfloat16, where products take them so, which is faster; in float32
-    every pass would expand them, and they stay only if a dense copy took more than half of the memory."""
+    """Whether a file's blocks stay as they are. "auto": where products take them so, which is then faster; elsewhere every
+    pass would expand them, and they stay only if a dense copy took more than half of the memory."""
     if weight_format != "auto":
         return weight_format != "dense"
     dense_bytes = dtype.itemsize * sum(map(math.prod, expected_shapes(config).values()))
-    return dtype == torch.bfloat16 or 2 * dense_bytes > memory_bytes()
+    return native_lib.multiplies_blocks(dtype) or 2 * dense_bytes > memory_bytes()
 
 
 def _is_native(backend: str, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:

@@ -136,6 +136,11 @@ def require() -> ctypes.CDLL:
     return library
 
 
+def multiplies_blocks(dtype: torch.dtype) -> bool:
+    """Whether quantised blocks make faster products than a dense copy: float32 expands them, portable code emulates."""
+    return dtype == torch.bfloat16 and require().pn_in_use() != b"portable"
+
+
 def check(status: int) -> None:
     """Raise NativeError with the library's own words when a call failed."""
     if status != 0:

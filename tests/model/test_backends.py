@@ -117,8 +117,9 @@ def test_auto_keeps_blocks_where_products_take_them(
     """Elsewhere every pass would expand them, which takes several times as long as reading a dense copy."""
     dense = str(dtype).removeprefix("torch.")
     use(isa)
+    is_faster = isa != "portable" and dtype == torch.bfloat16
     kept = "Q4_1+Q5_0+Q8_0"
-    assert form_of(load(gguf_file, dtype=dtype)).weight_format == (kept if dtype == torch.bfloat16 else dense)
+    assert form_of(load(gguf_file, dtype=dtype)).weight_format == (kept if is_faster else dense)
     monkeypatch.setattr(backends, "memory_bytes", lambda: 1000)
     assert form_of(load(gguf_file, dtype=dtype)).weight_format == kept
 
@@ -132,7 +133,7 @@ def test_auto_is_bfloat16_where_blocks_are_multiplied_as_they_are(
     for isa in ISAS:
         use(isa)
         settings = EngineConfig(model=str(gguf_file), device="cpu")
-        assert settle(settings).dtype == "bfloat16"
+        assert settle(settings).dtype == ("float32" if isa == "portable" else "bfloat16")
         for changes in ({"backend": "torch"}, {"weight_format": "dense"}, {"model": str(folder)}, {"dtype": "float32"}):
             assert settle(replace(settings, **changes)).dtype == "float32"
 

@@ -31,12 +31,11 @@ WARNING_FLAGS = ("-Wall", "-Wextra", "-Wno-psabi")
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", *ARITHMETIC_FLAGS, *WARNING_FLAGS)
 SANITIZE_FLAGS = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g", "-O1")
 
-AVX2 = ("-mavx2", "-mfma", "-mf16c")
 # GCC 12 calls the undefined registers of its own intrinsics uninitialized (gcc.gnu.org/PR105593).
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c", "-Wno-uninitialized")
 INSTRUCTION_SETS = {
-    "avx2": AVX2,
-    "avxvnni": (*AVX2, "-mavxvnni"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avxvnni": ("-mavx2", "-mfma", "-mf16c", "-mavxvnni"),
     "avx512": AVX512,
     "avx512bf16": (*AVX512, "-mavx512bf16"),
     "neon": (),
