@@ -34,7 +34,7 @@ class EngineConfig:
     backend: Annotated[str, ("auto", "native", "torch")] = "auto"
     """native computes a whole pass in one call, on the CPU only; auto takes it where it is built and knows the model."""
     isa: Annotated[str, ("auto", *ISAS)] = "auto"
-    """Instruction set of the native pass, for the process; auto takes the best here. In bfloat16, blocks say the same on all."""
+    """Instruction set of the native pass, for the process; auto takes the best here. In bfloat16 blocks say the same on all."""
     weight_format: Annotated[str, ("auto", "blocks", "dense", "q8_0", "q6_k", "q5_k", "q4_k", "q4_1")] = "auto"
     """blocks reads the blocks of a quantised GGUF file as they are, where the native pass runs; dense expands them to `dtype`,
     the same numbers in more bytes; auto takes the faster of the two, but blocks where a dense copy would need half of the
