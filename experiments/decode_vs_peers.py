@@ -198,7 +198,7 @@ class Block:
         elif script != "paceline":
             model, draft = (name and str(resolve(name)) for name in (model, draft))
         options = ["--model", str(model), "--threads", str(args.threads), "--streams", str(self._streams), "--ways", *ways]
-        options += ["--max-len", str(self._max_len), "--form", form]
+        options += ["--max-len", str(self._max_len), "--form", form, "--isa", args.isa]
         options += ["--draft", draft] if draft else []
         options += ["--dflash", str(plain_drafter(self._shipped, args.peers_home / "models"))] if "dflash" in ways else []
         return Worker(python, HERE / f"decode_vs_peers_{script}.py", options, environment)
@@ -267,6 +267,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--isa", default="auto", help="instruction set of ours; build llama.cpp for the same with LLAMA_FLAGS")
     parser.add_argument(
         "--contenders",
         nargs="+",

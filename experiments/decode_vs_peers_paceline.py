@@ -32,7 +32,7 @@ class Paceline:
         args = self._args
         if self._llm is None or self._engines is None:
             settings = {"threads": args.threads, "max_batch": args.streams, "max_len": args.max_len, **FORMS[args.form]}
-            self._llm = LLM(args.model, drafter="none", device="cpu", **settings)
+            self._llm = LLM(args.model, drafter="none", device="cpu", isa=args.isa, **settings)
             self._engines = Engines(self._llm)
         drafter = {"draft": args.draft, "default": args.dflash or "default"}.get(way, way)
         self._engines.add(way, self._llm.make_drafter(drafter))

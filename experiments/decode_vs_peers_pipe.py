@@ -96,6 +96,7 @@ def arguments(ways: tuple[str, ...]) -> argparse.Namespace:
     parser.add_argument("--draft", help="the same of a smaller model")
     parser.add_argument("--dflash", help="a folder with a DFlash checkpoint")
     parser.add_argument("--form", default="", help="how the peer runs, where it can in several ways")
+    parser.add_argument("--isa", default="auto", help="instruction set of our native pass")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--streams", type=int, required=True)
     parser.add_argument("--max-len", type=int, required=True)
