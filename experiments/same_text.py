@@ -3,7 +3,7 @@
     python experiments/same_text.py --prompts gsm8k_test.jsonl --limit 100
 
 Runs under every instruction set that this processor has, and under those it can emulate (matrix tiles, AVX-VNNI); `portable`
-keeps its blocks here, which `--weight-format auto` expands. The last line is JSON; the exit status is 1 where an answer differs.
+keeps its blocks here, which `--weight-format auto` expands. Last line: JSON; the exit status is 1 where an answer differs.
 """
 
 from __future__ import annotations
