@@ -5,7 +5,9 @@
     read_prompts("openai/gsm8k/main:test")         # owner/name[/config][:split], needs the `datasets` package
 
 The shape is told from each row's keys. Benchmarks get the wording the DFlash paper's own benchmark gives them. Traces, and
-answers that `regenerate` wrote, are asked again token by token (`prompt_ids`).
+answers that `regenerate` wrote, are asked again token by token (`prompt_ids`). A row of `messages` may have `tools`, as the API
+takes them. Of a conversation the user's turns are asked, one after the other; one in which tools were called is asked as it
+stands, up to its last message that is not the assistant's, since its results belong to the calls that were made.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import DownloadError, PromptError, needing, reraised
+from paceline.types import GrammarSpec
 
 GSM8K = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 HUMANEVAL = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
@@ -28,7 +32,7 @@ WORDINGS = ((GSM8K, "question"), (HUMANEVAL, "prompt", "entry_point"), ("{}", "p
 KNOWN_KEYS = "messages, turns, question, prompt, text, instruction"
 
 Row = dict[str, Any]
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,10 @@ class Prompt:
     """Name of the file or data set."""
     token_ids: tuple[int, ...] = ()
     """The very tokens to be sent, of the target's own vocabulary; then there are no messages and no turns."""
+    tools: tuple[Row, ...] = ()
+    """What may be called, as the API takes it."""
+    grammar: GrammarSpec | None = None
+    """What the answer has to be, where this prompt is asked for another than the others are."""
 
 
 def read_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
@@ -130,15 +138,17 @@ def _prompt_of(row: Row, where: str, source: str, index: int) -> Prompt:
     messages, token_ids = row.get("messages"), row.get("prompt_ids")
     if messages is None and token_ids is not None:
         return _traced(token_ids, where, source)
+    tools: tuple[Row, ...] = ()
     if messages is not None:
         first, turns = _conversation(messages, where)
+        tools = read_tools(row.get("tools"), where)
     else:
         turns = _turns_of(row, where)
         first = [{"role": "user", "content": turns[0]}]
     if any(not turn.strip() for turn in turns):
         raise PromptError(f"{where}: the prompt is empty")
     name = next((row[key] for key in ("id", "task_id", "question_id") if row.get(key) is not None), index)
-    return Prompt(str(name), first, turns, source)
+    return Prompt(str(name), first, turns, source, tools=tools)
 
 
 def _traced(token_ids: Any, where: str, source: str) -> Prompt:
@@ -147,6 +157,23 @@ def _traced(token_ids: Any, where: str, source: str) -> Prompt:
         raise PromptError(f"{where}: 'prompt_ids' must be a list of token ids, at least one")
     name = hashlib.blake2b(repr(token_ids).encode(), digest_size=8).hexdigest()
     return Prompt(name, [], (), source, tuple(token_ids))
+
+
+def digest(token_ids: Iterable[int]) -> str:
+    """Names a prompt by its tokens: traces carry it in their keys."""
+    return hashlib.blake2b(array("i", token_ids).tobytes(), digest_size=8).hexdigest()
+
+
+def read_tools(tools: Any, where: str) -> tuple[Row, ...]:
+    """Raises PromptError when they are not what the API takes."""
+    if not tools:
+        return ()
+    functions = (
+        [tool.get("function") if isinstance(tool, dict) else None for tool in tools] if isinstance(tools, list) else [None]
+    )
+    if not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in functions):
+        raise PromptError(f'{where}: \'tools\' must be a list of {{"type": "function", "function": {{"name": ...}}}}')
+    return tuple(tools)
 
 
 def _turns_of(row: Row, where: str) -> tuple[str, ...]:
@@ -177,15 +204,29 @@ def _turns_of(row: Row, where: str) -> tuple[str, ...]:
 
 
 def _conversation(messages: Any, where: str) -> tuple[list[Message], tuple[str, ...]]:
-    """OpenAI-style messages: those up to the first user turn, and the texts of all user turns."""
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise PromptError(f'{where}: \'messages\' must be a list of {{"role": ..., "content": ...}}')
-    said = [(str(message.get("role")), _content(message.get("content"), where)) for message in messages]
-    turns = tuple(content for role, content in said if role == "user")
+    """OpenAI-style messages: those up to the first user turn, and the texts of all user turns. Where tools were called: all
+    that stand before the last answer, and the last turn."""
+    said = read_messages(messages, where)
+    turns = tuple(message["content"] for message in said if message["role"] == "user")
     if not turns:
         raise PromptError(f"{where}: 'messages' holds no user message")
-    first = next(index for index, (role, _) in enumerate(said) if role == "user")
-    return [{"role": role, "content": content} for role, content in said[: first + 1]], turns
+    if any(message["role"] == "tool" or "tool_calls" in message for message in said):
+        last = max(index for index, message in enumerate(said) if message["role"] != "assistant")
+        return said[: last + 1], turns[-1:]
+    first = next(index for index, message in enumerate(said) if message["role"] == "user")
+    return said[: first + 1], turns
+
+
+def read_messages(messages: Any, where: str) -> list[Message]:
+    """Messages with their contents as text. Raises PromptError on what are none."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise PromptError(f'{where}: \'messages\' must be a list of {{"role": ..., "content": ...}}')
+    kept = ("name", "tool_calls", "tool_call_id")
+    return [
+        {"role": str(message.get("role")), "content": _content(message.get("content"), where)}
+        | {key: message[key] for key in kept if message.get(key)}
+        for message in messages
+    ]
 
 
 def _content(content: Any, where: str) -> str:

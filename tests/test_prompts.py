@@ -130,3 +130,21 @@ def test_the_built_in_prompts_are_varied() -> None:
 
     prompts = read_prompts(Path(paceline.__file__).parent / "bench" / "prompts.jsonl")
     assert len({prompt.id for prompt in prompts}) == len(prompts) == 16
+
+
+def test_a_conversation_in_which_tools_were_called_is_asked_as_it_stands(tmp_path: Path) -> None:
+    """Its results belong to the calls that were made; the answers after the last of them are the target's to give."""
+    tool = {"type": "function", "function": {"name": "weather"}}
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    talk = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "rainy"},
+    ]
+    (prompt,) = read_prompts(
+        write(tmp_path, {"messages": [*talk, {"role": "assistant", "content": "Rainy."}], "tools": [tool]})
+    )
+    assert prompt.messages == [talk[0], {**talk[1], "content": ""}, talk[2]] and prompt.turns == ("Weather?",)
+    assert prompt.tools == (tool,)
+    with pytest.raises(PromptError, match="line 1: 'tools' must be a list"):
+        read_prompts(write(tmp_path, {"messages": talk, "tools": [{"name": "weather"}]}))

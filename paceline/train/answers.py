@@ -9,6 +9,7 @@ prompts, such a file asks the target the very tokens of `prompt_ids` again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ class Answer:
     turn: int
     """0 for the first answer of a conversation."""
     temperature: float
+    """NaN when it is not known: of another server's answers."""
     prompt_ids: list[int]
     """All tokens before the answer, chat template and earlier turns included."""
     answer_ids: list[int]
@@ -86,7 +88,8 @@ def read_answers(path: Path | str) -> Iterator[Answer]:
     """The answers of one Parquet file. Raises PromptError when it is no such file."""
     for row in _read(path, SCHEMA.names).to_pylist():
         # float32 in the file: 0.7 comes back as 0.699999988
-        yield Answer(**{**row, "temperature": float(f"{row['temperature']:g}")})
+        temperature = math.nan if row["temperature"] is None else float(f"{row['temperature']:g}")
+        yield Answer(**{**row, "temperature": temperature})
 
 
 def _read(path: Path | str, columns: Sequence[str]) -> pa.Table:

@@ -1,6 +1,7 @@
 """Checkpoints of a training run: a drafter in z-lab's format, and beside it all that is needed to go on.
 
     runs/x/checkpoints/step-000200/     config.json, model.safetensors (float32), optimiser.safetensors, trainer.json
+    runs/x/checkpoints/best/            the same without an optimiser (`train --keep best`)
 
 A checkpoint is written into a folder beside and gets its name when it is whole; the one before stays until then.
 """
@@ -22,8 +23,11 @@ from paceline.model.checkpoint import load_tensors, read_json
 from paceline.runlog import plain
 from paceline.tables import differences
 
-FREE_TO_CHANGE = ("checkpoint_minutes", "heldout_every", "gradient_checkpointing", "parallel")
+FREE_TO_CHANGE = ("checkpoint_minutes", "heldout_every", "gradient_checkpointing", "parallel", "keep")
 """Settings that do not decide what is learned: a resumed run may have others."""
+
+
+BEST = "best"
 
 
 class Checkpoint(NamedTuple):
@@ -62,6 +66,29 @@ def save_checkpoint(
         if old != newest:
             shutil.rmtree(old, ignore_errors=True)
     return newest
+
+
+def save_best(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor], told: dict[str, Any]) -> None:
+    """Write the weights that are the best so far; `told` says at which step and how good. Raises CacheError."""
+    best, scratch = folder / BEST, folder / f".{BEST}"
+    refused = reraised(CacheError, f"the checkpoint {best} cannot be written", "free space", OSError, SafetensorError)
+    try:
+        with refused:
+            write_checkpoint(scratch, raw, tensors)
+            (scratch / "trainer.json").write_text(json.dumps(plain(told)) + "\n", encoding="utf-8")
+            shutil.rmtree(best, ignore_errors=True)
+            scratch.rename(best)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def best_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Weights of `save_best`, and what it was told; None when there are none. Raises CacheError when they cannot be read."""
+    best = folder / BEST
+    if not best.is_dir():
+        return None
+    with reraised(CacheError, f"{best} cannot be read", "train with --keep last", OSError, ValueError, SafetensorError):
+        return dict(load_tensors(best)), json.loads((best / "trainer.json").read_text(encoding="utf-8"))
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:

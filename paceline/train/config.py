@@ -6,14 +6,16 @@ options of the commands are these fields, and their help is the docstring under 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from paceline.bounds import Count, Positive, Share, Whole, at_least, check, within
 from paceline.config import EngineConfig
-from paceline.errors import ConfigError, refuse
-from paceline.types import SamplingParams
+from paceline.errors import ConfigError, PromptError, refuse, reraised
+from paceline.prompts import Message, read_messages, read_tools
+from paceline.types import GrammarSpec, SamplingParams
 
 SomeTokens = Annotated[int, within("at least 2 tokens", least=2)]
 LOSSES = ("ce", "d-pace", "kl", "lk", "lk-hybrid")
@@ -33,9 +35,20 @@ class AnswerConfig:
     """Comma-separated; each prompt is answered once at each."""
     seed: int = 0
     """Another seed, other sampled answers."""
+    system: str | None = None
+    """System message of conversations that have none."""
+    before: Path | None = None
+    """JSON file: messages that stand before every conversation that has no system message, such as worked examples."""
+    tools: Path | None = None
+    """JSON file: the tools that every prompt offers, as the API takes them."""
+    variables: tuple[str, ...] = ()
+    """Variable of the chat template, as enable_thinking=false."""
+    grammar: GrammarSpec | None = None
+    """What every answer has to be."""
 
     def __post_init__(self) -> None:
         check(self)
+        self.template_variables()
         different = {f"{temperature:g}" for temperature in self.temperatures}
         refuse(
             ConfigError,
@@ -44,6 +57,33 @@ class AnswerConfig:
         )
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature, seed=self.seed)
+
+    def template_variables(self) -> dict[str, Any]:
+        """By name; a value that is JSON is what it says, any other is text. Raises ConfigError."""
+        found: dict[str, Any] = {}
+        for each in self.variables:
+            name, sign, text = each.partition("=")
+            if not sign or not name.isidentifier():
+                raise ConfigError(f"variables: {each!r} is none, write NAME=VALUE, as in enable_thinking=false")
+            try:
+                found[name] = json.loads(text)
+            except ValueError:
+                found[name] = text
+        return found
+
+    def read_opening(self) -> list[Message]:
+        """The system message, and what else stands before a conversation. Raises PromptError on a file without messages."""
+        before = read_messages(_json(self.before), str(self.before)) if self.before else []
+        return ([{"role": "system", "content": self.system}] if self.system else []) + before
+
+    def read_tools(self) -> tuple[dict[str, Any], ...]:
+        """Raises PromptError on a file that holds no tools."""
+        return read_tools(_json(self.tools), str(self.tools)) if self.tools else ()
+
+
+def _json(file: Path) -> Any:
+    with reraised(PromptError, f"cannot read {file}", "give a JSON file, as the API takes it", OSError, ValueError):
+        return json.loads(file.read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +192,8 @@ class LoopConfig:
     """Steps between looks at held-out documents."""
     checkpoint_minutes: float = 5.0
     """Minutes between checkpoints."""
+    keep: Annotated[str, ("last", "best")] = "last"
+    """Which weights become the drafter: the last, or those that expected most tokens a round of held-out documents."""
     parallel: Annotated[str, ("auto", "replicated", "sharded")] = "auto"
     """Several processes (torchrun) each hold the whole network, or a part of it (FSDP2)."""
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from paceline.errors import TrainingError
 from paceline.tables import ignore
-from paceline.train.checkpoint import check_same, latest_checkpoint, save_checkpoint
+from paceline.train.checkpoint import check_same, latest_checkpoint, save_best, save_checkpoint
 from paceline.train.config import LoopConfig, OptimConfig
 from paceline.train.dataset import Corpus, Document, Place, StepPlanner
 from paceline.train.features import FeatureSource
@@ -51,6 +51,8 @@ class _State:
     num_blocks: int = 0
     num_tokens: int = 0
     best_ood_eal: float = 0.0
+    best_eal: float = 0.0
+    """Of held-out documents, at a step that is kept."""
 
 
 class Trainer:
@@ -125,6 +127,7 @@ class Trainer:
             is_last = self.share_done >= 1.0
             if self.heldout and (self.state.step % self.config.heldout_every == 0 or is_last):
                 figures |= self._look(notice)
+                self._keep(figures)
             on_step(figures)
             if is_last or self.parallel.most(time.monotonic() - last_saved) > 60 * self.config.checkpoint_minutes:
                 self.save()
@@ -231,6 +234,18 @@ class Trainer:
                 )
             self.state.best_ood_eal = max(self.state.best_ood_eal, eal)
         return figures
+
+    def _keep(self, figures: dict[str, Any]) -> None:
+        """With `keep` best: write the weights down when held-out documents were never better, and others are no worse."""
+        eal = figures.get("heldout", {}).get("eal")
+        if self.config.keep != "best" or eal is None or eal <= self.state.best_eal:
+            return
+        if "ood" in figures and figures["ood"]["eal"] < REGRESSION * self.state.best_ood_eal:
+            return
+        self.state.best_eal = eal
+        weights = self.parallel.weights(self.network)  # all must ask
+        if self.ranks.is_first:
+            save_best(self.folder, self.drafter.raw, weights, {"step": self.state.step, "eal": eal})
 
     def _loss_vocabulary(self) -> LossVocabulary | None:
         size = self.config.loss.vocab

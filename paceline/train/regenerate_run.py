@@ -15,12 +15,13 @@ Under torchrun each process takes its share of the prompts, writes shards of its
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import random
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ContextLengthError, PromptError, reraised
 from paceline.model.backends import settle
-from paceline.prompts import Prompt, read_prompts
+from paceline.prompts import Message, Prompt, read_prompts
 from paceline.runlog import RunFolder, plain
 from paceline.tables import Progress, ignore
 from paceline.train.answers import Answer, AnswerShards
@@ -52,16 +53,45 @@ WRITE_EVERY_S = 60.0
 
 def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
     """As `paceline.train.regenerate`."""
+    with prepared(config, progress) as job:
+        shards = AnswerShards(config.out / "answers", job.ranks.rank)
+        done = Regenerator(job.llm, shards, config.answering).run(job.prompts, job.bars)
+        job.folder.log(stage="regenerate", rank=job.ranks.rank, dropped=job.written.dropped, **asdict(done))
+    _report(config, done, job.written, job.ranks, progress)
+    return done
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What answering begins with."""
+
+    llm: LLM
+    prompts: list[Prompt]
+    """This process's share, those that the target wrote included."""
+    written: SelfWritten
+    folder: RunFolder
+    ranks: Ranks
+    bars: Progress
+
+
+@contextlib.contextmanager
+def prepared(
+    config: RegenerateConfig, progress: Progress, what: str = "regenerate", more: Mapping[str, Any] | None = None
+) -> Iterator[Prepared]:
+    """The target and the prompts; within, no other run may work in the folder.
+
+    `what` is the run's kind, `more` what it is asked beside `config`. Raises what `paceline.train.regenerate` does.
+    """
     ranks = Ranks.here()
     engine = _engine(config, ranks)
-    settings = _identity(config, engine, ranks)
-    _check_same_run(config.out, settings)
+    settings = _identity(config, engine, ranks) | plain(dict(more or {}))
+    _check_same_run(config.out, what, settings)
     openers = _openers(config, progress)
     given = {source: read_prompts(source, config.asked.limit) for source in config.asked.prompts}
     with only_run(config.out, "answering", ranks, progress.say):
         folder = RunFolder(config.out)
         if ranks.is_first and not (config.out / "config.json").is_file():
-            folder = RunFolder.create("regenerate", {"regenerate": settings, "llm": engine}, config.out)
+            folder = RunFolder.create(what, {what: settings, "llm": engine}, config.out)
         llm = _load(engine)
         traced = [Path(source) for source, prompts in given.items() if any(prompt.token_ids for prompt in prompts)]
         check_answers(traced, llm.tokenizer.decode)
@@ -70,22 +100,18 @@ def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
         bars = progress if ranks.is_first else Progress()
         written, own = _write_own(llm, config, ranks, openers, bars)
         prompts = _share([prompt for prompts in given.values() for prompt in prompts], own, config.answering.seed, ranks)
-        shards = AnswerShards(config.out / "answers", ranks.rank)
-        done = Regenerator(llm, shards, config.answering).run(prompts, bars)
-        folder.log(stage="regenerate", rank=ranks.rank, dropped=written.dropped, **asdict(done))
-    _report(config, done, written, ranks, progress)
-    return done
+        yield Prepared(llm, prompts, written, folder, ranks, bars)
 
 
-def _check_same_run(out: Path, settings: dict[str, Any]) -> None:
+def _check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> None:
     """Raises ConfigError, with the difference, when `out` was begun with other settings."""
     file = out / "config.json"
     if not file.is_file():
         return
     with reraised(ConfigError, f"{file} cannot be read", "choose another --out", OSError, ValueError, AttributeError):
         config = json.loads(file.read_text(encoding="utf-8"))
-        what, before = config.get("what"), config.get("regenerate")
-    if what != "regenerate" or not before:
+        what, before = config.get("what"), config.get(kind)
+    if what != kind or not before:
         raise ConfigError(f"{out} is the folder of another run ({what}): choose another --out")
     check_same(out, before, settings)
 
@@ -98,7 +124,7 @@ def _identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> d
         "weights": engine.weights,
         "dtype": engine.dtype,
         **asdict(replace(asked, self_written=asked.num_self_written)),
-        **asdict(config.answering),
+        **{name: value for name, value in asdict(config.answering).items() if value not in (None, ())},
     }
     if asked.num_self_written:
         settings["processes"] = ranks.world  # each writes prompts of its own
@@ -144,7 +170,8 @@ def _write_own(
         return SelfWritten(), []
     file = config.out / f"self-written-r{ranks.rank}.jsonl"
     seed = zlib.crc32(f"{config.answering.seed}/{ranks.rank}".encode()) << 24  # no two processes or seeds draw the same prompts
-    writer = PromptWriter(llm, file, openers=openers, seed=seed)
+    opening, variables = config.answering.read_opening(), config.answering.template_variables()
+    writer = PromptWriter(llm, file, openers=openers, seed=seed, opening=opening, variables=variables)
     with bars.bar("the target writes prompts", number) as advance:
         written = writer.write(number, on_prompt=lambda prompt: advance("the target writes prompts"))
     return written, read_prompts(file, number)
@@ -187,7 +214,7 @@ class _Conversation:
     prompt: Prompt
     key: str
     params: SamplingParams
-    messages: list[dict[str, str]]
+    messages: list[Message]
     prompt_ids: list[int] = field(default_factory=list)
     """Token ids of `messages`, ready for the next answer."""
     answers: list[Answer] = field(default_factory=list)
@@ -218,6 +245,7 @@ class Regenerator:
 
     def __init__(self, llm: LLM, shards: AnswerShards, config: AnswerConfig) -> None:
         self.llm, self.shards, self.config = llm, shards, config
+        self._opening, self._tools, self._variables = config.read_opening(), config.read_tools(), config.template_variables()
         self.done = Regenerated(shards.folder)
         self._flying: dict[int, _Conversation] = {}
         self._finished: list[Answer] = []
@@ -260,8 +288,9 @@ class Regenerator:
         found = self.shards.keys() | {answer.key for answer in self._finished}
         for key, (prompt, temperature) in asked.items():
             seed = self.config.seed ^ zlib.crc32(key.encode())
-            params = SamplingParams(temperature=temperature, max_tokens=self.config.max_tokens, seed=seed)
-            conversation = _Conversation(prompt, key, params, list(prompt.messages))
+            grammar = prompt.grammar or self.config.grammar
+            params = SamplingParams(temperature=temperature, max_tokens=self.config.max_tokens, seed=seed, grammar=grammar)
+            conversation = _Conversation(prompt, key, params, [*self._messages_of(prompt)])
             if key in found:
                 self.done.num_found += 1
             elif self._fits(conversation):
@@ -272,6 +301,22 @@ class Regenerator:
                 self.done.num_tokens_too_long = max(self.done.num_tokens_too_long, len(conversation.prompt_ids))
             self._tell_one_more()
 
+    def _messages_of(self, prompt: Prompt) -> list[Message]:
+        is_own = not prompt.messages or prompt.messages[0]["role"] == "system"
+        return prompt.messages if is_own else self._opening + prompt.messages
+
+    def first_ids(self, prompt: Prompt) -> list[int]:
+        """What the target is given first of a prompt. Raises PromptError."""
+        return self._encode(prompt, self._messages_of(prompt))
+
+    def _encode(self, prompt: Prompt, messages: list[Message]) -> list[int]:
+        """Token ids of a conversation with the tools of its prompt, or of all prompts. Raises PromptError."""
+        if prompt.token_ids:
+            return list(prompt.token_ids)
+        tools = prompt.tools or self._tools
+        has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+        return self.llm.encode_chat(messages, tools if tools or has_calls else None, self._variables)
+
     def _tell_one_more(self) -> None:
         pace = self.done.num_tokens / (time.perf_counter() - self._started_at)
         self._advance(f"answering, {pace:.0f} tokens/s")
@@ -279,8 +324,7 @@ class Regenerator:
     def _fits(self, conversation: _Conversation) -> bool:
         """Encode the conversation so far; whether it leaves room for an answer."""
         try:
-            given = conversation.prompt.token_ids
-            conversation.prompt_ids = list(given) if given else self.llm.encode_chat(conversation.messages)
+            conversation.prompt_ids = self._encode(conversation.prompt, conversation.messages)
         except PromptError as error:
             raise PromptError(f"{conversation.prompt.source}, prompt {conversation.prompt.id}: {error}") from error
         return len(conversation.prompt_ids) <= self.config.max_prompt_tokens
@@ -334,4 +378,6 @@ def _key(prompt: Prompt, temperature: float) -> str:
     """The text counts too: two prompts may carry one id, and a file may change between runs."""
     before = prompt.messages[:-1]
     text = repr((before, prompt.turns) if before else prompt.token_ids or prompt.turns)
+    if prompt.tools or prompt.grammar or (prompt.messages and prompt.messages[-1]["role"] != "user"):
+        text += repr((prompt.messages[-1:], prompt.tools, prompt.grammar))
     return f"{prompt.source}/{prompt.id}#{zlib.crc32(text.encode()):08x}@{temperature:g}"

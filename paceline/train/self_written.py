@@ -12,14 +12,15 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from paceline.engine.llm import LLM
 from paceline.errors import CacheError, PromptError, UnsupportedModelError, reraised
 from paceline.model.tokenizer import Tokenizer
-from paceline.prompts import read_prompts
+from paceline.prompts import Message, read_prompts
 from paceline.runlog import drop_cut_line
 from paceline.types import SamplingParams
 
@@ -56,9 +57,19 @@ class PromptWriter:
     Raises UnsupportedModelError or PromptError when the chat template hides the user's turn or is missing.
     """
 
-    def __init__(self, llm: LLM, file: Path, *, openers: tuple[str, ...] = ("",), seed: int = 0) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        file: Path,
+        *,
+        openers: tuple[str, ...] = ("",),
+        seed: int = 0,
+        opening: Sequence[Message] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`opening` is what an application says before its users do, and so makes them its users."""
         self.llm, self.file, self.openers, self.seed = llm, file, openers or ("",), seed
-        self._turn = user_turn(llm.tokenizer)
+        self._turn = user_turn(llm.tokenizer, opening, variables)
         self._params = SamplingParams(
             temperature=1.0,
             top_p=0.98,
@@ -127,12 +138,13 @@ class PromptWriter:
                 engine.abort(request_id)
 
 
-def user_turn(tokenizer: Tokenizer) -> UserTurn:
-    """Where the user speaks in this tokenizer's chat template.
+def user_turn(tokenizer: Tokenizer, opening: Sequence[Message] = (), variables: Mapping[str, Any] | None = None) -> UserTurn:
+    """Where the user speaks in this tokenizer's chat template, after an opening.
 
     Raises UnsupportedModelError when the template hides the user's text, PromptError when there is no template.
     """
-    before, found, after = tokenizer.apply_chat_template([{"role": "user", "content": MARK}]).partition(MARK)
+    messages = [*opening, {"role": "user", "content": MARK}]
+    before, found, after = tokenizer.apply_chat_template(messages, variables=variables).partition(MARK)
     if not found:
         raise UnsupportedModelError("this model's chat template hides the user's turn: give prompts with --prompts")
     end = after[: len(after) - len(after.lstrip())] + "".join(after.lstrip().splitlines()[:1]).rstrip()

@@ -33,6 +33,7 @@ from paceline.plan import FixedPlanner
 from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder, write_whole
 from paceline.tables import Progress
+from paceline.train.checkpoint import best_checkpoint
 from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
 from paceline.train.dataset import Corpus, Document, check_answers, check_vocabulary, read_corpus
 from paceline.train.features import (
@@ -199,12 +200,25 @@ class _Stages:
         else:
             trainer.run()
         folder, weights = config.out / "drafter", trainer.parallel.weights(trainer.network)
+        rates = newest_rates(run, trainer)
         if self.ranks.is_first:
+            if config.loop.keep == "best" and (best := self._best(trainer)):
+                weights, rates["eal"] = best
             if draft_ids is None:
                 draft_ids = continued_draft_ids(init_folder(config.init, config.target.model), corpus, target)
             halved = {name: tensor.bfloat16() for name, tensor in weights.items()}
             write_checkpoint(folder, trainer.drafter.raw, halved, draft_ids)
-        return TrainResult(folder, run.path, trainer.state.step, trainer.state.num_blocks, **newest_rates(run, trainer))
+        return TrainResult(folder, run.path, trainer.state.step, trainer.state.num_blocks, **rates)
+
+    def _best(self, trainer: Trainer) -> tuple[dict[str, Tensor], float] | None:
+        """The kept weights, and what they were kept for."""
+        kept = best_checkpoint(trainer.folder)
+        if kept is None:
+            self.progress.say("note: --keep best has no effect: there are no held-out documents, so the last weights are taken")
+            return None
+        weights, told = kept
+        self.progress.say(f"kept: the weights after step {told['step']}, {told['eal']:.2f} tokens a round expected")
+        return weights, told["eal"]
 
     def _trainer(self, corpus: Corpus, ood: Path | None, target: Target, draft_ids: Tensor | None) -> Trainer:
         """A new drafter, `init`, or the newest checkpoint; with features of the documents in one scale."""

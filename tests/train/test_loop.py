@@ -13,6 +13,7 @@ from small_training import HIDDEN, VOCAB, config, documents, embedding, tiny_dec
 from torch.nn import functional as F
 
 from paceline.errors import ConfigError
+from paceline.train.checkpoint import best_checkpoint
 from paceline.train.config import LOSSES, LoopConfig, LossConfig, OptimConfig
 from paceline.train.dataset import Place
 from paceline.train.features import OnlineFeatures
@@ -179,6 +180,35 @@ def test_weight_decay_spares_norms_and_gradients_are_clipped(tmp_path: Path) -> 
     rate = 1e-3 * learning_rate_share(0.0)
     shrunk = before["layers.0.mlp.up_proj.weight"] * (1 - 0.5 * rate)
     assert (one.network.state_dict()["layers.0.mlp.up_proj.weight"] - shrunk).abs().max() < 1.5 * rate
+
+
+class TestKeepBest:
+    @staticmethod
+    def _kept(one: Trainer, looks: list[tuple[float, float]]) -> tuple[int | None, list[torch.Tensor]]:
+        """Step whose weights are kept when held-out and other documents look so, and the first weights after each step."""
+        found, weights = iter([each for look in looks for each in look]), list[torch.Tensor]()
+        one.evaluate = lambda documents, features: {"eal": next(found)}
+        one.run(lambda figures: weights.append(one.network.state_dict()["fc.weight"].clone()))
+        kept = best_checkpoint(one.folder)
+        assert kept is None or torch.equal(kept[0]["fc.weight"], weights[kept[1]["step"] - 1])
+        return kept and kept[1]["step"], weights
+
+    def test_the_weights_of_the_best_look_stay(self, tmp_path: Path) -> None:
+        one = watched(tmp_path, max_steps=4, heldout_every=1, keep="best")
+        step, weights = self._kept(one, [(1.0, 2.0), (3.0, 2.0), (2.0, 2.0), (2.5, 2.0)])
+        assert step == 2 and not torch.equal(weights[1], weights[3])
+
+    def test_a_look_that_forgets_others_does_not_count(self, tmp_path: Path) -> None:
+        one = watched(tmp_path, max_steps=3, heldout_every=1, keep="best")
+        assert self._kept(one, [(1.0, 2.0), (3.0, 1.5), (2.0, 2.0)])[0] == 3
+
+    def test_by_default_nothing_is_kept(self, tmp_path: Path) -> None:
+        assert self._kept(watched(tmp_path, max_steps=2, heldout_every=1), [(1.0, 2.0), (3.0, 2.0)])[0] is None
+
+    def test_a_resumed_run_knows_what_was_best(self, tmp_path: Path) -> None:
+        self._kept(watched(tmp_path, max_steps=2, heldout_every=1, keep="best"), [(1.0, 2.0), (3.0, 2.0)])
+        one = watched(tmp_path, max_steps=2, heldout_every=1, keep="best")
+        assert one.resume() and one.state.best_eal == 3.0
 
 
 @pytest.mark.parametrize("changes", [{"epochs": 0.0}, {"blocks_per_step": 0}, {"anchors": 0}, {"heldout_every": 0}])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import pytest
-from small_llm import EOS, Parrot, Talker, fake_llm, tiny_model
+from small_llm import CHATML, EOS, Parrot, Talker, fake_llm, tiny_model
 from torch import Tensor
 
 from paceline.engine.llm import LLM
@@ -21,7 +21,7 @@ from paceline.train import regenerate_run as module
 from paceline.train.answers import Answer, AnswerShards
 from paceline.train.config import AnswerConfig
 from paceline.train.regenerate_run import Regenerator
-from paceline.types import SamplingParams
+from paceline.types import GrammarSpec, SamplingParams
 
 TURNS = [("Hi.", "And then?", "Why?"), ("Name a colour.", "Another one."), ("Sing!",), ("Count to ten.", "Go on.")]
 
@@ -246,3 +246,50 @@ def test_impossible_values() -> None:
     ]:
         with pytest.raises(error, match=said):
             AnswerConfig(**values)  # pyright: ignore[reportArgumentType]
+
+
+def test_an_application_s_own_form(tmp_path: Path) -> None:
+    """Its system message and examples before, its tools and variables in the template, its grammar for the answer."""
+    llm = LLM(str(tiny_model(tmp_path / "tiny")), drafter="none", device="cpu", dtype="float32", max_batch=4)
+    llm.tokenizer.chat_template = f"{{% if tools %}}{{{{ tools[0].function.name }}}} {{% endif %}}{{{{ mood }}}}\n{CHATML}"
+    llm.tokenizer._compiled = None
+    (tmp_path / "before.json").write_text('[{"role": "user", "content": "One?"}, {"role": "assistant", "content": "1"}]')
+    (tmp_path / "tools.json").write_text('[{"type": "function", "function": {"name": "count"}}]')
+    grammar = GrammarSpec("regex", "[0-9]{2}")
+    config = AnswerConfig(
+        max_tokens=8,
+        system="Be exact.",
+        before=tmp_path / "before.json",
+        tools=tmp_path / "tools.json",
+        variables=("mood=grave", 'other={"a": 1}'),
+        grammar=grammar,
+    )
+    assert config.template_variables() == {"mood": "grave", "other": {"a": 1}}
+    own = Prompt("own", [{"role": "system", "content": "My own."}, {"role": "user", "content": "Two?"}], ("Two?",), "test")
+    letters = replace(prompts(("Three?",))[0], grammar=GrammarSpec("regex", "[a-z]{2}"), id="letters")
+    shards = AnswerShards(tmp_path / "answers")
+    Regenerator(llm, shards, config).run([*prompts(("Two?",)), own, letters])
+    found = {answer.key.split("#")[0]: answer for answer in shards}
+    texts = {name: llm.tokenizer.decode(answer.prompt_ids, False) for name, answer in found.items()}
+    opening = "count grave\n<|im_start|>system\nBe exact.<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n"
+    assert texts["test/0"].startswith(opening + "<|im_start|>assistant\n1<|im_end|>\n<|im_start|>user\nTwo?")
+    assert texts["test/own"].startswith("count grave\n<|im_start|>system\nMy own.<|im_end|>\n<|im_start|>user\nTwo?")
+    assert found["test/0"].text.isdecimal() and found["test/letters"].text.isalpha()
+
+
+def test_a_conversation_with_calls_is_answered_once(tmp_path: Path) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "count", "arguments": '{"to": 3}'}}
+    said = [
+        {"role": "user", "content": "Count."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "1 2 3", "tool_call_id": "1"},
+    ]
+    llm, shards = fake_llm(), AnswerShards(tmp_path)
+    Regenerator(llm, shards, AnswerConfig(max_tokens=8)).run(
+        [Prompt("a", said, ("Count.",), "test"), Prompt("a", [*said[:2], {**said[2], "content": "4"}], ("Count.",), "test")]
+    )
+    first, second = sorted((answer for answer in shards), key=lambda answer: len(answer.prompt_ids))
+    assert first.key != second.key, "their last results differ"
+    assert '"arguments": {"to": 3}' in llm.tokenizer.decode(second.prompt_ids) and "1 2 3" in llm.tokenizer.decode(
+        second.prompt_ids
+    )

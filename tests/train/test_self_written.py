@@ -35,6 +35,13 @@ def test_the_prefix_is_what_the_template_puts_before_the_user(chatml: Tokenizer)
     assert user_turn(chatml).prefix == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
 
 
+def test_an_opening_makes_them_the_applications_users(chatml: Tokenizer) -> None:
+    chatml.chat_template = "{{ mood }}\n" + str(chatml.chat_template)
+    opening = [{"role": "system", "content": "Answer tickets."}]
+    prefix = user_turn(chatml, opening, {"mood": "grave"}).prefix
+    assert prefix == "grave\n<|im_start|>system\nAnswer tickets.<|im_end|>\n<|im_start|>user\n"
+
+
 def test_what_ends_the_users_turn(chatml: Tokenizer) -> None:
     """A special token, which no stop string could find, else a text, else the model's own end."""
     assert user_turn(ByteTokenizer()) == UserTurn("user: ", stop=("\nassistant:",))  # pyright: ignore[reportArgumentType]
