@@ -64,7 +64,7 @@ SIZES = [(1, 1), (3, 7), (4, 32), (5, 33), (13, 64), (66, 96), (130, 160), (37, 
 @pytest.mark.parametrize(("rows", "cols"), SIZES)
 def test_matrices_are_numpy_s(rows: int, cols: int, isa: str) -> None:
     rng = random.Random(rows)
-    torch.manual_seed(rows)  # one draw in some hundreds comes out above the bound on the largest error
+    torch.manual_seed(rows)  # unseeded, the largest error once came to 0.004006 where the bound is 0.004
     for num_threads, (weight, dense) in enumerate(weights_of(rows, cols), start=1):
         use(isa, num_threads % 3 + 1)
         matrix, ids = packed(weight), [rng.randrange(rows) for _ in range(min(2 * rows, 19))]

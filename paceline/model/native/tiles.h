@@ -57,12 +57,21 @@ struct EmulatedTiles {
     template <int Sum, int A, int B>
     static void multiply() {
         State& own = state();
-        for (int row = 0; row < own.shapes.rows[Sum]; ++row) {
+        uint8_t weights[16][64];  // copies: sanitized builds look up where the thread's own memory is at every access to it
+        memcpy(weights, own.bytes[B], sizeof weights);
+        const int num_rows = own.shapes.rows[Sum], num_words = own.shapes.row_bytes[A] / 4;
+        for (int row = 0; row < num_rows; ++row) {
             int32_t sums[16];
-            memcpy(sums, own.bytes[Sum][row], sizeof sums);
-            for (int at = 0; at < own.shapes.row_bytes[A]; ++at)
-                for (int column = 0; column < 16; ++column)
-                    sums[column] += int8_t(own.bytes[A][row][at]) * own.bytes[B][at / 4][column * 4 + at % 4];
+            int8_t inputs[64];
+            memcpy(sums, own.bytes[Sum][row], sizeof sums), memcpy(inputs, own.bytes[A][row], sizeof inputs);
+            for (int word = 0; word < num_words; ++word) {
+                const int8_t* in = inputs + word * 4;
+                for (int column = 0; column < 16; ++column) {
+                    const uint8_t* own_weights = weights[word] + column * 4;
+                    sums[column] +=
+                        in[0] * own_weights[0] + in[1] * own_weights[1] + in[2] * own_weights[2] + in[3] * own_weights[3];
+                }
+            }
             memcpy(own.bytes[Sum][row], sums, sizeof sums);
         }
     }
