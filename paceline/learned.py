@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
+from paceline.types import LOOKUP
+
 PRIORS = {"greedy": 0.75, "sampled": 0.5, "seeded": 0.5}
 """Chance that the first draft of a row of each kind stands, of which nothing is known."""
 _PRIOR_WEIGHT = 4.0
@@ -204,8 +206,8 @@ class RoundCosts:
         nearest = min(numbers, key=lambda rows: abs(rows - num_rows))
         return self._draft_s[source, nearest] * max(1.0 + 0.5 * (num_rows - nearest) / nearest, 0.5)
 
-    def record(self, num_positions: int, pass_s: float, drafting: dict[str, int], draft_s: float) -> None:
-        """A round: its pass and host work, and `draft_s` of drafting for the rows of each source that had to compute."""
+    def record(self, num_positions: int, pass_s: float) -> None:
+        """A round: its pass and host work."""
         size, measured = _size_class(num_positions), pass_s / self.passes.seconds(num_positions)
         ratio = measured / (self._factor(size) * self.slowness)
         if self._num_seen == 0:
@@ -215,11 +217,10 @@ class RoundCosts:
             self._compare(size, measured)
         self._latest = size, measured
         self._num_seen += 1
-        if len(drafting) == 1:  # who spent it is not known when several sources drafted
-            ((source, num_rows),) = drafting.items()
-            self._record_drafting(source, num_rows, draft_s / self.slowness)
 
-    def _record_drafting(self, source: str, num_rows: int, spent: float) -> None:
+    def drafted(self, source: str, num_rows: int, draft_s: float) -> None:
+        """A source that had to compute drafted for so many rows of the round that was just recorded."""
+        spent = draft_s / self.slowness
         if source not in self._has_drafted:  # the first draft touches memory for the first time: no measure
             self._has_drafted.add(source)
             return
@@ -283,9 +284,9 @@ class RoundRecord:
     _latest: list[tuple[int, float]] = field(default_factory=list)
     """Tokens and seconds of the rounds with drafts since the last one without."""
     _drafting: tuple[str, int] = ("", 0)
-    """Whose drafts those rounds had, and how many rows."""
+    """Whose drafts those rounds had, joined by "+", and how many rows."""
     _gains: dict[tuple[str, int], tuple[float, int]] = field(default_factory=dict)
-    """By source and number of rows: logarithm of the tokens per second with drafts over those without, each from rounds that
+    """By sources and number of rows: logarithm of the tokens per second with drafts over those without, each from rounds that
     followed one another, so that no estimate and no pace of the machine is in it; and how many comparisons that is."""
     _pauses: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By source: rounds that it still drafts nothing in, and how long its next pause is: twice as long each time that drafts
@@ -320,26 +321,29 @@ class RoundRecord:
     def compare(self, num_rows: int, num_tokens: int, seconds: float, sources: set[str]) -> None:
         """A round as it was, in seconds of now, with drafts of these sources: see whether those have been worth their time, and
         pause them where they were not."""
-        drafting = (next(iter(sources), ""), num_rows)
-        if len(sources) == 1:
+        drafting = ("+".join(sorted(sources)), num_rows)
+        if len(sources) == 1 or (sources and LOOKUP not in sources):  # several members of a pool are taken together
             self._latest = [*(self._latest[1 - _BESIDE :] if drafting == self._drafting else []), (num_tokens, seconds)]
             self._drafting = drafting
             return
-        source, rows = self._drafting
+        joined, rows = self._drafting
         beside, self._latest = self._latest, []
         if sources or not beside or rows != num_rows:
             return
         gain = math.log(sum(tokens for tokens, _ in beside) * seconds / (sum(spent for _, spent in beside) * num_tokens))
-        known, count = self._gains.get((source, rows), (0.0, 0))
+        known, count = self._gains.get((joined, rows), (0.0, 0))
         known += max(_GAIN_WEIGHT, 1.0 / (1 + count)) * (min(max(gain, -_CLIP), _CLIP) - known)
-        self._gains[source, rows] = known, count + 1
-        if known < -LEAST_LOSS and count >= 2:
-            del self._gains[source, rows]
+        self._gains[joined, rows] = known, count + 1
+        disappoints = known < -LEAST_LOSS
+        if count < 2:
+            return
+        if disappoints:
+            del self._gains[joined, rows]
             self._drafted.pop(_size_class(num_rows), None)
-            pause = self._pauses.get(source, (0, DISAPPOINTED))[1]
-            self._pauses[source] = pause, min(2 * pause, 8 * DISAPPOINTED)
-        elif count >= 2:
-            self._pauses.pop(source, None)
+        for source in joined.split("+"):
+            _, pause = self._pauses.pop(source, (0, DISAPPOINTED))
+            if disappoints:
+                self._pauses[source] = pause, min(2 * pause, 8 * DISAPPOINTED)
 
     def paused(self) -> set[str]:
         """Sources that draft nothing in this round, because their latest drafts disappointed."""
@@ -348,7 +352,7 @@ class RoundRecord:
 
     def forget(self, source: str) -> None:
         """As Planner.forget."""
-        self._gains = {key: gain for key, gain in self._gains.items() if key[0] != source}
+        self._gains = {key: gain for key, gain in self._gains.items() if source not in key[0].split("+")}
         self._pauses.pop(source, None)
 
     def needs_plain(self, num_rows: int) -> bool:

@@ -36,7 +36,6 @@ SURE_TRIALS, HOPELESS = 3, 5.0
 SPARE = 2
 """Slots that a block drafter drafts beyond those that are worth checking on average: it may be sure of them."""
 
-
 NO_DRAFTS = Take()
 
 
@@ -76,6 +75,10 @@ class Planner(Protocol):
 
     def learn(self, plan: Plan, stats: RoundStats) -> None:
         """A round is over."""
+
+    def price(self, plan: Plan, place: int, num_checked: int, num_alike: int) -> float | None:
+        """What a row's part of a round takes, in rounds of as many rows without drafts, by learned costs: 1.0 where it drafted
+        nothing, whatever others did. `num_alike` rows share its drafting. None when nothing is learned."""
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """A chunk of a prompt was run."""
@@ -121,6 +124,9 @@ class FixedPlanner:
         return [take.count for take in plan.drafts]
 
     def learn(self, plan: Plan, stats: RoundStats) -> None: ...
+
+    def price(self, plan: Plan, place: int, num_checked: int, num_alike: int) -> float | None:
+        return None
 
     def prefilled(self, num_tokens: int, seconds: float) -> None: ...
 
@@ -278,7 +284,7 @@ class AdaptivePlanner:
 
     def learn(self, plan: Plan, stats: RoundStats) -> None:
         kind, num_rows = self._kind(plan.rows), len(plan.rows)
-        costs, longest = kind.costs, 1
+        costs, longest = kind.costs, dict[str, int]()
         computing: dict[str, int] = {}
         sure_B = stats.sure_B or [None] * num_rows
         outcomes = zip(plan.rows, plan.drafts, stats.num_drafted_B, stats.num_accepted_B, sure_B, strict=True)
@@ -288,15 +294,17 @@ class AdaptivePlanner:
             offer = next(offer for offer in row.offers if offer.source == take.source)
             if offer.cost_s:
                 computing[take.source] = computing.get(take.source, 0) + 1
-                longest = max(longest, take.count)
+                longest[take.source] = max(longest.get(take.source, 1), take.count)
                 if sure is not None:
                     self._blocks.add(take.source)
                 self._known(take.source, row.kind, take.count).record(num_drafted, num_kept, sure)
             elif num_drafted:
                 expected = sum(offer.chances[: min(num_kept + 1, num_drafted)])
                 self._truths.setdefault((take.source, row.kind), Truth()).add(num_kept, expected, RECENT)
-        draft_s = stats.draft_s if self._blocks.issuperset(computing) else stats.draft_s / longest
-        costs.record(num_rows + sum(stats.num_checked_B), stats.verify_s + stats.host_s, computing, draft_s)
+        costs.record(num_rows + sum(stats.num_checked_B), stats.verify_s + stats.host_s)
+        spent_s = stats.source_s if len(computing) > 1 else dict.fromkeys(computing, stats.draft_s)
+        for source in computing.keys() & spent_s.keys():
+            costs.drafted(source, computing[source], spent_s[source] / (1 if source in self._blocks else longest[source]))
         round_s = stats.draft_s + stats.verify_s + stats.host_s
         kind.record(num_rows, num_rows + sum(stats.num_accepted_B), round_s / costs.slowness, plan.is_trial)
         kind.drafted(num_rows, any_checked=any(stats.num_checked_B))
@@ -305,8 +313,16 @@ class AdaptivePlanner:
             kind.compare(num_rows, num_rows + sum(stats.num_accepted_B), round_s, drafting)
         self._chunks.decoded(round_s, beside_chunk=plan.chunk > 0)
 
+    def price(self, plan: Plan, place: int, num_checked: int, num_alike: int) -> float:
+        costs, num_rows, take = self._kind(plan.rows).costs, len(plan.rows), plan.drafts[place]
+        plain_s = costs.pass_s(num_rows)
+        extra_s = costs.pass_s(num_rows + num_checked) - plain_s
+        if take.count and take.source in self._computed:
+            num_passes = 1 if take.source in self._blocks else take.count
+            extra_s += num_passes * costs.drafting_s(take.source, num_alike) / num_alike
+        return 1.0 + extra_s * num_rows / plain_s
+
     def forget(self, source: str) -> None:
-        """Another drafter drafts under this name from now on."""
         for kind in self._kinds.values():
             kind.forget(source)
         for records in (self._chances, self._lifts, self._truths):

@@ -27,6 +27,8 @@ RowKind = Literal["greedy", "sampled", "seeded"]
 Finite = Annotated[float, within("a finite number")]
 NONE, LOOKUP = "none", "ngram"
 """The sources of a round in which a row checked no drafts, or some that were found in the text so far."""
+CANDIDATE = "candidate"
+"""A drafter that is being tried, and is no member of the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,16 @@ class Constraint(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Route:
+    """Whose drafts a request should get, of the members of a pool of drafters."""
+
+    drafter: str = ""
+    """The member that it asks for; empty: a router's choice, or the pool's first."""
+    clusters: tuple[str, ...] = ()
+    """What kind of request it is, for a router: the finest word first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Take:
     """Whose drafts a row checks in a round, and how many at most."""
 
@@ -205,6 +217,12 @@ class Sequence:
     """The model's own end tokens, unless the request ignores them, and the request's stop_token_ids."""
     constraint: Constraint | None = None
     """The state of `params.grammar`, while the request is alive."""
+    route: Route | None = None
+    """Whose drafts it should get."""
+    drafter: str = ""
+    """The member of the pool that it has, from its row on to its end; before, the one it would get."""
+    cluster: str = ""
+    """What a router took it for."""
     error: Exception | None = None
     """Why the request ended with finish_reason "error"."""
 
@@ -293,6 +311,8 @@ class DraftBlock:
     sure_B: list[list[float] | None] | None = None
     """For each row the log-probability of the drafter's most likely token at each slot, all known before any token is drawn;
     None for drafters that cannot say, and for rows that drafted nothing."""
+    source_s: dict[str, float] = field(default_factory=dict)
+    """Seconds that each source took; empty when that is not known."""
 
     @classmethod
     def certain(cls, tokens_B: list[list[int]]) -> DraftBlock:
@@ -304,7 +324,7 @@ class DraftBlock:
             return self
         pairs = list(zip(self.tokens_B, self.probs_B, widths_B, strict=True))
         probs_B = [probs[:width] if probs is not None and width else None for _, probs, width in pairs]
-        return DraftBlock([tokens[:width] for tokens, _, width in pairs], probs_B, self.sure_B)
+        return DraftBlock([tokens[:width] for tokens, _, width in pairs], probs_B, self.sure_B, self.source_s)
 
 
 @dataclass(slots=True)
@@ -338,3 +358,7 @@ class RoundStats:
     """Drafts in the verify pass: fewer than proposed where a grammar refused some."""
     sure_B: list[list[float] | None] | None = None
     """As DraftBlock.sure_B, of all that was drafted."""
+    source_s: dict[str, float] = field(default_factory=dict)
+    """As DraftBlock.source_s."""
+    drafter_B: list[str] = field(default_factory=list)
+    """The member of the pool that each row has."""

@@ -54,12 +54,13 @@ class Parrot(FakeTarget):
         return 100.0 * torch.nn.functional.one_hot(torch.tensor(self.said[len(tokens) - begin]), 258).float()
 
 
-def fake_llm(target: Target | None = None, *, tokenizer: Any = None) -> LLM:
+def fake_llm(target: Target | None = None, *, tokenizer: Any = None, plan: str = "auto") -> LLM:
     """A real LLM object around a fake target."""
     llm = LLM.__new__(LLM)
-    llm.config = EngineConfig(model="fake", drafter="none", device="cpu", dtype="float32", prefill_chunk=16)
+    llm.config = EngineConfig(model="fake", drafter="none", device="cpu", dtype="float32", prefill_chunk=16, plan=plan)
     llm.tokenizer = cast(Any, tokenizer or ByteTokenizer())
     llm.target, llm.drafter = target or Talker(), NoDrafter()
+    llm.router = None
     llm.pass_costs, llm._planners, llm._inboxes = None, WeakKeyDictionary(), {}
     llm.engine = llm.new_engine(llm.drafter)
     return llm

@@ -222,7 +222,7 @@ class TestNeverBelowPlain:
 class TestAsking:
     """Offers take time to make: a planner asks a row for those alone that it will look at."""
 
-    @pytest.mark.parametrize(("num_rows", "most_share"), [(1, 1.0), (4, 0.2), (8, 0.2)])
+    @pytest.mark.parametrize(("num_rows", "most_share"), [(1, 0.35), (4, 0.2), (8, 0.2)])
     def test_computed_drafts_that_do_not_pay_are_seldom_asked_for(self, num_rows: int, most_share: float) -> None:
         asked: list[set[str]] = []
         planner = AdaptivePlanner(true := PassCosts(((1, 1.0), (8, 1.6), (16, 3.2), (64, 12.8))))
@@ -319,9 +319,10 @@ class TestCosts:
 
     def test_time_of_drafting_is_learned_but_for_the_first_time(self) -> None:
         costs = RoundCosts(FLAT)
-        costs.record(1, 1.0, {"dflash": 1}, 50.0)
+        costs.record(1, 1.0)
+        costs.drafted("dflash", 1, 50.0)
         assert costs.drafting_s("dflash", 1) == 0.0
-        costs.record(1, 1.0, {"dflash": 1}, 0.5)
+        costs.drafted("dflash", 1, 0.5)
         assert costs.drafting_s("dflash", 1) == pytest.approx(0.5)
         assert 0.5 < costs.drafting_s("dflash", 4) < 4 * 0.5 and costs.drafting_s("other", 1) == 0.0
 
@@ -329,7 +330,7 @@ class TestCosts:
         costs = RoundCosts(FLAT)
         for number in range(400):
             size = 1 if number % 2 else 8
-            costs.record(size, 1.0 + 0.2 * (size - 1), {}, 0.0)
+            costs.record(size, 1.0 + 0.2 * (size - 1))
         assert costs.pass_s(8) / costs.pass_s(1) == pytest.approx(2.4, rel=0.05)
 
 
@@ -401,6 +402,15 @@ class TestUnsteady:
             record.compare(2, 2, 60.0, {"ngram", "dflash"})
             record.compare(2, 2, 6.0, set())
         assert record.paused() == {"dflash"}
+
+    def test_members_of_a_pool_that_disappointed_together_pause_together(self) -> None:
+        record = AdaptivePlanner(self.PASSES)._kinds["greedy"]
+        for _ in range(3):
+            record.compare(2, 2, 20.0, {"general", "tickets"})
+            record.compare(2, 2, 6.0, set())
+        assert record.paused() == {"general", "tickets"}
+        record.forget("tickets")
+        assert record.paused() == {"general"} and not record._gains
 
 
 class TestTrials:

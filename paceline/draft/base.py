@@ -40,6 +40,8 @@ class Drafter(ABC):
     """Base of all drafters. Implementations are one file each and are named in `draft/registry.py`."""
 
     name: str = ""
+    source: str = ""
+    """What it was made from: a name that `draft/registry.py` knows, a folder, a hub id."""
     num_drafted: int = 0
     """The most tokens drafted per round (block_size - 1)."""
     is_at_hand: bool = False
@@ -58,6 +60,14 @@ class Drafter(ABC):
     def cache_bytes(self, target: Target) -> int:
         """Bytes of cache this drafter adds to the KV budget for a target."""
         return 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that this drafter holds beside the target's, packed copies included once it is bound."""
+        return 0
+
+    def keep_weights(self) -> None:
+        """Read what still lies in files: those may change from now on."""
 
     def start(self, seq: Sequence) -> None:
         """A sequence was admitted to `seq.row`; forget whatever that row held."""

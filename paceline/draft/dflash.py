@@ -240,6 +240,15 @@ class DFlashDrafter(Drafter):
         positions = target.cache.num_rows * (max_len + slack)
         return 2 * shape.num_layers * shape.num_kv_heads * head_dim * positions * target.dtype.itemsize
 
+    @property
+    def weight_bytes(self) -> int:
+        own = sum(tensor.nbytes for tensor in self.network.state_dict().values())
+        return own + (self._path.weight_bytes if self._target else 0)
+
+    def keep_weights(self) -> None:
+        own = {name: tensor.clone() for name, tensor in self.network.state_dict().items()}
+        self.network.load_state_dict(own, assign=True)
+
     def start(self, seq: Sequence) -> None:
         self._sort()
         self._fresh.add(seq.row)

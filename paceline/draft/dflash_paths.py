@@ -19,7 +19,7 @@ from paceline.model.blocks import Weight, quantise
 from paceline.model.decoder import Layer, PackedLinear, RMSNorm, build_layers, fuse
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.native_decoder import NativeDecoder, cache_view, layer_parts, native_cache, native_model, pack, pack_vectors
-from paceline.model.native_lib import Buffers, pointer
+from paceline.model.native_lib import Buffers, Matrix, pointer
 from paceline.model.target import Target, head_weight
 
 Drafts = tuple[list[list[int]], Tensor | None]
@@ -41,6 +41,10 @@ class TorchPath:
         self._head = target.head if draft_ids is None else PackedLinear(head_weight(target)[draft_ids.to(device)])
         self._residual_dtype = torch.float32 if device.type == "cpu" else dtype
         weights = {name: tensor.detach().to(device, dtype) for name, tensor in network.items()}
+        self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
+        """Of packed matrices, the target's own not among them."""
+        if isinstance(self._head, PackedLinear):
+            self.weight_bytes += self._head.num_bytes
         self._fc = PackedLinear(weights["fc.weight"])
         self._hidden_norm = RMSNorm(weights["hidden_norm.weight"], shape.rms_norm_eps)
         self._final_norm = RMSNorm(weights["norm.weight"], shape.rms_norm_eps)
@@ -125,14 +129,19 @@ class NativePath:
         context = [f"layers.{index}.self_attn.{which}_proj" for which in "kv" for index in range(shape.num_layers)]
         self._head = target.head_matrix if draft_ids is None else target.head_matrix.select(draft_ids.tolist())
         slack, max_len = config.block_size, target.cache.max_len
+        fc = pack([weights["fc.weight"]], dtype)
+        context_kv = pack([weights[f"{name}.weight"] for name in context], dtype)
+        matrices = [fc, context_kv, *(part for layer in layers for part in layer.values() if isinstance(part, Matrix))]
+        self.weight_bytes = sum(matrix.num_bytes for matrix in [*matrices, *([] if draft_ids is None else [self._head])])
+        """As TorchPath's."""
         self._model = native_model(
             shape,
             dtype,
             max_len + slack,
             layers,
-            fc=pack([weights["fc.weight"]], dtype),
+            fc=fc,
             hidden_norm=rounded["hidden_norm.weight"].float().contiguous(),
-            context_kv=pack([weights[f"{name}.weight"] for name in context], dtype),
+            context_kv=context_kv,
             context_bias=pack_vectors([rounded.get(f"{name}.bias") for name in context]),
             final_norm=rounded["norm.weight"].float().contiguous(),
             head=self._head,

@@ -46,8 +46,15 @@ def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str
         if options:
             raise ConfigError(f"a ready {type(spec).__name__} takes no options: set num_drafted where it is made")
         return spec
-    if spec is None or spec in DRAFTERS:
-        return DRAFTERS[spec or "none"](target, target_name, **options)
+    name = spec or "none"
+    made = _made(name, target, target_name, options)
+    made.source = str(Path(name).resolve()) if name not in DRAFTERS and Path(name).is_dir() else name
+    return made
+
+
+def _made(spec: str, target: Target, target_name: str, options: dict[str, Any]) -> Drafter:
+    if spec in DRAFTERS:
+        return DRAFTERS[spec](target, target_name, **options)
     path = checkpoint_of(spec)
     if path.is_dir() and is_dflash(read_json(path / "config.json")):
         return DFlashDrafter.from_folder(path, **options)

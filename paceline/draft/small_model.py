@@ -44,6 +44,10 @@ class SmallModelDrafter(Drafter):
         while self.model.cache.allocate() is not None:  # all rows are taken for good: the target's rows are ours
             pass
 
+    @property
+    def weight_bytes(self) -> int:
+        return self.model.weight_bytes
+
     def cache_bytes(self, target: Target) -> int:
         own, wanted = self.model.cache, target.cache
         return own.num_bytes * wanted.num_rows * wanted.max_len // (own.num_rows * own.max_len)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +23,8 @@ from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.model.target import ForwardBatch, Target
 from paceline.model.tokenizer import TextStream, Tokenizer
 from paceline.plan import FixedPlanner, Plan, Planner, Row
-from paceline.types import Batch, Constraint, DraftBlock, FinishReason, Round, RoundStats, SamplingParams, Sequence
+from paceline.routes import Router
+from paceline.types import Batch, Constraint, DraftBlock, FinishReason, Round, RoundStats, Route, SamplingParams, Sequence
 from paceline.verify.rules import MOCKED
 
 
@@ -45,19 +47,26 @@ class Engine:
         self,
         target: Target,
         tokenizer: Tokenizer,
-        drafter: Drafter | None = None,
+        drafter: Drafter | Mapping[str, Drafter] | None = None,
         *,
+        router: Router | None = None,
         judge: RuleJudge | None = None,
         planner: Planner | None = None,
         lookups: bool = False,
         eos_token_ids: tuple[int, ...] = (),
         prefill_chunk: int = 256,
     ) -> None:
-        """`planner` None drafts as much as the drafter may in every round, chunks of `prefill_chunk` prompt tokens. `lookups`
+        """`drafter` may be several by their names, the members of the pool; `router` then chooses for requests that name none.
+        `planner` None drafts as much as the drafter may in every round, chunks of `prefill_chunk` prompt tokens. `lookups`
         offers n-gram lookups beside a drafter that has to compute its drafts."""
         self.target, self.tokenizer = target, tokenizer
         self.planner = planner or FixedPlanner(most_chunk=prefill_chunk)
-        self.pool = Pool(target, drafter or NoDrafter(), NgramDrafter(min_match=LOOKUP_MATCH) if lookups else None)
+        self.pool = Pool(
+            target, NoDrafter() if drafter is None else drafter, NgramDrafter(min_match=LOOKUP_MATCH) if lookups else None
+        )
+        self.router = router
+        if router:
+            router.begin()
         self.judge = judge or RuleJudge()
         self.eos_token_ids = eos_token_ids
         self.scheduler = Scheduler(target.cache)
@@ -68,27 +77,51 @@ class Engine:
         self.read = (0, 0.0)
         """Prompt tokens that the latest step read, and the seconds that took."""
         self._requests: dict[int, tuple[Sequence, TextStream]] = {}
+        self._guests: dict[int, Drafter] = {}
+        """By request, drafters that are tried."""
         self._ids = itertools.count()
 
     @property
     def drafter(self) -> Drafter:
-        """The drafter that new requests get."""
+        """The drafter that new requests get which ask for none."""
         return self.pool.drafter
 
     def swap(self, drafter: Drafter) -> None:
-        """Give `drafter` to requests from now on; those that run, or have been given a row, keep the one they began with.
-
-        Raises DrafterMismatchError, and leaves everything as it was, when it does not fit the target.
-        """
+        """Give `drafter` to requests from now on in the place of the default; those that run, or have been given a row, keep
+        the one they began with. Raises DrafterMismatchError, and changes nothing, when it does not fit the target."""
         self.pool.swap(drafter)
-        self.planner.forget(drafter.name)
+        self._forget(drafter.name)
+
+    def put(self, name: str, drafter: Drafter) -> None:
+        """Make `drafter` a member of the pool, in the place of any other of this name. As `swap` otherwise."""
+        self.pool.put(name, drafter)
+        self._forget(name)
+
+    def remove(self, name: str) -> None:
+        """Give the member to no request any more. Raises ConfigError when there is none of this name."""
+        self.pool.remove(name)
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self.planner.forget(name)
+        if self.router:
+            self.router.forget(name)
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add(self, prompt_ids: list[int], params: SamplingParams | None = None, constraint: Constraint | None = None) -> int:
-        """Queue a request; returns its id. `constraint` is its grammar, fresh from `grammars`, if that is compiled already.
+    def add(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams | None = None,
+        constraint: Constraint | None = None,
+        route: Route | None = None,
+        guest: Drafter | None = None,
+    ) -> int:
+        """Queue a request; returns its id. `constraint` is its grammar, fresh from `grammars`, if that is compiled already;
+        `route` says which member of the pool it should get. A `guest` is a drafter for this request alone, to try it; it goes
+        before the others that wait.
 
         Raises PromptError, ContextLengthError or SamplingError on bad input.
         """
@@ -99,9 +132,14 @@ class Engine:
         ignores_eos = params.ignore_eos and not params.grammar
         ends = params.stop_token_ids if ignores_eos else (*self.eos_token_ids, *params.stop_token_ids)
         seq = Sequence(next(self._ids), list(prompt_ids), len(prompt_ids), params, eos_token_ids=ends, constraint=constraint)
+        seq.route, seq.drafter = route, route.drafter if route else ""
         seq.timings.arrival_s = time.perf_counter()
         self._requests[seq.request_id] = seq, TextStream(self.tokenizer.stream(), params.stop)
-        self.scheduler.waiting.append(seq)
+        if guest:
+            self._guests[seq.request_id] = guest
+            self.scheduler.waiting.appendleft(seq)
+        else:
+            self.scheduler.waiting.append(seq)
         self._admit()
         return seq.request_id
 
@@ -161,7 +199,9 @@ class Engine:
 
     def _admit(self) -> None:
         for seq in self.scheduler.admit(self.prefix.best_row if self.prefix else None):
-            self.pool.start(seq)
+            if self.router and seq.route and not seq.drafter and seq.params.max_drafted is None:
+                seq.drafter, seq.cluster = self.router.choose(seq.request_id, seq.route.clusters, self.pool.open)
+            self.pool.start(seq, self._guests.get(seq.request_id))
             if self.prefix:
                 self.prefix.admitted(seq)
 
@@ -206,6 +246,8 @@ class Engine:
         batch.takes_B, batch.whole_blocks = plan.drafts, plan.whole_blocks
         stats = decode_round(batch, self.target, self.pool, self.judge, partial(self.planner.narrow, plan))
         self.planner.learn(plan, stats)
+        if self.router:
+            self.router.learn(batch.sequences, stats, partial(self.planner.price, plan))
         self.rounds.append(stats)
         now = time.perf_counter()
         chunks = []
@@ -246,11 +288,14 @@ class Engine:
             if self.prefix:
                 self.prefix.released(seq, is_sound=seq.error is None)
             self.pool.drop(seq)
+        if self.router:
+            self.router.ended(seq.request_id)
         self.scheduler.remove(seq)
         if seq.constraint is not None and seq.constraint.has_failed and seq.finish_reason == "stop":
             seq.finish_reason = "length"  # cut short: this is not what was asked for
         seq.constraint = None
         del self._requests[seq.request_id]
+        self._guests.pop(seq.request_id, None)
 
     def check_integrity(self) -> None:
         """Assert the engine's bookkeeping; cheap enough to call after every step of a test."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Generator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +20,8 @@ import tokenizers
 import torch
 
 from paceline.config import EngineConfig
-from paceline.draft.base import Drafter
+from paceline.draft.base import Drafter, NoDrafter
+from paceline.draft.pool import Member
 from paceline.draft.registry import make_drafter
 from paceline.engine.engine import Chunk, Engine
 from paceline.engine.round import RuleJudge
@@ -31,11 +33,15 @@ from paceline.model import native_lib
 from paceline.model.backends import load_target, settle
 from paceline.model.target import DEFAULT_MAX_LEN, Target, measure_passes
 from paceline.model.tokenizer import Tokenizer
+from paceline.model.tools import with_tools
 from paceline.plan import AdaptivePlanner, FixedPlanner, Planner, num_fixed
+from paceline.routes import Router
 from paceline.types import FinishReason, SamplingParams, Sequence, Timings, TokenLogprob
 from paceline.verify.rules import RULES, mocked
 
 Message = dict[str, Any]
+LATER = 7
+"""Drafts a round that passes are measured for where a drafter may come later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,66 +99,90 @@ class Completion:
 class LLM:
     """A model with its drafter. Settings are the fields of `EngineConfig`; `drafter` may also be a Drafter object.
 
-    Raises the errors of paceline.errors: a missing model, a drafter for another target, a cache beyond its budget.
+    With `drafters` it has several by their names, the first for whoever asks for none, and `router` chooses for requests of
+    `engine.add` that come with a route. Raises the errors of paceline.errors: a missing model, a drafter for another target, a
+    cache beyond its budget.
     """
 
-    def __init__(self, model: str = "smollm2-135m", *, drafter: str | Drafter | None = "default", **settings: Any) -> None:
-        name = drafter if isinstance(drafter, str) else (drafter.name if drafter else "none")
+    def __init__(
+        self,
+        model: str = "smollm2-135m",
+        *,
+        drafter: str | Drafter | None = "default",
+        drafters: Mapping[str, str | Drafter] | None = None,
+        router: Router | None = None,
+        **settings: Any,
+    ) -> None:
+        asked = drafters or {"": drafter}
+        first = next(iter(asked.values()))
+        name = first if isinstance(first, str) else (first.name if first else "none")
         self.config = settle(EngineConfig.of(model=model, drafter=name, **settings))
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
             if native_lib.load() is not None:
                 native_lib.follow_torch()
-        self.tokenizer = _tokenizer(self.config, resolve_model(model))
-        self.target = load_target(self.config)
-        self.drafter = make_drafter(drafter, self.target, target_name=model, num_drafted=self.config.num_drafted)
-        _fit_budget(self.config, self.target, self.drafter)
+        with ThreadPoolExecutor(1) as beside:  # packing the target's matrices leaves Python to the tokenizer
+            tokenizer = beside.submit(_tokenizer, self.config, resolve_model(model))
+            self.target = load_target(self.config)
+            self.tokenizer = tokenizer.result()
+        made = {
+            name: make_drafter(spec, self.target, target_name=model, num_drafted=self.config.num_drafted)
+            for name, spec in asked.items()
+        }
+        self.drafter = next(iter(made.values()))
+        """What requests get that ask for none."""
+        self.router = router
+        _fit_budget(self.config, self.target, list(made.values()))
         self.pass_costs: PassCosts | None = None
         """Seconds of target passes as measured when a plan first needed them."""
         self._planners: WeakKeyDictionary[Drafter, Planner] = WeakKeyDictionary()
         self._inboxes: dict[int, deque[Chunk]] = {}
         """Chunks of the requests that `generate` and `stream` wait for, whoever made the step they came from."""
-        self.engine = self.new_engine(self.drafter)
+        self.engine = self.new_engine(made if drafters else self.drafter)
 
     @classmethod
-    def of(cls, config: EngineConfig) -> LLM:
+    def of(cls, config: EngineConfig, **more: Any) -> LLM:
         """From settings that were made before, as the commands do."""
-        return cls(**asdict(config))
+        return cls(**(asdict(config) | more))
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all KV caches; taken once, never exceeded."""
-        return self.target.cache.num_bytes + self.drafter.cache_bytes(self.target)
+        """Bytes of all KV caches; taken once, and exceeded only when drafters are put in."""
+        return self.target.cache.num_bytes + sum(each.cache_bytes(self.target) for each in self.engine.pool.drafters)
 
-    def new_engine(self, drafter: Drafter) -> Engine:
-        """An engine over the same weights and cache with another drafter; use one engine at a time.
+    def new_engine(self, drafter: Drafter | Mapping[str, Drafter]) -> Engine:
+        """An engine over the same weights and cache with another drafter, or several; use one engine at a time.
 
         Where the plan adapts and no number of drafts is asked for, lookups stand beside a drafter that computes.
         """
-        planner, mock = self._planner_of(drafter), self.config.mocked_tokens_per_round
+        every = [drafter] if isinstance(drafter, Drafter) else list(drafter.values())
+        planner, mock = self._planner_of(*every), self.config.mocked_tokens_per_round
         return Engine(
             self.target,
             self.tokenizer,
             drafter,
             judge=RuleJudge(RULES[self.config.rule] if mock is None else mocked(mock)),
             planner=planner,
+            router=self.router,
             lookups=isinstance(planner, AdaptivePlanner) and self.config.num_drafted is None,
             eos_token_ids=self.tokenizer.eos_token_ids,
         )
 
-    def _planner_of(self, drafter: Drafter) -> Planner:
-        """What it has learned of a drafter stays with the drafter."""
+    def _planner_of(self, *drafters: Drafter) -> Planner:
+        """What it has learned of a drafter, the first of several, stays with the drafter."""
         chunk = self.config.prefill_chunk
         if self.config.plan != "auto":
             return FixedPlanner(num_fixed(self.config.plan), chunk)
         if self.config.mocked_tokens_per_round is not None:
             return FixedPlanner(most_chunk=chunk)
-        if self.pass_costs is None and drafter.num_drafted:
-            self.pass_costs = measure_passes(self.target, self.target.cache.num_rows * (1 + drafter.num_drafted))
-        if drafter not in self._planners:
+        most = max((drafter.num_drafted for drafter in drafters), default=0) or (LATER if self.router else 0)
+        if self.pass_costs is None and most:
+            self.pass_costs = measure_passes(self.target, self.target.cache.num_rows * (1 + most))
+        first = drafters[0] if drafters else NoDrafter()
+        if first not in self._planners:
             costs, adapts = self.pass_costs or PassCosts([(1, 1.0)]), self.target.is_width_invariant
-            self._planners[drafter] = AdaptivePlanner(costs, most_chunk=chunk, adapts_chunks=adapts)
-        return self._planners[drafter]
+            self._planners[first] = AdaptivePlanner(costs, most_chunk=chunk, adapts_chunks=adapts)
+        return self._planners[first]
 
     def make_drafter(self, drafter: str | Drafter | None, **options: Any) -> Drafter:
         """The drafter of this name for this target; `options` go to its constructor. Raises what `draft.registry` does."""
@@ -164,18 +194,52 @@ class LLM:
         made = self.make_drafter(drafter, **options)
         self.engine.swap(made)
         self.drafter = made
-        if not self.engine.has_work:
+        if not self.engine.has_work and len(self.members) == 1:
             self.engine.planner = self._planner_of(made)
 
-    def renew(self) -> None:
-        """After an engine failed: the same weights and drafter, an empty cache, a new engine."""
-        cache = self.target.cache
-        self.target.allocate_cache(cache.num_rows, cache.max_len)
-        self.engine = self.new_engine(self.drafter)
+    @property
+    def members(self) -> dict[str, Member]:
+        """The drafters that requests may get, by their names, as they are now. "none" is always one besides."""
+        return {name: replace(member) for name, member in self.engine.pool.members.items()}
 
-    def encode_chat(self, messages: list[Message]) -> list[int]:
-        """Token ids of a conversation through the model's chat template. Raises PromptError on malformed messages."""
-        return self.tokenizer.encode_chat(messages)
+    def use_members(self, members: Mapping[str, Member]) -> None:
+        """A new engine with these drafters. Raises what binding them raises."""
+        self.engine = self.new_engine({name: member.drafter for name, member in members.items()})
+        for name, member in members.items():
+            self.engine.pool.admit(name, member.is_open)
+        self.drafter = self.engine.drafter
+
+    def put_drafter(self, name: str, drafter: Drafter) -> None:
+        """Make it a member under this name, in the place of any other; requests that run keep what they have. Raises what
+        binding it raises, and leaves everything as it was then."""
+        self.engine.put(name, drafter)
+        self.drafter = self.engine.drafter
+
+    def drain_drafter(self, name: str) -> None:
+        """Give the member to no new request. Raises ConfigError when there is none of this name."""
+        self.engine.pool.admit(name, False)
+        self.drafter = self.engine.drafter
+
+    def remove_drafter(self, name: str) -> None:
+        """Give the member to no new request and forget it when its last one has ended. Raises as `drain_drafter`."""
+        self.engine.remove(name)
+        self.drafter = self.engine.drafter
+
+    def renew(self) -> None:
+        """After an engine failed: the same weights and drafters, an empty cache, a new engine."""
+        cache, members = self.target.cache, self.members
+        self.target.allocate_cache(cache.num_rows, cache.max_len)
+        self.use_members(members)
+
+    def encode_chat(
+        self, messages: list[Message], tools: Iterable[Message] | None = None, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation through the model's chat template, given `variables`. Raises PromptError on malformed
+        messages. With `tools`, even none, calls and results among the messages are put as the template has them."""
+        if tools is None:
+            return self.tokenizer.encode_chat(messages, variables) if variables else self.tokenizer.encode_chat(messages)
+        rendered, more = with_tools(messages, [*tools], self.tokenizer.chat_template)
+        return self.tokenizer.encode_chat(rendered, {**(variables or {}), **more})
 
     def chat(
         self,
@@ -259,11 +323,11 @@ def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer:
     return Tokenizer.from_path(path)
 
 
-def _fit_budget(config: EngineConfig, target: Target, drafter: Drafter) -> None:
+def _fit_budget(config: EngineConfig, target: Target, drafters: list[Drafter]) -> None:
     """With a memory budget: as many rows as fit, at most max_batch. Raises MemoryBudgetError when not one does."""
     if config.kv_memory is None:
         return
-    row_bytes = target.cache.num_bytes + drafter.cache_bytes(target)
+    row_bytes = target.cache.num_bytes + sum(drafter.cache_bytes(target) for drafter in drafters)
     num_rows = min(config.max_batch, config.kv_memory // row_bytes)
     if num_rows < 1:
         raise MemoryBudgetError(

@@ -53,6 +53,8 @@ def decode_round(
         source_B=[take.source if tokens else NONE for take, tokens in zip(takes_B, proposed.tokens_B, strict=True)],
         num_checked_B=[len(tokens) for tokens in draft.tokens_B],
         sure_B=proposed.sure_B,
+        source_s=proposed.source_s,
+        drafter_B=[seq.drafter for seq in batch.sequences],
     )
 
 

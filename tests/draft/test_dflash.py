@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from round_loop import GreedyJudge, admit, generate, ready
-from tiny_dflash import KINDS, PROMPT, TARGET_LAYERS, VARIANTS, VOCAB, Recording, network, raw_config, targets, tiny_target
+from tiny_dflash import (
+    HIDDEN,
+    KINDS,
+    PROMPT,
+    TARGET_LAYERS,
+    VARIANTS,
+    VOCAB,
+    Recording,
+    network,
+    raw_config,
+    targets,
+    tiny_target,
+)
 
+from paceline.draft import dflash
+from paceline.draft.base import Observed
 from paceline.draft.checkpoint import new_config
 from paceline.draft.dflash import DFlashDrafter, scale_logits
 from paceline.engine.round import decode_round
@@ -24,10 +39,10 @@ def reference_rounds(
     raw: dict[str, Any], state: dict[str, torch.Tensor], model: Any, prompt: list[int], max_tokens: int
 ) -> Any:
     """(logits of each round, all tokens) of the authors' loop."""
-    dflash = pytest.importorskip("dflash.model", reason="pip install --no-deps dflash==0.1.0")
+    authors = pytest.importorskip("dflash.model", reason="pip install --no-deps dflash==0.1.0")
     from transformers import Qwen3Config
 
-    reference = dflash.DFlashDraftModel(Qwen3Config(**raw)).eval()
+    reference = authors.DFlashDraftModel(Qwen3Config(**raw)).eval()
     reference.load_state_dict(state)
     logits, compute = [], reference.compute_logits
 
@@ -36,7 +51,7 @@ def reference_rounds(
         return logits[-1]
 
     reference.compute_logits = lambda hidden, head: record(hidden, head)[None]
-    tokens = dflash.dflash_generate(reference, model, torch.tensor([prompt]), max_tokens, None)
+    tokens = authors.dflash_generate(reference, model, torch.tensor([prompt]), max_tokens, None)
     return logits, tokens[0].tolist()
 
 
@@ -126,6 +141,25 @@ def test_a_row_is_clean_after_reuse() -> None:
     first = generate(target, drafter, [PROMPT], 20)
     generate(target, drafter, [PROMPT[::-1]], 30)
     assert generate(target, drafter, [PROMPT], 20)[0] == first[0]
+
+
+def test_a_row_that_never_drafts_keeps_few_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dflash, "MOST_PENDING", 40)
+    target = tiny_target()
+    target.overwrites_taps = False  # so that no copies are kept, which could not be counted
+    drafter = DFlashDrafter(network(raw_config()))
+    ready(target, drafter)
+    seq = admit(target, drafter, PROMPT, SamplingParams(max_tokens=240))
+    kept: list[weakref.ref[torch.Tensor]] = []
+    for position in range(len(PROMPT), 220):
+        taps_TF = torch.ones(1, len(drafter.tap_layers) * HIDDEN)
+        kept.append(weakref.ref(taps_TF))
+        drafter.observe([Observed(seq, position, 1, taps_TF)])
+        seq.tokens.append(0)
+        seq.cached_len += 1
+        del taps_TF
+        assert sum(each() is not None for each in kept) <= 40 + dflash.MOST_UNSORTED
+    assert drafter.can_draft(seq)
 
 
 def test_limits_are_respected_and_an_empty_pass_is_skipped() -> None:

@@ -8,12 +8,13 @@ from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.pool import LOOKUP_MATCH, Pool
+from paceline.draft.probation import Probation
 from paceline.engine.engine import Engine
-from paceline.errors import DrafterMismatchError
+from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.learned import PassCosts
 from paceline.model.target import Target
 from paceline.plan import AdaptivePlanner, FixedPlanner
-from paceline.types import SamplingParams
+from paceline.types import DraftBlock, Route, SamplingParams
 
 FLAT = PassCosts(((1, 1.0), (64, 1.0)))
 """A pass costs the same for any number of positions: all drafts are free."""
@@ -157,3 +158,165 @@ class TestLookups:
         offers = pool.offers(seq, FixedPlanner())
         assert [offer.source for offer in offers] == ["scripted"]
         assert pool.offers(seq, FixedPlanner(), {"scripted"}) == []
+
+
+class TestMembers:
+    """Several by their names: each sequence has one for its life."""
+
+    def members(self, target: FakeTarget) -> dict[str, ScriptedDrafter]:
+        """Always right, never right, and sometimes, with layers of their own."""
+        return {
+            "always": ScriptedDrafter(target, accuracy=1.0, tap_layers=(1, 3)),
+            "never": ScriptedDrafter(target, mode="adversarial", tap_layers=(0,)),
+            "sometimes": ScriptedDrafter(target, accuracy=0.6, tap_layers=(3, 2)),
+        }
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_a_batch_that_mixes_them_says_what_plain_decoding_says(self, temperature: float) -> None:
+        target = FakeTarget(num_rows=4, is_width_invariant=True)
+        engine = Engine(target, ByteTokenizer(), self.members(target), prefill_chunk=8)
+        names = ["always", "never", "sometimes", "none", "", "unknown"] * 2
+        prompts = [[number, 3, 5, 7] * 6 for number in range(1, 13)]
+        sequences = []
+        for number, (prompt, name) in enumerate(zip(prompts, names, strict=True)):
+            params = SamplingParams(max_tokens=20, temperature=temperature, seed=number, ignore_eos=True)
+            engine.add(prompt, params, route=Route(name))
+            sequences.append(engine._requests[number][0])
+        texts = finished(engine)
+        plain = Engine(target, ByteTokenizer(), NoDrafter())
+        for number, prompt in enumerate(prompts):
+            plain.add(prompt, SamplingParams(max_tokens=20, temperature=temperature, seed=number, ignore_eos=True))
+        assert texts == finished(plain)
+        given = {"": "always", "unknown": "always"}
+        assert [seq.drafter for seq in sequences] == [given.get(name, name) for name in names]
+        for seq in sequences:
+            assert {one.source for one in seq.rounds} <= {seq.drafter, "none"}
+        if temperature == 0.0:
+            kept = {seq.drafter: sum(one.num_accepted for one in seq.rounds) for seq in sequences}
+            assert kept["always"] > kept["sometimes"] > kept["never"] == kept["none"] == 0
+
+    def test_taps_are_the_union_and_memory_is_that_of_all(self) -> None:
+        target = FakeTarget()
+        engine = Engine(target, ByteTokenizer(), self.members(target))
+        assert target.tap_layers == (1, 3, 0, 2)
+        assert [drafter.name for drafter in engine.pool.drafters] == ["always", "never", "sometimes"]
+        engine.remove("sometimes")
+        assert target.tap_layers == (1, 3, 0)
+
+    def test_put_drain_and_remove_between_rounds(self) -> None:
+        """Requests that run keep what they have; later ones get what is there; all texts are plain decoding's."""
+        target = FakeTarget(num_rows=3, is_width_invariant=True)
+        first = ScriptedDrafter(target, accuracy=0.7, tap_layers=(1,))
+        engine = Engine(target, ByteTokenizer(), {"a": first})
+        pool = engine.pool
+        prompts = [[number, 2, 9] * 5 for number in range(1, 10)]
+        sequences, texts = [], dict[int, list[int]]()
+
+        def ask(name: str) -> None:
+            number = len(sequences)
+            engine.add(prompts[number], SamplingParams(max_tokens=25, ignore_eos=True), route=Route(name))
+            sequences.append(engine._requests[number][0])
+
+        def run(num_steps: int) -> None:
+            for _ in range(num_steps):
+                for chunk in engine.step():
+                    texts.setdefault(chunk.sequence.request_id, []).extend(chunk.token_ids)
+                engine.check_integrity()
+
+        ask("a")
+        ask("b")  # not there yet: the default
+        run(3)
+        second = ScriptedDrafter(target, accuracy=0.9, tap_layers=(2, 1))
+        engine.put("b", second)
+        ask("b")
+        run(3)
+        assert [seq.drafter for seq in sequences] == ["a", "a", "b"] and second.name == "b"
+        replaced = ScriptedDrafter(target, accuracy=0.5, tap_layers=(0,))
+        engine.put("a", replaced)
+        ask("a")  # waits for a row
+        pool.admit("b", False)
+        ask("b")
+        assert pool.open == ["a", "none"]
+        assert [member.drafter for member in pool.older] == [first]
+        assert pool.num_rows(pool.member("b")) == 1 and pool.num_rows(pool.member("a")) == 0
+        while engine.has_work:
+            run(1)
+        assert [seq.drafter for seq in sequences] == ["a", "a", "b", "a", "a"]
+        assert not first.num_observed and not pool.older
+        engine.remove("b")
+        engine.remove("a")
+        assert pool.open == ["none"] and target.tap_layers == ()
+        ask("a")
+        while engine.has_work:
+            run(1)
+        assert sequences[-1].drafter == "none"
+        assert [texts[number] for number in range(6)] == [target.greedy(prompt, 25) for prompt in prompts[:6]]
+        with pytest.raises(ConfigError, match="there is no drafter 'a' here"):
+            engine.remove("a")
+
+    def test_a_member_that_does_not_fit_changes_nothing(self) -> None:
+        class Misfit(ScriptedDrafter):
+            def bind(self, target: Target) -> None:
+                raise DrafterMismatchError("made for another model")
+
+        target = FakeTarget()
+        engine = Engine(target, ByteTokenizer(), self.members(target))
+        before = dict(engine.pool.members)
+        for name in ("always", "new"):
+            with pytest.raises(DrafterMismatchError):
+                engine.put(name, Misfit(target, tap_layers=(0,)))
+        assert engine.pool.members == before and target.tap_layers == (1, 3, 0, 2)
+
+    def test_what_is_learned_of_a_member_is_not_another_s(self) -> None:
+        target = FakeTarget(num_rows=2)
+        engine = Engine(target, ByteTokenizer(), self.members(target), planner=AdaptivePlanner(FLAT))
+        for name in ("always", "never"):
+            engine.add([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True), route=Route(name))
+        assert finished(engine)
+        planner = engine.planner
+        assert isinstance(planner, AdaptivePlanner)
+        assert planner.offer("always", "greedy", 1).chances[0] > 0.9 > 0.5 > planner.offer("never", "greedy", 1).chances[0]
+
+
+class TestProbation:
+    """A drafter is tried on a request of its own, and no error of its reaches the others."""
+
+    def tried(self, drafter: Drafter, target: FakeTarget) -> tuple[list[int], list[list[int]]]:
+        """What it drafted, after the texts of two requests beside it were compared with plain decoding's."""
+        engine = Engine(target, ByteTokenizer(), ScriptedDrafter(target, accuracy=0.7, tap_layers=(1,)), prefill_chunk=8)
+        prompts = [[number, 2, 9] * 5 for number in range(1, 4)]
+        for prompt in prompts:
+            engine.add(prompt, SamplingParams(max_tokens=20, ignore_eos=True))
+        engine.step()
+        drafter.bind(target)
+        trial = Probation(drafter, target.vocab_size)
+        engine.add(list(range(1, 20)), SamplingParams(max_tokens=8, ignore_eos=True), guest=trial)
+        assert engine.scheduler.waiting[0].request_id == 3, "before those that wait"
+        texts = finished(engine)
+        assert [texts[number] for number in range(3)] == [target.greedy(prompt, 20) for prompt in prompts]
+        assert target.tap_layers == (1,) and not engine.pool.older
+        return trial.done.result(timeout=0), list(texts.values())
+
+    def test_a_sound_drafter_drafts(self) -> None:
+        target = FakeTarget(num_rows=2, is_width_invariant=True)
+        drafted, _ = self.tried(ScriptedDrafter(target, tap_layers=(2, 3)), target)
+        assert drafted == target.greedy(list(range(1, 20)), 5)[1:]
+
+    @pytest.mark.parametrize("method", ["start", "observe", "propose", "drop"])
+    def test_one_that_fails_is_refused_with_what_it_said(self, method: str) -> None:
+        def fail(*_: object) -> None:
+            raise RuntimeError("weights of lead")
+
+        target = FakeTarget(num_rows=2, is_width_invariant=True)
+        drafter = ScriptedDrafter(target)
+        setattr(drafter, method, fail)
+        with pytest.raises(DrafterMismatchError, match="fails: RuntimeError weights of lead"):
+            self.tried(drafter, target)
+
+    @pytest.mark.parametrize(("tokens", "reason"), [([], "drafts nothing"), ([99], "tokens that the target does not have")])
+    def test_one_that_drafts_nothing_of_use_is_refused(self, tokens: list[int], reason: str) -> None:
+        target = FakeTarget(num_rows=2, is_width_invariant=True)
+        drafter = ScriptedDrafter(target)
+        drafter.propose = lambda batch: DraftBlock.certain([tokens])
+        with pytest.raises(DrafterMismatchError, match=reason):
+            self.tried(drafter, target)

@@ -1,0 +1,76 @@
+"""A drafter that nobody relies on yet: tried on a request of its own among the others, and no error of its reaches them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from paceline.draft.base import Drafter, Observed
+from paceline.errors import DrafterMismatchError, PacelineError
+from paceline.types import CANDIDATE, Batch, DraftBlock, Sequence, Take
+
+
+class Probation(Drafter):
+    """Observes one request through the drafter and has it draft once, when the prompt is read; drafts nothing itself.
+
+    `done` gets what was drafted, or the error, when the request ends.
+    """
+
+    name = CANDIDATE
+
+    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
+        """`drafter` is bound already."""
+        self.drafter, self._vocab_size = drafter, vocab_size
+        self.tap_layers, self.has_own_threads = drafter.tap_layers, drafter.has_own_threads
+        self.done: Future[list[int]] = Future()
+        self._drafted: list[int] = []
+        self._error: Exception | None = None
+
+    def adopt(self, seq: Sequence, source: int, length: int) -> int:
+        """Nothing: it is to see the whole prompt."""
+        return 0
+
+    def propose(self, batch: Batch) -> DraftBlock:
+        return DraftBlock.certain([[] for _ in batch.sequences])
+
+    def start(self, seq: Sequence) -> None:
+        self._try(lambda: self.drafter.start(seq))
+
+    def observe(self, observed: list[Observed]) -> None:
+        self._try(lambda: self.drafter.observe(observed))
+        for one in observed:
+            if not self._drafted and one.start + one.count == one.sequence.prompt_len:
+                self._try(lambda seq=one.sequence: self._draft(seq))
+
+    def drop(self, seq: Sequence) -> None:
+        self._try(lambda: self.drafter.drop(seq))
+        if self.done.done():
+            return
+        if self._error is None and not self._drafted:
+            self._error = DrafterMismatchError("the request that should try the drafter was ended before its prompt was read")
+        if self._error:
+            self.done.set_exception(self._error)
+        else:
+            self.done.set_result(self._drafted)
+
+    def _draft(self, seq: Sequence) -> None:
+        most = seq.most_drafted(self.drafter.num_drafted)
+        if not most or not self.drafter.can_draft(seq):
+            raise DrafterMismatchError("the drafter cannot draft after a short text that it has read")
+        block = self.drafter.propose(Batch([seq], [Take(self.drafter.name, most)], whole_blocks=False))
+        tokens, sure = block.tokens_B[0], (block.sure_B or [None])[0]
+        if any(not 0 <= token < self._vocab_size for token in tokens):
+            raise DrafterMismatchError("the drafter drafts tokens that the target does not have: it is of another model")
+        if not tokens or not all(math.isfinite(each) for each in sure or ()):
+            raise DrafterMismatchError("the drafter drafts nothing after a short text: its weights are damaged")
+        self._drafted = tokens
+
+    def _try(self, call: Callable[[], None]) -> None:
+        if self._error is None:
+            try:
+                call()
+            except PacelineError as error:
+                self._error = error
+            except Exception as error:  # noqa: BLE001  (whatever it is, the other requests go on)
+                self._error = DrafterMismatchError(f"the drafter fails: {type(error).__name__} {error}")
