@@ -4,7 +4,7 @@ The last message decides: `slow` streams until the client leaves, `refuse` is a 
 text, `cut` a stream without [DONE], `counts` tells how many tokens were drafted instead of which, `markup` answers in HTML,
 `markdown` in all that Markdown has, `hostile` in Markdown that wants to do harm, `deep` in thousands of quotes in one another,
 `differ` depends on speculation, `code` has a fenced block, `open` one that stops in its middle, `held` tells tokens before
-their text; anything else gets STORY.
+their text, `pool` was drafted by the member "words" of a pool; anything else gets STORY.
 """
 
 from __future__ import annotations
@@ -201,6 +201,7 @@ class Handler(BaseHTTPRequestHandler):
         if speculating:
             spec = {"mean_acceptance_length": 3.28, "draft_acceptance_rate": 0.57, "acceptance_histogram": HISTOGRAM}
             spec["rounds_by_source"] = {source: {"num_rounds": rounds} for source, rounds in SOURCES.items()}
+            spec["drafter"] = "words" if prompt == "pool" else "dflash"
             last["metrics"] = {"speculative_decoding": spec}
         self.event(last)
         self.wfile.write(b"data: [DONE]\n\n")

@@ -13,19 +13,23 @@ from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.shared import introduce, say, starting
 from paceline.config import EngineConfig, read_api_keys
 from paceline.errors import ConfigError, needing, reraised
+from paceline.routes import Router
 from paceline.serve.settings import ServeConfig, TraceConfig, speculation
-from paceline.types import GrammarSpec, SamplingParams
+from paceline.types import NONE, GrammarSpec, SamplingParams
 
 if TYPE_CHECKING:
     from paceline.engine.llm import LLM
 
 NAMES = {
+    "drafters": Opt("--drafter"),
+    "admin_keys": Opt("--admin-key"),
     "api_keys": Opt("--api-key"),
     "cors_origins": Opt("--cors-origin"),
     "allowed_hosts": Opt("--allowed-host"),
     "served_names": Opt("--served-name"),
     "max_body_bytes": Opt("--max-body"),
 }
+REPEATED = ("drafter", "admin_key", "api_key", "cors_origin", "allowed_host", "served_name", "trace_redact")
 TRACE_NAMES = {
     "folder": Opt("--traces"),
     "sample": Opt("--trace-sample"),
@@ -48,6 +52,7 @@ def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
         raise ConfigError(f"--config {path} holds no options: write one a line, as in port: 8000")
     known = {name for name in inspect.signature(serve).parameters if name != "config"}
     settings = {str(name).replace("-", "_"): value for name, value in values.items()}
+    settings |= {name: [value] for name, value in settings.items() if name in REPEATED and isinstance(value, str)}
     if unknown := sorted(set(settings) - known):
         raise ConfigError(
             f"--config {path} names {unknown[0]!r}, which is no option of serve: choose from {', '.join(sorted(known))}"
@@ -58,7 +63,7 @@ def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
 
 @options
 def serve(
-    engine: Annotated[EngineConfig, Without("prefill_chunk", "plan", "mocked_tokens_per_round")],
+    engine: Annotated[EngineConfig, Without("drafter", "prefill_chunk", "plan", "mocked_tokens_per_round")],
     serving: Annotated[ServeConfig, Without("body_seconds", "header_seconds", "write_seconds"), Changed(**NAMES)],
     tracing: Annotated[TraceConfig, Changed(**TRACE_NAMES)],
     config: Annotated[
@@ -72,10 +77,20 @@ def serve(
 ) -> None:
     """Serve the model to OpenAI clients: chat and text completions, streamed, with a page to try it.
 
-    Example: paceline serve --port 8000
+    Example: paceline serve --port 8000, or with two drafters, each for its requests: paceline serve --drafter general=default
+    --drafter tickets=runs/tickets
     """
-    engine = replace(engine, **speculation(speculate, engine.num_drafted, engine.drafter))
-    serving = replace(serving, api_keys=read_api_keys(serving.api_keys, api_key_file))
+    named = serving.named_drafters()
+    engine = replace(engine, **speculation(speculate, engine.num_drafted, next(iter(named.values()))))
+    drafters = None if "" in named or engine.drafter == NONE else named
+    adapts = engine.plan == "auto" and serving.route == "auto"
+    if drafters and len(drafters) > 1 and serving.route == "auto" and not adapts:
+        raise ConfigError("route auto goes by what rounds have taught: it needs --speculate auto; or give --route tag")
+    serving = replace(
+        serving,
+        api_keys=read_api_keys(serving.api_keys, api_key_file),
+        admin_keys=read_api_keys(serving.admin_keys, None, "PACELINE_ADMIN_KEY"),
+    )
     starting(engine.model)
     import logging
 
@@ -96,7 +111,7 @@ def serve(
         traces = TraceWriter(tracing, name)
 
     def load() -> LLM:
-        llm = LLM.of(engine)
+        llm = LLM.of(engine, drafters=drafters, router=Router() if adapts else None)
         if traces:
             traces.begin(llm.tokenizer)
         return llm

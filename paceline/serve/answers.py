@@ -192,6 +192,7 @@ class Exchange:
             "mean_acceptance_length": rounds.tokens_per_round,
             "draft_acceptance_rate": rounds.acceptance_rate,
             "acceptance_histogram": list(rounds.accepted_histogram),
+            "drafter": ", ".join(sorted({seq.drafter for seq in self._sequences})),
             "rounds_by_source": {source: asdict(each) for source, each in Rounds.by_source(self._rounds).items()},
         }
         return {"speculative_decoding": figures}
@@ -208,6 +209,7 @@ def _timings(seq: Sequence) -> dict[str, Any]:
         "tokens_per_s": stats.tokens_per_s,
         "tokens_per_round": stats.tokens_per_round,
         "lossless": stats.lossless,
+        "drafter": seq.drafter,
     }
 
 

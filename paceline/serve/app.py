@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
 
 import paceline
+from paceline.serve.admin import add_admin
 from paceline.serve.answers import EventStream, Exchange, unless_gone
 from paceline.serve.completions import ChatReply, TextReply, chat_jobs, check_ids, completion_jobs, encode_chat, encode_text
 from paceline.serve.engine import ModelInfo
@@ -29,6 +30,7 @@ from paceline.serve.protocol import (
     TokenizeAnswer,
     TokenizeRequest,
 )
+from paceline.serve.routing import route_of
 from paceline.serve.security import Gate
 from paceline.serve.worker import EngineWorker
 
@@ -42,7 +44,13 @@ PAGE_HEADERS = {
     "content-security-policy": "frame-ancestors 'none'",  # each page's own policy stands in the page
     "x-content-type-options": "nosniff",
 }
-Tag = Annotated[str | None, Header(alias="x-paceline-tag", description="Kept with the request's trace.")]
+Tag = Annotated[
+    str | None,
+    Header(
+        alias="x-paceline-tag",
+        description="What kind of request it is: kept with its trace, and chooses among several drafters.",
+    ),
+]
 
 
 def create_app(worker: EngineWorker) -> FastAPI:
@@ -62,12 +70,13 @@ def create_app(worker: EngineWorker) -> FastAPI:
         middleware=middleware,
         docs_url=None,  # FastAPI's loads scripts from elsewhere
         redoc_url=None,
-        responses={status: {"model": ErrorAnswer} for status in (400, 401, 404, 408, 413, 421, 429, 500, 503, 504)},
+        responses={status: {"model": ErrorAnswer} for status in (400, 401, 403, 404, 408, 409, 413, 421, 429, 500, 503, 504)},
     )
     _add_failures(app)
     _add_system(app, worker)
     _add_tokens(app, worker)
     _add_answers(app, worker)
+    add_admin(app, worker)
     return app
 
 
@@ -195,7 +204,8 @@ def _add_answers(app: FastAPI, worker: EngineWorker) -> None:
         name, model = _check_model(body.model, worker)
         jobs = await worker.compiled(await asyncio.to_thread(chat_jobs, body, model, worker.config))
         replies = [ChatReply(index, model.tokenizer, body) for index in range(len(jobs))]
-        return await _respond(http, Exchange("chat.completion", "chatcmpl", name, body, worker.submit(jobs, tag), [*replies]))
+        ticket = worker.submit(jobs, tag, route_of(worker.config.route, body, http.headers, tag))
+        return await _respond(http, Exchange("chat.completion", "chatcmpl", name, body, ticket, [*replies]))
 
     @app.post("/v1/completions", tags=["OpenAI"])
     async def complete(body: CompletionRequest, http: Request, tag: Tag = None) -> Response:
@@ -204,9 +214,8 @@ def _add_answers(app: FastAPI, worker: EngineWorker) -> None:
         jobs = await worker.compiled(jobs)
         replies = [TextReply(index, model.tokenizer, body, echo) for index, echo in enumerate(echoes)]
         num_prompts = len(jobs) // (body.n or 1)
-        return await _respond(
-            http, Exchange("text_completion", "cmpl", name, body, worker.submit(jobs, tag), [*replies], num_prompts)
-        )
+        ticket = worker.submit(jobs, tag, route_of(worker.config.route, body, http.headers, tag))
+        return await _respond(http, Exchange("text_completion", "cmpl", name, body, ticket, [*replies], num_prompts))
 
     @app.post("/v1/embeddings", tags=["OpenAI"], status_code=400)
     async def embeddings() -> Response:

@@ -135,7 +135,7 @@ def jobs_of(
     n = request.n or 1
     if n > config.max_n:
         raise RequestRefused(f"n must be at most {config.max_n} on this server, not {n}", param="n")
-    common, jobs = _params(request, model, logprobs, grammar), []
+    common, jobs = params_of(request, model.vocab_size, logprobs, grammar), []
     most = min(model.max_len - 1, config.max_prompt_tokens or model.max_len)
     for prompt in prompts:
         if len(prompt) > most:
@@ -158,16 +158,17 @@ def check_characters(texts: Iterable[str], model: ModelInfo) -> None:
         raise RequestRefused(message, param="messages", code="context_length_exceeded")
 
 
-def _params(request: Sampling, model: ModelInfo, logprobs: int | None, grammar: GrammarSpec | None) -> SamplingParams:
+def params_of(request: Sampling, vocab_size: int, logprobs: int | None, grammar: GrammarSpec | None) -> SamplingParams:
+    """How the request wants its tokens chosen. Raises RequestRefused on impossible values."""
     temperature = 1.0 if request.temperature is None else request.temperature
     try:
         return SamplingParams(
             temperature=0.0 if temperature < MIN_TEMPERATURE else temperature,
-            top_k=min(max(request.top_k or 0, 0), model.vocab_size),
+            top_k=min(max(request.top_k or 0, 0), vocab_size),
             logit_bias=_logit_bias(request.logit_bias),
             seed=None if request.seed is None else request.seed % 2**63,
             stop=_stop(request.stop),
-            logprobs=None if logprobs is None else min(logprobs, model.vocab_size),
+            logprobs=None if logprobs is None else min(logprobs, vocab_size),
             grammar=grammar,
             max_drafted=0 if request.speculate == "off" else request.speculate if isinstance(request.speculate, int) else None,
             **request.model_dump(include=SAME, exclude_none=True),

@@ -5,13 +5,13 @@ Everything belongs to the engine's thread, but for `compile` of its grammars.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.config import EngineConfig
 from paceline.model.tokenizer import Tokenizer
-from paceline.types import Constraint, GrammarSpec, RoundStats, SamplingParams, Sequence
+from paceline.types import Constraint, GrammarSpec, RoundStats, Route, SamplingParams, Sequence
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Chunk
@@ -62,8 +62,9 @@ class Engine(Protocol):
     @property
     def has_work(self) -> bool: ...
 
-    def add(self, prompt_ids: list[int], params: SamplingParams, constraint: Constraint | None) -> int:
-        """Queue a request; returns its id. Raises PacelineError on bad input, and then nothing has changed."""
+    def add(self, prompt_ids: list[int], params: SamplingParams, constraint: Constraint | None, route: Route | None, /) -> int:
+        """Queue a request; returns its id. `route` says whose drafts it should get, where there are several drafters. Raises
+        PacelineError on bad input, and then nothing has changed."""
         ...
 
     def abort(self, request_id: int) -> Sequence | None:
@@ -88,13 +89,19 @@ class Model(Protocol):
     def engine(self) -> Engine: ...
 
     @property
-    def drafter(self) -> Any: ...
+    def drafter(self) -> Any:
+        """What requests get that ask for none."""
 
-    def use_drafter(self, drafter: Any, /) -> None:
-        """Draft with another from now on."""
+    @property
+    def members(self) -> Mapping[str, Any]:
+        """What requests may get, by name: records of a `drafter`, and whether it `is_open` to new ones."""
+        ...
+
+    def use_members(self, members: Any, /) -> None:
+        """Draft with these from now on, `members` of another engine, which failed."""
 
     def renew(self) -> None:
-        """After a crash: the same weights and drafter, an empty cache, a new engine."""
+        """After a crash: the same weights and drafters, an empty cache, a new engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +116,12 @@ class ModelInfo:
     """Answers made at once."""
     vocab_size: int
     drafter: str
-    """Whose drafts a new answer gets."""
+    """Whose drafts a new answer may get."""
     compile: Callable[[GrammarSpec], Constraint]
     """Fresh state for one answer, from any thread. Raises SamplingError on a grammar that cannot be followed."""
 
     @classmethod
     def of(cls, model: Model) -> ModelInfo:
-        target, drafter = model.engine.target, getattr(model.drafter, "name", "none")
+        target, drafter = model.engine.target, ", ".join(model.members) or getattr(model.drafter, "name", "none")
         sizes = target.cache.max_len, target.cache.num_rows, target.vocab_size
         return cls(model.config.model, model.tokenizer, *sizes, drafter, model.engine.grammars.compile)

@@ -23,6 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from paceline.serve.drafter_counts import DrafterCounts
 from paceline.serve.engine import Engine
 from paceline.types import LOOKUP, NONE, FinishReason, RoundStats, Sequence
 
@@ -62,6 +63,7 @@ class Metrics(Collector):
         self.step_times: dict[tuple[str, int], tuple[int, float]] = {}
         """(kind, size) -> how often, and seconds in all: "verify" by positions of the target's pass, "draft" by drafts of the
         longest row times the rows that drafted, "prefill" by tokens of the chunk, "step" (all of it, of size 1)."""
+        self.drafters = DrafterCounts()
         self._refusals: Counter[str] = Counter()
         self._model, self._traces = model, traces
         self._times = {name: _Histogram(BOUNDS[told["bounds"]]) for name, told in TIMES.items()}
@@ -89,6 +91,7 @@ class Metrics(Collector):
             self._time("draft", _num_slots(stats), stats.draft_s)
             for pair in zip(stats.num_drafted_B, stats.num_accepted_B, strict=True):
                 rounds[pair] = rounds.get(pair, 0) + 1
+            self.drafters.round(stats)
         totals.host_seconds += host_s
 
     def _time(self, kind: str, size: int, seconds: float) -> None:
@@ -116,6 +119,7 @@ class Metrics(Collector):
         """
         self._open.pop(sequence, None)
         self.ended[outcome] += 1
+        self.drafters.finished(sequence)
         if outcome in ("stop", "length"):
             seen, times, now = self._times, sequence.timings, time.perf_counter()
             seen["e2e_request_latency"].observe(now - times.arrival_s)
@@ -153,6 +157,7 @@ class Metrics(Collector):
             yield self._histogram(f"vllm:{name}_seconds", TIMES[name]["doc"], times.bounds, [*times.counts], times.sum)
         yield from self._speculation()
         yield from self._now()
+        yield from self.drafters.collect(self._model, self.engine)
         with self._lock:
             refusals = dict(self._refusals)
         yield self._family("paceline:refused", "Requests turned away", refusals, "reason")

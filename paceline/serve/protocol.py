@@ -104,8 +104,8 @@ class Sampling(Open):
     speculate: Literal["auto", "full", "off"] | Annotated[int, Field(ge=0, le=1024)] | None = None
     """off decodes plainly, a number drafts at most so many tokens a round; the rest leaves it to the server."""
     return_metrics: bool | None = False
-    """Adds `metrics.speculative_decoding`: mean_acceptance_length, draft_acceptance_rate, acceptance_histogram, and
-    rounds_by_source with the figures of each source of drafts."""
+    """Adds `metrics.speculative_decoding`: mean_acceptance_length, draft_acceptance_rate, acceptance_histogram, drafter (the
+    member of the pool that the answer had), and rounds_by_source with the figures of each source of drafts."""
     paceline_timings: bool | None = False
     """Adds a `paceline` field: where the time went; when streaming, how many tokens of each chunk were drafted."""
 
@@ -152,6 +152,10 @@ class DetokenizeRequest(Open):
 
 class DetokenizeAnswer(BaseModel):
     prompt: str
+
+
+class LoadRequest(Open):
+    drafter: str = Field(min_length=1, max_length=4096, description="A folder on the server, a hub id, or a drafter's name.")
 
 
 class ErrorBody(BaseModel):

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.errors import ConfigError, reraised
@@ -188,11 +189,12 @@ def listen(config: ServeConfig) -> socket.socket:
         return bound
 
 
-def make_server(worker: EngineWorker) -> Server:
-    """The server, not yet running."""
-    config = worker.config
-    settings = uvicorn.Config(
-        create_app(worker),
+def settings_of(
+    app: ASGIApp, config: ServeConfig, *, close_seconds: float = CLOSE_SECONDS, dated: bool = True
+) -> uvicorn.Config:
+    """How an application is served; `dated` answers say when they were made."""
+    return uvicorn.Config(
+        app,
         host=config.host,
         port=config.port,
         http=cast(Any, partial(Connection, config)),
@@ -200,11 +202,16 @@ def make_server(worker: EngineWorker) -> Server:
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=CLOSE_SECONDS,
+        date_header=dated,
+        timeout_graceful_shutdown=round(close_seconds),
         h11_max_incomplete_event_size=64 * 1024,
         ws="none",
     )
-    return Server(settings, worker)
+
+
+def make_server(worker: EngineWorker) -> Server:
+    """The server, not yet running."""
+    return Server(settings_of(create_app(worker), worker.config), worker)
 
 
 def run(worker: EngineWorker[M], *, say: Callable[[str], None], introduce: Callable[[M], str]) -> None:

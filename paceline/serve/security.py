@@ -21,6 +21,10 @@ from paceline.serve.settings import ServeConfig
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"})
 """Need no key: probes, scrapers and the page, which asks for the key itself; as little do its parts, under /page/."""
+ADMIN = "/admin/"
+"""Paths of their own key, for who runs the server."""
+FORWARDED = ("origin", "forwarded", "via", "x-forwarded-for", "x-real-ip")
+"""Headers of a request that was not made by a program on this machine."""
 DISCARD_BYTES = 64 * 2**20
 """How much of a refused request's body is read and thrown away before its connection is closed."""
 DISCARD_PAUSE_S = 2.0
@@ -34,6 +38,7 @@ class Gate:
         self._app, self._config, self._refused = app, config, refused
         self._hosts = allowed_hosts(config)
         self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_keys]
+        self._admin_digests = [hashlib.sha256(key.encode()).digest() for key in config.admin_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,8 +52,10 @@ class Gate:
                 message = "a request has either Content-Length or Transfer-Encoding: leave one out"
                 raise RequestRefused(message, code="invalid_http")
             self._check_host(headers)
-            if self._digests and scope["path"] not in OPEN_PATHS and not scope["path"].startswith("/page/"):
-                self._check_key(headers)
+            if scope["path"].startswith(ADMIN):
+                self._check_admin(scope, headers)
+            elif self._digests and scope["path"] not in OPEN_PATHS and not scope["path"].startswith("/page/"):
+                self._check_key(headers, self._digests, "invalid_api_key")
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 await body.read(headers.get("content-length", "0"))
         except ClientDisconnect:
@@ -64,13 +71,23 @@ class Gate:
         if self._hosts is not None and name and name not in self._hosts:
             raise ApiError.known("host_not_allowed", name=name[:100])
 
-    def _check_key(self, headers: Headers) -> None:
+    def _check_admin(self, scope: Scope, headers: Headers) -> None:
+        """Who has the admin key; without one, who is on this machine, which no page of a browser and no proxy is."""
+        if self._admin_digests:
+            self._check_key(headers, self._admin_digests, "invalid_admin_key")
+            return
+        address = (scope.get("client") or ("", 0))[0]
+        is_near = _is_loopback(address) and _is_loopback(host_name(headers.get("host", "")))
+        if self._digests or not is_near or any(name in headers for name in FORWARDED):
+            raise ApiError.known("admin_closed")
+
+    def _check_key(self, headers: Headers, digests: list[bytes], code: str) -> None:
         """Compares with every key, each in the same time, so that nothing is learned from how long it took."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        matches = [hmac.compare_digest(given, digest) for digest in digests]
         if scheme.lower() != "bearer" or not any(matches):
-            raise ApiError.known("invalid_api_key")
+            raise ApiError.known(code)
 
 
 class Body:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from paceline.bounds import Amount, Count, Positive, Whole, check, within
+from paceline.clusters import OTHER
 from paceline.config import Bytes
 from paceline.errors import ConfigError, refuse
+from paceline.types import CANDIDATE, LOOKUP, NONE
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}", re.ASCII)
+"""What a drafter of a pool may be called."""
+TAKEN = (NONE, LOOKUP, OTHER, CANDIDATE)
+"""Names that mean something else where drafters are counted."""
+MOST_DRAFTERS = 8
+"""Members of a pool: each takes memory, and each cluster of requests tries them all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +30,17 @@ class ServeConfig:
     """Address to listen on; 0.0.0.0 is every interface."""
     port: Annotated[int, within("between 0 and 65535", least=0, most=65535)] = 8000
     """Port; 0 takes a free one."""
+    drafters: tuple[str, ...] = ("default",)
+    """default (what ships for the model, else ngram), none, ngram, random-dflash, a folder, or a hub id. Several as
+    NAME=DRAFTER: each request gets one of them, by --route, or none."""
+    route: str = "auto"
+    """Which of several drafters: auto, the one that brings most tokens per second to requests of a kind (by tag, else by
+    language, template, tools and form of the answer; each is tried on 2 requests of every kind, while in doubt on at most 6
+    more a drafter, and later at most 2% of the requests go to those that look slower); tag or header:NAME, the one that the
+    request's tag or header names."""
+    admin_keys: tuple[str, ...] = ()
+    """Key that opens /admin; without any, only this machine may use it, and only where there are no API keys.
+    PACELINE_ADMIN_KEY too."""
     api_keys: tuple[str, ...] = ()
     """Key that opens the API; without any, all who reach the port may use it. PACELINE_API_KEY too."""
     cors_origins: tuple[str, ...] = ()
@@ -56,7 +78,44 @@ class ServeConfig:
             ConfigError,
             (any(not key.strip() for key in self.api_keys), "an API key must not be empty"),
             (any(not key.isascii() for key in self.api_keys), "an API key must be ASCII text: HTTP headers carry nothing else"),
+            (
+                any(not key.strip() or not key.isascii() for key in self.admin_keys),
+                "an admin key must be ASCII text, not empty",
+            ),
             (any(not host.strip() for host in self.allowed_hosts), "an allowed host must not be empty"),
+            (
+                not re.fullmatch(r"auto|tag|header:[A-Za-z0-9-]+", self.route, re.ASCII),
+                f"route must be auto, tag or header:NAME, not {self.route!r}",
+            ),
+        )
+        self.named_drafters()
+
+    def named_drafters(self) -> dict[str, str]:
+        """Name -> drafter, in their order; the name of a single one that has none is empty. Raises ConfigError."""
+        return named_drafters(self.drafters)
+
+
+def named_drafters(given: Sequence[str]) -> dict[str, str]:
+    """NAME=DRAFTER by name. Raises ConfigError on a name that is none, that is taken, or that is missing where it is needed."""
+    named: dict[str, str] = {}
+    for each in given or ("none",):
+        name, _, drafter = each.partition("=")
+        if not drafter or "/" in name:
+            name, drafter = "", each
+            refuse(ConfigError, (len(given) > 1, f"drafter {each!r} needs a name beside others: write it as NAME={each}"))
+        else:
+            check_name(name)
+        refuse(ConfigError, (name in named, f"two drafters are called {name!r}: give each a name of its own"))
+        named[name] = drafter
+    refuse(ConfigError, (len(named) > MOST_DRAFTERS, f"at most {MOST_DRAFTERS} drafters, not {len(named)}: leave some out"))
+    return named
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError when no drafter of a pool may be called so."""
+    if not NAME.fullmatch(name) or name in TAKEN:
+        raise ConfigError(
+            f"a drafter cannot be called {name!r:.80}: take up to 32 letters, digits and dots, not {', '.join(TAKEN)}"
         )
 
 
@@ -78,7 +137,7 @@ class TraceConfig:
     def __post_init__(self) -> None:
         check(self)
         if self.folder is None and (self.sample != 1.0 or self.redact):
-            raise ConfigError("--trace-sample and --trace-redact need --traces FOLDER")
+            raise ConfigError("folder must be given, for traces that are sampled or redacted to be kept in")
 
 
 def speculation(text: str, num_drafted: int | None, drafter: str) -> dict[str, object]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.types import Constraint, SamplingParams, TokenLogprob
+from paceline.types import Constraint, Route, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Chunk
@@ -39,8 +39,16 @@ class Event:
 class Ticket:
     """The answers to one API request as they grow. Read by one task of the event loop, which closes it in any case."""
 
-    def __init__(self, jobs: list[Job], abort: Callable[[Ticket], None], *, tag: str | None, deadline: float) -> None:
-        self.jobs, self.tag, self.deadline = jobs, tag, deadline
+    def __init__(
+        self,
+        jobs: list[Job],
+        abort: Callable[[Ticket], None],
+        *,
+        deadline: float,
+        tag: str | None = None,
+        route: Route | None = None,
+    ) -> None:
+        self.jobs, self.tag, self.route, self.deadline = jobs, tag, route, deadline
         self.num_left = len(jobs)
         self.request_ids: list[int] = []
         """The engine's ids; for the engine's thread only."""

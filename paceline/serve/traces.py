@@ -5,40 +5,37 @@
     paceline train --init default --answers traces     learn from the answers themselves
     paceline train --init default --prompts traces     ask the target the same prompts again, and learn from that
 
-`offer` costs the engine's thread microseconds: it drops a reference into a bounded queue, or counts a loss when that is full.
-A thread of its own decodes, redacts and writes. A disk that refuses loses traces, never requests. No API key and no address of
-a client ever comes here. The first columns are those of `train/answers.py`; neither part imports the other, a test compares.
-
-What the patterns of `--trace-redact` match never reaches the disk, and what is kept is still sound to learn from. A drafter
-learns what its target says after exactly these tokens. So a redacted answer is not patched but ends before the first match, and
-when the prompt itself is redacted the answer, which was given to something else, is left out whole: such a trace is one more
-prompt for `paceline train --prompts`, which asks the target anew, and no answer for `--answers`.
+A `Trace` is an answer, whoever gave it: the server's engine (`offer`), or another server whose answers `paceline record` sees.
+`put` costs the caller microseconds: it drops a reference into a bounded queue, or counts a loss when that is full. A thread of
+the writer's own makes the traces, redacts (`redaction.py`) and writes. A disk that refuses loses traces, never requests. No
+API key and no address of a client ever comes here. The first columns are those of `train/answers.py`; neither part imports the
+other, a test compares. An answer that is not known token by token is left out: what remains is one more prompt for
+`paceline train --prompts`, which asks the target anew, and no answer for `--answers`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
 import queue
 import random
-import re
 import threading
 import time
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from itertools import accumulate
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paceline.errors import ConfigError, needing, reraised
+from paceline.clusters import label
+from paceline.errors import ConfigError, needing
 from paceline.model.tokenizer import Tokenizer
+from paceline.prompts import digest
 from paceline.runlog import whole_file
+from paceline.serve.redaction import Redactor
 from paceline.serve.settings import TraceConfig
 from paceline.types import SamplingParams, Sequence
 
@@ -46,6 +43,7 @@ with needing(ConfigError, "traces are kept as Parquet, which needs pyarrow: pip 
     import pyarrow as pa
     from pyarrow import parquet
 
+TIMES = ("queue", "prefill", "first_token", "draft", "verify", "host", "total")
 _IDS, _TEXT, _SECONDS = pa.list_(pa.int32()), pa.string(), pa.float32()
 SCHEMA = pa.schema(
     [
@@ -66,27 +64,59 @@ SCHEMA = pa.schema(
         ("drafted", _IDS),
         ("accepted", _IDS),
         ("num_reused", pa.int32()),
-        *((f"{name}_s", _SECONDS) for name in ("queue", "prefill", "first_token", "draft", "verify", "host", "total")),
+        ("drafter", _TEXT),
+        ("cluster", _TEXT),
+        *((f"{name}_s", _SECONDS) for name in TIMES),
     ]
 )
 """`sampling` is JSON of the parameters that differ from their defaults; `drafted` and `accepted` are by round, whole even where
-redaction cut the answer; times are seconds, `first_token_s` and `total_s` from arrival."""
-SOURCE, PLACEHOLDER = "traces", "[redacted]"
-Redacted = tuple[list[int], list[int]]
-"""A trace's tokens of prompt and answer without what was matched."""
+redaction cut the answer; times are seconds, `first_token_s` and `total_s` from arrival. What is not known is null: of another
+server's answers the rounds and most times, and the temperature where the client left it to the server."""
+SOURCE = "traces"
 log = logging.getLogger("paceline.serve")
 
 
 @dataclass(frozen=True, slots=True)
-class _Trace:
-    """A finished request on its way to the disk."""
+class Trace:
+    """One answer to one prompt. None is what nobody knows."""
 
-    sequence: Sequence
-    outcome: str
-    tag: str | None
-    ended: float
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    """None of them when they are not known."""
+    finish_reason: str
+    ended: float | None
     """Seconds since 1970."""
-    total_s: float
+    temperature: float | None
+    sampling: dict[str, Any]
+    """As of `given`."""
+    eos_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    tag: str | None = None
+    model: str | None = None
+    """The name that the writer was given, if None."""
+    drafted: list[int] | None = None
+    accepted: list[int] | None = None
+    num_reused: int | None = None
+    drafter: str | None = None
+    """The member of the pool that drafted."""
+    cluster: str | None = None
+    """As of `clusters.label`."""
+    seconds: dict[str, float | None] = field(default_factory=dict)
+    """By the names of TIMES."""
+    mark: str | None = None
+    """The end of its key, by which it is known when it is read again; None: one that nothing else has."""
+
+
+class Lost(Exception):
+    """Raised while a trace is made that cannot be kept; counted under the reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+Maker = Callable[[], Iterable[Trace]]
+"""Makes traces, in the writer's thread."""
 
 
 class TraceWriter:
@@ -109,14 +139,15 @@ class TraceWriter:
         self.folder = config.folder
         self.written = 0
         self.dropped = {"queue": 0, "disk": 0, "redaction": 0, "error": 0}
-        """Traces lost, by what lost them: a full queue, a disk that refused, a match that could not be taken out, an error."""
+        """Traces lost, by what lost them: a full queue, a disk that refused, a match that could not be taken out, an error; and
+        the reasons of `Lost`."""
         self._config, self._model = config, model
         self._rows_per_file, self._flush_s = rows_per_file, flush_s
         self._random = random.Random()
         self._run_id = os.urandom(4).hex()
         self._num_rows = self._num_shards = 0
         self._is_failing = self._is_closing = False
-        self._queue: queue.Queue[_Trace | None] = queue.Queue(queue_size)
+        self._queue: queue.Queue[Maker | None] = queue.Queue(queue_size)
         self._thread: threading.Thread | None = None
 
     def begin(self, tokenizer: Tokenizer) -> None:
@@ -132,15 +163,24 @@ class TraceWriter:
 
         Requests with mocked acceptance are left out: nobody would say such a text.
         """
-        if self._random.random() >= self._config.sample or not sequence.lossless:
+        if sequence.lossless:
+            ended, total_s = time.time(), time.perf_counter() - sequence.timings.arrival_s
+            self.put(lambda: [_served(sequence, outcome, tag, ended, total_s)])
+
+    def put(self, maker: Maker, *, wait: bool = False) -> None:
+        """Keep what `maker` makes; without `wait` it is lost when the queue is full. Never raises."""
+        if self._random.random() >= self._config.sample:
             return
-        total_s = time.perf_counter() - sequence.timings.arrival_s
         try:
             if self._is_closing:
                 raise queue.Full
-            self._queue.put_nowait(_Trace(sequence, outcome, tag, time.time(), total_s))
+            self._queue.put(maker, block=wait)
         except queue.Full:
-            self.dropped["queue"] += 1
+            self.lose("queue")
+
+    def lose(self, reason: str) -> None:
+        """Count a trace that is lost."""
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Write what is queued and end the thread; gives up after `timeout_s` on a disk that hangs."""
@@ -155,61 +195,64 @@ class TraceWriter:
         due = time.monotonic()
         while not (self._is_closing and self._queue.empty()):
             with contextlib.suppress(queue.Empty):
-                trace = self._queue.get(timeout=max(0.0, due - time.monotonic()))
-                rows += filter(None, [trace and self._safe_row(trace)])
+                maker = self._queue.get(timeout=max(0.0, due - time.monotonic()))
+                rows += self._rows(maker) if maker else []
             if len(rows) >= self._rows_per_file or time.monotonic() >= due:
                 self._flush(rows)
                 rows, due = [], time.monotonic() + self._flush_s
         self._flush(rows)
 
-    def _safe_row(self, trace: _Trace) -> dict[str, Any] | None:
-        """The trace as a row; None, and counted, when it cannot be made into one."""
+    def _rows(self, maker: Maker) -> list[dict[str, Any]]:
+        """What can be kept, as rows; the rest is counted."""
+        rows: list[dict[str, Any]] = []
         try:
-            row = self._row(trace)
-            self.dropped["redaction"] += row is None
-            return row
+            for trace in maker():
+                if row := self._row(trace):
+                    rows.append(row)
+                else:
+                    self.lose("redaction")
+        except Lost as lost:
+            self.lose(lost.reason)
         except Exception:  # whatever is odd about one request must not end the tracing of all others
             log.exception("a trace is lost")
-            self.dropped["error"] += 1
-            return None
+            self.lose("error")
+        return rows
 
-    def _row(self, trace: _Trace) -> dict[str, Any] | None:
+    def _row(self, trace: Trace) -> dict[str, Any] | None:
         """None when what should be redacted cannot be taken out."""
-        seq, times, redactor = trace.sequence, trace.sequence.timings, self._redactor
-        prompt_ids, answer_ids, outcome = seq.tokens[: seq.prompt_len], seq.output_ids, trace.outcome
-        tag, sampling = trace.tag, _given(seq.params)
-        if redactor:
+        prompt_ids, answer_ids, outcome = trace.prompt_ids, trace.answer_ids, trace.finish_reason
+        tag, sampling = trace.tag, trace.sampling
+        if redactor := self._redactor:
             redacted = redactor.tokens(prompt_ids, answer_ids)
             if redacted is None:
                 return None
             outcome = outcome if len(redacted[1]) == len(answer_ids) else "redacted"
             prompt_ids, answer_ids = redacted
-            tag, sampling = _redacted(tag, redactor), _redacted(sampling, redactor)
+            tag, sampling = redactor.value(tag), redactor.value(sampling)
         self._num_rows += 1
-        prompt = np.array(prompt_ids, np.int32)
-        digest = hashlib.blake2b(prompt.tobytes(), digest_size=8).hexdigest()
-        is_ended = bool(answer_ids) and answer_ids[-1] in seq.eos_token_ids
+        is_ended = bool(answer_ids) and answer_ids[-1] in trace.eos_token_ids
+        temperature = "unknown" if trace.temperature is None else f"{trace.temperature:g}"
         return {
             # Up to the @ it names the prompt: what is asked twice is held out twice, or not at all.
-            "key": f"{SOURCE}/{digest}@{seq.params.temperature:g}#{self._run_id}-{self._num_rows}",
+            "key": f"{SOURCE}/{digest(prompt_ids)}@{temperature}#{trace.mark or f'{self._run_id}-{self._num_rows}'}",
             "source": SOURCE,
             "turn": 0,
-            "temperature": seq.params.temperature,
-            "prompt_ids": prompt,
+            "temperature": trace.temperature,
+            "prompt_ids": np.array(prompt_ids, np.int32),
             "answer_ids": np.array(answer_ids, np.int32),
             "finish_reason": outcome,
             "text": self._tokenizer.decode(answer_ids[:-1] if is_ended else answer_ids),  # the end token is no text
-            "model": self._model,
+            "model": trace.model or self._model,
             "tag": tag and tag.encode(errors="replace").decode(),
-            "ended": int(trace.ended * 1000),
+            "ended": None if trace.ended is None else int(trace.ended * 1000),
             "sampling": json.dumps(sampling),
-            "seed": seq.seed,
-            "drafted": [one[0] for one in seq.rounds],
-            "accepted": [one[1] for one in seq.rounds],
-            "num_reused": seq.num_reused,
-            **{f"{name}_s": getattr(times, f"{name}_s") for name in ("queue", "prefill", "draft", "verify", "host")},
-            "first_token_s": times.first_token_s - times.arrival_s if times.first_token_s else None,
-            "total_s": trace.total_s,
+            "seed": trace.seed,
+            "drafted": trace.drafted,
+            "accepted": trace.accepted,
+            "num_reused": trace.num_reused,
+            "drafter": trace.drafter,
+            "cluster": trace.cluster if tag == trace.tag else None,  # a digest tells of a tag, too
+            **{f"{name}_s": trace.seconds.get(name) for name in TIMES},
         }
 
     def _flush(self, rows: list[dict[str, Any]]) -> None:
@@ -256,22 +299,37 @@ class TraceWriter:
             num_bytes -= size
 
 
-def _given(params: SamplingParams) -> dict[str, Any]:
+def _served(seq: Sequence, outcome: str, tag: str | None, ended: float, total_s: float) -> Trace:
+    """A request that the engine answered."""
+    times = seq.timings
+    seconds: dict[str, float | None] = {name: getattr(times, f"{name}_s") for name in TIMES if name != "total"}
+    seconds |= {"first_token": times.first_token_s - times.arrival_s if times.first_token_s else None, "total": total_s}
+    return Trace(
+        prompt_ids=seq.tokens[: seq.prompt_len],
+        answer_ids=seq.output_ids,
+        finish_reason=outcome,
+        ended=ended,
+        temperature=seq.params.temperature,
+        sampling=given(seq.params),
+        eos_token_ids=tuple(seq.eos_token_ids),
+        seed=seq.seed,
+        tag=tag,
+        drafted=[one[0] for one in seq.rounds],
+        accepted=[one[1] for one in seq.rounds],
+        num_reused=seq.num_reused,
+        drafter=seq.drafter or None,
+        cluster=label(seq.cluster) if seq.cluster else None,
+        seconds=seconds,
+    )
+
+
+def given(params: SamplingParams) -> dict[str, Any]:
     """What differs from the defaults; -inf of a bias as JSON's readers take it."""
     defaults = asdict(SamplingParams())
     values = {name: value for name, value in asdict(params).items() if value != defaults[name]}
     if bias := values.get("logit_bias"):
         values["logit_bias"] = {str(token): str(number) for token, number in bias.items()}
     return values
-
-
-def _redacted(value: Any, redactor: Redactor) -> Any:
-    """Every text within: stop strings, a grammar."""
-    if isinstance(value, dict):
-        return {key: _redacted(each, redactor) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_redacted(each, redactor) for each in value]
-    return redactor.text(value) if isinstance(value, str) else value
 
 
 def _aged(path: Path) -> tuple[float, Path, int] | None:
@@ -281,92 +339,3 @@ def _aged(path: Path) -> tuple[float, Path, int] | None:
     except FileNotFoundError:
         return None
     return stat.st_mtime, path, stat.st_size
-
-
-class Redactor:
-    """Takes what any of the patterns matches out of text and tokens.
-
-    Raises ConfigError on a pattern that is no regular expression, or that matches nothing at all or the placeholder.
-    """
-
-    def __init__(self, patterns: Iterable[str], tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._patterns = list[re.Pattern[str]]()
-        for pattern in patterns:
-            what = f"the redaction pattern {pattern!r}"
-            with reraised(ConfigError, f"{what} is no regular expression", "correct it", re.error):
-                compiled = re.compile(pattern)
-            if compiled.search("") or compiled.search(PLACEHOLDER):
-                raise ConfigError(f"{what} matches even {PLACEHOLDER!r} or nothing: make it narrower")
-            self._patterns.append(compiled)
-
-    def text(self, text: str) -> str:
-        """The text with a placeholder for every match."""
-        for pattern in self._patterns:
-            text = pattern.sub(PLACEHOLDER, text)
-        return text
-
-    def tokens(self, prompt_ids: list[int], answer_ids: list[int]) -> Redacted | None:
-        """The same lists when nothing matches; None when a match remains in what could be kept: then keep nothing."""
-        if self._is_clean(prompt_ids, answer_ids):
-            return prompt_ids, answer_ids
-        redacted = self._cut(prompt_ids, answer_ids)
-        return redacted if self._is_clean(*redacted) else None
-
-    def _is_clean(self, prompt_ids: list[int], answer_ids: list[int]) -> bool:
-        """With special tokens and without, together and apart: a reader may decode either way."""
-        parts = [prompt_ids + answer_ids, prompt_ids, answer_ids] if answer_ids else [prompt_ids]
-        texts = [self._tokenizer.decode(ids, skip) for ids in parts for skip in (True, False)]
-        return not any(pattern.search(text) for text in texts for pattern in self._patterns)
-
-    def _cut(self, prompt_ids: list[int], answer_ids: list[int]) -> Redacted:
-        ids, border = prompt_ids + answer_ids, len(prompt_ids)
-        text, ends = self._ends(ids)
-        matches = _merged(match.span() for pattern in self._patterns for match in pattern.finditer(text))
-        places = [_tokens_of(span, ends) for span in matches]
-        if not places:
-            return prompt_ids, answer_ids  # it matches only where special tokens are left out
-        if places[0][0] >= border:
-            return prompt_ids, ids[border : places[0][0]]
-        kept, at = list[int](), 0
-        for begin, end in _merged(place for place in places if place[0] < border):
-            first, last = ends[begin], ends[end]
-            middle = text[first:last]
-            for start, stop in reversed(matches):
-                if start < last and stop > first:
-                    middle = middle[: start - first] + PLACEHOLDER + middle[stop - first :]
-            kept += ids[at:begin] + self._tokenizer.encode(middle, add_special_tokens=False)
-            at = end
-        return kept + ids[at:border], []
-
-    def _ends(self, ids: list[int]) -> tuple[str, list[int]]:
-        """The text, special tokens spelled out, and where in it each token begins; one place more for the end."""
-        stream = self._tokenizer.stream(False)
-        pieces = [stream.push([token]) for token in ids]
-        pieces.append(stream.flush())
-        ends = [0, *accumulate(map(len, pieces))]
-        ends[-2:] = [ends[-1]]  # what the flush gave belongs to the last token
-        return "".join(pieces), ends
-
-
-def _tokens_of(span: tuple[int, int], ends: list[int]) -> tuple[int, int]:
-    """The tokens [begin, end) that may hold a part of the text's span.
-
-    `ends[t]` is how much text was final before token t. Tokens that made nothing final wait for their character's rest, so
-    they belong to what came next.
-    """
-    begun = ends[bisect_right(ends, span[0]) - 1]
-    return bisect_left(ends, begun), bisect_left(ends, span[1])
-
-
-def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted, and those that overlap as one."""
-    merged: list[tuple[int, int]] = []
-    for begin, end in sorted(spans):
-        if begin >= end:
-            continue
-        if merged and begin < merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((begin, end))
-    return merged

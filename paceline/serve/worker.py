@@ -14,6 +14,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,7 @@ from paceline.serve.failures import ApiError, RequestRefused
 from paceline.serve.metrics import Metrics
 from paceline.serve.settings import ServeConfig
 from paceline.serve.ticket import Addressed, Event, Job, Outbox, Ticket
+from paceline.types import Route
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Chunk
@@ -43,6 +45,11 @@ MAX_LOADS = 3
 STEADY_SECONDS = 10.0
 """Weights that served for so long are used again after a crash; of an engine that fails sooner nothing is kept."""
 log = logging.getLogger("paceline.serve")
+
+
+def _marks(model: Model) -> dict[str, Any]:
+    """Equal as long as the model's drafters are the same."""
+    return {name: (weakref.ref(member.drafter), member.is_open) for name, member in model.members.items()}
 
 
 @dataclass(slots=True)
@@ -79,8 +86,8 @@ class EngineWorker(Generic[M]):
         self._mean_s = 1.0
         self._model: M | None = None
         """For the engine's thread only, as all below."""
-        self._own_drafter: Any = None
-        """The one that the model was loaded with."""
+        self._own_members: Any = None
+        """Which drafters the model was loaded with; keeps none of them in memory."""
         self._grammars: Any = None
         self._commands: deque[Callable[[], None]] = deque()
         self._condition = threading.Condition()
@@ -128,14 +135,14 @@ class EngineWorker(Generic[M]):
             raise RequestRefused.of(error) from error
         return [replace(job, constraint=grammar) for job, grammar in zip(jobs, grammars, strict=True)]
 
-    def submit(self, jobs: list[Job], tag: str | None = None) -> Ticket:
-        """Queue the jobs of one API request, all or none. Raises ApiError."""
+    def submit(self, jobs: list[Job], tag: str | None = None, route: Route | None = None) -> Ticket:
+        """Queue the jobs of one API request, all or none; `route` says whose drafts they get. Raises ApiError."""
         num_rows, num_open = self.serving().num_rows, self.num_open
         if num_open + len(jobs) > num_rows + self.config.max_queue:
             self.metrics.refused("queue_full")
             raise ApiError.known("queue_full", seconds=max(1, round(self._mean_s * (num_open - num_rows) / num_rows)))
         deadline = time.perf_counter() + (self.config.deadline or math.inf)
-        ticket = Ticket(jobs, self.abort, tag=tag[:MAX_TAG] if tag else None, deadline=deadline)
+        ticket = Ticket(jobs, self.abort, tag=tag[:MAX_TAG] if tag else None, route=route, deadline=deadline)
         self._open.add(ticket)
         self._idle.clear()
         self._post(partial(self._add, ticket))
@@ -235,7 +242,7 @@ class EngineWorker(Generic[M]):
             except BaseException:
                 log.exception("the engine failed and is built anew")
                 self._crash(model)
-                swapped = None if model.drafter is self._own_drafter else model.drafter
+                swapped = None if _marks(model) == self._own_members else model.members
                 steady = model if time.monotonic() - began >= STEADY_SECONDS else None
             del model
             self._model = None
@@ -243,15 +250,15 @@ class EngineWorker(Generic[M]):
             gc.collect()
 
     def _load(self, steady: M | None, swapped: Any) -> M:
-        """A model that is ready to serve: `steady` with a new engine, else a new one, with the drafter that was swapped in."""
+        """A model that is ready to serve: `steady` with a new engine, else a new one, with the drafters that were put in."""
         if steady:
             steady.renew()
         model = steady or self._factory()
         self._grammars = model.engine.grammars = self._grammars or model.engine.grammars
         if not steady:
-            self._own_drafter = model.drafter
+            self._own_members = _marks(model)
             if swapped is not None:
-                model.use_drafter(swapped)
+                model.use_members(swapped)
         if self._warm_up:
             self._warm_up(model)
         gc.collect()
@@ -294,7 +301,7 @@ class EngineWorker(Generic[M]):
     def _add(self, ticket: Ticket) -> None:
         try:
             for index, job in enumerate(ticket.jobs):
-                request_id = self._engine.add(job.prompt_ids, job.params, job.constraint)
+                request_id = self._engine.add(job.prompt_ids, job.params, job.constraint, ticket.route)
                 ticket.request_ids.append(request_id)
                 self._live[request_id] = _Live(ticket, index)
         except PacelineError as error:
@@ -339,9 +346,12 @@ class EngineWorker(Generic[M]):
         self._outbox.put(events, now, step_s, is_urgent=is_urgent)
         for chunk in chunks:
             seq = chunk.sequence
+            if (live := self._live.get(seq.request_id)) is None:
+                continue  # no client's
             if chunk.finish_reason != "error":
                 self._watch(self.metrics.chunk, seq, len(chunk.token_ids), now)
-            if chunk.finish_reason is not None and (live := self._live.pop(seq.request_id, None)):
+            if chunk.finish_reason is not None:
+                del self._live[seq.request_id]
                 self._watch(self.metrics.finished, seq, chunk.finish_reason, live.ticket.tag)
         for ticket, error in failed:
             self._drop(ticket, error)

@@ -16,8 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.engine.engine import Engine
 from paceline.model.target import ForwardBatch, ForwardOutput
+from paceline.routes import Router
 from paceline.serve.metrics import Metrics
-from paceline.types import RoundStats, SamplingParams, Sequence
+from paceline.types import RoundStats, Route, SamplingParams, Sequence
 
 DASHBOARD = Path(__file__).parent.parent.parent / "docs" / "grafana.json"
 
@@ -256,7 +257,13 @@ def test_a_step_of_sixteen_requests_costs_tens_of_microseconds() -> None:
 
 
 def exported() -> set[str]:
-    metrics = Metrics("tiny", cast(Any, SimpleNamespace(written=0, dropped={"queue": 0})))
+    """Of a server of two drafters that has answered a request."""
+    target = FakeTarget(vocab_size=258)
+    drafters = {name: ScriptedDrafter(target, 3) for name in "ab"}
+    metrics = Metrics("tiny", cast(Any, SimpleNamespace(written=0, dropped={"queue": 0}, offer=lambda *_: None)))
+    timed = Timed(Engine(target, ByteTokenizer(), drafters, router=Router()), metrics)
+    timed.engine.add([1, 2, 3], SamplingParams(max_tokens=9), route=Route())
+    timed.run()
     metrics.refused("queue_full")
     return {name for name, _ in scrape(metrics)}
 

@@ -16,7 +16,7 @@ from paceline.engine.engine import Chunk
 from paceline.errors import PromptError
 from paceline.serve.engine import Engine, Model
 from paceline.serve.metrics import Metrics
-from paceline.types import Constraint, RoundStats, SamplingParams, Sequence
+from paceline.types import Constraint, RoundStats, Route, SamplingParams, Sequence
 
 
 class EchoEngine:
@@ -34,7 +34,9 @@ class EchoEngine:
     def has_work(self) -> bool:
         return bool(self.scheduler.running)
 
-    def add(self, prompt_ids: list[int], params: SamplingParams, constraint: Constraint | None) -> int:
+    def add(
+        self, prompt_ids: list[int], params: SamplingParams, constraint: Constraint | None, route: Route | None = None
+    ) -> int:
         if params.top_k:
             raise PromptError("this engine is greedy: leave top_k out")
         self._num_added += 1
@@ -71,9 +73,10 @@ class EchoModel:
         self.tokenizer = cast(Any, ByteTokenizer())
         self.engine: Engine = EchoEngine()
         self.drafter: Any = None
+        self.members: dict[str, Any] = {}
 
-    def use_drafter(self, drafter: Any, /) -> None:
-        self.drafter = drafter
+    def use_members(self, members: Any, /) -> None:
+        self.members = members
 
     def renew(self) -> None:
         self.engine = EchoEngine()
@@ -94,6 +97,8 @@ def test_another_engine_is_served() -> None:
         assert "hey" in "".join(delta.get("content", "") for delta in deltas)
         status, body, _ = live.post("/v1/completions", prompt("hello", top_k=3))
         assert (status, body["error"]["message"]) == (400, "this engine is greedy: leave top_k out")
+        status, body, _ = live.request("GET", "/admin/drafters")
+        assert (status, body["error"]["code"]) == (400, "no_pool")
         break_engine(live)
         assert live.post("/v1/completions", prompt("hello"))[0] == 500
         assert live.post("/v1/completions", prompt("again"))[1]["choices"][0]["text"] == "again"

@@ -320,6 +320,12 @@ def test_hostile_markdown_does_nothing(visit: Any) -> None:
     assert text_of(deep) == ">" * 20000 + "x"
 
 
+def test_which_drafter_of_a_pool_answered(visit: Any) -> None:
+    reply = visit().ask("pool")
+    done(reply)
+    expect(reply.locator(".by")).to_have_text("smol-135m, drafter words, rounds drafted: dflash 27, ngram 2")
+
+
 def test_the_factor_over_plain_decoding(visit: Any, server: PageServer) -> None:
     tab = visit()
     speed = tab.page.get_by_label("Speed-up over plain decoding")

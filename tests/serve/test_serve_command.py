@@ -123,12 +123,33 @@ def test_ctrl_c_ends_an_idle_server(running: tuple[subprocess.Popen[str], int]) 
     assert process.wait(120) == 0
 
 
+def test_several_drafters_are_introduced_with_their_memory(tmp_path: Path) -> None:
+    """And one of them answers a request that names it."""
+    several = ("--drafter", "words=ngram", "--drafter", "blocks=random-dflash", "--route", "tag", "--max-len", "256")
+    process = start("--model", str(tiny_model(tmp_path / "tiny", 2048)), *several, "--dtype", "float32", "--max-batch", "2")
+    with process:
+        try:
+            assert process.stderr
+            port = int(re.findall(r"http://127.0.0.1:(\d+)", process.stderr.readline())[0])
+            assert re.search(r"drafters words, blocks \(\d+ MB\); weights ", process.stderr.readline())
+            process.stderr.readline()
+            client = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+            body = json.dumps({"prompt": "abc", "max_tokens": 4, "return_metrics": True})
+            client.request("POST", "/v1/completions", body, {"content-type": "application/json", "x-paceline-tag": "blocks"})
+            assert json.loads(client.getresponse().read())["metrics"]["speculative_decoding"]["drafter"] == "blocks"
+            client.close()
+        finally:
+            process.kill()
+
+
 def test_options_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     for text, said in (
         ("host: 127.0.0.1\nmax-queue: -1\n", "--max-queue must be 0 or more"),
         ("api-key: [a, 'ü']\n", "ASCII"),
         ("speed: 3\n", "'speed', which is no option"),
+        ("drafter: none=ngram\n", "cannot be called 'none'"),
+        ("drafter: [a=ngram, b]\n", "'b' needs a name"),
         ("[1", "cannot be read as YAML"),
         ("3", "holds no options"),
     ):
@@ -151,8 +172,13 @@ def test_what_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
             (("--port", str(port)), "cannot listen on 127.0.0.1"),
             (("--speculate", "sometimes"), "--speculate"),
             (("--api-key-file", str(tmp_path / "none")), "cannot read the API keys"),
-            (("--trace-sample", "0.5"), "need --traces"),
+            (("--trace-sample", "0.5"), "--traces must be given"),
             (("--max-body", "big"), "--max-body"),
+            (("--drafter", "ngram", "--drafter", "none"), "'ngram' needs a name beside others"),
+            (("--drafter", "none=ngram"), "cannot be called 'none'"),
+            (("--route", "random"), "--route must be auto, tag or header:NAME"),
+            (("--drafter", "a=ngram", "--drafter", "b=ngram", "--speculate", "4"), "it needs --speculate auto"),
+            (("--admin-key", "ü"), "an admin key must be ASCII text"),
         ):
             process = start(*words)
             _, errors = process.communicate(timeout=300)

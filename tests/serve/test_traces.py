@@ -64,10 +64,20 @@ def test_a_trace_says_what_the_engine_did(tmp_path: Path) -> None:
     assert one.written == 2 and not any(one.dropped.values())
 
 
+def test_whose_drafts_an_answer_had_and_what_it_was_taken_for(tmp_path: Path) -> None:
+    """A tag that is redacted leaves no digest either."""
+    plain, tagged = sequence(), sequence("Say more.")
+    tagged.drafter, tagged.cluster = "tickets", "tag:a tag"
+    row, other = written(tmp_path / "one", plain, tagged)
+    assert (row["drafter"], row["cluster"], other["drafter"]) == (None, None, "tickets")
+    assert other["cluster"].startswith("tag-") and "a tag" not in other["cluster"]
+    assert written(tmp_path / "two", tagged, redact=("a tag",))[0]["cluster"] is None
+
+
 def test_the_columns_are_those_of_answers_and_nothing_about_the_client(tmp_path: Path) -> None:
     known = list(answers.SCHEMA)
     assert list(SCHEMA)[: len(known)] == known
-    more = {"model", "tag", "ended", "sampling", "seed", "drafted", "accepted", "num_reused"}
+    more = {"model", "tag", "ended", "sampling", "seed", "drafted", "accepted", "num_reused", "drafter", "cluster"}
     more |= {f"{name}_s" for name in ("queue", "prefill", "first_token", "draft", "verify", "host", "total")}
     assert {field.name for field in SCHEMA} - {field.name for field in known} == more
     written(tmp_path, sequence())

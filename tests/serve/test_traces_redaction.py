@@ -10,7 +10,7 @@ from small_llm import tiny_model
 from trace_files import BYTES, MAIL, rows, sequence, writer, written
 
 from paceline.model.tokenizer import Tokenizer
-from paceline.serve.traces import Redactor
+from paceline.serve.redaction import Redactor
 from paceline.types import GrammarSpec
 
 

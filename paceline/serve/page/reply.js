@@ -163,8 +163,9 @@ export class Reply {
   #sources() {
     if (this.body.speculate === "off") return "plain decoding";
     if (!this.metrics?.rounds_by_source) return "";
+    const own = this.metrics.drafter && !(this.metrics.drafter in this.metrics.rounds_by_source) ? `drafter ${this.metrics.drafter}, ` : "";
     const rounds = Object.entries(this.metrics.rounds_by_source).filter(([source]) => source !== "none");
-    return rounds.length ? `rounds drafted: ${rounds.map(([source, each]) => `${source} ${each.num_rounds}`).join(", ")}` : "no drafts";
+    return own + (rounds.length ? `rounds drafted: ${rounds.map(([source, each]) => `${source} ${each.num_rounds}`).join(", ")}` : "no drafts");
   }
 
   /** Sets how much faster than plain decoding the answer came. */
