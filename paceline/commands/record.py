@@ -1,0 +1,47 @@
+"""`paceline record`: traces of what another server answers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from paceline.commands.options import Changed, Only, Opt, options
+from paceline.commands.shared import Json, TerminalProgress, say
+from paceline.record import proxy, read
+from paceline.record.config import RecordConfig
+from paceline.serve.settings import ServeConfig, TraceConfig
+
+NAMES = {"imports": Opt("--import"), "served_names": Opt("--served-name")}
+TRACE_NAMES = {
+    "folder": Opt("--out", help="Folder of the traces."),
+    "max_bytes": Opt("--max-size"),
+    "max_days": Opt("--max-days"),
+}
+SERVE_NAMES = {
+    "port": Opt(default=8001),
+    "allowed_hosts": Opt("--allowed-host"),
+    "drain_seconds": Opt(help="Seconds that answers under way may take after SIGTERM."),
+}
+
+
+@options
+def record(
+    config: Annotated[RecordConfig, Changed(**NAMES)],
+    serving: Annotated[ServeConfig, Only("host", "port", "allowed_hosts", "drain_seconds"), Changed(**SERVE_NAMES)],
+    tracing: Annotated[TraceConfig, Changed(**TRACE_NAMES)],
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """Keep what an OpenAI-compatible server answers, for training: as a proxy in front of it, or from what it has logged.
+
+    Example: paceline record --upstream http://localhost:8000 --model smollm2-135m --out traces
+    """
+    import logging
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if config.imports:
+        done = read(config, tracing, progress=TerminalProgress())
+    else:
+        done = proxy(config, serving, tracing, progress=TerminalProgress())
+    lost = ", ".join(f"{number:,} {reason}" for reason, number in sorted(done.dropped.items()))
+    say(f"{done.num_written:,} traces in {done.folder}" + (f"; left out: {lost}" if lost else ""))
+    return asdict(done)

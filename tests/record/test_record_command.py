@@ -1,0 +1,65 @@
+"""`paceline record` as a process: a signal ends it with the traces on disk, and no key is in any file or line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+from small_llm import tiny_model
+from trace_files import rows
+from upstream import answering, chunked, events, said
+
+KEY = "sk-very-secret-0123456789"
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "paceline", "record", *words]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "200"}
+    )
+
+
+def test_the_proxy_is_ended_by_a_signal(tmp_path: Path) -> None:
+    model, store = tiny_model(tmp_path / "tiny"), tmp_path / "store"
+    pieces = events(said("Hello.", is_delta=True))
+    with answering(lambda asked: chunked(pieces)) as upstream:
+        process = start("--upstream", upstream.url, "--port", "0", "--model", str(model), "--out", str(store), "--json")
+        assert process.stderr and process.stdout
+        told = process.stderr.readline()
+        address = re.findall(r"http://127.0.0.1:\d+", told)[0]
+        body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
+        for number in range(200):
+            try:
+                request = urllib.request.Request(f"{address}/v1/chat/completions", body, {"authorization": f"Bearer {KEY}"})
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    assert answer.read() == b"".join(pieces)
+                break
+            except OSError:
+                assert number < 199, "it does not listen"
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert json.loads(output) == {"folder": str(store), "num_written": 1, "dropped": {}}
+    assert [row["text"] for row in rows(store)] == ["Hello."]
+    assert KEY not in told + output + errors
+    assert all(KEY.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_what_cannot_be_asked_is_one_line(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "tiny")
+    (tmp_path / "diary.txt").write_text("nothing")
+    for words, text in (
+        ((), "give either --upstream URL"),
+        (("--upstream", "http://a/v1"), "ends in /v1"),
+        (("--import", str(tmp_path / "diary.txt"), "--out", str(tmp_path / "x")), "holds no requests"),
+        (("--import", str(tmp_path / "diary.txt")), "--out"),
+    ):
+        process = start("--model", str(model), *words)
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 2 and errors.startswith("error: ") and text in errors and errors.count("\n") == 1
