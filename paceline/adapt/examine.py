@@ -1,0 +1,136 @@
+"""A candidate from disk to verdict: read it, score it beside the incumbent on stored requests, judge.
+
+    paceline adapt gate runs/mine/drafter --traces traces --cluster tickets
+
+Whatever is wrong with the candidate is a verdict with its reason, never an error: half-written, of another target, weights that
+are no numbers. What is wrong with the question is an error.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.adapt.config import CandidateConfig
+from paceline.adapt.gate import Pairs, RoundTimes, Verdict, judge, one_a_prompt
+from paceline.adapt.score import Scored, score
+from paceline.adapt.stored import Request, read_requests
+from paceline.config import EngineConfig
+from paceline.draft.base import Drafter
+from paceline.engine.llm import LLM
+from paceline.errors import ConfigError, ModelNotFoundError, PacelineError
+from paceline.figures import Rounds
+from paceline.model.target import measure_passes
+from paceline.tables import SILENT, Progress
+from paceline.train.answers import AnswerShards
+from paceline.types import SamplingParams
+
+HELD_OUT_OF = 4
+"""Every so manieth prompt, by its hash, is never trained on here."""
+BATCH = 8
+TIMED = 7
+"""Rounds of drafting that are timed; the fastest counts."""
+
+
+def is_held_out(prompt: str) -> bool:
+    return zlib.crc32(prompt.encode()) % HELD_OUT_OF == 0
+
+
+def examine(
+    candidate: Path, engine: EngineConfig, traces: Path, config: CandidateConfig, progress: Progress = SILENT
+) -> Verdict:
+    """The gate's verdict. Raises ConfigError when there is nothing to judge by, and what loading the target raises."""
+    found, left_out = read_requests(traces, since=config.since)
+    if config.held_out_only:
+        found = [each for each in found if is_held_out(each.prompt)]
+    if not found:
+        raise ConfigError(
+            f"there are no requests in {traces} to judge by ({dict(left_out)}): keep traces, or move --since back"
+        )
+    sets = _sets(found, config)
+    longest = max(len(each.prompt_ids) + len(each.answer_ids) for chosen in sets.values() for each in chosen)
+    llm = LLM.of(replace(engine, drafter="none", plan="fixed", max_batch=BATCH, max_len=longest + 1))
+    progress.loaded(llm)
+    incumbent = llm.make_drafter(config.incumbent)
+    made = read_candidate(candidate, llm)
+    if isinstance(made, str):
+        return Verdict(False, made)
+    pairs: dict[str, Pairs] = {}
+    for name, chosen in sets.items():
+        progress.say(f"{len(chosen)} requests of {name}")
+        pairs[name] = Pairs(*(_figures(score(llm, drafter, chosen)) for drafter in (incumbent, made)))
+    passes = measure_passes(llm.target, 1 + max(incumbent.num_drafted, made.num_drafted))
+    times = RoundTimes(passes, draft_seconds(llm, incumbent), draft_seconds(llm, made))
+    drifted, ood = pairs.pop("drifted"), pairs.pop("ood", None)
+    return judge(drifted, pairs, times, ood, config)
+
+
+def read_candidate(folder: Path, llm: LLM) -> Drafter | str:
+    """The drafter, bound to the target once; or why it cannot be used."""
+    try:
+        made = llm.make_drafter(str(folder))
+        made.bind(llm.target)
+    except (PacelineError, OSError) as error:
+        kind = "it is not there" if isinstance(error, ModelNotFoundError) else "it cannot be used"
+        return f"{kind}: {error}"
+    return made
+
+
+def _sets(found: Sequence[Request], config: CandidateConfig) -> dict[str, list[Request]]:
+    """Set name -> requests: "drifted", every other cluster, and "ood"."""
+    names = sorted({each.cluster for each in found})
+    tokens = {name: sum(len(each.answer_ids) for each in found if each.cluster == name) for name in names}
+    cluster = config.cluster or max(names, key=tokens.__getitem__)
+    if cluster not in names:
+        raise ConfigError(f"there are no requests of cluster {cluster!r}: there are {', '.join(names)}")
+    sets = {"drifted": one_a_prompt([each for each in found if each.cluster == cluster], config.requests)}
+    for name in names:
+        if name != cluster and (chosen := one_a_prompt([each for each in found if each.cluster == name], config.requests)):
+            sets[f"cluster {name}"] = chosen
+    if config.ood:
+        sets["ood"] = one_a_prompt(_answers(config.ood), config.requests)
+    return sets
+
+
+def _answers(folders: Sequence[Path]) -> list[Request]:
+    """Answers of `paceline regenerate` as greedy requests; those at other temperatures are left out."""
+    return [
+        Request(
+            f"{each.key}#{each.turn}",
+            "ood",
+            0,
+            each.prompt_ids,
+            each.answer_ids,
+            SamplingParams(max_tokens=len(each.answer_ids) + 1),
+            0,
+            each.finish_reason,
+            0,
+            0,
+        )
+        for folder in folders
+        for each in AnswerShards(folder)
+        if each.temperature == 0.0 and each.answer_ids
+    ]
+
+
+def _figures(scored: Sequence[Scored]) -> list[Rounds]:
+    return [each.figures for each in scored]
+
+
+def draft_seconds(llm: LLM, drafter: Drafter) -> float:
+    """What one row's drafts take, the fastest of a few; 0 for what drafts nothing."""
+    if not drafter.num_drafted:
+        return 0.0
+    llm.use_drafter(drafter)
+    length = llm.target.cache.max_len // 2
+    llm.engine.add([1] * length, SamplingParams(max_tokens=length, ignore_eos=True))
+    best = math.inf
+    for _ in range(TIMED):
+        llm.engine.step()
+        drafting = [stats.draft_s for stats in llm.engine.rounds if any(stats.num_drafted_B)]
+        best = min([best, *drafting])
+    llm.renew()
+    return best if best < math.inf else 0.0

@@ -1,0 +1,84 @@
+"""lineage.json: every drafter that was trained or tried here, where it came from, and what the gate said of it.
+
+{"drafters": [{"drafter": "runs/adapt/tickets-20261103", "weights": "sha256:...", "parents": ["default"],
+               "window": {"since": 494500, "until": 494548, "requests": 812, "sha256": "..."}, "gate": {...},
+                   "state": "serving"}]}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError, reraised
+from paceline.runlog import plain, write_whole
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The file, read anew at every call: people may edit it."""
+
+    path: Path
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Oldest first. Raises ConfigError when the file is damaged."""
+        if not self.path.exists():
+            return []
+        with reraised(
+            ConfigError, f"{self.path} is damaged", "mend it, or move it away", OSError, ValueError, KeyError, TypeError
+        ):
+            found = json.loads(self.path.read_text(encoding="utf-8"))["drafters"]
+            if not all(isinstance(each, dict) for each in found):
+                raise ValueError("an entry is no object")
+            return found
+
+    def add(self, drafter: str, *, parents: Iterable[str], state: str, **figures: Any) -> None:
+        """One more drafter: "refused", "serving", "rolled back" ..."""
+        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        entry = {
+            "drafter": drafter,
+            "weights": weights_hash(Path(drafter)),
+            "parents": list(parents),
+            "state": state,
+            "when": when,
+        }
+        self._write([*self.entries(), plain({**entry, **figures})])
+
+    def mark(self, drafter: str, state: str, reason: str) -> None:
+        """What became of the newest entry of this name."""
+        entries = self.entries()
+        for entry in reversed(entries):
+            if entry.get("drafter") == drafter:
+                entry |= {"state": state, "reason": reason}
+                break
+        self._write(entries)
+
+    def is_known_bad(self, folder: Path) -> str | None:
+        """Why weights with these very bytes were turned away before."""
+        mark = weights_hash(folder)
+        bad = (
+            each for each in self.entries() if each.get("state") in ("refused", "rolled back") and each.get("weights") == mark
+        )
+        return next((str(each.get("reason", each["state"])) for each in bad if mark), None)
+
+    def _write(self, entries: list[dict[str, Any]]) -> None:
+        write_whole(self.path, json.dumps({"drafters": entries}, indent=1) + "\n")
+
+
+def weights_hash(folder: Path) -> str | None:
+    """Of a drafter's weights; None where it has none."""
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        return None
+    with file.open("rb") as data:
+        return "sha256:" + hashlib.file_digest(data, "sha256").hexdigest()
+
+
+def window_hash(keys: Iterable[str]) -> str:
+    """Names a window of traces: the same requests, the same name."""
+    return hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()

@@ -1,0 +1,91 @@
+"""The log of `paceline adapt`: a line an hour, and a line for everything that was done. JSON Lines, only appended to.
+
+{"hour": 494500, "time": "...", "seen": {...}, "mix": {...}, "decision": {"action": "none", "why": ..., "declined": {...}}}
+{"hour": 494500, "time": "...", "event": "swapped", "clusters": ["tickets"], "drafter": "...", "why": ...}
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.adapt.hours import HOUR_S, Sums
+from paceline.adapt.policy import Line, SeasonalPolicy
+from paceline.errors import CacheError, reraised
+from paceline.runlog import RunFolder, drop_cut_line, plain
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptLog:
+    """The file `log.jsonl` of a folder."""
+
+    folder: Path
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "log.jsonl"
+
+    def hour(self, line: Line) -> dict[str, Any]:
+        """Write an hour; returns what was written."""
+        return self._append(told(line))
+
+    def event(self, hour: int, event: str, **figures: Any) -> dict[str, Any]:
+        """Write what was done: training, scored, swapped, routed, kept, rolled back, refused, failed, told."""
+        return self._append(plain({**_stamped(hour), "event": event, **figures}))
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All of them; a last one that a crash cut is left out."""
+        if not self.file.exists():
+            return []
+        run = RunFolder(self.folder)
+        return run.lines(self.file.name)
+
+    def _append(self, line: dict[str, Any]) -> dict[str, Any]:
+        with reraised(CacheError, f"cannot write {self.file}", "free space, or choose another --state", OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            drop_cut_line(self.file)
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        return line
+
+
+def told(line: Line) -> dict[str, Any]:
+    """An hour as JSON."""
+    return plain({**_stamped(line.hour), **{key: getattr(line, key) for key in ("seen", "mix", "decision", "notes")}})
+
+
+def _stamped(hour: int) -> dict[str, Any]:
+    return {"hour": hour, "time": time.strftime("%Y-%m-%dT%H:00Z", time.gmtime(hour * HOUR_S))}
+
+
+def rebuilt(policy: SeasonalPolicy, hours: Mapping[int, Mapping[str, Sums]], log: AdaptLog, until: int) -> list[Line]:
+    """Feed the hours before `until` to a fresh policy, and at their hours what the log says was done; the lines it makes.
+
+    So a daemon that was stopped, and `check`, know what one that ran on would know.
+    """
+    events: dict[int, list[dict[str, Any]]] = {}
+    for line in log.lines():
+        if "event" in line:
+            events.setdefault(line["hour"], []).append(line)
+    known = [hour for hour in (*hours, *events) if hour < until]
+    lines = []
+    for number in range(min(known), until) if known else ():
+        lines.append(policy.hour(number, hours.get(number, {})))
+        for event in events.get(number, ()):
+            apply(policy, event)
+    return lines
+
+
+def apply(policy: SeasonalPolicy, event: Mapping[str, Any]) -> None:
+    """What an event means for the policy."""
+    name, hour, clusters = event["event"], event["hour"], tuple(event.get("clusters", ()))
+    if name == "training":
+        policy.training(hour)
+    elif name in ("swapped", "refused", "failed"):
+        policy.trained(hour, clusters if name == "swapped" else (), event.get("cost_hours"))
+    elif name in ("routed", "rolled back"):
+        policy.routed(hour, clusters)

@@ -1,0 +1,163 @@
+"""`paceline adapt ...`: the options of the library calls of `paceline.adapt`, and what is shown of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.adapt.config import (
+    CandidateConfig,
+    DeployConfig,
+    PolicyConfig,
+    PriceConfig,
+    ReplayConfig,
+    RetrainConfig,
+    StoreConfig,
+    WatchConfig,
+)
+from paceline.commands.options import Changed, Only, Opt, Without, options
+from paceline.commands.shared import Json, TerminalProgress, say, starting
+from paceline.config import EngineConfig
+from paceline.runlog import plain, write_whole
+
+TO_DO = 3
+"""Exit status of `check` when something is to be done, and of `gate` when it refuses."""
+Target = Annotated[EngineConfig, Only("model", "dtype", "backend", "isa", "weight_format", "device", "threads")]
+SERVERS = Changed(servers=Opt("--server"), patience_s=Opt("--patience"), num_drafted=Opt("--num-speculative-tokens"))
+
+
+@options
+def adapt_replay(config: ReplayConfig, seasonal: PolicyConfig, prices: PriceConfig, as_json: Json = False) -> dict[str, Any]:
+    """A policy on a virtual clock, without training: over made traffic whose truth is known, or over stored traces.
+
+    Example: paceline adapt replay --scenario two-bases --policy seasonal --seeds 200
+    """
+    from paceline.adapt.replay import run
+
+    found = run(config, seasonal, prices, TerminalProgress())
+    if not as_json:
+        for name, value in found.items():
+            say(f"{name.replace('_', ' ')}: {value:.2f}" if isinstance(value, float) else f"{name.replace('_', ' ')}: {value}")
+    return found
+
+
+@options
+def adapt_check(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig, as_json: Json = False) -> None:
+    """One decision about the latest hour of stored traces; exit status 0: nothing to do, 3: something is, 2: an error.
+
+    Example: paceline adapt check --traces traces
+    """
+    from paceline.adapt.log import AdaptLog, rebuilt, told
+    from paceline.adapt.policy import SeasonalPolicy
+    from paceline.adapt.stored import read_hours
+
+    hours, left_out = read_hours(store.traces)
+    lines = rebuilt(SeasonalPolicy(policy, prices), hours, AdaptLog(store.state), max(hours, default=-1) + 1)
+    if left_out:
+        say(f"left out: {', '.join(f'{count} {reason}' for reason, count in left_out.items())}")
+    if not lines:
+        say("there is no traffic yet")
+        _end({"decision": {"action": "none", "why": "there is no traffic yet"}, "hours": 0}, as_json, 0)
+        return
+    decision = lines[-1].decision
+    say(f"{decision.action} {', '.join(decision.clusters)}: {decision.why}".replace(" :", ":"))
+    for action, why in decision.declined.items():
+        say(f"no {action}: {why}")
+    _end(
+        {**told(lines[-1]), "hours": len(lines), "left_out": dict(left_out)}, as_json, 0 if decision.action == "none" else TO_DO
+    )
+
+
+@options
+def adapt_gate(
+    drafter: Annotated[Path, typer.Argument(help="Folder of the candidate.")],
+    engine: Target,
+    store: Annotated[StoreConfig, Only("traces")],
+    config: CandidateConfig,
+    as_json: Json = False,
+) -> None:
+    """May this drafter replace the one that serves? Scored on stored requests; exit status 0: yes, 3: no, 2: an error.
+
+    Example: paceline adapt gate runs/mine/drafter --traces traces --cluster tickets --incumbent default
+    """
+    starting(engine.model)
+    from paceline.adapt.examine import examine
+
+    verdict = examine(drafter, engine, store.traces, config, TerminalProgress())
+    say(f"{'passed' if verdict.passed else 'refused'}: {verdict.reason}")
+    for name, gain in verdict.gains.items():
+        say(
+            f"{name}: {gain.gain:+.1%} tokens/s [{gain.low:+.1%}, {gain.high:+.1%}], {gain.incumbent:.2f} -> "
+            f"{gain.candidate:.2f} tokens a round over {gain.requests} requests"
+        )
+    _end(verdict.as_json(), as_json, 0 if verdict.passed else TO_DO)
+
+
+@options
+def adapt_log(
+    state: Annotated[Path, typer.Option(help="Folder of the log.")] = Path("runs/adapt"),
+    hours: Annotated[int, typer.Option(help="Only the latest hours.")] = 24,
+    page: Annotated[bool, typer.Option(help="Also write report.html: acceptance by cluster, and decisions on it.")] = False,
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """What was seen, decided and done, hour by hour, and why.
+
+    Example: paceline adapt log --state runs/adapt --page
+    """
+    from paceline.adapt.log import AdaptLog
+
+    lines = AdaptLog(state).lines()
+    last = lines[-1]["hour"] if lines else 0
+    for line in lines:
+        if line["hour"] > last - hours:
+            print(_sentence(line))
+    file = None
+    if page:
+        from paceline.adapt.page import page as page_of
+
+        file = state / "report.html"
+        write_whole(file, page_of(lines))
+        say(f"report: {file}")
+    return {"lines": len(lines), "report": file}
+
+
+@options
+def adapt_watch(
+    target: Target,
+    store: StoreConfig,
+    policy: PolicyConfig,
+    prices: PriceConfig,
+    candidate: Annotated[CandidateConfig, Without("cluster", "since", "held_out_only")],
+    retrain: RetrainConfig,
+    deploy: Annotated[DeployConfig, SERVERS],
+    watch: Annotated[WatchConfig, Changed(every_s=Opt("--every"))],
+) -> None:
+    """The daemon beside a server: decides every hour, trains, gates, swaps, watches, rolls back. Without --server it only says.
+
+    Example: paceline adapt watch --traces traces --server http://127.0.0.1:8000 --general runs/general/answers
+    """
+    from paceline.adapt.run import run
+
+    run(target, store, policy, prices, candidate, retrain, deploy, watch, say)
+
+
+def _end(line: dict[str, Any], as_json: bool, status: int) -> None:
+    if as_json:
+        print(json.dumps(plain(line)), flush=True)
+    if status:
+        raise typer.Exit(status)
+
+
+def _sentence(line: dict[str, Any]) -> str:
+    if "event" in line:
+        return f"{line['time']}  {line['event']}: {line.get('why', '')}"
+    seen = ", ".join(
+        f"{name} {one.get('tokens_per_round', '-')} ({one.get('expected', '?')} usual, {one['state']})"
+        for name, one in line["seen"].items()
+    )
+    decision = line["decision"]
+    declined = "; ".join(f"no {action}: {why}" for action, why in decision["declined"].items())
+    return f"{line['time']}  {seen or 'no traffic'}  {decision['action']}: {decision['why']} [{declined}]"

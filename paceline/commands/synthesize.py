@@ -1,0 +1,33 @@
+"""`paceline synthesize`: training data for an application before it has traffic."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Annotated, Any
+
+from paceline.adapt.synthesis import SynthesizeConfig
+from paceline.commands.options import Changed, Without, options
+from paceline.commands.shared import Json, JsonSchema, Regex, TerminalProgress, grammar_of
+from paceline.commands.train import ANSWERS, Target
+from paceline.train.config import AnswerConfig, PromptsConfig
+
+
+@options
+def synthesize(
+    config: Annotated[SynthesizeConfig, Without("target", "asked", "answering")],
+    target: Target,
+    asked: PromptsConfig,
+    answering: Annotated[AnswerConfig, Without("grammar"), Changed(**ANSWERS)],
+    schema: JsonSchema = None,
+    regex: Regex = None,
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """The target answers in an application's own form, to prompts that are public or its own: data to train on without traffic.
+
+    Example: paceline synthesize --schema ticket.json --system "Answer each ticket." --prompts questions.jsonl --out runs/made
+    """
+    from paceline.adapt.synthesize_run import run
+
+    answering = replace(answering, grammar=grammar_of(schema, regex))
+    asked_for = replace(config, target=target, asked=asked, answering=answering)
+    return asdict(run(asked_for, TerminalProgress()))

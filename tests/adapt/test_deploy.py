@@ -1,0 +1,238 @@
+"""The contract of deployments, against a server that only looks like one: load, read, roll back, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_servers import FakeServer, serving
+
+from paceline.adapt import deploy
+from paceline.adapt.config import DeployConfig
+from paceline.adapt.counts import Counts, tokens_per_round
+from paceline.adapt.deploy import Deployment, open_deployment
+from paceline.errors import ConfigError, DownloadError
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with serving(FakeServer()) as fake:
+        yield fake
+
+
+def restart_command(folder: Path, status: int = 0) -> str:
+    """Notes what it was told, and ends with this status."""
+    script = folder / "restart.py"
+    script.write_text(
+        "import json, os, sys\n"
+        f"told = {{key: value for key, value in os.environ.items() if key.startswith('PACELINE_')}}\n"
+        f"open({str(folder / 'told.jsonl')!r}, 'a').write(json.dumps(told) + chr(10))\n"
+        f"print('no such service', file=sys.stderr) if {status} else None\n"
+        f"sys.exit({status})\n"
+    )
+    return f"{sys.executable} {script}"
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "told.jsonl").read_text().splitlines()]
+
+
+def opened(server: FakeServer, incumbent: Path | None = None, **changes: Any) -> Deployment:
+    return open_deployment(DeployConfig(servers=(server.url,), **changes), incumbent)
+
+
+ENGINES = ["paceline", "vllm", "vllm-weights", "sglang", "sglang-weights"]
+
+
+@pytest.fixture(params=ENGINES)
+def any_deployment(request: pytest.FixtureRequest, server: FakeServer, tmp_path: Path) -> Deployment:
+    engine, _, by_weights = request.param.partition("-")
+    how: dict[str, Any] = {} if engine == "paceline" else {"restart": restart_command(tmp_path)}
+    if by_weights:
+        how |= {"publish": restart_command(tmp_path)} if engine == "vllm" else {"draft_field": "update_draft_model"}
+    return opened(server, tmp_path / "old", engine=engine, **how)
+
+
+class TestContract:
+    """What holds for each of them."""
+
+    def test_load_and_roll_back(self, any_deployment: Deployment, server: FakeServer, tmp_path: Path) -> None:
+        before = any_deployment.members()
+        any_deployment.load("tickets", tmp_path / "new")
+        assert any_deployment.members() != before
+        any_deployment.roll_back()
+        assert any_deployment.members() == before
+        calls = len(server.calls)
+        any_deployment.roll_back()  # there is nothing left to undo
+        assert len(server.calls) == calls
+
+    def test_what_was_kept_stays(self, any_deployment: Deployment, tmp_path: Path) -> None:
+        any_deployment.load("tickets", tmp_path / "new")
+        after = any_deployment.members()
+        any_deployment.keep()
+        any_deployment.roll_back()
+        assert any_deployment.members() == after
+
+    def test_health(self, any_deployment: Deployment, server: FakeServer) -> None:
+        assert any_deployment.is_well()
+        server.is_well = False
+        assert not any_deployment.is_well()
+
+    def test_a_server_that_is_away_is_one_line(self, any_deployment: Deployment, server: FakeServer) -> None:
+        server.refuses["/metrics"] = 500, {"error": "out of order"}
+        with pytest.raises(DownloadError, match="answered 500"):
+            any_deployment.counts()
+
+
+def test_paceline_is_asked_through_the_admin_api(server: FakeServer, tmp_path: Path) -> None:
+    deployment = opened(server, admin_key="secret")
+    deployment.load("tickets", tmp_path / "new")
+    assert server.calls[-1] == ("POST", "/admin/drafters/tickets", {"drafter": str(tmp_path / "new")})
+    assert server.keys[-1] == "Bearer secret"
+    deployment.roll_back()
+    assert server.calls[-1][:2] == ("POST", "/admin/drafters/tickets/drain")
+    assert deployment.members() == {"general": "default"}
+    assert server.calls[-1][:2] == ("DELETE", "/admin/drafters/tickets") and "tickets" not in server.members
+
+
+def test_what_was_replaced_is_given_back_by_its_name(server: FakeServer, tmp_path: Path) -> None:
+    """Or, when the server refuses it now, what replaced it gets no more requests."""
+    deployment = opened(server)
+    assert deployment.place_of("default") == "general"
+    deployment.load("general", tmp_path / "new")
+    deployment.roll_back()
+    assert server.members == {"general": "default"} and deployment.undo == []
+    deployment.load("general", tmp_path / "new")
+    server.refuses["/admin/drafters/general"] = 400, {"error": "no memory"}
+    deployment.roll_back()
+    assert server.drained == {"general"}
+
+
+def test_place_of_a_drafter_that_does_not_serve_says_what_does(server: FakeServer, tmp_path: Path) -> None:
+    with pytest.raises(DownloadError, match=r"but with general \(default\): name one with --incumbent"):
+        opened(server).place_of("runs/other")
+    server.members["mine"] = str(tmp_path.resolve())
+    assert opened(server).place_of(str(tmp_path / ".")) == "mine"
+
+
+def test_a_cluster_is_sent_to_a_member_and_back(server: FakeServer) -> None:
+    server.members |= {"old": "a", "new": "b"}
+    deployment = opened(server)
+    deployment.route("tickets", "old")
+    deployment.keep()
+    deployment.route("tickets", "new")
+    assert server.clusters == {"tickets": "new"} and deployment.pinned("tickets") == "new"
+    deployment.roll_back()
+    assert server.clusters == {"tickets": "old"}
+    with pytest.raises(DownloadError, match="knows no requests of 'chat'"):
+        deployment.route("chat", "old")
+
+
+def test_a_member_loaded_by_hand_can_be_rolled_back(server: FakeServer) -> None:
+    server.members["mine"] = "mine"
+    deployment = opened(server)
+    deployment.found("mine", None)
+    deployment.roll_back()
+    assert server.drained == {"mine"}
+
+
+def test_a_refusal_is_told_in_the_server_s_words(server: FakeServer, tmp_path: Path) -> None:
+    server.refuses["/admin/drafters/tickets"] = 422, {"error": "weights are not finite"}
+    with pytest.raises(DownloadError, match="weights are not finite"):
+        opened(server).load("tickets", tmp_path)
+
+
+def test_vllm_restarts_one_server_after_the_other(server: FakeServer, tmp_path: Path) -> None:
+    with serving(FakeServer()) as second:
+        config = DeployConfig("vllm", (server.url, second.url), restart=restart_command(tmp_path), num_drafted=5)
+        open_deployment(config, tmp_path / "old").load("tickets", tmp_path / "new")
+        assert [one["PACELINE_SERVER"] for one in told(tmp_path)] == [server.url, second.url]
+        speculative = json.loads(told(tmp_path)[0]["PACELINE_SPECULATIVE_CONFIG"])
+        assert speculative == {"method": "dflash", "model": str(tmp_path / "new"), "num_speculative_tokens": 5}
+        assert told(tmp_path)[0]["PACELINE_DRAFTER"] == str(tmp_path / "new")
+
+
+def test_a_restart_that_fails_gives_the_old_drafter_back(server: FakeServer, tmp_path: Path) -> None:
+    deployment = opened(server, tmp_path / "old", engine="vllm", restart=restart_command(tmp_path, status=1))
+    with pytest.raises(DownloadError, match="no such service"):
+        deployment.load("tickets", tmp_path / "new")
+    assert [Path(one["PACELINE_DRAFTER"]).name for one in told(tmp_path)] == ["new", "old"]
+
+
+def test_a_server_that_does_not_come_back(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deploy, "POLL_S", 0.01)
+    server.is_well = False
+    deployment = opened(server, None, engine="sglang", restart=restart_command(tmp_path), patience_s=0.05)
+    with pytest.raises(DownloadError, match="nothing is known to go back to"):
+        deployment.load("tickets", tmp_path / "new")
+
+
+def test_vllm_takes_weights_where_it_can_and_restarts_where_not(server: FakeServer, tmp_path: Path) -> None:
+    how = {"publish": restart_command(tmp_path), "restart": restart_command(tmp_path)}
+    deployment = opened(server, tmp_path / "old", engine="vllm", **how)
+    deployment.load("tickets", tmp_path / "new")
+    posted = [path for method, path, _ in server.calls if method == "POST"]
+    assert posted == ["/start_draft_weight_update", "/finish_weight_update"] and len(told(tmp_path)) == 1
+    server.refuses["/start_draft_weight_update"] = 404, {}
+    deployment.load("more", tmp_path / "newer")
+    assert server.calls[-1][1] == "/health" and len(told(tmp_path)) == 2
+    with pytest.raises(DownloadError, match="give --restart"):
+        opened(server, tmp_path / "old", engine="vllm", publish=restart_command(tmp_path)).load("x", tmp_path / "new")
+
+
+def test_sglang_takes_a_drafter_s_weights_only_by_the_field_it_has_for_them(server: FakeServer, tmp_path: Path) -> None:
+    deployment = opened(server, tmp_path / "old", engine="sglang", draft_field="update_draft_model")
+    deployment.load("tickets", tmp_path / "new")
+    body = {"model_path": str(tmp_path / "new"), "update_draft_model": True}
+    assert server.calls[-1] == ("POST", "/update_weights_from_disk", body)
+    server.refuses["/update_weights_from_disk"] = 200, {"success": False, "message": "shapes differ"}
+    with pytest.raises(DownloadError, match="shapes differ"):
+        deployment.load("worse", tmp_path / "worse")
+
+
+def test_acceptance_is_read_by_vllm_s_names(server: FakeServer) -> None:
+    deployment = opened(server)
+    server.count(rounds=100, accepted=150, tokens=260)
+    before = deployment.counts()
+    assert before == Counts(260, 100, 150, 0)
+    assert tokens_per_round(before, before) is None
+    server.count(rounds=300, accepted=750, tokens=900, errors=2)
+    assert tokens_per_round(before, deployment.counts()) == pytest.approx(4.0)
+    assert deployment.counts().errors == 2
+    server.count(rounds=10, accepted=10, tokens=20)  # a restart set them back
+    assert tokens_per_round(before, deployment.counts()) is None
+
+
+def test_acceptance_is_read_by_sglang_s_names(server: FakeServer, tmp_path: Path) -> None:
+    deployment = opened(server, engine="sglang", restart="true")
+    gauge = '# TYPE sglang:spec_accept_length gauge\nsglang:spec_accept_length{{tp_rank="0"}} {0}\n'
+    gauge += 'sglang:spec_accept_length{{tp_rank="1"}} {0}\nsglang:generation_tokens_total {1}\n'
+    server.metrics = gauge.format(2.0, 1000)
+    before = deployment.counts()
+    server.metrics = gauge.format(4.0, 1800)
+    assert tokens_per_round(before, deployment.counts()) == pytest.approx(4.0)
+    server.metrics = gauge.format(2.0, 2200)
+    assert tokens_per_round(before, deployment.counts()) == pytest.approx(1200 / 400)
+
+
+def test_what_is_no_metrics_page(server: FakeServer) -> None:
+    server.metrics = "<html>hello</html> {"
+    with pytest.raises(DownloadError, match="Prometheus"):
+        opened(server).counts()
+
+
+def test_settings_that_cannot_work() -> None:
+    for changes, words in (
+        ({"engine": "vllm"}, "--restart or --publish"),
+        ({"engine": "sglang"}, "--draft-field"),
+        ({"engine": "paceline", "servers": ("a", "b")}, "one paceline server"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            DeployConfig(**({"servers": ("http://127.0.0.1:1",)} | changes))
+    assert DeployConfig().servers == ()
+    with pytest.raises(DownloadError, match="does not answer"):
+        open_deployment(DeployConfig(servers=("http://127.0.0.1:9",))).counts()

@@ -1,0 +1,128 @@
+"""Seasons, residuals and alarms on series whose truth is known."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from paceline.adapt.baseline import Seasonal
+from paceline.adapt.config import PolicyConfig
+from paceline.adapt.drift import Series
+from paceline.adapt.hours import DAY, WEEK, Sums, total
+
+FIRST = 20_454 * DAY
+
+
+def noise(seed: int, number: int, sd: float = 0.03) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, sd, number)
+
+
+def run(values: np.ndarray, sd: float = 0.03, skip: range = range(0)) -> tuple[Series, list[int]]:
+    """A series over hourly values; the hours at which an alarm was held."""
+    series, held = Series(PolicyConfig()), []
+    for at, value in enumerate(values):
+        if at not in skip:
+            series.update(FIRST + at, float(value), sd**2)
+        series.tick(FIRST + at)
+        if series.held_at == FIRST + at:
+            held.append(at)
+    return series, held
+
+
+class TestSums:
+    def test_the_error_is_that_of_a_ratio_over_requests(self) -> None:
+        draw = np.random.default_rng(1)
+        ratios = []
+        for _ in range(400):
+            lengths = draw.lognormal(4.8, 0.7, 60).astype(int) + 8
+            rounds = 1 + draw.binomial(lengths - 1, 1 / draw.normal(3, 0.4, 60).clip(1.2))
+            ratios.append(Sums.of(zip(lengths.tolist(), rounds.tolist(), strict=True)))
+        spread = np.std([math.log(each.tokens_per_round) for each in ratios])
+        assert np.mean([each.log_variance for each in ratios]) ** 0.5 == pytest.approx(spread, rel=0.2)
+
+    def test_they_add_up(self) -> None:
+        parts = [(10.0, 4.0), (30.0, 9.0), (0.0, 0.0)]
+        assert total([Sums.of(parts[:1]), Sums.of(parts[1:])]) == Sums.of(parts)
+        assert Sums().log_variance == math.inf and Sums().tokens_per_round == 1.0
+
+
+class TestSeason:
+    def test_days_and_weekends_are_learned(self) -> None:
+        season = Seasonal()
+        truth = np.array([0.1 * math.cos(at / DAY * 2 * math.pi) - 0.15 * (at % WEEK >= 5 * DAY) for at in range(3 * WEEK)])
+        for at, value in enumerate(truth[: 2 * WEEK] + noise(0, 2 * WEEK)):
+            season.learn(FIRST + at, float(value), 0.03**2)
+        errors = [season.predict(FIRST + at)[0] - truth[at] for at in range(2 * WEEK, 3 * WEEK)]
+        assert np.abs(errors).mean() < 0.03
+
+    def test_little_is_known_of_what_was_seldom_seen(self) -> None:
+        season = Seasonal()
+        assert season.predict(FIRST)[1] == math.inf
+        for at in range(DAY):
+            season.learn(FIRST + at, 1.0, 0.03**2)
+        seen, unseen = season.predict(FIRST)[1], season.predict(FIRST + 3 * DAY)[1]
+        assert unseen > seen
+        assert not season.has_week
+
+    def test_numbers_that_are_none_teach_nothing(self) -> None:
+        season = Seasonal()
+        season.learn(FIRST, math.nan, 1.0)
+        season.learn(FIRST, 1.0, math.nan)
+        assert season.num_hours == 0
+
+
+class TestSeries:
+    def test_a_fall_is_raised_within_hours_and_held_after_a_day(self) -> None:
+        values = noise(2, 2 * WEEK)
+        values[9 * DAY :] -= 0.12
+        series, held = run(values)
+        assert series.raised_at is not None and 0 <= series.raised_at - FIRST - 9 * DAY <= 6
+        assert held == [series.raised_at - FIRST + DAY - 1]
+        assert series.loss == pytest.approx(1 - math.exp(-0.12), abs=0.03)
+
+    def test_a_fall_that_goes_away_is_none(self) -> None:
+        values = noise(3, 2 * WEEK)
+        values[9 * DAY : 9 * DAY + 8] -= 0.3
+        series, held = run(values)
+        assert series.num_raised >= 1 and held == [] and series.state == "calm"
+
+    def test_the_first_week_is_slow(self) -> None:
+        """A weekend that was never seen looks like a fall of two days."""
+        values = noise(4, 2 * WEEK)
+        weekend = [at for at in range(2 * WEEK) if (at // DAY + 3) % 7 >= 5]
+        values[weekend] -= 0.15
+        series, held = run(values)
+        assert held == [] and series.season.has_week
+
+    def test_before_two_days_there_is_no_baseline(self) -> None:
+        values = noise(5, DAY)
+        values[12:] -= 0.5
+        series, _ = run(values)
+        assert series.state == "learning" and series.num_raised == 0
+
+    def test_a_slow_fall_is_found(self) -> None:
+        values = noise(6, 2 * WEEK)
+        values[8 * DAY :] -= np.linspace(0, 0.3, 6 * DAY)
+        _, held = run(values)
+        assert held and held[0] < 12 * DAY
+
+    def test_an_empty_day_says_nothing(self) -> None:
+        series, held = run(noise(7, 2 * WEEK), skip=range(9 * DAY, 10 * DAY))
+        assert held == [] and series.state == "calm"
+
+    def test_another_drafter_moves_the_level_and_keeps_the_season(self) -> None:
+        series, _ = run(noise(8, 9 * DAY))
+        series.moved(FIRST + 9 * DAY)
+        for at, value in enumerate(noise(9, 3 * DAY) + 0.5, start=9 * DAY):
+            series.update(FIRST + at, float(value), 0.03**2)
+            series.tick(FIRST + at)
+        assert series.state == "calm"
+        assert series.season.predict(FIRST + 12 * DAY)[0] == pytest.approx(0.5, abs=0.05)
+
+    def test_false_alarms_are_as_rare_as_theory_says(self) -> None:
+        """40 series of four weeks without a fall: theory has 0.04 suspicions in each after the first week, and none is held."""
+        found = [run(noise(seed, 4 * WEEK)) for seed in range(100, 140)]
+        assert sum(len(held) for _, held in found) == 0
+        assert sum(series.num_raised for series, _ in found) <= 8

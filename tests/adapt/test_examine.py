@@ -1,0 +1,107 @@
+"""Candidates from disk: judged on stored requests, or refused with the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from adapt_requests import HOUR, keyed, store
+from safetensors.torch import load_file, save_file
+from small_llm import tiny_model
+
+from paceline.adapt.config import CandidateConfig
+from paceline.adapt.examine import examine, is_held_out
+from paceline.adapt.gate import Verdict
+from paceline.cli import app
+from paceline.config import EngineConfig
+from paceline.draft.checkpoint import new_config
+from paceline.draft.dflash import DFlashConfig, DFlashDrafter, DFlashNetwork
+from paceline.errors import ConfigError
+from paceline.train.answers import Answer, AnswerShards
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("target") / "model")
+
+
+def answer(number: int) -> list[int]:
+    """Something new, a phrase, something new, the phrase again: an n-gram lookup drafts the second one."""
+    draw = np.random.default_rng(number)
+    phrase = draw.integers(0, 250, 14).tolist()
+    return [*draw.integers(0, 250, 6).tolist(), *phrase, *draw.integers(0, 250, 6).tolist(), *phrase]
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = [keyed(n, prompt_ids=[n % 250, 7], answer_ids=answer(n), sampling='{"max_tokens": 60}') for n in range(60)]
+    rows += [keyed(n, tag="chat", prompt_ids=[n % 250, 9], answer_ids=answer(n)) for n in range(60, 90)]
+    return store(tmp_path_factory.mktemp("store") / "traces", rows)
+
+
+def judged(candidate: Path | str, model: Path, traces: Path, **changes: Any) -> Verdict:
+    engine = EngineConfig(str(model), device="cpu", dtype="float32", threads=1)
+    asked = {"incumbent": "none", "cluster": "tickets"} | changes
+    return examine(Path(candidate), engine, traces, CandidateConfig(**asked))
+
+
+def drafter(folder: Path, hidden: int = 32) -> Path:
+    raw = new_config(hidden, 258, 2, num_layers=1, num_taps=1, head_dim=8, intermediate_size=48, block_size=4)
+    DFlashDrafter(DFlashNetwork.random(DFlashConfig.from_json(raw))).save(folder)
+    return folder
+
+
+def test_one_that_drafts_well_passes(model: Path, traces: Path, tmp_path: Path) -> None:
+    general = AnswerShards(tmp_path / "general")
+    general.write([Answer(f"g/{n}@0", "g", 0, 0.0, [n, 3], answer(1000 + n), "stop", "") for n in range(30)])
+    verdict = judged("ngram", model, traces, ood=(tmp_path / "general",), most_loss=0.5)
+    assert set(verdict.gains) == {"drifted", "cluster chat", "ood"}
+    assert verdict.gains["drifted"].candidate > 1.3 and verdict.gains["drifted"].incumbent == 1.0
+    assert verdict.gains["drifted"].requests == 60
+
+
+def test_one_that_guesses_at_random_is_refused(model: Path, traces: Path, tmp_path: Path) -> None:
+    verdict = judged(drafter(tmp_path / "random"), model, traces)
+    assert not verdict.passed and "may be none" in verdict.reason
+
+
+def test_bad_candidates_are_refused_with_the_reason(model: Path, traces: Path, tmp_path: Path) -> None:
+    nan = drafter(tmp_path / "nan")
+    tensors = load_file(nan / "model.safetensors")
+    tensors["fc.weight"][0, 0] = torch.nan
+    save_file(tensors, nan / "model.safetensors", metadata={"format": "pt"})
+    half = drafter(tmp_path / "half")
+    data = (half / "model.safetensors").read_bytes()
+    (half / "model.safetensors").write_bytes(data[: len(data) // 2])
+    other = drafter(tmp_path / "other", hidden=64)
+    (tmp_path / "empty").mkdir()
+    for folder, words in ((nan, "holds NaN"), (half, "cannot be used"), (other, "cannot be used")):
+        verdict = judged(folder, model, traces)
+        assert not verdict.passed and words in verdict.reason, verdict.reason
+    assert not judged(tmp_path / "empty", model, traces).passed
+    assert not judged(tmp_path / "none", model, traces).passed
+
+
+def test_few_requests(model: Path, traces: Path) -> None:
+    assert "too few" in judged("ngram", model, traces, least_requests=61).reason
+    with pytest.raises(ConfigError, match="no requests of cluster 'other'"):
+        judged("ngram", model, traces, cluster="other")
+    with pytest.raises(ConfigError, match="nothing|no requests"):
+        judged("ngram", model, traces, since=HOUR + 1)
+
+
+def test_held_out_prompts_are_a_quarter() -> None:
+    share = sum(is_held_out(f"traces/{number:x}") for number in range(4000)) / 4000
+    assert share == pytest.approx(0.25, abs=0.03)
+
+
+def test_the_command(model: Path, traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["adapt", "gate", "ngram", "--traces", str(traces), "--model", str(model), "--incumbent", "none", "--json"]
+    words += ["--device", "cpu", "--dtype", "float32", "--threads", "1", "--least-requests", "100"]
+    status = app(words, prog_name="paceline", standalone_mode=False)
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert status == 3 and line["passed"] is False and "too few" in line["reason"]

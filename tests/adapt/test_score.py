@@ -1,0 +1,169 @@
+"""What a drafter would have been served on stored traces of another: told beforehand, then served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import pytest
+from adapt_requests import request
+from doubles import ByteTokenizer, ScriptedDrafter
+from small_llm import Talker, fake_llm
+from tiny_dflash import KINDS, network, raw_config, tiny_target
+
+from paceline.adapt.score import Scorer, score, summary
+from paceline.adapt.stored import read_requests
+from paceline.config import EngineConfig
+from paceline.draft.base import Drafter, NoDrafter
+from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.ngram import NgramDrafter
+from paceline.engine.llm import LLM
+from paceline.errors import ConfigError
+from paceline.figures import Rounds
+from paceline.model import native_lib
+from paceline.model.decoder import Decoder
+from paceline.model.native_decoder import NativeDecoder
+from paceline.serve.settings import TraceConfig
+from paceline.serve.traces import TraceWriter
+from paceline.types import GrammarSpec, SamplingParams, Sequence
+
+FASTEST: Any = Decoder if native_lib.load() is None else NativeDecoder
+
+
+def tiny_llm(kind: Any, **settings: Any) -> LLM:
+    """A real LLM object around a tiny target of eleven tokens."""
+    llm = LLM.__new__(LLM)
+    llm.config = EngineConfig(model="tiny", drafter="none", device="cpu", dtype="float32", plan="fixed", **settings)
+    llm.tokenizer = cast(Any, ByteTokenizer())
+    llm.target, llm.drafter, llm.router = tiny_target(kind=kind), NoDrafter(), None
+    llm.pass_costs, llm._planners, llm._inboxes = None, WeakKeyDictionary(), {}
+    llm.engine = llm.new_engine(llm.drafter)
+    return llm
+
+
+def dflash(seed: int) -> DFlashDrafter:
+    return DFlashDrafter(network(raw_config(), seed))
+
+
+def served(
+    llm: LLM, drafter: Drafter, asked: list[tuple[list[int], SamplingParams]], folder: Path | None = None
+) -> list[Sequence]:
+    """Answers with this drafter, in the order asked; traced as a server would when there is a folder."""
+    llm.use_drafter(drafter)
+    writer = TraceWriter(TraceConfig(folder), "tiny") if folder else None
+    if writer:
+        writer.begin(llm.tokenizer)
+    ids = [llm.engine.add(prompt, params) for prompt, params in asked]
+    done: dict[int, Sequence] = {}
+    while llm.engine.has_work:
+        for chunk in llm.engine.step():
+            if chunk.finish_reason:
+                done[chunk.sequence.request_id] = chunk.sequence
+    for request_id in ids:
+        if writer:
+            writer.offer(done[request_id], done[request_id].finish_reason or "error", "tickets")
+    if writer:
+        writer.close()
+    return [done[request_id] for request_id in ids]
+
+
+def prompts(number: int) -> list[list[int]]:
+    return [[(place * place + 3 * index) % 11 for place in range(4 + index % 5)] for index in range(number)]
+
+
+VARIED: list[dict[str, Any]] = [
+    {},
+    {"max_tokens": 17},
+    {"temperature": 0.8, "seed": 7},
+    {"temperature": 1.2, "seed": 8, "top_p": 0.9},
+    {"temperature": 0.7, "seed": 9, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
+    {"max_drafted": 2},
+    {"stop_token_ids": (4,)},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.2},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_drafter_is_predicted_to_the_token(kind: Any, tmp_path: Path) -> None:
+    """Greedy and seeded requests of every kind: round by round what is served with the other drafter."""
+    llm = tiny_llm(kind)
+    asked = [(prompt, SamplingParams(**({"max_tokens": 24} | VARIED[index]))) for index, prompt in enumerate(prompts(8))]
+    first = served(llm, dflash(0), asked, tmp_path)
+    requests, left_out = read_requests(tmp_path)
+    assert len(requests) == len(first) and not left_out
+    for other in (dflash(3), NgramDrafter()):
+        predicted = score(llm, other, requests)
+        second = served(llm, other, asked)
+        for seq, each in zip(second, predicted, strict=True):
+            assert each.request.answer_ids == seq.output_ids  # the text does not depend on the drafter
+            assert [one[:2] for one in each.rounds] == [one[:2] for one in seq.rounds]
+    assert any(one.num_accepted for each in predicted for one in each.rounds)
+
+
+def test_fewer_drafts_are_predicted_too(tmp_path: Path) -> None:
+    """`--plan fixed:K` is a drafter of K drafts."""
+    llm = tiny_llm(FASTEST)
+    asked = [(prompt, SamplingParams(max_tokens=30)) for prompt in prompts(6)]
+    served(llm, dflash(0), asked, tmp_path)
+    narrow = DFlashDrafter(network(raw_config(), 3), num_drafted=2)
+    predicted = score(llm, narrow, read_requests(tmp_path)[0])
+    assert [[one[:2] for one in each.rounds] for each in predicted] == [
+        [one[:2] for one in seq.rounds] for seq in served(llm, narrow, asked)
+    ]
+
+
+@pytest.mark.parametrize("rule", ["auto", "rejection", "match"])
+def test_sampled_requests_are_predicted_within_the_interval(rule: str, tmp_path: Path) -> None:
+    """Drafts are drawn, and stand by chance: tokens a round agree within four standard errors."""
+    llm = tiny_llm(FASTEST, rule=rule)
+    params = SamplingParams(max_tokens=24, temperature=1.0, top_p=0.95)
+    asked = [(prompt, params) for prompt in prompts(48)]
+    served(llm, dflash(0), asked, tmp_path)
+    requests, _ = read_requests(tmp_path)
+    requests = list({each.key: each for each in requests}.values())
+    predicted = score(llm, dflash(3), requests)
+    second = served(llm, dflash(3), asked)
+    ours = Rounds.sum(each.figures for each in predicted)
+    theirs = Rounds.sum(Rounds.counted(seq.rounds) for seq in second)
+    error = (_variance(ours) / ours.num_rounds + _variance(theirs) / theirs.num_rounds) ** 0.5
+    assert ours.num_accepted > 20
+    assert abs(ours.tokens_per_round - theirs.tokens_per_round) < 4 * error
+
+
+def _variance(rounds: Rounds) -> float:
+    mean = rounds.tokens_per_round - 1
+    return sum(count * (number - mean) ** 2 for number, count in enumerate(rounds.accepted_histogram)) / rounds.num_rounds
+
+
+def test_grammars_correct_drafts_as_they_do_when_served() -> None:
+    """The drafts that a grammar cuts or corrects are cut and corrected here."""
+    llm = fake_llm(Talker(), plan="fixed")
+    params = SamplingParams(max_tokens=30, grammar=GrammarSpec("regex", "(ab|cd)[a-z]{3,9} end"))
+    drafter = ScriptedDrafter(cast(Any, llm.target), accuracy=0.7)
+    seq = served(llm, drafter, [(list(b"Go"), params)])[0]
+    asked = request(prompt_ids=list(b"Go"), answer_ids=seq.output_ids, params=params, seed=seq.seed)
+    [predicted] = score(llm, ScriptedDrafter(cast(Any, llm.target), accuracy=0.7), [asked])
+    assert [one[:2] for one in predicted.rounds] == [one[:2] for one in seq.rounds]
+
+
+def test_what_cannot_be_scored_says_so() -> None:
+    llm = tiny_llm(FASTEST)
+    with pytest.raises(ConfigError, match="tokens that this model does not have"):
+        score(llm, dflash(0), [request(answer_ids=[3, 99])])
+    assert score(llm, dflash(0), [request(answer_ids=[3] * 400)]) == []  # longer than the cache
+    [one] = score(llm, dflash(0), [request(answer_ids=[3])])
+    assert one.rounds == ()
+    assert summary([one])["tokens_per_round"] == 1.0
+    talker = fake_llm(Talker())
+    drawn = ScriptedDrafter(cast(Any, talker.target), with_probs=True)
+    with pytest.raises(ConfigError, match="depend on those before them"):
+        Scorer(talker, drawn).score([request(answer_ids=[97, 98, 99, 100], params=SamplingParams(temperature=1.0))])
+
+
+def test_the_engine_goes_on_afterwards(tmp_path: Path) -> None:
+    llm = tiny_llm(FASTEST)
+    params = SamplingParams(max_tokens=12)
+    before = llm.generate_ids([[1, 2, 3]], params)[0].token_ids
+    score(llm, dflash(0), [request()])
+    assert llm.generate_ids([[1, 2, 3]], params)[0].token_ids == before
