@@ -7,7 +7,8 @@ must equal those of an engine in this process without drafts. Afterwards nothing
 thread, and the second half of the requests must not have grown the process. Then SIGTERM under load: what is under way is
 answered, what comes then is refused. Prints a table, and exits with 1 when anything was not so.
 
-With `--swap-s 2` the server gives new requests another drafter every two seconds, `--other` and `--drafter` in turns.
+With `--swap-s 2` something happens to the server's drafters every two seconds: `--other` is loaded as a second member, takes
+the place of the first, `--drafter` comes back, and the second is drained and unloaded.
 """
 
 from __future__ import annotations
@@ -159,10 +160,10 @@ class Soak:
         status, text = self.request(data)
         return status, json.loads(text)
 
-    def request(self, data: bytes) -> tuple[int, bytes]:
+    def request(self, data: bytes, method: str = "POST", path: str = CHAT) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(HOST, self.port, timeout=TIMEOUT_S)
         with contextlib.closing(connection):
-            connection.request("POST", CHAT, data, {"content-type": "application/json"})
+            connection.request(method, path, data, {"content-type": "application/json"})
             answer = connection.getresponse()
             return answer.status, answer.read()
 
@@ -240,6 +241,51 @@ def server(command: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], int, f
             sys.stderr.write("".join(line for line in said if "Error" in line or "Traceback" in line))
 
 
+class Swaps:
+    """Loads, drains and unloads drafters of a server every few seconds, until told to stop: then all is as it was."""
+
+    def __init__(self, soak: Soak, drafter: str, other: str, seconds: float) -> None:
+        self._soak, self._drafter, self._other, self._seconds = soak, drafter, other, seconds
+        self.done: Counter[str] = Counter()
+        """What was done, and how often of it while answers were made."""
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        stop = threading.Event()
+        thread = threading.Thread(target=self._run, args=(stop,))
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def _run(self, stop: threading.Event) -> None:
+        steps = [
+            ("load", "POST", "second", {"drafter": self._other}),
+            ("replace", "POST", "main", {"drafter": self._other}),
+            ("replace", "POST", "main", {"drafter": self._drafter}),
+            ("drain", "POST", "second/drain", {}),
+            ("unload", "DELETE", "second", None),
+        ]
+        at = 0
+        while not stop.wait(self._seconds) or at:
+            what, method, path, body = steps[at]
+            began = time.monotonic()
+            try:
+                status, text = self._soak.request(json.dumps(body or {}).encode(), method, f"/admin/drafters/{path}")
+            except OSError as error:
+                status, text = 0, str(error).encode()
+            if what == "unload" and status == 409:
+                continue  # its last answers are under way
+            if status != 200:
+                self._soak.wrong.append(f"{what}: {status} {text[:200]!r}")
+            running = sum(row["rows"] for row in json.loads(self._soak.request(b"", "GET", "/admin/drafters")[1])["drafters"])
+            self.done[f"{what}, under load" if running else what] += 1
+            self.done["seconds"] += round(time.monotonic() - began)
+            at = (at + 1) % len(steps)
+
+
 def stop_under_load(process: subprocess.Popen[bytes], soak: Soak, num_clients: int) -> dict[str, int]:
     """SIGTERM while `num_clients` wait for answers: how many came whole, what others were told, and the exit status."""
     told = Counter[str]()
@@ -306,39 +352,40 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most-growth", type=float, default=24.0, help="MB by which the second half may grow the process")
-    parser.add_argument("--swap-s", type=float, default=None, help="give new requests the other drafter this often")
+    parser.add_argument("--swap-s", type=float, default=None, help="load, replace or unload a drafter this often")
     parser.add_argument("--other", default="random-dflash", help="the other drafter")
     return parser.parse_args()
 
 
 def main() -> int:
     options = arguments()
-    swaps = tempfile.NamedTemporaryFile("r", suffix=".swaps")  # noqa: SIM115  (until the end)
     expected = expected_answers(options.model, options.dtype, 16, options.max_tokens)
-    words = ["--model", options.model, "--drafter", options.drafter, "--dtype", options.dtype]
+    words = ["--model", options.model, "--drafter", f"main={options.drafter}", "--dtype", options.dtype]
     command = [sys.executable, "-m", "paceline", "serve", "--port", "0", *words, "--max-len", "512", "--drain-seconds", "300"]
-    if options.swap_s:
-        own = ["--swap-s", str(options.swap_s), "--other", options.other, "--count", swaps.name]
-        command = [sys.executable, str(Path(__file__).with_name("swapping_server.py")), *words, *own]
     with server(command) as (process, port, started_s):
         soak, watched = Soak(port, expected, options.max_tokens), Process(process.pid, port)
         half = options.requests // 2
-        soak.run(options.clients, options.clients, options.seed - 1)
+        swaps = Swaps(soak, options.drafter, options.other, options.swap_s or 0.0)
+        meanwhile = swaps.running if options.swap_s else contextlib.nullcontext
+        with meanwhile():
+            soak.run(options.clients, options.clients, options.seed - 1)
         soak.outcomes.clear()
         fresh = watched.settled()
         began = time.monotonic()
-        soak.run(half, options.clients, options.seed)
+        with meanwhile():
+            soak.run(half, options.clients, options.seed)
         middle = watched.settled()
-        soak.run(options.requests - half, options.clients, options.seed + 1000)
+        with meanwhile():
+            soak.run(options.requests - half, options.clients, options.seed + 1000)
         end = watched.settled()
         show(f"{options.requests} requests from {options.clients} clients in {time.monotonic() - began:.0f} s", soak.outcomes)
         for name, figures in (("before", fresh), ("after one half", middle), ("after the other", end)):
             show(name, figures)
         stopped = stop_under_load(process, soak, options.clients)
         show("SIGTERM under load", stopped)
-    num_swaps, num_under_load = map(int, (swaps.read() or "0 0").split())
+    num_under_load = sum(count for what, count in swaps.done.items() if "under load" in what)
     if options.swap_s:
-        show("drafter", {"swaps": num_swaps, "swaps while answers were made": num_under_load})
+        show("drafters", dict(swaps.done))
     for line in soak.wrong[:20]:
         print(f"WRONG {line}")
     checks = {
@@ -356,7 +403,7 @@ def main() -> int:
     if options.swap_s:
         checks["drafters were swapped while answers were made"] = num_under_load >= 3
     show("checks", {name: "ok" if is_right else "FAILED" for name, is_right in checks.items()})
-    figures = {"passed": all(checks.values()), "started_s": round(started_s, 2), "swaps": num_swaps, "checks": checks}
+    figures = {"passed": all(checks.values()), "started_s": round(started_s, 2), "swaps": dict(swaps.done), "checks": checks}
     print(json.dumps(record_of(figures)))
     return 0 if all(checks.values()) else 1
 
