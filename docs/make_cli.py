@@ -9,10 +9,13 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 
-MAKING = (("train",), ("regenerate",), ("evaluate",), ("report",))
+MAKING = (("train",), ("regenerate",), ("synthesize",), ("evaluate",), ("report",))
 BENCH = (("bench",), ("bench", "decode"), ("bench", "serving"), ("bench", "steps"))
+ADAPTING = (("adapt",), *(("adapt", name) for name in ("watch", "check", "replay", "log", "gate")))
 PREDICTING = (("simulate",), ("simulate-serving",), ("compare",), ("calculator",))
-COMMANDS = ((), ("generate",), ("chat",), ("models",), *BENCH, *MAKING, ("serve",), *PREDICTING)
+DRAFTERS = (("drafters",), *(("drafters", word) for word in ("list", "load", "drain", "unload")))
+SERVING = (("serve",), *DRAFTERS, ("record",), *ADAPTING)
+COMMANDS = ((), ("generate",), ("chat",), ("models",), *BENCH, *MAKING, *SERVING, *PREDICTING)
 TARGET = Path(__file__).parent / "cli.md"
 
 

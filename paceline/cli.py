@@ -12,14 +12,18 @@ from typing import Annotated, NoReturn
 import typer
 
 import paceline
+from paceline.commands.adapt import adapt_check, adapt_gate, adapt_log, adapt_replay, adapt_watch
 from paceline.commands.bench import bench_decode, bench_serving, bench_steps
 from paceline.commands.chat import chat
 from paceline.commands.compare import compare
+from paceline.commands.drafters import drafters_drain, drafters_list, drafters_load, drafters_unload
 from paceline.commands.evaluate import evaluate, report
 from paceline.commands.generate import generate
 from paceline.commands.models import models
+from paceline.commands.record import record
 from paceline.commands.serve import serve
 from paceline.commands.simulate import calculator, simulate, simulate_serving
+from paceline.commands.synthesize import synthesize
 from paceline.commands.train import regenerate, train
 from paceline.errors import PacelineError
 
@@ -31,6 +35,10 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(rich_markup_mode=None, help="Measure speed in the real engine, the ceiling stated first.")
 app.add_typer(bench_app, name="bench")
+drafters_app = typer.Typer(rich_markup_mode=None, help="List, load, drain and unload the drafters of a running server.")
+app.add_typer(drafters_app, name="drafters")
+adapt_app = typer.Typer(rich_markup_mode=None, help="Keep a drafter fitted to its traffic: when, whether, and is it better.")
+app.add_typer(adapt_app, name="adapt")
 
 
 def _show_version(asked: bool) -> None:
@@ -50,12 +58,16 @@ def start(
         print(ctx.get_help())
 
 
-for _each in (generate, chat, compare, train, regenerate, evaluate, report, serve):
+for _each in (generate, chat, compare, train, regenerate, evaluate, report, serve, record, synthesize):
     app.command()(_each)
 for _each in (simulate_serving, simulate, calculator, models):
     app.command()(_each)
 for _each in (bench_decode, bench_serving, bench_steps):
     bench_app.command(_each.__name__.removeprefix("bench_"))(_each)
+for _each in (drafters_list, drafters_load, drafters_drain, drafters_unload):
+    drafters_app.command(_each.__name__.removeprefix("drafters_"))(_each)
+for _each in (adapt_watch, adapt_check, adapt_replay, adapt_log, adapt_gate):
+    adapt_app.command(_each.__name__.removeprefix("adapt_"))(_each)
 
 _UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 """Typer carries its own click since 0.22; its base error has no public name."""

@@ -108,8 +108,8 @@ def _multiplies_bfloat16(device: str) -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # not on a Mac
 
 
-def read_api_keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:
-    """Keys `given`, of a file (one a line, # begins a comment) and of PACELINE_API_KEY. Raises ConfigError."""
+def read_api_keys(given: tuple[str, ...], file: Path | None, variable: str = "PACELINE_API_KEY") -> tuple[str, ...]:
+    """Keys `given`, of a file (one a line, # begins a comment) and of the environment. Raises ConfigError."""
     found: list[str] = []
     if file is not None:
         unread = f"cannot read the API keys in {file}"
@@ -117,5 +117,5 @@ def read_api_keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:
             lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
         found = [line for line in lines if line and not line.startswith("#")]
         refuse(ConfigError, (not found, f"there is no API key in {file}: put one on a line"))
-    found += [key.strip() for key in os.environ.get("PACELINE_API_KEY", "").split(",") if key.strip()]
+    found += [key.strip() for key in os.environ.get(variable, "").split(",") if key.strip()]
     return tuple(dict.fromkeys([*given, *found]))

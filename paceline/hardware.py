@@ -7,6 +7,7 @@ No torch import at module level: predictions need only the record.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import time
@@ -138,3 +139,17 @@ def memory_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not a Unix
         return 0
+
+
+def free_bytes() -> int | None:
+    """Memory that can be had without swapping, a container's limit included; None where it cannot be asked."""
+    found: list[int] = []
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, StopIteration, ValueError):  # "max" is no number: there is no limit
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cached = next(line for line in (group / "memory.stat").read_text().splitlines() if line.startswith("file "))
+        found.append(max(limit - used + int(cached.split()[1]), 0))
+    return min(found, default=None)

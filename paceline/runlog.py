@@ -69,7 +69,11 @@ class RunFolder:
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines logged so far; one cut short by a crash is left out."""
-        file, found = self.path / "metrics.jsonl", []
+        return self.lines("metrics.jsonl")
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """The objects of a file of JSON Lines; a last one cut short by a crash is left out."""
+        file, found = self.path / name, []
         for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else []:
             with contextlib.suppress(ValueError):
                 found.append(json.loads(line))

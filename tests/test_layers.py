@@ -14,6 +14,7 @@ LAYERS = [
         "errors",
         "bounds",
         "chunks",
+        "clusters",
         "config",
         "figures",
         "hardware",
@@ -22,13 +23,14 @@ LAYERS = [
         "runlog",
         "rng",
         "prompts",
+        "routes",
         "tables",
     },
     {"hub", "model", "simulate"},
     {"draft", "verify"},
     {"engine"},
     {"bench", "train", "serve"},
-    {"adapt"},
+    {"adapt", "record"},
     {
         "commands",
         "cli",
@@ -45,6 +47,8 @@ TORCH_FREE_AT_IMPORT = [
     "figures",
     "hardware",
     "chunks",
+    "clusters",
+    "routes",
     "learned",
     "plan",
     "runlog",
@@ -62,7 +66,7 @@ SIDEWAYS = {
     ("bench", "train"),
     ("bench", "serve"),
 }
-STANDS_ALONE = {"simulate": LAYERS[0] - {"prompts", "rng", "runlog"} | {"simulate"}}
+STANDS_ALONE = {"simulate": LAYERS[0] - {"clusters", "prompts", "rng", "routes", "runlog"} | {"simulate"}}
 """Parts that import nothing else of ours, and no torch."""
 
 
@@ -107,6 +111,18 @@ def test_imports_point_left(path: Path) -> None:
 def test_light_modules_do_not_import_torch(name: str) -> None:
     heavy = {"torch", "transformers", "safetensors", "tokenizers", "matplotlib", "pyarrow"}
     assert not heavy & {found.split(".")[0] for found in imports_of(PACKAGE / f"{name}.py", top_level_only=True)}
+
+
+LIGHT_ADAPT = ("config", "hours", "baseline", "drift", "decide", "policy", "world", "replay", "stored", "log", "lineage")
+
+
+@pytest.mark.parametrize("name", LIGHT_ADAPT)
+def test_decisions_need_no_torch(name: str) -> None:
+    """Nor anything of ours that does, but what is asked for within a function."""
+    found = imports_of(PACKAGE / "adapt" / f"{name}.py", top_level_only=True)
+    light = {f"paceline.adapt.{each}" for each in LIGHT_ADAPT}
+    assert "torch" not in found
+    assert {part(each) for each in found if each.startswith("paceline.") and each not in light} <= LAYERS[0]
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "simulate").glob("*.py")), ids=lambda path: path.name)

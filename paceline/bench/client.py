@@ -51,14 +51,14 @@ class Stream:
 class Client:
     """HTTP/1.1 to one server, from any number of threads."""
 
-    def __init__(self, url: str, key: str | None = None, timeout_s: float = 600.0) -> None:
-        """`url` with or without /v1. Raises ConfigError when it is none."""
+    def __init__(self, url: str, key: str | None = None, timeout_s: float = 600.0, option: str = "--url") -> None:
+        """`url` with or without /v1. Raises ConfigError, which names `option`, when it is none."""
         self._timeout_s = timeout_s
-        with reraised(ConfigError, f"--url {url!r} is no address", "write it as http://127.0.0.1:8000", ValueError):
+        with reraised(ConfigError, f"{option} {url!r} is no address", "write it as http://127.0.0.1:8000", ValueError):
             parts = urlsplit(url)
             self._port = parts.port
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
-            raise ConfigError(f"--url {url!r} is no address of a server: write it as http://127.0.0.1:8000")
+            raise ConfigError(f"{option} {url!r} is no address of a server: write it as http://127.0.0.1:8000")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._host, self._prefix = parts.hostname, parts.path.rstrip("/").removesuffix("/v1")
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
@@ -72,14 +72,14 @@ class Client:
 
     def get(self, path: str) -> Stream:
         """Raises OSError when the server cannot be reached, or answers something that is not HTTP."""
-        stream = self._ask("GET", path)
+        stream = self.ask("GET", path)
         if stream.failure:
             raise ConnectionError(stream.failure)
         return stream
 
     def post(self, path: str, body: bytes, due_s: float | None = None) -> Stream:
         """Send JSON and wait for the whole answer; what goes wrong is in `Stream.failure`."""
-        return self._ask("POST", path, body, due_s)
+        return self.ask("POST", path, body, due_s)
 
     def close(self) -> None:
         """Hang up; what is under way fails."""
@@ -88,7 +88,8 @@ class Client:
                 connection.sock.shutdown(socket.SHUT_RDWR)
             connection.close()
 
-    def _ask(self, method: str, path: str, body: bytes | None = None, due_s: float | None = None) -> Stream:
+    def ask(self, method: str, path: str, body: bytes | None = None, due_s: float | None = None) -> Stream:
+        """As `post`, for any method."""
         sent_s = time.perf_counter()
         stream, connection = Stream(sent_s if due_s is None else due_s, sent_s), self._connection()
         try:

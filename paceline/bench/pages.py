@@ -94,10 +94,24 @@ class Series:
     is_faint: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place on the x axis where something happened."""
+
+    x: float
+    label: str
+
+
 def curves(
-    title: str, series: list[Series], *, xlabel: str, ylabel: str, ylim: tuple[float, float | None] | None = None
+    title: str,
+    series: list[Series],
+    *,
+    xlabel: str,
+    ylabel: str,
+    ylim: tuple[float, float | None] | None = None,
+    marks: Sequence[Mark] = (),
 ) -> Plot:
-    """Lines over a common axis; a series without a point is left out."""
+    """Lines over a common axis; a series without a point is left out. `marks` are dotted lines with their labels."""
     shown = [each for each in series if len(each.x)]
 
     def fill(axes: Axes) -> None:
@@ -109,6 +123,9 @@ def curves(
             color = COLORS[each.color % len(COLORS)]
             axes.plot(each.x, each.y, label=short(each.label), color=color, marker=marker, markersize=3, **style)
         axes.set(xlabel=xlabel, ylabel=ylabel, ylim=ylim)
+        for mark in marks:
+            axes.axvline(mark.x, color=INK, linewidth=1, linestyle=":")
+            axes.text(mark.x, 0.98, f" {mark.label}", rotation=90, va="top", fontsize=7, transform=axes.get_xaxis_transform())
         places = [float(place) for each in shown for place in each.x]
         if max(places, default=0) >= 1000 or all(place.is_integer() for place in places):
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))

@@ -14,7 +14,9 @@ from paceline.commands.options import Without, options
 from paceline.commands.shared import (
     MOCK,
     Json,
+    JsonSchema,
     Raw,
+    Regex,
     System,
     check_template,
     grammar_of,
@@ -46,11 +48,8 @@ def generate(
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
     system: System = None,
     raw: Raw = False,
-    json_schema: Annotated[
-        str | None,
-        typer.Option(metavar="FILE|TEXT", help="The answer is JSON of this schema; {} for any object. Needs paceline[serve]."),
-    ] = None,
-    regex: Annotated[str | None, typer.Option(help="The answer matches this from end to end. Needs paceline[serve].")] = None,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
     compare: Annotated[bool, typer.Option("--compare", help="Also decode plainly in this process; show both speeds.")] = False,
     against: Annotated[str | None, typer.Option(help="transformers: run its generate on the same prompt too.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Also accepted drafts by round, and where the time went.")] = False,

@@ -29,6 +29,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import keyword
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -127,9 +128,10 @@ class _Asked:
         names = opt.names or (f"{own}/--no-{own[2:]}" if kind.base is bool and default is not False else own,)
         option = next(part for name in names for part in name.split("/") if part.startswith("--"))
         text = opt.help or _helps(owner).get(field.name, "")
+        name = option[2:].replace("-", "_")
         base = str if is_comma or kind.is_size else kind.base
         parameter = inspect.Parameter(
-            option[2:].replace("-", "_"),
+            name + "_" * keyword.iskeyword(name),
             inspect.Parameter.KEYWORD_ONLY,
             default=inspect.Parameter.empty if default is dataclasses.MISSING else _as_text(kind, is_comma, default),
             annotation=Annotated[
@@ -214,7 +216,14 @@ def _asked(owner: type, markers: list[Changed]) -> list[_Asked]:
             chosen = list(marker.fields)
         chosen = [name for name in chosen if not (isinstance(marker, Without) and name in marker.fields)]
         opts |= marker.opts
-    return [_Asked.of(owner, fields[name], hints[name], opts.get(name, Opt())) for name in chosen]
+    return [_Asked.of(owner, fields[name], hints[name], opts[name]) if name in opts else _usual(owner, name) for name in chosen]
+
+
+@functools.cache
+def _usual(owner: type, name: str) -> _Asked:
+    """As a field is asked for by most commands that have it."""
+    field = next(each for each in dataclasses.fields(owner) if each.name == name)
+    return _Asked.of(owner, field, _hints(owner)[name], Opt())
 
 
 def _build(owner: type, values: list[tuple[_Asked, Any]]) -> Any:
@@ -283,14 +292,20 @@ def _helps(owner: type) -> dict[str, str]:
     return {name: re.sub(r"`([^`]+)`", option, " ".join(text.split())) for name, text in literals.items()}
 
 
+@functools.cache
+def _classes(file: str) -> dict[str, str]:
+    """The source of each class of a file."""
+    source = Path(file).read_text(encoding="utf-8")
+    return {found[1]: found[0] for found in re.finditer(r"^class (\w+).*\n(?:[ \t].*\n|\n)*", source, re.MULTILINE)}
+
+
 def _literals(owner: type) -> dict[str, str]:
     """The string literal under each field of a class, from its source; only what stands before its methods is parsed."""
     file = getattr(sys.modules[owner.__module__], "__file__", None)
     if file is None or owner is object:  # built in
         return {}
-    source = Path(file).read_text(encoding="utf-8")
-    found = re.search(rf"^class {owner.__name__}\b.*\n(?:[ \t].*\n|\n)*", source, re.MULTILINE)
-    body = ast.parse(re.split(r"\n    (?:def |@)", found[0])[0]).body[0] if found else None
+    text = _classes(file).get(owner.__name__)
+    body = ast.parse(re.split(r"\n    (?:def |@)", text)[0]).body[0] if text else None
     return {
         field.target.id: literal.value.value
         for field, literal in pairwise(body.body if isinstance(body, ast.ClassDef) else ())

@@ -67,6 +67,11 @@ Json = Annotated[bool, typer.Option("--json", help="Last line of stdout is one J
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")]
 System = Annotated[str | None, typer.Option(help="System message.")]
 PromptSource = Annotated[str | None, typer.Option(help="JSON lines, Parquet or data set id [default: a small built-in set].")]
+JsonSchema = Annotated[
+    str | None,
+    typer.Option(metavar="FILE|TEXT", help="The answer is JSON of this schema; {} for any object. Needs paceline[serve]."),
+]
+Regex = Annotated[str | None, typer.Option(help="The answer matches this from end to end. Needs paceline[serve].")]
 Limit = Annotated[int | None, typer.Option(help="Only the first prompts.")]
 MOCK = Changed(mocked_tokens_per_round=Opt("--mock", metavar="TOKENS_PER_ROUND"))
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from paceline.commands.options import Changed, Only, Opt, Without, options
-from paceline.commands.shared import Json, TerminalProgress, say
+from paceline.commands.shared import Json, JsonSchema, Regex, TerminalProgress, grammar_of, say
 from paceline.config import EngineConfig
 from paceline.errors import CacheError, ConfigError
 from paceline.train import config as asks
@@ -19,6 +19,9 @@ Target = Annotated[
     Only("model", "dtype", "backend", "isa", "weight_format", "device", "threads"),
     Changed(model=Opt("--target", help="The model to be sped up: built-in name, folder, GGUF file or hub id.")),
 ]
+GIVEN = ("system", "before", "tools", "variables", "grammar")
+"""What an application gives with every prompt: `train` reads answers that were given it."""
+ANSWERS = {"temperatures": Opt("--temperature"), "variables": Opt("--template-variable")}
 SHAPE = {
     "num_layers": Opt("--layers"),
     "num_taps": Opt("--taps"),
@@ -33,7 +36,7 @@ def train(
     config: Annotated[asks.TrainConfig, Without("target", "asked", "answering", "shape", "loop")],
     target: Target,
     asked: asks.PromptsConfig,
-    answering: Annotated[asks.AnswerConfig, Without("seed"), Changed(temperatures=Opt("--temperature"))],
+    answering: Annotated[asks.AnswerConfig, Without("seed", *GIVEN), Changed(temperatures=Opt("--temperature"))],
     shape: Annotated[asks.DrafterShape, Changed(**SHAPE)],
     loop: Annotated[asks.LoopConfig, Without("loss", "optim"), Changed(autocast=Opt("--autocast/--full-precision"))],
     loss: Annotated[asks.LossConfig, Without("alpha"), Changed(name=Opt("--loss"), vocab=Opt("--loss-vocab"))],
@@ -69,12 +72,15 @@ def regenerate(
     config: Annotated[asks.RegenerateConfig, Without("target", "asked", "answering")],
     target: Target,
     asked: asks.PromptsConfig,
-    answering: Annotated[asks.AnswerConfig, Changed(temperatures=Opt("--temperature"))],
+    answering: Annotated[asks.AnswerConfig, Without("grammar"), Changed(**ANSWERS)],
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
     as_json: Json = False,
 ) -> dict[str, Any] | None:
     """The target answers prompts, batched: the data a drafter learns from. Without prompts it writes some itself.
 
     Example: paceline regenerate --prompts questions.jsonl --out runs/answers
     """
+    answering = replace(answering, grammar=grammar_of(json_schema, regex))
     result = run_regenerate(replace(config, target=target, asked=asked, answering=answering), progress=TerminalProgress())
     return asdict(result) if Ranks.here().is_first else None
