@@ -7,6 +7,7 @@ Skips without playwright or a Chromium; calculator_visit.py says what is checked
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -149,6 +150,13 @@ def test_a_link_typed_over_is_followed(visit: Any) -> None:
     assert "Qwen3-8B" in tab.code("command")
     tab.page.get_by_role("button", name="Reset").click()
     assert round(tab.figure("speedup"), 2) == 3.87
+
+
+def test_a_link_typed_while_the_page_writes_its_own_is_followed(visit: Any) -> None:
+    tab = visit()
+    tab.page.evaluate("location.hash = '#batch=1'; history.replaceState(null, '', '#batch=32')")
+    expect(tab.page.locator("#batch")).to_have_value("1")
+    expect(tab.page).to_have_url(re.compile("batch=1(&|$)"))
 
 
 def test_a_pasted_config_travels_without_what_was_not_read(visit: Any) -> None:

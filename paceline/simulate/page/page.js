@@ -265,7 +265,8 @@ $("reset").addEventListener("click", () => restore(standards(fields)));
 $("inputs").addEventListener("submit", (event) => event.preventDefault());
 $("copy-link").addEventListener("click", () => { remember(); copy($("copy-link"), location.href); });
 for (const button of document.querySelectorAll("[data-copies]")) button.addEventListener("click", () => copy(button, $(button.dataset.copies).textContent));
-addEventListener("hashchange", () => restore(fromHash(fields, location.hash)));
+// The event's own address: remember() may have written over location.hash before the event arrives.
+addEventListener("hashchange", (event) => restore(fromHash(fields, new URL(event.newURL).hash)));
 followScheme(() => {});
 write($("about"), `paceline ${data.version}. ${data.unavailable}`);
 restore(state);
