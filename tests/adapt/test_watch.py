@@ -80,7 +80,16 @@ def test_the_best_of_several_is_taken(tmp_path: Path, server: FakeServer) -> Non
     assert [entry["state"] for entry in one.lineage.entries()] == ["passed", "serving", "refused"]
 
 
-@pytest.mark.parametrize(("status", "line"), [(137, ""), (2, '{"error": "no disk"}'), (0, "not json"), (0, '["passed"]')])
+@pytest.mark.parametrize(
+    ("status", "line"),
+    [
+        (137, ""),
+        (2, '{"error": "no disk"}'),
+        (0, "not json"),
+        (0, '["passed"]'),
+        (0, '{"passed": "yes", "reason": ""}'),
+    ],
+)
 def test_a_dead_training_or_gate_is_a_line_in_the_log(tmp_path: Path, server: FakeServer, status: int, line: str) -> None:
     traffic(tmp_path)
     for name, ends in (("a", [(status or 1, line)]), ("b", [(0, ""), (status, line)])):
