@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,8 +15,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-HOST = "127.0.0.1"
+HOST, CHAT = "127.0.0.1", "/v1/chat/completions"
 TIMEOUT_S = 600.0
 
 
@@ -77,3 +80,17 @@ def server(command: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], int, f
             process.wait()
             said.seek(0)
             sys.stderr.write("".join(line for line in said if "Error" in line or "Traceback" in line))
+
+
+def stop(process: subprocess.Popen[bytes], seconds: float = 120.0) -> None:
+    """SIGTERM, and wait until it has ended: what it keeps is then on disk. Raises subprocess.TimeoutExpired."""
+    process.send_signal(signal.SIGTERM)
+    process.wait(seconds)
+
+
+def post(port: int, body: dict[str, Any], headers: dict[str, str] | None = None, path: str = CHAT) -> tuple[int, Any]:
+    """A request in JSON: the status of its answer, and what that says."""
+    with contextlib.closing(http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_S)) as connection:
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"} | (headers or {}))
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())

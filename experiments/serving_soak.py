@@ -30,11 +30,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from server_process import HOST, TIMEOUT_S, Process, server
+from server_process import CHAT, HOST, TIMEOUT_S, Process, server
 
 from paceline.runlog import record_of
 
-CHAT = "/v1/chat/completions"
 GONE = ("gone before the first token", "gone in the middle")
 KINDS = ["whole", "whole", "streamed", "streamed", "absurd", "absurd", *GONE, *GONE[1:]]
 ABSURD: list[tuple[dict[str, Any] | bytes, set[int]]] = [
