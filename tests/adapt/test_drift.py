@@ -10,7 +10,8 @@ import pytest
 from paceline.adapt.baseline import Seasonal
 from paceline.adapt.config import PolicyConfig
 from paceline.adapt.drift import Series
-from paceline.adapt.hours import DAY, WEEK, Sums, total
+from paceline.adapt.hours import DAY, SHORTER, WEEK, Sums, _hour_s, total
+from paceline.errors import ConfigError
 
 FIRST = 20_454 * DAY
 
@@ -46,6 +47,21 @@ class TestSums:
         parts = [(10.0, 4.0), (30.0, 9.0), (0.0, 0.0)]
         assert total([Sums.of(parts[:1]), Sums.of(parts[1:])]) == Sums.of(parts)
         assert Sums().log_variance == math.inf and Sums().tokens_per_round == 1.0
+
+
+@pytest.mark.parametrize(("text", "seconds"), [(None, 3600), ("8", 8), ("0.5", 0.5)])
+def test_hours_can_be_shorter(text: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SHORTER, raising=False)
+    if text is not None:
+        monkeypatch.setenv(SHORTER, text)
+    assert _hour_s() == seconds
+
+
+@pytest.mark.parametrize("text", ["", "an hour", "nan", "0", "-8", "7200"])
+def test_hours_of_no_length(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SHORTER, text)
+    with pytest.raises(ConfigError, match=f"{SHORTER} is '{text}': give the seconds"):
+        _hour_s()
 
 
 class TestSeason:
