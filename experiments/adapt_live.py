@@ -313,6 +313,7 @@ def main() -> int:
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
     (options.out / OURS).touch()
+    (options.out / "traces").mkdir(mode=0o700)
     run, missed = Run(options), None
     try:
         run.go()
