@@ -175,7 +175,9 @@ class Run:
         self.mark("tickets begin")
         traffic.shares = {TICKETS: 1 - options.rest, QUESTIONS: options.rest}
         self.say(f"the traffic turns: {1 - options.rest:.0%} tickets")
-        self.until_event(("training",), 60 * self.hour_s + LATE_S + 60, daemon)
+        ended = self.until_event(("training", "failed"), 60 * self.hour_s + LATE_S + 60, daemon)
+        if ended == "failed":
+            raise Missed(f"no training began: {self.events()[-1].get('why')}")
         ended = self.until_event(("swapped", "refused", "failed"), 60 * (options.minutes + 15), daemon)
         if ended != "swapped":
             raise Missed(f"the candidate was {ended}: {self.events()[-1].get('why')}")
@@ -284,7 +286,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hour-s", type=float, default=8.0, help="seconds of an hour of the daemon")
     parser.add_argument("--calm-hours", type=float, default=54.0, help="hours of questions; a season needs more than 48")
     parser.add_argument("--rest", type=float, default=0.15, help="share of questions among the tickets")
-    parser.add_argument("--clients", type=int, default=2)
+    parser.add_argument("--clients", type=int, default=3)
     parser.add_argument("--think-s", type=float, default=2.0, help="seconds that a client waits between requests, on average")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--max-len", type=int, default=1024)

@@ -46,11 +46,15 @@ class Application:
     """Of its answers, JSON."""
     users: Callable[[int, bool], list[str]]
     """(number, whether they are those that are measured with) -> what they say."""
+    openers: tuple[str, ...]
+    """How its developer guesses that users begin; no real request begins so."""
     tools: list[dict[str, Any]] | None = None
 
     def rows(self, number: int, heldout: bool) -> list[dict[str, Any]]:
         """Prompts as `paceline regenerate` reads them."""
         said = self.users(number, heldout)
+        if any(text.startswith(self.openers) for text in said):
+            raise ValueError(f"an opener of {self.name} stands in a real request: it is no guess")
         return [
             {"id": f"{self.name}-{place}", "messages": [*self.opening, {"role": "user", "content": text}]}
             for place, text in enumerate(said)
@@ -84,7 +88,8 @@ def tickets() -> Application:
         policy_id={"enum": [policy.id for policy in POLICIES]},
         reasoning=words(320),
     )
-    return Application("tickets", preamble(), json.dumps(schema), users)
+    names = ("Lucas Grey from", "Mia Winter from", "Omar Field from", "Ines Marsh from", "Noah Brook from", "Yuki Wood from")
+    return Application("tickets", preamble(), json.dumps(schema), users, names)
 
 
 def an_order(luck: random.Random, source: Words) -> tuple[str, dict[str, Any]]:
@@ -111,13 +116,14 @@ def extraction() -> Application:
     shop = Words(("Tom", "Amy"), ("Hale", "Cole"), ("Paris", "Rome"), ("gold", "oak"), ("ring", "bed"), ("It is urgent.",))
     for seed in range(2):
         text, order = an_order(random.Random(seed), shop)
-        answer = json.dumps({key: order[key] for key in json.loads(json.dumps(schema))["properties"]})
+        answer = json.dumps({key: order[key] for key in schema["properties"]})
         opening += [{"role": "system", "content": text}, {"role": "assistant", "content": answer}]
     return Application(
         "extraction",
         opening,
         json.dumps(schema),
         lambda number, heldout: different(lambda luck, source: an_order(luck, source)[0], number, heldout, "order"),
+        ("My name is", "Could you send", "Please deliver", "Good morning, we are", "Can I have", "We want to order"),
     )
 
 
@@ -160,8 +166,14 @@ def a_wish(luck: random.Random, source: Words) -> str:
 
 def tool_calls() -> Application:
     opening = [{"role": "system", "content": "You answer for a shop. Call the tool that helps the customer."}]
+    openers = ("Has my order", "Could I", "Are there any", "Please ring me", "My parcel", "Is it possible")
     return Application(
-        "tools", opening, call_schema(TOOLS), lambda number, heldout: different(a_wish, number, heldout, "wish"), TOOLS
+        "tools",
+        opening,
+        call_schema(TOOLS),
+        lambda number, heldout: different(a_wish, number, heldout, "wish"),
+        openers,
+        TOOLS,
     )
 
 

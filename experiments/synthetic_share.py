@@ -93,14 +93,22 @@ class Stages:
         return parsed(self.folder / "real-answers" / "answers")
 
     def synthetic(self) -> dict[str, Any]:
-        """What is known without users: the opening, the form of the answers, public prompts. Nothing of `real.jsonl` may be
-        among the prompts, which the command checks."""
+        """From what is known without users: the opening, the form of the answers, public prompts, guessed beginnings. Nothing
+        of `real.jsonl` may be among the prompts, which the command checks."""
         options, out = self.options, self.folder / "made"
         number = round(options.answers * options.more)
         public = round(number * options.public_share) if options.public else 0
         words: list[Any] = ["--system", self.application.opening[0]["content"], "--before", self.folder / "before.json"]
         words += self.tools or ["--schema", self.folder / "schema.json"]
-        words += ["--not-in", self.folder / "real-answers" / "answers", "--self-written", number - public]
+        (self.folder / "openers.txt").write_text("\n".join(self.application.openers) + "\n")
+        words += [
+            "--openers",
+            self.folder / "openers.txt",
+            "--not-in",
+            self.folder / "real-answers" / "answers",
+            "--self-written",
+            number - public,
+        ]
         if public:
             words += ["--limit", -(-public // len(options.public))]
             words += [word for source in options.public for word in ("--prompts", source)]
@@ -197,7 +205,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--drafter", default="default", help="what both trainings begin with")
     parser.add_argument("--public", action="append", default=[], help="file of public prompts; may be repeated")
-    parser.add_argument("--public-share", type=float, default=0.3, help="of the prompts; the target writes the others")
+    parser.add_argument("--public-share", type=float, default=0.2, help="of the prompts; the target writes the others")
     parser.add_argument("--answers", type=int, default=600, help="requests of real users that are learned from, at most")
     parser.add_argument("--more", type=float, default=1.6, help="synthetic prompts for each real one: some are left out")
     parser.add_argument("--heldout", type=int, default=60, help="requests that are measured with")
