@@ -8,7 +8,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +43,7 @@ class Traffic:
     """So many clients; each asks, waits some time (exponential, `think_s` on average), and asks again."""
 
     port: int
-    prompts: dict[str, Sequence[Known]]
+    prompts: Mapping[str, Sequence[Known]]
     max_tokens: int
     num_clients: int
     think_s: float
