@@ -287,7 +287,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--calm-hours", type=float, default=54.0, help="hours of questions; a season needs more than 48")
     parser.add_argument("--rest", type=float, default=0.15, help="share of questions among the tickets")
     parser.add_argument("--clients", type=int, default=3)
-    parser.add_argument("--think-s", type=float, default=2.0, help="seconds that a client waits between requests, on average")
+    parser.add_argument("--think-s", type=float, default=2.5, help="seconds that a client waits between requests, on average")
     parser.add_argument("--max-tokens", type=int, default=80)
     parser.add_argument("--max-len", type=int, default=1024)
     parser.add_argument("--num-questions", type=int, default=60)
