@@ -91,9 +91,11 @@ class PromptsConfig:
     """Which prompts the target answers."""
 
     prompts: tuple[str, ...] = ()
-    """JSON lines, Parquet, folder of traces or data set id; may be repeated."""
+    """JSON lines, Parquet, folder of traces or data set id, each perhaps with a weight (a.jsonl=2)."""
     limit: int | None = None
     """Only the first prompts of each source."""
+    strict: bool = False
+    """Refuse a source with rows that cannot be used, in place of leaving them out and saying how many."""
     self_written: Whole = 0
     """Also answer this many prompts that the target writes itself."""
     openers: Path | None = None

@@ -6,10 +6,12 @@ number of processes, sees the same blocks.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import PromptError
+from paceline.rows import Dropped
 from paceline.train.answers import Answer, AnswerShards, read_answers
+from paceline.train.tokenised import is_tokenised, tokenised_answers
 
 NUM_READ_BACK = 8
 MAX_PERIOD = 64
@@ -50,6 +54,23 @@ class Corpus:
     heldout: list[Document]
     num_too_short: int = 0
     num_loops_cut: int = 0
+    num_cut: int = 0
+    """Answers of which only the beginning fits the longest document."""
+    num_repeated: int = 0
+    """Answers that were there already: the same conversation, read from two sources or kept twice."""
+    dropped: Dropped = field(default_factory=Dropped)
+    """Rows of the sources that could not be used."""
+
+    def told(self) -> str:
+        """What was left out or cut, for people; empty when nothing was."""
+        counts = (
+            (self.num_loops_cut, "cut where they repeat themselves"),
+            (self.num_cut, "cut at the longest document (max_len)"),
+            (self.num_too_short, "too short"),
+            (self.num_repeated, "there twice"),
+        )
+        parts = [f"{number} {what}" for number, what in counts if number]
+        return ", ".join(parts + ([str(self.dropped)] if self.dropped else []))
 
     def token_counts(self, vocab_size: int) -> NDArray[np.int64]:
         """How often each token stands in the training answers, [V]."""
@@ -57,40 +78,65 @@ class Corpus:
         return np.bincount(np.concatenate(answers), minlength=vocab_size)
 
 
-def read_corpus(sources: Iterable[Path], max_len: int, heldout_share: float = 0.02, max_heldout: int = 256) -> Corpus:
+def read_corpus(
+    sources: Iterable[Path], max_len: int, heldout_share: float = 0.02, max_heldout: int = 256, strict: bool = False
+) -> Corpus:
     """Documents of answer folders or files, each once; conversations are held out by a hash of their key's prompt.
 
     Answers are cut at `max_len` tokens and where they start to repeat themselves for the third time: repeated text teaches
-    nothing new and makes every figure look better than it is. Raises PromptError when nothing is left to learn from.
+    nothing new and makes every figure look better than it is. Documents come in the order of their keys, whatever the order in
+    which they were written. Raises PromptError when nothing is left to learn from; with `strict` at a row that cannot be used.
     """
-    found: list[tuple[str, Document]] = []
-    seen: set[tuple[str, int]] = set()
-    num_too_short = num_loops_cut = 0
-    for answer in _answers(sources):
-        if (answer.key, answer.turn) in seen:
-            continue
-        seen.add((answer.key, answer.turn))
-        end = loop_start(answer.answer_ids)
-        num_loops_cut += end < len(answer.answer_ids)
-        tokens = np.array((answer.prompt_ids + answer.answer_ids[:end])[:max_len], dtype=np.int32)
-        document = Document(f"{answer.key}/{answer.turn}", tokens, len(answer.prompt_ids))
-        if document.num_anchors < 1:
-            num_too_short += 1
-        else:
-            found.append((answer.key, document))
-    chosen = heldout_prompts([key for key, _ in found], heldout_share, max_heldout)
-    train = [document for key, document in found if prompt_of(key) not in chosen]
-    heldout = [document for key, document in found if prompt_of(key) in chosen]
+    found: list[tuple[str, int, Document]] = []
+    counts, dropped = Counter[str](), Dropped()
+    for answer, document in read_documents(sources, max_len, counts, None if strict else dropped):
+        found.append((answer.key, answer.turn, document))
+    found.sort(key=lambda each: each[:2])
+    chosen = heldout_prompts([key for key, _, _ in found], heldout_share, max_heldout)
+    train = [document for key, _, document in found if prompt_of(key) not in chosen]
+    held = [each for each in found if prompt_of(each[0]) in chosen]
+    held.sort(key=lambda each: (zlib.crc32(prompt_of(each[0]).encode()), *each[:2]))  # the first few are a fair mixture
     if not train:
-        raise PromptError("there are no answers to learn from: regenerate more, or raise the longest document (max_len)")
-    return Corpus(train, heldout, num_too_short, num_loops_cut)
+        raise PromptError(NOTHING_LEFT + (f"; {dropped}" if dropped else ""))
+    return Corpus(train, [document for _, _, document in held], **counts, dropped=dropped)
 
 
-def _answers(sources: Iterable[Path]) -> Iterator[Answer]:
+NOTHING_LEFT = "there are no answers to learn from: regenerate more, or raise the longest document (max_len)"
+
+
+def read_documents(
+    sources: Iterable[Path], max_len: int, counts: Counter[str], dropped: Dropped | None = None
+) -> Iterator[tuple[Answer, Document]]:
+    """Each answer once, with the document it becomes; `counts` gets the numbers that Corpus has."""
+    counts.update(num_too_short=0, num_loops_cut=0, num_cut=0, num_repeated=0)
+    seen: set[bytes] = set()
+    for answer in _answers(sources, dropped):
+        mark = hashlib.blake2b(f"{answer.turn}/{answer.key}".encode(errors="surrogatepass"), digest_size=12).digest()
+        if mark in seen:
+            counts["num_repeated"] += 1
+            continue
+        seen.add(mark)
+        end = loop_start(answer.answer_ids)
+        counts["num_loops_cut"] += end < len(answer.answer_ids)
+        whole = answer.prompt_ids + answer.answer_ids[:end]
+        document = Document(f"{answer.key}/{answer.turn}", np.array(whole[:max_len], dtype=np.int32), len(answer.prompt_ids))
+        if document.num_anchors < 1:
+            counts["num_too_short"] += 1
+            continue
+        counts["num_cut"] += len(whole) > max_len
+        yield answer, document
+
+
+def _answers(sources: Iterable[Path], dropped: Dropped | None = None) -> Iterator[Answer]:
     for source in sources:
         if not source.exists():
             raise PromptError(f"there are no answers at {source}: make them with paceline regenerate")
-        yield from AnswerShards(source) if source.is_dir() else read_answers(source)
+        if source.is_dir():
+            yield from AnswerShards(source)
+        elif is_tokenised(source):
+            yield from tokenised_answers(source, dropped)
+        else:
+            yield from read_answers(source)
 
 
 def check_answers(sources: Iterable[Path], decode: Callable[[list[int]], str] | None = None) -> None:

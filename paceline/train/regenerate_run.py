@@ -33,12 +33,14 @@ from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ContextLengthError, PromptError, reraised
 from paceline.model.backends import settle
 from paceline.prompts import Message, Prompt, read_prompts
+from paceline.rows import Dropped
 from paceline.runlog import RunFolder, plain
 from paceline.tables import Progress, ignore
 from paceline.train.answers import Answer, AnswerShards
 from paceline.train.checkpoint import check_same
 from paceline.train.config import AnswerConfig, RegenerateConfig
 from paceline.train.dataset import check_answers
+from paceline.train.mixture import read_mixture
 from paceline.train.ranks import Ranks, only_run
 from paceline.train.self_written import MAX_TOKENS as MAX_PROMPT_WRITTEN
 from paceline.train.self_written import PromptWriter, SelfWritten, read_openers
@@ -56,7 +58,13 @@ def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
     with prepared(config, progress) as job:
         shards = AnswerShards(config.out / "answers", job.ranks.rank)
         done = Regenerator(job.llm, shards, config.answering).run(job.prompts, job.bars)
-        job.folder.log(stage="regenerate", rank=job.ranks.rank, dropped=job.written.dropped, **asdict(done))
+        job.folder.log(
+            stage="regenerate",
+            rank=job.ranks.rank,
+            dropped=job.written.dropped,
+            rows_dropped=job.dropped.counts,
+            **asdict(done),
+        )
     _report(config, done, job.written, job.ranks, progress)
     return done
 
@@ -72,6 +80,8 @@ class Prepared:
     folder: RunFolder
     ranks: Ranks
     bars: Progress
+    dropped: Dropped
+    """Rows of the prompts that were left out."""
 
 
 @contextlib.contextmanager
@@ -87,20 +97,19 @@ def prepared(
     settings = _identity(config, engine, ranks) | plain(dict(more or {}))
     _check_same_run(config.out, what, settings)
     openers = _openers(config, progress)
-    given = {source: read_prompts(source, config.asked.limit) for source in config.asked.prompts}
+    given = read_mixture(config.asked, config.answering.seed, progress.say if ranks.is_first else ignore)
     with only_run(config.out, "answering", ranks, progress.say):
         folder = RunFolder(config.out)
         if ranks.is_first and not (config.out / "config.json").is_file():
             folder = RunFolder.create(what, {what: settings, "llm": engine}, config.out)
         llm = _load(engine)
-        traced = [Path(source) for source, prompts in given.items() if any(prompt.token_ids for prompt in prompts)]
-        check_answers(traced, llm.tokenizer.decode)
+        check_answers(given.traced, llm.tokenizer.decode)
         if ranks.is_first:
             progress.loaded(llm)
         bars = progress if ranks.is_first else Progress()
         written, own = _write_own(llm, config, ranks, openers, bars)
-        prompts = _share([prompt for prompts in given.values() for prompt in prompts], own, config.answering.seed, ranks)
-        yield Prepared(llm, prompts, written, folder, ranks, bars)
+        prompts = _share(given.prompts, own, config.answering.seed, ranks)
+        yield Prepared(llm, prompts, written, folder, ranks, bars, given.dropped)
 
 
 def _check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> None:
@@ -123,7 +132,11 @@ def _identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> d
         "target": engine.model,
         "weights": engine.weights,
         "dtype": engine.dtype,
-        **asdict(replace(asked, self_written=asked.num_self_written)),
+        **{
+            name: value
+            for name, value in asdict(replace(asked, self_written=asked.num_self_written)).items()
+            if name != "strict"
+        },
         **{name: value for name, value in asdict(config.answering).items() if value not in (None, ())},
     }
     if asked.num_self_written:
@@ -315,7 +328,7 @@ class Regenerator:
             return list(prompt.token_ids)
         tools = prompt.tools or self._tools
         has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-        return self.llm.encode_chat(messages, tools if tools or has_calls else None, self._variables)
+        return self.llm.encode_chat(messages, tools if tools or has_calls else None, self._variables | dict(prompt.variables))
 
     def _tell_one_more(self) -> None:
         pace = self.done.num_tokens / (time.perf_counter() - self._started_at)
@@ -380,4 +393,6 @@ def _key(prompt: Prompt, temperature: float) -> str:
     text = repr((before, prompt.turns) if before else prompt.token_ids or prompt.turns)
     if prompt.tools or prompt.grammar or (prompt.messages and prompt.messages[-1]["role"] != "user"):
         text += repr((prompt.messages[-1:], prompt.tools, prompt.grammar))
+    if prompt.variables:
+        text += repr(prompt.variables)
     return f"{prompt.source}/{prompt.id}#{zlib.crc32(text.encode()):08x}@{temperature:g}"

@@ -136,11 +136,11 @@ class _Stages:
     def run(self) -> TrainResult:
         config, progress = self.config, self.progress
         answers, ood = self._answers()
-        corpus = read_corpus(answers, config.max_len, HELDOUT_SHARE, MAX_HELDOUT)
+        corpus = read_corpus(answers, config.max_len, HELDOUT_SHARE, MAX_HELDOUT, config.asked.strict)
         num_places = sum(document.num_anchors for document in corpus.train)
         progress.say(
             f"{len(corpus.train)} documents to learn from ({num_places} places for blocks), {len(corpus.heldout)} held out; "
-            f"{corpus.num_loops_cut} cut where they repeat themselves, {corpus.num_too_short} too short"
+            f"{corpus.told() or 'all of them whole'}"
         )
         folder = self._open()
         target = self._load_target()

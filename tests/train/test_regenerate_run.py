@@ -222,7 +222,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         regenerate(ask(tmp_path / "run", str(empty)))
     empty.write_text('{"prompt": "fine"}\n{"prompt": 3}\n')
     with pytest.raises(PromptError, match="line 2: 'prompt' must be text"):
-        regenerate(ask(tmp_path / "run", str(empty)))
+        regenerate(ask(tmp_path / "run", str(empty), strict=True))
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="0 or more"):
         ask(tmp_path / "run", self_written=-1)
@@ -232,6 +232,17 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(tiny_model(tmp_path / "model", max_position=64))
     with pytest.raises(ConfigError, match=r"beyond the model's 64 tokens: .* lower max_prompt_tokens or max_tokens"):
         regenerate(ask(tmp_path / "short", questions(tmp_path), target=replace(FAKE, model=model)))
+
+
+def test_rows_left_out_are_told_and_logged(
+    tmp_path: Path, talking: list[EngineConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mixed.jsonl"
+    file.write_text('{"prompt": "fine"}\n{"prompt": 3}\n{half\n')
+    assert regenerate(ask(tmp_path / "run", str(file)))["num_answers"] == 1
+    assert "2 rows left out: 1 malformed (" in capsys.readouterr().err
+    (figures,) = [json.loads(row) for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert figures["rows_dropped"] == {"malformed": 1, "not JSON": 1}
 
 
 def test_openers_without_self_written_prompts_are_noted(

@@ -234,7 +234,7 @@ def test_bad_options_are_refused_before_anything_is_loaded(
 def test_bad_prompts_are_named_by_line(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text(text)
     with pytest.raises(PromptError, match=message):
-        paceline(*TINY, "--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "run")
+        paceline(*TINY, "--strict", "--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "run")
 
 
 def written(folder: Path, token: int, text: str) -> Path:
