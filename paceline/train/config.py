@@ -180,6 +180,8 @@ class LoopConfig:
     """Blocks per document and epoch, at random places. The paper has 512 in 3,072 tokens."""
     blocks_per_pack: Count = 128
     """Blocks computed at once; a step adds up its packs."""
+    tokens_per_pack: Annotated[int, at_least(16)] | None = 4096
+    """Context positions and slots computed at once; a longer document goes in pieces, each with all of its context."""
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     autocast: bool = True

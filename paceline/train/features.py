@@ -40,6 +40,8 @@ FREE_MARGIN = 0.05
 """Share of the disk that must stay free."""
 NUM_SAMPLED = 32
 """Documents that the scale is measured on."""
+POSITIONS_PER_PASS = 2048
+"""Positions of a document that the target runs at once."""
 LOUD = 3.0
 """Positions whose norm is this times the median are left out of the measurement: attention sinks, one in some hundred."""
 
@@ -71,6 +73,8 @@ class OnlineFeatures:
         self._needs_final, self._has_final = needs_final, last in tap_layers
         self._tap_layers = tap_layers
         target.set_taps((*tap_layers, last) if needs_final and not self._has_final else tap_layers)
+        self._again: tuple[int, Features] | None = None
+        """The latest document's number and features: of a long one, several packs in turn ask for them."""
         self._last: tuple[list[int], Tensor, int, int] | None = None
         """Of the document before: tokens, taps, row, and the row's generation, which tells whether another has had the row."""
 
@@ -81,19 +85,20 @@ class OnlineFeatures:
         return sum(len(document) for document in self.documents) * width
 
     def of(self, number: int) -> Features:
+        if self._again is not None and self._again[0] == number:
+            return self._again[1]
+        self._again = number, self._compute(number)
+        return self._again[1]
+
+    def _compute(self, number: int) -> Features:
         tokens, cache = self.documents[number].tokens.tolist(), self._target.cache
         row = cache.allocate()
         assert row is not None, "training owns the target's cache"
         try:
             known_SF = self._known(tokens, row)
-            begin = 0 if known_SF is None else len(known_SF)
-            batch = ForwardBatch([row], [begin], [len(tokens) - begin], tokens[begin:], "none")
-            taps_SF = self._target.forward(batch).taps_TF
+            taps_SF = self._run(tokens, row, known_SF)
         finally:
             cache.free(row)
-        assert taps_SF is not None
-        if known_SF is not None:
-            taps_SF = torch.cat([known_SF, taps_SF])
         self._last = tokens, taps_SF, row, cache.generations[row]
         size = self._target.hidden_size
         if not self._needs_final:
@@ -102,6 +107,16 @@ class OnlineFeatures:
             slot = self._tap_layers.index(self._target.num_layers - 1)
             return Features(taps_SF, taps_SF[:, slot * size : (slot + 1) * size])
         return Features(taps_SF[:, :-size], taps_SF[:, -size:])
+
+    def _run(self, tokens: list[int], row: int, known_SF: Tensor | None) -> Tensor:
+        """Taps of all positions, of which the first few may be known; a long document's in passes of bounded size."""
+        parts, begin = ([], 0) if known_SF is None else ([known_SF], len(known_SF))
+        for start in range(begin, len(tokens), POSITIONS_PER_PASS):
+            piece = tokens[start : start + POSITIONS_PER_PASS]
+            taps_TF = self._target.forward(ForwardBatch([row], [start], [len(piece)], piece, "none")).taps_TF
+            assert taps_TF is not None
+            parts.append(taps_TF.clone() if self._target.overwrites_taps else taps_TF)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _known(self, tokens: list[int], row: int) -> Tensor | None:
         """Taps of the beginning that this document shares with the one before, whose keys and values `row` still holds."""

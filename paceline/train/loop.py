@@ -27,7 +27,7 @@ from paceline.train.config import LoopConfig, OptimConfig
 from paceline.train.dataset import Corpus, Document, Place, StepPlanner
 from paceline.train.features import FeatureSource
 from paceline.train.losses import Head, LossVocabulary, SlotMetrics, Slots, head_loss
-from paceline.train.packs import Chosen, Pack, Packer, Trainable, heldout_anchors
+from paceline.train.packs import Chosen, Pack, PackBudget, Packer, Trainable, heldout_anchors
 from paceline.train.parallel import laid_out, make_parallel, recompute_layers
 from paceline.train.ranks import Ranks
 
@@ -82,7 +82,9 @@ class Trainer:
             block_size=drafter.block_size,
             seed=config.seed,
         )
-        self.packer = Packer(drafter.block_size, corpus.train, features, self.device)
+        window = getattr(drafter, "context_window", None)
+        self.budget = PackBudget(config.blocks_per_pack, config.tokens_per_pack, drafter.block_size, window)
+        self.packer = Packer(drafter.block_size, corpus.train, features, self.device, window)
         self.parallel = make_parallel(config.parallel, self.ranks, self.device)
         if config.gradient_checkpointing:
             recompute_layers(drafter.layers)
@@ -192,7 +194,7 @@ class Trainer:
     def forward_backward(self, chosen: list[Chosen], num_slots: int, head: Head) -> tuple[float, SlotMetrics]:
         """Add the gradients of this process's share of a step of `num_slots` slots, pack by pack; their share of its loss."""
         metrics, loss = SlotMetrics.zero(self.drafter.block_size - 1), 0.0
-        pieces = self.parallel.pieces(chosen, self.config.blocks_per_pack)
+        pieces = self.parallel.pieces(chosen, self.budget)
         for number, piece in enumerate(pieces):
             is_measured = number == 0 and piece.weight > 0
             scalar, measured = self.pack_loss(self.packer.pack(piece.chosen), head, num_slots, is_measured)
@@ -216,9 +218,9 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, documents: list[Document], features: FeatureSource) -> dict[str, Any]:
         """Figures over held-out documents, teacher-forced: every process looks at its share."""
-        packer = Packer(self.drafter.block_size, documents, features, self.device)
+        packer = Packer(self.drafter.block_size, documents, features, self.device, self.budget.window)
         metrics = SlotMetrics.zero(self.drafter.block_size - 1)
-        for piece in self.parallel.pieces(heldout_anchors(documents, HELDOUT_ANCHORS), self.config.blocks_per_pack):
+        for piece in self.parallel.pieces(heldout_anchors(documents, HELDOUT_ANCHORS), self.budget):
             _, measured = self.pack_loss(packer.pack(piece.chosen), self.head, 1.0, is_measured=piece.weight > 0)
             metrics.flat += measured.flat
         return self._summed(0.0, metrics)[1].rates()
