@@ -141,7 +141,7 @@ def _spoken(each: Row, where: str) -> Message:
     if str(speaker).lower() != "function_call":
         return {"role": role, "content": content}
     try:
-        call = json.loads(content) if isinstance(content, str) else content
+        call: Any = json.loads(content) if isinstance(content, str) else content
         calls = [{"name": one["name"], "arguments": one["arguments"]} for one in (call if isinstance(call, list) else [call])]
     except (ValueError, KeyError, TypeError) as error:
         raise RowError(f"{where}: a function_call must be a JSON object with name and arguments") from error

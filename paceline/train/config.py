@@ -32,7 +32,9 @@ class AnswerConfig:
     max_prompt_tokens: Count = 512
     """Longer prompts are left out."""
     temperatures: tuple[float, ...] = (0.0,)
-    """Comma-separated; each prompt is answered once at each."""
+    """Comma-separated; each prompt is answered at each."""
+    samples: Count = 1
+    """Answers to each prompt at each temperature above 0."""
     seed: int = 0
     """Another seed, other sampled answers."""
     system: str | None = None
@@ -251,9 +253,13 @@ class TrainConfig:
     """Prompts of another kind, watched but not learned; may be repeated."""
     max_len: int = 1024
     """Longest document, prompt and answer, in tokens."""
-    features: Annotated[str, ("auto", "online", "cached")] = "auto"
-    """Hidden states: computed as documents come, or kept on disk. auto keeps them when documents are seen again and the disk
-    has room."""
+    features: Annotated[str, ("auto", "online", "cached", "streamed")] = "auto"
+    """Hidden states: computed as documents come, kept on disk, or produced ahead of the trainer (streamed, with documents on
+    disk: memory does not grow with their number). auto keeps them when documents are seen again and the disk has room."""
+    feature_dtype: Annotated[str, ("model", "int8")] = "model"
+    """Hidden states are kept as the model gives them, or in 8 bits with a scale for each vector."""
+    stream_buffer: Annotated[int, "bytes"] = 256 * 2**20
+    """Most bytes of streamed hidden states that wait for the trainer."""
     answering: AnswerConfig = field(default_factory=AnswerConfig)
     shape: DrafterShape = field(default_factory=DrafterShape)
     loop: LoopConfig = field(default_factory=LoopConfig)

@@ -10,7 +10,7 @@ import hashlib
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,8 @@ from paceline.train.answers import Answer, AnswerShards, read_answers
 from paceline.train.tokenised import is_tokenised, tokenised_answers
 
 NUM_READ_BACK = 8
+COUNTED_AT_ONCE = 1 << 20
+"""Tokens."""
 MAX_PERIOD = 64
 """Longest loop, in tokens, that `loop_start` looks for."""
 
@@ -50,7 +52,7 @@ class Document:
 class Corpus:
     """Documents to learn from, and documents to be tested on."""
 
-    train: list[Document]
+    train: Sequence[Document]
     heldout: list[Document]
     num_too_short: int = 0
     num_loops_cut: int = 0
@@ -74,8 +76,14 @@ class Corpus:
 
     def token_counts(self, vocab_size: int) -> NDArray[np.int64]:
         """How often each token stands in the training answers, [V]."""
-        answers = [document.tokens[document.answer_start :] for document in self.train]
-        return np.bincount(np.concatenate(answers), minlength=vocab_size)
+        counts_V, waiting, num_waiting = np.zeros(vocab_size, dtype=np.int64), list[NDArray[np.int32]](), 0
+        for document in self.train:
+            waiting.append(document.tokens[document.answer_start :])
+            num_waiting += len(waiting[-1])
+            if num_waiting >= COUNTED_AT_ONCE:
+                counts_V += np.bincount(np.concatenate(waiting), minlength=vocab_size)
+                waiting, num_waiting = [], 0
+        return counts_V + np.bincount(np.concatenate(waiting), minlength=vocab_size) if waiting else counts_V
 
 
 def read_corpus(
@@ -84,38 +92,43 @@ def read_corpus(
     """Documents of answer folders or files, each once; conversations are held out by a hash of their key's prompt.
 
     Answers are cut at `max_len` tokens and where they start to repeat themselves for the third time: repeated text teaches
-    nothing new and makes every figure look better than it is. Documents come in the order of their keys, whatever the order in
-    which they were written. Raises PromptError when nothing is left to learn from; with `strict` at a row that cannot be used.
+    nothing new and makes every figure look better than it is. Documents come in an order that their keys decide (by hash, so
+    that sources are mixed; turns of a conversation together), not the one in which they were written. Raises PromptError when
+    nothing is left to learn from; with `strict` at a row that cannot be used.
     """
     found: list[tuple[str, int, Document]] = []
     counts, dropped = Counter[str](), Dropped()
     for answer, document in read_documents(sources, max_len, counts, None if strict else dropped):
         found.append((answer.key, answer.turn, document))
-    found.sort(key=lambda each: each[:2])
+    found.sort(key=lambda each: (key_hash(each[0]), each[1]))
     chosen = heldout_prompts([key for key, _, _ in found], heldout_share, max_heldout)
     train = [document for key, _, document in found if prompt_of(key) not in chosen]
-    held = [each for each in found if prompt_of(each[0]) in chosen]
-    held.sort(key=lambda each: (zlib.crc32(prompt_of(each[0]).encode()), *each[:2]))  # the first few are a fair mixture
+    heldout = [document for key, _, document in found if prompt_of(key) in chosen]
     if not train:
         raise PromptError(NOTHING_LEFT + (f"; {dropped}" if dropped else ""))
-    return Corpus(train, [document for _, _, document in held], **counts, dropped=dropped)
+    return Corpus(train, heldout, **counts, dropped=dropped)
+
+
+def key_hash(key: str) -> int:
+    """63 bits: documents stand in the order of their conversations' hashes."""
+    return int.from_bytes(hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=8).digest()) >> 1
 
 
 NOTHING_LEFT = "there are no answers to learn from: regenerate more, or raise the longest document (max_len)"
 
 
 def read_documents(
-    sources: Iterable[Path], max_len: int, counts: Counter[str], dropped: Dropped | None = None
+    sources: Iterable[Path], max_len: int, counts: Counter[str], dropped: Dropped | None = None, *, once: bool = True
 ) -> Iterator[tuple[Answer, Document]]:
-    """Each answer once, with the document it becomes; `counts` gets the numbers that Corpus has."""
+    """Each answer with the document it becomes; `counts` gets the numbers that Corpus has. `once` remembers all keys."""
     counts.update(num_too_short=0, num_loops_cut=0, num_cut=0, num_repeated=0)
-    seen: set[bytes] = set()
+    seen: set[tuple[int, int]] = set()
     for answer in _answers(sources, dropped):
-        mark = hashlib.blake2b(f"{answer.turn}/{answer.key}".encode(errors="surrogatepass"), digest_size=12).digest()
-        if mark in seen:
+        if once and (mark := (key_hash(answer.key), answer.turn)) in seen:
             counts["num_repeated"] += 1
             continue
-        seen.add(mark)
+        if once:
+            seen.add(mark)
         end = loop_start(answer.answer_ids)
         counts["num_loops_cut"] += end < len(answer.answer_ids)
         whole = answer.prompt_ids + answer.answer_ids[:end]
@@ -229,7 +242,9 @@ class StepPlanner:
     that all divide by the same number of slots, and computes its own share.
     """
 
-    def __init__(self, documents: list[Document], *, blocks_per_step: int, anchors: int, block_size: int, seed: int) -> None:
+    def __init__(
+        self, documents: Sequence[Document], *, blocks_per_step: int, anchors: int, block_size: int, seed: int
+    ) -> None:
         self.documents = documents
         self._blocks_per_step, self._anchors, self._block_size, self._seed = blocks_per_step, anchors, block_size, seed
         self.steps_per_epoch = max(1.0, self._count_steps())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ class Trainer:
         self.parallel.prepare(drafter)
         self.optimisers = Optimisers(self.network, config.optim)
         self.vocabulary = self._loss_vocabulary()
-        self.heldout: dict[str, tuple[list[Document], FeatureSource]] = {}
+        self.heldout: dict[str, tuple[Sequence[Document], FeatureSource]] = {}
         """Name -> documents and features looked at every `heldout_every` steps; `ood` is watched for regressions."""
         self.peak_flops = peak_flops
 
@@ -146,7 +146,9 @@ class Trainer:
             save_checkpoint(self.folder, self.drafter.raw, weights, optimisers, trainer)
 
     def _identity(self) -> dict[str, Any]:
-        documents = zlib.crc32("\n".join(document.key for document in self.corpus.train).encode())
+        documents = 0
+        for number, document in enumerate(self.corpus.train):
+            documents = zlib.crc32(("\n" * (number > 0) + document.key).encode(), documents)
         return {
             **asdict(self.config),
             "drafter": self.drafter.raw,
@@ -216,7 +218,7 @@ class Trainer:
         return self.drafter.hidden(pack, self.embedding_VD, self.config.autocast), pack.slots
 
     @torch.no_grad()
-    def evaluate(self, documents: list[Document], features: FeatureSource) -> dict[str, Any]:
+    def evaluate(self, documents: Sequence[Document], features: FeatureSource) -> dict[str, Any]:
         """Figures over held-out documents, teacher-forced: every process looks at its share."""
         packer = Packer(self.drafter.block_size, documents, features, self.device, self.budget.window)
         metrics = SlotMetrics.zero(self.drafter.block_size - 1)

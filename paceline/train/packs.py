@@ -7,7 +7,7 @@ same loop as soon as one class says for it the five things of `Trainable`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,7 +44,7 @@ class Packer:
     """Makes packs from documents and their features."""
 
     block_size: int
-    documents: list[Document]
+    documents: Sequence[Document]
     features: FeatureSource
     device: torch.device | str = "cpu"
     window: int | None = None
@@ -134,7 +134,7 @@ def split_into_packs(chosen: list[Chosen], budget: PackBudget | int) -> Iterator
         yield group
 
 
-def heldout_anchors(documents: list[Document], number: int) -> list[Chosen]:
+def heldout_anchors(documents: Sequence[Document], number: int) -> list[Chosen]:
     """The same evenly spread anchors of every document each time."""
     return [
         (index, np.unique(np.linspace(document.answer_start, len(document) - 2, number).astype(np.int64)))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import random
 import time
 import zlib
@@ -30,14 +29,13 @@ import torch
 
 from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
-from paceline.errors import ConfigError, ContextLengthError, PromptError, reraised
-from paceline.model.backends import settle
+from paceline.errors import ConfigError, ContextLengthError, PromptError
 from paceline.prompts import Message, Prompt, read_prompts
 from paceline.rows import Dropped
 from paceline.runlog import RunFolder, plain
 from paceline.tables import Progress, ignore
 from paceline.train.answers import Answer, AnswerShards
-from paceline.train.checkpoint import check_same
+from paceline.train.asked import check_same_run, extend, identity
 from paceline.train.config import AnswerConfig, RegenerateConfig
 from paceline.train.dataset import check_answers
 from paceline.train.mixture import read_mixture
@@ -94,14 +92,17 @@ def prepared(
     """
     ranks = Ranks.here()
     engine = _engine(config, ranks)
-    settings = _identity(config, engine, ranks) | plain(dict(more or {}))
-    _check_same_run(config.out, what, settings)
+    settings = identity(config, engine, ranks) | plain(dict(more or {}))
+    is_extended = check_same_run(config.out, what, settings)
     openers = _openers(config, progress)
     given = read_mixture(config.asked, config.answering.seed, progress.say if ranks.is_first else ignore)
     with only_run(config.out, "answering", ranks, progress.say):
         folder = RunFolder(config.out)
         if ranks.is_first and not (config.out / "config.json").is_file():
             folder = RunFolder.create(what, {what: settings, "llm": engine}, config.out)
+        elif ranks.is_first and is_extended:
+            extend(folder, what, settings)
+            progress.say("the run is extended: what it had stays, what is new is asked")
         llm = _load(engine)
         check_answers(given.traced, llm.tokenizer.decode)
         if ranks.is_first:
@@ -110,38 +111,6 @@ def prepared(
         written, own = _write_own(llm, config, ranks, openers, bars)
         prompts = _share(given.prompts, own, config.answering.seed, ranks)
         yield Prepared(llm, prompts, written, folder, ranks, bars, given.dropped)
-
-
-def _check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> None:
-    """Raises ConfigError, with the difference, when `out` was begun with other settings."""
-    file = out / "config.json"
-    if not file.is_file():
-        return
-    with reraised(ConfigError, f"{file} cannot be read", "choose another --out", OSError, ValueError, AttributeError):
-        config = json.loads(file.read_text(encoding="utf-8"))
-        what, before = config.get("what"), config.get(kind)
-    if what != kind or not before:
-        raise ConfigError(f"{out} is the folder of another run ({what}): choose another --out")
-    check_same(out, before, settings)
-
-
-def _identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> dict[str, Any]:
-    """What decides the answers, and so must not change between a run and its resumption."""
-    asked, engine = config.asked, settle(engine)
-    settings = {
-        "target": engine.model,
-        "weights": engine.weights,
-        "dtype": engine.dtype,
-        **{
-            name: value
-            for name, value in asdict(replace(asked, self_written=asked.num_self_written)).items()
-            if name != "strict"
-        },
-        **{name: value for name, value in asdict(config.answering).items() if value not in (None, ())},
-    }
-    if asked.num_self_written:
-        settings["processes"] = ranks.world  # each writes prompts of its own
-    return plain(settings)
 
 
 def _engine(config: RegenerateConfig, ranks: Ranks) -> EngineConfig:
@@ -232,6 +201,15 @@ class _Conversation:
     """Token ids of `messages`, ready for the next answer."""
     answers: list[Answer] = field(default_factory=list)
 
+    def go_on(self, answer: Answer) -> bool:
+        """After this answer comes the user's next turn, if there is one; whether there is."""
+        self.answers.append(answer)
+        if len(self.answers) >= len(self.prompt.turns):
+            return False
+        turn = self.prompt.turns[len(self.answers)]
+        self.messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": turn}]
+        return True
+
 
 @dataclass(slots=True)
 class Regenerated:
@@ -273,7 +251,7 @@ class Regenerator:
         damaged, and what made the model fail at a conversation, which the next run asks again; finished ones are kept.
         """
         self.done, self._started_at = Regenerated(self.shards.folder), time.perf_counter()
-        asked = {_key(*pair): pair for pair in itertools.product(prompts, self.config.temperatures)}
+        asked = {_key(*each): each[:2] for prompt in prompts for each in self._samples(prompt)}
         waiting = self._missing(asked)
         in_flight = self.llm.target.cache.num_rows * IN_FLIGHT_PER_ROW
         with (bars or Progress()).bar("answering", len(asked)) as self._advance:
@@ -297,13 +275,21 @@ class Regenerator:
         self.done.tokens_per_s = self.done.num_tokens / self.done.wall_s
         return self.done
 
+    def _samples(self, prompt: Prompt) -> Iterator[tuple[Prompt, float, int]]:
+        for temperature in self.config.temperatures:
+            for sample in range(self.config.samples if temperature else 1):
+                yield prompt, temperature, sample
+
     def _missing(self, asked: dict[str, tuple[Prompt, float]]) -> Iterator[_Conversation]:
+        begun = self.shards.recover()
         found = self.shards.keys() | {answer.key for answer in self._finished}
         for key, (prompt, temperature) in asked.items():
             seed = self.config.seed ^ zlib.crc32(key.encode())
             grammar = prompt.grammar or self.config.grammar
             params = SamplingParams(temperature=temperature, max_tokens=self.config.max_tokens, seed=seed, grammar=grammar)
             conversation = _Conversation(prompt, key, params, [*self._messages_of(prompt)])
+            for answer in begun.get(key, ()):
+                conversation.go_on(answer)
             if key in found:
                 self.done.num_found += 1
             elif self._fits(conversation):
@@ -347,21 +333,27 @@ class Regenerator:
 
     def _finish(self, seq: Sequence, waiting: Iterator[_Conversation]) -> None:
         conversation = self._flying.pop(seq.request_id)
-        conversation.answers.append(self._answer_of(conversation, seq))
-        if len(conversation.answers) < len(conversation.prompt.turns):
-            # only after an answer that came to its end: what would a user say to half a sentence?
-            if seq.finish_reason == "stop":
-                said, turn = conversation.answers[-1].text, conversation.prompt.turns[len(conversation.answers)]
-                conversation.messages += [{"role": "assistant", "content": said}, {"role": "user", "content": turn}]
-                if self._fits(conversation):
-                    self._ask(conversation)
-                    return
-            self.done.num_cut_short += 1
+        answer = self._answer_of(conversation, seq)
+        has_more = conversation.go_on(answer)
+        # only after an answer that came to its end: what would a user say to half a sentence?
+        if has_more and seq.finish_reason == "stop" and self._fits(conversation):
+            self.shards.note(answer, is_over=False)
+            self._ask(conversation)
+            return
+        self.done.num_cut_short += has_more
+        self._finish_one(conversation)
+        self.shards.note(answer, is_over=True)
+        self._go_on(waiting)
+
+    def _finish_one(self, conversation: _Conversation) -> None:
         self._finished += conversation.answers
         self._num_unwritten += 1
         self.done.num_answers += len(conversation.answers)
         self.done.num_tokens += sum(len(answer.answer_ids) for answer in conversation.answers)
         self._tell_one_more()
+
+    def _go_on(self, waiting: Iterator[_Conversation]) -> None:
+        """Write what is due, and ask the next one."""
         if self._num_unwritten >= CONVERSATIONS_PER_SHARD or time.monotonic() - self._written_s > WRITE_EVERY_S:
             self._write()
         if following := next(waiting, None):
@@ -387,7 +379,7 @@ class Regenerator:
         self._finished, self._num_unwritten, self._written_s = [], 0, time.monotonic()
 
 
-def _key(prompt: Prompt, temperature: float) -> str:
+def _key(prompt: Prompt, temperature: float, sample: int = 0) -> str:
     """The text counts too: two prompts may carry one id, and a file may change between runs."""
     before = prompt.messages[:-1]
     text = repr((before, prompt.turns) if before else prompt.token_ids or prompt.turns)
@@ -395,4 +387,4 @@ def _key(prompt: Prompt, temperature: float) -> str:
         text += repr((prompt.messages[-1:], prompt.tools, prompt.grammar))
     if prompt.variables:
         text += repr(prompt.variables)
-    return f"{prompt.source}/{prompt.id}#{zlib.crc32(text.encode()):08x}@{temperature:g}"
+    return f"{prompt.source}/{prompt.id}#{zlib.crc32(text.encode()):08x}@{temperature:g}" + (f"~{sample}" if sample else "")

@@ -141,11 +141,11 @@ def test_other_settings_are_refused_and_shown(tmp_path: Path, talking: list[Engi
         ({"answering": AnswerConfig(12, 60)}, "max_tokens: 10 there, 12 now"),
         (
             {"answering": AnswerConfig(10, 60, (0.0, 0.7), 3)},
-            r"seed: 0 there, 3 now; temperatures: \[0.0\] there, \[0.0, 0.7\] now",
+            "seed: 0 there, 3 now",
         ),
         ({"target": replace(FAKE, model="other")}, "target: 'fake' there, 'other' now"),
+        ({"answering": AnswerConfig(10, 60, (0.7,))}, r"temperatures: \[0.0\] there, \[0.7\] now"),
         ({"limit": 3}, "limit: None there, 3 now"),
-        ({"self_written": 5}, "self_written: 0 there, 5 now"),
     ]:
         with pytest.raises(ConfigError, match=rf"run was begun with other settings \(.*{said}.*use the same"):
             regenerate(ask(tmp_path / "run", file, **changes))
@@ -157,6 +157,29 @@ def test_other_settings_are_refused_and_shown(tmp_path: Path, talking: list[Engi
         (tmp_path / "run" / "config.json").write_text(damaged)
         with pytest.raises(ConfigError, match="cannot be read"):
             regenerate(ask(tmp_path / "run", file))
+
+
+def test_a_run_may_be_extended(tmp_path: Path, talking: list[EngineConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = questions(tmp_path, "a.jsonl", 6), questions(tmp_path, "b.jsonl", 3, "Riddle")
+    begun = ask(tmp_path / "run", first, limit=4)
+    assert regenerate(begun)["num_answers"] == 4
+    more = [
+        ({"limit": 6}, (4, 2)),
+        ({"prompts": (first, second), "limit": None}, (6, 3)),
+        ({"temperatures": (0.0, 0.9)}, (9, 9)),
+        ({"samples": 2}, (18, 9)),
+        ({"self_written": 2}, (27, 6)),
+    ]
+    for changes, (found, new) in more:
+        asked = {name: changes.pop(name) for name in ("limit", "prompts", "self_written") if name in changes}
+        answering = replace(begun.answering, max_prompt_tokens=60, **changes)
+        begun = replace(begun, asked=replace(begun.asked, **asked), answering=answering)
+        line = regenerate(begun)
+        assert (line["num_found"], line["num_answers"]) == (found, new), changes
+        assert "the run is extended" in capsys.readouterr().err
+    assert regenerate(begun)["num_answers"] == 0 and "extended" not in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="samples: 2 there, None now"):
+        regenerate(replace(begun, answering=replace(begun.answering, samples=1)))
 
 
 def test_without_prompts_the_target_writes_them(
