@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from paceline.errors import ConfigError, PromptError, needing, reraised
 from paceline.runlog import whole_file
-from paceline.train.journal import Journal, read_journals
+from paceline.train.journal import Answer, Journal, read_journals
+
+__all__ = ["SCHEMA", "Answer", "AnswerShards", "read_answers"]
 
 with needing(ConfigError, "answers are kept as Parquet, which needs pyarrow: pip install 'paceline[train]'"):
     import pyarrow as pa
@@ -35,25 +37,6 @@ SCHEMA = pa.schema(
         ("text", pa.string()),
     ]
 )
-
-
-@dataclass(slots=True)
-class Answer:
-    """One answer of the target: everything it was given, and everything it said."""
-
-    key: str
-    """Names the conversation and the sample: source, prompt id, temperature. Turns of one conversation share it."""
-    source: str
-    turn: int
-    """0 for the first answer of a conversation."""
-    temperature: float
-    """NaN when it is not known: of another server's answers."""
-    prompt_ids: list[int]
-    """All tokens before the answer, chat template and earlier turns included."""
-    answer_ids: list[int]
-    """The answer's tokens, the end token included when the target wrote one."""
-    finish_reason: str
-    text: str
 
 
 class AnswerShards:
@@ -75,7 +58,7 @@ class AnswerShards:
         with whole_file(path, "free space or choose another --out, then run again") as scratch:
             parquet.write_table(pa.Table.from_pylist([asdict(answer) for answer in answers], SCHEMA), scratch)
         self._next += 1
-        self._journal.drop(journal)
+        journal.unlink(missing_ok=True)
         return path
 
     def note(self, answer: Answer, is_over: bool) -> None:

@@ -33,8 +33,6 @@ class AnswerConfig:
     """Longer prompts are left out."""
     temperatures: tuple[float, ...] = (0.0,)
     """Comma-separated; each prompt is answered at each."""
-    samples: Count = 1
-    """Answers to each prompt at each temperature above 0."""
     seed: int = 0
     """Another seed, other sampled answers."""
     system: str | None = None
@@ -47,6 +45,8 @@ class AnswerConfig:
     """Variable of the chat template, as enable_thinking=false."""
     grammar: GrammarSpec | None = None
     """What every answer has to be."""
+    samples: Count = 1
+    """Answers to each prompt at each temperature above 0."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -113,6 +113,27 @@ class PromptsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ElsewhereConfig:
+    """A server that runs the target in place of this machine. Its key: PACELINE_ELSEWHERE_KEY, in the environment only."""
+
+    answers_from: str | None = None
+    """Address of an OpenAI-compatible server of the target, which writes the answers [default: this machine does]."""
+    features_from: str | None = None
+    """Address of vLLM with hidden-state extraction, or of paceline serve --features [default: this machine computes them]."""
+    features_folder: Path | None = None
+    """Where vLLM's connector writes (shared_storage_path), as this machine sees it."""
+    served_name: str | None = None
+    """What the server calls the target [default: the first it names]."""
+    at_once: Count = 32
+    """Requests under way at once."""
+    patience_minutes: Positive = 15.0
+    """Give up when the server has answered nothing for so long; what is done stays."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
 class RegenerateConfig:
     """What `regenerate` does: the target answers prompts into a folder."""
 
@@ -124,6 +145,7 @@ class RegenerateConfig:
     answering: AnswerConfig = field(default_factory=AnswerConfig)
     max_batch: int = 32
     """Answers written at once."""
+    elsewhere: ElsewhereConfig = field(default_factory=ElsewhereConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +283,7 @@ class TrainConfig:
     stream_buffer: Annotated[int, "bytes"] = 256 * 2**20
     """Most bytes of streamed hidden states that wait for the trainer."""
     answering: AnswerConfig = field(default_factory=AnswerConfig)
+    elsewhere: ElsewhereConfig = field(default_factory=ElsewhereConfig)
     shape: DrafterShape = field(default_factory=DrafterShape)
     loop: LoopConfig = field(default_factory=LoopConfig)
 

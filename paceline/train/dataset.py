@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,8 +99,9 @@ def read_corpus(
     """
     found: list[tuple[str, int, Document]] = []
     counts, dropped = Counter[str](), Dropped()
-    for answer, document in read_documents(sources, max_len, counts, None if strict else dropped):
-        found.append((answer.key, answer.turn, document))
+    for each in read_documents(sources, max_len, counts, None if strict else dropped):
+        found.append((each.answer.key, each.answer.turn, each.document))
+        counts.update(num_loops_cut=each.has_loop, num_cut=each.is_cut)
     found.sort(key=lambda each: (key_hash(each[0]), each[1]))
     chosen = heldout_prompts([key for key, _, _ in found], heldout_share, max_heldout)
     train = [document for key, _, document in found if prompt_of(key) not in chosen]
@@ -117,10 +119,20 @@ def key_hash(key: str) -> int:
 NOTHING_LEFT = "there are no answers to learn from: regenerate more, or raise the longest document (max_len)"
 
 
+class Found(NamedTuple):
+    """An answer, the document it becomes, and what was cut off that."""
+
+    answer: Answer
+    document: Document
+    has_loop: bool
+    is_cut: bool
+
+
 def read_documents(
     sources: Iterable[Path], max_len: int, counts: Counter[str], dropped: Dropped | None = None, *, once: bool = True
-) -> Iterator[tuple[Answer, Document]]:
-    """Each answer with the document it becomes; `counts` gets the numbers that Corpus has. `once` remembers all keys."""
+) -> Iterator[Found]:
+    """Answers as documents; `counts` gets Corpus's num_too_short and num_repeated. `once` remembers all keys, and leaves an
+    answer out that was there before."""
     counts.update(num_too_short=0, num_loops_cut=0, num_cut=0, num_repeated=0)
     seen: set[tuple[int, int]] = set()
     for answer in _answers(sources, dropped):
@@ -130,14 +142,12 @@ def read_documents(
         if once:
             seen.add(mark)
         end = loop_start(answer.answer_ids)
-        counts["num_loops_cut"] += end < len(answer.answer_ids)
         whole = answer.prompt_ids + answer.answer_ids[:end]
         document = Document(f"{answer.key}/{answer.turn}", np.array(whole[:max_len], dtype=np.int32), len(answer.prompt_ids))
         if document.num_anchors < 1:
             counts["num_too_short"] += 1
             continue
-        counts["num_cut"] += len(whole) > max_len
-        yield answer, document
+        yield Found(answer, document, end < len(answer.answer_ids), len(whole) > max_len)
 
 
 def _answers(sources: Iterable[Path], dropped: Dropped | None = None) -> Iterator[Answer]:

@@ -10,18 +10,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from paceline.errors import CacheError, reraised
 from paceline.runlog import whole_file
 
-if TYPE_CHECKING:
-    from paceline.train.answers import Answer
-
 REMEDY = "free space or choose another --out, then run again"
 OVER = "is_over"
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer of the target: everything it was given, and everything it said."""
+
+    key: str
+    """Names the conversation and the sample: source, prompt id, temperature. Turns of one conversation share it."""
+    source: str
+    turn: int
+    """0 for the first answer of a conversation."""
+    temperature: float
+    """NaN when it is not known: of another server's answers."""
+    prompt_ids: list[int]
+    """All tokens before the answer, chat template and earlier turns included."""
+    answer_ids: list[int]
+    """The answer's tokens, the end token included when the target wrote one."""
+    finish_reason: str
+    text: str
 
 
 class Journal:
@@ -30,8 +45,6 @@ class Journal:
     def __init__(self) -> None:
         self.begun: dict[str, list[Answer]] = {}
         """Key -> answers so far, of conversations that are not over."""
-        self._path: Path | None = None
-        self._file: Any = None
 
     def note(self, path: Path, answer: Answer, is_over: bool) -> None:
         """Add an answer to the journal at `path`. Raises CacheError when the disk refuses."""
@@ -40,28 +53,15 @@ class Journal:
         else:
             self.begun.setdefault(answer.key, []).append(answer)
         with reraised(CacheError, f"cannot write {path}", REMEDY, OSError):
-            if self._path != path:
-                self._close()
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._path, self._file = path, path.open("a", encoding="utf-8")
-            self._file.write(_line(answer, is_over))
-            self._file.flush()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as lines:
+                lines.write(_line(answer, is_over))
 
     def carry(self, path: Path) -> None:
         """Conversations that are not over go on in the journal at `path`."""
         if self.begun:
             with whole_file(path, REMEDY) as scratch:
                 scratch.write_text("".join(_line(each, False) for answers in self.begun.values() for each in answers), "utf-8")
-
-    def _close(self) -> None:
-        if self._file:
-            self._file.close()
-        self._path = self._file = None
-
-    def drop(self, path: Path) -> None:
-        """Its shard is written."""
-        self._close()
-        path.unlink(missing_ok=True)
 
 
 def _line(answer: Answer, is_over: bool) -> str:
@@ -84,8 +84,6 @@ def read_journals(paths: Iterable[Path]) -> tuple[list[Answer], dict[str, list[A
 
 
 def _read(path: Path) -> Iterator[tuple[Answer, bool]]:
-    from paceline.train.answers import Answer
-
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:  # the process it belongs to has just written its shard

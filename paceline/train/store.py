@@ -2,7 +2,7 @@
 
     runs/x/documents/tokens.bin     int32 token ids of all documents, one after the other
     runs/x/documents/keys.bin       their keys, UTF-8
-    runs/x/documents/index.npy      int64 [N, 7]: see COLUMNS; memory-mapped, as the others are
+    runs/x/documents/index.npy      int64 [N, 9]: see COLUMNS; memory-mapped, as the others are
 
 `stored_corpus` is `dataset.read_corpus` for corpora that do not fit in memory: the same documents in the same order, of which
 the held-out ones, a bounded number, are in memory.
@@ -24,7 +24,7 @@ from paceline.errors import CacheError, PromptError, reraised
 from paceline.rows import Dropped
 from paceline.train.dataset import NOTHING_LEFT, Corpus, Document, key_hash, prompt_of, read_documents
 
-COLUMNS = ("first_token", "end_token", "answer_start", "first_key", "end_key", "hash", "turn")
+COLUMNS = ("first_token", "end_token", "answer_start", "first_key", "end_key", "hash", "turn", "has_loop", "is_cut")
 REMEDY = "free space or choose another --out"
 
 
@@ -50,7 +50,7 @@ class StoredDocuments(Sequence[Document]):
     def __getitem__(self, place: int | slice) -> Document | list[Document]:
         if isinstance(place, slice):
             return [self[each] for each in range(*place.indices(len(self)))]
-        first, end, answer_start, *_, turn = (int(number) for number in self.index[self.rows[place]])
+        first, end, answer_start, _, _, _, turn, _, _ = (int(number) for number in self.index[self.rows[place]])
         return Document(f"{self.key(place)}/{turn}", np.array(self._tokens[first:end]), answer_start)
 
     def __iter__(self) -> Iterator[Document]:
@@ -58,7 +58,7 @@ class StoredDocuments(Sequence[Document]):
 
     def key(self, place: int) -> str:
         """Of the conversation: without its turn."""
-        _, _, _, first, end, _, _ = self.index[self.rows[place]]
+        first, end = self.index[self.rows[place], 3:5]
         return self._keys[first:end].tobytes().decode(errors="surrogatepass")
 
 
@@ -78,10 +78,10 @@ def write_documents(
             (folder / "keys.bin").open("wb") as keys,
             (folder / "index.part").open("wb") as index,
         ):
-            for answer, document in read_documents(sources, max_len, counts, dropped, once=False):
+            for answer, document, has_loop, is_cut in read_documents(sources, max_len, counts, dropped, once=False):
                 key = answer.key.encode(errors="surrogatepass")
                 row = [num_tokens, num_tokens + len(document), document.answer_start]
-                row += [num_bytes, num_bytes + len(key), key_hash(answer.key), answer.turn]
+                row += [num_bytes, num_bytes + len(key), key_hash(answer.key), answer.turn, has_loop, is_cut]
                 num_tokens, num_bytes = row[1], row[4]
                 tokens.write(document.tokens.tobytes())
                 keys.write(key)
@@ -99,6 +99,7 @@ def stored_corpus(
     every = write_documents(folder, sources, max_len, counts, None if strict else dropped)
     order, counts["num_repeated"] = _sorted_once(every)
     every.rows = order
+    counts["num_loops_cut"], counts["num_cut"] = (int(number) for number in every.index[order, 7:9].sum(0))
     chosen = np.zeros(len(order), dtype=bool)
     prompts = _prompt_hashes(every)
     for prompt in _heldout(every, prompts, heldout_share, max_heldout):

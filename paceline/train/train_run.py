@@ -161,7 +161,8 @@ class _Stages:
 
     def _regenerate(self, asked: PromptsConfig, name: str) -> Path:
         config = self.config
-        return regenerate(RegenerateConfig(config.out / name, config.target, asked, config.answering), self.everyone).answers
+        asking = RegenerateConfig(config.out / name, config.target, asked, config.answering, elsewhere=config.elsewhere)
+        return regenerate(asking, self.everyone).answers
 
     def _open(self) -> RunFolder:
         config = self.config

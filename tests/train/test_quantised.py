@@ -27,13 +27,18 @@ class Once:
         return loud()
 
 
+def errors(found: Features, exact: Features) -> torch.Tensor:
+    """Share of each dimension's energy that is error, at positions that are not loud."""
+    quiet = torch.arange(200) != 17
+    return (found.taps_SF - exact.taps_SF)[quiet].square().mean(0) / exact.taps_SF[quiet].square().mean(0)
+
+
 def test_loud_dimensions_and_positions_leave_the_others_their_levels() -> None:
     features = loud()
     scale_F, _ = measure_scale(Once(), documents()[:1])
     form = Int8(scale_F, 2, torch.float32)
     found = form.decode(form.encode(features))
-    error = (found.taps_SF - features.taps_SF).square().mean(0) / features.taps_SF.square().mean(0)
-    assert error.max() < 1e-3, "every dimension alone"
+    assert errors(found, features).max() < 1e-3, "every dimension alone"
     assert found.final_SD is not None and features.final_SD is not None and torch.equal(found.final_SD, features.final_SD)
     plain = Int8(torch.ones(128), 2, torch.float32)
     worse = (plain.decode(plain.encode(features)).taps_SF - features.taps_SF).square().mean(0) / features.taps_SF.square().mean(

@@ -59,7 +59,7 @@ FAKE = EngineConfig(model="fake", device="cpu", dtype="float32")
 def ask(
     out: Path, *prompts: str, target: EngineConfig = FAKE, answering: AnswerConfig = CONFIG, max_batch: int = 32, **asked: Any
 ) -> RegenerateConfig:
-    return RegenerateConfig(out, target, PromptsConfig(prompts, **asked), answering, max_batch)
+    return RegenerateConfig(out, target, PromptsConfig(prompts, **asked), answering, max_batch=max_batch)
 
 
 def regenerate(config: RegenerateConfig) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def test_a_run_may_be_extended(tmp_path: Path, talking: list[EngineConfig], caps
         line = regenerate(begun)
         assert (line["num_found"], line["num_answers"]) == (found, new), changes
         assert "the run is extended" in capsys.readouterr().err
-    assert regenerate(begun)["num_answers"] == 0 and "extended" not in capsys.readouterr().err
+    assert regenerate(begun)["num_answers"] == 0 and "the run is extended" not in capsys.readouterr().err
     with pytest.raises(ConfigError, match="samples: 2 there, None now"):
         regenerate(replace(begun, answering=replace(begun.answering, samples=1)))
 
@@ -208,7 +208,9 @@ def test_two_processes_share_the_work(
         for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", rank)):
             monkeypatch.setenv(name, str(value))
         lines.append(regenerate(both))
-        command.regenerate(config=both, target=both.target, asked=both.asked, answering=both.answering, as_json=True)
+        command.regenerate(
+            config=both, target=both.target, asked=both.asked, answering=both.answering, elsewhere=both.elsewhere, as_json=True
+        )
         assert (tmp_path / "run" / "config.json").is_file() == (rank == 0)
     answers = list(AnswerShards(tmp_path / "run" / "answers"))
     assert [line["num_answers"] for line in lines] == [4, 5]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import CacheError, PromptError
+from paceline.train import dataset
 from paceline.train.answers import Answer, AnswerShards
 from paceline.train.dataset import Place, StepPlanner, read_corpus
 from paceline.train.store import StoredDocuments, stored_corpus
@@ -59,8 +60,9 @@ def test_nothing_is_an_error(tmp_path: Path) -> None:
         StoredDocuments(tmp_path / "documents")
 
 
-def test_memory_hardly_grows_with_the_number_of_documents(tmp_path: Path) -> None:
+def test_memory_hardly_grows_with_the_number_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading, sorting and planning: ten times the documents, a few bytes more for each."""
+    monkeypatch.setattr(dataset, "COUNTED_AT_ONCE", 1 << 12)
 
     def peak(number: int) -> tuple[int, int]:
         given = answers(tmp_path / f"a{number}", number, 400)
