@@ -28,6 +28,7 @@ NAMES = {
     "allowed_hosts": Opt("--allowed-host"),
     "served_names": Opt("--served-name"),
     "max_body_bytes": Opt("--max-body"),
+    "features_bytes": Opt("--features-size"),
 }
 REPEATED = ("drafter", "admin_key", "api_key", "cors_origin", "allowed_host", "served_name", "trace_redact")
 TRACE_NAMES = {
@@ -91,6 +92,8 @@ def serve(
         api_keys=read_api_keys(serving.api_keys, api_key_file),
         admin_keys=read_api_keys(serving.admin_keys, None, "PACELINE_ADMIN_KEY"),
     )
+    if serving.features and not serving.api_keys:
+        raise ConfigError("features are for who has a key: set PACELINE_API_KEY, or give --api-key-file")
     starting(engine.model)
     import logging
 

@@ -21,10 +21,10 @@ from typing import Any
 from paceline.engine.engine import Chunk
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, PacelineError
-from paceline.hub import resolve
 from paceline.model.tokenizer import Tokenizer
 from paceline.prompts import Message
 from paceline.train.client import KEY, Client, Refused
+from paceline.train.ends import light_folder
 from paceline.types import SamplingParams, Sequence
 
 EXTRAS = {"return_token_ids": True, "skip_special_tokens": False, "spaces_between_special_tokens": False}
@@ -65,7 +65,7 @@ class RemoteLLM:
     def of(cls, model: str, url: str, served_name: str | None, num_at_once: int, patience_s: float) -> RemoteLLM:
         """For the target `model`, of which only the tokenizer is read."""
         client = Client(url, "answers_from", patience_s)
-        return cls(Tokenizer.from_path(resolve(model)), client, served_name, num_at_once)
+        return cls(Tokenizer.from_path(light_folder(model)), client, served_name, num_at_once)
 
     @property
     def introduction(self) -> str:

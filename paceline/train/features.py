@@ -69,7 +69,8 @@ class FeatureSource(Protocol):
 class MeasuredSource(FeatureSource, Protocol):
     """A source of known documents, of known size."""
 
-    documents: Sequence[Document]
+    @property
+    def documents(self) -> Sequence[Document]: ...
 
     @property
     def bytes_per_position(self) -> int:

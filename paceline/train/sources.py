@@ -6,7 +6,8 @@
 | cached | one document's | all of them | once |
 | streamed | `--stream-buffer` | those of the held-out documents | once an epoch, while the trainer works |
 
-`auto` is cached where documents are seen again and the disk has room, else online. `--feature-dtype int8` keeps them in 8 bits.
+`auto` is cached where documents are seen again and the disk has room, else online, or streamed from a target elsewhere.
+`--feature-dtype int8` keeps them in 8 bits.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from paceline.train.config import TrainConfig
 from paceline.train.dataset import Document
 from paceline.train.features import (
     PLAIN,
+    CachedFeatures,
+    Features,
     FeatureSource,
     Form,
     MeasuredSource,
@@ -37,6 +40,7 @@ from paceline.train.features import (
 )
 from paceline.train.quantised import Int8
 from paceline.train.ranks import Ranks
+from paceline.train.remote_features import RemoteFeatures
 from paceline.train.stream import StreamedFeatures, upcoming
 
 if TYPE_CHECKING:
@@ -44,6 +48,25 @@ if TYPE_CHECKING:
 
 LEARNED = "features"
 """Name of the features that are learned from; those of held-out documents have others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A source whose features come through a stream."""
+
+    source: MeasuredSource
+    stream: StreamedFeatures
+
+    @property
+    def documents(self) -> Sequence[Document]:
+        return self.source.documents
+
+    @property
+    def bytes_per_position(self) -> int:
+        return self.source.bytes_per_position
+
+    def of(self, number: int) -> Features:
+        return self.stream.of(number)
 
 
 @dataclass(slots=True)
@@ -60,7 +83,8 @@ class Sources:
     wait: Callable[[], None]
     """Until all processes are there."""
     stream: StreamedFeatures | None = None
-    _scale: tuple[Tensor, Tensor] | None = field(default=None)
+    _scale: tuple[Tensor, Tensor] | None = None
+    _made: dict[int, MeasuredSource] = field(default_factory=dict)
 
     def of(self, documents: Sequence[Document], name: str = LEARNED) -> FeatureSource:
         """Features of these documents; held-out ones, which are few, are kept where others are streamed."""
@@ -93,7 +117,11 @@ class Sources:
             self.stream.close()
 
     def _computed(self, documents: Sequence[Document]) -> MeasuredSource:
-        return OnlineFeatures(self.target, documents, self.taps, self.config.loop.loss.needs_target_probs)
+        elsewhere, needs_final = self.config.elsewhere, self.config.loop.loss.needs_target_probs
+        if id(documents) not in self._made:
+            asked = (self.target, documents, self.taps, needs_final)
+            self._made[id(documents)] = RemoteFeatures(elsewhere, *asked) if elsewhere.features_from else OnlineFeatures(*asked)
+        return self._made[id(documents)]
 
     def _form(self) -> Form:
         if self.config.feature_dtype == "model":
@@ -103,7 +131,7 @@ class Sources:
     def _kind(self, documents: Sequence[Document]) -> str:
         if self.config.features != "auto":
             return self.config.features
-        return "cached" if self._pays(documents) else "online"
+        return "cached" if self._pays(documents) else "streamed" if self.config.elsewhere.features_from else "online"
 
     def _pays(self, documents: Sequence[Document]) -> bool:
         """Whether documents are seen more than once and the disk has room for their features."""
@@ -120,10 +148,27 @@ class Sources:
         return sum(len(document) for document in documents) * self._form().bytes_of(source.bytes_per_position)
 
     def _streamed(self, source: MeasuredSource, form: Form) -> StreamedFeatures:
-        width = form.bytes_of(source.bytes_per_position)
+        width, num_threads = form.bytes_of(source.bytes_per_position), getattr(source, "num_at_once", 1)
         return StreamedFeatures(
-            source, lambda number: width * len(source.documents[number]), self.config.stream_buffer, form=form
+            source,
+            lambda number: width * len(source.documents[number]),
+            self.config.stream_buffer,
+            form=form,
+            num_threads=num_threads,
         )
+
+    @contextlib.contextmanager
+    def _ahead(self, source: MeasuredSource, folder: CachedFeatures) -> Iterator[MeasuredSource]:
+        """A source elsewhere is asked for several documents at once, those that are missing in the folder."""
+        if not isinstance(source, RemoteFeatures):
+            yield source
+            return
+        stream = self._streamed(source, PLAIN)
+        stream.begin(each for each in self.ranks.share_of(len(source.documents)) if not folder.path(each).exists())
+        try:
+            yield _Ahead(source, stream)
+        finally:
+            stream.close()
 
     def _cached(self, documents: Sequence[Document], source: MeasuredSource, form: Form, name: str) -> FeatureSource:
         config, needs_final = self.config, self.config.loop.loss.needs_target_probs
@@ -131,7 +176,8 @@ class Sources:
         folder = config.out / f"{name}-{mark}{'' if form is PLAIN else '-int8'}"
         num_bytes = self._num_bytes(documents, source)
         self.progress.say(f"features of {len(documents)} documents: {num_bytes / 1e9:.2f} GB in {folder}")
-        with self.progress.bar("features", len(self.ranks.share_of(len(documents)))) as advance:
-            kept = cache_features(folder, source, self.ranks, partial(advance, "features"), form)
+        bar = self.progress.bar("features", len(self.ranks.share_of(len(documents))))
+        with bar as advance, self._ahead(source, CachedFeatures(folder)) as asked:
+            kept = cache_features(folder, asked, self.ranks, partial(advance, "features"), form)
         self.wait()
         return kept

@@ -23,7 +23,6 @@ from paceline.draft.dflash import DFlashDrafter
 from paceline.engine.llm import LLM
 from paceline.figures import Rounds
 from paceline.hardware import this_machine
-from paceline.hub import resolve as resolve_model
 from paceline.model.backends import load_target, settle
 from paceline.model.target import Target
 from paceline.model.tokenizer import Tokenizer
@@ -34,6 +33,7 @@ from paceline.tables import Progress
 from paceline.train.checkpoint import best_checkpoint
 from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
 from paceline.train.dataset import Corpus, Document, check_answers, check_vocabulary, read_corpus
+from paceline.train.ends import light_folder, load_ends
 from paceline.train.features import ScaledFeatures, begin_without_mean, train_in_scaled_units
 from paceline.train.loop import Trainer
 from paceline.train.packs import DFlashTrainable
@@ -88,7 +88,7 @@ def _check_inputs(config: TrainConfig) -> None:
     for source in config.ood:
         read_prompts(source, config.asked.limit)
     if config.answers:
-        tokenizer = Tokenizer.from_path(resolve_model(config.target.model)) if config.scale == "default" else None
+        tokenizer = Tokenizer.from_path(light_folder(config.target.model)) if config.scale == "default" else None
         check_answers(config.answers, tokenizer and tokenizer.decode)
 
 
@@ -179,7 +179,8 @@ class _Stages:
         if settings.threads or self.ranks.world > 1:
             torch.set_num_threads(settings.threads or 1)
         device = f"cuda:{self.ranks.local}" if settings.device == "cuda" and self.ranks.world > 1 else settings.device
-        return load_target(replace(settings, device=device, max_batch=1, max_len=self.config.max_len))
+        settings = replace(settings, device=device, max_batch=1, max_len=self.config.max_len)
+        return load_ends(settings) if self.config.elsewhere.features_from else load_target(settings)
 
     def _train(self, corpus: Corpus, ood: Path | None, target: Target, run: RunFolder) -> TrainResult:
         """The loop, its figures into metrics.jsonl; the finished drafter in `out/drafter`."""
@@ -251,6 +252,9 @@ class _Stages:
         """Tokens per round over held-out prompts in the real engine."""
         documents, target = corpus.heldout[:SERVED_PROMPTS], self.config.target
         if not documents:
+            return {}
+        if self.config.elsewhere.features_from:
+            self.progress.say("note: held-out prompts are not served: the target is elsewhere; give its server the drafter")
             return {}
         self.progress.say(f"serving {len(documents)} held-out prompts")
         max_tokens = self.config.answering.max_tokens
