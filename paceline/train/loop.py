@@ -8,6 +8,7 @@ optimiser is AdamW, or Muon for the matrices with AdamW for the rest; its rate w
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 import zlib
@@ -146,15 +147,20 @@ class Trainer:
             save_checkpoint(self.folder, self.drafter.raw, weights, optimisers, trainer)
 
     def _identity(self) -> dict[str, Any]:
-        documents = 0
-        for number, document in enumerate(self.corpus.train):
-            documents = zlib.crc32(("\n" * (number > 0) + document.key).encode(), documents)
         return {
             **asdict(self.config),
             "drafter": self.drafter.raw,
             "num_documents": len(self.corpus.train),
-            "documents": f"{documents:08x}",
+            "documents": self._documents,
         }
+
+    @functools.cached_property
+    def _documents(self) -> str:
+        """A mark of all keys, in their order."""
+        mark = 0
+        for number, document in enumerate(self.corpus.train):
+            mark = zlib.crc32(("\n" * (number > 0) + document.key).encode(), mark)
+        return f"{mark:08x}"
 
     def _step(self) -> dict[str, Any]:
         """One optimiser step; returns its figures."""
