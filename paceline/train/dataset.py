@@ -136,10 +136,11 @@ def read_documents(
     counts.update(num_too_short=0, num_loops_cut=0, num_cut=0, num_repeated=0)
     seen: set[tuple[int, int]] = set()
     for answer in _answers(sources, dropped):
-        if once and (mark := (key_hash(answer.key), answer.turn)) in seen:
-            counts["num_repeated"] += 1
-            continue
         if once:
+            mark = (key_hash(answer.key), answer.turn)
+            if mark in seen:
+                counts["num_repeated"] += 1
+                continue
             seen.add(mark)
         end = loop_start(answer.answer_ids)
         whole = answer.prompt_ids + answer.answer_ids[:end]

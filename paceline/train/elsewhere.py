@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from paceline.engine.engine import Chunk
 from paceline.engine.llm import LLM
@@ -59,7 +59,14 @@ class RemoteLLM:
         self.engine = RemoteEngine(self, client, served_name or _first_model(client), num_at_once)
         self.target = self.engine
 
-    encode_chat = LLM.encode_chat
+    def encode_chat(
+        self,
+        messages: list[Message],
+        tools: Iterable[Message] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """As LLM.encode_chat, which needs the tokenizer alone."""
+        return LLM.encode_chat(cast(LLM, self), messages, tools, variables)
 
     @classmethod
     def of(cls, model: str, url: str, served_name: str | None, num_at_once: int, patience_s: float) -> RemoteLLM:

@@ -104,18 +104,21 @@ def prepared(
         elif ranks.is_first and is_extended:
             extend(folder, what, settings)
             progress.say("the run is extended: what it had stays, what is new is asked")
-        llm = cast(LLM, _elsewhere(config) if config.elsewhere.answers_from else _load(engine))
+        remote = _elsewhere(config) if config.elsewhere.answers_from else None
+        llm = cast(LLM, remote) if remote else _load(engine)
         check_answers(given.traced, llm.tokenizer.decode)
-        if ranks.is_first:
-            progress.say(llm.introduction) if isinstance(llm, RemoteLLM) else progress.loaded(llm)
+        if ranks.is_first and remote:
+            progress.say(remote.introduction)
+        elif ranks.is_first:
+            progress.loaded(llm)
         bars = progress if ranks.is_first else Progress()
         written, own = _write_own(llm, config, ranks, openers, bars)
         prompts = _share(given.prompts, own, config.answering.seed, ranks)
         try:
             yield Prepared(llm, prompts, written, folder, ranks, bars, given.dropped)
         finally:
-            if isinstance(llm, RemoteLLM):
-                llm.engine.close()
+            if remote:
+                remote.engine.close()
 
 
 def _engine(config: RegenerateConfig, ranks: Ranks) -> EngineConfig:

@@ -35,10 +35,10 @@ class StoredDocuments(Sequence[Document]):
         """Raises CacheError when the folder is not what `write_documents` wrote."""
         refused = reraised(CacheError, f"{folder} cannot be read", "delete it to have it made again", OSError, ValueError)
         with refused:
-            self.index: NDArray[np.int64] = np.load(folder / "index.npy", mmap_mode="r")
+            self.table: NDArray[np.int64] = np.load(folder / "index.npy", mmap_mode="r")
             self._tokens = _mapped(folder / "tokens.bin", np.int32)
             self._keys = _mapped(folder / "keys.bin", np.uint8)
-        self.folder, self.rows = folder, np.arange(len(self.index)) if rows is None else rows
+        self.folder, self.rows = folder, np.arange(len(self.table)) if rows is None else rows
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -50,7 +50,7 @@ class StoredDocuments(Sequence[Document]):
     def __getitem__(self, place: int | slice) -> Document | list[Document]:
         if isinstance(place, slice):
             return [self[each] for each in range(*place.indices(len(self)))]
-        first, end, answer_start, _, _, _, turn, _, _ = (int(number) for number in self.index[self.rows[place]])
+        first, end, answer_start, _, _, _, turn, _, _ = (int(number) for number in self.table[self.rows[place]])
         return Document(f"{self.key(place)}/{turn}", np.array(self._tokens[first:end]), answer_start)
 
     def __iter__(self) -> Iterator[Document]:
@@ -58,7 +58,7 @@ class StoredDocuments(Sequence[Document]):
 
     def key(self, place: int) -> str:
         """Of the conversation: without its turn."""
-        first, end = self.index[self.rows[place], 3:5]
+        first, end = self.table[self.rows[place], 3:5]
         return self._keys[first:end].tobytes().decode(errors="surrogatepass")
 
 
@@ -99,7 +99,7 @@ def stored_corpus(
     every = write_documents(folder, sources, max_len, counts, None if strict else dropped)
     order, counts["num_repeated"] = _sorted_once(every)
     every.rows = order
-    counts["num_loops_cut"], counts["num_cut"] = (int(number) for number in every.index[order, 7:9].sum(0))
+    counts["num_loops_cut"], counts["num_cut"] = (int(number) for number in every.table[order, 7:9].sum(0))
     chosen = np.zeros(len(order), dtype=bool)
     prompts = _prompt_hashes(every)
     for prompt in _heldout(every, prompts, heldout_share, max_heldout):
@@ -112,7 +112,7 @@ def stored_corpus(
 
 def _sorted_once(every: StoredDocuments) -> tuple[NDArray[np.int64], int]:
     """Rows in the order of (hash of the key, turn), each turn once, the first that was written; how many rows are left out."""
-    hashes, turns = every.index[:, 5], every.index[:, 6]
+    hashes, turns = every.table[:, 5], every.table[:, 6]
     order = np.lexsort((turns, hashes))
     is_first = np.ones(len(order), dtype=bool)
     is_first[1:] = (np.diff(hashes[order]) != 0) | (np.diff(turns[order]) != 0)

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from paceline.train.loop import Trainer
 
 
+Kept = Callable[[], Features] | BaseException
+"""A document's features in the form in which they wait, or what went wrong."""
+
+
 class StreamedFeatures:
     """A feature source that works ahead. Belongs to one consumer; `begin` starts it, `close` ends its threads."""
 
@@ -45,7 +49,7 @@ class StreamedFeatures:
         """The next number to be produced, for which there was no room yet."""
         self._order: deque[int] = deque()
         """Numbers that are under way or ready, in the order in which they will be asked for."""
-        self._ready: dict[int, object] = {}
+        self._ready: dict[int, Kept] = {}
         """By place in the stream: kept features, or what went wrong."""
         self._first_place = self._next_place = 0
         self._is_over = True
@@ -81,25 +85,28 @@ class StreamedFeatures:
         return self._now[1]
 
     def _take(self, number: int) -> Features:
-        with self._changed:
-            while not self._order and not self._is_over:
-                self._changed.wait()
-            is_next = bool(self._order) and self._order[0] == number
-            if is_next:
-                while self._first_place not in self._ready:
-                    self._changed.wait()
-                kept = self._ready.pop(self._first_place)
-                self._first_place += 1
-                self._order.popleft()
-                self.held_bytes -= self._size_of(number)
-                self._changed.notify_all()
-        if not is_next:
+        kept = self._next_kept(number)
+        if kept is None:
             self.num_aside += 1
             return self._form.coder(self._compute(number))()
         if isinstance(kept, BaseException):
             raise kept
-        assert callable(kept)
         return kept()
+
+    def _next_kept(self, number: int) -> Kept | None:
+        """The next document of the stream, as soon as it is ready; None when that is not this one."""
+        with self._changed:
+            while not self._order and not self._is_over:
+                self._changed.wait()
+            if not self._order or self._order[0] != number:
+                return None
+            while self._first_place not in self._ready:
+                self._changed.wait()
+            self._order.popleft()
+            self._first_place += 1
+            self.held_bytes -= self._size_of(number)
+            self._changed.notify_all()
+            return self._ready.pop(self._first_place - 1)
 
     def _compute(self, number: int) -> Features:
         with self._alone:
@@ -109,7 +116,7 @@ class StreamedFeatures:
         while (claimed := self._claim()) is not None:
             number, place = claimed
             try:
-                kept: object = self._form.coder(self._compute(number))
+                kept: Kept = self._form.coder(self._compute(number))
             except BaseException as error:  # noqa: BLE001  (raised again where it is asked for)
                 kept = error
             with self._changed:

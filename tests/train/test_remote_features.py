@@ -28,7 +28,15 @@ from paceline.serve.settings import ServeConfig
 from paceline.train import train
 from paceline.train.answers import Answer, AnswerShards
 from paceline.train.client import KEY
-from paceline.train.config import DrafterShape, ElsewhereConfig, LoopConfig, LossConfig, TrainConfig
+from paceline.train.config import (
+    AnswerConfig,
+    DrafterShape,
+    ElsewhereConfig,
+    LoopConfig,
+    LossConfig,
+    PromptsConfig,
+    TrainConfig,
+)
 from paceline.train.dataset import Document
 from paceline.train.ends import Ends, load_ends
 from paceline.train.features import OnlineFeatures
@@ -126,7 +134,12 @@ def trained(
 ) -> dict[str, Any]:
     """The finished drafter's weights."""
     shape = DrafterShape(num_layers=1, block_size=4, tap_layers=(0,))
-    values: dict[str, Any] = {"answers": (answers,), "loop": LOOP, "shape": shape, "max_len": 64} | changes
+    values: dict[str, Any] = {
+        "answers": () if "asked" in changes else (answers,),
+        "loop": LOOP,
+        "shape": shape,
+        "max_len": 64,
+    } | changes
     result = train(TrainConfig(out, engine, elsewhere=elsewhere or ElsewhereConfig(), **values))
     return load_file(result.drafter / "model.safetensors")
 
@@ -146,6 +159,23 @@ def test_vllm_s_files_give_the_same_drafter(
     assert same(there, trained(tmp_path / "here", engine, answers))
     assert list(one.folder.iterdir()) == [], "what was read is deleted"
     assert one.number >= 12
+
+
+def test_a_whole_run_elsewhere_gives_the_same_drafter(
+    tmp_path: Path, engine: EngineConfig, vllm: tuple[VLLM, Elsewhere]
+) -> None:
+    """Prompts in, drafter out, with answers and hidden states of a server; of the target here only the ends are loaded."""
+    one, fake = vllm
+    fake.llm = LLM.of(replace(engine, drafter="none", max_batch=2, max_len=128))
+    fake.other = lambda method, path, body: one(method, path, body) if body.get("max_tokens", 1) == 1 else None
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"Tell me {n}."}) + "\n" for n in range(12)))
+    asked: dict[str, Any] = {"asked": PromptsConfig((str(file),)), "max_len": 96}
+    asked["answering"] = AnswerConfig(max_tokens=12, max_prompt_tokens=80, temperatures=(0.0, 0.8))
+    elsewhere = ElsewhereConfig(answers_from=fake.url, features_from=fake.url, features_folder=one.folder, at_once=3)
+    there = trained(tmp_path / "there", engine, tmp_path, elsewhere, **asked)
+    assert same(there, trained(tmp_path / "here", engine, tmp_path, **asked))
+    assert len(fake.bodies) == 24 and one.number >= 24
 
 
 def test_our_server_gives_the_same_drafter(
