@@ -2,7 +2,7 @@
 
     runs/x/documents/tokens.bin     int32 token ids of all documents, one after the other
     runs/x/documents/keys.bin       their keys, UTF-8
-    runs/x/documents/index.npy      int64 [N, 9]: see COLUMNS; memory-mapped, as the others are
+    runs/x/documents/index.npy      int64 [N, 9]: see COLUMNS; memory-mapped
 
 `stored_corpus` is `dataset.read_corpus` for corpora that do not fit in memory: the same documents in the same order, of which
 the held-out ones, a bounded number, are in memory.
@@ -11,6 +11,8 @@ the held-out ones, a bounded number, are in memory.
 from __future__ import annotations
 
 import math
+import os
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,8 +38,7 @@ class StoredDocuments(Sequence[Document]):
         refused = reraised(CacheError, f"{folder} cannot be read", "delete it to have it made again", OSError, ValueError)
         with refused:
             self.table: NDArray[np.int64] = np.load(folder / "index.npy", mmap_mode="r")
-            self._tokens = _mapped(folder / "tokens.bin", np.int32)
-            self._keys = _mapped(folder / "keys.bin", np.uint8)
+            self._tokens, self._keys = _Bytes(folder / "tokens.bin"), _Bytes(folder / "keys.bin")
         self.folder, self.rows = folder, np.arange(len(self.table)) if rows is None else rows
 
     def __len__(self) -> int:
@@ -51,15 +52,27 @@ class StoredDocuments(Sequence[Document]):
         if isinstance(place, slice):
             return [self[each] for each in range(*place.indices(len(self)))]
         first, end, answer_start, _, _, _, turn, _, _ = (int(number) for number in self.table[self.rows[place]])
-        return Document(f"{self.key(place)}/{turn}", np.array(self._tokens[first:end]), answer_start)
+        tokens = np.frombuffer(self._tokens[4 * first : 4 * end], dtype=np.int32)
+        return Document(f"{self.key(place)}/{turn}", tokens, answer_start)
 
     def __iter__(self) -> Iterator[Document]:
         return (self[place] for place in range(len(self)))
 
     def key(self, place: int) -> str:
         """Of the conversation: without its turn."""
-        first, end = self.table[self.rows[place], 3:5]
-        return self._keys[first:end].tobytes().decode(errors="surrogatepass")
+        first, end = (int(number) for number in self.table[self.rows[place], 3:5])
+        return self._keys[first:end].decode(errors="surrogatepass")
+
+
+class _Bytes:
+    """Parts of a file, read each time: pages of one that is mapped would count as this process's memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+
+    def __getitem__(self, part: slice) -> bytes:
+        return os.pread(self._file, part.stop - part.start, part.start)
 
 
 def _mapped(path: Path, kind: Any) -> NDArray[Any]:

@@ -53,6 +53,7 @@ class StreamedFeatures:
         """By place in the stream: kept features, or what went wrong."""
         self._first_place = self._next_place = 0
         self._is_over = True
+        self._failure: Exception | None = None
         self._now: tuple[int, Features] | None = None
         self.held_bytes = self.most_held_bytes = 0
         """Of features that wait or are under way; and the most there were."""
@@ -63,6 +64,7 @@ class StreamedFeatures:
         """From now on documents will be asked for in this order; the same one several times in a row counts once."""
         self.close()
         self._numbers, self._is_over, self._now, self._ahead, self.num_aside = numbers, False, None, None, 0
+        self._failure = None
         self._threads = [threading.Thread(target=self._produce, daemon=True) for _ in range(self._num_threads)]
         for thread in self._threads:
             thread.start()
@@ -98,6 +100,8 @@ class StreamedFeatures:
         with self._changed:
             while not self._order and not self._is_over:
                 self._changed.wait()
+            if not self._order and self._failure:
+                return self._failure
             if not self._order or self._order[0] != number:
                 return None
             while self._first_place not in self._ready:
@@ -123,16 +127,24 @@ class StreamedFeatures:
                 self._ready[place] = kept
                 self._changed.notify_all()
 
+    def _next_number(self) -> int | None:
+        """None at the end, and when what plans the documents has failed, which whoever asks for the next one is told."""
+        try:
+            return next(self._numbers, None)
+        except Exception as error:  # noqa: BLE001
+            self._failure = error
+            return None
+
     def _claim(self) -> tuple[int, int] | None:
         """(document, place in the stream) of the next one, as soon as there is room for it; None when the stream is over."""
         with self._changed:
             while not self._is_over:
                 if self._ahead is None:
-                    self._ahead = next(self._numbers, None)
-                    if self._ahead is None:
-                        self._is_over = True
-                        self._changed.notify_all()
-                        return None
+                    self._ahead = self._next_number()
+                if self._ahead is None:
+                    self._is_over = True
+                    self._changed.notify_all()
+                    return None
                 size = self._size_of(self._ahead)
                 if not self.held_bytes or self.held_bytes + size <= self._budget:
                     self.held_bytes += size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,18 @@ def test_what_goes_wrong_is_raised_where_it_is_asked_for() -> None:
     streamed = stream(Counted(fails_at=1), 5 * 256, range(4))
     streamed.of(0)
     with pytest.raises(CacheError, match="the disk is gone"):
+        streamed.of(1)
+    streamed.close()
+
+
+def test_a_plan_that_fails_does_not_leave_the_trainer_waiting() -> None:
+    def numbers() -> Iterator[int]:
+        yield 0
+        raise ValueError("no plan")
+
+    streamed = stream(Counted(), 5 * 256, numbers())
+    assert streamed.of(0).taps_SF[0, 0] == 0
+    with pytest.raises(ValueError, match="no plan"):
         streamed.of(1)
     streamed.close()
 
