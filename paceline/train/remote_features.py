@@ -65,6 +65,16 @@ class RemoteFeatures:
     def bytes_per_position(self) -> int:
         return (len(self._taps) + self._needs_final) * self._target.hidden_size * self._target.dtype.itemsize
 
+    @property
+    def introduction(self) -> str:
+        """For people: where hidden states come from, and what cannot be checked about it."""
+        if self._is_ours:
+            return f"hidden states of {self._client.url}"
+        ids = [layer + 1 for layer in self._taps]
+        return (
+            f"hidden states of {self._client.url}, vLLM: it must have been started with eagle_aux_hidden_state_layer_ids {ids}"
+        )
+
     def of(self, number: int) -> Features:
         """As FeatureSource. Raises DownloadError, CacheError, ConfigError when the server gives something else."""
         tokens = self.documents[number].tokens.tolist()

@@ -120,7 +120,12 @@ class Sources:
         elsewhere, needs_final = self.config.elsewhere, self.config.loop.loss.needs_target_probs
         if id(documents) not in self._made:
             asked = (self.target, documents, self.taps, needs_final)
-            self._made[id(documents)] = RemoteFeatures(elsewhere, *asked) if elsewhere.features_from else OnlineFeatures(*asked)
+            if elsewhere.features_from:
+                remote = RemoteFeatures(elsewhere, *asked)
+                self._made[id(documents)] = remote
+                self.progress.say(remote.introduction)
+            else:
+                self._made[id(documents)] = OnlineFeatures(*asked)
         return self._made[id(documents)]
 
     def _form(self) -> Form:

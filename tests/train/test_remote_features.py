@@ -245,7 +245,7 @@ def features(engine: EngineConfig, fake: Elsewhere, one: VLLM, *, needs_final: b
 def test_what_a_server_gives_is_checked(engine: EngineConfig, vllm: tuple[VLLM, Elsewhere], tmp_path: Path) -> None:
     one, fake = vllm
     source = features(engine, fake, one)
-    assert source.of(0).taps_SF.shape == (4, 32)
+    assert source.of(0).taps_SF.shape == (4, 32) and "layer_ids [1]" in source.introduction
     spoilt: list[tuple[Any, type[Exception], str]] = [
         (lambda t: t | {"token_ids": t["token_ids"] + 1}, ConfigError, "hidden states of other tokens"),
         (lambda t: t | {"hidden_states": t["hidden_states"].repeat(1, 2, 1)}, ConfigError, "start vLLM with layer ids 1"),
