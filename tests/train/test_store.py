@@ -76,6 +76,6 @@ def test_memory_hardly_grows_with_the_number_of_documents(tmp_path: Path, monkey
         tokens = sum(len(document) for document in corpus.train)
         return most, 4 * tokens
 
-    (small, _), (large, token_bytes) = peak(400), peak(4000)
-    assert token_bytes > 6_000_000
-    assert large - small < 300 * 3600, "bytes for each further document"
+    (small, _), (large, token_bytes) = peak(200), peak(2000)
+    assert token_bytes > 3_000_000
+    assert large - small < 300 * 1800, "bytes for each further document"
