@@ -23,7 +23,7 @@ from paceline.model.checkpoint import load_tensors, read_json
 from paceline.runlog import plain
 from paceline.tables import differences
 
-FREE_TO_CHANGE = ("checkpoint_minutes", "heldout_every", "gradient_checkpointing", "parallel", "keep")
+FREE_TO_CHANGE = ("checkpoint_minutes", "heldout_every", "gradient_checkpointing", "parallel", "keep", "tokens_per_pack")
 """Settings that do not decide what is learned: a resumed run may have others."""
 
 

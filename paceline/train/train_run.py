@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,8 @@ from paceline.draft.base import Drafter
 from paceline.draft.checkpoint import write_checkpoint
 from paceline.draft.dflash import DFlashDrafter
 from paceline.engine.llm import LLM
-from paceline.errors import CacheError
 from paceline.figures import Rounds
 from paceline.hardware import this_machine
-from paceline.hub import resolve as resolve_model
 from paceline.model.backends import load_target, settle
 from paceline.model.target import Target
 from paceline.model.tokenizer import Tokenizer
@@ -36,23 +33,16 @@ from paceline.tables import Progress
 from paceline.train.checkpoint import best_checkpoint
 from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
 from paceline.train.dataset import Corpus, Document, check_answers, check_vocabulary, read_corpus
-from paceline.train.features import (
-    FeatureSource,
-    OnlineFeatures,
-    ScaledFeatures,
-    begin_without_mean,
-    cache_features,
-    check_room,
-    fingerprint,
-    stored_scale,
-    train_in_scaled_units,
-)
+from paceline.train.ends import light_folder, load_ends
+from paceline.train.features import ScaledFeatures, begin_without_mean, train_in_scaled_units
 from paceline.train.loop import Trainer
 from paceline.train.packs import DFlashTrainable
 from paceline.train.parallel import process_group
 from paceline.train.ranks import Ranks, only_run
 from paceline.train.regenerate_run import run as regenerate
+from paceline.train.sources import Sources
 from paceline.train.start import continued_draft_ids, head_of, init_folder, most_frequent, network_for, scale_first_logits
+from paceline.train.store import stored_corpus
 from paceline.train.tiny import write_tiny_target
 from paceline.types import SamplingParams
 
@@ -98,7 +88,7 @@ def _check_inputs(config: TrainConfig) -> None:
     for source in config.ood:
         read_prompts(source, config.asked.limit)
     if config.answers:
-        tokenizer = Tokenizer.from_path(resolve_model(config.target.model)) if config.scale == "default" else None
+        tokenizer = Tokenizer.from_path(light_folder(config.target.model)) if config.scale == "default" else None
         check_answers(config.answers, tokenizer and tokenizer.decode)
 
 
@@ -136,11 +126,11 @@ class _Stages:
     def run(self) -> TrainResult:
         config, progress = self.config, self.progress
         answers, ood = self._answers()
-        corpus = read_corpus(answers, config.max_len, HELDOUT_SHARE, MAX_HELDOUT)
+        corpus = self._corpus(answers)
         num_places = sum(document.num_anchors for document in corpus.train)
         progress.say(
             f"{len(corpus.train)} documents to learn from ({num_places} places for blocks), {len(corpus.heldout)} held out; "
-            f"{corpus.num_loops_cut} cut where they repeat themselves, {corpus.num_too_short} too short"
+            f"{corpus.told() or 'all of them whole'}"
         )
         folder = self._open()
         target = self._load_target()
@@ -153,6 +143,13 @@ class _Stages:
         progress.say(f'drafter: {drafter}; try it: paceline generate --model {model} --drafter {drafter} "..."')
         return result
 
+    def _corpus(self, answers: list[Path]) -> Corpus:
+        config = self.config
+        asked = (answers, config.max_len, HELDOUT_SHARE, MAX_HELDOUT, config.asked.strict)
+        if config.features != "streamed":
+            return read_corpus(*asked)
+        return stored_corpus(config.out / f"documents-r{self.ranks.rank}", *asked)
+
     def _answers(self) -> tuple[list[Path], Path | None]:
         """Folders of answers: those given, and those that this run has the target write; and of out-of-distribution ones."""
         config, folders = self.config, list(self.config.answers)
@@ -164,7 +161,8 @@ class _Stages:
 
     def _regenerate(self, asked: PromptsConfig, name: str) -> Path:
         config = self.config
-        return regenerate(RegenerateConfig(config.out / name, config.target, asked, config.answering), self.everyone).answers
+        asking = RegenerateConfig(config.out / name, config.target, asked, config.answering, elsewhere=config.elsewhere)
+        return regenerate(asking, self.everyone).answers
 
     def _open(self) -> RunFolder:
         config = self.config
@@ -181,7 +179,8 @@ class _Stages:
         if settings.threads or self.ranks.world > 1:
             torch.set_num_threads(settings.threads or 1)
         device = f"cuda:{self.ranks.local}" if settings.device == "cuda" and self.ranks.world > 1 else settings.device
-        return load_target(replace(settings, device=device, max_batch=1, max_len=self.config.max_len))
+        settings = replace(settings, device=device, max_batch=1, max_len=self.config.max_len)
+        return load_ends(settings) if self.config.elsewhere.features_from else load_target(settings)
 
     def _train(self, corpus: Corpus, ood: Path | None, target: Target, run: RunFolder) -> TrainResult:
         """The loop, its figures into metrics.jsonl; the finished drafter in `out/drafter`."""
@@ -194,11 +193,12 @@ class _Stages:
             progress.say("note: --parallel sharded has no effect on one process: start several with torchrun")
         if trainer.state.step:
             progress.say(f"going on after step {trainer.state.step}")
-        if self.ranks.is_first:
-            with tracked(run, trainer, progress) as on_step:
-                trainer.run(on_step, progress.say)
-        else:
-            trainer.run()
+        with self.sources.following(trainer):
+            if self.ranks.is_first:
+                with tracked(run, trainer, progress) as on_step:
+                    trainer.run(on_step, progress.say)
+            else:
+                trainer.run()
         folder, weights = config.out / "drafter", trainer.parallel.weights(trainer.network)
         rates = newest_rates(run, trainer)
         if self.ranks.is_first:
@@ -228,10 +228,10 @@ class _Stages:
         network.to(target.device)
         head = head_of(target, network.config, draft_ids)
         embedding_VD = target.embed(torch.arange(target.vocab_size, device=target.device)).clone()
-        features_of = partial(self._features, target, network.config.target_layer_ids)
-        features = features_of(corpus.train, "features")
-        scale_F, mean_F = stored_scale(config.out / "feature-scale.safetensors", features, corpus.train, self.ranks.is_first)
-        self.wait()
+        taps = network.config.target_layer_ids
+        self.sources = sources = Sources(config, target, taps, corpus.train, self.ranks, self.progress, self.wait)
+        features = sources.of(corpus.train)
+        scale_F, mean_F = sources.scale(features)
         train_in_scaled_units(network, scale_F)
         if init is None and config.shape.start == "random":
             begin_without_mean(network, mean_F)
@@ -243,40 +243,18 @@ class _Stages:
         watched = {"heldout": corpus.heldout, "ood": read_corpus([ood], config.max_len, 0.0).train[:MAX_HELDOUT] if ood else []}
         for name, documents in watched.items():
             if documents:
-                trainer.heldout[name] = documents, ScaledFeatures(features_of(documents, f"features-{name}"), scale_F)
+                trainer.heldout[name] = documents, ScaledFeatures(sources.of(documents, f"features-{name}"), scale_F)
         if not trainer.resume() and init is None:
             scale_first_logits(network, head, *trainer.first_slots())
         return trainer
-
-    def _features(self, target: Target, taps: tuple[int, ...], documents: list[Document], name: str) -> FeatureSource:
-        """Online or cached, as asked or as it pays."""
-        config, needs_final = self.config, self.config.loop.loss.needs_target_probs
-        source = OnlineFeatures(target, documents, taps, needs_final)
-        if config.features == "online" or (config.features == "auto" and not self._pays(source.num_bytes)):
-            return source
-        mark = fingerprint(config.target.model, target.dtype, documents, taps, needs_final)
-        folder = config.out / f"{name}-{mark}"
-        self.progress.say(f"features of {len(documents)} documents: {source.num_bytes / 1e9:.2f} GB in {folder}")
-        with self.progress.bar("features", len(self.ranks.share_of(len(documents)))) as advance:
-            kept = cache_features(folder, source, self.ranks, partial(advance, "features"))
-        self.wait()
-        return kept
-
-    def _pays(self, num_bytes: int) -> bool:
-        """Whether documents are seen more than once and the disk has room for their features."""
-        if self.config.loop.epochs <= 1.0 and self.config.loop.max_steps is None:
-            return False
-        try:
-            check_room(self.config.out, num_bytes)
-        except CacheError:
-            self.progress.say("note: the disk has no room for features: the target computes them anew every epoch")
-            return False
-        return True
 
     def _serve(self, drafter: Path, corpus: Corpus, run: RunFolder) -> dict[str, float]:
         """Tokens per round over held-out prompts in the real engine."""
         documents, target = corpus.heldout[:SERVED_PROMPTS], self.config.target
         if not documents:
+            return {}
+        if self.config.elsewhere.features_from:
+            self.progress.say("note: held-out prompts are not served: the target is elsewhere; give its server the drafter")
             return {}
         self.progress.say(f"serving {len(documents)} held-out prompts")
         max_tokens = self.config.answering.max_tokens

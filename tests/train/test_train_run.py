@@ -121,6 +121,21 @@ def test_killed_and_run_again_it_follows_the_same_losses(finished: tuple[Path, d
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()].count("step-000030") == 1
 
 
+@pytest.mark.parametrize("more", [(), ("--feature-dtype", "int8", "--stream-buffer", "64K")], ids=["plain", "int8"])
+def test_streamed_features_give_the_same_curve(
+    finished: tuple[Path, dict[str, Any], float], more: tuple[str, ...], tmp_path: Path
+) -> None:
+    answers = finished[0] / "regenerate" / "answers"
+    paceline(*TINY, *FORWARD, "--answers", answers, "--features", "streamed", *more, "--out", tmp_path / "run")
+    expected, found = figures(finished[0]), figures(tmp_path / "run")
+    assert list(found) == list(expected)
+    tolerance = 1e-5 if not more else 2e-2
+    for step, each in expected.items():
+        assert found[step]["loss"] == pytest.approx(each["loss"], rel=tolerance), step
+    assert not list((tmp_path / "run").glob("features-[0-9a-f]*")), "only those of held-out documents are kept"
+    assert list((tmp_path / "run").glob("features-heldout-*"))
+
+
 def test_a_finished_run_is_not_trained_again(finished: tuple[Path, dict[str, Any], float], capsys: Any) -> None:
     run, line, _ = finished
     num_lines = len(RunFolder(run).metrics())
@@ -192,7 +207,7 @@ def test_a_drafter_of_another_target_is_refused(finished: tuple[Path, dict[str, 
         (("--loss", "mse"), ConfigError, "loss must be one of ce, d-pace, kl, lk, lk-hybrid, not 'mse'"),
         (("--optimiser", "sgd"), ConfigError, "optimiser must be one of adamw, muon, not 'sgd'"),
         (("--attention", "fast"), ConfigError, "attention must be one of auto, split, sdpa, flex, not 'fast'"),
-        (("--features", "guessed"), ConfigError, "features must be one of auto, online, cached, not 'guessed'"),
+        (("--features", "guessed"), ConfigError, "features must be one of auto, online, cached, streamed, not 'guessed'"),
         (("--scale", "huge"), ConfigError, "scale must be one of default, tiny, not 'huge'"),
         (("--block-size", "1"), ConfigError, "block-size must be at least 2"),
         (("--lr", "0"), ConfigError, "lr must be above 0"),
@@ -234,7 +249,7 @@ def test_bad_options_are_refused_before_anything_is_loaded(
 def test_bad_prompts_are_named_by_line(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text(text)
     with pytest.raises(PromptError, match=message):
-        paceline(*TINY, "--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "run")
+        paceline(*TINY, "--strict", "--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "run")
 
 
 def written(folder: Path, token: int, text: str) -> Path:
