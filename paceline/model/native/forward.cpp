@@ -17,7 +17,7 @@ using Clock = std::chrono::steady_clock;
 constexpr int kStagesPerLayer = 12;
 constexpr int kAskedFor = 8192;      // bytes of the next weights
 constexpr int kLeastHeadPieces = 4;  // sixteen rows each, that a thread takes at a time
-constexpr int kOwnInputs = 8;        // tokens up to which every thread norms all of them
+constexpr int kOwnInputs = 16;       // tokens up to which every thread norms all of them
 constexpr int kHeadPieces = 16;      // of the head that a thread makes at a time
 constexpr int kGated = 256;          // rows of sixteen gated columns that it makes at a time, if there are so few
 

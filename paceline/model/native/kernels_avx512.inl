@@ -247,52 +247,76 @@ struct PlanePlaces {
 
 constexpr int kScaled = 16;  // blocks whose floats are made together
 
-// Floats of up to kScaled blocks: the factors that make their elements whole numbers, and what those numbers are worth.
-struct BlockScales {
-    float inverse[kScaled], scale[kScaled];
+// Floats of up to kScaled blocks.
+struct BlockFloats {
+    uint32_t most[kScaled] = {};                          // bits of the largest element
+    float inverse[kScaled], scale[kScaled];               // that make elements whole numbers, and what those are worth
+    alignas(64) int32_t halves[kScaled][2] = {};          // sums of the first and of the second sixteen whole numbers
+    float sum[kScaled], first[kScaled], second[kScaled];  // the same, times the scale
 
-    void set(const uint32_t* most_bits) {
+    void set_scales() {
         // Of NaNs one of them: the scale and all that follows are NaN.
-        const __m512 most = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(most_bits), 16));
-        const __mmask16 is_zero = _mm512_cmp_ps_mask(most, _mm512_set1_ps(kLeastElement), _CMP_LT_OQ);
+        const __m512 largest = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(most), 16));
+        const __mmask16 is_zero = _mm512_cmp_ps_mask(largest, _mm512_set1_ps(kLeastElement), _CMP_LT_OQ);
         const __m512 range = _mm512_set1_ps(float(kPlaneRange));
-        _mm512_storeu_ps(inverse, _mm512_mask_mov_ps(_mm512_div_ps(range, most), is_zero, _mm512_setzero_ps()));
-        _mm512_storeu_ps(scale, _mm512_mask_mov_ps(_mm512_div_ps(most, range), is_zero, _mm512_setzero_ps()));
+        _mm512_storeu_ps(inverse, _mm512_mask_mov_ps(_mm512_div_ps(range, largest), is_zero, _mm512_setzero_ps()));
+        _mm512_storeu_ps(scale, _mm512_mask_mov_ps(_mm512_div_ps(largest, range), is_zero, _mm512_setzero_ps()));
+    }
+    void set_sums() {
+        const __m512i begin = _mm512_load_si512(halves), end = _mm512_load_si512(halves + kScaled / 2);
+        const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        const __m512i one = _mm512_permutex2var_epi32(begin, even, end);
+        const __m512i other = _mm512_permutex2var_epi32(begin, _mm512_add_epi32(even, _mm512_set1_epi32(1)), end);
+        const __m512 own = _mm512_loadu_ps(scale);
+        _mm512_storeu_ps(sum, _mm512_mul_ps(own, _mm512_cvtepi32_ps(_mm512_add_epi32(one, other))));
+        _mm512_storeu_ps(first, _mm512_mul_ps(own, _mm512_cvtepi32_ps(one)));
+        _mm512_storeu_ps(second, _mm512_mul_ps(own, _mm512_cvtepi32_ps(other)));
     }
 };
 
+// 32 elements as whole numbers, of eight neighbours first those at even places, then the others.
+inline __m512i whole_numbers(const bfloat* from, __m512 inverse) {
+    const __m512i elements = _mm512_loadu_si512(from);
+    return _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(first_of(elements), inverse)),
+                              _mm512_cvtps_epi32(_mm512_mul_ps(second_of(elements), inverse)));
+}
+
+// Their low bytes in order, then their high bytes, which are rounded.
+inline __m512i planes_of_numbers(__m512i numbers) {
+    const __m512i rounded = _mm512_add_epi16(numbers, _mm512_set1_epi16(128));
+    const __m512i bytes = _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaaull, numbers, rounded);
+    const __m128i order = _mm_setr_epi8(0, 8, 2, 10, 4, 12, 6, 14, 1, 9, 3, 11, 5, 13, 7, 15);
+    const __m512i quarters = _mm512_shuffle_epi8(bytes, _mm512_broadcast_i32x4(order));
+    return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), quarters);
+}
+
 // Sums of the first and of the second sixteen of 32 numbers.
-inline __m128i half_sums(__m512i words) {
-    const __m512i pairs = _mm512_madd_epi16(words, _mm512_set1_epi16(1));
+inline __m128i half_sums(__m512i numbers) {
+    const __m512i pairs = _mm512_madd_epi16(numbers, _mm512_set1_epi16(1));
     const __m256i fours = _mm256_hadd_epi32(_mm512_castsi512_si256(pairs), _mm512_extracti64x4_epi64(pairs, 1));
-    const __m256i eights = _mm256_hadd_epi32(fours, fours);  // of columns 0-7 and 16-23 below, of the others above
+    const __m256i eights = _mm256_hadd_epi32(fours, fours);
     return _mm_add_epi32(_mm256_castsi256_si128(eights), _mm256_extracti128_si256(eights, 1));
 }
 
 inline void write_planes(const void* x, int num_blocks, PlanePlaces to) {
     const bfloat* from = static_cast<const bfloat*>(x);
-    for (int begin = 0; begin < num_blocks; begin += kScaled) {
+    for (int begin = 0; begin < num_blocks; begin += kScaled, from += kScaled * kBlock) {
         const int count = num_blocks - begin < kScaled ? num_blocks - begin : kScaled;
-        uint32_t most[kScaled] = {};
-        for (int block = 0; block < count; ++block) most[block] = most_of(_mm512_loadu_si512(from + block * kBlock));
-        BlockScales scales;
-        scales.set(most);
-        for (int block = 0; block < count; ++block, from += kBlock) {
-            const __m512 inverse = _mm512_set1_ps(scales.inverse[block]);
-            const auto whole = [&](int at) PN_INLINE {
-                return _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps((__m512)widen(from + at), inverse)));
-            };
-            const __m512i words = _mm512_inserti64x4(_mm512_castsi256_si512(whole(0)), whole(kWidth), 1);
-            const __m512i high = _mm512_srai_epi16(_mm512_add_epi16(words, _mm512_set1_epi16(128)), 8);
-            _mm256_storeu_si256((__m256i*)to.high, _mm512_cvtepi16_epi8(high));
-            _mm256_storeu_si256((__m256i*)to.low, _mm512_cvtepi16_epi8(words));
-            const __m128i halves = half_sums(words), both = _mm_add_epi32(halves, _mm_shuffle_epi32(halves, 1));
-            const float scale = scales.scale[block];
-            *to.scale = scale;
-            *to.sum = scale * float(_mm_cvtsi128_si32(both));
-            to.half[0] = scale * float(_mm_cvtsi128_si32(halves));
-            to.half[to.next_half] = scale * float(_mm_extract_epi32(halves, 1));
+        BlockFloats floats;
+        for (int block = 0; block < count; ++block) floats.most[block] = most_of(_mm512_loadu_si512(from + block * kBlock));
+        floats.set_scales();
+        for (int block = 0; block < count; ++block) {
+            const __m512i numbers = whole_numbers(from + block * kBlock, _mm512_set1_ps(floats.inverse[block]));
+            const __m512i bytes = planes_of_numbers(numbers);
+            _mm256_storeu_si256((__m256i*)to.low, _mm512_castsi512_si256(bytes));
+            _mm256_storeu_si256((__m256i*)to.high, _mm512_extracti64x4_epi64(bytes, 1));
+            _mm_storel_epi64((__m128i*)floats.halves[block], half_sums(numbers));
             to.high += to.block_bytes, to.low += to.block_bytes;
+        }
+        floats.set_sums();
+        for (int block = 0; block < count; ++block) {
+            *to.scale = floats.scale[block], *to.sum = floats.sum[block];
+            to.half[0] = floats.first[block], to.half[to.next_half] = floats.second[block];
             to.scale += to.block_floats, to.sum += to.block_floats, to.half += to.block_halves;
         }
     }
