@@ -136,25 +136,57 @@ struct TiledGroups {
     }
 };
 
-template <class Tiles, int Groups, int Rows, int Format>
-void tiled_rows(const Product& product, const PnPanel& panel, const uint8_t* data, uint8_t* scratch, const Output& output) {
-    const size_t num_blocks = size_t(product.part->num_blocks), first = size_t(panel.first_block);
-    const uint8_t* chunk = static_cast<const uint8_t*>(product.x);
-    for (int row = 0; row < product.num_rows; row += Rows, chunk += Rows * product.row_bytes) {
+// Formats whose scales and minima are worth the same: of unpacked codes nothing else matters.
+constexpr int unpacked_as(int format) {
+    switch (format) {
+        case PN_Q5_1:
+            return PN_Q4_1;
+        case PN_Q5_K:
+            return PN_Q4_K;
+        case PN_IQ4_NL:
+            return PN_Q8_0;
+        default:
+            return format;
+    }
+}
+
+template <class Tiles, int Rows, int Format>
+struct TiledRows {
+    const Product& product;
+    const PnPanel& panel;
+    const uint8_t* data;
+    uint8_t* scratch;
+    const Output& output;
+
+    // `Groups` groups from the `group`th on, rows from `row` on.
+    template <int Groups, bool Unpacks>
+    void run(int group, int row) const {
+        constexpr int kFormat = Unpacks ? Format : unpacked_as(Format);
+        const size_t num_blocks = size_t(product.part->num_blocks), first = size_t(panel.first_block);
+        const uint8_t* chunk = static_cast<const uint8_t*>(product.x) + row * product.row_bytes;
         const Number* floats = reinterpret_cast<const Number*>(chunk + num_blocks * 2 * kBlock * Rows);
         const Chunk in = {chunk + first * 2 * kBlock * Rows, floats + first * 4 * Rows};
         const int count = product.num_rows - row < Rows ? product.num_rows - row : Rows;
-        for (int group = 0; group < Groups; ++group) output.ask_for_rows(row, count, group * kWide);
+        for (int index = 0; index < Groups; ++index) output.ask_for_rows(row, count, (group + index) * kWide);
         float sums[Groups][Rows][kWide];
-        if (row == 0) TiledGroups<Tiles, Groups, Rows, Format, true>{panel, data, scratch, in}.run(sums);
-        else TiledGroups<Tiles, Groups, Rows, Format, false>{panel, data, scratch, in}.run(sums);
-        for (int group = 0; group < Groups; ++group) {
+        TiledGroups<Tiles, Groups, Rows, kFormat, Unpacks>{panel, data + group * panel.group_bytes,
+                                                           scratch + size_t(group * panel.num_blocks) * 8 * 64, in}
+            .run(sums);
+        for (int index = 0; index < Groups; ++index) {
             Output to = output;
-            to.y += group * kWide, to.column += group * kWide;
-            for (int index = 0; index < count; ++index) to.write_wide(row + index, sums[group][index]);
+            to.y += (group + index) * kWide, to.column += (group + index) * kWide;
+            for (int at = 0; at < count; ++at) to.write_wide(row + at, sums[index][at]);
         }
     }
-}
+
+    void run(int num_groups) const {
+        for (int group = 0; group < num_groups; ++group) run<1, true>(group, 0);
+        for (int row = Rows; row < product.num_rows; row += Rows) {
+            if (num_groups == 2) run<2, false>(0, row);
+            else run<1, false>(0, row);
+        }
+    }
+};
 
 // What an instruction set with tiles multiplies by them, from so many rows on.
 template <class Tiles>
@@ -172,18 +204,15 @@ struct Tiled {
     // Configured for all groups of a product with rows of this format.
     static void begin(int format, int chunk_rows) { Tiles::configure(2 * chunk_rows, kBlock / form_of(format).halves); }
     static void end() { Tiles::release(); }
-    // One group, or two with the same inputs; returns how many. What unpacks both while eight rows wait is slower than one after
-    // the other: as many sums as that do not fit the registers. `scratch`: 512 bytes for each block of both.
+    // One group, or two side by side where rows share what one costs to begin with; returns how many. `scratch`: 512 bytes for
+    // each block of both.
     template <int Format>
     static int groups(const Product& product, const PnPanel& panel, const uint8_t* data, int left, void* scratch,
                       const Output& output) {
-        const bool is_narrow = product.chunk_rows == kChunkRows && product.num_rows <= 2 * kChunkRows;
-        const int count = left > 1 && !is_narrow ? 2 : 1;
+        const int count = left > 1 && product.num_rows > 2 * kChunkRows ? 2 : 1;
         const auto run = [&](auto rows) {
-            uint8_t* bytes = static_cast<uint8_t*>(scratch);
-            if (product.chunk_rows != rows) return;
-            if (count == 2) tiled_rows<Tiles, 2, rows, Format>(product, panel, data, bytes, output);
-            else tiled_rows<Tiles, 1, rows, Format>(product, panel, data, bytes, output);
+            if (product.chunk_rows == rows)
+                TiledRows<Tiles, rows, Format>{product, panel, data, static_cast<uint8_t*>(scratch), output}.run(count);
         };
         run(std::integral_constant<int, 4>()), run(std::integral_constant<int, 6>()), run(std::integral_constant<int, 8>());
         return count;
