@@ -70,9 +70,12 @@ class Trainer:
         folder: Path,
         peak_flops: float | None = None,
         ranks: Ranks | None = None,
+        heldout_head: Head | None = None,
     ) -> None:
+        """`heldout_head`: what held-out documents are drafted with, when that is not `head`: a draft vocabulary."""
         self.drafter, self.network, self.config, self.folder = drafter, drafter.network, config, folder
         self.embedding_VD, self.head, self.ranks = embedding_VD, head, ranks or Ranks()
+        self.heldout_head = heldout_head or head
         self.device = embedding_VD.device
         self.corpus, self.state = corpus, _State()
         self.planner = StepPlanner(
@@ -219,7 +222,7 @@ class Trainer:
         packer = Packer(self.drafter.block_size, documents, features, self.device)
         metrics = SlotMetrics.zero(self.drafter.block_size - 1)
         for piece in self.parallel.pieces(heldout_anchors(documents, HELDOUT_ANCHORS), self.config.blocks_per_pack):
-            _, measured = self.pack_loss(packer.pack(piece.chosen), self.head, 1.0, is_measured=piece.weight > 0)
+            _, measured = self.pack_loss(packer.pack(piece.chosen), self.heldout_head, 1.0, is_measured=piece.weight > 0)
             metrics.flat += measured.flat
         return self._summed(0.0, metrics)[1].rates()
 
@@ -249,7 +252,7 @@ class Trainer:
 
     def _loss_vocabulary(self) -> LossVocabulary | None:
         size = self.config.loss.vocab
-        if size is None or size >= len(self.head.weight_VD) or self.head.columns is not None:
+        if not size or size >= len(self.head.weight_VD) or self.head.columns is not None:
             return None
         counts_V = torch.from_numpy(self.corpus.token_counts(len(self.head.weight_VD)))
         return LossVocabulary(self.head.weight_VD, counts_V, size)

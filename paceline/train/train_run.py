@@ -35,6 +35,7 @@ from paceline.runlog import RunFolder, write_whole
 from paceline.tables import Progress
 from paceline.train.checkpoint import best_checkpoint
 from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
+from paceline.train.copied import fuse_taps
 from paceline.train.dataset import Corpus, Document, check_answers, check_vocabulary, read_corpus
 from paceline.train.features import (
     FeatureSource,
@@ -226,19 +227,22 @@ class _Stages:
         init = init_folder(config.init, config.target.model)
         raw, network = network_for(target, config.target.model, config.shape, init, loop.seed)
         network.to(target.device)
-        head = head_of(target, network.config, draft_ids)
+        drafting = head_of(target, network.config, draft_ids)
+        head = drafting if draft_ids is None or not loop.loss.vocab else head_of(target, network.config, None)
         embedding_VD = target.embed(torch.arange(target.vocab_size, device=target.device)).clone()
         features_of = partial(self._features, target, network.config.target_layer_ids)
         features = features_of(corpus.train, "features")
         scale_F, mean_F = stored_scale(config.out / "feature-scale.safetensors", features, corpus.train, self.ranks.is_first)
         self.wait()
+        if init is None and config.shape.is_copied:
+            fuse_taps(network, scale_F)
         train_in_scaled_units(network, scale_F)
-        if init is None and config.shape.start == "random":
+        if init is None and not config.shape.is_copied:
             begin_without_mean(network, mean_F)
         flops_per_s = this_machine(target.device.type).flops_per_s.get("bfloat16" if loop.autocast else "float32")
         trainer = Trainer(
             DFlashTrainable(network, raw, loop.attention), corpus, ScaledFeatures(features, scale_F), embedding_VD, head, loop,
-            folder=config.out / "checkpoints", peak_flops=flops_per_s, ranks=self.ranks,
+            folder=config.out / "checkpoints", peak_flops=flops_per_s, ranks=self.ranks, heldout_head=drafting,
         )  # fmt: skip
         watched = {"heldout": corpus.heldout, "ood": read_corpus([ood], config.max_len, 0.0).train[:MAX_HELDOUT] if ood else []}
         for name, documents in watched.items():

@@ -18,6 +18,7 @@ from paceline.train.config import LOSSES, LoopConfig, LossConfig, OptimConfig
 from paceline.train.dataset import Place
 from paceline.train.features import OnlineFeatures
 from paceline.train.loop import Trainer, learning_rate_share
+from paceline.train.losses import Head
 from paceline.train.packs import heldout_anchors
 
 
@@ -223,3 +224,15 @@ def test_log_vocabulary_is_the_loss_of_knowing_nothing(tmp_path: Path) -> None:
     one = trainer(tmp_path, config(max_steps=1))
     one.network.norm.weight.data.zero_()
     assert steps_of(one)[0]["loss"] == pytest.approx(math.log(VOCAB), rel=1e-5)
+
+
+def test_a_loss_vocabulary_learns_over_all_tokens_and_held_out_looks_are_those_of_the_draft_vocabulary(tmp_path: Path) -> None:
+    settings = config(max_steps=2, loss=LossConfig("ce", vocab=12))
+    one = watched(tmp_path)
+    whole = trainer(tmp_path / "both", settings)
+    kept = torch.tensor([1, 2, 3, 5, 8])
+    whole.heldout_head = Head(whole.head.weight_VD[kept], columns=kept)
+    assert whole.vocabulary is not None, "it is drawn from the whole head"
+    docs, features = one.heldout["heldout"]
+    cut, full = whole.evaluate(docs, features), trainer(tmp_path / "full", settings).evaluate(docs, features)
+    assert cut["loss"] != full["loss"] and steps_of(whole)[-1]["objective"] > 0
