@@ -193,7 +193,15 @@ class LoopConfig:
     checkpoint_minutes: float = 5.0
     """Minutes between checkpoints."""
     keep: Annotated[str, ("last", "best")] = "last"
-    """Which weights become the drafter: the last, or those that expected most tokens a round of held-out documents."""
+    """Which weights become the drafter: the last, or those that served held-out prompts best, which are kept beside them."""
+    keep_last: Count = 1
+    """Checkpoints that stay."""
+    serve_share: Share = 0.05
+    """Share of the training time that may go to serving held-out prompts on the way; 0 serves at the end only."""
+    plateau: Annotated[str, ("act", "warn", "off")] = "act"
+    """While the loss stays where word frequencies alone bring it: change the learning rate, say so, or neither."""
+    plateau_steps: Count = 300
+    """Steps between looks at that."""
     parallel: Annotated[str, ("auto", "replicated", "sharded")] = "auto"
     """Several processes (torchrun) each hold the whole network, or a part of it (FSDP2)."""
 
@@ -257,8 +265,16 @@ class TrainConfig:
     """tiny: every stage in a minute on a random target."""
     ood: tuple[str, ...] = ()
     """Prompts of another kind, watched but not learned; may be repeated."""
+    heldout: tuple[str, ...] = ()
+    """Prompts to be tested on, in place of a share of the others; may be repeated."""
+    heldout_share: Share = 0.02
+    """Share of the prompts that is held out, never under 16 of them."""
     max_len: int = 1024
     """Longest document, prompt and answer, in tokens."""
+    minutes: Positive | None = None
+    """Minutes for the whole run: answers, features and steps. The plan shares them out."""
+    plan: Annotated[str, ("auto", "off")] = "auto"
+    """auto: what is not asked for is chosen for this target, data and machine; off: it is the default."""
     features: Annotated[str, ("auto", "online", "cached")] = "auto"
     """Hidden states: computed as documents come, or kept on disk. auto keeps them when documents are seen again and the disk
     has room."""

@@ -57,7 +57,9 @@ class Corpus:
         return np.bincount(np.concatenate(answers), minlength=vocab_size)
 
 
-def read_corpus(sources: Iterable[Path], max_len: int, heldout_share: float = 0.02, max_heldout: int = 256) -> Corpus:
+def read_corpus(
+    sources: Iterable[Path], max_len: int, heldout_share: float = 0.02, max_heldout: int = 256, min_heldout: int = 1
+) -> Corpus:
     """Documents of answer folders or files, each once; conversations are held out by a hash of their key's prompt.
 
     Answers are cut at `max_len` tokens and where they start to repeat themselves for the third time: repeated text teaches
@@ -78,7 +80,7 @@ def read_corpus(sources: Iterable[Path], max_len: int, heldout_share: float = 0.
             num_too_short += 1
         else:
             found.append((answer.key, document))
-    chosen = heldout_prompts([key for key, _ in found], heldout_share, max_heldout)
+    chosen = heldout_prompts([key for key, _ in found], heldout_share, max_heldout, min_heldout)
     train = [document for key, document in found if prompt_of(key) not in chosen]
     heldout = [document for key, document in found if prompt_of(key) in chosen]
     if not train:
@@ -123,10 +125,12 @@ def prompt_of(key: str) -> str:
     return key.rsplit("@", 1)[0]
 
 
-def heldout_prompts(keys: Iterable[str], share: float, most: int) -> set[str]:
-    """The prompts that are held out: this share of all, at least one of ten or more, those of the smallest hashes."""
+def heldout_prompts(keys: Iterable[str], share: float, most: int, fewest: int = 1) -> set[str]:
+    """The prompts that are held out: this share of all, of ten or more at least `fewest` but no more than half, those of the
+    smallest hashes."""
     prompts = sorted({prompt_of(key) for key in keys}, key=lambda prompt: (zlib.crc32(prompt.encode()), prompt))
-    number = min(most, math.ceil(share * len(prompts))) if len(prompts) >= 10 else 0
+    wanted = max(math.ceil(share * len(prompts)), min(fewest, len(prompts) // 2)) if share else 0
+    number = min(most, wanted) if len(prompts) >= 10 else 0
     return set(prompts[:number])
 
 
