@@ -82,9 +82,8 @@ def watched(state: Plateau, config: LoopConfig, entropy: float, step: int, loss:
     )
     if config.plateau == "act" and state.acted < len(BOOSTS):
         height = "twice" if BOOSTS[state.acted] > 1 else "half"
-        return Plateau(
-            recent, state.acted + 1, step, False
-        ), f"{seen}; the learning rate begins again, {height} as high as --lr"
+        acted = replace(after, acted=state.acted + 1, acted_at=step)
+        return acted, f"{seen}; the learning rate begins again, {height} as high as --lr"
     tried = "neither a higher nor a lower learning rate helped; " if state.acted else ""
     advice = "--first-layers copied, another --lr, fewer --blocks-per-step, or more minutes may help"
     return after, f"{seen}; {tried}{advice}"
