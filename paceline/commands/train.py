@@ -12,6 +12,7 @@ from paceline.commands.options import Changed, Only, Opt, Without, options, type
 from paceline.commands.shared import Json, JsonSchema, Regex, TerminalProgress, grammar_of, say
 from paceline.config import EngineConfig
 from paceline.errors import CacheError, ConfigError
+from paceline.runlog import RunFolder
 from paceline.train import config as asks
 from paceline.train import regenerate as run_regenerate
 from paceline.train import train as run_train
@@ -51,12 +52,18 @@ def train(
     run_file: Annotated[
         Path | None, typer.Option("--config", help="A run.yaml, as every run leaves one. What is typed wins over it.")
     ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say the plan and stop: no weight is loaded.")] = False,
+    device_name: Annotated[
+        str | None, typer.Option(help="With --dry-run: plan for another machine, as '8x H100' [default: this one].")
+    ] = None,
     as_json: Json = False,
     context: typer.Context = None,  # pyright: ignore[reportArgumentType]  (typer gives it)
 ) -> dict[str, Any] | None:
     """Prompts in, drafter out: the target answers, its hidden states teach a DFlash drafter. Killed, it resumes.
 
-    Example: paceline train --prompts questions.jsonl --out runs/mine --max-minutes 30
+    Says its plan first: what is not asked for is chosen for this target, data and machine.
+
+    Example: paceline train --target path/to/model --prompts questions.jsonl --out runs/mine --minutes 60
     """
     config = replace(
         config,
@@ -68,6 +75,10 @@ def train(
     )
     if context is not None:
         config = _merged(config, run_file, typed(train, context))
+    if dry_run:
+        return _dry_run(config, device_name)
+    if device_name:
+        raise ConfigError("--device-name plans for another machine: add --dry-run")
     result = run_train(config, progress=TerminalProgress())
     if not Ranks.here().is_first:
         return None
@@ -78,6 +89,17 @@ def train(
     except (ConfigError, CacheError) as error:
         say(f"note: no report.html ({error})")
     return asdict(result)
+
+
+def _dry_run(config: asks.TrainConfig, device_name: str | None) -> dict[str, Any]:
+    """Say the plan; into the run's folder too, where one was named."""
+    from paceline.train.planning import make_plan
+
+    plan = make_plan(config, device_name)
+    say(plan.text)
+    if config.is_given("out"):
+        say(f"plan: {RunFolder(config.out).write_json('dry-run.json', plan.as_json())}")
+    return plan.as_json()
 
 
 PARTS = {"loss": "loop.loss", "optim": "loop.optim"}

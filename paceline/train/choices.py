@@ -147,7 +147,7 @@ def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> 
         yield Choice("loop.anchors", 48, "a third of a usual answer: epochs differ")
         yield Choice("loop.heldout_every", 250, "a look costs about two steps")
     if config.minutes is not None:
-        yield Choice("loop.epochs", 30.0, "the minutes end the run")
+        yield Choice("loop.epochs", 100.0, "the minutes end the run")
     yield Choice("loop.keep", "best", "what served held-out prompts best")
 
 

@@ -275,6 +275,12 @@ class TrainConfig:
     """Minutes for the whole run: answers, features and steps. The plan shares them out."""
     plan: Annotated[str, ("auto", "off")] = "auto"
     """auto: what is not asked for is chosen for this target, data and machine; off: it is the default."""
+    log_to: Annotated[str, ("none", "tensorboard", "wandb", "mlflow")] = "none"
+    """Where the curves go too, as they are made."""
+    push_to_hub: str | None = None
+    """Send the finished drafter to this repository of the Hugging Face hub, owner/name; a new one is private."""
+    public: bool = False
+    """A repository that `push_to_hub` makes is public."""
     features: Annotated[str, ("auto", "online", "cached")] = "auto"
     """Hidden states: computed as documents come, or kept on disk. auto keeps them when documents are seen again and the disk
     has room."""

@@ -1,8 +1,8 @@
 """What a plan must know of a target and of the machine, without loading a weight.
 
-`read_target` reads a GGUF file's header, a config.json by its path or in a folder, or, for a model that was not fetched yet, the
-catalogue of `simulate`. `machine_of` takes a known machine ("8x H100"), or measures this one once and keeps what it found in
-`$PACELINE_HOME/machine.json` until processor or thread count change.
+`read_target` reads a GGUF file's header, a config.json by its path or in a folder, or, for a model that was not fetched yet,
+the catalogue of `simulate`. `machine_of` takes a known machine ("8x H100"), or measures this one once and keeps what it found
+in `$PACELINE_HOME/machine.json` until processor or thread count change.
 """
 
 from __future__ import annotations

@@ -255,9 +255,9 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"plan: a drafter for {plan.target} (sizes from {plan.target_source}), on {plan.machine}"
     vocab = f"{sizes.draft_vocab} tokens to draft among, " if config.shape.draft_vocab else ""
     yield (
-        f"  shape      {sizes.num_layers} layers of width {sizes.intermediate_size}, {sizes.num_heads} heads of {sizes.head_dim} "
-        f"over {sizes.num_kv_heads}, {sizes.num_taps} taps, block {sizes.block_size}, {vocab}{plan.parameters / 1e6:.1f} million "
-        f"parameters; drafting costs {plan.share_of_pass:.0%} of a target pass"
+        f"  shape      {sizes.num_layers} layers of width {sizes.intermediate_size}, {sizes.num_heads} heads of "
+        f"{sizes.head_dim} over {sizes.num_kv_heads}, {sizes.num_taps} taps, block {sizes.block_size}, {vocab}"
+        f"{plan.parameters / 1e6:.1f} million parameters; drafting costs {plan.share_of_pass:.0%} of a target pass"
     )
     yield from _chosen_lines(plan)
     hours = plan.hours

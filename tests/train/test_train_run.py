@@ -29,6 +29,7 @@ from paceline.train.answers import Answer, AnswerShards
 from paceline.train.config import LoopConfig, TrainConfig
 from paceline.train.features import ScaledFeatures
 from paceline.train.packs import DFlashTrainable
+from paceline.train.run_file import config_of, read_run_file
 from paceline.train.start import continued_draft_ids
 from paceline.train.tiny import PARTS, write_tiny_target
 
@@ -119,6 +120,43 @@ def test_killed_and_run_again_it_follows_the_same_losses(finished: tuple[Path, d
         assert line[name] == pytest.approx(finished[1][name], rel=1e-5)
     assert line["heldout"] == pytest.approx(finished[1]["heldout"], rel=1e-5)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()].count("step-000030") == 1
+
+
+def test_sigterm_finishes_the_step_and_the_same_command_goes_on(
+    finished: tuple[Path, dict[str, Any], float], tmp_path: Path
+) -> None:
+    answers = finished[0] / "regenerate" / "answers"
+    words = (*TINY, *FORWARD, "--answers", answers, "--serve-share", "0", "--out", tmp_path / "run", "--json")
+    process, metrics, deadline = start(*words), tmp_path / "run" / "metrics.jsonl", time.monotonic() + 600
+    while process.poll() is None and time.monotonic() < deadline:
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= 5:
+            break
+        time.sleep(0.01)
+    process.terminate()
+    _, said = process.communicate(timeout=600)
+    assert process.returncode == 143
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    step = int(checkpoint.name.removeprefix("step-"))
+    told = f"stopped by SIGTERM, the checkpoint of step {step} is written: the same command goes on from there"
+    assert said.splitlines()[-1] == told and max(figures(tmp_path / "run")) == step < 30
+    finish(start(*words))
+    expected, found = figures(finished[0]), figures(tmp_path / "run")
+    assert [found[number]["objective"] for number in expected] == pytest.approx(
+        [each["objective"] for each in expected.values()], rel=1e-5
+    )
+
+
+def test_a_run_leaves_what_others_need(finished: tuple[Path, dict[str, Any], float]) -> None:
+    run, line, _ = finished
+    again = config_of(read_run_file(run / "run.yaml"))
+    assert again.out == run and again.loop.max_steps == 30 and again.scale == "tiny"
+    card = (run / "drafter" / "README.md").read_text()
+    assert f"| tokens a round, served, greedy | {line['heldout']['heldout']:.2f} |" in card
+    served = json.loads((run / "heldout.json").read_text())
+    assert served["teacher_forced"] == pytest.approx(served["served_of_walked"], rel=0.05)
+    assert served["plain_tokens_per_s"] > 0 and served["speedup"] > 0
+    assert (run / "checkpoints" / "best" / "model.safetensors").is_file(), "what served best stands beside the last"
+    assert figures(run)[30]["unigram_entropy"] > 0
 
 
 def test_a_finished_run_is_not_trained_again(finished: tuple[Path, dict[str, Any], float], capsys: Any) -> None:
