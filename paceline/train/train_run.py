@@ -251,8 +251,8 @@ class _Stages:
             progress.say("note: --parallel sharded has no effect on one process: start several with torchrun")
         if trainer.state.step:
             progress.say(f"going on after step {trainer.state.step}")
+        self._serve_on_the_way(trainer, corpus, target, draft_ids)
         if self.ranks.is_first:
-            self._serve_on_the_way(trainer, corpus, target, draft_ids)
             with tracked(run, trainer, progress, config.log_to) as on_step, self.stop.later():
                 is_over = trainer.run(on_step, progress.say, lambda: self.stop.is_asked)
         else:
@@ -339,15 +339,18 @@ class _Stages:
         return True
 
     def _serve_on_the_way(self, trainer: Trainer, corpus: Corpus, target: Target, draft_ids: Tensor | None) -> None:
-        """Have the trainer keep the weights that serve best, where there is room for the model a second time."""
+        """Have the trainer keep the weights that serve best, where every process has room for the model a second time; all
+        processes must decide alike, the first one serves."""
         config, documents = self.config, corpus.heldout[:SERVED_ON_THE_WAY]
         if not documents or not config.loop.serve_share:
             return
-        if not has_room(target):
+        if trainer.parallel.most(float(not has_room(target))) > 0:
             self.progress.say(
                 "note: no memory is free for serving while it trains: held-out prompts are served at the end only"
             )
             return
+        if draft_ids is None:
+            draft_ids = continued_draft_ids(init_folder(config.init, config.target.model), corpus, target)
         trainer.served = HeldoutServer(config.target, trainer.drafter.raw, documents, SERVED_TOKENS, draft_ids)
 
     def _serve(self, drafter: Path, corpus: Corpus, run: RunFolder) -> dict[str, float]:
