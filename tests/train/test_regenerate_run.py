@@ -134,6 +134,13 @@ def test_the_same_command_goes_on(
     assert regenerate(replace(begun, max_batch=2))["num_answers"] == 0
 
 
+def test_a_run_may_be_extended_to_more_prompts(tmp_path: Path, talking: list[EngineConfig]) -> None:
+    file = questions(tmp_path)
+    assert regenerate(ask(tmp_path / "run", file, limit=2))["num_answers"] == 2
+    more = regenerate(ask(tmp_path / "run", file, limit=5))
+    assert (more["num_answers"], more["num_found"]) == (3, 2)
+
+
 def test_other_settings_are_refused_and_shown(tmp_path: Path, talking: list[EngineConfig]) -> None:
     file = questions(tmp_path)
     regenerate(ask(tmp_path / "run", file))
@@ -144,7 +151,6 @@ def test_other_settings_are_refused_and_shown(tmp_path: Path, talking: list[Engi
             r"seed: 0 there, 3 now; temperatures: \[0.0\] there, \[0.0, 0.7\] now",
         ),
         ({"target": replace(FAKE, model="other")}, "target: 'fake' there, 'other' now"),
-        ({"limit": 3}, "limit: None there, 3 now"),
         ({"self_written": 5}, "self_written: 0 there, 5 now"),
     ]:
         with pytest.raises(ConfigError, match=rf"run was begun with other settings \(.*{said}.*use the same"):
