@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serving_soak import server
+from server_process import server
 
 from paceline.bench.client import Client
 from paceline.figures import bootstrap, ratio_of_sums

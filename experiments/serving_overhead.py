@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-from serving_soak import HOST, server
+from server_process import HOST, server
 
 from paceline import LLM, SamplingParams
 from paceline.prompts import Message, read_prompts

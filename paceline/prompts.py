@@ -1,37 +1,45 @@
-"""Prompts from anywhere: JSON lines of the usual benchmark shapes, Parquet, a server's traces, or a Hugging Face data set.
+"""Prompts from anywhere: JSON lines of the usual benchmark shapes, chats, Parquet, a server's traces, or a hub data set.
 
-    read_prompts("questions.jsonl", limit=20)      # question | text | prompt | turns | instruction | messages
+    read_prompts("questions.jsonl", limit=20)      # question | text | prompt | turns | instruction | messages | conversations
     read_prompts("traces")                         # a folder of Parquet files, or one of them
-    read_prompts("openai/gsm8k/main:test")         # owner/name[/config][:split], needs the `datasets` package
+    read_prompts("openai/gsm8k/main:test")         # a hub data set: owner/name[/config][:split]
 
 The shape is told from each row's keys. Benchmarks get the wording the DFlash paper's own benchmark gives them. Traces, and
-answers that `regenerate` wrote, are asked again token by token (`prompt_ids`). A row of `messages` may have `tools`, as the API
-takes them. Of a conversation the user's turns are asked, one after the other; one in which tools were called is asked as it
-stands, up to its last message that is not the assistant's, since its results belong to the calls that were made.
+answers that `regenerate` wrote, are asked again token by token (`prompt_ids`). A row of `messages`, or of ShareGPT's
+`conversations`, may have `system`, `tools` as the API takes them, and `chat_template_kwargs`. Of a conversation the user's
+turns are asked, one after the other; one in which tools were called is asked as it stands, up to its last message that is not
+the assistant's, since its results belong to the calls that were made.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import DownloadError, PromptError, needing, reraised
+from paceline.errors import PromptError
+from paceline.rows import Dropped, Row, RowError, rows_of
 from paceline.types import GrammarSpec
 
 GSM8K = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 HUMANEVAL = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
 WORDINGS = ((GSM8K, "question"), (HUMANEVAL, "prompt", "entry_point"), ("{}", "prompt"), ("{}", "text"))
 """How the text of the first key is put, where a row has all of the keys."""
-KNOWN_KEYS = "messages, turns, question, prompt, text, instruction"
+KNOWN_KEYS = "messages, conversations, turns, question, prompt, text, instruction"
+CHATS = ("conversations", "conversation")
+"""ShareGPT's key, and a common misspelling of it."""
+SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function", "function_response"), "tool"),
+    **dict.fromkeys(("system", "developer"), "system"),
+}
+"""Who speaks in ShareGPT's files, as the API says it."""
 
-Row = dict[str, Any]
 Message = dict[str, Any]
 
 
@@ -52,90 +60,38 @@ class Prompt:
     """What may be called, as the API takes it."""
     grammar: GrammarSpec | None = None
     """What the answer has to be, where this prompt is asked for another than the others are."""
+    variables: tuple[tuple[str, Any], ...] = ()
+    """Variables of the chat template that are this row's own, as (("enable_thinking", False),)."""
 
 
-def read_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
+def read_prompts(source: str | Path, limit: int | None = None, dropped: Dropped | None = None) -> list[Prompt]:
     """The first `limit` prompts of a JSON lines file, a Parquet file or folder, or a data set id; all without a limit.
 
-    Raises PromptError naming file and line when a row is malformed, of unknown shape, or when there is none at all.
+    Raises PromptError naming file and line when a row is malformed, of unknown shape, or when there is none at all. With
+    `dropped` such rows are left out, and counted there by reason.
     """
     if limit is not None and limit < 1:
         raise PromptError(f"limit must be at least 1, not {limit}")
-    path = Path(source)
-    name = str(source)
-    if path.is_dir():
-        rows = _folder_rows(path)
-        name = path.name
-    elif path.is_file():
-        rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
-        name = path.name
-    elif _looks_like_a_path(name):
-        raise PromptError(f"there is no prompt file {path}: check --prompts")
-    else:
-        rows = _dataset_rows(name)
-    prompts = [_prompt_of(row, where, name, index) for index, (where, row) in enumerate(islice(rows, limit))]
+    name, rows = rows_of(source)
+    prompts: list[Prompt] = []
+    for index, (where, row) in enumerate(rows):
+        try:
+            if isinstance(row, RowError):
+                raise row
+            prompts.append(_prompt_of(row, where, name, index))
+        except RowError as error:
+            if dropped is None:
+                raise
+            dropped.add(error.reason, str(error))
+        if limit is not None and len(prompts) >= limit:
+            break
     if not prompts:
-        raise PromptError(f"{source} holds no prompts: give at least one row")
+        raise PromptError(f"{source} holds no prompts: give at least one row" + (f"; {dropped}" if dropped else ""))
     return prompts
 
 
-def _looks_like_a_path(name: str) -> bool:
-    is_id = re.fullmatch(r"[\w.-]+(/[\w.-]+){0,2}(:[\w.-]+)?", name) and not name.startswith((".", "/"))
-    return not is_id or Path(name).suffix in (".jsonl", ".json", ".parquet", ".txt", ".csv", ".gz")
-
-
-def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    with reraised(PromptError, f"cannot read {path}", "check --prompts", OSError), path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            remedy = "write one object per line"
-            with reraised(PromptError, f"{where}: not a line of JSON", remedy, ValueError, RecursionError):
-                row = json.loads(line.decode("utf-8-sig"))
-            if not isinstance(row, dict):
-                raise PromptError(f"{where}: expected an object with one of {KNOWN_KEYS}, not {type(row).__name__}")
-            yield where, row
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    with needing(PromptError, f"reading {path} needs pyarrow: pip install pyarrow, or give a .jsonl file"):
-        from pyarrow import ArrowException, parquet
-    remedy = "give a .jsonl file, or a whole Parquet file"
-    with reraised(PromptError, f"{path} is not a readable Parquet file", remedy, ArrowException, OSError):
-        batches = parquet.ParquetFile(path).iter_batches(batch_size=256)
-        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
-            yield f"{path}, row {number}", row
-
-
-def _folder_rows(folder: Path) -> Iterator[tuple[str, Row]]:
-    files = sorted(folder.glob("*.parquet"))
-    if not files:
-        raise PromptError(f"{folder} is a folder without .parquet files: name a .jsonl file in it, or a folder of traces")
-    for file in files:
-        if file.exists():  # a server that goes on deletes its oldest traces
-            yield from _parquet_rows(file)
-
-
-def _dataset_rows(name: str) -> Iterator[tuple[str, Row]]:
-    remedy = "to read it as a Hugging Face data set, pip install datasets, else give a .jsonl or .parquet file"
-    with needing(PromptError, f"there is no file {name!r}; {remedy}"):
-        import datasets  # pyright: ignore[reportMissingImports]
-    repo, _, split = name.partition(":")
-    parts = repo.split("/")
-    config = parts.pop() if len(parts) == 3 else None
-    unreached = reraised(
-        DownloadError, f"cannot reach the data set {name}", "check the network, or give a .jsonl file", ConnectionError
-    )
-    unread = reraised(PromptError, f"cannot read the data set {name}", "check its id and split", OSError, ValueError)
-    with unread, unreached:
-        rows = datasets.load_dataset("/".join(parts), config, split=split or "train", streaming=True)
-        for number, row in enumerate(rows, start=1):
-            yield f"{name}, row {number}", dict(row)
-
-
 def _prompt_of(row: Row, where: str, source: str, index: int) -> Prompt:
-    messages, token_ids = row.get("messages"), row.get("prompt_ids")
+    messages, token_ids = _messages_of(row, where), row.get("prompt_ids")
     if messages is None and token_ids is not None:
         return _traced(token_ids, where, source)
     tools: tuple[Row, ...] = ()
@@ -146,15 +102,56 @@ def _prompt_of(row: Row, where: str, source: str, index: int) -> Prompt:
         turns = _turns_of(row, where)
         first = [{"role": "user", "content": turns[0]}]
     if any(not turn.strip() for turn in turns):
-        raise PromptError(f"{where}: the prompt is empty")
+        raise RowError(f"{where}: the prompt is empty", "empty prompt")
+    system = row.get("system")
+    if isinstance(system, str) and system.strip() and first[0]["role"] != "system":
+        first = [{"role": "system", "content": system}, *first]
     name = next((row[key] for key in ("id", "task_id", "question_id") if row.get(key) is not None), index)
-    return Prompt(str(name), first, turns, source, tools=tools)
+    return Prompt(str(name), first, turns, source, tools=tools, variables=_variables(row.get("chat_template_kwargs"), where))
+
+
+def _variables(given: Any, where: str) -> tuple[tuple[str, Any], ...]:
+    """Parquet gives every row all keys of its column: those without a value are not the row's."""
+    if given is None:
+        return ()
+    if not isinstance(given, dict):
+        raise RowError(f"{where}: 'chat_template_kwargs' must be an object, as {{\"enable_thinking\": false}}")
+    return tuple(sorted((str(key), value) for key, value in given.items() if value is not None))
+
+
+def _messages_of(row: Row, where: str) -> Any:
+    """`messages` as they are, or made from ShareGPT's `conversations`; None where a row has neither."""
+    if row.get("messages") is not None:
+        return row["messages"]
+    said = next((row[key] for key in CHATS if row.get(key) is not None), None)
+    if said is None:
+        return None
+    if not isinstance(said, list) or not all(isinstance(each, dict) for each in said):
+        raise RowError(f'{where}: \'conversations\' must be a list of {{"from": ..., "value": ...}}')
+    return [_spoken(each, where) for each in said]
+
+
+def _spoken(each: Row, where: str) -> Message:
+    """One of ShareGPT's entries as a message."""
+    speaker = each.get("from", each.get("role"))
+    role = SPEAKERS.get(str(speaker).lower())
+    if role is None:
+        raise RowError(f"{where}: nobody is called {speaker!r} here: speakers are {', '.join(SPEAKERS)}", "unknown speaker")
+    content = each.get("value", each.get("content"))
+    if str(speaker).lower() != "function_call":
+        return {"role": role, "content": content}
+    try:
+        call: Any = json.loads(content) if isinstance(content, str) else content
+        calls = [{"name": one["name"], "arguments": one["arguments"]} for one in (call if isinstance(call, list) else [call])]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RowError(f"{where}: a function_call must be a JSON object with name and arguments") from error
+    return {"role": role, "content": "", "tool_calls": [{"type": "function", "function": one} for one in calls]}
 
 
 def _traced(token_ids: Any, where: str, source: str) -> Prompt:
     """Named by its content: traces come and go between a run and its resumption."""
     if not isinstance(token_ids, list) or not token_ids or not all(type(token) is int for token in token_ids):
-        raise PromptError(f"{where}: 'prompt_ids' must be a list of token ids, at least one")
+        raise RowError(f"{where}: 'prompt_ids' must be a list of token ids, at least one")
     name = hashlib.blake2b(repr(token_ids).encode(), digest_size=8).hexdigest()
     return Prompt(name, [], (), source, tuple(token_ids))
 
@@ -165,15 +162,26 @@ def digest(token_ids: Iterable[int]) -> str:
 
 
 def read_tools(tools: Any, where: str) -> tuple[Row, ...]:
-    """Raises PromptError when they are not what the API takes."""
+    """Tools as a list, or as the JSON text of one. Raises PromptError when they are not what the API takes."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError:
+            tools = "no JSON"
     if not tools:
         return ()
+    if isinstance(tools, list):  # some files leave the wrapping out
+        tools = [{"type": "function", "function": each} if _is_bare(each) else each for each in tools]
     functions = (
         [tool.get("function") if isinstance(tool, dict) else None for tool in tools] if isinstance(tools, list) else [None]
     )
     if not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in functions):
-        raise PromptError(f'{where}: \'tools\' must be a list of {{"type": "function", "function": {{"name": ...}}}}')
+        raise RowError(f'{where}: \'tools\' must be a list of {{"type": "function", "function": {{"name": ...}}}}')
     return tuple(tools)
+
+
+def _is_bare(tool: Any) -> bool:
+    return isinstance(tool, dict) and "function" not in tool and "parameters" in tool and isinstance(tool.get("name"), str)
 
 
 def _turns_of(row: Row, where: str) -> tuple[str, ...]:
@@ -184,13 +192,13 @@ def _turns_of(row: Row, where: str) -> tuple[str, ...]:
 
     def text(key: str) -> str:
         if not isinstance(row[key], str):
-            raise PromptError(f"{where}: {key!r} must be text, not {type(row[key]).__name__}")
+            raise RowError(f"{where}: {key!r} must be text, not {type(row[key]).__name__}")
         return row[key]
 
     if has("turns"):
         turns = row["turns"]
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-            raise PromptError(f"{where}: 'turns' must be a list of texts, one per user turn")
+            raise RowError(f"{where}: 'turns' must be a list of texts, one per user turn")
         return tuple(turns)
     for form, *keys in WORDINGS:
         if has(*keys):
@@ -200,7 +208,8 @@ def _turns_of(row: Row, where: str) -> tuple[str, ...]:
         if isinstance(instances, list) and instances and isinstance(instances[0], dict):
             given = instances[0].get("input")
         return (f"{text('instruction')}\n\n{given}" if isinstance(given, str) and given.strip() else text("instruction"),)
-    raise PromptError(f"{where}: none of the keys {KNOWN_KEYS} (found {', '.join(map(str, row)) or 'nothing'})")
+    found = ", ".join(map(str, row)) or "nothing"
+    raise RowError(f"{where}: none of the keys {KNOWN_KEYS} (found {found})", "of unknown shape")
 
 
 def _conversation(messages: Any, where: str) -> tuple[list[Message], tuple[str, ...]]:
@@ -209,7 +218,7 @@ def _conversation(messages: Any, where: str) -> tuple[list[Message], tuple[str, 
     said = read_messages(messages, where)
     turns = tuple(message["content"] for message in said if message["role"] == "user")
     if not turns:
-        raise PromptError(f"{where}: 'messages' holds no user message")
+        raise RowError(f"{where}: 'messages' holds no user message", "without a user's turn")
     if any(message["role"] == "tool" or "tool_calls" in message for message in said):
         last = max(index for index, message in enumerate(said) if message["role"] != "assistant")
         return said[: last + 1], turns[-1:]
@@ -220,8 +229,8 @@ def _conversation(messages: Any, where: str) -> tuple[list[Message], tuple[str, 
 def read_messages(messages: Any, where: str) -> list[Message]:
     """Messages with their contents as text. Raises PromptError on what are none."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise PromptError(f'{where}: \'messages\' must be a list of {{"role": ..., "content": ...}}')
-    kept = ("name", "tool_calls", "tool_call_id")
+        raise RowError(f'{where}: \'messages\' must be a list of {{"role": ..., "content": ...}}')
+    kept = ("name", "tool_calls", "tool_call_id", "reasoning_content")
     return [
         {"role": str(message.get("role")), "content": _content(message.get("content"), where)}
         | {key: message[key] for key in kept if message.get(key)}
@@ -237,4 +246,4 @@ def _content(content: Any, where: str) -> str:
         texts = [part.get("text") for part in content if isinstance(part, dict)]
         if texts and all(isinstance(text, str) for text in texts):
             return "".join(text for text in texts if text)
-    raise PromptError(f"{where}: a message's content must be text")
+    raise RowError(f"{where}: a message's content must be text", "not text alone")

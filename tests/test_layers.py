@@ -24,6 +24,7 @@ LAYERS = [
         "rng",
         "prompts",
         "routes",
+        "rows",
         "tables",
     },
     {"hub", "model", "simulate"},
@@ -54,6 +55,7 @@ TORCH_FREE_AT_IMPORT = [
     "runlog",
     "rng",
     "prompts",
+    "rows",
     "tables",
     "hub",
     "cli",
@@ -66,7 +68,7 @@ SIDEWAYS = {
     ("bench", "train"),
     ("bench", "serve"),
 }
-STANDS_ALONE = {"simulate": LAYERS[0] - {"clusters", "prompts", "rng", "routes", "runlog"} | {"simulate"}}
+STANDS_ALONE = {"simulate": LAYERS[0] - {"clusters", "prompts", "rng", "routes", "rows", "runlog"} | {"simulate"}}
 """Parts that import nothing else of ours, and no torch."""
 
 

@@ -71,7 +71,10 @@ def test_ids_limit_and_blank_lines(tmp_path: Path) -> None:
     [
         ("{half", "line 2: not a line of JSON"),
         ('["list"]', "line 2: expected an object"),
-        ({"foo": 1}, "line 2: none of the keys messages, turns, question, prompt, text, instruction (found foo)"),
+        (
+            {"foo": 1},
+            "line 2: none of the keys messages, conversations, turns, question, prompt, text, instruction (found foo)",
+        ),
         ({"prompt": 3}, "line 2: 'prompt' must be text"),
         ({"prompt": "  "}, "line 2: the prompt is empty"),
         ({"turns": []}, "line 2: 'turns' must be a list of texts"),
@@ -115,14 +118,6 @@ def test_parquet(tmp_path: Path) -> None:
     file.write_bytes(b"PAR1 not really")
     with pytest.raises(PromptError, match="not a readable Parquet file"):
         read_prompts(file)
-
-
-def test_a_data_set_id_without_the_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(PromptError, match="pip install datasets"):
-        read_prompts("openai/gsm8k/main:test")
 
 
 def test_the_built_in_prompts_are_varied() -> None:

@@ -144,6 +144,20 @@ def test_exploring_is_bounded_as_it_is_stated(num_members: int, spread: float) -
     assert cluster.credit <= CREDIT * num_members
 
 
+@pytest.mark.parametrize("num_members", [2, 4])
+def test_exploring_is_bounded_where_members_are_nearly_equal(num_members: int) -> None:
+    """There it may always be that another is better: only the credit keeps requests with the one that looks best."""
+    members, num_requests = [f"m{number}" for number in range(num_members)], 2000
+    router, luck, strayed = Router(), random.Random(5), 0
+    for key in range(num_requests):
+        arms = router.clusters["all"].arms if "all" in router.clusters else {}
+        best = max((name for name in members if name in arms), key=lambda name: arms[name].gain, default=None)
+        member, cluster = router.choose(key, ("all",), [*members, "none"])
+        strayed += cluster == "all" and member != best
+        serve(router, key, member, cluster, 2.0 - 0.01 * members.index(member), luck)
+    assert num_members * FIRST < strayed <= num_members * (FIRST + CREDIT) + EXPLORED * num_requests
+
+
 def test_a_new_drafter_under_an_old_name_is_tried_anew() -> None:
     gains = {("all", "a"): 2.0, ("all", "b"): 0.5}
     served, router = traffic(lambda _: gains, ["a", "b"], seed=3)

@@ -16,6 +16,7 @@ from paceline.adapt.coverage import Coverage
 from paceline.adapt.synthesis import SynthesizeConfig, Synthesized
 from paceline.bench.pages import render
 from paceline.runlog import RunFolder, record_of
+from paceline.train.mixture import sources_of
 
 
 def write_card(
@@ -36,7 +37,7 @@ def _card(
         "target": config.target.model,
         "form": _form(config),
         "schema_hash": None if schema is None else hashlib.sha256(json.dumps(schema, sort_keys=True).encode()).hexdigest(),
-        "prompts": [{"source": source, "sha256": _file_hash(source)} for source in asked.prompts],
+        "prompts": [{"source": source, "sha256": _file_hash(source)} for source, _ in sources_of(asked.prompts)],
         "self_written": asked.num_self_written,
         "answers": done.num_answers,
         "tokens": done.num_tokens,

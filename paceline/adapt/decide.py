@@ -1,8 +1,7 @@
 """What to do about an alarm: a pure function of what is known, which says why, and why not the other things.
 
 In this order: nothing while a training runs; the best member of the pool there is, once it is known how good they are; a
-second member for a mix that returns with
-a period; a training, if it pays within the horizon and none has just been.
+second member for a mix that returns with a period; a training, if it pays within the horizon and none has just been.
 """
 
 from __future__ import annotations

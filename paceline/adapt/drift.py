@@ -111,7 +111,10 @@ class Series:
             return  # too little traffic to say anything: it stays as it is
         verdict = self._judge(day)
         needed = self.config.hold_periods if self.season.has_week else self.config.early_periods
-        if verdict == "lapsed" or self._judged > MOST_STANDING:
+        if verdict == "lapsed":
+            self.settle()
+        elif self._judged > MOST_STANDING:
+            self.season.shift(sum(each.value for each in self.evidence) / len(self.evidence))
             self.settle()
         elif verdict == "stands" and self._judged >= needed and self.state == "raised":
             self.state, self.held_at = "held", hour

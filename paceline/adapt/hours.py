@@ -7,10 +7,28 @@ of sums over requests (Cochran, Sampling Techniques, 6.3), not that of single ro
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-HOUR_S = 3600
+from paceline.errors import ConfigError
+
+SHORTER = "PACELINE_ADAPT_HOUR_S"
+"""Variable of the environment: seconds of an hour, to see days of the daemon within minutes."""
+
+
+def _hour_s() -> float:
+    text = os.environ.get(SHORTER, "3600")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.1 <= seconds <= 3600:  # no number fails, too
+        raise ConfigError(f"{SHORTER} is {text!r}: give the seconds of an hour, between 0.1 and 3600, or leave it out")
+    return seconds
+
+
+HOUR_S = _hour_s()
 DAY, WEEK = 24, 168
 """Hours. Hour numbers count from 1970-01-01 00:00 UTC, a Thursday."""
 PRIOR_REQUESTS, PRIOR_VARIANCE = 4.0, 0.1

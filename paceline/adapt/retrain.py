@@ -116,12 +116,13 @@ def gate_command(candidate: str, engine: EngineConfig, traces: Path, asked: dict
 
 
 def verdict_of(job: Job, status: int) -> dict[str, Any]:
-    """What a gate said at its end; one that died has refused."""
+    """What a gate said at its end; one that died, or whose last line is no verdict, has refused."""
     try:
         verdict = json.loads(job.last_line)
-        assert isinstance(verdict["passed"], bool)
-    except (ValueError, KeyError, TypeError, AssertionError):
-        return {"passed": False, "reason": f"the gate ended with status {status}: {job.last_words}"}
+    except ValueError:
+        verdict = None
+    if not isinstance(verdict, dict) or not isinstance(verdict.get("passed"), bool) or "reason" not in verdict:
+        return {"passed": False, "reason": f"the gate gave no verdict and ended with status {status}: {job.last_words}"}
     return verdict
 
 

@@ -23,7 +23,9 @@ from typing import Any
 
 import numpy as np
 
+from paceline.adapt.config import SCENARIOS
 from paceline.adapt.hours import DAY, Sums
+from paceline.errors import ConfigError
 
 LEAST_CHANCE, MOST_CHANCE, NUM_DRAFTED = 0.35, 0.85, 7
 TRAINED_FIT, ENOUGH_SHARE, KEPT = 0.85, 0.1, 0.97
@@ -186,7 +188,8 @@ def make_world(scenario: str, seed: int, days: int) -> World:
     if scenario == "noise":
         sources = [Source(name, 25, fit, _day_curve(first, 0.6)) for name, fit in (("one", 0.7), ("two", 0.5), ("three", 0.3))]
         return World(sources, content_sd=0.06, shocks=0.01, **options)
-    assert scenario == "empty-day", f"no scenario {scenario}"
+    if scenario != "empty-day":
+        raise ConfigError(f"there is no scenario {scenario!r}: there are {', '.join(SCENARIOS)}")
     empty = DAY * int(draw.integers(days // 2, days - 2))
     daily = _day_curve(first, 0.9)
     shop = Source("shop", 120, 0.6, lambda at: 0.0 if empty <= at < empty + DAY else daily(at))

@@ -28,6 +28,7 @@ NAMES = {
     "allowed_hosts": Opt("--allowed-host"),
     "served_names": Opt("--served-name"),
     "max_body_bytes": Opt("--max-body"),
+    "features_bytes": Opt("--features-size"),
 }
 REPEATED = ("drafter", "admin_key", "api_key", "cors_origin", "allowed_host", "served_name", "trace_redact")
 TRACE_NAMES = {
@@ -86,11 +87,7 @@ def serve(
     adapts = engine.plan == "auto" and serving.route == "auto"
     if drafters and len(drafters) > 1 and serving.route == "auto" and not adapts:
         raise ConfigError("route auto goes by what rounds have taught: it needs --speculate auto; or give --route tag")
-    serving = replace(
-        serving,
-        api_keys=read_api_keys(serving.api_keys, api_key_file),
-        admin_keys=read_api_keys(serving.admin_keys, None, "PACELINE_ADMIN_KEY"),
-    )
+    serving = _with_keys(serving, api_key_file)
     starting(engine.model)
     import logging
 
@@ -122,6 +119,14 @@ def serve(
     finally:
         if traces:
             traces.close()
+
+
+def _with_keys(serving: ServeConfig, api_key_file: Path | None) -> ServeConfig:
+    """And those of file and environment. Raises ConfigError when hidden states would be given to anybody."""
+    api_keys = read_api_keys(serving.api_keys, api_key_file)
+    if serving.features and not api_keys:
+        raise ConfigError("features are for who has a key: set PACELINE_API_KEY, or give --api-key-file")
+    return replace(serving, api_keys=api_keys, admin_keys=read_api_keys(serving.admin_keys, None, "PACELINE_ADMIN_KEY"))
 
 
 def warm_up(llm: LLM) -> None:

@@ -41,10 +41,11 @@ SHAPE = {
 
 @options
 def train(
-    config: Annotated[asks.TrainConfig, Without("target", "asked", "answering", "shape", "loop", "given")],
+    config: Annotated[asks.TrainConfig, Without("target", "asked", "answering", "elsewhere", "shape", "loop", "given")],
     target: Target,
     asked: asks.PromptsConfig,
     answering: Annotated[asks.AnswerConfig, Without("seed", *GIVEN), Changed(temperatures=Opt("--temperature"))],
+    elsewhere: asks.ElsewhereConfig,
     shape: Annotated[asks.DrafterShape, Changed(**SHAPE)],
     loop: Annotated[asks.LoopConfig, Without("loss", "optim"), Changed(autocast=Opt("--autocast/--full-precision"))],
     loss: Annotated[asks.LossConfig, Without("alpha"), Changed(name=Opt("--loss"), vocab=Opt("--loss-vocab"))],
@@ -70,6 +71,7 @@ def train(
         target=target,
         asked=asked,
         answering=replace(answering, seed=loop.seed),
+        elsewhere=elsewhere,
         shape=shape,
         loop=replace(loop, loss=loss, optim=optim),
     )
@@ -118,10 +120,11 @@ def _merged(config: asks.TrainConfig, run_file: Path | None, names: set[str]) ->
 
 @options
 def regenerate(
-    config: Annotated[asks.RegenerateConfig, Without("target", "asked", "answering")],
+    config: Annotated[asks.RegenerateConfig, Without("target", "asked", "answering", "elsewhere")],
     target: Target,
     asked: asks.PromptsConfig,
     answering: Annotated[asks.AnswerConfig, Without("grammar"), Changed(**ANSWERS)],
+    elsewhere: Annotated[asks.ElsewhereConfig, Without("features_from", "features_folder")],
     json_schema: JsonSchema = None,
     regex: Regex = None,
     as_json: Json = False,
@@ -131,5 +134,6 @@ def regenerate(
     Example: paceline regenerate --prompts questions.jsonl --out runs/answers
     """
     answering = replace(answering, grammar=grammar_of(json_schema, regex))
-    result = run_regenerate(replace(config, target=target, asked=asked, answering=answering), progress=TerminalProgress())
+    config = replace(config, target=target, asked=asked, answering=answering, elsewhere=elsewhere)
+    result = run_regenerate(config, progress=TerminalProgress())
     return asdict(result) if Ranks.here().is_first else None

@@ -21,6 +21,7 @@ from paceline.serve.answers import EventStream, Exchange, unless_gone
 from paceline.serve.completions import ChatReply, TextReply, chat_jobs, check_ids, completion_jobs, encode_chat, encode_text
 from paceline.serve.engine import ModelInfo
 from paceline.serve.failures import ApiError, RequestRefused, error_response, json_response
+from paceline.serve.features import add_features
 from paceline.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -77,6 +78,7 @@ def create_app(worker: EngineWorker) -> FastAPI:
     _add_tokens(app, worker)
     _add_answers(app, worker)
     add_admin(app, worker)
+    add_features(app, worker)
     return app
 
 

@@ -69,6 +69,10 @@ class ServeConfig:
     """Seconds in which a request must be finished; 0 is no limit."""
     drain_seconds: Amount = 30.0
     """Seconds that answers under way may take after SIGTERM."""
+    features: bool = False
+    """Give hidden states to trainers (/v1/features, train --features-from). Needs an API key."""
+    features_bytes: Bytes = 2**30
+    """Longest answer with hidden states."""
     stream_interval_ms: Annotated[float, within("between 0 and 1000", least=0, most=1000)] = 16.0
     """How long a token may wait for the next round's, to be sent together; 0 sends each round's at once."""
 

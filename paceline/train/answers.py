@@ -2,20 +2,24 @@
 
     runs/x/answers/answers-r0-00000.parquet     columns: SCHEMA; one row per assistant turn
 
-Written by `regenerate`, read by `features`. A shard appears whole or not at all; each process writes shards of its own, so
-nothing is locked. The server's traces (`serve/traces.py`, traces-*.parquet) begin with the same columns: more do no harm. As
-prompts, such a file asks the target the very tokens of `prompt_ids` again.
+Written by `regenerate`, read by `features`. A shard appears whole or not at all; what waits for one stands in a journal
+(`journal.py`). Each process writes files of its own, so nothing is locked. The server's traces (`serve/traces.py`,
+traces-*.parquet) begin with the same columns: more do no harm. As prompts, such a file asks the target the very tokens of
+`prompt_ids` again.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from paceline.errors import ConfigError, PromptError, needing, reraised
 from paceline.runlog import whole_file
+from paceline.train.journal import Answer, Journal, read_journals
+
+__all__ = ["SCHEMA", "Answer", "AnswerShards", "read_answers"]
 
 with needing(ConfigError, "answers are kept as Parquet, which needs pyarrow: pip install 'paceline[train]'"):
     import pyarrow as pa
@@ -35,25 +39,6 @@ SCHEMA = pa.schema(
 )
 
 
-@dataclass(slots=True)
-class Answer:
-    """One answer of the target: everything it was given, and everything it said."""
-
-    key: str
-    """Names the conversation and the sample: source, prompt id, temperature. Turns of one conversation share it."""
-    source: str
-    turn: int
-    """0 for the first answer of a conversation."""
-    temperature: float
-    """NaN when it is not known: of another server's answers."""
-    prompt_ids: list[int]
-    """All tokens before the answer, chat template and earlier turns included."""
-    answer_ids: list[int]
-    """The answer's tokens, the end token included when the target wrote one."""
-    finish_reason: str
-    text: str
-
-
 class AnswerShards:
     """A folder of answer shards; one writer per process."""
 
@@ -62,23 +47,61 @@ class AnswerShards:
         self._rank = rank
         written = folder.glob(f"answers-r{rank}-{'[0-9]' * 5}.parquet")
         self._next = 1 + max((int(path.stem[-5:]) for path in written), default=-1)
+        self._journal, self._is_recovered = Journal(), False
 
     def write(self, answers: list[Answer]) -> Path:
         """Write one shard, whole or not at all. Raises CacheError when the disk refuses."""
-        path = self.folder / f"answers-r{self._rank}-{self._next:05d}.parquet"
+        path, journal = self.folder / f"answers-r{self._rank}-{self._next:05d}.parquet", self._journal_path(self._next)
+        for answer in answers:
+            self._journal.begun.pop(answer.key, None)
+        self._journal.carry(self._journal_path(self._next + 1))
         with whole_file(path, "free space or choose another --out, then run again") as scratch:
             parquet.write_table(pa.Table.from_pylist([asdict(answer) for answer in answers], SCHEMA), scratch)
         self._next += 1
+        journal.unlink(missing_ok=True)
         return path
+
+    def note(self, answer: Answer, is_over: bool) -> None:
+        """Keep an answer until a shard does: `write` must get it, with the others of its conversation, when that is over."""
+        self._journal.note(self._journal_path(self._next), answer, is_over)
+
+    def recover(self) -> dict[str, list[Answer]]:
+        """Answers so far of conversations that this process had begun, by key; those that were over become a shard."""
+        if not self._is_recovered:
+            self._is_recovered = True
+            old = self._journals(f"r{self._rank}-")
+            finished, self._journal.begun = read_journals(old)
+            if finished:
+                self.write(finished)
+            else:
+                self._journal.carry(self._journal_path(self._next))
+            for path in old:
+                if path != self._journal_path(self._next) or not self._journal.begun:
+                    path.unlink(missing_ok=True)
+        return {key: [*answers] for key, answers in self._journal.begun.items()}
 
     def keys(self) -> set[str]:
         """Keys of every conversation already written, by whichever process. Raises PromptError on a damaged shard."""
-        return {key for path in self._paths() for key in _read(path, ["key"])["key"].to_pylist()}
+        finished, _ = read_journals(self._journals())
+        return {key for path in self._paths() for key in _read(path, ["key"])["key"].to_pylist()} | {
+            each.key for each in finished
+        }
 
     def __iter__(self) -> Iterator[Answer]:
+        """Those of shards, then those of conversations that are over and wait for one."""
+        finished, _ = read_journals(self._journals())
         for path in self._paths():
             if path.exists():  # a server that goes on deletes its oldest traces
                 yield from read_answers(path)
+        yield from finished
+
+    def _journal_path(self, number: int) -> Path:
+        return self.folder / f"journal-r{self._rank}-{number:05d}.jsonl"
+
+    def _journals(self, of: str = "") -> list[Path]:
+        """Those whose shard is not written yet."""
+        found = sorted(self.folder.glob(f"journal-{of}*.jsonl"))
+        return [path for path in found if not path.with_name(f"{path.stem.replace('journal', 'answers', 1)}.parquet").exists()]
 
     def _paths(self) -> list[Path]:
         return sorted([*self.folder.glob("answers-*.parquet"), *self.folder.glob("traces-*.parquet")])

@@ -30,10 +30,16 @@ class Layout:
     """Where the documents and blocks of one pack stand: contexts side by side, blocks in the order of their documents."""
 
     context_lens: tuple[int, ...]
-    """Context positions per document, from position 0 on."""
+    """Context positions per document, from its first one on."""
     anchors: tuple[Tensor, ...]
     """Per document: absolute positions [A] of its blocks' anchors."""
     block_size: int
+    context_starts: tuple[int, ...] = ()
+    """Absolute position of each document's first context position; without any they are all 0."""
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        return self.context_starts or (0,) * len(self.context_lens)
 
     def block_positions(self) -> Tensor:
         """Absolute positions [T] of all slots, T = number of blocks * block_size."""
@@ -42,7 +48,8 @@ class Layout:
 
     def context_positions(self) -> Tensor:
         device = self.anchors[0].device
-        return torch.cat([torch.arange(length, device=device) for length in self.context_lens])
+        spans = zip(self.starts, self.context_lens, strict=True)
+        return torch.cat([torch.arange(start, start + length, device=device) for start, length in spans])
 
 
 class _PackedAttention(ABC):
@@ -50,7 +57,8 @@ class _PackedAttention(ABC):
 
     def __init__(self, config: DFlashConfig, layout: Layout, dtype: torch.dtype) -> None:
         self.config, self.layout = config, layout
-        longest = max(max(layout.context_lens), 1 + max(int(anchors_A.max()) for anchors_A in layout.anchors))
+        ends = [start + length for start, length in zip(layout.starts, layout.context_lens, strict=True)]
+        longest = max(*ends, 1 + max(int(anchors_A.max()) for anchors_A in layout.anchors))
         tables = rope_tables(config.shape, longest + layout.block_size)
         rope = Rope(*(table.to(layout.anchors[0].device, dtype) for table in tables))
         # (cos, signed sin), looked up once for all layers
@@ -79,12 +87,14 @@ class SplitAttention(_PackedAttention):
 
     def _plan(self, window: int | None, is_causal: bool) -> list[Tensor]:
         """Per document an additive mask [A, 1, B, N + B]."""
-        documents = zip(self.layout.anchors, self.layout.context_lens, strict=True)
-        return [self._mask(anchors_A, length, window, is_causal) for anchors_A, length in documents]
+        documents = zip(self.layout.anchors, self.layout.starts, self.layout.context_lens, strict=True)
+        return [
+            self._mask(anchors_A, range(start, start + length), window, is_causal) for anchors_A, start, length in documents
+        ]
 
-    def _mask(self, anchors_A: Tensor, length: int, window: int | None, is_causal: bool) -> Tensor:
+    def _mask(self, anchors_A: Tensor, context: range, window: int | None, is_causal: bool) -> Tensor:
         slots_B = torch.arange(self.layout.block_size, device=anchors_A.device)
-        context_N = torch.arange(length, device=anchors_A.device)
+        context_N = torch.arange(context.start, context.stop, device=anchors_A.device)
         sees_context = (context_N < anchors_A[:, None])[:, None, :].expand(-1, len(slots_B), -1)
         if window is not None:
             query_AB = anchors_A[:, None] + slots_B

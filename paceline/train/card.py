@@ -59,7 +59,7 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
     head = ["---", f"license: {licence}", f"base_model: {_base(target)}", "library_name: paceline"]
     head += ["tags: [dflash, speculative-decoding, drafter]", "---", f"# DFlash drafter for {_base(target)}", ""]
     body = [
-        f"Drafts {block - 1} tokens a round for `{_base(target)}` ({_hash(target)}). DFlash v1 in z-lab's format: "
+        f"Drafts {block - 1} tokens a round for `{_base(target)}` ({_hash(config)}). DFlash v1 in z-lab's format: "
         f"{raw.get('num_hidden_layers')} layers, features of target layers {_taps(raw)}, {size / 1e6:.1f} MB. Embedding and "
         "head are the target's. What is drafted is checked by the target, so its text stays the target's.",
         "",
@@ -103,9 +103,11 @@ def _base(target: str) -> str:
     return path.name if path.exists() else target
 
 
-def _hash(target: str) -> str:
+def _hash(config: TrainConfig) -> str:
+    if config.elsewhere.features_from:
+        return "its hash is not known: it ran elsewhere"
     try:
-        return target_hash(target)
+        return target_hash(config.target.model)
     except PacelineError as error:
         return f"its hash is not known: {error}"
 

@@ -32,7 +32,7 @@ class AnswerConfig:
     max_prompt_tokens: Count = 512
     """Longer prompts are left out."""
     temperatures: tuple[float, ...] = (0.0,)
-    """Comma-separated; each prompt is answered once at each."""
+    """Comma-separated; each prompt is answered at each."""
     seed: int = 0
     """Another seed, other sampled answers."""
     system: str | None = None
@@ -45,6 +45,8 @@ class AnswerConfig:
     """Variable of the chat template, as enable_thinking=false."""
     grammar: GrammarSpec | None = None
     """What every answer has to be."""
+    samples: Count = 1
+    """Answers to each prompt at each temperature above 0."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -91,9 +93,11 @@ class PromptsConfig:
     """Which prompts the target answers."""
 
     prompts: tuple[str, ...] = ()
-    """JSON lines, Parquet, folder of traces or data set id; may be repeated."""
+    """JSON lines, Parquet, folder of traces or data set id, each perhaps with a weight (a.jsonl=2)."""
     limit: int | None = None
     """Only the first prompts of each source."""
+    strict: bool = False
+    """Refuse a source with rows that cannot be used, in place of leaving them out and saying how many."""
     self_written: Whole = 0
     """Also answer this many prompts that the target writes itself."""
     openers: Path | None = None
@@ -109,6 +113,27 @@ class PromptsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ElsewhereConfig:
+    """A server that runs the target in place of this machine. Its key: PACELINE_ELSEWHERE_KEY, in the environment only."""
+
+    answers_from: str | None = None
+    """Address of an OpenAI-compatible server of the target, which writes the answers [default: this machine does]."""
+    features_from: str | None = None
+    """Address of vLLM with hidden-state extraction, or of paceline serve --features [default: this machine computes them]."""
+    features_folder: Path | None = None
+    """Where vLLM's connector writes (shared_storage_path), as this machine sees it."""
+    served_name: str | None = None
+    """What the server calls the target [default: the first it names]."""
+    at_once: Count = 32
+    """Requests under way at once."""
+    patience_minutes: Positive = 15.0
+    """Give up when the server has answered nothing for so long; what is done stays."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
 class RegenerateConfig:
     """What `regenerate` does: the target answers prompts into a folder."""
 
@@ -120,6 +145,7 @@ class RegenerateConfig:
     answering: AnswerConfig = field(default_factory=AnswerConfig)
     max_batch: int = 32
     """Answers written at once."""
+    elsewhere: ElsewhereConfig = field(default_factory=ElsewhereConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +204,8 @@ class LoopConfig:
     """Blocks per document and epoch, at random places. The paper has 512 in 3,072 tokens."""
     blocks_per_pack: Count = 128
     """Blocks computed at once; a step adds up its packs."""
+    tokens_per_pack: Annotated[int, at_least(16)] | None = 4096
+    """Context positions and slots computed at once; a longer document goes in pieces, each with all of its context."""
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     autocast: bool = True
@@ -281,10 +309,15 @@ class TrainConfig:
     """Send the finished drafter to this repository of the Hugging Face hub, owner/name; a new one is private."""
     public: bool = False
     """A repository that `push_to_hub` makes is public."""
-    features: Annotated[str, ("auto", "online", "cached")] = "auto"
-    """Hidden states: computed as documents come, or kept on disk. auto keeps them when documents are seen again and the disk
-    has room."""
+    features: Annotated[str, ("auto", "online", "cached", "streamed")] = "auto"
+    """Hidden states: computed as documents come, kept on disk, or produced ahead of the trainer (streamed, with documents on
+    disk: memory does not grow with their number). auto keeps them when documents are seen again and the disk has room."""
+    feature_dtype: Annotated[str, ("model", "int8")] = "model"
+    """Hidden states are kept as the model gives them, or in 8 bits with a scale for each vector."""
+    stream_buffer: Annotated[int, "bytes"] = 256 * 2**20
+    """Most bytes of streamed hidden states that wait for the trainer."""
     answering: AnswerConfig = field(default_factory=AnswerConfig)
+    elsewhere: ElsewhereConfig = field(default_factory=ElsewhereConfig)
     shape: DrafterShape = field(default_factory=DrafterShape)
     loop: LoopConfig = field(default_factory=LoopConfig)
     given: tuple[str, ...] | None = None

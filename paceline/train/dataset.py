@@ -6,20 +6,27 @@ number of processes, sees the same blocks.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import PromptError
+from paceline.rows import Dropped
 from paceline.train.answers import Answer, AnswerShards, read_answers
+from paceline.train.tokenised import is_tokenised, tokenised_answers
 
 NUM_READ_BACK = 8
+COUNTED_AT_ONCE = 1 << 20
+"""Tokens."""
 MAX_PERIOD = 64
 """Longest loop, in tokens, that `loop_start` looks for."""
 
@@ -46,53 +53,119 @@ class Document:
 class Corpus:
     """Documents to learn from, and documents to be tested on."""
 
-    train: list[Document]
+    train: Sequence[Document]
     heldout: list[Document]
     num_too_short: int = 0
     num_loops_cut: int = 0
+    num_cut: int = 0
+    """Answers of which only the beginning fits the longest document."""
+    num_repeated: int = 0
+    """Answers that were there already: the same conversation, read from two sources or kept twice."""
+    dropped: Dropped = field(default_factory=Dropped)
+    """Rows of the sources that could not be used."""
+
+    def told(self) -> str:
+        """What was left out or cut, for people; empty when nothing was."""
+        counts = (
+            (self.num_loops_cut, "cut where they repeat themselves"),
+            (self.num_cut, "cut at the longest document (max_len)"),
+            (self.num_too_short, "too short"),
+            (self.num_repeated, "there twice"),
+        )
+        parts = [f"{number} {what}" for number, what in counts if number]
+        return ", ".join(parts + ([str(self.dropped)] if self.dropped else []))
 
     def token_counts(self, vocab_size: int) -> NDArray[np.int64]:
         """How often each token stands in the training answers, [V]."""
-        answers = [document.tokens[document.answer_start :] for document in self.train]
-        return np.bincount(np.concatenate(answers), minlength=vocab_size)
+        counts_V, waiting, num_waiting = np.zeros(vocab_size, dtype=np.int64), list[NDArray[np.int32]](), 0
+        for document in self.train:
+            waiting.append(document.tokens[document.answer_start :])
+            num_waiting += len(waiting[-1])
+            if num_waiting >= COUNTED_AT_ONCE:
+                counts_V += np.bincount(np.concatenate(waiting), minlength=vocab_size)
+                waiting, num_waiting = [], 0
+        return counts_V + np.bincount(np.concatenate(waiting), minlength=vocab_size) if waiting else counts_V
 
 
 def read_corpus(
-    sources: Iterable[Path], max_len: int, heldout_share: float = 0.02, max_heldout: int = 256, min_heldout: int = 1
+    sources: Iterable[Path],
+    max_len: int,
+    heldout_share: float = 0.02,
+    max_heldout: int = 256,
+    min_heldout: int = 1,
+    strict: bool = False,
 ) -> Corpus:
     """Documents of answer folders or files, each once; conversations are held out by a hash of their key's prompt.
 
     Answers are cut at `max_len` tokens and where they start to repeat themselves for the third time: repeated text teaches
-    nothing new and makes every figure look better than it is. Raises PromptError when nothing is left to learn from.
+    nothing new and makes every figure look better than it is. Documents come in an order that their keys decide (by hash, so
+    that sources are mixed; turns of a conversation together), not the one in which they were written. Raises PromptError when
+    nothing is left to learn from; with `strict` at a row that cannot be used.
     """
-    found: list[tuple[str, Document]] = []
-    seen: set[tuple[str, int]] = set()
-    num_too_short = num_loops_cut = 0
-    for answer in _answers(sources):
-        if (answer.key, answer.turn) in seen:
-            continue
-        seen.add((answer.key, answer.turn))
-        end = loop_start(answer.answer_ids)
-        num_loops_cut += end < len(answer.answer_ids)
-        tokens = np.array((answer.prompt_ids + answer.answer_ids[:end])[:max_len], dtype=np.int32)
-        document = Document(f"{answer.key}/{answer.turn}", tokens, len(answer.prompt_ids))
-        if document.num_anchors < 1:
-            num_too_short += 1
-        else:
-            found.append((answer.key, document))
-    chosen = heldout_prompts([key for key, _ in found], heldout_share, max_heldout, min_heldout)
-    train = [document for key, document in found if prompt_of(key) not in chosen]
-    heldout = [document for key, document in found if prompt_of(key) in chosen]
+    found: list[tuple[str, int, Document]] = []
+    counts, dropped = Counter[str](), Dropped()
+    for each in read_documents(sources, max_len, counts, None if strict else dropped):
+        found.append((each.answer.key, each.answer.turn, each.document))
+        counts.update(num_loops_cut=each.has_loop, num_cut=each.is_cut)
+    found.sort(key=lambda each: (key_hash(each[0]), each[1]))
+    chosen = heldout_prompts([key for key, _, _ in found], heldout_share, max_heldout, min_heldout)
+    train = [document for key, _, document in found if prompt_of(key) not in chosen]
+    heldout = [document for key, _, document in found if prompt_of(key) in chosen]
     if not train:
-        raise PromptError("there are no answers to learn from: regenerate more, or raise the longest document (max_len)")
-    return Corpus(train, heldout, num_too_short, num_loops_cut)
+        raise PromptError(NOTHING_LEFT + (f"; {dropped}" if dropped else ""))
+    return Corpus(train, heldout, **counts, dropped=dropped)
 
 
-def _answers(sources: Iterable[Path]) -> Iterator[Answer]:
+def key_hash(key: str) -> int:
+    """63 bits: documents stand in the order of their conversations' hashes."""
+    return int.from_bytes(hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=8).digest()) >> 1
+
+
+NOTHING_LEFT = "there are no answers to learn from: regenerate more, or raise the longest document (max_len)"
+
+
+class Found(NamedTuple):
+    """An answer, the document it becomes, and what was cut off that."""
+
+    answer: Answer
+    document: Document
+    has_loop: bool
+    is_cut: bool
+
+
+def read_documents(
+    sources: Iterable[Path], max_len: int, counts: Counter[str], dropped: Dropped | None = None, *, once: bool = True
+) -> Iterator[Found]:
+    """Answers as documents; `counts` gets Corpus's num_too_short and num_repeated. `once` remembers all keys, and leaves an
+    answer out that was there before."""
+    counts.update(num_too_short=0, num_loops_cut=0, num_cut=0, num_repeated=0)
+    seen: set[tuple[int, int]] = set()
+    for answer in _answers(sources, dropped):
+        if once:
+            mark = (key_hash(answer.key), answer.turn)
+            if mark in seen:
+                counts["num_repeated"] += 1
+                continue
+            seen.add(mark)
+        end = loop_start(answer.answer_ids)
+        whole = answer.prompt_ids + answer.answer_ids[:end]
+        document = Document(f"{answer.key}/{answer.turn}", np.array(whole[:max_len], dtype=np.int32), len(answer.prompt_ids))
+        if document.num_anchors < 1:
+            counts["num_too_short"] += 1
+            continue
+        yield Found(answer, document, end < len(answer.answer_ids), len(whole) > max_len)
+
+
+def _answers(sources: Iterable[Path], dropped: Dropped | None = None) -> Iterator[Answer]:
     for source in sources:
         if not source.exists():
             raise PromptError(f"there are no answers at {source}: make them with paceline regenerate")
-        yield from AnswerShards(source) if source.is_dir() else read_answers(source)
+        if source.is_dir():
+            yield from AnswerShards(source)
+        elif is_tokenised(source):
+            yield from tokenised_answers(source, dropped)
+        else:
+            yield from read_answers(source)
 
 
 def check_answers(sources: Iterable[Path], decode: Callable[[list[int]], str] | None = None) -> None:
@@ -129,9 +202,14 @@ def heldout_prompts(keys: Iterable[str], share: float, most: int, fewest: int = 
     """The prompts that are held out: this share of all, of ten or more at least `fewest` but no more than half, those of the
     smallest hashes."""
     prompts = sorted({prompt_of(key) for key in keys}, key=lambda prompt: (zlib.crc32(prompt.encode()), prompt))
-    wanted = max(math.ceil(share * len(prompts)), min(fewest, len(prompts) // 2)) if share else 0
-    number = min(most, wanted) if len(prompts) >= 10 else 0
-    return set(prompts[:number])
+    return set(prompts[: num_heldout(len(prompts), share, most, fewest)])
+
+
+def num_heldout(num_prompts: int, share: float, most: int, fewest: int = 1) -> int:
+    """How many of so many prompts `heldout_prompts` takes."""
+    if not share or num_prompts < 10:
+        return 0
+    return min(most, max(math.ceil(share * num_prompts), min(fewest, num_prompts // 2)))
 
 
 def loop_start(tokens: list[int]) -> int:
@@ -187,7 +265,9 @@ class StepPlanner:
     that all divide by the same number of slots, and computes its own share.
     """
 
-    def __init__(self, documents: list[Document], *, blocks_per_step: int, anchors: int, block_size: int, seed: int) -> None:
+    def __init__(
+        self, documents: Sequence[Document], *, blocks_per_step: int, anchors: int, block_size: int, seed: int
+    ) -> None:
         self.documents = documents
         self._blocks_per_step, self._anchors, self._block_size, self._seed = blocks_per_step, anchors, block_size, seed
         self.steps_per_epoch = max(1.0, self._count_steps())

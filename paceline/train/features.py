@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,6 +40,10 @@ FREE_MARGIN = 0.05
 """Share of the disk that must stay free."""
 NUM_SAMPLED = 32
 """Documents that the scale is measured on."""
+MOST_SAMPLED = 2048
+"""Positions of one of them, about."""
+POSITIONS_PER_PASS = 2048
+"""Positions of a document that the target runs at once."""
 LOUD = 3.0
 """Positions whose norm is this times the median are left out of the measurement: attention sinks, one in some hundred."""
 
@@ -62,38 +66,56 @@ class FeatureSource(Protocol):
         ...
 
 
+class MeasuredSource(FeatureSource, Protocol):
+    """A source of known documents, of known size."""
+
+    @property
+    def documents(self) -> Sequence[Document]: ...
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Of the features of one position, as the source gives them."""
+        ...
+
+
 class OnlineFeatures:
     """Runs the target over one document at a time; a beginning shared with the document before is not run again."""
 
-    def __init__(self, target: Target, documents: list[Document], tap_layers: tuple[int, ...], needs_final: bool) -> None:
+    def __init__(self, target: Target, documents: Sequence[Document], tap_layers: tuple[int, ...], needs_final: bool) -> None:
         self._target, self.documents = target, documents
         last = target.num_layers - 1
         self._needs_final, self._has_final = needs_final, last in tap_layers
         self._tap_layers = tap_layers
         target.set_taps((*tap_layers, last) if needs_final and not self._has_final else tap_layers)
+        self._again: tuple[int, Features] | None = None
+        """The latest document's number and features: of a long one, several packs in turn ask for them."""
         self._last: tuple[list[int], Tensor, int, int] | None = None
         """Of the document before: tokens, taps, row, and the row's generation, which tells whether another has had the row."""
 
     @property
     def num_bytes(self) -> int:
         """Of all documents' features, as they would be on disk."""
-        width = (len(self._tap_layers) + self._needs_final) * self._target.hidden_size * self._target.dtype.itemsize
-        return sum(len(document) for document in self.documents) * width
+        return sum(len(document) for document in self.documents) * self.bytes_per_position
+
+    @property
+    def bytes_per_position(self) -> int:
+        return (len(self._tap_layers) + self._needs_final) * self._target.hidden_size * self._target.dtype.itemsize
 
     def of(self, number: int) -> Features:
+        if self._again is not None and self._again[0] == number:
+            return self._again[1]
+        self._again = number, self._compute(number)
+        return self._again[1]
+
+    def _compute(self, number: int) -> Features:
         tokens, cache = self.documents[number].tokens.tolist(), self._target.cache
         row = cache.allocate()
         assert row is not None, "training owns the target's cache"
         try:
             known_SF = self._known(tokens, row)
-            begin = 0 if known_SF is None else len(known_SF)
-            batch = ForwardBatch([row], [begin], [len(tokens) - begin], tokens[begin:], "none")
-            taps_SF = self._target.forward(batch).taps_TF
+            taps_SF = self._run(tokens, row, known_SF)
         finally:
             cache.free(row)
-        assert taps_SF is not None
-        if known_SF is not None:
-            taps_SF = torch.cat([known_SF, taps_SF])
         self._last = tokens, taps_SF, row, cache.generations[row]
         size = self._target.hidden_size
         if not self._needs_final:
@@ -102,6 +124,16 @@ class OnlineFeatures:
             slot = self._tap_layers.index(self._target.num_layers - 1)
             return Features(taps_SF, taps_SF[:, slot * size : (slot + 1) * size])
         return Features(taps_SF[:, :-size], taps_SF[:, -size:])
+
+    def _run(self, tokens: list[int], row: int, known_SF: Tensor | None) -> Tensor:
+        """Taps of all positions, of which the first few may be known; a long document's in passes of bounded size."""
+        parts, begin = ([], 0) if known_SF is None else ([known_SF], len(known_SF))
+        for start in range(begin, len(tokens), POSITIONS_PER_PASS):
+            piece = tokens[start : start + POSITIONS_PER_PASS]
+            taps_TF = self._target.forward(ForwardBatch([row], [start], [len(piece)], piece, "none")).taps_TF
+            assert taps_TF is not None
+            parts.append(taps_TF.clone() if self._target.overwrites_taps else taps_TF)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _known(self, tokens: list[int], row: int) -> Tensor | None:
         """Taps of the beginning that this document shares with the one before, whose keys and values `row` still holds."""
@@ -117,11 +149,39 @@ class OnlineFeatures:
         return taps_SF[:length]
 
 
+class Form:
+    """How features are kept: as the target gave them. `quantised.Int8` keeps them in 8 bits."""
+
+    def encode(self, features: Features) -> dict[str, Tensor]:
+        """Contiguous tensors of their own, on the CPU."""
+        tensors = {"taps": features.taps_SF.cpu().contiguous()}
+        if features.final_SD is not None:  # which may be a part of the taps
+            tensors["final"] = features.final_SD.cpu().clone(memory_format=torch.contiguous_format)
+        return tensors
+
+    def decode(self, tensors: dict[str, Tensor]) -> Features:
+        """Raises KeyError when these are not what `encode` made."""
+        return Features(tensors["taps"], tensors.get("final"))
+
+    def bytes_of(self, num_bytes: int) -> int:
+        """Of one position, which has so many bytes as it is."""
+        return num_bytes
+
+    def coder(self, features: Features) -> Callable[[], Features]:
+        """Keeps features in memory; what it returns gives them back."""
+        tensors = {name: tensor.clone() if name == "taps" else tensor for name, tensor in self.encode(features).items()}
+        return lambda: self.decode(tensors)
+
+
+PLAIN = Form()
+
+
 @dataclass(frozen=True, slots=True)
 class CachedFeatures:
     """Reads what `cache_features` wrote."""
 
     folder: Path
+    form: Form = PLAIN
 
     def path(self, number: int) -> Path:
         return self.folder / f"document-{number:06d}.safetensors"
@@ -129,27 +189,28 @@ class CachedFeatures:
     def of(self, number: int) -> Features:
         path = self.path(number)
         remedy = "delete the folder to have it made again"
-        with reraised(CacheError, f"{path} cannot be read", remedy, SafetensorError, OSError):
-            tensors = load_file(path)
-        return Features(tensors["taps"], tensors.get("final"))
+        with reraised(CacheError, f"{path} cannot be read", remedy, SafetensorError, OSError, KeyError):
+            return self.form.decode(load_file(path))
 
 
 def cache_features(
-    folder: Path, source: OnlineFeatures, ranks: Ranks | None = None, on_document: Callable[[], None] = lambda: None
+    folder: Path,
+    source: MeasuredSource,
+    ranks: Ranks | None = None,
+    on_document: Callable[[], None] = lambda: None,
+    form: Form = PLAIN,
 ) -> CachedFeatures:
     """Write the files that are missing; each process its share. Raises CacheError when the disk is too small or refuses.
 
     The folder's name should hold `fingerprint(...)`: files of other documents, layers or targets are not looked at.
     """
-    check_room(folder, source.num_bytes - sum(path.stat().st_size for path in folder.glob("*.safetensors")))
-    kept = CachedFeatures(folder)
+    kept = CachedFeatures(folder, form)
+    num_bytes = sum(len(document) for document in source.documents) * kept.form.bytes_of(source.bytes_per_position)
+    check_room(folder, num_bytes - sum(path.stat().st_size for path in folder.glob("*.safetensors")))
     for number in (ranks or Ranks()).share_of(len(source.documents)):
         path = kept.path(number)
         if not path.exists():
-            features = source.of(number)
-            tensors = {"taps": features.taps_SF.cpu().contiguous()}
-            if features.final_SD is not None:  # which may be a part of the taps
-                tensors["final"] = features.final_SD.cpu().clone(memory_format=torch.contiguous_format)
+            tensors = kept.form.encode(source.of(number))
             with whole_file(path, "free space and run again, what is written stays; or use --features online") as scratch:
                 save_file(tensors, scratch)
         on_document()
@@ -168,7 +229,7 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
 
 def fingerprint(
-    target_name: str, dtype: torch.dtype, documents: list[Document], tap_layers: tuple[int, ...], needs_final: bool
+    target_name: str, dtype: torch.dtype, documents: Sequence[Document], tap_layers: tuple[int, ...], needs_final: bool
 ) -> str:
     """Names a set of features by all that decides its contents."""
     digest = hashlib.sha256(repr((target_name, str(dtype), tap_layers, needs_final)).encode())
@@ -189,10 +250,10 @@ class ScaledFeatures:
         return Features(features.taps_SF * self._scale_F.to(features.taps_SF.device, features.taps_SF.dtype), features.final_SD)
 
 
-def measure_scale(source: FeatureSource, documents: list[Document]) -> tuple[Tensor, Tensor]:
+def measure_scale(source: FeatureSource, documents: Sequence[Document]) -> tuple[Tensor, Tensor]:
     """(scale [F], powers of two; mean [F] of the scaled features), over quiet positions of evenly spread documents."""
     step = max(1, len(documents) // NUM_SAMPLED)
-    taps = [source.of(number).taps_SF.float().cpu() for number in range(0, len(documents), step)][:NUM_SAMPLED]
+    taps = [_sampled(source.of(number).taps_SF) for number in range(0, len(documents), step)[:NUM_SAMPLED]]
     sample_SF = torch.cat(taps)
     norm_S = sample_SF.norm(dim=1)
     quiet_SF = sample_SF[norm_S <= LOUD * norm_S.median()]
@@ -201,7 +262,12 @@ def measure_scale(source: FeatureSource, documents: list[Document]) -> tuple[Ten
     return scale_F, quiet_SF.mean(0) * scale_F
 
 
-def stored_scale(file: Path, source: FeatureSource, documents: list[Document], is_first: bool) -> tuple[Tensor, Tensor]:
+def _sampled(taps_SF: Tensor) -> Tensor:
+    """Float32; of a long document only some positions, evenly spread."""
+    return taps_SF[:: max(1, len(taps_SF) // MOST_SAMPLED)].float().cpu()
+
+
+def stored_scale(file: Path, source: FeatureSource, documents: Sequence[Document], is_first: bool) -> tuple[Tensor, Tensor]:
     """As `measure_scale`, measured once a run: what a resumed run read back would mean otherwise is another unit.
 
     Raises CacheError when the file is damaged or cannot be written (by the first process).

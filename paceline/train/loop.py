@@ -8,10 +8,11 @@ optimiser is AdamW, or Muon for the matrices with AdamW for the rest; its rate w
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from paceline.train.dataset import Corpus, Document, Place, StepPlanner
 from paceline.train.features import FeatureSource
 from paceline.train.losses import Head, LossVocabulary, SlotMetrics, Slots, head_loss
 from paceline.train.optimisers import Optimisers, learning_rate_share
-from paceline.train.packs import Chosen, Pack, Packer, Trainable, heldout_anchors
+from paceline.train.packs import Chosen, Pack, PackBudget, Packer, Trainable, heldout_anchors
 from paceline.train.parallel import laid_out, make_parallel, recompute_layers
 from paceline.train.plateau import Plateau, unigram_entropy, watched
 from paceline.train.ranks import Ranks
@@ -85,14 +86,16 @@ class Trainer:
             block_size=drafter.block_size,
             seed=config.seed,
         )
-        self.packer = Packer(drafter.block_size, corpus.train, features, self.device)
+        window = getattr(drafter, "context_window", None)
+        self.budget = PackBudget(config.blocks_per_pack, config.tokens_per_pack, drafter.block_size, window)
+        self.packer = Packer(drafter.block_size, corpus.train, features, self.device, window)
         self.parallel = make_parallel(config.parallel, self.ranks, self.device)
         if config.gradient_checkpointing:
             recompute_layers(drafter.layers)
         self.parallel.prepare(drafter)
         self.optimisers = Optimisers(self.network, config.optim)
         self.vocabulary = self._loss_vocabulary()
-        self.heldout: dict[str, tuple[list[Document], FeatureSource]] = {}
+        self.heldout: dict[str, tuple[Sequence[Document], FeatureSource]] = {}
         """Name -> documents and features looked at every `heldout_every` steps; `ood` is watched for regressions."""
         self.peak_flops = peak_flops
         kept = None if head.columns is None else head.columns.cpu().numpy()
@@ -172,13 +175,20 @@ class Trainer:
             save_checkpoint(self.folder, self.drafter.raw, weights, optimisers, trainer, self.config.keep_last)
 
     def _identity(self) -> dict[str, Any]:
-        documents = zlib.crc32("\n".join(document.key for document in self.corpus.train).encode())
         return {
             **asdict(self.config),
             "drafter": self.drafter.raw,
             "num_documents": len(self.corpus.train),
-            "documents": f"{documents:08x}",
+            "documents": self._documents,
         }
+
+    @functools.cached_property
+    def _documents(self) -> str:
+        """A mark of all keys, in their order."""
+        mark = 0
+        for number, document in enumerate(self.corpus.train):
+            mark = zlib.crc32(("\n" * (number > 0) + document.key).encode(), mark)
+        return f"{mark:08x}"
 
     def _step(self) -> dict[str, Any]:
         """One optimiser step; returns its figures."""
@@ -222,7 +232,7 @@ class Trainer:
     def forward_backward(self, chosen: list[Chosen], num_slots: int, head: Head) -> tuple[float, SlotMetrics]:
         """Add the gradients of this process's share of a step of `num_slots` slots, pack by pack; their share of its loss."""
         metrics, loss = SlotMetrics.zero(self.drafter.block_size - 1), 0.0
-        pieces = self.parallel.pieces(chosen, self.config.blocks_per_pack)
+        pieces = self.parallel.pieces(chosen, self.budget)
         for number, piece in enumerate(pieces):
             is_measured = number == 0 and piece.weight > 0
             scalar, measured = self.pack_loss(self.packer.pack(piece.chosen), head, num_slots, is_measured)
@@ -244,11 +254,11 @@ class Trainer:
         return self.drafter.hidden(pack, self.embedding_VD, self.config.autocast), pack.slots
 
     @torch.no_grad()
-    def evaluate(self, documents: list[Document], features: FeatureSource) -> dict[str, Any]:
+    def evaluate(self, documents: Sequence[Document], features: FeatureSource) -> dict[str, Any]:
         """Figures over held-out documents, teacher-forced: every process looks at its share."""
-        packer = Packer(self.drafter.block_size, documents, features, self.device)
+        packer = Packer(self.drafter.block_size, documents, features, self.device, self.budget.window)
         metrics = SlotMetrics.zero(self.drafter.block_size - 1)
-        for piece in self.parallel.pieces(heldout_anchors(documents, HELDOUT_ANCHORS), self.config.blocks_per_pack):
+        for piece in self.parallel.pieces(heldout_anchors(documents, HELDOUT_ANCHORS), self.budget):
             _, measured = self.pack_loss(packer.pack(piece.chosen), self.heldout_head, 1.0, is_measured=piece.weight > 0)
             metrics.flat += measured.flat
         return self._summed(0.0, metrics)[1].rates()

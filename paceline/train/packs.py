@@ -7,7 +7,7 @@ same loop as soon as one class says for it the five things of `Trainable`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,7 +35,7 @@ class Pack:
     anchors_A: Tensor
     """Token ids of the anchors."""
     taps_NF: Tensor
-    """Features of all contexts, cut behind each document's last anchor."""
+    """Features of all contexts: what the blocks see of each document, up to its last anchor here."""
     slots: Slots
 
 
@@ -44,25 +44,30 @@ class Packer:
     """Makes packs from documents and their features."""
 
     block_size: int
-    documents: list[Document]
+    documents: Sequence[Document]
     features: FeatureSource
     device: torch.device | str = "cpu"
+    window: int | None = None
+    """Positions before a slot that the network sees at most; None for all."""
 
     def pack(self, chosen: list[Chosen]) -> Pack:
         """One pack of these documents and anchors."""
         size, device, anchors = self.block_size, self.device, [anchors_A for _, anchors_A in chosen]
-        labels, valid, taps, finals, tokens = [], [], [], [], []
+        labels, valid, taps, finals, tokens, starts = [], [], [], [], [], []
         for number, anchors_A in chosen:
             document, features = self.documents[number], self.features.of(number)
             labels_AK, valid_AK = labels_of(document, anchors_A, size)
             labels.append(labels_AK)
             valid.append(valid_AK)
-            taps.append(features.taps_SF[: int(anchors_A.max())])
+            context = context_of(anchors_A, self.window)
+            taps.append(features.taps_SF[context.start : context.stop])
+            starts.append(context.start)
             if features.final_SD is not None:
                 before_AK = np.minimum(anchors_A[:, None] + np.arange(size - 1), len(document) - 1)
                 finals.append(features.final_SD[torch.from_numpy(before_AK)])
             tokens.append(document.tokens[anchors_A])
-        layout = Layout(tuple(map(len, taps)), tuple(torch.from_numpy(each).to(device) for each in anchors), size)
+        anchors = tuple(torch.from_numpy(each).to(device) for each in anchors)
+        layout = Layout(tuple(map(len, taps)), anchors, size, tuple(starts) if any(starts) else ())
         slots = Slots(
             torch.from_numpy(np.concatenate(labels)).to(device),
             torch.from_numpy(np.concatenate(valid)).to(device),
@@ -71,21 +76,65 @@ class Packer:
         return Pack(layout, torch.from_numpy(np.concatenate(tokens)).long().to(device), torch.cat(taps).to(device), slots)
 
 
-def split_into_packs(chosen: list[Chosen], blocks_per_pack: int) -> Iterator[list[Chosen]]:
-    """Groups of whole documents of at most this many blocks; a longer document is a group of its own."""
+def context_of(anchors_A: NDArray[np.int64], window: int | None) -> range:
+    """The positions of a document that blocks with these anchors see, all of which stand before the last anchor."""
+    return range(0 if window is None else max(0, int(anchors_A.min()) - window + 1), int(anchors_A.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class PackBudget:
+    """How much is computed at once."""
+
+    blocks: int
+    """Blocks of a pack; a single document may have more."""
+    tokens: int | None = None
+    """Context positions and slots of a pack together. A document that is longer, alone, goes in pieces of fewer blocks: each
+    with all of its context, and no more pairs of slots and positions than a pack of this many tokens can have."""
+    block_size: int = 1
+    window: int | None = None
+    """As of Packer."""
+
+    def size(self, anchors_A: NDArray[np.int64]) -> int:
+        """Tokens of blocks of one document with these anchors."""
+        return len(context_of(anchors_A, self.window)) + len(anchors_A) * self.block_size
+
+    def pieces(self, each: Chosen) -> Iterator[Chosen]:
+        """One document's blocks, in as many pieces as it takes; in the order of their anchors where there are several."""
+        number, anchors_A = each
+        if self.tokens is None or self.size(anchors_A) <= self.tokens:
+            yield each
+            return
+        anchors_A, begin = np.sort(anchors_A), 0
+        for end in range(1, len(anchors_A) + 1):
+            if end == len(anchors_A) or not self._fits(anchors_A[begin : end + 1]):
+                yield number, anchors_A[begin:end]
+                begin = end
+
+    def _fits(self, anchors_A: NDArray[np.int64]) -> bool:
+        assert self.tokens is not None
+        pairs = len(anchors_A) * self.block_size * len(context_of(anchors_A, self.window))
+        return self.size(anchors_A) <= self.tokens or pairs <= self.tokens**2 // 4
+
+
+def split_into_packs(chosen: list[Chosen], budget: PackBudget | int) -> Iterator[list[Chosen]]:
+    """Groups of whole documents within the budget (a number: of blocks); a longer document is one or several of its own."""
+    budget = budget if isinstance(budget, PackBudget) else PackBudget(budget)
     group: list[Chosen] = []
-    num_blocks = 0
+    num_blocks = num_tokens = 0
     for each in chosen:
-        if group and num_blocks + len(each[1]) > blocks_per_pack:
-            yield group
-            group, num_blocks = [], 0
-        group.append(each)
-        num_blocks += len(each[1])
+        for piece in budget.pieces(each):
+            size = budget.size(piece[1])
+            is_over = budget.tokens is not None and num_tokens + size > budget.tokens
+            if group and (is_over or num_blocks + len(piece[1]) > budget.blocks):
+                yield group
+                group, num_blocks, num_tokens = [], 0, 0
+            group.append(piece)
+            num_blocks, num_tokens = num_blocks + len(piece[1]), num_tokens + size
     if group:
         yield group
 
 
-def heldout_anchors(documents: list[Document], number: int) -> list[Chosen]:
+def heldout_anchors(documents: Sequence[Document], number: int) -> list[Chosen]:
     """The same evenly spread anchors of every document each time."""
     return [
         (index, np.unique(np.linspace(document.answer_start, len(document) - 2, number).astype(np.int64)))
@@ -120,6 +169,13 @@ class DFlashTrainable(Trainable):
         self.network, self.raw, self.layers = network, raw, network.layers
         self.block_size = network.config.block_size
         self._config, self._attention = network.config, attention
+
+    @property
+    def context_window(self) -> int | None:
+        """Positions before a slot that any layer sees; None where one of them sees all. A network without this sees all."""
+        shape = self._config.shape
+        windows = [shape.window(index) for index in range(shape.num_layers)]
+        return None if None in windows else max(window for window in windows if window is not None)
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
         """As Trainable.hidden."""

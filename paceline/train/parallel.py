@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
 
-from paceline.train.packs import Chosen, Trainable, split_into_packs
+from paceline.train.packs import Chosen, PackBudget, Trainable, split_into_packs
 from paceline.train.ranks import Ranks
 
 
@@ -46,10 +46,10 @@ class Replicated:
     def prepare(self, drafter: Trainable) -> None:
         """Lay its network out, in place, before optimisers take the parameters."""
 
-    def pieces(self, chosen: list[Chosen], blocks_per_pack: int) -> list[Piece]:
+    def pieces(self, chosen: list[Chosen], budget: PackBudget | int) -> list[Piece]:
         """This process's packs of a step's blocks."""
         own = chosen[self.ranks.rank :: self.ranks.world]
-        return [Piece(group) for group in split_into_packs(own, blocks_per_pack)]
+        return [Piece(group) for group in split_into_packs(own, budget)]
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Add the gradients of one piece to those of the step; `is_last` says that it was the step's last."""
@@ -127,10 +127,10 @@ class Sharded(Replicated):
             sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other
         self._network = drafter.network
 
-    def pieces(self, chosen: list[Chosen], blocks_per_pack: int) -> list[Piece]:
+    def pieces(self, chosen: list[Chosen], budget: PackBudget | int) -> list[Piece]:
         """As many as the process with the most; a single block without weight fills up."""
-        world, own = self.ranks.world, super().pieces(chosen, blocks_per_pack)
-        most = max(sum(1 for _ in split_into_packs(chosen[rank::world], blocks_per_pack)) for rank in range(world))
+        world, own = self.ranks.world, super().pieces(chosen, budget)
+        most = max(sum(1 for _ in split_into_packs(chosen[rank::world], budget)) for rank in range(world))
         filler = [Piece([(number, anchors_A[:1])], 0.0) for number, anchors_A in chosen[:1]]
         return own + filler * (most - len(own))
 

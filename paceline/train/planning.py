@@ -18,11 +18,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from paceline.prompts import Prompt, read_prompts
+from paceline.prompts import Prompt
 from paceline.simulate.roofline import pass_seconds
+from paceline.tables import ignore
 from paceline.train.choices import Sizes, choices, deployment_of, share_of_pass, sizes_of
 from paceline.train.config import TrainConfig
 from paceline.train.facts import MachineFacts, TargetFacts, machine_of, read_target
+from paceline.train.mixture import read_mixture, sources_of
 from paceline.train.run_file import value_of, with_value
 
 EFFICIENCY = {"cpu": {"answers": 0.35, "features": 0.6, "steps": 0.5}, "gpu": {"answers": 0.4, "features": 0.5, "steps": 0.35}}
@@ -35,6 +37,8 @@ MOST_ANSWERING = 0.35
 OPTIMISER_BYTES = 16
 """A parameter, its gradient and two moments, float32."""
 UNKNOWN_PROMPTS = 1000
+NOT_KEPT = ("online", "streamed")
+"""Hidden states that are computed in every epoch, and not kept on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +129,23 @@ def make_plan(config: TrainConfig, device_name: str | None = None) -> Plan:
 
 def _data(config: TrainConfig, notes: list[str]) -> Data:
     """Raises PromptError for a file that cannot be read; a data set that is not here is only noted."""
-    found: list[Prompt] = []
+    local: list[str] = []
     own = config.asked.num_self_written if not config.answers or config.asked.prompts else config.asked.self_written
-    for source in config.asked.prompts:
-        if Path(source).exists() or source.endswith((".jsonl", ".json", ".parquet")):
-            found += read_prompts(source, config.asked.limit)
+    for given, (source, _) in zip(config.asked.prompts, sources_of(config.asked.prompts), strict=True):
+        if Path(source).exists() or source.endswith((".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")):
+            local.append(given)
         else:
             number = config.asked.limit or UNKNOWN_PROMPTS
             notes.append(f"{source} is no file here: {number} prompts are assumed (--limit)")
             own += number
+    found: list[Prompt] = read_mixture(replace(config.asked, prompts=tuple(local)), config.answering.seed, ignore).prompts
     letters = [sum(len(str(message.get("content") or "")) for message in prompt.messages) for prompt in found]
     mean = sum(letters) / len(letters) / LETTERS_PER_TOKEN + 30 if letters else 60.0
     if config.answers:
         notes.append("answers that exist already are read when the run begins: they are not in these hours")
+    for what, address in (("answers", config.elsewhere.answers_from), ("hidden states", config.elsewhere.features_from)):
+        if address:
+            notes.append(f"the {what} are of {address}: what they take there is not in these hours")
     return Data(len(found) + own, min(mean, config.answering.max_prompt_tokens), bool(found))
 
 
@@ -158,11 +166,11 @@ def _limited(
 
 
 def _num_answers(config: TrainConfig, data: Data) -> int:
-    return data.prompts * len(config.answering.temperatures)
+    return data.prompts * sum(config.answering.samples if each else 1 for each in config.answering.temperatures)
 
 
 def _stage_seconds(config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data) -> dict[str, float]:
-    """Of answers and features: the roofline's time over the share of it that these stages reach."""
+    """Of answers and features: the roofline's time over the share of it that these stages reach; none for those elsewhere."""
     deployment, reached = deployment_of(target, machine), EFFICIENCY["gpu" if machine.is_gpu else "cpu"]
     answer, batch = ANSWER_SHARE * config.answering.max_tokens, 32
     number = _num_answers(config, data) / machine.number
@@ -171,8 +179,11 @@ def _stage_seconds(config: TrainConfig, target: TargetFacts, machine: MachineFac
     prefill_s = sum(pass_seconds(target.shape, deployment, 1, 256, context).values()) / 256
     documents_s = number * (data.prompt_tokens + answer) * prefill_s
     answers_s = number * (answer * pass_s / batch + data.prompt_tokens * prefill_s)
-    times = 1.0 if config.features != "online" else config.loop.epochs
-    return {"answers": answers_s / reached["answers"], "features": times * documents_s / reached["features"]}
+    times = config.loop.epochs if config.features in NOT_KEPT else 1.0
+    return {
+        "answers": 0.0 if config.elsewhere.answers_from else answers_s / reached["answers"],
+        "features": 0.0 if config.elsewhere.features_from else times * documents_s / reached["features"],
+    }
 
 
 def flops_per_block(config: TrainConfig, target: TargetFacts, data: Data, sizes: Sizes) -> float:
@@ -208,11 +219,12 @@ def _steps(
 def _disk(config: TrainConfig, target: TargetFacts, data: Data, sizes: Sizes) -> dict[str, float]:
     length = data.prompt_tokens + ANSWER_SHARE * config.answering.max_tokens
     number, value_bytes = _num_answers(config, data), 4 if config.target.dtype == "float32" else 2
+    value_bytes = 1 if config.feature_dtype == "int8" else value_bytes
     features = number * length * sizes.num_taps * sizes.hidden_size * value_bytes
     checkpoint = sizes.parameters * 12.0
     disk = {
         "answers": 8.0 * number * length,
-        "features": 0.0 if config.features == "online" else features,
+        "features": 0.0 if config.features in NOT_KEPT else features,
         "checkpoints": checkpoint * (config.loop.keep_last + 1) + 6.0 * sizes.parameters,
     }
     return {**disk, "all": sum(disk.values())}

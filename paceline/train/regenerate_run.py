@@ -17,28 +17,29 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import random
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
 
 import torch
 
 from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
-from paceline.errors import ConfigError, ContextLengthError, PromptError, reraised
-from paceline.model.backends import settle
+from paceline.errors import ConfigError, ContextLengthError, PromptError
 from paceline.prompts import Message, Prompt, read_prompts
+from paceline.rows import Dropped
 from paceline.runlog import RunFolder, plain
 from paceline.tables import Progress, ignore
 from paceline.train.answers import Answer, AnswerShards
-from paceline.train.checkpoint import check_same
+from paceline.train.asked import check_same_run, extend, identity
 from paceline.train.config import AnswerConfig, RegenerateConfig
+from paceline.train.conversation import Conversation, Regenerated, key_of
 from paceline.train.dataset import check_answers
+from paceline.train.elsewhere import Lost, RemoteLLM, Talk
+from paceline.train.mixture import read_mixture
 from paceline.train.ranks import Ranks, only_run
 from paceline.train.self_written import MAX_TOKENS as MAX_PROMPT_WRITTEN
 from paceline.train.self_written import PromptWriter, SelfWritten, read_openers
@@ -56,7 +57,13 @@ def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
     with prepared(config, progress) as job:
         shards = AnswerShards(config.out / "answers", job.ranks.rank)
         done = Regenerator(job.llm, shards, config.answering).run(job.prompts, job.bars)
-        job.folder.log(stage="regenerate", rank=job.ranks.rank, dropped=job.written.dropped, **asdict(done))
+        job.folder.log(
+            stage="regenerate",
+            rank=job.ranks.rank,
+            dropped=job.written.dropped,
+            rows_dropped=job.dropped.counts,
+            **asdict(done),
+        )
     _report(config, done, job.written, job.ranks, progress)
     return done
 
@@ -72,6 +79,8 @@ class Prepared:
     folder: RunFolder
     ranks: Ranks
     bars: Progress
+    dropped: Dropped
+    """Rows of the prompts that were left out."""
 
 
 @contextlib.contextmanager
@@ -84,51 +93,32 @@ def prepared(
     """
     ranks = Ranks.here()
     engine = _engine(config, ranks)
-    settings = _identity(config, engine, ranks) | plain(dict(more or {}))
-    _check_same_run(config.out, what, settings)
+    settings = identity(config, engine, ranks) | plain(dict(more or {}))
+    is_extended = check_same_run(config.out, what, settings)
     openers = _openers(config, progress)
-    given = {source: read_prompts(source, config.asked.limit) for source in config.asked.prompts}
+    given = read_mixture(config.asked, config.answering.seed, progress.say if ranks.is_first else ignore)
     with only_run(config.out, "answering", ranks, progress.say):
         folder = RunFolder(config.out)
         if ranks.is_first and not (config.out / "config.json").is_file():
             folder = RunFolder.create(what, {what: settings, "llm": engine}, config.out)
-        llm = _load(engine)
-        traced = [Path(source) for source, prompts in given.items() if any(prompt.token_ids for prompt in prompts)]
-        check_answers(traced, llm.tokenizer.decode)
-        if ranks.is_first:
+        elif ranks.is_first and is_extended:
+            extend(folder, what, settings)
+            progress.say("the run is extended: what it had stays, what is new is asked")
+        remote = _elsewhere(config) if config.elsewhere.answers_from else None
+        llm = cast(LLM, remote) if remote else _load(engine)
+        check_answers(given.traced, llm.tokenizer.decode)
+        if ranks.is_first and remote:
+            progress.say(remote.introduction)
+        elif ranks.is_first:
             progress.loaded(llm)
         bars = progress if ranks.is_first else Progress()
         written, own = _write_own(llm, config, ranks, openers, bars)
-        prompts = _share([prompt for prompts in given.values() for prompt in prompts], own, config.answering.seed, ranks)
-        yield Prepared(llm, prompts, written, folder, ranks, bars)
-
-
-def _check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> None:
-    """Raises ConfigError, with the difference, when `out` was begun with other settings."""
-    file = out / "config.json"
-    if not file.is_file():
-        return
-    with reraised(ConfigError, f"{file} cannot be read", "choose another --out", OSError, ValueError, AttributeError):
-        config = json.loads(file.read_text(encoding="utf-8"))
-        what, before = config.get("what"), config.get(kind)
-    if what != kind or not before:
-        raise ConfigError(f"{out} is the folder of another run ({what}): choose another --out")
-    check_same(out, before, settings)
-
-
-def _identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> dict[str, Any]:
-    """What decides the answers, and so must not change between a run and its resumption."""
-    asked, engine = config.asked, settle(engine)
-    settings = {
-        "target": engine.model,
-        "weights": engine.weights,
-        "dtype": engine.dtype,
-        **asdict(replace(asked, self_written=asked.num_self_written)),
-        **{name: value for name, value in asdict(config.answering).items() if value not in (None, ())},
-    }
-    if asked.num_self_written:
-        settings["processes"] = ranks.world  # each writes prompts of its own
-    return plain(settings)
+        prompts = _share(given.prompts, own, config.answering.seed, ranks)
+        try:
+            yield Prepared(llm, prompts, written, folder, ranks, bars, given.dropped)
+        finally:
+            if remote:
+                remote.engine.close()
 
 
 def _engine(config: RegenerateConfig, ranks: Ranks) -> EngineConfig:
@@ -152,6 +142,15 @@ def _openers(config: RegenerateConfig, progress: Progress) -> tuple[str, ...]:
         progress.say("note: openers have no effect without self-written prompts")
     openers = read_openers(config.asked.openers)
     return ("",) * max(1, len(openers) // 3) + openers
+
+
+def _elsewhere(config: RegenerateConfig) -> RemoteLLM:
+    if config.answering.grammar is not None:
+        raise ConfigError("answers_from: servers differ in how they take grammars: leave the schema or regex out")
+    where = config.elsewhere
+    assert where.answers_from
+    patience_s = 60 * where.patience_minutes
+    return RemoteLLM.of(config.target.model, where.answers_from, where.served_name, where.at_once, patience_s)
 
 
 def _load(engine: EngineConfig) -> LLM:
@@ -198,6 +197,7 @@ def _report(config: RegenerateConfig, done: Regenerated, written: SelfWritten, r
         (done.num_too_long, f"{done.num_too_long} prompts left out: {left_out}"),
         (done.num_cut_short, f"{done.num_cut_short} conversations ended early: an answer or the next prompt was too long"),
         (dropped, f"self-written prompts dropped: {dropped}"),
+        (done.lost, f"answers left out: {', '.join(f'{number} {reason}' for reason, number in done.lost.items())}"),
     )
     own = f"process {ranks.rank}: " if ranks.world > 1 else ""
     speed = f"{done.wall_s:.0f} s: {done.tokens_per_s:.0f} tokens/s"
@@ -207,47 +207,14 @@ def _report(config: RegenerateConfig, done: Regenerated, written: SelfWritten, r
             progress.say(own + note)
 
 
-@dataclass(slots=True)
-class _Conversation:
-    """One prompt on its way through the engine at one temperature."""
-
-    prompt: Prompt
-    key: str
-    params: SamplingParams
-    messages: list[Message]
-    prompt_ids: list[int] = field(default_factory=list)
-    """Token ids of `messages`, ready for the next answer."""
-    answers: list[Answer] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Regenerated:
-    """What one process did."""
-
-    answers: Path
-    """Folder of the answers, those of all processes."""
-    num_answers: int = 0
-    num_tokens: int = 0
-    """Tokens the target wrote."""
-    wall_s: float = 0.0
-    tokens_per_s: float = 0.0
-    num_found: int = 0
-    """Conversations that an earlier run had finished."""
-    num_too_long: int = 0
-    num_tokens_too_long: int = 0
-    """Length of the longest prompt left out."""
-    num_cut_short: int = 0
-    """Conversations whose later turns were not asked: an answer had not come to its end, or the next prompt was too long."""
-
-
 class Regenerator:
     """Answers prompts into shards; `run` may be called again after a crash, with the same prompts and config."""
 
-    def __init__(self, llm: LLM, shards: AnswerShards, config: AnswerConfig) -> None:
+    def __init__(self, llm: LLM | RemoteLLM, shards: AnswerShards, config: AnswerConfig) -> None:
         self.llm, self.shards, self.config = llm, shards, config
         self._opening, self._tools, self._variables = config.read_opening(), config.read_tools(), config.template_variables()
         self.done = Regenerated(shards.folder)
-        self._flying: dict[int, _Conversation] = {}
+        self._flying: dict[int, Conversation] = {}
         self._finished: list[Answer] = []
         self._num_unwritten = 0
         self._written_s = time.monotonic()
@@ -260,7 +227,7 @@ class Regenerator:
         damaged, and what made the model fail at a conversation, which the next run asks again; finished ones are kept.
         """
         self.done, self._started_at = Regenerated(self.shards.folder), time.perf_counter()
-        asked = {_key(*pair): pair for pair in itertools.product(prompts, self.config.temperatures)}
+        asked = {key_of(*each): each[:2] for prompt in prompts for each in self._samples(prompt)}
         waiting = self._missing(asked)
         in_flight = self.llm.target.cache.num_rows * IN_FLIGHT_PER_ROW
         with (bars or Progress()).bar("answering", len(asked)) as self._advance:
@@ -269,9 +236,11 @@ class Regenerator:
                     self._ask(conversation)
                 while self._flying:
                     for chunk in self.llm.engine.step():
-                        if chunk.sequence.error:
+                        if isinstance(chunk.sequence.error, Lost):
+                            self._lose(chunk.sequence, waiting)
+                        elif chunk.sequence.error:
                             raise chunk.sequence.error
-                        if chunk.finish_reason is not None:
+                        elif chunk.finish_reason is not None:
                             self._finish(chunk.sequence, waiting)
             finally:
                 try:
@@ -284,13 +253,21 @@ class Regenerator:
         self.done.tokens_per_s = self.done.num_tokens / self.done.wall_s
         return self.done
 
-    def _missing(self, asked: dict[str, tuple[Prompt, float]]) -> Iterator[_Conversation]:
+    def _samples(self, prompt: Prompt) -> Iterator[tuple[Prompt, float, int]]:
+        for temperature in self.config.temperatures:
+            for sample in range(self.config.samples if temperature else 1):
+                yield prompt, temperature, sample
+
+    def _missing(self, asked: dict[str, tuple[Prompt, float]]) -> Iterator[Conversation]:
+        begun = self.shards.recover()
         found = self.shards.keys() | {answer.key for answer in self._finished}
         for key, (prompt, temperature) in asked.items():
             seed = self.config.seed ^ zlib.crc32(key.encode())
             grammar = prompt.grammar or self.config.grammar
             params = SamplingParams(temperature=temperature, max_tokens=self.config.max_tokens, seed=seed, grammar=grammar)
-            conversation = _Conversation(prompt, key, params, [*self._messages_of(prompt)])
+            conversation = Conversation(prompt, key, params, [*self._messages_of(prompt)])
+            for answer in begun.get(key, ()):
+                conversation.go_on(answer)
             if key in found:
                 self.done.num_found += 1
             elif self._fits(conversation):
@@ -315,13 +292,13 @@ class Regenerator:
             return list(prompt.token_ids)
         tools = prompt.tools or self._tools
         has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-        return self.llm.encode_chat(messages, tools if tools or has_calls else None, self._variables)
+        return self.llm.encode_chat(messages, tools if tools or has_calls else None, self._variables | dict(prompt.variables))
 
     def _tell_one_more(self) -> None:
         pace = self.done.num_tokens / (time.perf_counter() - self._started_at)
         self._advance(f"answering, {pace:.0f} tokens/s")
 
-    def _fits(self, conversation: _Conversation) -> bool:
+    def _fits(self, conversation: Conversation) -> bool:
         """Encode the conversation so far; whether it leaves room for an answer."""
         try:
             conversation.prompt_ids = self._encode(conversation.prompt, conversation.messages)
@@ -329,32 +306,57 @@ class Regenerator:
             raise PromptError(f"{conversation.prompt.source}, prompt {conversation.prompt.id}: {error}") from error
         return len(conversation.prompt_ids) <= self.config.max_prompt_tokens
 
-    def _ask(self, conversation: _Conversation) -> None:
-        self._flying[self.llm.engine.add(conversation.prompt_ids, conversation.params)] = conversation
+    def _ask(self, conversation: Conversation) -> None:
+        prompt_ids, params = conversation.prompt_ids, conversation.params
+        if isinstance(self.llm, RemoteLLM):
+            variables = self._variables | dict(conversation.prompt.variables)
+            talk = Talk(conversation.messages, list(conversation.prompt.tools or self._tools), variables)
+            request_id = self.llm.engine.add(prompt_ids, params, talk=None if conversation.prompt.token_ids else talk)
+        else:
+            request_id = self.llm.engine.add(prompt_ids, params)
+        self._flying[request_id] = conversation
 
-    def _finish(self, seq: Sequence, waiting: Iterator[_Conversation]) -> None:
-        conversation = self._flying.pop(seq.request_id)
-        conversation.answers.append(self._answer_of(conversation, seq))
-        if len(conversation.answers) < len(conversation.prompt.turns):
-            # only after an answer that came to its end: what would a user say to half a sentence?
-            if seq.finish_reason == "stop":
-                said, turn = conversation.answers[-1].text, conversation.prompt.turns[len(conversation.answers)]
-                conversation.messages += [{"role": "assistant", "content": said}, {"role": "user", "content": turn}]
-                if self._fits(conversation):
-                    self._ask(conversation)
-                    return
+    def _lose(self, seq: Sequence, waiting: Iterator[Conversation]) -> None:
+        """An answer is left out; those before it in its conversation stay."""
+        conversation, reason = self._flying.pop(seq.request_id), str(seq.error)
+        self.done.lost[reason] = self.done.lost.get(reason, 0) + 1
+        if conversation.answers:
             self.done.num_cut_short += 1
+            self._finish_one(conversation)
+            self.shards.note(conversation.answers[-1], is_over=True)
+        else:
+            self._tell_one_more()
+        self._go_on(waiting)
+
+    def _finish(self, seq: Sequence, waiting: Iterator[Conversation]) -> None:
+        conversation = self._flying.pop(seq.request_id)
+        answer = self._answer_of(conversation, seq)
+        has_more = conversation.go_on(answer)
+        # only after an answer that came to its end: what would a user say to half a sentence?
+        if has_more and seq.finish_reason == "stop" and self._fits(conversation):
+            self.shards.note(answer, is_over=False)
+            self._ask(conversation)
+            return
+        self.done.num_cut_short += has_more
+        self._finish_one(conversation)
+        self.shards.note(answer, is_over=True)
+        self._go_on(waiting)
+
+    def _finish_one(self, conversation: Conversation) -> None:
         self._finished += conversation.answers
         self._num_unwritten += 1
         self.done.num_answers += len(conversation.answers)
         self.done.num_tokens += sum(len(answer.answer_ids) for answer in conversation.answers)
         self._tell_one_more()
+
+    def _go_on(self, waiting: Iterator[Conversation]) -> None:
+        """Write what is due, and ask the next one."""
         if self._num_unwritten >= CONVERSATIONS_PER_SHARD or time.monotonic() - self._written_s > WRITE_EVERY_S:
             self._write()
         if following := next(waiting, None):
             self._ask(following)
 
-    def _answer_of(self, conversation: _Conversation, seq: Sequence) -> Answer:
+    def _answer_of(self, conversation: Conversation, seq: Sequence) -> Answer:
         output = seq.output_ids
         spoken = output[:-1] if seq.finish_reason == "stop" else output
         return Answer(
@@ -372,12 +374,3 @@ class Regenerator:
         if self._finished:
             self.shards.write(self._finished)
         self._finished, self._num_unwritten, self._written_s = [], 0, time.monotonic()
-
-
-def _key(prompt: Prompt, temperature: float) -> str:
-    """The text counts too: two prompts may carry one id, and a file may change between runs."""
-    before = prompt.messages[:-1]
-    text = repr((before, prompt.turns) if before else prompt.token_ids or prompt.turns)
-    if prompt.tools or prompt.grammar or (prompt.messages and prompt.messages[-1]["role"] != "user"):
-        text += repr((prompt.messages[-1:], prompt.tools, prompt.grammar))
-    return f"{prompt.source}/{prompt.id}#{zlib.crc32(text.encode()):08x}@{temperature:g}"

@@ -6,7 +6,7 @@
       optim: {lr: 0.002}
 
 What the file names counts as asked for, so a plan changes nothing of it. What is typed wins over the file. Unknown names are
-refused with the nearest one. YAML comes with huggingface_hub; only its safe loader is used, so JSON is read too.
+refused with the nearest one. Only YAML's safe loader is used; JSON is read too.
 """
 
 from __future__ import annotations

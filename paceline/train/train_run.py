@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,32 +18,22 @@ from torch import Tensor
 
 from paceline.draft.checkpoint import write_checkpoint
 from paceline.draft.dflash import DFlashDrafter
-from paceline.errors import CacheError, ModelNotFoundError, UnsupportedModelError
+from paceline.errors import ModelNotFoundError, UnsupportedModelError
 from paceline.hardware import this_machine
-from paceline.hub import resolve as resolve_model
 from paceline.model.backends import load_target, settle
 from paceline.model.target import Target
 from paceline.model.tokenizer import Tokenizer
-from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder, write_whole
-from paceline.tables import Progress
+from paceline.tables import Progress, ignore
 from paceline.train.card import push, write_card
 from paceline.train.checkpoint import best_checkpoint
 from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
 from paceline.train.copied import fuse_taps
-from paceline.train.dataset import Corpus, Document, check_answers, check_vocabulary, read_corpus
-from paceline.train.features import (
-    FeatureSource,
-    OnlineFeatures,
-    ScaledFeatures,
-    begin_without_mean,
-    cache_features,
-    check_room,
-    fingerprint,
-    stored_scale,
-    train_in_scaled_units,
-)
+from paceline.train.dataset import Corpus, check_answers, check_vocabulary, read_corpus
+from paceline.train.ends import light_folder, load_ends
+from paceline.train.features import ScaledFeatures, begin_without_mean, train_in_scaled_units
 from paceline.train.loop import Trainer
+from paceline.train.mixture import read_mixture
 from paceline.train.packs import DFlashTrainable
 from paceline.train.parallel import process_group
 from paceline.train.planning import apply_stored, make_plan, stored_plan
@@ -52,8 +41,10 @@ from paceline.train.ranks import Ranks, only_run
 from paceline.train.regenerate_run import run as regenerate
 from paceline.train.run_file import with_value, write_run_file
 from paceline.train.served import HeldoutServer, disagreement, final_figures, has_room
+from paceline.train.sources import Sources
 from paceline.train.start import continued_draft_ids, head_of, init_folder, most_frequent, network_for, scale_first_logits
 from paceline.train.stopping import Stop, stopped_by_signal
+from paceline.train.store import stored_corpus, without
 from paceline.train.tiny import write_tiny_target
 from paceline.train.tracked import newest_rates, tracked
 from paceline.train.trackers import check_tracker
@@ -99,6 +90,7 @@ def _planned(config: TrainConfig, ranks: Ranks, wait: Callable[[], None], progre
     if config.scale == "tiny":
         if ranks.is_first:
             write_run_file(config)
+        wait()  # the first process writes the target
         return config
     before = stored_plan(config.out)
     wait()
@@ -124,11 +116,16 @@ def _check_inputs(config: TrainConfig) -> None:
     """What can be known to be wrong before hours are spent on it."""
     check_tracker(config.log_to)
     init_folder(config.init, config.target.model)
-    for source in (*config.ood, *config.heldout):
-        read_prompts(source, config.asked.limit)
+    for prompts in (config.ood, config.heldout):
+        read_mixture(_others(config, prompts), config.answering.seed, ignore)
     if config.answers:
-        tokenizer = Tokenizer.from_path(resolve_model(config.target.model)) if config.scale == "default" else None
+        tokenizer = Tokenizer.from_path(light_folder(config.target.model)) if config.scale == "default" else None
         check_answers(config.answers, tokenizer and tokenizer.decode)
+
+
+def _others(config: TrainConfig, prompts: tuple[str, ...]) -> PromptsConfig:
+    """Prompts that are not learned from are read as the others are."""
+    return PromptsConfig(prompts, config.asked.limit, config.asked.strict)
 
 
 def _at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
@@ -169,7 +166,7 @@ class _Stages:
         num_places = sum(document.num_anchors for document in corpus.train)
         progress.say(
             f"{len(corpus.train)} documents to learn from ({num_places} places for blocks), {len(corpus.heldout)} held out; "
-            f"{corpus.num_loops_cut} cut where they repeat themselves, {corpus.num_too_short} too short"
+            f"{corpus.told() or 'all of them whole'}"
         )
         folder = self._open()
         target = self._load_target()
@@ -194,13 +191,16 @@ class _Stages:
             self.progress.say(f"the drafter is at {address}")
 
     def _corpus(self, answers: list[Path], kept_out: Path | None) -> Corpus:
-        """Documents to learn from and to be tested on."""
+        """Documents to learn from and to be tested on; those to learn from stay on disk where features are streamed."""
         config, share = self.config, 0.0 if kept_out else self.config.heldout_share
-        corpus = read_corpus(answers, config.max_len, share, MAX_HELDOUT, MIN_HELDOUT)
+        asked = (answers, config.max_len, share, MAX_HELDOUT, MIN_HELDOUT, config.asked.strict)
+        if config.features == "streamed":
+            corpus = stored_corpus(config.out / f"documents-r{self.ranks.rank}", *asked)
+        else:
+            corpus = read_corpus(*asked)
         if kept_out is not None:
-            heldout = read_corpus([kept_out], config.max_len, 0.0).train[:MAX_HELDOUT]
-            known = {document.key for document in heldout}
-            corpus = replace(corpus, train=[each for each in corpus.train if each.key not in known], heldout=heldout)
+            heldout = list(read_corpus([kept_out], config.max_len, 0.0).train[:MAX_HELDOUT])
+            corpus = replace(corpus, train=without(corpus.train, {each.key for each in heldout}), heldout=heldout)
         if len(corpus.heldout) < MIN_HELDOUT:
             self.progress.say(
                 f"note: only {len(corpus.heldout)} documents are held out, so their figures are rough: give more prompts, or a "
@@ -214,14 +214,15 @@ class _Stages:
         config, folders = self.config, list(self.config.answers)
         if config.asked.prompts or config.asked.self_written or not folders:
             folders.append(self._regenerate(config.asked, "regenerate"))
-        ood = self._regenerate(PromptsConfig(config.ood, config.asked.limit), "ood") if config.ood else None
-        kept_out = self._regenerate(PromptsConfig(config.heldout, config.asked.limit), "heldout") if config.heldout else None
+        ood = self._regenerate(_others(config, config.ood), "ood") if config.ood else None
+        kept_out = self._regenerate(_others(config, config.heldout), "heldout") if config.heldout else None
         self.wait()
         return folders, ood, kept_out
 
     def _regenerate(self, asked: PromptsConfig, name: str) -> Path:
         config = self.config
-        return regenerate(RegenerateConfig(config.out / name, config.target, asked, config.answering), self.everyone).answers
+        asking = RegenerateConfig(config.out / name, config.target, asked, config.answering, elsewhere=config.elsewhere)
+        return regenerate(asking, self.everyone).answers
 
     def _open(self) -> RunFolder:
         config = self.config
@@ -238,7 +239,8 @@ class _Stages:
         if settings.threads or self.ranks.world > 1:
             torch.set_num_threads(settings.threads or 1)
         device = f"cuda:{self.ranks.local}" if settings.device == "cuda" and self.ranks.world > 1 else settings.device
-        return load_target(replace(settings, device=device, max_batch=1, max_len=self.config.max_len))
+        settings = replace(settings, device=device, max_batch=1, max_len=self.config.max_len)
+        return load_ends(settings) if self.config.elsewhere.features_from else load_target(settings)
 
     def _train(self, corpus: Corpus, ood: Path | None, target: Target, run: RunFolder) -> TrainResult:
         """The loop, its figures into metrics.jsonl; the finished drafter in `out/drafter`."""
@@ -252,11 +254,11 @@ class _Stages:
         if trainer.state.step:
             progress.say(f"going on after step {trainer.state.step}")
         self._serve_on_the_way(trainer, corpus, target, draft_ids)
-        if self.ranks.is_first:
-            with tracked(run, trainer, progress, config.log_to) as on_step, self.stop.later():
-                is_over = trainer.run(on_step, progress.say, lambda: self.stop.is_asked)
-        else:
-            with self.stop.later():
+        with self.sources.following(trainer), self.stop.later():
+            if self.ranks.is_first:
+                with tracked(run, trainer, progress, config.log_to) as on_step:
+                    is_over = trainer.run(on_step, progress.say, lambda: self.stop.is_asked)
+            else:
                 is_over = trainer.run(should_stop=lambda: self.stop.is_asked)
         if not is_over:
             self.stop.end(f"the checkpoint of step {trainer.state.step} is written")
@@ -291,10 +293,10 @@ class _Stages:
         drafting = head_of(target, network.config, draft_ids)
         head = drafting if draft_ids is None or not loop.loss.vocab else head_of(target, network.config, None)
         embedding_VD = target.embed(torch.arange(target.vocab_size, device=target.device)).clone()
-        features_of = partial(self._features, target, network.config.target_layer_ids)
-        features = features_of(corpus.train, "features")
-        scale_F, mean_F = stored_scale(config.out / "feature-scale.safetensors", features, corpus.train, self.ranks.is_first)
-        self.wait()
+        taps = network.config.target_layer_ids
+        self.sources = sources = Sources(config, target, taps, corpus.train, self.ranks, self.progress, self.wait)
+        features = sources.of(corpus.train)
+        scale_F, mean_F = sources.scale(features)
         if init is None and config.shape.is_copied:
             fuse_taps(network, scale_F)
         train_in_scaled_units(network, scale_F)
@@ -308,41 +310,16 @@ class _Stages:
         watched = {"heldout": corpus.heldout, "ood": read_corpus([ood], config.max_len, 0.0).train[:MAX_HELDOUT] if ood else []}
         for name, documents in watched.items():
             if documents:
-                trainer.heldout[name] = documents, ScaledFeatures(features_of(documents, f"features-{name}"), scale_F)
+                trainer.heldout[name] = documents, ScaledFeatures(sources.of(documents, f"features-{name}"), scale_F)
         if not trainer.resume() and init is None:
             scale_first_logits(network, head, *trainer.first_slots())
         return trainer
 
-    def _features(self, target: Target, taps: tuple[int, ...], documents: list[Document], name: str) -> FeatureSource:
-        """Online or cached, as asked or as it pays."""
-        config, needs_final = self.config, self.config.loop.loss.needs_target_probs
-        source = OnlineFeatures(target, documents, taps, needs_final)
-        if config.features == "online" or (config.features == "auto" and not self._pays(source.num_bytes)):
-            return source
-        mark = fingerprint(config.target.model, target.dtype, documents, taps, needs_final)
-        folder = config.out / f"{name}-{mark}"
-        self.progress.say(f"features of {len(documents)} documents: {source.num_bytes / 1e9:.2f} GB in {folder}")
-        with self.progress.bar("features", len(self.ranks.share_of(len(documents)))) as advance:
-            kept = cache_features(folder, source, self.ranks, partial(advance, "features"))
-        self.wait()
-        return kept
-
-    def _pays(self, num_bytes: int) -> bool:
-        """Whether documents are seen more than once and the disk has room for their features."""
-        if self.config.loop.epochs <= 1.0 and self.config.loop.max_steps is None:
-            return False
-        try:
-            check_room(self.config.out, num_bytes)
-        except CacheError:
-            self.progress.say("note: the disk has no room for features: the target computes them anew every epoch")
-            return False
-        return True
-
     def _serve_on_the_way(self, trainer: Trainer, corpus: Corpus, target: Target, draft_ids: Tensor | None) -> None:
         """Have the trainer keep the weights that serve best, where every process has room for the model a second time; all
-        processes must decide alike, the first one serves."""
+        processes must decide alike, the first one serves. A target elsewhere cannot be served here."""
         config, documents = self.config, corpus.heldout[:SERVED_ON_THE_WAY]
-        if not documents or not config.loop.serve_share:
+        if not documents or not config.loop.serve_share or config.elsewhere.features_from:
             return
         if trainer.parallel.most(float(not has_room(target))) > 0:
             self.progress.say(
@@ -357,6 +334,9 @@ class _Stages:
         """Tokens per round over held-out prompts in the real engine, and what is measured beside."""
         documents, progress = corpus.heldout[:SERVED_PROMPTS], self.progress
         if not documents:
+            return {}
+        if self.config.elsewhere.features_from:
+            progress.say("note: held-out prompts are not served: the target is elsewhere; give its server the drafter")
             return {}
         progress.say(f"serving {len(documents)} held-out prompts")
         told = final_figures(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.adapt.coverage import Coverage, entropy, narrowed
+from paceline.adapt.coverage import MAX_DEPTH, Coverage, entropy, narrowed
 from paceline.model.tools import call_schema
 
 TICKET: dict[str, Any] = {
@@ -81,23 +81,37 @@ def test_rare_values_are_asked_for_until_all_are_even() -> None:
     assert Coverage({"type": "string"}).rarest(random.Random(0)) is None
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"$ref": "#"},
-        {
-            "$defs": {"node": {"properties": {"next": {"$ref": "#/$defs/node"}, "on": {"type": "boolean"}}}},
-            "$ref": "#/$defs/node",
-        },
-        {"properties": {"a": True, "b": {"enum": [{"c": 1}, 2]}, "d": {"$ref": "#/nowhere"}, "e": {"anyOf": "odd"}}},
-        {"oneOf": [{"type": "string"}, {"type": ["integer", "null"]}, True]},
-    ],
-)
-def test_odd_schemas_are_walked(schema: dict[str, Any]) -> None:
+NODE: dict[str, Any] = {
+    "$defs": {"node": {"properties": {"next": {"$ref": "#/$defs/node"}, "on": {"type": "boolean"}}}},
+    "$ref": "#/$defs/node",
+}
+"""Holds itself."""
+ODD = [
+    ({"$ref": "#"}, {}),
+    (NODE, {"next." * depth + "on": {"False": 0, "True": int(depth == 1)} for depth in range(MAX_DEPTH)}),
+    ({"properties": {"a": True, "b": {"enum": [{"c": 1}, 2]}, "d": {"$ref": "#/nowhere"}, "e": {"anyOf": "odd"}}}, {}),
+    ({"oneOf": [{"type": "string"}, {"type": ["integer", "null"]}, True]}, {"answer": {"0": 1, "1": 2, "2": 3}}),
+]
+"""Schemas, and what of their choices the answers below take."""
+
+
+@pytest.mark.parametrize(("schema", "counts"), ODD)
+def test_odd_schemas_are_walked(schema: dict[str, Any], counts: dict[str, dict[str, int]]) -> None:
     coverage = Coverage(schema)
     for answer in ({"next": {"on": True}}, [], "text", 3, None, {"b": {"c": 1}, "a": [1]}):
         coverage.add(answer)
-    for choice in coverage.choices[:50]:
-        narrowed(schema, choice, 0)
-    coverage.taken()
-    coverage.texts()
+    assert {taken.name: taken.counts for taken in coverage.taken()} == counts
+    assert coverage.num_answers == 6
+    assert [(each["name"], each["number"], each["words"]) for each in coverage.texts()] == [("answer", 1, 1)]
+
+
+def test_odd_schemas_are_narrowed() -> None:
+    """Of a schema that holds itself only the levels on the way are written out; of branches one is left."""
+    [level] = [choice for choice in Coverage(NODE).choices if choice.name == "next.on"]
+    made = narrowed(NODE, level, 1)
+    inner = made["properties"]["next"]
+    assert inner["properties"] == {"next": {"$ref": "#/$defs/node"}, "on": {"enum": [True]}}
+    assert (made["required"], inner["required"]) == (["next"], ["on"]) and made["$defs"] == NODE["$defs"]
+    branches = ODD[3][0]
+    [choice] = Coverage(branches).choices
+    assert [narrowed(branches, choice, place) for place in range(3)] == [{"oneOf": [each]} for each in branches["oneOf"]]

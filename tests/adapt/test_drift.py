@@ -10,7 +10,8 @@ import pytest
 from paceline.adapt.baseline import Seasonal
 from paceline.adapt.config import PolicyConfig
 from paceline.adapt.drift import Series
-from paceline.adapt.hours import DAY, WEEK, Sums, total
+from paceline.adapt.hours import DAY, SHORTER, WEEK, Sums, _hour_s, total
+from paceline.errors import ConfigError
 
 FIRST = 20_454 * DAY
 
@@ -48,6 +49,21 @@ class TestSums:
         assert Sums().log_variance == math.inf and Sums().tokens_per_round == 1.0
 
 
+@pytest.mark.parametrize(("text", "seconds"), [(None, 3600), ("8", 8), ("0.5", 0.5)])
+def test_hours_can_be_shorter(text: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SHORTER, raising=False)
+    if text is not None:
+        monkeypatch.setenv(SHORTER, text)
+    assert _hour_s() == seconds
+
+
+@pytest.mark.parametrize("text", ["", "an hour", "nan", "0", "-8", "7200"])
+def test_hours_of_no_length(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SHORTER, text)
+    with pytest.raises(ConfigError, match=f"{SHORTER} is '{text}': give the seconds"):
+        _hour_s()
+
+
 class TestSeason:
     def test_days_and_weekends_are_learned(self) -> None:
         season = Seasonal()
@@ -81,6 +97,7 @@ class TestSeries:
         assert series.raised_at is not None and 0 <= series.raised_at - FIRST - 9 * DAY <= 6
         assert held == [series.raised_at - FIRST + DAY - 1]
         assert series.loss == pytest.approx(1 - math.exp(-0.12), abs=0.03)
+        assert series.season.num_hours == series.raised_at - FIRST, "what was seen since teaches the season nothing"
 
     def test_a_fall_that_goes_away_is_none(self) -> None:
         values = noise(3, 2 * WEEK)
@@ -95,6 +112,27 @@ class TestSeries:
         values[weekend] -= 0.15
         series, held = run(values)
         assert held == [] and series.season.has_week
+
+    def test_before_a_week_an_alarm_must_hold_six_days(self) -> None:
+        values = noise(10, 2 * WEEK)
+        values[4 * DAY :] -= 0.4
+        series, held = run(values)
+        assert series.raised_at is not None and not series.season.has_week
+        assert held == [series.raised_at - FIRST + PolicyConfig().early_periods * DAY - 1]
+
+    def test_a_day_of_few_hours_is_not_judged(self) -> None:
+        values = noise(11, 2 * WEEK)
+        values[9 * DAY :] -= 0.3
+        series, held = run(values, skip=range(9 * DAY + 9, 10 * DAY + 9))
+        assert series.raised_at is not None and series.raised_at - FIRST < 9 * DAY + 9
+        assert held == [series.raised_at - FIRST + 2 * DAY - 1]
+
+    def test_an_alarm_that_nobody_acts_on_becomes_the_usual(self) -> None:
+        values = noise(12, 5 * WEEK)
+        values[9 * DAY :] -= 0.3
+        series, held = run(values)
+        assert len(held) == 1 and series.state == "calm"
+        assert series.season.level == pytest.approx(-0.3, abs=0.03)
 
     def test_before_two_days_there_is_no_baseline(self) -> None:
         values = noise(5, DAY)

@@ -13,6 +13,7 @@ from paceline.adapt.hours import DAY, Sums, total
 from paceline.adapt.policy import SeasonalPolicy
 from paceline.adapt.replay import fortnight, run, summary
 from paceline.adapt.world import LEAST_CHANCE, MATERIAL, World, make_world, tokens_per_round
+from paceline.errors import ConfigError
 
 SEEDS = 6
 FIRST_SEED = 50_000
@@ -37,6 +38,10 @@ class TestWorld:
         first, second = (make_world("noise", 7, 14) for _ in range(2))
         assert [first.traffic(at) for at in range(30)] == [second.traffic(at) for at in range(30)]
         assert make_world("noise", 8, 14).traffic(0) != first.traffic(0)
+
+    def test_a_scenario_that_is_not_there(self) -> None:
+        with pytest.raises(ConfigError, match="no scenario 'storm': there are two-bases, slow-drift"):
+            make_world("storm", 0, 14)
 
     def test_a_training_helps_where_it_saw_traffic(self) -> None:
         world = make_world("two-bases", 1, 14)

@@ -4,73 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import pytest
 from adapt_requests import request
-from doubles import ByteTokenizer, ScriptedDrafter
+from doubles import ScriptedDrafter
+from scored import FASTEST, dflash, prompts, served, tiny_llm
 from small_llm import Talker, fake_llm
-from tiny_dflash import KINDS, network, raw_config, tiny_target
+from tiny_dflash import KINDS, network, raw_config
 
 from paceline.adapt.score import Scorer, score, summary
 from paceline.adapt.stored import read_requests
-from paceline.config import EngineConfig
-from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.ngram import NgramDrafter
-from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.figures import Rounds
-from paceline.model import native_lib
-from paceline.model.decoder import Decoder
-from paceline.model.native_decoder import NativeDecoder
-from paceline.serve.settings import TraceConfig
-from paceline.serve.traces import TraceWriter
-from paceline.types import GrammarSpec, SamplingParams, Sequence
-
-FASTEST: Any = Decoder if native_lib.load() is None else NativeDecoder
-
-
-def tiny_llm(kind: Any, **settings: Any) -> LLM:
-    """A real LLM object around a tiny target of eleven tokens."""
-    llm = LLM.__new__(LLM)
-    llm.config = EngineConfig(model="tiny", drafter="none", device="cpu", dtype="float32", plan="fixed", **settings)
-    llm.tokenizer = cast(Any, ByteTokenizer())
-    llm.target, llm.drafter, llm.router = tiny_target(kind=kind), NoDrafter(), None
-    llm.pass_costs, llm._planners, llm._inboxes = None, WeakKeyDictionary(), {}
-    llm.engine = llm.new_engine(llm.drafter)
-    return llm
-
-
-def dflash(seed: int) -> DFlashDrafter:
-    return DFlashDrafter(network(raw_config(), seed))
-
-
-def served(
-    llm: LLM, drafter: Drafter, asked: list[tuple[list[int], SamplingParams]], folder: Path | None = None
-) -> list[Sequence]:
-    """Answers with this drafter, in the order asked; traced as a server would when there is a folder."""
-    llm.use_drafter(drafter)
-    writer = TraceWriter(TraceConfig(folder), "tiny") if folder else None
-    if writer:
-        writer.begin(llm.tokenizer)
-    ids = [llm.engine.add(prompt, params) for prompt, params in asked]
-    done: dict[int, Sequence] = {}
-    while llm.engine.has_work:
-        for chunk in llm.engine.step():
-            if chunk.finish_reason:
-                done[chunk.sequence.request_id] = chunk.sequence
-    for request_id in ids:
-        if writer:
-            writer.offer(done[request_id], done[request_id].finish_reason or "error", "tickets")
-    if writer:
-        writer.close()
-    return [done[request_id] for request_id in ids]
-
-
-def prompts(number: int) -> list[list[int]]:
-    return [[(place * place + 3 * index) % 11 for place in range(4 + index % 5)] for index in range(number)]
-
+from paceline.types import GrammarSpec, SamplingParams
 
 VARIED: list[dict[str, Any]] = [
     {},

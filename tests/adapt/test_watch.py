@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from adapt_requests import HOUR, keyed, store
@@ -16,6 +17,7 @@ from paceline.adapt.config import RetrainConfig
 from paceline.adapt.examine import is_held_out
 from paceline.adapt.metrics import AdaptMetrics
 from paceline.adapt.policy import SeasonalPolicy
+from paceline.adapt.retrain import Job
 from paceline.adapt.watch import Watcher
 from paceline.errors import ConfigError
 from paceline.train.answers import AnswerShards
@@ -66,6 +68,30 @@ def test_a_refused_candidate_never_reaches_the_server(tmp_path: Path, server: Fa
     assert one.policy.trained_at is not None and not one.policy.is_training
 
 
+@pytest.mark.parametrize(("state", "is_known"), [("rolled back", True), ("refused", True), ("serving", False)])
+def test_weights_that_were_turned_away_are_not_swapped_in_again(
+    tmp_path: Path, server: FakeServer, state: str, is_known: bool
+) -> None:
+    """The gate would let them through: what went wrong in probation, it does not see."""
+    traffic(tmp_path)
+    earlier, ends = tmp_path / "earlier", Played((0, ""), (0, PASSED))
+
+    def start(command: list[str], said: Path) -> Job:
+        if "train" in command:
+            shutil.copytree(earlier, Path(command[command.index("--out") + 1]) / "drafter")
+        return ends(command, said)
+
+    earlier.mkdir()
+    (earlier / "model.safetensors").write_bytes(b"weights")
+    one = watcher(tmp_path, server, cast(Any, start))
+    one.lineage.add(str(earlier), parents=["default"], state=state, reason="slower by 20%")
+    for minute in range(5):
+        one.tick(NOW + 60 * minute)
+    assert events(one) == ["training", "refused" if is_known else "swapped"]
+    assert (server.members == {"general": "default"}) is is_known
+    assert ("very same weights were turned away before: slower by 20%" in one.lineage.entries()[-1]["reason"]) is is_known
+
+
 def test_the_best_of_several_is_taken(tmp_path: Path, server: FakeServer) -> None:
     traffic(tmp_path)
     better = {**PASSED, "reason": "better", "gains": {"drifted": {"low": 0.9, "incumbent": 2.0, "candidate": 5.0}}}
@@ -80,7 +106,16 @@ def test_the_best_of_several_is_taken(tmp_path: Path, server: FakeServer) -> Non
     assert [entry["state"] for entry in one.lineage.entries()] == ["passed", "serving", "refused"]
 
 
-@pytest.mark.parametrize(("status", "line"), [(137, ""), (2, '{"error": "no disk"}'), (0, "not json"), (0, '["passed"]')])
+@pytest.mark.parametrize(
+    ("status", "line"),
+    [
+        (137, ""),
+        (2, '{"error": "no disk"}'),
+        (0, "not json"),
+        (0, '["passed"]'),
+        (0, '{"passed": "yes", "reason": ""}'),
+    ],
+)
 def test_a_dead_training_or_gate_is_a_line_in_the_log(tmp_path: Path, server: FakeServer, status: int, line: str) -> None:
     traffic(tmp_path)
     for name, ends in (("a", [(status or 1, line)]), ("b", [(0, ""), (status, line)])):
@@ -173,7 +208,7 @@ class TestProbation:
         assert again.stage is not None and again.stage.name == "probation"
         server.count(rounds=3500, accepted=2900, tokens=7000)
         again.tick(NOW + 300)
-        assert events(again)[-1] == "rolled back"
+        assert events(again)[-1] == "rolled back" and server.members == {"general": "default"}
 
 
 def test_a_server_that_refuses_keeps_its_drafter(tmp_path: Path, server: FakeServer) -> None:

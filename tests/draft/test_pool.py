@@ -90,6 +90,21 @@ def test_keys_of_one_drafter_are_not_reused_by_another() -> None:
         assert list(finished(engine).values()) == [target.greedy(prompt, 2)]
 
 
+def test_a_drafter_that_was_let_go_knows_no_row_when_it_comes_back() -> None:
+    target = FakeTarget(num_rows=2, is_width_invariant=True)
+    first, second = (ScriptedDrafter(target, tap_layers=(1,)) for _ in range(2))
+    engine = engine_with(target, first)
+    prompt = [number % 30 for number in range(40)]
+    engine.add(prompt, SamplingParams(max_tokens=2))
+    assert finished(engine) and engine.pool._held
+    engine.swap(second)
+    assert not engine.pool._held
+    engine.swap(first)
+    engine.add(prompt, SamplingParams(max_tokens=2))
+    assert engine.scheduler.prefilling[0].num_reused == 0
+    assert list(finished(engine).values()) == [target.greedy(prompt, 2)]
+
+
 def test_swapping_back_while_old_rows_run_does_not_bind_again() -> None:
     class Counting(ScriptedDrafter):
         num_bound = 0

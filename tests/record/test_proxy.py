@@ -101,13 +101,15 @@ def test_every_byte_and_header_passes_and_keys_reach_no_file(model: Path, tokeni
     headers = {"authorization": f"Bearer {KEY}", "x-api-key": KEY, "cookie": f"k={KEY}", "x-paceline-tag": "greetings"}
     with recorded(lambda asked: chunked(stream), model, tmp_path / "store") as one:
         status, data = one.ask(body, PATH + f"?api-key={KEY}", headers)
-        assert one.upstream
-        (asked,) = one.upstream.asked
+        untagged = {name: value for name, value in headers.items() if name != "x-paceline-tag"}
+        assert one.ask(body, PATH, untagged)[0] == 200 and one.upstream
+        asked, _ = one.upstream.asked
         rows = one.rows()
     assert (status, data) == (200, b"".join(stream))
-    assert asked.target == PATH + f"?api-key={KEY}" and json.loads(asked.body) == body
+    assert asked.target == PATH + f"?api-key={KEY}" and asked.body == json.dumps(body).encode()
     assert {name: asked.headers[name] for name in headers} == headers and asked.headers["host"] == one.upstream.url[7:]
-    (row,) = rows
+    row, other = rows
+    assert other["tag"] is None
     assert row["prompt_ids"] == tokenizer.encode_chat(HELLO) and row["text"] == "Hello."
     assert row["answer_ids"] == [*tokenizer.encode("Hello."), *tokenizer.eos_token_ids]
     assert (row["finish_reason"], row["temperature"], row["seed"], row["tag"]) == ("stop", 0.5, 3, "greetings")

@@ -11,22 +11,16 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from page_server import HISTOGRAM, HOSTILE, MARKDOWN, MARKUP, PAGE, STORY, STORY_TEXT, STORY_TOKENS, PageServer
+from chat_visit import NARROW, WIDE, done, expect, text_of
+from page_server import HISTOGRAM, PAGE, STORY, STORY_TEXT, STORY_TOKENS, PageServer
 
 from paceline.serve.app import PAGES
 
-api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e .[dev]")
-expect = api.expect
-expect.set_options(timeout=30_000)
-"""A Chromium whose pages were put out of memory takes its time to answer; nothing here waits that long otherwise."""
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+pytest_plugins = ("chat_visit",)
 ERRORS = {
     "refuse": "16 requests are waiting. The server is busy: try again in 2 s.",
     "break": "The worker stopped; ask again.",
@@ -40,100 +34,9 @@ FOCUS = """() => {
     const outlined = [focused, box].some((each) => getComputedStyle(each).outlineStyle === "solid");
     return [focused.id || focused.name || focused.tagName, outlined];
 }"""
-WIDE, NARROW = {"width": 1280, "height": 860}, {"width": 390, "height": 844}
 
 
-def chromium() -> str | None:
-    return os.environ.get("PACELINE_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    path = chromium()
-    if path is None:
-        pytest.skip(f"no Chromium: none of {', '.join(NAMES)} in PATH, and PACELINE_CHROMIUM is not set")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def server() -> Iterator[PageServer]:
-    with PageServer() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
-
-
-class Visit:
-    """One visitor's tab, with what the page wrote to its console and whom it called."""
-
-    def __init__(self, browser: Any, server: PageServer, **options: Any) -> None:
-        self.context = browser.new_context(**{"viewport": WIDE, "reduced_motion": "reduce", **options})
-        self.page = self.context.new_page()
-        self.server = server
-        self.errors: list[str] = []
-        self.urls: list[str] = []
-        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("request", lambda request: self.urls.append(request.url))
-        self.page.goto(server.url)
-        expect(self.page.get_by_text("smol-135m").first).to_be_attached()
-
-    def ask(self, prompt: str) -> Any:
-        """Sends `prompt`; the article that its answer grows in."""
-        self.page.get_by_label("Message").fill(prompt)
-        self.page.get_by_label("Message").press("Enter")
-        return self.page.get_by_role("article", name="Answer").last
-
-    def compare(self, prompt: str) -> Any:
-        """Runs `prompt` side by side; the verdict, once both are done."""
-        self.page.get_by_role("radio", name="Side by side").check()
-        self.ask(prompt)
-        verdict = self.page.locator("#verdict")
-        expect(verdict).to_be_visible()
-        return verdict
-
-    def settings(self) -> None:
-        self.page.get_by_text("Settings", exact=True).click()
-
-    def fits(self) -> bool:
-        return self.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
-@pytest.fixture
-def visit(browser: Any, server: PageServer) -> Iterator[Any]:
-    visits: list[Visit] = []
-
-    def start(**options: Any) -> Visit:
-        visits.append(Visit(browser, server, **options))
-        return visits[-1]
-
-    yield start
-    for each in visits:
-        each.context.close()
-        assert all(url.startswith((server.url, "data:")) for url in each.urls)
-        assert each.errors == []
-
-
-def done(reply: Any) -> None:
-    expect(reply).not_to_have_attribute("aria-busy", "true")
-    expect(reply).to_contain_text("tokens/s")
-
-
-def text_of(reply: Any) -> str:
-    """As it is read: paragraphs with an empty line between them."""
-    return reply.locator(".answer").inner_text()
-
-
-def clipboard(tab: Any) -> str:
-    return tab.page.evaluate("navigator.clipboard.readText()")
-
-
-def test_the_policy_lets_only_the_pages_own_files_in(server: PageServer, visit: Any) -> None:
+def test_the_policy_lets_only_the_pages_own_files_in(server: PageServer, chat: Any) -> None:
     page = PAGE.read_text()
     scripts = [path for path in PAGES.values() if path.suffix == ".js" and path.parent == PAGE.parent]
     assert len(scripts) > 4
@@ -144,7 +47,7 @@ def test_the_policy_lets_only_the_pages_own_files_in(server: PageServer, visit: 
     assert page.count("<script") == 1 and "<style" not in page and not re.search(r"\sstyle=", page)
     assert re.findall(r"(?:src|href)=\"(?!data:)([^\"]*)\"", page) == ["page/chat.css", "page/chat.js", "docs"]
     assert "script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'" in page
-    tab = visit()
+    tab = chat()
     answer = tab.page.request.get(server.url)
     assert answer.headers["content-security-policy"] == "frame-ancestors 'none'"
     assert answer.headers["x-content-type-options"] == "nosniff"
@@ -160,9 +63,9 @@ def test_the_vendored_file_is_that_of_the_package_and_brings_its_licence() -> No
     assert len(found) == 2 and PAGES["/page/vendor/marked.LICENSE"].read_text().count("Permission is hereby granted")
 
 
-def test_an_answer_streams_and_its_tokens_are_coloured(visit: Any, server: PageServer) -> None:
+def test_an_answer_streams_and_its_tokens_are_coloured(chat: Any, server: PageServer) -> None:
     server.second_half.clear()
-    tab = visit()
+    tab = chat()
     reply = tab.ask("How many loaves?")
     expect(reply).to_have_attribute("aria-busy", "true")
     expect(reply).to_contain_text("12, in the afternoon.")
@@ -188,8 +91,8 @@ def test_an_answer_streams_and_its_tokens_are_coloured(visit: Any, server: PageS
     assert heard[-1].startswith(f"Answer complete. {STORY_TOKENS} tokens")
 
 
-def test_the_request_carries_the_settings_and_the_conversation(visit: Any, server: PageServer) -> None:
-    tab = visit()
+def test_the_request_carries_the_settings_and_the_conversation(chat: Any, server: PageServer) -> None:
+    tab = chat()
     done(tab.ask("first"))
     tab.settings()
     tab.page.get_by_label("System prompt").fill("Be brief.")
@@ -215,8 +118,8 @@ def test_the_request_carries_the_settings_and_the_conversation(visit: Any, serve
     expect(tab.page.get_by_role("heading", name="Guessed ahead")).to_be_visible()
 
 
-def test_counts_are_shown_as_shares(visit: Any) -> None:
-    tab = visit()
+def test_counts_are_shown_as_shares(chat: Any) -> None:
+    tab = chat()
     reply = tab.ask("counts")
     done(reply)
     assert text_of(reply) == STORY_TEXT
@@ -226,8 +129,8 @@ def test_counts_are_shown_as_shares(visit: Any) -> None:
     expect(reply).to_contain_text(f"{PER_ROUND:.2f} tokens per round")
 
 
-def test_text_that_comes_later_than_its_tokens(visit: Any) -> None:
-    tab = visit()
+def test_text_that_comes_later_than_its_tokens(chat: Any) -> None:
+    tab = chat()
     reply = tab.ask("held")
     done(reply)
     assert text_of(reply) == "Café au lait."
@@ -236,98 +139,14 @@ def test_text_that_comes_later_than_its_tokens(visit: Any) -> None:
     expect(tab.page.locator("#shares")).to_be_hidden()
 
 
-def test_a_fenced_block_stands_apart(visit: Any) -> None:
-    tab = visit(permissions=["clipboard-read", "clipboard-write"])
-    reply = tab.ask("code")
-    done(reply)
-    assert reply.locator("pre").all_text_contents() == ["def twice(x):\n    return 2 * x"]
-    assert reply.locator(".language").all_text_contents() == ["python"]
-    assert reply.locator("pre .drafted").all_text_contents() == ["def", "(x):", "    return"]
-    expect(reply.get_by_text("Call it.")).to_be_visible()
-    reply.get_by_role("button", name="Copy code").click()
-    expect(reply.get_by_text("Copied")).to_be_visible()
-    assert clipboard(tab) == "def twice(x):\n    return 2 * x"
-
-
-def test_a_fence_that_is_still_open(visit: Any, server: PageServer) -> None:
-    server.second_half.clear()
-    tab = visit()
-    reply = tab.ask("open")
-    expect(reply.locator("pre")).to_have_text("x = ")
-    assert reply.locator(".language").all_text_contents() == ["python"]
-    assert "`" not in text_of(reply)
-    reply.get_by_role("button", name="Copy code").focus()
-    server.second_half.set()
-    done(reply)
-    expect(reply.locator("pre")).to_have_text("x = 24")
-    expect(reply.get_by_text("After.")).to_be_visible()
-    assert "`" not in text_of(reply)
-    assert tab.page.evaluate("document.activeElement.getAttribute('aria-label')") == "Copy code"  # the same button all along
-
-
-def test_markdown_is_shown_whole(visit: Any) -> None:
-    tab = visit(permissions=["clipboard-read", "clipboard-write"])
-    reply = tab.ask("markdown")
-    done(reply)
-    answer = reply.locator(".answer")
-    for element, texts in {
-        "h3": ["Palindromes"], "strong": ["palindrome"], "em": ["reads"], "del": ["twice"],
-        ":not(pre) > code": ["level", "True"],
-        "ul > li": ["until one letter is left", "☑ or none"], "ol > li > .code pre": ["word[0] == word[-1]"],
-        "blockquote": ["Case matters.\nSo do spaces."], "th": ["word", "answer"], "td": ["level", "True", "lever", "False"],
-        ".language": ["python", "js"], "a": ["the page", "https://example.org/c"],
-    }.items():  # fmt: skip
-        assert answer.locator(element).all_text_contents() == texts, element
-    assert answer.locator("hr").count() == 1 and answer.locator("ol > li").count() == 2
-    assert answer.locator("a").first.get_attribute("href") == "https://example.org/a?b=1"
-    assert answer.locator("a").first.get_attribute("rel") == "noopener noreferrer nofollow"
-    assert answer.locator("td").nth(1).evaluate("cell => getComputedStyle(cell).textAlign") == "right"
-    assert "3 < 4." in text_of(reply)
-    shown = answer.evaluate("element => element.textContent")
-    coloured = "".join(answer.locator(".drafted, .own").all_text_contents())
-    assert len(coloured) > 0.9 * len(re.sub(r"\s", "", shown)), "most of the text kept the colours of its tokens"
-    reply.get_by_role("button", name="Copy answer").click()
-    expect(reply.get_by_text("Copied")).to_be_visible()
-    assert clipboard(tab) == MARKDOWN
-
-
-def test_hostile_markdown_does_nothing(visit: Any) -> None:
-    tab = visit()
-    reply = tab.ask("hostile")
-    done(reply)
-    answer = reply.locator(".answer")
-    assert tab.page.title() == "paceline"
-    assert answer.locator("img, script, style, iframe, svg, object").count() == 0
-    schemes = answer.locator("[href], [src]").evaluate_all("all => all.map(each => [each.tagName, each.protocol, each.host])")
-    assert schemes and all(each == ["A", "https:", "evil.example"] for each in schemes)
-    names = answer.locator("*").evaluate_all("all => [...new Set(all.flatMap(each => each.getAttributeNames()))]")
-    assert set(names) <= {"class", "href", "title", "target", "rel", "tabindex", "type", "aria-label", "scope", "style"}
-    assert answer.locator("a").all_text_contents()[0] == "image: seven"
-    for text in (
-        "[two](JaVaScRiPt:alert(1))",
-        "[five](/v1/models)",
-        "<iframe src=",
-        "document.title = 'taken'",
-        "<svg onload=alert(1)>",
-    ):
-        assert text in text_of(reply)
-    before = len(tab.urls)
-    answer.get_by_text("eight").click()
-    assert len(tab.urls) == before and tab.page.title() == "paceline"
-    assert HOSTILE.startswith("[one]")
-    deep = tab.ask("deep")
-    done(deep)
-    assert text_of(deep) == ">" * 20000 + "x"
-
-
-def test_which_drafter_of_a_pool_answered(visit: Any) -> None:
-    reply = visit().ask("pool")
+def test_which_drafter_of_a_pool_answered(chat: Any) -> None:
+    reply = chat().ask("pool")
     done(reply)
     expect(reply.locator(".by")).to_have_text("smol-135m, drafter words, rounds drafted: dflash 27, ngram 2")
 
 
-def test_the_factor_over_plain_decoding(visit: Any, server: PageServer) -> None:
-    tab = visit()
+def test_the_factor_over_plain_decoding(chat: Any, server: PageServer) -> None:
+    tab = chat()
     speed = tab.page.get_by_label("Speed-up over plain decoding")
     expect(speed).to_be_hidden()
     reply = tab.ask("How many loaves?")
@@ -357,8 +176,8 @@ def test_the_factor_over_plain_decoding(visit: Any, server: PageServer) -> None:
     expect(off.get_by_role("button", name="Measure speed-up")).to_have_count(0)
 
 
-def test_an_answer_is_made_anew(visit: Any, server: PageServer) -> None:
-    tab = visit()
+def test_an_answer_is_made_anew(chat: Any, server: PageServer) -> None:
+    tab = chat()
     done(tab.ask("first"))
     done(tab.ask("second"))
     regenerate = tab.page.get_by_role("button", name="Regenerate")
@@ -378,8 +197,8 @@ def test_an_answer_is_made_anew(visit: Any, server: PageServer) -> None:
     ]
 
 
-def test_the_keyboard_is_enough(visit: Any, server: PageServer) -> None:
-    tab = visit()
+def test_the_keyboard_is_enough(chat: Any, server: PageServer) -> None:
+    tab = chat()
     keys = tab.page.keyboard
     assert tab.page.evaluate("document.activeElement.id") == "prompt"
     keys.type("one")
@@ -407,8 +226,8 @@ def test_the_keyboard_is_enough(visit: Any, server: PageServer) -> None:
     expect(tab.page.get_by_text("Stopped.")).to_be_visible()
 
 
-def test_stop_hangs_up_and_keeps_the_text(visit: Any, server: PageServer) -> None:
-    tab = visit()
+def test_stop_hangs_up_and_keeps_the_text(chat: Any, server: PageServer) -> None:
+    tab = chat()
     reply = tab.ask("slow")
     expect(reply).to_contain_text("on and on and")
     stop = tab.page.get_by_role("button", name="Stop")
@@ -420,8 +239,8 @@ def test_stop_hangs_up_and_keeps_the_text(visit: Any, server: PageServer) -> Non
     assert server.chats()[-1]["messages"][1]["content"].startswith(" on and")
 
 
-def test_errors_are_shown_and_can_be_retried(visit: Any, server: PageServer) -> None:
-    tab = visit()
+def test_errors_are_shown_and_can_be_retried(chat: Any, server: PageServer) -> None:
+    tab = chat()
     for prompt, words in ERRORS.items():
         server.lenient = False
         tab.ask(prompt)
@@ -438,25 +257,8 @@ def test_errors_are_shown_and_can_be_retried(visit: Any, server: PageServer) -> 
     tab.errors[:] = [error for error in tab.errors if "429" not in error and "net::ERR_FAILED" not in error]
 
 
-def test_markup_stays_text(visit: Any, server: PageServer) -> None:
-    server.models = ["smol-135m", "<b>other</b>"]
-    tab = visit()
-    reply = tab.ask("markup")
-    done(reply)
-    assert text_of(reply) == (MARKUP * 2).replace("&amp;", "&")
-    assert tab.page.title() == "paceline"
-    assert tab.page.locator("#chat :is(img, script, b:not(.stats b))").count() == 0
-    assert tab.page.get_by_label("Model").locator("option").all_text_contents() == server.models
-    tab.page.get_by_label("Message").fill(MARKUP)
-    tab.page.get_by_role("button", name="Send").click()
-    expect(tab.page.locator(".asked").last).to_have_text(MARKUP)
-    refused = "(() => { try { document.body.innerHTML = '<b>'; return ''; } catch (error) { return error.name; } })()"
-    assert tab.page.evaluate(refused) == "TypeError"
-    tab.errors[:] = [error for error in tab.errors if "Trusted" not in error]
-
-
-def test_the_key_is_kept_for_the_tab_only(visit: Any, server: PageServer) -> None:
-    tab = visit()
+def test_the_key_is_kept_for_the_tab_only(chat: Any, server: PageServer) -> None:
+    tab = chat()
     tab.settings()
     tab.page.get_by_label("API key").fill("sk-secret")
     done(tab.ask("hello"))
@@ -466,8 +268,8 @@ def test_the_key_is_kept_for_the_tab_only(visit: Any, server: PageServer) -> Non
     assert tab.page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 1, ""]
 
 
-def test_side_by_side(visit: Any, server: PageServer) -> None:
-    tab = visit()
+def test_side_by_side(chat: Any, server: PageServer) -> None:
+    tab = chat()
     verdict = tab.compare("How many loaves?")
     assert [chat["speculate"] for chat in server.chats()] == ["off", "auto"]
     off, on = tab.page.get_by_role("article").all()
@@ -484,8 +286,8 @@ def test_side_by_side(visit: Any, server: PageServer) -> None:
     expect(bars).to_be_visible()
 
 
-def test_side_by_side_tells_where_texts_differ(visit: Any, server: PageServer) -> None:
-    tab = visit()
+def test_side_by_side_tells_where_texts_differ(chat: Any, server: PageServer) -> None:
+    tab = chat()
     tab.settings()
     tab.page.get_by_label("Temperature").fill("1")
     tab.page.get_by_role("radio", name="Side by side").check()
@@ -498,10 +300,10 @@ def test_side_by_side_tells_where_texts_differ(visit: Any, server: PageServer) -
 
 
 @pytest.mark.parametrize(("name", "size"), [("wide", WIDE), ("narrow", NARROW)])
-def test_it_fits_and_is_photographed(visit: Any, tmp_path: Path, name: str, size: Any) -> None:
+def test_it_fits_and_is_photographed(chat: Any, tmp_path: Path, name: str, size: Any) -> None:
     shots = Path(os.environ.get("PACELINE_SCREENSHOTS") or tmp_path)
     shots.mkdir(parents=True, exist_ok=True)
-    tab = visit(viewport=size)
+    tab = chat(viewport=size)
 
     def shoot(what: str, *schemes: str) -> None:
         assert tab.fits(), what

@@ -179,6 +179,7 @@ def test_what_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
             (("--route", "random"), "--route must be auto, tag or header:NAME"),
             (("--drafter", "a=ngram", "--drafter", "b=ngram", "--speculate", "4"), "it needs --speculate auto"),
             (("--admin-key", "ü"), "an admin key must be ASCII text"),
+            (("--features",), "features are for who has a key: set PACELINE_API_KEY"),
         ):
             process = start(*words)
             _, errors = process.communicate(timeout=300)

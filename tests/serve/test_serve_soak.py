@@ -34,7 +34,11 @@ def clients() -> ModuleType:
     spec = importlib.util.spec_from_file_location("serving_soak", BENCH)
     assert spec and spec.loader
     module = sys.modules["serving_soak"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(BENCH.parent))  # scripts there share parts
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(BENCH.parent))
     return module
 
 

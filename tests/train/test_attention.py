@@ -153,5 +153,26 @@ def test_layers_of_different_kinds_get_their_own_masks() -> None:
         torch.testing.assert_close(outs[1], attended(way, "sliding-causal", tensors))
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["sliding-both-ways", "sliding-causal"])
+def test_contexts_may_begin_where_the_window_does(way: str, kind: str) -> None:
+    """Positions that no block sees are left out, and what is left stands where it stood."""
+    window, layout = KINDS[kind]["sliding_window"], layout_of()
+    starts = tuple(max(0, min(anchors) - window + 1) for anchors in ([3, 9, 5], [5], [14, 8, 11]))
+    anchors = (ANCHORS[0], ANCHORS[1], [14, 8, 11])
+    lens = tuple(length - start for length, start in zip(CONTEXTS, starts, strict=True))
+    assert starts == (0, 1, 4)
+    slots = [block for block in range(8) if block != 5]  # the third document without its anchor at 1
+    rows = torch.cat([torch.arange(SIZE) + block * SIZE for block in slots])
+    begins = [0, CONTEXTS[0], CONTEXTS[0] + CONTEXTS[1]]
+    kept = torch.cat([torch.arange(b + s, b + n) for b, s, n in zip(begins, starts, CONTEXTS, strict=True)])
+    query, own_key, own_value, context_key, context_value = tensors = [each.detach() for each in inputs()]
+    short = Layout(lens, tuple(torch.tensor(each) for each in anchors), SIZE, starts)
+    attend = make_attention(way, config_of(kind), short, torch.float32)
+    found = attend(0, query[rows], (own_key[rows], own_value[rows]), (context_key[kept], context_value[kept]))
+    torch.testing.assert_close(found, attended(way, kind, tensors)[rows], atol=2e-6, rtol=1e-5)
+    assert layout.starts == (0, 0, 0)
+
+
 def test_auto_is_split_without_a_gpu() -> None:
     assert type(make_attention("auto", config_of("full"), layout_of(), torch.float32)) is WAYS["split"]

@@ -65,7 +65,7 @@ class TestCorpus:
         given = answers(tmp_path, answer("a@0", [9, 8] + [7] * 40), answer("b@0", [5]), answer("c@0", [5, 6, 4]))
         corpus = read_corpus([given], max_len=100)
         assert (corpus.num_loops_cut, corpus.num_too_short) == (1, 1)
-        assert [len(each) for each in corpus.train] == [3 + 2 + 12, 6] and corpus.heldout == []
+        assert sorted(len(each) for each in corpus.train) == [6, 3 + 2 + 12] and corpus.heldout == []
         assert [each.answer_start for each in corpus.train] == [3, 3]
         assert corpus.token_counts(10).tolist() == [0, 0, 0, 0, 1, 1, 1, 12, 1, 1]
 

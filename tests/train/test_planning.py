@@ -16,7 +16,7 @@ from paceline.errors import ConfigError, ModelNotFoundError
 from paceline.hardware import Machine
 from paceline.train import facts
 from paceline.train.choices import MOST_SHARE
-from paceline.train.config import DrafterShape, LoopConfig, OptimConfig, PromptsConfig, TrainConfig
+from paceline.train.config import DrafterShape, ElsewhereConfig, LoopConfig, OptimConfig, PromptsConfig, TrainConfig
 from paceline.train.planning import apply_stored, expected_tokens, make_plan
 
 LAPTOP = Machine("some processor", 3e10, {"bfloat16": 5e11, "float32": 2e11}, 2, 16 * 2**30)
@@ -85,6 +85,19 @@ def test_too_little_time_answers_fewer_prompts_and_says_so(tmp_path: Path) -> No
     plan = make_plan(asked(tmp_path, minutes=2.0))
     assert plan.config.asked.limit == plan.data.prompts < 200
     assert "all 200 prompts would take" in plan.chosen["asked.limit"]
+
+
+def test_a_target_elsewhere_costs_nothing_here_and_lends_no_layers(tmp_path: Path) -> None:
+    elsewhere = ElsewhereConfig(answers_from="http://127.0.0.1:1", features_from="http://127.0.0.1:2")
+    asking = PromptsConfig((f"{prompts(tmp_path)}=2",))
+    config = replace(asked(tmp_path), asked=asking, elsewhere=elsewhere, features="streamed")
+    plan = make_plan(config)
+    assert plan.data.prompts == 200 and plan.data.is_known, "a source may carry a weight"
+    assert plan.hours["answers"] == plan.hours["features"] == plan.disk_bytes["features"] == 0.0 < plan.hours["steps"]
+    assert not plan.config.shape.is_copied
+    assert "the hidden states are of http://127.0.0.1:2: what they take there is not in these hours" in plan.text
+    kept = make_plan(asked(tmp_path, features="cached")).disk_bytes["features"]
+    assert make_plan(asked(tmp_path, features="cached", feature_dtype="int8")).disk_bytes["features"] == kept / 2
 
 
 def test_a_wide_head_costs_a_shape_its_layers(tmp_path: Path) -> None:

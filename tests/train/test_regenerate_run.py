@@ -59,7 +59,7 @@ FAKE = EngineConfig(model="fake", device="cpu", dtype="float32")
 def ask(
     out: Path, *prompts: str, target: EngineConfig = FAKE, answering: AnswerConfig = CONFIG, max_batch: int = 32, **asked: Any
 ) -> RegenerateConfig:
-    return RegenerateConfig(out, target, PromptsConfig(prompts, **asked), answering, max_batch)
+    return RegenerateConfig(out, target, PromptsConfig(prompts, **asked), answering, max_batch=max_batch)
 
 
 def regenerate(config: RegenerateConfig) -> dict[str, Any]:
@@ -134,13 +134,6 @@ def test_the_same_command_goes_on(
     assert regenerate(replace(begun, max_batch=2))["num_answers"] == 0
 
 
-def test_a_run_may_be_extended_to_more_prompts(tmp_path: Path, talking: list[EngineConfig]) -> None:
-    file = questions(tmp_path)
-    assert regenerate(ask(tmp_path / "run", file, limit=2))["num_answers"] == 2
-    more = regenerate(ask(tmp_path / "run", file, limit=5))
-    assert (more["num_answers"], more["num_found"]) == (3, 2)
-
-
 def test_other_settings_are_refused_and_shown(tmp_path: Path, talking: list[EngineConfig]) -> None:
     file = questions(tmp_path)
     regenerate(ask(tmp_path / "run", file))
@@ -148,10 +141,11 @@ def test_other_settings_are_refused_and_shown(tmp_path: Path, talking: list[Engi
         ({"answering": AnswerConfig(12, 60)}, "max_tokens: 10 there, 12 now"),
         (
             {"answering": AnswerConfig(10, 60, (0.0, 0.7), 3)},
-            r"seed: 0 there, 3 now; temperatures: \[0.0\] there, \[0.0, 0.7\] now",
+            "seed: 0 there, 3 now",
         ),
         ({"target": replace(FAKE, model="other")}, "target: 'fake' there, 'other' now"),
-        ({"self_written": 5}, "self_written: 0 there, 5 now"),
+        ({"answering": AnswerConfig(10, 60, (0.7,))}, r"temperatures: \[0.0\] there, \[0.7\] now"),
+        ({"limit": 3}, "limit: None there, 3 now"),
     ]:
         with pytest.raises(ConfigError, match=rf"run was begun with other settings \(.*{said}.*use the same"):
             regenerate(ask(tmp_path / "run", file, **changes))
@@ -163,6 +157,29 @@ def test_other_settings_are_refused_and_shown(tmp_path: Path, talking: list[Engi
         (tmp_path / "run" / "config.json").write_text(damaged)
         with pytest.raises(ConfigError, match="cannot be read"):
             regenerate(ask(tmp_path / "run", file))
+
+
+def test_a_run_may_be_extended(tmp_path: Path, talking: list[EngineConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = questions(tmp_path, "a.jsonl", 6), questions(tmp_path, "b.jsonl", 3, "Riddle")
+    begun = ask(tmp_path / "run", first, limit=4)
+    assert regenerate(begun)["num_answers"] == 4
+    more = [
+        ({"limit": 6}, (4, 2)),
+        ({"prompts": (first, second), "limit": None}, (6, 3)),
+        ({"temperatures": (0.0, 0.9)}, (9, 9)),
+        ({"samples": 2}, (18, 9)),
+        ({"self_written": 2}, (27, 6)),
+    ]
+    for changes, (found, new) in more:
+        asked = {name: changes.pop(name) for name in ("limit", "prompts", "self_written") if name in changes}
+        answering = replace(begun.answering, max_prompt_tokens=60, **changes)
+        begun = replace(begun, asked=replace(begun.asked, **asked), answering=answering)
+        line = regenerate(begun)
+        assert (line["num_found"], line["num_answers"]) == (found, new), changes
+        assert "the run is extended" in capsys.readouterr().err
+    assert regenerate(begun)["num_answers"] == 0 and "the run is extended" not in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="samples: 2 there, None now"):
+        regenerate(replace(begun, answering=replace(begun.answering, samples=1)))
 
 
 def test_without_prompts_the_target_writes_them(
@@ -191,7 +208,9 @@ def test_two_processes_share_the_work(
         for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", rank)):
             monkeypatch.setenv(name, str(value))
         lines.append(regenerate(both))
-        command.regenerate(config=both, target=both.target, asked=both.asked, answering=both.answering, as_json=True)
+        command.regenerate(
+            config=both, target=both.target, asked=both.asked, answering=both.answering, elsewhere=both.elsewhere, as_json=True
+        )
         assert (tmp_path / "run" / "config.json").is_file() == (rank == 0)
     answers = list(AnswerShards(tmp_path / "run" / "answers"))
     assert [line["num_answers"] for line in lines] == [4, 5]
@@ -228,7 +247,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         regenerate(ask(tmp_path / "run", str(empty)))
     empty.write_text('{"prompt": "fine"}\n{"prompt": 3}\n')
     with pytest.raises(PromptError, match="line 2: 'prompt' must be text"):
-        regenerate(ask(tmp_path / "run", str(empty)))
+        regenerate(ask(tmp_path / "run", str(empty), strict=True))
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="0 or more"):
         ask(tmp_path / "run", self_written=-1)
@@ -238,6 +257,17 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(tiny_model(tmp_path / "model", max_position=64))
     with pytest.raises(ConfigError, match=r"beyond the model's 64 tokens: .* lower max_prompt_tokens or max_tokens"):
         regenerate(ask(tmp_path / "short", questions(tmp_path), target=replace(FAKE, model=model)))
+
+
+def test_rows_left_out_are_told_and_logged(
+    tmp_path: Path, talking: list[EngineConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mixed.jsonl"
+    file.write_text('{"prompt": "fine"}\n{"prompt": 3}\n{half\n')
+    assert regenerate(ask(tmp_path / "run", str(file)))["num_answers"] == 1
+    assert "2 rows left out: 1 malformed (" in capsys.readouterr().err
+    (figures,) = [json.loads(row) for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert figures["rows_dropped"] == {"malformed": 1, "not JSON": 1}
 
 
 def test_openers_without_self_written_prompts_are_noted(

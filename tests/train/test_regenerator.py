@@ -153,7 +153,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     llm.engine.check_integrity()
     assert not llm.engine.has_work
     kept = by_place(parts)
-    files = {path: path.read_bytes() for path in parts.folder.glob("*")}
+    files = {path: path.read_bytes() for path in parts.folder.glob("*.parquet")}
     assert len(parts.keys()) < 8 and kept.items() <= by_place(whole).items()
 
     done = Regenerator(llm, AnswerShards(tmp_path / "parts"), config).run(prompts())
@@ -162,6 +162,63 @@ def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     assert (done.num_found, done.num_answers) == (len({key for key, _ in kept}), len(list(whole)) - len(kept))
     assert all(path.read_bytes() == content for path, content in files.items()), "what was written stays as it is"
     assert Regenerator(llm, AnswerShards(tmp_path / "parts"), config).run(prompts()).num_answers == 0
+
+
+class Killed(BaseException):
+    pass
+
+
+class Mortal(Regenerator):
+    """Dies before its `moment`-th answer as SIGKILL has it: nothing is written behind it."""
+
+    moment: float = float("inf")
+
+    def __init__(self, folder: Path, config: AnswerConfig, moment: float = float("inf")) -> None:
+        super().__init__(fake_llm(Talker(num_rows=2)), AnswerShards(folder), config)
+        self.moment, self.said = moment, list[Answer]()
+
+    def _answer_of(self, *given: Any) -> Answer:
+        if len(self.said) == self.moment:
+            raise Killed
+        self.said.append(super()._answer_of(*given))
+        return self.said[-1]
+
+    def _write(self) -> None:
+        if self.moment == float("inf"):
+            super()._write()
+
+
+@pytest.mark.parametrize("moment", [1, 3, 5, 8, 11])
+def test_a_process_killed_at_any_moment_loses_one_answer_a_row(tmp_path: Path, moment: int) -> None:
+    """What had been said, turns of unfinished conversations too, is not said again."""
+    config = AnswerConfig(max_tokens=16, max_prompt_tokens=150, temperatures=(0.0, 0.8))
+    whole, folder = AnswerShards(tmp_path / "whole"), tmp_path / "run"
+    Regenerator(fake_llm(Talker(num_rows=2)), whole, config).run(prompts())
+    first = Mortal(folder, config, moment)
+    with pytest.raises(Killed):
+        first.run(prompts())
+    with next(folder.glob("journal-*")).open("a") as cut:
+        cut.write('{"key": "cut sh')
+    assert by_place(AnswerShards(folder)).items() <= by_place(whole).items(), "what is over can be learned from"
+    again = Mortal(folder, config)
+    again.run(prompts())
+    assert by_place(AnswerShards(folder)) == by_place(whole) and len(list(AnswerShards(folder))) == len(list(whole))
+    assert len(first.said) == moment and moment + len(again.said) == len(list(whole)), "nothing was said twice"
+    assert not list(folder.glob("journal-*"))
+    assert any(answer.turn for answer in again.said)
+
+
+def test_several_samples_of_a_prompt(tmp_path: Path) -> None:
+    shards, asked = AnswerShards(tmp_path), prompts(("Hi.",), ("Sing!",))
+    one = AnswerConfig(max_tokens=12, max_prompt_tokens=150, temperatures=(0.0, 0.9))
+    Regenerator(fake_llm(), shards, one).run(asked)
+    first = by_place(shards)
+    done = Regenerator(fake_llm(), AnswerShards(tmp_path), replace(one, samples=3)).run(asked)
+    found = by_place(AnswerShards(tmp_path))
+    assert done.num_found == 4 and done.num_answers == 4 and first.items() <= found.items(), "greedy answers have one sample"
+    texts = {answer.text for answer in AnswerShards(tmp_path) if answer.key.startswith("test/0#") and answer.temperature}
+    assert len(texts) == 3
+    assert {key.rsplit("@")[1] for key, _ in found} == {"0", "0.9", "0.9~1", "0.9~2"}
 
 
 def test_a_conversation_at_which_the_model_fails_is_asked_again(tmp_path: Path) -> None:
@@ -202,7 +259,7 @@ def test_a_full_disk_keeps_what_was_said_for_the_next_try(tmp_path: Path, monkey
     assert not regenerator.llm.engine.has_work
     (tmp_path / "answers").unlink()
     done = regenerator.run(prompts())
-    assert len(shards.keys()) == len(TURNS) and done.num_found == 1
+    assert len(shards.keys()) == len(TURNS) and done.num_answers == len(list(shards))
     assert len({(answer.key, answer.turn) for answer in shards}) == len(list(shards))
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,10 +24,11 @@ from paceline.config import EngineConfig
 from paceline.draft.checkpoint import new_config
 from paceline.draft.dflash import DFlashConfig, DFlashDrafter, DFlashNetwork
 from paceline.errors import CacheError, ConfigError, DrafterMismatchError, PromptError
+from paceline.hardware import Machine
 from paceline.runlog import RunFolder
-from paceline.train import train, train_run
+from paceline.train import facts, train, train_run
 from paceline.train.answers import Answer, AnswerShards
-from paceline.train.config import LoopConfig, TrainConfig
+from paceline.train.config import AnswerConfig, LoopConfig, TrainConfig
 from paceline.train.features import ScaledFeatures
 from paceline.train.packs import DFlashTrainable
 from paceline.train.run_file import config_of, read_run_file
@@ -159,6 +161,52 @@ def test_a_run_leaves_what_others_need(finished: tuple[Path, dict[str, Any], flo
     assert figures(run)[30]["unigram_entropy"] > 0
 
 
+@pytest.mark.parametrize("more", [(), ("--feature-dtype", "int8", "--stream-buffer", "64K")], ids=["plain", "int8"])
+def test_streamed_features_give_the_same_curve(
+    finished: tuple[Path, dict[str, Any], float], more: tuple[str, ...], tmp_path: Path
+) -> None:
+    answers = finished[0] / "regenerate" / "answers"
+    paceline(*TINY, *FORWARD, "--answers", answers, "--features", "streamed", *more, "--out", tmp_path / "run")
+    expected, found = figures(finished[0]), figures(tmp_path / "run")
+    assert list(found) == list(expected)
+    tolerance = 1e-5 if not more else 2e-2
+    for step, each in expected.items():
+        assert found[step]["loss"] == pytest.approx(each["loss"], rel=tolerance), step
+    assert not list((tmp_path / "run").glob("features-[0-9a-f]*")), "only those of held-out documents are kept"
+    assert list((tmp_path / "run").glob("features-heldout-*"))
+
+
+def test_a_planned_and_streamed_run_goes_on_after_it_was_killed(
+    finished: tuple[Path, dict[str, Any], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine("some processor", 3e10, {"bfloat16": 5e11, "float32": 2e11}, 1, 16 * 2**30)
+    monkeypatch.setattr(facts, "_measured_once", lambda device: machine)
+    target = EngineConfig(str(finished[0] / "target"), device="cpu", dtype="float32", threads=1)
+    loop = LoopConfig(max_steps=8, checkpoint_minutes=0.0, serve_share=0.0)
+    given = {"answers": (finished[0] / "regenerate" / "answers",), "answering": AnswerConfig(max_tokens=16), "max_len": 256}
+    whole = TrainConfig(tmp_path / "whole", target, features="streamed", loop=loop, **given)
+    train(whole)
+    begun, log = replace(whole, out=tmp_path / "run"), RunFolder.log
+
+    def killed(self: RunFolder, **line: Any) -> None:
+        if line.get("step") == 4:
+            raise KeyboardInterrupt
+        log(self, **line)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "log", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(begun)
+    plan = (tmp_path / "run" / "plan.json").read_text()
+    assert {"shape.start", "loop.blocks_per_step"} <= set(json.loads(plan)["values"])
+    assert train(begun).steps == 8 and (tmp_path / "run" / "plan.json").read_text() == plan
+    expected, found = figures(tmp_path / "whole"), figures(tmp_path / "run")
+    assert list(found) == list(expected) == list(range(1, 9))
+    for step, each in expected.items():
+        for name in ("loss", "grad_norm", "lr", "blocks"):
+            assert found[step][name] == pytest.approx(each[name], rel=1e-5), (step, name)
+
+
 def test_a_finished_run_is_not_trained_again(finished: tuple[Path, dict[str, Any], float], capsys: Any) -> None:
     run, line, _ = finished
     num_lines = len(RunFolder(run).metrics())
@@ -230,7 +278,7 @@ def test_a_drafter_of_another_target_is_refused(finished: tuple[Path, dict[str, 
         (("--loss", "mse"), ConfigError, "loss must be one of ce, d-pace, kl, lk, lk-hybrid, not 'mse'"),
         (("--optimiser", "sgd"), ConfigError, "optimiser must be one of adamw, muon, not 'sgd'"),
         (("--attention", "fast"), ConfigError, "attention must be one of auto, split, sdpa, flex, not 'fast'"),
-        (("--features", "guessed"), ConfigError, "features must be one of auto, online, cached, not 'guessed'"),
+        (("--features", "guessed"), ConfigError, "features must be one of auto, online, cached, streamed, not 'guessed'"),
         (("--scale", "huge"), ConfigError, "scale must be one of default, tiny, not 'huge'"),
         (("--block-size", "1"), ConfigError, "block-size must be at least 2"),
         (("--lr", "0"), ConfigError, "lr must be above 0"),
@@ -272,7 +320,7 @@ def test_bad_options_are_refused_before_anything_is_loaded(
 def test_bad_prompts_are_named_by_line(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text(text)
     with pytest.raises(PromptError, match=message):
-        paceline(*TINY, "--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "run")
+        paceline(*TINY, "--strict", "--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "run")
 
 
 def written(folder: Path, token: int, text: str) -> Path:

@@ -17,8 +17,9 @@ using Clock = std::chrono::steady_clock;
 constexpr int kStagesPerLayer = 12;
 constexpr int kAskedFor = 8192;      // bytes of the next weights
 constexpr int kLeastHeadPieces = 4;  // sixteen rows each, that a thread takes at a time
-constexpr int kOwnInputs = 16;       // tokens up to which every thread norms all of them
+constexpr int kOwnInputs = 8;        // tokens up to which every thread norms all of them
 constexpr int kHeadPieces = 16;      // of the head that a thread makes at a time
+constexpr int kGated = 256;          // rows of sixteen gated columns that it makes at a time, if there are so few
 
 class Forward {
 public:
@@ -38,7 +39,7 @@ private:
     Rows rows_for(int thread, const PnMatrix& matrix, const Buffer& x, int cols, int count);
     void rotate(int index, int item);
     void attend(int thread, int index, const Task& task);
-    void gate_up(int thread, const PnLayer& layer, Rows input, int piece);
+    void gate_up(int thread, const PnLayer& layer, Rows input, int begin, int end);
     void head(int thread, Rows input, int begin, int end);
     void tap(int token, int layer_index, bool is_normed);
     void product(int thread, const PnMatrix& matrix, int begin, int end, Rows x, float* y, int columns, bool accumulate,
@@ -53,6 +54,12 @@ private:
     void share(int thread, PnStage stage, int count, int least, Work work, Next next = {nullptr, 0, 0});
     void ask_for(const Next& next, int thread) const;
     Next after(int layer) const;
+    // Half of it the other threads have just written, and it is far away: asked for at once.
+    static void fetch(const void* from, int64_t bytes) {
+        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const uint8_t*>(from) + at);
+    }
+    // Pieces of the gated product that a thread makes at a time: to begin with tiles takes as long as a tenth of a piece.
+    int gate_pieces() const { return std::max(kGated / num_tokens_, 2); }
 
     uint8_t* element(const Buffer& buffer, int64_t index) const {
         return buffer.as<uint8_t>() + index * model_.element_bytes();
@@ -119,7 +126,7 @@ int32_t Forward::reserve() {
           !pass_.num_logit_rows;
     int widest = std::max({padded_cols(config_.hidden_size), padded_cols(queries), padded_cols(config_.inner_size)});
     while (int(model_.threads.size()) < pool_.size()) model_.threads.push_back(std::make_unique<ThreadBuffers>());
-    const size_t columns = std::max(tokens * 2 * kWide, size_t(pass_.num_logit_rows) * kHeadPieces * kWide);
+    const size_t columns = std::max(tokens * 2 * size_t(gate_pieces()), size_t(pass_.num_logit_rows) * kHeadPieces) * kWide;
     const size_t most_rows = size_t(std::max(num_tokens_, int(pass_.num_logit_rows)));
     ok &= model_.planes.at_least((most_rows + kSpareRows) * size_t(plane_bytes(widest))) != nullptr;
     for (int thread = 0; thread < pool_.size(); ++thread) {
@@ -156,7 +163,7 @@ void Forward::share(int thread, PnStage stage, int count, int least, Work work, 
 
 void Forward::ask_for(const Next& next, int thread) const {
     const int pieces = next.matrix->num_pieces() / next.parts;
-    const int first = thread * Share::first_size(pieces, pool_.size(), next.least);
+    const int first = Share::first(pieces, pool_.size(), next.least, thread);
     for (int part = 0; part < next.parts; ++part) {
         const int piece = part * pieces + first;
         const PnPart& from = next.matrix->part_of(piece * kWide);
@@ -224,7 +231,8 @@ void Forward::layer(int thread, int index) {
         rows_for(thread, *layer.gate_up, normed_input(thread, layer.mlp_norm, -1), hidden_size, num_tokens_);
     share(thread, PN_STAGE_GATE_UP, layer.gate_up->num_pieces() / 2, 1,
           [&](int begin, int end) {
-              for (int piece = begin; piece < end; ++piece) gate_up(thread, layer, gated_input, piece);
+              for (int first = begin; first < end; first += gate_pieces())
+                  gate_up(thread, layer, gated_input, first, std::min(first + gate_pieces(), end));
           },
           {layer.down, 1, 1});
     const Rows gated = rows_for(thread, *layer.down, model_.gated, config_.inner_size, num_tokens_);
@@ -246,17 +254,16 @@ void Forward::product(int thread, const PnMatrix& matrix, int begin, int end, Ro
 // Inputs as the matrix takes them. Of few rows every thread makes planes of its own, as with normed inputs.
 Rows Forward::rows_for(int thread, const PnMatrix& matrix, const Buffer& x, int cols, int count) {
     const int padded = padded_cols(cols);
-    Rows out = {x.as<void>(), int64_t(padded) * model_.element_bytes()};
-    if (!takes_planes(matrix, kernels_)) return out;
     const bool is_shared = count > kOwnInputs;
-    const Buffer& to = is_shared ? model_.planes : model_.threads[size_t(thread)]->planes;
-    out.planes = to.as<void>(), out.plane_bytes = plane_bytes(padded);
+    const Buffer& planes = is_shared ? model_.planes : model_.threads[size_t(thread)]->planes;
+    const Rows out =
+        rows_of(matrix, kernels_, x.as<void>(), int64_t(padded) * model_.element_bytes(), count, planes.as<void>());
     const auto make = [&](int begin, int end) {
-        for (int row = begin; row < end; ++row)
-            kernels_.planes(element(x, int64_t(row) * padded), padded, to.as<uint8_t>() + row * out.plane_bytes);
+        if (!is_shared) fetch(out.data, out.row_bytes * count);
+        for (int row = begin; row < end; ++row) make_planes(kernels_, out, padded, row, count);
     };
-    if (is_shared) share(thread, PN_STAGE_NORM, count, 1, make);
-    else make(0, count);
+    if (out.planes && is_shared) share(thread, PN_STAGE_NORM, count, std::max(out.chunk_rows, 1), make);
+    else if (out.planes) make(0, count);
     return out;
 }
 
@@ -286,7 +293,7 @@ const Buffer& Forward::normed_input(int thread, const float* weight, int tapped_
         }
     };
     if (is_shared) share(thread, PN_STAGE_NORM, num_tokens_, 1, norm);
-    else norm(0, num_tokens_);
+    else fetch(hidden(0), int64_t(num_tokens_) * config_.hidden_size * 4), norm(0, num_tokens_);
     return to;
 }
 
@@ -307,7 +314,7 @@ void Forward::rotate(int index, int item) {
     const PnLayer& layer = model_.layers[size_t(index)];
     const int heads = config_.num_heads, kv_heads = config_.num_kv_heads, head_dim = config_.head_dim,
               padded = model_.padded_head_dim();
-    const int token = item / (heads + 2 * kv_heads), head = item % (heads + 2 * kv_heads);
+    const int head = item / num_tokens_, token = item % num_tokens_;  // a thread takes the heads whose products it made
     const int row_index = model_.token_row[size_t(token)], position = model_.token_position[size_t(token)],
               row = pass_.rows[row_index];
     const float* from = model_.qkv.as<float>() + int64_t(token) * (model_.query_rows() + 2 * model_.kv_rows());
@@ -350,23 +357,24 @@ void Forward::attend(int thread, int index, const Task& task) {
     kernels_.attend(attention);
 }
 
-// Sixteen columns of the gated product.
-void Forward::gate_up(int thread, const PnLayer& layer, Rows input, int piece) {
+// Columns of the gated product, sixteen a piece.
+void Forward::gate_up(int thread, const PnLayer& layer, Rows input, int begin, int end) {
     ThreadBuffers& own = *model_.threads[size_t(thread)];
+    const int columns = (end - begin) * kWide, first = begin * kWide;
     float* gates = own.columns.as<float>();
-    float* ups = gates + int64_t(num_tokens_) * kWide;
+    float* ups = gates + int64_t(num_tokens_) * columns;
     const PnMatrix& matrix = *layer.gate_up;
-    const int half = matrix.num_pieces() / 2, column = piece * kWide;
+    const int half = matrix.num_pieces() / 2;
     const float* bias = layer.gate_up_bias;
     for (float* y : {gates, ups}) {
-        const int first = y == ups ? half + piece : piece;
-        multiply_pieces(kernels_, matrix, first, first + 1, input, num_tokens_,
-                        {y, kWide, first, kWide, false, bias ? bias + first * kWide : nullptr}, own.expanded.as<void>());
+        const int at = y == ups ? half + begin : begin;
+        multiply_pieces(kernels_, matrix, at, at + end - begin, input, num_tokens_,
+                        {y, columns, at, columns, false, bias ? bias + at * kWide : nullptr}, own.expanded.as<void>());
     }
-    const int size = std::min(kWide, config_.inner_size - column), stride = padded_cols(config_.inner_size);
+    const int size = std::min(columns, config_.inner_size - first), stride = padded_cols(config_.inner_size);
     for (int token = 0; token < num_tokens_; ++token)
-        kernels_.gate(gates + token * kWide, ups + token * kWide, size,
-                      element(model_.gated, int64_t(token) * stride + column));
+        kernels_.gate(gates + token * columns, ups + token * columns, size,
+                      element(model_.gated, int64_t(token) * stride + first));
 }
 
 void Forward::head(int thread, Rows input, int begin, int end) {
@@ -378,10 +386,13 @@ void Forward::head(int thread, Rows input, int begin, int end) {
     multiply_pieces(kernels_, matrix, begin, end, input, rows, {y, ldy, begin, count, false, nullptr}, own.expanded.as<void>());
     if (!pass_.argmax) return;
     for (int row = 0; row < rows; ++row) {
-        float value;
-        const int index = first + kernels_.argmax(y + row * ldy, count, &value);
         Best& best = model_.best[size_t(thread * rows + row)];
-        if (value > best.value || std::isnan(value) || (value == best.value && index < best.index)) best = {value, index};
+        if (std::isnan(best.value)) continue;
+        // Of equal ones the first, and pieces do not come in order.
+        const float least = first < best.index ? std::nextafter(best.value, -INFINITY) : best.value;
+        float value;
+        const int index = kernels_.argmax(y + row * ldy, count, least, &value);
+        if (index >= 0) best = {value, first + index};
     }
 }
 

@@ -24,6 +24,7 @@ struct Product {
     int num_columns;    // nothing is written at or behind this column of y
     bool accumulate;    // add to y, a residual
     const float* bias;  // by column of y, or null
+    int chunk_rows;     // 0, or planes stand in chunks of so many rows, each chunk_rows * row_bytes behind the one before
 };
 
 // A row of inputs in sixteen-bit fixed point, one scale for each block of 32: integer products with codes are exact, and bfloat16
@@ -52,8 +53,9 @@ struct Attention {
     int64_t out_stride;
 };
 
-// Four rows of a panel as floats, or a quantised group's codes as bytes with two scales and minima a block: 24 bytes for a column.
-inline size_t scratch_bytes(int padded_cols) { return size_t(padded_cols) * 24 + 64; }
+// Four rows of a panel as floats, a quantised group's codes as bytes with two scales and minima a block, or those of two groups
+// without: 32 bytes for a column.
+inline size_t scratch_bytes(int padded_cols) { return size_t(padded_cols) * 32 + 64; }
 
 constexpr int kMaxQueries = 16;    // of one Attention
 constexpr int kKeys = 16;          // positions of the cache that are scored together
@@ -81,6 +83,10 @@ struct Kernels {
     void (*convert)(const float* x, int size, int padded, void* out);
     // A row of inputs as planes, or null where quantised matrices take rows in the model's dtype
     void (*planes)(const void* x, int padded_cols, void* out);
+    // Of matrix tiles, else null: how many rows stand in a chunk when there are so many in all; 0: rows stay by themselves
+    int (*chunk_rows)(int format, int num_rows);
+    // Row `index` of a chunk
+    void (*chunk_planes)(const void* x, int padded_cols, int chunk_rows, int index, void* chunk);
     // out[i] = silu(gate[i]) * up[i]
     void (*gate)(const float* gate, const float* up, int size, void* out);
     // A query: zeros behind head_dim
@@ -88,8 +94,8 @@ struct Kernels {
     // Into the cache of one row and head. clear_next: nothing of this pass stands at the next position, which shares a pair
     void (*key)(const HeadInput& in, int padded, void* keys, int position);
     void (*value)(const float* x, int head_dim, int padded, void* values, int position, bool clear_next);
-    // The first index of the largest of x[0..size), and that value
-    int (*argmax)(const float* x, int size, float* best);  // `best` is NaN where any of them is
+    // The largest of x[0..size), NaN where any of them is, goes to `best`; its first index, or -1 where it is not above `least`
+    int (*argmax)(const float* x, int size, float least, float* best);
     // out[i] = e^((x[i] - most) * inverse), 0 below `least`; the sum of every kSummed of them
     void (*exponentials)(const float* x, int size, float most, float inverse, float least, float* out, float* sums);
     // One row of a part as floats [cols], rounded as the weights of a product are

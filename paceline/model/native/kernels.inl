@@ -1,10 +1,13 @@
 // The kernels, written once over the vector type of the including translation unit, which defines before this, in pn's anonymous
-// namespace: kWidth, vf and vi (vectors of kWidth floats and int32), bfloat, fma, widen, narrow, and for both element types
+// namespace: kWidth, vf and vi (vectors of kWidth floats and int32), bfloat, fma, widen, narrow, PN_ASK_TO_WRITE where there is an
+// instruction for it (ask_to_write), and for both element types
 //   template <int Rows> void tile(weights, row_stride, block_stride, num_blocks, x, ldx, float (*sums)[kGroup], unsigned ahead);
 //       sums[row][lane] = x[row] . weights[lane]; kMaxTile is the most rows that the registers hold; bit i of `ahead`: ask for
 //       what comes kAhead behind lane i
-//   template <int Rows> void score_keys(keys, query, stride, padded, scale, out, ldout);     kKeys scores for each row
-//   template <int Rows> void weigh_values(values, padded, column, weights, ldweights, begin, end, vf (*sums)[...]);     kBlock columns
+//   template <int Rows, int Blocks> void score_keys(keys, queries, padded, scale, out, ldout);     Blocks x kKeys scores for each
+//       row; queries are floats, `padded` apart
+//   template <int Rows, int Blocks> void weigh_values(values, padded, column, weights, ldweights, begin, end, vf (*sums)[...]);
+//       Blocks x kBlock columns; weights are floats
 //   template <class T> constexpr int kMaxWide;     most rows that wide_tile takes; 0: it has none, and kPlanes<T> is null
 //   template <int Rows, int Format> void wide_tile(panel, group, x, row_bytes, num_blocks, sums, asks_ahead);     sums[row][16] of
 //       planes
@@ -13,6 +16,9 @@
 namespace pn {
 namespace {
 
+#ifndef PN_ASK_TO_WRITE
+inline void ask_to_write(const void* at) { __builtin_prefetch(at, 1); }
+#endif
 #ifndef PN_FMA_ROUNDS_TWICE  // where `fma` does, the unit has defined this
 inline vf fused(vf a, vf b, vf c) { return fma(a, b, c); }
 #endif
@@ -163,6 +169,11 @@ struct Output {
     bool accumulate;
     const float* bias;
 
+    // Another processor has read what stood there: the line is fetched back while the sums are made, else everything waits for it.
+    void ask_for_rows(int first, int count, int columns_on = 0) const {
+        for (int row = first; row < first + count; ++row) ask_to_write(y + row * ldy + columns_on);
+    }
+
     // Sixteen columns, a vector at a time.
     void write_wide(int row, const float* sums) const {
         float* to = y + row * ldy;
@@ -277,6 +288,7 @@ void wide_group(const Product& product, const PnPanel& panel, const uint8_t* gro
                 panel, group, static_cast<const uint8_t*>(product.x), product.row_bytes, product.part->num_blocks, row == 0};
             const int left = product.num_rows - row;
             size = left >= most ? most : left > few ? (left + 1) / 2 : left;
+            output.ask_for_rows(row, size);
             if (size == most) wide_rows<most, Format>(in, row, output);
             else few_rows<few, Format>(in, row, size, output);
         }
@@ -312,24 +324,28 @@ void with_format(int format, Visit visit) {
 
 // Instruction sets without matrix tiles; tiled.inl has the others.
 struct NoTiles {
-    static constexpr int least_rows = 1 << 30;
+    static constexpr bool is_always = false;  // with any number of rows; else where they stand in chunks
+    static constexpr int (*chunk_rows)(int, int) = nullptr;
+    static constexpr void (*planes)(const void*, int, int, int, void*) = nullptr;
     static void begin(int, int) {}
     static void end() {}
     template <int Format>
-    static void group(const Product&, const PnPanel&, const uint8_t*, void*, const Output&) {}
+    static int groups(const Product&, const PnPanel&, const uint8_t*, int, void*, const Output&) {
+        return 1;
+    }
 };
 
 template <class T, class Tiled = NoTiles>
 void multiply(const Product& product, void* scratch) {
     const PnPart& part = *product.part;
-    const bool is_tiled = !part.is_dense() && product.num_rows >= Tiled::least_rows;
+    const bool is_tiled = !part.is_dense() && (Tiled::is_always || product.chunk_rows > 0);
     const bool has_integers = is_tiled || (!part.is_dense() && kMaxWide<T> > 0);
-    if (is_tiled) Tiled::begin(part.format, product.num_rows);
+    if (is_tiled) Tiled::begin(part.format, product.chunk_rows);
     for (const PnPanel& panel : part.panels) {
         const bool is_first = panel.first_block == 0;
         const Inputs<T> in = {static_cast<const T*>(product.x) + panel.first_block * kBlock,
                               product.row_bytes / int64_t(sizeof(T)), product.num_rows};
-        for (int group = product.first_group; group < product.last_group; ++group) {
+        for (int group = product.first_group, count = 1; group < product.last_group; group += count) {
             const int column = (group - product.base_group) * part.group_rows;
             Output output = {product.y + column,
                              product.ldy,
@@ -345,7 +361,9 @@ void multiply(const Product& product, void* scratch) {
                 multiply_group(static_cast<const T*>(scratch), panel.num_blocks, false, in, output);
             } else if (has_integers) {
                 with_format(part.format, [&](auto format) {
-                    if (is_tiled) Tiled::template group<format>(product, panel, data, scratch, output);
+                    if (is_tiled)
+                        count =
+                            Tiled::template groups<format>(product, panel, data, product.last_group - group, scratch, output);
                     else wide_group<T, format>(product, panel, data, output);
                 });
             } else {
@@ -449,7 +467,7 @@ void put_value(const float* x, int head_dim, int padded, void* values, int posit
         for (int at = 0; at < head_dim; ++at) to[at * pair + 1] = T(0);
 }
 
-inline int argmax(const float* x, int size, float* best) {
+inline int argmax(const float* x, int size, float least, float* best) {
     const float none = -__builtin_inff();
     vf top = splat(none);
     vi is_nan = {};
@@ -463,6 +481,7 @@ inline int argmax(const float* x, int size, float* best) {
     for (int lane = 0; lane < kWidth; ++lane) value = is_nan[lane] ? __builtin_nanf("") : value;
     for (int rest = at; rest < size; ++rest) value = x[rest] > value || x[rest] != x[rest] ? x[rest] : value;
     *best = value;
+    if (value <= least) return -1;
     for (int index = 0; index < size; ++index)
         if (x[index] == value) return index;
     return 0;  // NaN
@@ -514,8 +533,9 @@ void row(const PnPart& part, int row, float* out) {
 
 template <class T, class Tiled = NoTiles, auto Planes = kPlanes<T>>
 const Kernels* table(const char* name) {
-    static const Kernels kernels = {name,         multiply<T, Tiled>, attend<T>,    norm<T>, convert<T>,   Planes, gate<T>,
-                                    put_query<T>, put_key<T>,         put_value<T>, argmax,  exponentials, row<T>};
+    static const Kernels kernels = {name,       multiply<T, Tiled>, attend<T>,     norm<T>,      convert<T>,
+                                    Planes,     Tiled::chunk_rows,  Tiled::planes, gate<T>,      put_query<T>,
+                                    put_key<T>, put_value<T>,       argmax,        exponentials, row<T>};
     return &kernels;
 }
 

@@ -31,6 +31,8 @@ inline __m512 second_of(__m512i pairs) {
 
 // As an instruction of its own: the compiler takes a function that only prefetches for one that does nothing.
 inline void ask_for(const void* at) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(at))); }
+#define PN_ASK_TO_WRITE
+inline void ask_to_write(const void* at) { asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(at))); }
 
 // The sums of four vectors, by one fixed tree.
 inline __m128 sums_of(__m512 a, __m512 b, __m512 c, __m512 d) {
@@ -105,38 +107,56 @@ inline void tile(const T* weights, int64_t row_stride, int64_t block_stride, int
     run_tile<Rows>(Dense<T>{weights, row_stride, block_stride, ahead}, num_blocks, x, ldx, sums);
 }
 
-inline __m512 add_product(__m512 sum, const bfloat* pairs, const bfloat* factors) {
-    const __m512i both = _mm512_loadu_si512(pairs);
-    sum = _mm512_fmadd_ps(first_of(both), _mm512_set1_ps(bfloat_to_float(factors[0])), sum);
-    return _mm512_fmadd_ps(second_of(both), _mm512_set1_ps(bfloat_to_float(factors[1])), sum);
-}
-inline __m512 add_product(__m512 sum, const float* values, const float* factor) {
-    return _mm512_fmadd_ps(_mm512_loadu_ps(values), _mm512_set1_ps(*factor), sum);
-}
-
-template <int Rows, class T>
-inline void score_keys(const T* keys, const T* query, int64_t stride, int padded, float scale, float* out, int64_t ldout) {
-    __m512 acc[Rows];
-    each<Rows>([&](auto row) { acc[row] = _mm512_setzero_ps(); });
-    for (int at = 0; at < padded; at += kTogether<T>)
-        each<Rows>([&](auto row) { acc[row] = add_product(acc[row], keys + at * kKeys, query + row * stride + at); });
-    each<Rows>([&](auto row) { _mm512_storeu_ps(out + row * ldout, _mm512_mul_ps(acc[row], _mm512_set1_ps(scale))); });
-}
-
-template <int Rows, class T>
-inline void weigh_values(const T* values, int padded, int column, const T* weights, int64_t ldweights, int begin, int end,
-                         vf (*sums)[kBlock / kWidth]) {
-    __m512 low[Rows], high[Rows];
-    each<Rows>([&](auto row) { low[row] = high[row] = _mm512_setzero_ps(); });
-    for (int key = begin; key < end; key += kTogether<T>) {
-        const T* from = values + int64_t(key) * padded + column * kTogether<T>;
-        each<Rows>([&](auto row) {
-            const T* factor = weights + row * ldweights + key;
-            low[row] = add_product(low[row], from, factor);
-            high[row] = add_product(high[row], from + kWidth * kTogether<T>, factor);
+// Neighbouring elements that are multiplied together, times their factors, for every row.
+template <int Rows, int Blocks>
+PN_INLINE inline void add_products(__m512 (&sums)[Rows][Blocks], const bfloat* pairs, int64_t stride, const float* factors,
+                                   int64_t ldfactors) {
+    __m512 first[Blocks], second[Blocks];
+    each<Blocks>([&](auto block) PN_INLINE {
+        const __m512i both = _mm512_loadu_si512(pairs + block * stride);
+        first[block] = first_of(both), second[block] = second_of(both);
+    });
+    each<Rows>([&](auto row) PN_INLINE {
+        const __m512 one = _mm512_set1_ps(factors[row * ldfactors]), other = _mm512_set1_ps(factors[row * ldfactors + 1]);
+        each<Blocks>([&](auto block) PN_INLINE {
+            sums[row][block] = _mm512_fmadd_ps(second[block], other, _mm512_fmadd_ps(first[block], one, sums[row][block]));
         });
-    }
-    each<Rows>([&](auto row) { sums[row][0] = low[row], sums[row][1] = high[row]; });
+    });
+}
+template <int Rows, int Blocks>
+PN_INLINE inline void add_products(__m512 (&sums)[Rows][Blocks], const float* values, int64_t stride, const float* factors,
+                                   int64_t ldfactors) {
+    __m512 value[Blocks];
+    each<Blocks>([&](auto block) PN_INLINE { value[block] = _mm512_loadu_ps(values + block * stride); });
+    each<Rows>([&](auto row) PN_INLINE {
+        const __m512 factor = _mm512_set1_ps(factors[row * ldfactors]);
+        each<Blocks>([&](auto block) PN_INLINE { sums[row][block] = _mm512_fmadd_ps(value[block], factor, sums[row][block]); });
+    });
+}
+
+template <int Rows, int Blocks, class T>
+inline void score_keys(const T* keys, const float* queries, int padded, float scale, float* out, int64_t ldout) {
+    __m512 sums[Rows][Blocks];
+    each<Rows>([&](auto row) { each<Blocks>([&](auto block) { sums[row][block] = _mm512_setzero_ps(); }); });
+    for (int at = 0; at < padded; at += kTogether<T>)
+        add_products<Rows, Blocks>(sums, keys + at * kKeys, int64_t(padded) * kKeys, queries + at, padded);
+    each<Rows>([&](auto row) {
+        each<Blocks>([&](auto block) {
+            _mm512_storeu_ps(out + row * ldout + block * kKeys, _mm512_mul_ps(sums[row][block], _mm512_set1_ps(scale)));
+        });
+    });
+}
+
+template <int Rows, int Blocks, class T>
+inline void weigh_values(const T* values, int padded, int column, const float* weights, int64_t ldweights, int begin, int end,
+                         vf (*sums)[Blocks * kBlock / kWidth]) {
+    constexpr int kVectors = Blocks * kBlock / kWidth;
+    __m512 own[Rows][kVectors];
+    each<Rows>([&](auto row) { each<kVectors>([&](auto part) { own[row][part] = _mm512_setzero_ps(); }); });
+    for (int key = begin; key < end; key += kTogether<T>)
+        add_products<Rows, kVectors>(own, values + int64_t(key) * padded + column * kTogether<T>, kWidth * kTogether<T>,
+                                     weights + key, ldweights);
+    each<Rows>([&](auto row) { each<kVectors>([&](auto part) { sums[row][part] = own[row][part]; }); });
 }
 
 inline vf halves_at(const uint8_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
@@ -206,7 +226,6 @@ inline void wide_tile(const PnPanel& panel, const uint8_t* group, const uint8_t*
     each<Rows>([&](auto row) { _mm512_storeu_ps(sums[row], acc[row]); });
 }
 
-// For each block 32 high bytes, then 32 low ones, both signed: together the sixteen-bit number.
 // The bits of the largest magnitude of 32 bfloat16: they are ordered as their values, NaNs behind infinity.
 inline uint16_t most_of(__m512i elements) {
     const __m512i size = _mm512_and_si512(elements, _mm512_set1_epi16(0x7fff));
@@ -215,30 +234,77 @@ inline uint16_t most_of(__m512i elements) {
     return uint16_t(~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(-1)))));
 }
 
-inline void planes_of(const void* x, int padded_cols, void* out) {
+// Where a row's planes and floats go: those of a block, and from one block to the next.
+struct PlanePlaces {
+    int8_t* high;
+    int8_t* low;
+    int64_t block_bytes;
+    float* scale;
+    float* sum;
+    float* half;
+    int64_t block_floats, block_halves, next_half;
+};
+
+constexpr int kScaled = 16;  // blocks whose floats are made together
+
+// Floats of up to kScaled blocks: the factors that make their elements whole numbers, and what those numbers are worth.
+struct BlockScales {
+    float inverse[kScaled], scale[kScaled];
+
+    void set(const uint32_t* most_bits) {
+        // Of NaNs one of them: the scale and all that follows are NaN.
+        const __m512 most = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(most_bits), 16));
+        const __mmask16 is_zero = _mm512_cmp_ps_mask(most, _mm512_set1_ps(kLeastElement), _CMP_LT_OQ);
+        const __m512 range = _mm512_set1_ps(float(kPlaneRange));
+        _mm512_storeu_ps(inverse, _mm512_mask_mov_ps(_mm512_div_ps(range, most), is_zero, _mm512_setzero_ps()));
+        _mm512_storeu_ps(scale, _mm512_mask_mov_ps(_mm512_div_ps(most, range), is_zero, _mm512_setzero_ps()));
+    }
+};
+
+// Sums of the first and of the second sixteen of 32 numbers.
+inline __m128i half_sums(__m512i words) {
+    const __m512i pairs = _mm512_madd_epi16(words, _mm512_set1_epi16(1));
+    const __m256i fours = _mm256_hadd_epi32(_mm512_castsi512_si256(pairs), _mm512_extracti64x4_epi64(pairs, 1));
+    const __m256i eights = _mm256_hadd_epi32(fours, fours);  // of columns 0-7 and 16-23 below, of the others above
+    return _mm_add_epi32(_mm256_castsi256_si128(eights), _mm256_extracti128_si256(eights, 1));
+}
+
+inline void write_planes(const void* x, int num_blocks, PlanePlaces to) {
     const bfloat* from = static_cast<const bfloat*>(x);
+    for (int begin = 0; begin < num_blocks; begin += kScaled) {
+        const int count = num_blocks - begin < kScaled ? num_blocks - begin : kScaled;
+        uint32_t most[kScaled] = {};
+        for (int block = 0; block < count; ++block) most[block] = most_of(_mm512_loadu_si512(from + block * kBlock));
+        BlockScales scales;
+        scales.set(most);
+        for (int block = 0; block < count; ++block, from += kBlock) {
+            const __m512 inverse = _mm512_set1_ps(scales.inverse[block]);
+            const auto whole = [&](int at) PN_INLINE {
+                return _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps((__m512)widen(from + at), inverse)));
+            };
+            const __m512i words = _mm512_inserti64x4(_mm512_castsi256_si512(whole(0)), whole(kWidth), 1);
+            const __m512i high = _mm512_srai_epi16(_mm512_add_epi16(words, _mm512_set1_epi16(128)), 8);
+            _mm256_storeu_si256((__m256i*)to.high, _mm512_cvtepi16_epi8(high));
+            _mm256_storeu_si256((__m256i*)to.low, _mm512_cvtepi16_epi8(words));
+            const __m128i halves = half_sums(words), both = _mm_add_epi32(halves, _mm_shuffle_epi32(halves, 1));
+            const float scale = scales.scale[block];
+            *to.scale = scale;
+            *to.sum = scale * float(_mm_cvtsi128_si32(both));
+            to.half[0] = scale * float(_mm_cvtsi128_si32(halves));
+            to.half[to.next_half] = scale * float(_mm_extract_epi32(halves, 1));
+            to.high += to.block_bytes, to.low += to.block_bytes;
+            to.scale += to.block_floats, to.sum += to.block_floats, to.half += to.block_halves;
+        }
+    }
+}
+
+// For each block 32 high bytes, then 32 low ones, both signed: together the sixteen-bit number.
+inline void planes_of(const void* x, int padded_cols, void* out) {
     const int num_blocks = padded_cols / kBlock;
     int8_t* bytes = static_cast<int8_t*>(out);
-    float* scales = reinterpret_cast<float*>(bytes + num_blocks * 2 * kBlock);
-    for (int block = 0; block < num_blocks; ++block, from += kBlock, bytes += 2 * kBlock) {
-        const uint16_t bits = most_of(_mm512_loadu_si512(from));
-        const float most = bfloat_to_float(bits);  // of NaNs one of them: the scale and all that follows are NaN
-        const bool is_zero = most < kLeastElement;
-        const __m512 inverse = _mm512_set1_ps(is_zero ? 0.0f : float(kPlaneRange) / most);
-        const auto whole = [&](int at) {
-            return _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps((__m512)widen(from + at), inverse)));
-        };
-        const __m512i words = _mm512_inserti64x4(_mm512_castsi256_si512(whole(0)), whole(kWidth), 1);
-        const __m512i high = _mm512_srai_epi16(_mm512_add_epi16(words, _mm512_set1_epi16(128)), 8);
-        _mm256_storeu_si256((__m256i*)bytes, _mm512_cvtepi16_epi8(high));
-        _mm256_storeu_si256((__m256i*)(bytes + kBlock), _mm512_cvtepi16_epi8(words));
-        const __m512i pairs = _mm512_madd_epi16(words, _mm512_set1_epi16(1));
-        const int32_t total = _mm512_reduce_add_epi32(pairs), first = _mm512_mask_reduce_add_epi32(0x00ff, pairs);
-        scales[block] = is_zero ? 0.0f : most / float(kPlaneRange);
-        scales[num_blocks + block] = scales[block] * float(total);
-        scales[2 * (num_blocks + block)] = scales[block] * float(first);
-        scales[2 * (num_blocks + block) + 1] = scales[block] * float(total - first);
-    }
+    float* floats = reinterpret_cast<float*>(bytes + num_blocks * 2 * kBlock);
+    write_planes(x, num_blocks,
+                 {bytes, bytes + kBlock, 2 * kBlock, floats, floats + num_blocks, floats + 2 * num_blocks, 1, 2, 1});
 }
 
 template <class T>

@@ -1,8 +1,10 @@
 // AVX-512 with instructions for bfloat16; and with matrix tiles where the compiler knows them.
+#include <algorithm>
 #include <chrono>
 #include <memory>
 
 #include "kernels_avx512.inl"
+#include "model.h"
 #include "tiled.inl"
 
 namespace pn {
@@ -15,41 +17,41 @@ const Kernels* avx512bf16_kernels(int dtype) {
 
 namespace {
 
-// The fastest of some products of a few groups with `num_rows` rows, in seconds.
-double seconds_of(void (*multiply)(const Product&, void*), const PnPart& part, const void* x, int num_rows, float* y,
-                  void* scratch) {
-    const int64_t row_bytes = plane_bytes(part.cols);
-    const Product product = {&part, 0, part.num_groups, x, row_bytes, num_rows, y, part.rows, 0, part.rows, false, nullptr};
+constexpr int kTurns = 5, kMostTried = 16;
+constexpr double kWorth = 1.5;  // times as fast, out of the nearest cache: what a pass does besides is slower beside tiles
+
+// The fastest of some products with `num_rows` rows, in seconds.
+double seconds_of(const Kernels& kernels, const PnMatrix& matrix, void* planes, void* scratch, int num_rows, float* y) {
+    const Rows x = rows_of(matrix, kernels, nullptr, 0, num_rows, planes);
     double best = 1.0;
-    for (int turn = 0; turn < 5; ++turn) {
+    for (int turn = 0; turn < kTurns; ++turn) {
         const auto began = std::chrono::steady_clock::now();
-        multiply(product, scratch);
+        multiply_pieces(kernels, matrix, 0, matrix.num_pieces(), x, num_rows, {y, matrix.rows, 0, matrix.rows, false, nullptr},
+                        scratch);
         const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - began;
-        best = spent.count() < best ? spent.count() : best;
+        best = std::min(best, spent.count());
     }
     return best;
 }
 
-// From how many rows on tiles are faster here: what feeds them differs from one processor to the next. Takes some milliseconds,
-// once; no bit of a result depends on it.
+// From how many rows on tiles are faster here: what feeds them differs from one processor to the next. Takes a millisecond, once;
+// no bit of a result depends on it.
 int measured_least_rows() {
     constexpr int kRows = 128, kCols = kPanelBlocks * kBlock;
     const int32_t rows = kRows, format = PN_Q4_1;
     const std::unique_ptr<PnMatrix, void (*)(PnMatrix*)> matrix(pn_matrix_new(1, &rows, &format, kCols), pn_matrix_free);
-    const size_t x_bytes = size_t(plane_bytes(kCols)) * 2 * kTileRows;
-    const std::unique_ptr<void, void (*)(void*)> x(allocate(x_bytes), release),
-        scratch(allocate(scratch_bytes(kCols)), release);
-    const std::unique_ptr<void, void (*)(void*)> y(allocate(size_t(kRows) * kTileRows * sizeof(float)), release);
-    if (!matrix || !x || !scratch || !y) return kTileRows;
-    const PnPart& part = matrix->parts[0];
-    int least = kTileRows;
-    for (int num_rows = kTileRows; num_rows > 1; --num_rows) {
-        float* out = static_cast<float*>(y.get());
-        const double narrow = seconds_of(multiply<bfloat>, part, x.get(), num_rows, out, scratch.get());
-        if (seconds_of(multiply<bfloat, Tiled<ProcessorTiles>>, part, x.get(), num_rows, out, scratch.get()) > narrow) break;
-        least = num_rows;
+    const std::unique_ptr<void, void (*)(void*)> planes(allocate(size_t(plane_bytes(kCols)) * (kMostTried + kSpareRows)),
+                                                        release),
+        scratch(allocate(scratch_bytes(kCols)), release), y(allocate(size_t(kRows) * kMostTried * sizeof(float)), release);
+    if (!matrix || !planes || !scratch || !y) return kMostTried;
+    for (int num_rows = 2; num_rows < kMostTried; ++num_rows) {
+        const auto seconds = [&](const Kernels* kernels) {
+            return seconds_of(*kernels, *matrix, planes.get(), scratch.get(), num_rows, static_cast<float*>(y.get()));
+        };
+        const double tiled = seconds(table<bfloat, Tiled<ProcessorTiles>>("amx"));
+        if (tiled * kWorth < seconds(avx512bf16_kernels(PN_BF16))) return num_rows;
     }
-    return least;
+    return kMostTried;
 }
 
 }  // namespace

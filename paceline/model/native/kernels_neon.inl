@@ -37,7 +37,6 @@ inline Bytes look_up(Bytes codes) { return (Bytes)vqtbl1q_u8(vld1q_u8(kTable), (
 // The weights of a step are eight neighbouring columns of eight rows: of four rows each, two quarters of a block. A row's inputs
 // for them are sixteen bytes. Sums are whole numbers for eight rows, which `totals` makes four by four.
 constexpr int kHalf = 8;
-#define PN_INLINE __attribute__((always_inline)) inline  // called, they would keep their sums in memory
 
 #if defined(__ARM_FEATURE_DOTPROD) || defined(__ARM_FEATURE_MATMUL_INT8)
 

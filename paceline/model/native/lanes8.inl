@@ -73,45 +73,45 @@ inline vf second_of(const bfloat* pairs) {
     return value;
 }
 
-inline vf add_pairs(vf sum, const bfloat* pairs, const bfloat* factors) {
-    uint32_t both;
-    __builtin_memcpy(&both, factors, sizeof both);
-    const Lanes<kWidth>::Words words = Lanes<kWidth>::Words{} + both, second = words & 0xffff0000u;
-    return fma(second_of(pairs), (vf)second, fma(first_of(pairs), (vf)(words << 16), sum));
+inline vf add_pairs(vf sum, const bfloat* pairs, const float* factors) {
+    return fma(second_of(pairs), vf{} + factors[1], fma(first_of(pairs), vf{} + factors[0], sum));
 }
 inline vf add_pairs(vf sum, const float* values, const float* factor) { return fma(fetch(values), vf{} + *factor, sum); }
 
-template <int Rows, class T>
-inline void score_keys(const T* keys, const T* query, int64_t stride, int padded, float scale, float* out, int64_t ldout) {
-    constexpr int together = kTogether<T>;
-    vf sums[Rows][kKeys / kWidth];
-    each<Rows>([&](auto row) { each<kKeys / kWidth>([&](auto part) { sums[row][part] = vf{}; }); });
-    for (int at = 0; at < padded; at += together, keys += kKeys * together)
+template <int Rows, int Blocks, class T>
+inline void score_keys(const T* keys, const float* queries, int padded, float scale, float* out, int64_t ldout) {
+    constexpr int together = kTogether<T>, kVectors = kKeys / kWidth;
+    for (int block = 0; block < Blocks; ++block, out += kKeys, keys += kKeys * padded) {
+        vf sums[Rows][kVectors];
+        each<Rows>([&](auto row) { each<kVectors>([&](auto part) { sums[row][part] = vf{}; }); });
+        const T* from = keys;
+        for (int at = 0; at < padded; at += together, from += kKeys * together)
+            each<Rows>([&](auto row) {
+                each<kVectors>([&](auto part) {
+                    sums[row][part] = add_pairs(sums[row][part], from + part * kWidth * together, queries + row * padded + at);
+                });
+            });
         each<Rows>([&](auto row) {
-            each<kKeys / kWidth>([&](auto part) {
-                sums[row][part] = add_pairs(sums[row][part], keys + part * kWidth * together, query + row * stride + at);
+            each<kVectors>([&](auto part) {
+                const vf scaled = sums[row][part] * scale;
+                __builtin_memcpy(out + row * ldout + part * kWidth, &scaled, sizeof scaled);
             });
         });
-    each<Rows>([&](auto row) {
-        each<kKeys / kWidth>([&](auto part) {
-            const vf scaled = sums[row][part] * scale;
-            __builtin_memcpy(out + row * ldout + part * kWidth, &scaled, sizeof scaled);
-        });
-    });
+    }
 }
 
-template <int Rows, class T>
-inline void weigh_values(const T* values, int padded, int column, const T* weights, int64_t ldweights, int begin, int end,
-                         vf (*sums)[kBlock / kWidth]) {
-    constexpr int together = kTogether<T>;
-    vf acc[Rows][kBlock / kWidth];
-    each<Rows>([&](auto row) { each<kBlock / kWidth>([&](auto part) { acc[row][part] = vf{}; }); });
+template <int Rows, int Blocks, class T>
+inline void weigh_values(const T* values, int padded, int column, const float* weights, int64_t ldweights, int begin, int end,
+                         vf (*sums)[Blocks * kBlock / kWidth]) {
+    constexpr int together = kTogether<T>, kVectors = Blocks * kBlock / kWidth;
+    vf acc[Rows][kVectors];
+    each<Rows>([&](auto row) { each<kVectors>([&](auto part) { acc[row][part] = vf{}; }); });
     for (int key = begin; key < end; key += together)
-        each<kBlock / kWidth>([&](auto part) {
+        each<kVectors>([&](auto part) {
             const T* from = values + int64_t(key) * padded + (column + part * kWidth) * together;
             each<Rows>([&](auto row) { acc[row][part] = add_pairs(acc[row][part], from, weights + row * ldweights + key); });
         });
-    each<Rows>([&](auto row) { each<kBlock / kWidth>([&](auto part) { sums[row][part] = acc[row][part]; }); });
+    each<Rows>([&](auto row) { each<kVectors>([&](auto part) { sums[row][part] = acc[row][part]; }); });
 }
 
 }  // namespace

@@ -118,14 +118,10 @@ private:
                  const float* bias) {
         const int padded = matrix.padded_cols();
         const int64_t row_bytes = int64_t(padded) * model_.element_bytes();
-        Rows in = {x.as<void>(), row_bytes};
-        if (takes_planes(matrix, kernels_)) {
-            in.planes = model_.planes.as<void>(), in.plane_bytes = plane_bytes(padded);
-            share(thread, stage, num_tokens_, 1, [&](int token) {
-                kernels_.planes(x.as<uint8_t>() + token * row_bytes, padded,
-                                model_.planes.as<uint8_t>() + token * in.plane_bytes);
-            });
-        }
+        const Rows in = rows_of(matrix, kernels_, x.as<void>(), row_bytes, num_tokens_, model_.planes.as<void>());
+        if (in.planes)
+            share(thread, stage, num_tokens_, std::max(in.chunk_rows, 1),
+                  [&](int token) { make_planes(kernels_, in, padded, token, num_tokens_); });
         pieces(stage + 1, matrix.num_pieces(), 1, thread, [&](int begin, int end) {
             multiply_pieces(kernels_, matrix, begin, end, in, num_tokens_, {y.as<float>(), columns, 0, columns, false, bias},
                             model_.threads[size_t(thread)]->expanded.as<void>());
@@ -196,12 +192,12 @@ int32_t multiply(const PnMatrix& matrix, int dtype, const float* x, int num_toke
     }
     if (has_planes) ok &= work.planes.at_least(size_t(num_tokens + kSpareRows) * size_t(plane_bytes(padded))) != nullptr;
     if (!ok) return fail("out of memory");
+    work.in = rows_of(matrix, work.kernels, work.x.as<void>(), int64_t(padded) * element, num_tokens, work.planes.as<void>());
     for (int token = 0; token < num_tokens; ++token) {
         uint8_t* row = work.x.as<uint8_t>() + int64_t(token) * padded * element;
         work.kernels.convert(x + int64_t(token) * matrix.cols, matrix.cols, padded, row);
-        if (has_planes) work.kernels.planes(row, padded, work.planes.as<uint8_t>() + token * plane_bytes(padded));
+        if (has_planes) make_planes(work.kernels, work.in, padded, token, num_tokens);
     }
-    work.in = {work.x.as<void>(), int64_t(padded) * element, work.planes.as<void>(), plane_bytes(padded)};
     pool.run([](void* self, int thread) { static_cast<Multiply*>(self)->run(thread); }, &work);
     return 0;
 }

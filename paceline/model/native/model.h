@@ -60,13 +60,40 @@ const Kernels* kernels_for(int dtype);
 struct Rows {
     const void* data;
     int64_t row_bytes;
-    const void* planes = nullptr;
+    void* planes = nullptr;
     int64_t plane_bytes = 0;
+    int chunk_rows = 0;  // as Product has them
 };
 inline bool takes_planes(const PnPart& part, const Kernels& kernels) { return kernels.planes && !part.is_dense(); }
 inline bool takes_planes(const PnMatrix& matrix, const Kernels& kernels) {
     return std::any_of(matrix.parts.begin(), matrix.parts.end(),
                        [&](const PnPart& part) { return takes_planes(part, kernels); });
+}
+
+// `num_rows` rows of x as the matrix takes them; `planes` has room for kSpareRows more, and make_planes fills it.
+inline Rows rows_of(const PnMatrix& matrix, const Kernels& kernels, const void* x, int64_t row_bytes, int num_rows,
+                    void* planes) {
+    Rows rows = {x, row_bytes};
+    if (!takes_planes(matrix, kernels)) return rows;
+    rows.planes = planes, rows.plane_bytes = plane_bytes(matrix.padded_cols());
+    if (!kernels.chunk_rows) return rows;
+    for (const PnPart& part : matrix.parts)  // parts share their inputs: one is enough
+        if (!part.is_dense()) rows.chunk_rows = std::max(rows.chunk_rows, kernels.chunk_rows(part.format, num_rows));
+    return rows;
+}
+// Row `row` of the planes. Behind the last row what is left of its chunk counts for nothing: its scales and sums are zero, since
+// numbers that nobody wrote may be too small for the processor to multiply quickly.
+inline void make_planes(const Kernels& kernels, const Rows& rows, int padded_cols, int row, int num_rows) {
+    const uint8_t* from = static_cast<const uint8_t*>(rows.data) + row * rows.row_bytes;
+    uint8_t* to = static_cast<uint8_t*>(rows.planes);
+    if (rows.chunk_rows == 0) return kernels.planes(from, padded_cols, to + row * rows.plane_bytes);
+    const int index = row % rows.chunk_rows, num_blocks = padded_cols / kBlock;
+    to += (row - index) * rows.plane_bytes;
+    kernels.chunk_planes(from, padded_cols, rows.chunk_rows, index, to);
+    if (row + 1 < num_rows) return;
+    float* floats = reinterpret_cast<float*>(to + int64_t(num_blocks) * 2 * kBlock * rows.chunk_rows);
+    for (int kind = 0; kind < 4 * num_blocks; ++kind, floats += rows.chunk_rows)
+        std::fill(floats + index + 1, floats + rows.chunk_rows, 0.0f);
 }
 
 // Where a product goes: y[row][column], of the columns of pieces from base_piece on.
@@ -87,10 +114,11 @@ inline void multiply_pieces(const Kernels& kernels, const PnMatrix& matrix, int 
         if (first >= last) continue;
         const int column = (first - to.base_piece) * kWide, group = part.group_of_piece(first - part.first_piece);
         const bool has_planes = takes_planes(part, kernels);
-        kernels.multiply({&part, group, part.group_of_piece(last - part.first_piece), has_planes ? x.planes : x.data,
-                          has_planes ? x.plane_bytes : x.row_bytes, num_rows, to.y + column, to.ldy, group,
-                          to.num_columns - column, to.accumulate, to.bias ? to.bias + column : nullptr},
-                         scratch);
+        kernels.multiply(
+            {&part, group, part.group_of_piece(last - part.first_piece), has_planes ? x.planes : x.data,
+             has_planes ? x.plane_bytes : x.row_bytes, num_rows, to.y + column, to.ldy, group, to.num_columns - column,
+             to.accumulate, to.bias ? to.bias + column : nullptr, has_planes ? x.chunk_rows : 0},
+            scratch);
     }
 }
 

@@ -27,19 +27,19 @@ void wait_a_little(int spins) {
 
 }  // namespace
 
-bool Share::take(int count, int num_threads, int least, int* begin, int* end) {
-    const int base = first_size(count, num_threads, least) * num_threads;
-    int first = next_.load(std::memory_order_relaxed);
-    while (base + first < count) {
-        int size = (count - base - first) / (2 * num_threads);
-        size = size < least ? least : size / least * least;
-        const int last = base + first + size < count ? first + size : count - base;
-        if (next_.compare_exchange_weak(first, last, std::memory_order_relaxed)) {
-            *begin = base + first, *end = base + last;
-            return true;
-        }
+bool Share::take(int part, int size, bool takes_all, bool is_own, int* from, int* to) {
+    std::atomic<uint64_t>& taken = taken_[part];
+    uint64_t before = taken.load(std::memory_order_relaxed);
+    while (true) {
+        const int front = int(before >> 32), back = int(uint32_t(before)), left = size - front - back;
+        if (left <= 0) return false;
+        const int count = takes_all ? left : std::max(is_own ? left / 2 : left / 4, 1);
+        const uint64_t more = is_own ? uint64_t(count) << 32 : uint64_t(count);
+        if (!taken.compare_exchange_weak(before, before + more, std::memory_order_relaxed)) continue;
+        *from = is_own ? front : size - back - count;
+        *to = *from + count;
+        return true;
     }
-    return false;
 }
 
 Pool::Pool(int num_threads) : num_threads_(num_threads) {

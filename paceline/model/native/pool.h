@@ -1,7 +1,9 @@
 // A small thread pool for one program at a time: every thread runs the same function and meets the others at barriers.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -10,29 +12,40 @@ namespace pn {
 
 constexpr int kMaxThreads = 256;
 
-// Hands out [0, count): first a piece of its own to every thread, half of the work together, so that a thread knows beforehand
-// where it will begin; then what is left in shrinking pieces, so that a thread that was held up delays the others little.
+// Hands out [0, count). Every thread has a part of its own, which it walks through from the front, so that it reads memory in order
+// and writes what it wrote the last time; whoever is done takes from the back of the others' parts, so that a thread that was held
+// up delays them little.
 class Share {
 public:
-    void reset() { next_.store(0, std::memory_order_relaxed); }
-    // Size of everyone's first piece; that of thread t begins at t times this.
-    static int first_size(int count, int num_threads, int least) {
-        const int size = num_threads == 1 ? count : count / (2 * num_threads);
-        return size / least * least;
+    void reset() {
+        for (std::atomic<uint64_t>& part : taken_) part.store(0, std::memory_order_relaxed);
     }
-    // work(begin, end) for everything this thread gets of [0, count), in pieces of `least` or more.
+    // Where a thread begins.
+    static int first(int count, int num_threads, int least, int thread) {
+        const int num_parts = parts(num_threads);
+        return begin_of((count + least - 1) / least, num_parts, thread % num_parts) * least;
+    }
+    // work(begin, end) for everything this thread gets, in pieces of `least` or more.
     template <class Work>
     void each(int count, int num_threads, int least, int thread, Work work) {
-        const int size = first_size(count, num_threads, least);
-        if (size) work(thread * size, (thread + 1) * size);
-        for (int begin, end; take(count, num_threads, least, &begin, &end);) work(begin, end);
+        const int num_parts = parts(num_threads), units = (count + least - 1) / least;
+        for (int turn = 0; turn < num_parts; ++turn) {
+            const int part = (thread + turn) % num_parts, begin = begin_of(units, num_parts, part);
+            int from, to;
+            while (take(part, begin_of(units, num_parts, part + 1) - begin, num_parts == 1, turn == 0, &from, &to))
+                work((begin + from) * least, std::min((begin + to) * least, count));
+        }
     }
 
 private:
-    // [begin, end) of what is left; false when nothing is.
-    bool take(int count, int num_threads, int least, int* begin, int* end);
+    static constexpr int kMostParts = 16;  // of more threads several have one together
 
-    alignas(64) std::atomic<int> next_{0};
+    static int parts(int num_threads) { return std::min(num_threads, kMostParts); }
+    static int begin_of(int units, int num_parts, int part) { return int(int64_t(units) * part / num_parts); }
+    // [from, to) of a part of `size`, from its front when it is one's own; false when nothing is left.
+    bool take(int part, int size, bool takes_all, bool is_own, int* from, int* to);
+
+    alignas(64) std::atomic<uint64_t> taken_[kMostParts] = {};  // from the front, and in the lower half from the back
 };
 
 class Pool {

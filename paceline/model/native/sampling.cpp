@@ -113,7 +113,7 @@ int32_t pn_draw(const float* logits, int32_t size, float temperature, float min_
     const Kernels& kernels = *kernels_for(PN_F32);
     float most = 0;
     if (size < 1) return fail("a distribution needs a token");
-    kernels.argmax(logits, size, &most);
+    kernels.argmax(logits, size, INFINITY, &most);  // its place does not matter
     if (!std::isfinite(most) || !(temperature > 0))
         return fail("the largest logit is not a finite number, or the temperature not above 0");
     try {

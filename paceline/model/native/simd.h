@@ -6,6 +6,8 @@
 
 #include "kernels.h"
 
+#define PN_INLINE __attribute__((always_inline))  // of what would keep its sums in memory when it is called
+
 namespace pn {
 namespace {
 

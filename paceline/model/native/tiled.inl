@@ -1,112 +1,192 @@
 // Products of quantised groups through matrix tiles: the sums of integers are exact, scales and minima follow in the order of
 // wide_tile, so every bit is that of the narrow products. For units with AVX-512.
+//
+// Inputs stand in chunks of four, six or eight rows. A chunk is the planes of its first block: the high bytes of one row after the
+// other, then their low bytes, which are one tile; then those of the next block; and behind all blocks, for each of them, the
+// scales of the rows, their sums, and the sums of their first and of their second halves.
 
 #include "tiles.h"
 
 namespace pn {
 namespace {
 
-// Codes of a panel's group as bytes: for each block eight vectors of four columns of sixteen rows, which are a tile of weights.
-template <int Format>
-inline void unpack_group(const PnPanel& panel, const uint8_t* group, uint8_t* to) {
-    constexpr Form form = form_of(Format);
-    for (int block = 0; block < panel.num_blocks; ++block, group += form.code_bytes(), to += 8 * 64) {
-        each<8>([&](auto at) { _mm512_storeu_si512(to + at * 64, (__m512i)quarter_of<Format, at>(group)); });
-        each<form.bits>([&](auto vector) { ask_for(group + vector * 64 + kAhead); });
+// Tiles take so many lines of memory of their own that those that are asked for wait in the second cache.
+inline void ask_for_l2(const void* at) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(at))); }
+
+constexpr int kChunkRows = 8;  // at most: with both planes a whole tile
+constexpr int kLeastChunkRows = 4;
+
+// Rows of a chunk of inputs, all of one size.
+inline int chunk_rows_of(int num_rows) {
+    const int num_chunks = (num_rows + kChunkRows - 1) / kChunkRows, size = (num_rows + num_chunks - 1) / num_chunks;
+    return size <= kLeastChunkRows ? kLeastChunkRows : (size + 1) / 2 * 2;
+}
+
+// Row `index` of a chunk.
+inline void chunk_planes(const void* x, int padded_cols, int chunk_rows, int index, void* chunk) {
+    const int num_blocks = padded_cols / kBlock;
+    int8_t* bytes = static_cast<int8_t*>(chunk);
+    float* floats = reinterpret_cast<float*>(bytes + size_t(num_blocks) * 2 * kBlock * size_t(chunk_rows)) + index;
+    write_planes(x, num_blocks,
+                 {bytes + index * kBlock, bytes + (chunk_rows + index) * kBlock, 2 * kBlock * chunk_rows, floats,
+                  floats + chunk_rows, floats + 2 * chunk_rows, 4 * chunk_rows, 4 * chunk_rows, chunk_rows});
+}
+
+// A chunk from the first block of a panel on.
+struct Chunk {
+    const uint8_t* planes;
+    const Number* floats;
+};
+
+// `Groups` neighbouring groups times a chunk of `Rows` rows. A piece is what shares a scale: a block, or half of one. Three are
+// under way, so that nothing waits for what has just been written: the products of one, the sums of that before on their way to
+// memory, and the scaling of those before that. Even and odd pieces have tiles of their own. `bytes`: the codes as bytes, for each
+// block of each group eight vectors of four columns of sixteen rows, which are a tile of weights. The first chunk unpacks them,
+// two blocks ahead, and asks for what comes behind them in memory.
+template <class Tiles, int Groups, int Rows, int Format, bool Unpacks>
+struct TiledGroups {
+    static constexpr Form form = form_of(Format);
+    static constexpr int kHalves = form.halves, kDepth = kBlock / kHalves;
+    typedef std::integral_constant<int, 0> Even;
+    typedef std::integral_constant<int, 1> Odd;
+
+    const PnPanel& panel;
+    const uint8_t* codes;
+    uint8_t* bytes;
+    Chunk in;
+
+    template <class Side>
+    PN_INLINE void multiply(Side side, int piece) const {
+        Tiles::template load<4 + side>(in.planes + piece / kHalves * 2 * kBlock * Rows + piece % kHalves * kDepth, kBlock);
+        each<Groups>([&](auto group) PN_INLINE {
+            constexpr int kSum = group * 2 + side, kWeight = 6 + (Groups == 1 ? side : group);
+            Tiles::template load<kWeight>(bytes + (size_t(group * panel.num_blocks) * kBlock + size_t(piece) * kDepth) * kWide,
+                                          64);
+            Tiles::template zero<kSum>();
+            Tiles::template multiply<kSum, 4 + side, kWeight>();
+        });
     }
-}
 
-// Sums of 16 rows of weights with high and with low bytes of inputs.
-template <class Tiles, int High, int Low, int Weights>
-inline void tile_products(const uint8_t* weights, const uint8_t* inputs, int64_t row_bytes) {
-    Tiles::template load<Weights>(weights, 64);
-    Tiles::template load<4>(inputs, row_bytes);
-    Tiles::template load<5>(inputs + kBlock, row_bytes);
-    Tiles::template zero<High>();
-    Tiles::template zero<Low>();
-    Tiles::template multiply<High, 4, Weights>();
-    Tiles::template multiply<Low, 5, Weights>();
-}
+    PN_INLINE void unpack(int piece) const {
+        if (!Unpacks || piece % kHalves) return;
+        const int block = piece / kHalves;
+        each<Groups>([&](auto group) PN_INLINE {
+            const uint8_t* from = codes + group * panel.group_bytes + size_t(block) * form.code_bytes();
+            uint8_t* to = bytes + size_t(group * panel.num_blocks + block) * 8 * 64;
+            each<8>([&](auto at) PN_INLINE { _mm512_storeu_si512(to + at * 64, (__m512i)quarter_of<Format, at>(from)); });
+            each<form.bits>([&](auto vector) PN_INLINE { ask_for_l2(from + vector * 64 + Groups * 2 * kAhead); });
+        });
+    }
 
-// `Rows` rows of x, or fewer: those of the sums that are beyond the configured tiles mean nothing. Three things are under way, so
-// that nothing waits for what has just been written: the products of one piece, the sums of that before on their way to memory,
-// and the scaling of those before that. A piece is what shares a scale.
-template <class Tiles, int Rows, int Format>
-inline void tiled_rows(const PnPanel& panel, const uint8_t* scales, const uint8_t* bytes, const uint8_t* x, int64_t row_bytes,
-                       int num_blocks, float (*sums)[kWide]) {
-    constexpr Form form = form_of(Format);
-    constexpr int kDepth = kBlock / form.halves;
-    const uint8_t* planes = x + panel.first_block * 2 * kBlock;
-    const uint8_t* floats = x + num_blocks * 2 * kBlock;
-    alignas(64) int32_t stored[2][2][kTileRows][kWide];  // of two pieces: sums of high bytes, of low ones
-    const int num_pieces = panel.num_blocks * form.halves;
-    __m512 acc[Rows];
-    each<Rows>([&](auto row) { acc[row] = _mm512_setzero_ps(); });
-    for (int step = 0; step < num_pieces + 2; ++step) {
-        if (step < num_pieces) {
-            const uint8_t* weights = bytes + size_t(step) * kDepth * 16;
-            const uint8_t* inputs = planes + step / form.halves * 2 * kBlock + step % form.halves * kDepth;
-            if (step % 2 == 0) tile_products<Tiles, 0, 1, 6>(weights, inputs, row_bytes);
-            else tile_products<Tiles, 2, 3, 7>(weights, inputs, row_bytes);
-        }
-        if (step >= 2) {
-            const int piece = step - 2, block = piece / form.halves, half = piece % form.halves;
+    typedef int32_t Stored[kTileRows][kWide];
+
+    PN_INLINE void scale(const Stored* stored, int piece, __m512 (&sums)[Groups][Rows]) const {
+        const int block = piece / kHalves, half = piece % kHalves;
+        const Number* factors = in.floats + block * 4 * Rows;
+        const Number* totals = factors + (kHalves == 1 ? 1 : 2 + half) * Rows;
+        each<Groups>([&](auto group) PN_INLINE {
+            const uint8_t* scales = codes + group * panel.group_bytes + panel.codes_bytes;
             const Scales<Format> weight = scales_of<Format>(panel, scales, block, 0);
+            if (Unpacks) ask_for_l2(scales + size_t(block) * form.scale_bytes() + Groups * 2 * kAhead);
             const __m512 own_scale = (__m512)weight.scale[half], own_minimum = (__m512)weight.minimum[half];
-            each<Rows>([&](auto row) {
-                const RowFloats own = {reinterpret_cast<const Number*>(floats + row * row_bytes), num_blocks};
-                const int at_block = panel.first_block + block;
-                const __m512i high = _mm512_load_si512(stored[piece % 2][0][row]);
-                const __m512i low = _mm512_load_si512(stored[piece % 2][1][row]);
+            const Stored& from = stored[group];
+            each<Rows>([&](auto row) PN_INLINE {
+                const __m512i high = _mm512_load_si512(from[row]), low = _mm512_load_si512(from[Rows + row]);
                 const __m512 exact = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
-                const __m512 factor = _mm512_set1_ps(own.scale(at_block));
-                const __m512 sum = _mm512_set1_ps(own.template sum<form_of(Format).halves>(at_block, half));
-                acc[row] = _mm512_fmadd_ps(exact, _mm512_mul_ps(own_scale, factor), acc[row]);
-                acc[row] = _mm512_fmadd_ps(own_minimum, sum, acc[row]);
+                __m512& sum = sums[group][row];
+                sum = _mm512_fmadd_ps(exact, _mm512_mul_ps(own_scale, _mm512_set1_ps(factors[row])), sum);
+                sum = _mm512_fmadd_ps(own_minimum, _mm512_set1_ps(totals[row]), sum);
             });
-        }
-        if (step == 0 || step > num_pieces) continue;
-        int32_t (&to)[2][kTileRows][kWide] = stored[(step - 1) % 2];
-        if (step % 2 == 1) Tiles::template store<0>(to[0], 64), Tiles::template store<1>(to[1], 64);
-        else Tiles::template store<2>(to[0], 64), Tiles::template store<3>(to[1], 64);
+        });
     }
-    each<Rows>([&](auto row) { _mm512_storeu_ps(sums[row], acc[row]); });
-}
 
-// All rows with one group. x has room for kTileRows rows more than there are; tiles are of one size, so that they are configured
-// once. `scratch`: 512 bytes for each block of the panel.
-template <class Tiles, int Format>
-void tiled_group(const Product& product, const PnPanel& panel, const uint8_t* group, uint8_t* scratch, const Output& output) {
-    unpack_group<Format>(panel, group, scratch);
-    const int num_tiles = (product.num_rows + kTileRows - 1) / kTileRows, size = (product.num_rows + num_tiles - 1) / num_tiles;
-    const uint8_t* x = static_cast<const uint8_t*>(product.x);
-    for (int row = 0; row < product.num_rows; row += size) {
-        float sums[kTileRows][kWide];
-        const auto run = [&](auto most) {
-            tiled_rows<Tiles, most, Format>(panel, group + panel.codes_bytes, scratch, x + row * product.row_bytes,
-                                            product.row_bytes, product.part->num_blocks, sums);
+    PN_INLINE void run(float (*out)[Rows][kWide]) const {
+        alignas(64) Stored stored[2][Groups];
+        const auto store = [&](auto side) PN_INLINE {
+            each<Groups>([&](auto group) PN_INLINE { Tiles::template store<group * 2 + side>(stored[side][group], 64); });
         };
-        if (size <= kTileRows / 2) run(std::integral_constant<int, kTileRows / 2>());
-        else run(std::integral_constant<int, kTileRows>());
-        for (int index = 0; index < size && row + index < product.num_rows; ++index)
-            output.write_wide(row + index, sums[index]);
+        const int num_pieces = panel.num_blocks * kHalves;
+        __m512 sums[Groups][Rows];
+        each<Groups>([&](auto group)
+                         PN_INLINE { each<Rows>([&](auto row) PN_INLINE { sums[group][row] = _mm512_setzero_ps(); }); });
+        for (int piece = 0; piece < 4 && piece < num_pieces; ++piece) unpack(piece);
+        multiply(Even(), 0);
+        if (num_pieces > 1) multiply(Odd(), 1);
+        store(Even());
+        int piece = 2;
+        for (; piece + 3 < num_pieces; piece += 2) {
+            multiply(Even(), piece), store(Odd()), unpack(piece + 2), scale(stored[0], piece - 2, sums);
+            multiply(Odd(), piece + 1), store(Even()), unpack(piece + 3), scale(stored[1], piece - 1, sums);
+        }
+        for (; piece < num_pieces; ++piece) {
+            if (piece + 2 < num_pieces) unpack(piece + 2);
+            if (piece % 2 == 0) multiply(Even(), piece), store(Odd()), scale(stored[0], piece - 2, sums);
+            else multiply(Odd(), piece), store(Even()), scale(stored[1], piece - 2, sums);
+        }
+        const int last = (num_pieces - 1) % 2;
+        if (num_pieces > 1) {
+            if (last) store(Odd());
+            else store(Even());
+            scale(stored[1 - last], num_pieces - 2, sums);
+        }
+        scale(stored[last], num_pieces - 1, sums);
+        each<Groups>([&](auto group) PN_INLINE {
+            each<Rows>([&](auto row) PN_INLINE { _mm512_storeu_ps(out[group][row], sums[group][row]); });
+        });
+    }
+};
+
+template <class Tiles, int Groups, int Rows, int Format>
+void tiled_rows(const Product& product, const PnPanel& panel, const uint8_t* data, uint8_t* scratch, const Output& output) {
+    const size_t num_blocks = size_t(product.part->num_blocks), first = size_t(panel.first_block);
+    const uint8_t* chunk = static_cast<const uint8_t*>(product.x);
+    for (int row = 0; row < product.num_rows; row += Rows, chunk += Rows * product.row_bytes) {
+        const Number* floats = reinterpret_cast<const Number*>(chunk + num_blocks * 2 * kBlock * Rows);
+        const Chunk in = {chunk + first * 2 * kBlock * Rows, floats + first * 4 * Rows};
+        const int count = product.num_rows - row < Rows ? product.num_rows - row : Rows;
+        for (int group = 0; group < Groups; ++group) output.ask_for_rows(row, count, group * kWide);
+        float sums[Groups][Rows][kWide];
+        if (row == 0) TiledGroups<Tiles, Groups, Rows, Format, true>{panel, data, scratch, in}.run(sums);
+        else TiledGroups<Tiles, Groups, Rows, Format, false>{panel, data, scratch, in}.run(sums);
+        for (int group = 0; group < Groups; ++group) {
+            Output to = output;
+            to.y += group * kWide, to.column += group * kWide;
+            for (int index = 0; index < count; ++index) to.write_wide(row + index, sums[group][index]);
+        }
     }
 }
 
 // What an instruction set with tiles multiplies by them, from so many rows on.
 template <class Tiles>
 struct Tiled {
+    static constexpr bool is_always = false;
     static inline int least_rows = 1;
 
-    // Configured for all groups of a product with rows of this format.
-    static void begin(int format, int num_rows) {
-        const int num_tiles = (num_rows + kTileRows - 1) / kTileRows;
-        Tiles::configure((num_rows + num_tiles - 1) / num_tiles, kBlock / form_of(format).halves);
+    // 0: so many rows are not worth a tile. With two scales a block there is twice as much to scale, and nothing else to do.
+    static int chunk_rows(int format, int num_rows) {
+        const int least = form_of(format).halves == 2 && least_rows > 1 ? kTileRows : least_rows;
+        return num_rows < least ? 0 : chunk_rows_of(num_rows);
     }
+    static constexpr auto planes = chunk_planes;
+
+    // Configured for all groups of a product with rows of this format.
+    static void begin(int format, int chunk_rows) { Tiles::configure(2 * chunk_rows, kBlock / form_of(format).halves); }
     static void end() { Tiles::release(); }
+    // One group, or two with the same inputs; returns how many. What unpacks both while eight rows wait is slower than one after
+    // the other: as many sums as that do not fit the registers. `scratch`: 512 bytes for each block of both.
     template <int Format>
-    static void group(const Product& product, const PnPanel& panel, const uint8_t* data, void* scratch, const Output& output) {
-        tiled_group<Tiles, Format>(product, panel, data, static_cast<uint8_t*>(scratch), output);
+    static int groups(const Product& product, const PnPanel& panel, const uint8_t* data, int left, void* scratch,
+                      const Output& output) {
+        const bool is_narrow = product.chunk_rows == kChunkRows && product.num_rows <= 2 * kChunkRows;
+        const int count = left > 1 && !is_narrow ? 2 : 1;
+        const auto run = [&](auto rows) {
+            uint8_t* bytes = static_cast<uint8_t*>(scratch);
+            if (product.chunk_rows != rows) return;
+            if (count == 2) tiled_rows<Tiles, 2, rows, Format>(product, panel, data, bytes, output);
+            else tiled_rows<Tiles, 1, rows, Format>(product, panel, data, bytes, output);
+        };
+        run(std::integral_constant<int, 4>()), run(std::integral_constant<int, 6>()), run(std::integral_constant<int, 8>());
+        return count;
     }
 };
 

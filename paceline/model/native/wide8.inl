@@ -11,8 +11,6 @@
 namespace pn {
 namespace {
 
-#define PN_INLINE __attribute__((always_inline))
-
 typedef int16_t Shorts __attribute__((vector_size(16)));
 typedef int8_t SmallBytes __attribute__((vector_size(8)));
 typedef int32_t Word __attribute__((may_alias));
@@ -211,14 +209,18 @@ __attribute__((noinline)) void unpacked_group(const Product& product, const PnPa
 // For `multiply`, as tiles: takes any number of rows.
 template <class Dots>
 struct Wide8 {
-    static constexpr int least_rows = 1;
+    static constexpr bool is_always = true;
+    static constexpr int (*chunk_rows)(int, int) = nullptr;
+    static constexpr void (*planes)(const void*, int, int, int, void*) = nullptr;
     static void begin(int, int) {}
     static void end() {}
     template <int Format>
-    static void group(const Product& product, const PnPanel& panel, const uint8_t* data, void* scratch, const Output& output) {
+    static int groups(const Product& product, const PnPanel& panel, const uint8_t* data, int, void* scratch,
+                      const Output& output) {
         uint8_t* codes = static_cast<uint8_t*>(scratch);
         unpack_group<Format>(panel, data, codes);
         unpacked_group<Dots, form_of(Format).halves>(product, panel, codes, data + kAhead, output);
+        return 1;
     }
 };
 

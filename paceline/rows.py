@@ -1,0 +1,231 @@
+"""Rows of data from wherever people keep them: JSON lines, JSON arrays, Parquet, either packed with gzip, and hub data sets.
+
+    for where, row in rows_of("chats.jsonl.gz"): ...     # where: "chats.jsonl.gz, line 7"; row: a dict, or the RowError it is
+
+A hub data set is `owner/name[/config][:split]`: its Parquet or JSON files are fetched one by one as they are read, never code.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast
+
+from paceline.errors import DownloadError, PromptError, needing, reraised
+
+Row = dict[str, Any]
+Rows = Iterator[tuple[str, "Row | RowError"]]
+
+MAX_LINE_BYTES = 64 * 2**20
+"""A longer line, which a small packed file can hold, is not read."""
+MAX_ARRAY_BYTES = 2 * 2**30
+"""A JSON array is held in memory whole; JSON lines are not."""
+JSON_ENDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
+CONVERTED = "refs/convert/parquet"
+"""The branch on which the hub keeps its own Parquet copy of a data set: <config>/<split>/0000.parquet."""
+SPLITS = ("train", "test", "validation", "valid", "dev")
+
+
+class RowError(PromptError):
+    """One row that cannot be used; the others may be."""
+
+    def __init__(self, message: str, reason: str = "malformed") -> None:
+        """`reason`: a few words under which rows of this kind are counted."""
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class Dropped:
+    """Rows that were left out, by reason, with the first one of each as an example."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, example: str, number: int = 1) -> None:
+        self.counts[reason] += number
+        self.examples.setdefault(reason, example)
+
+    def __bool__(self) -> bool:
+        return bool(self.counts)
+
+    def __str__(self) -> str:
+        """ "3 rows left out: 2 not JSON (a.jsonl, line 7: ...), 1 empty (...)"."""
+        listed = ", ".join(f"{number} {reason} ({self.examples[reason]})" for reason, number in self.counts.most_common())
+        return f"{self.counts.total()} rows left out: {listed}"
+
+
+def rows_of(source: str | Path) -> tuple[str, Rows]:
+    """(short name, rows) of a file, a folder of Parquet files, or a hub data set. Raises PromptError, DownloadError."""
+    path, name = Path(source), str(source)
+    if path.is_dir():
+        return path.name, _folder_rows(path)
+    if path.is_file():
+        return path.name, file_rows(path)
+    if _looks_like_a_path(name):
+        raise PromptError(f"there is no prompt file {path}: check --prompts")
+    return name, _hub_rows(name)
+
+
+def _looks_like_a_path(name: str) -> bool:
+    is_id = re.fullmatch(r"[\w.-]+(/[\w.-]+){0,2}(:[\w.-]+)?", name) and not name.startswith((".", "/"))
+    return not is_id or Path(name).suffix in (".jsonl", ".json", ".parquet", ".txt", ".csv", ".gz")
+
+
+def file_rows(path: Path) -> Rows:
+    """By the file's ending; what is not Parquet is JSON lines or an array. Raises PromptError when it cannot be read."""
+    return _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    with path.open("rb") as file:
+        is_packed = file.read(2) == b"\x1f\x8b"
+    return cast(IO[bytes], gzip.open(path)) if is_packed else path.open("rb")
+
+
+def _json_rows(path: Path) -> Rows:
+    remedy = "check --prompts"
+    with reraised(PromptError, f"cannot read {path}", remedy, OSError, EOFError, zlib.error), _opened(path) as lines:
+        first = lines.read(64)
+        lines.seek(0)
+        if first.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"[") and _is_array_file(path):
+            yield from _array_rows(path, lines)
+            return
+        number = 0
+        while line := lines.readline(MAX_LINE_BYTES):
+            number += 1
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                raise PromptError(f"{where}: longer than {MAX_LINE_BYTES >> 20} MiB: write one object per line")
+            try:
+                row = json.loads(line.decode("utf-8-sig"))
+            except (ValueError, RecursionError) as error:
+                yield where, _not_json(where, error)
+                continue
+            yield where, row if isinstance(row, dict) else _no_object(where, row)
+
+
+def _is_array_file(path: Path) -> bool:
+    return path.name.endswith((".json", ".json.gz"))
+
+
+def _array_rows(path: Path, file: IO[bytes]) -> Rows:
+    """The objects of one JSON array, as ShareGPT's files are."""
+    text = file.read(MAX_ARRAY_BYTES + 1)
+    if len(text) > MAX_ARRAY_BYTES:
+        raise PromptError(f"{path} is an array of more than {MAX_ARRAY_BYTES >> 30} GiB: write one object per line (.jsonl)")
+    with reraised(PromptError, f"{path} is no JSON", "write one object per line", ValueError, RecursionError):
+        rows = json.loads(text.decode("utf-8-sig"))
+    for number, row in enumerate(rows, start=1):
+        where = f"{path}, entry {number}"
+        yield where, row if isinstance(row, dict) else _no_object(where, row)
+
+
+def _not_json(where: str, error: Exception) -> RowError:
+    return RowError(f"{where}: not a line of JSON ({' '.join(str(error).split())}): write one object per line", "not JSON")
+
+
+def _no_object(where: str, row: Any) -> RowError:
+    return RowError(f"{where}: expected an object, not {type(row).__name__}", "not an object")
+
+
+def _parquet_rows(path: Path) -> Rows:
+    with needing(PromptError, f"reading {path} needs pyarrow: pip install pyarrow, or give a .jsonl file"):
+        from pyarrow import ArrowException, parquet
+    remedy = "give a .jsonl file, or a whole Parquet file"
+    with reraised(PromptError, f"{path} is not a readable Parquet file", remedy, ArrowException, OSError):
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=256)
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+            yield f"{path}, row {number}", row
+
+
+def _folder_rows(folder: Path) -> Rows:
+    files = sorted(folder.glob("*.parquet"))
+    if not files:
+        raise PromptError(f"{folder} is a folder without .parquet files: name a .jsonl file in it, or a folder of traces")
+    for file in files:
+        if file.exists():  # a server that goes on deletes its oldest traces
+            yield from _parquet_rows(file)
+
+
+def _hub_rows(name: str) -> Rows:
+    """Rows of a hub data set; each file is fetched into the Hugging Face cache when its turn comes."""
+    repo, _, split = name.partition(":")
+    parts = repo.split("/")
+    config = parts.pop() if len(parts) == 3 else None
+    for file in _hub_files("/".join(parts), config, split, name):
+        yield from file_rows(file)
+
+
+def _hub_files(repo_id: str, config: str | None, split: str, name: str) -> Iterator[Path]:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    unknown = (
+        errors.RepositoryNotFoundError,
+        errors.RevisionNotFoundError,
+        errors.HFValidationError,
+        errors.EntryNotFoundError,
+    )
+    unreached = (errors.LocalEntryNotFoundError, errors.HTTPError, ConnectionError, TimeoutError)
+    try:
+        listed = huggingface_hub.HfApi().list_repo_files(repo_id, repo_type="dataset")
+        revision = None
+        if not any(each.endswith((".parquet", *JSON_ENDS[:2])) for each in listed):
+            listed, revision = (
+                huggingface_hub.HfApi().list_repo_files(repo_id, repo_type="dataset", revision=CONVERTED),
+                CONVERTED,
+            )
+        for file in choose_files(listed, config, split, name):
+            yield Path(huggingface_hub.hf_hub_download(repo_id, file, repo_type="dataset", revision=revision))
+    except errors.GatedRepoError as error:
+        raise DownloadError(f"{repo_id} asks for permission: accept its terms on the hub, then run `hf auth login`") from error
+    except unreached as error:
+        if isinstance(error, unknown):
+            raise PromptError(
+                f"there is no file {name!r}, and no data set {repo_id!r} with readable files on the hub: check the spelling, "
+                "or give a .jsonl or .parquet file"
+            ) from error
+        raise DownloadError(
+            f"the data set {repo_id} cannot be fetched: check the network and HF_HUB_OFFLINE, or give a .jsonl file"
+        ) from error
+    except unknown as error:
+        raise PromptError(f"{name!r} is no file and no data set's id: write owner/name[/config][:split]") from error
+
+
+def choose_files(listed: list[str], config: str | None, split: str, name: str) -> list[str]:
+    """The data files of one config and split, `train` where none is named. Raises PromptError that lists what there is."""
+    endings = (".parquet",) if any(file.endswith(".parquet") for file in listed) else JSON_ENDS
+    files = [
+        file for file in sorted(listed) if file.endswith(endings) and not Path(file).name.startswith((".", "dataset_info"))
+    ]
+    if config:
+        files = [file for file in files if config in re.split(r"[/.]", file) or Path(file).name.startswith(f"{config}-")]
+    found = [file for file in files if _names(split or "train", file)]
+    if not found and not split:
+        found = [file for file in files if not any(_names(each, file) for each in SPLITS)]
+    if not found:
+        told = ", ".join(sorted(listed)[:12]) or "nothing"
+        raise PromptError(f"{name} has no Parquet or JSON files of this config and split: choose among {told}")
+    configs = sorted({_config_of(file) for file in found})
+    if len(configs) > 1 and not config:
+        raise PromptError(f"{name} has several configs ({', '.join(configs)}): name one, as owner/name/config:split")
+    return found
+
+
+def _names(split: str, file: str) -> bool:
+    return re.search(rf"(^|[/._-]){re.escape(split)}([/._-]|$)", file) is not None
+
+
+def _config_of(file: str) -> str:
+    """The folder that holds a config's files; folders of data and of splits are none."""
+    folders = [part for part in Path(file).parent.parts if part != "data" and part not in SPLITS]
+    return "/".join(folders)

@@ -1,0 +1,67 @@
+"""Whether a server is worse than before a swap: by traces, by counters, by errors, by pace; and when too little is known."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import pytest
+from adapt_requests import keyed, store
+from played import NOW
+
+from paceline.adapt.config import WatchConfig
+from paceline.adapt.counts import Counts
+from paceline.adapt.stage import LEAST_ROUNDS, Stage
+
+FIRST = Counts(rounds=1000, accepted=1000, steps=1000, busy_s=20)
+BEFORE = Counts(rounds=3000, accepted=3000, steps=3000, busy_s=60)
+"""Two tokens a round, one row a round, 20 ms each."""
+
+
+def begun(folder: Path, first: Counts | None = FIRST) -> Stage:
+    (folder / "traces").mkdir(exist_ok=True)
+    stage = Stage("retrain", "gate", 1, ("tickets",))
+    stage.begin_probation(folder / "traces", first, BEFORE, NOW)
+    return stage
+
+
+def wrong(stage: Stage, folder: Path, **changes: float) -> str | None:
+    """What is said when the counters have moved by this."""
+    return stage.wrong(folder / "traces", BEFORE + Counts(**changes), NOW + 600, WatchConfig())
+
+
+def test_fewer_tokens_by_its_counters(tmp_path: Path) -> None:
+    stage = begun(tmp_path)
+    assert wrong(stage, tmp_path, rounds=LEAST_ROUNDS - 1, accepted=0) is None, "too few rounds say nothing"
+    assert "1.00 tokens a round by its metrics, 2.00 before" in str(wrong(stage, tmp_path, rounds=LEAST_ROUNDS, accepted=0))
+    assert wrong(stage, tmp_path, rounds=1000, accepted=910) is None, "less than 5%"
+    assert wrong(stage, tmp_path, rounds=1000, accepted=890) is not None
+    assert wrong(begun(tmp_path, None), tmp_path, rounds=1000, accepted=0) is None, "nothing is known of before"
+
+
+def test_fewer_tokens_by_its_traces(tmp_path: Path) -> None:
+    """A cluster needs its rounds before and after; counters are not asked then."""
+    begin = datetime.datetime.fromtimestamp(NOW, datetime.UTC)
+    ends = {"ago": begin - datetime.timedelta(hours=1), "since": begin + datetime.timedelta(seconds=60)}
+    good, bad = ({"drafted": [3] * 20, "accepted": [each] * 20} for each in (2, 1))
+    store(tmp_path / "traces", [keyed(each, ended=ends["ago"], **good) for each in range(10)])
+    stage = begun(tmp_path)
+    assert stage.before["tickets"] == 3.0
+    store(tmp_path / "traces", [keyed(100 + each, ended=ends["since"], **bad) for each in range(9)], "traces-2.parquet")
+    assert wrong(stage, tmp_path, rounds=180, accepted=180) is None, "180 rounds of 200"
+    store(tmp_path / "traces", [keyed(200, ended=ends["since"], **bad)], "traces-3.parquet")
+    assert wrong(stage, tmp_path, rounds=1000, accepted=2000) == "2.00 tokens a round, 3.00 before"
+
+
+@pytest.mark.parametrize(
+    ("rounds", "busy_s", "is_slower"), [(200, 5.2, True), (200, 4.8, False), (236, 5.2, True), (260, 5.2, False)]
+)
+def test_slower_rounds(tmp_path: Path, rounds: int, busy_s: float, is_slower: bool) -> None:
+    """200 rounds of the server: 26 or 24 ms each beside 20, with one row, or with more of them, which take longer anyway."""
+    found = wrong(begun(tmp_path), tmp_path, rounds=rounds, accepted=rounds, steps=200, busy_s=busy_s)
+    assert (found == "a round takes 26.0 ms, 20.0 before with as many rows") is is_slower
+    assert (found is not None) is is_slower
+
+
+def test_one_request_that_ended_in_an_error(tmp_path: Path) -> None:
+    assert wrong(begun(tmp_path), tmp_path, errors=1) == "1 requests ended in an error"

@@ -1,0 +1,284 @@
+"""Hidden states of a target elsewhere: through vLLM's files or our server, the drafter is the one trained here, to the bit."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from elsewhere_server import Elsewhere, served
+from live_server import Live
+from safetensors.torch import load, load_file, save, save_file
+from small_llm import tiny_model
+
+from paceline.config import EngineConfig
+from paceline.engine.llm import LLM
+from paceline.errors import CacheError, ConfigError, DownloadError, NumericsError, UnsupportedModelError
+from paceline.model.backends import load_target, settle
+from paceline.model.target import Target, head_weight
+from paceline.serve.settings import ServeConfig
+from paceline.train import train
+from paceline.train.answers import Answer, AnswerShards
+from paceline.train.client import KEY
+from paceline.train.config import (
+    AnswerConfig,
+    DrafterShape,
+    ElsewhereConfig,
+    LoopConfig,
+    LossConfig,
+    PromptsConfig,
+    TrainConfig,
+)
+from paceline.train.dataset import Document
+from paceline.train.ends import Ends, load_ends
+from paceline.train.features import OnlineFeatures
+from paceline.train.remote_features import RemoteFeatures
+
+LOOP = LoopConfig(max_steps=4, blocks_per_step=24, anchors=6, autocast=False, heldout_every=2)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    return EngineConfig(str(tiny_model(tmp_path_factory.mktemp("target") / "tiny")), device="cpu", dtype="float32", threads=1)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("answers")
+    rows = [np.random.default_rng(n).integers(0, 250, 14 + n % 5).tolist() for n in range(12)]
+    AnswerShards(folder).write(
+        [Answer(f"q{n}@0", "here", 0, 0.0, row[:5], row[5:], "length", "") for n, row in enumerate(rows)]
+    )
+    return folder
+
+
+def loaded(engine: EngineConfig) -> Target:
+    return load_target(replace(settle(engine), max_batch=1, max_len=128))
+
+
+class VLLM:
+    """Its server with ExampleHiddenStatesConnector: writes behind its answer, under a lock."""
+
+    def __init__(self, engine: EngineConfig, folder: Path, layer_ids: tuple[int, ...]) -> None:
+        self.target, self.folder, self.layer_ids = loaded(engine), folder, layer_ids
+        self.has_locks, self.delay_s, self.number = True, 0.01, 0
+        self.spoil: Any = lambda tensors: tensors
+        self._lock = threading.Lock()
+
+    def __call__(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, bytes] | None:
+        if path == "/v1/features":
+            return 404, b"nothing here"
+        if path != "/v1/completions":
+            return None
+        assert body["max_tokens"] == 1 and body["model"] == "the-model"
+        with self._lock:
+            self.number += 1
+            file = self.folder / f"cmpl-{self.number}.safetensors"
+            document = Document("x", np.array(body["prompt"], dtype=np.int32), 0)
+            taps = tuple(layer - 1 for layer in self.layer_ids)
+            states_SF = OnlineFeatures(self.target, [document], taps, False).of(0).taps_SF
+        tensors = {
+            "hidden_states": states_SF.unflatten(1, (len(taps), -1)).contiguous(),
+            "token_ids": torch.tensor(body["prompt"]),
+        }
+        lock = Path(f"{file}.lock").open("w") if self.has_locks else None  # noqa: SIM115
+        if lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        threading.Thread(target=self._write, args=(file, lock, self.spoil(tensors))).start()
+        told = {"choices": [{"text": "a"}], "kv_transfer_params": {"hidden_states_path": f"/where/vllm/sees/{file.name}"}}
+        return 200, json.dumps(told).encode()
+
+    def _write(self, file: Path, lock: Any, tensors: dict[str, torch.Tensor]) -> None:
+        data = save(tensors)
+        file.write_bytes(data[: len(data) // 2])
+        time.sleep(self.delay_s)
+        file.write_bytes(data)
+        if lock:
+            lock.close()
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", KEY):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def vllm(engine: EngineConfig, tmp_path: Path) -> Iterator[tuple[VLLM, Elsewhere]]:
+    (tmp_path / "shared").mkdir()
+    fake = Elsewhere(LLM.__new__(LLM))
+    fake.other = one = VLLM(engine, tmp_path / "shared", (1,))
+    with served(fake):
+        yield one, fake
+
+
+@pytest.fixture(scope="module")
+def live(engine: EngineConfig) -> Iterator[Live]:
+    config = ServeConfig(port=0, api_keys=("sesame",), features=True)
+    one = Live(lambda: LLM.of(replace(engine, drafter="none", max_batch=2, max_len=128)), config)
+    one.start()
+    yield one
+    one.stop()
+
+
+def trained(
+    out: Path, engine: EngineConfig, answers: Path, elsewhere: ElsewhereConfig | None = None, **changes: Any
+) -> dict[str, Any]:
+    """The finished drafter's weights."""
+    shape = DrafterShape(num_layers=1, block_size=4, tap_layers=(0,))
+    values: dict[str, Any] = {
+        "answers": () if "asked" in changes else (answers,),
+        "loop": LOOP,
+        "shape": shape,
+        "max_len": 64,
+    } | changes
+    result = train(TrainConfig(out, engine, elsewhere=elsewhere or ElsewhereConfig(), **values))
+    return load_file(result.drafter / "model.safetensors")
+
+
+def same(one: dict[str, Any], two: dict[str, Any]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("features", ["cached", "streamed"])
+def test_vllm_s_files_give_the_same_drafter(
+    tmp_path: Path, engine: EngineConfig, answers: Path, vllm: tuple[VLLM, Elsewhere], features: str
+) -> None:
+    one, fake = vllm
+    one.has_locks = features == "cached"
+    elsewhere = ElsewhereConfig(features_from=fake.url, features_folder=one.folder, at_once=4)
+    there = trained(tmp_path / "there", engine, answers, elsewhere, features=features)
+    assert same(there, trained(tmp_path / "here", engine, answers))
+    assert list(one.folder.iterdir()) == [], "what was read is deleted"
+    assert one.number >= 12
+
+
+def test_a_whole_run_elsewhere_gives_the_same_drafter(
+    tmp_path: Path, engine: EngineConfig, vllm: tuple[VLLM, Elsewhere]
+) -> None:
+    """Prompts in, drafter out, with answers and hidden states of a server; of the target here only the ends are loaded."""
+    one, fake = vllm
+    fake.llm = LLM.of(replace(engine, drafter="none", max_batch=2, max_len=128))
+    fake.other = lambda method, path, body: one(method, path, body) if body.get("max_tokens", 1) == 1 else None
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"Tell me {n}."}) + "\n" for n in range(12)))
+    asked: dict[str, Any] = {"asked": PromptsConfig((str(file),)), "max_len": 96}
+    asked["answering"] = AnswerConfig(max_tokens=12, max_prompt_tokens=80, temperatures=(0.0, 0.8))
+    elsewhere = ElsewhereConfig(answers_from=fake.url, features_from=fake.url, features_folder=one.folder, at_once=3)
+    there = trained(tmp_path / "there", engine, tmp_path, elsewhere, **asked)
+    assert same(there, trained(tmp_path / "here", engine, tmp_path, **asked))
+    assert len(fake.bodies) == 24 and one.number >= 24
+
+
+def test_our_server_gives_the_same_drafter(
+    tmp_path: Path, engine: EngineConfig, answers: Path, live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = ElsewhereConfig(features_from=live.url, at_once=3)
+    with pytest.raises(ConfigError, match="wants another key"):
+        trained(tmp_path / "without", engine, answers, elsewhere)
+    monkeypatch.setenv(KEY, "sesame")
+    loop = replace(LOOP, loss=LossConfig("kl"))
+    there = trained(tmp_path / "there", engine, answers, elsewhere, loop=loop)
+    assert same(there, trained(tmp_path / "here", engine, answers, loop=loop)), "the final states too"
+    assert live.is_idle() and live.llm.target.tap_layers == ()
+
+
+def test_the_contract_of_our_server(engine: EngineConfig, live: Live) -> None:
+    import urllib.error
+    import urllib.request
+
+    def ask(body: Any = None, key: str = "sesame") -> tuple[int, bytes]:
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(live.url + "/v1/features", body and json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, response.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    status, told = ask()
+    shape = {"num_layers": 2, "hidden_size": 32, "dtype": "float32", "max_tokens": 128}
+    assert status == 200 and shape.items() <= json.loads(told).items()
+    status, data = ask({"token_ids": [1, 2, 3], "layers": [1, 0], "final": True})
+    tensors = load(data)
+    assert tensors["hidden_states"].shape == (3, 2, 32) and tensors["token_ids"].tolist() == [1, 2, 3]
+    assert torch.equal(tensors["final"], tensors["hidden_states"][:, 0]), "the last layer's, after the norm"
+    refused = [
+        ({"token_ids": [1] * 129, "layers": [0]}, 400, b"more than the 128"),
+        ({"token_ids": [258], "layers": [0]}, 400, b"from 0 to 257"),
+        ({"token_ids": [1], "layers": [2]}, 400, b"from 0 to 1"),
+        ({"token_ids": [1], "layers": [0, 0]}, 400, b"each once"),
+        ({"token_ids": [], "layers": [0]}, 400, b"token_ids"),
+    ]
+    for body, expected, said in refused:
+        status, told = ask(body)
+        assert status == expected and said in told, told
+    assert ask({"token_ids": [1], "layers": [0]}, key="wrong")[0] == 401
+    assert live.is_idle()
+
+
+def test_without_the_option_there_is_nothing(engine: EngineConfig) -> None:
+    one = Live(lambda: LLM.of(replace(engine, drafter="none", max_batch=1, max_len=64)), ServeConfig(port=0))
+    one.start()
+    try:
+        source = ElsewhereConfig(features_from=one.url)
+        with pytest.raises(ConfigError, match="features_folder must be given"):
+            RemoteFeatures(source, loaded(engine), [], (0,), False)
+    finally:
+        one.stop()
+
+
+def features(engine: EngineConfig, fake: Elsewhere, one: VLLM, *, needs_final: bool = False, **changes: Any) -> RemoteFeatures:
+    values: dict[str, Any] = {"features_from": fake.url, "features_folder": one.folder, "patience_minutes": 0.005} | changes
+    documents = [Document("d", np.array([4, 5, 6, 7], dtype=np.int32), 2)]
+    return RemoteFeatures(ElsewhereConfig(**values), load_ends(settle(engine)), documents, (0,), needs_final)
+
+
+def test_what_a_server_gives_is_checked(engine: EngineConfig, vllm: tuple[VLLM, Elsewhere], tmp_path: Path) -> None:
+    one, fake = vllm
+    source = features(engine, fake, one)
+    assert source.of(0).taps_SF.shape == (4, 32) and "layer_ids [1]" in source.introduction
+    spoilt: list[tuple[Any, type[Exception], str]] = [
+        (lambda t: t | {"token_ids": t["token_ids"] + 1}, ConfigError, "hidden states of other tokens"),
+        (lambda t: t | {"hidden_states": t["hidden_states"].repeat(1, 2, 1)}, ConfigError, "start vLLM with layer ids 1"),
+        (lambda t: {"token_ids": t["token_ids"]}, ConfigError, "of shape None"),
+        (lambda t: t | {"hidden_states": t["hidden_states"] * float("nan")}, NumericsError, "no numbers"),
+        (lambda t: t | {"more": torch.zeros(1 << 20)}, ConfigError, "larger than these layers"),
+    ]
+    for spoil, kind, said in spoilt:
+        one.spoil = spoil
+        with pytest.raises(kind, match=said):
+            source.of(0)
+    one.spoil = lambda tensors: tensors
+    with pytest.raises(CacheError, match="does not come: check that features_folder"):
+        features(engine, fake, one, features_folder=tmp_path / "elsewhere").of(0)
+    with pytest.raises(UnsupportedModelError, match="use --loss ce or d-pace"):
+        features(engine, fake, one, needs_final=True)
+    fake.other = lambda method, path, body: (400, b"too long") if path == "/v1/completions" else one(method, path, body)
+    with pytest.raises(DownloadError, match="refuses document d: status 400: too long"):
+        source.of(0)
+
+
+def test_the_ends_are_the_target_s(engine: EngineConfig, tmp_path: Path) -> None:
+    whole, ends = loaded(engine), load_ends(settle(engine))
+    assert isinstance(ends, Ends) and torch.equal(head_weight(ends), head_weight(whole))
+    ids = torch.arange(whole.vocab_size)
+    assert torch.equal(ends.embed(ids), whole.embed(ids)) and ends.num_layers == whole.num_layers
+    folder = tmp_path / "alien"
+    folder.mkdir()
+    config = {"model_type": "alien", "num_hidden_layers": 48, "tie_word_embeddings": True, "max_position_embeddings": 99}
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Alien"], "text_config": config}))
+    save_file({"language_model.model.embed_tokens.weight": torch.ones(7, 4)}, folder / "model-3.safetensors")
+    alien = load_ends(settle(replace(engine, model=str(folder))))
+    assert (alien.vocab_size, alien.hidden_size, alien.num_layers) == (7, 4, 48), "one that we do not run"
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "gemma3"}))
+    with pytest.raises(UnsupportedModelError, match="gemma3 is not implemented"):
+        load_ends(settle(replace(engine, model=str(folder))))

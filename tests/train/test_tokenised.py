@@ -1,0 +1,63 @@
+"""Rows of token ids with a loss mask become documents; what cannot be used is counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from paceline.errors import PromptError
+from paceline.train.dataset import check_answers, read_corpus
+from paceline.train.tokenised import tokenised_answers
+
+
+def write(folder: Path, *rows: Any) -> Path:
+    file = folder / "given.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_every_stretch_is_an_answer(tmp_path: Path) -> None:
+    row = {"id": "c", "input_ids": [1, 2, 3, 4, 5, 6, 7, 8], "loss_mask": [0, 0, 1, 1, 0, 0, 1, 1]}
+    first, second = tokenised_answers(write(tmp_path, row))
+    assert (first.prompt_ids, first.answer_ids, first.turn) == ([1, 2], [3, 4], 0)
+    assert (second.prompt_ids, second.answer_ids, second.turn) == ([1, 2, 3, 4, 5, 6], [7, 8], 1)
+    assert first.key == second.key == "given.jsonl/c@given"
+    labels = {"id": "c", "input_ids": row["input_ids"], "labels": [-100, -100, 3, 4, -100, -100, 7, 8]}
+    assert [each.answer_ids for each in tokenised_answers(write(tmp_path, labels))] == [[3, 4], [7, 8]]
+    whole = {"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]}
+    assert [each.prompt_ids for each in tokenised_answers(write(tmp_path, whole))] == [[1]], "something stands before an anchor"
+
+
+def test_they_are_learned_from(tmp_path: Path) -> None:
+    rows = [{"input_ids": [1, 2, number, number + 1, number + 2], "loss_mask": [0, 0, 1, 1, 1]} for number in range(5, 25)]
+    corpus = read_corpus([write(tmp_path, *rows, {"input_ids": [1]}, {"input_ids": [1, 2, 3], "loss_mask": [0, 1]})], 64, 0.1)
+    assert (len(corpus.train), len(corpus.heldout)) == (18, 2)
+    assert corpus.dropped.counts == {"without a loss mask": 1, "with a wrong loss mask": 1}
+    assert "2 rows left out" in corpus.told() and "line 21" in corpus.told()
+    check_answers([tmp_path / "given.jsonl"])
+    with pytest.raises(PromptError, match="line 21: 'loss_mask' or 'labels' must say"):
+        read_corpus([tmp_path / "given.jsonl"], 64, strict=True)
+
+
+def test_parquet(tmp_path: Path) -> None:
+    table = pa.table({"input_ids": [[1, 2, 3, 4]], "loss_mask": [[0, 0, 1, 1]]})
+    parquet.write_table(table, tmp_path / "given.parquet")
+    assert [each.answer_start for each in read_corpus([tmp_path / "given.parquet"], 64).train] == [2]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"input_ids": "1 2"}, "'input_ids' must be a list of token ids"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 1, 1]}, "one number for each of the 2 tokens"),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]}, "no two neighbouring tokens"),
+    ],
+)
+def test_bad_rows(tmp_path: Path, row: Any, said: str) -> None:
+    with pytest.raises(PromptError, match=f"line 1: .*{said}"):
+        list(tokenised_answers(write(tmp_path, row)))
