@@ -113,7 +113,9 @@ def test_other_settings_are_refused_and_shown(stopped: Path, changes: dict[str, 
 def test_other_documents_of_the_same_number_are_refused(stopped: Path) -> None:
     """Resumed, the data position would point into another order of other texts."""
     again = trainer(stopped, config(checkpoint_minutes=EVERY_STEP))
-    again.corpus.train[4] = replace(again.corpus.train[4], key="another@0/0")
+    documents = [*again.corpus.train]
+    documents[4] = replace(documents[4], key="another@0/0")
+    again.corpus = replace(again.corpus, train=documents)
     with pytest.raises(ConfigError, match=r"begun with other settings \(documents"):
         again.resume()
 
