@@ -231,12 +231,14 @@ def _disk(config: TrainConfig, target: TargetFacts, data: Data, sizes: Sizes) ->
 
 
 def _memory(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
-    """At most, in the training stage: target, its embedding and head as matrices, weights with their optimiser, one pack."""
-    matrix = 2.0 * 4 * target.shape.vocab_size * sizes.hidden_size if target.is_quantised else 0.0
+    """At most, in the training stage: target, its embedding and head as matrices, weights with their optimiser, one pack. Of a
+    target elsewhere only these two matrices are here."""
+    is_elsewhere = config.elsewhere.features_from is not None
+    matrix = 2.0 * 4 * target.shape.vocab_size * sizes.hidden_size if target.is_quantised or is_elsewhere else 0.0
     rows = config.loop.blocks_per_pack * sizes.block_size
     kept = sizes.num_layers * (30 * sizes.hidden_size + 6 * sizes.intermediate_size) * 4.0 * rows
     head = 256 * 12.0 * min(config.loop.loss.vocab or sizes.draft_vocab, target.shape.vocab_size)
-    weights = target.weight_bytes or target.shape.num_parameters * target.value_bytes
+    weights = 0.0 if is_elsewhere else target.weight_bytes or target.shape.num_parameters * target.value_bytes
     return weights + matrix + OPTIMISER_BYTES * sizes.parameters + kept + head
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.draft.checkpoint import write_checkpoint
 from paceline.draft.dflash import DFlashDrafter
-from paceline.errors import ModelNotFoundError, UnsupportedModelError
+from paceline.errors import ModelNotFoundError, PromptError, UnsupportedModelError
 from paceline.hardware import this_machine
 from paceline.model.backends import load_target, settle
 from paceline.model.target import Target
@@ -201,6 +201,8 @@ class _Stages:
         if kept_out is not None:
             heldout = list(read_corpus([kept_out], config.max_len, 0.0).train[:MAX_HELDOUT])
             corpus = replace(corpus, train=without(corpus.train, {each.key for each in heldout}), heldout=heldout)
+            if not corpus.train:
+                raise PromptError("nothing is left to learn from: every document is held out; give --heldout other prompts")
         if len(corpus.heldout) < MIN_HELDOUT:
             self.progress.say(
                 f"note: only {len(corpus.heldout)} documents are held out, so their figures are rough: give more prompts, or a "

@@ -96,6 +96,7 @@ def test_a_target_elsewhere_costs_nothing_here_and_lends_no_layers(tmp_path: Pat
     assert plan.hours["answers"] == plan.hours["features"] == plan.disk_bytes["features"] == 0.0 < plan.hours["steps"]
     assert not plan.config.shape.is_copied
     assert "the hidden states are of http://127.0.0.1:2: what they take there is not in these hours" in plan.text
+    assert plan.memory_bytes < make_plan(replace(config, elsewhere=ElsewhereConfig())).memory_bytes
     kept = make_plan(asked(tmp_path, features="cached")).disk_bytes["features"]
     assert make_plan(asked(tmp_path, features="cached", feature_dtype="int8")).disk_bytes["features"] == kept / 2
 

@@ -356,6 +356,14 @@ def test_answers_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
         paceline(*words, target, "--answers", answers)
 
 
+def test_prompts_that_are_all_held_out_teach_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(4)))
+    words = ("--max-tokens", "8", "--prompts", file, "--heldout", f"{file}=1", "--features", "streamed")
+    with pytest.raises(PromptError, match="nothing is left to learn from: every document is held out"):
+        paceline(*TINY, *words, "--out", tmp_path / "run")
+
+
 def test_a_damaged_file_of_answers_is_named(tmp_path: Path) -> None:
     (tmp_path / "answers-r0-00000.parquet").write_bytes(b"PAR1 cut short")
     with pytest.raises(PromptError, match="answers-r0-00000.parquet is no file of answers"):
