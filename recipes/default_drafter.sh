@@ -35,7 +35,7 @@ answers=()
 for folder in arithmetic kinds tasks instructions functions self-written; do
     answers+=(--answers "$out/$folder/answers")
 done
-"${many[@]}" train --target "$target" "${answers[@]}" --out "$out/run" --first-layers target --max-len 512 --max-tokens 128 \
+"${many[@]}" train --target "$target" "${answers[@]}" --out "$out/run" --plan off --first-layers copied --max-len 512 --max-tokens 128 \
     --epochs 20 --max-minutes "${MINUTES:-50}" --blocks-per-step 192 --anchors 48 --lr 2e-3 --loss d-pace --loss-vocab 8192 \
     --features cached --heldout-every 250 --ood paceline/bench/prompts.jsonl
 # 4. The same once more, from what was learned: a sixtieth more tokens per round on held-out answers, more on others.

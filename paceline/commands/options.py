@@ -185,9 +185,19 @@ def options(command: Callable[P, R]) -> Callable[P, R]:
             print(json.dumps(plain(line)), flush=True)
         return line
 
+    run.fields = {  # pyright: ignore[reportAttributeAccessIssue]
+        each.parameter.name: f"{name}.{each.field}" for name, (_, asked) in configs.items() for each in asked
+    }
     run.__signature__ = inspect.Signature(flat)  # pyright: ignore[reportAttributeAccessIssue]  # raises on a name taken twice
     run.__annotations__ = {each.name: each.annotation for each in flat}
     return run
+
+
+def typed(command: Callable[..., Any], context: typer.Context) -> set[str]:
+    """The fields that were asked for on the command line of a command of `options`, as parameter.field: shape.num_layers."""
+    fields: dict[str, str] = command.fields  # pyright: ignore[reportFunctionMemberAccess]
+    told = {name: context.get_parameter_source(name) for name in fields}
+    return {fields[name] for name, source in told.items() if source is not None and source.name == "COMMANDLINE"}
 
 
 def size(option: str, text: str | None) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,27 @@ def introduce(llm: LLM) -> str:
     return render("loaded.txt", llm=llm, form=form_of(llm.target)).rstrip()
 
 
+class MinuteLines:
+    """Where no terminal is: a line a minute of how far something is, and how long it still takes."""
+
+    EVERY_S = 60.0
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._began = self._told = time.monotonic()
+
+    def advance(self, text: str) -> None:
+        """One more is done."""
+        self._done += 1
+        now = time.monotonic()
+        if now - self._told < self.EVERY_S:
+            return
+        self._told = now
+        left_s = (now - self._began) / self._done * max(0, self._total - self._done)
+        share = f"{self._done} of {self._total} ({self._done / max(1, self._total):.0%})"
+        say(f"{self._what}: {share}, {left_s / 60:.0f} min left" + (f"; {text}" if text != self._what else ""))
+
+
 class TerminalProgress(Progress):
     """Writes to stderr what a library call tells of its progress."""
 
@@ -51,6 +73,9 @@ class TerminalProgress(Progress):
 
     @contextlib.contextmanager
     def bar(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
+        if not sys.stderr.isatty():
+            yield MinuteLines(what, total).advance
+            return
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated, Any
 
-from paceline.commands.options import Changed, Only, Opt, Without, options
+import typer
+
+from paceline.commands.options import Changed, Only, Opt, Without, options, typed
 from paceline.commands.shared import Json, JsonSchema, Regex, TerminalProgress, grammar_of, say
 from paceline.config import EngineConfig
 from paceline.errors import CacheError, ConfigError
+from paceline.runlog import RunFolder
 from paceline.train import config as asks
 from paceline.train import regenerate as run_regenerate
 from paceline.train import train as run_train
 from paceline.train.ranks import Ranks
+from paceline.train.run_file import config_of, overlaid, read_run_file
 
 Target = Annotated[
     EngineConfig,
@@ -24,6 +29,9 @@ GIVEN = ("system", "before", "tools", "variables", "grammar")
 ANSWERS = {"temperatures": Opt("--temperature"), "variables": Opt("--template-variable")}
 SHAPE = {
     "num_layers": Opt("--layers"),
+    "num_heads": Opt("--heads"),
+    "num_kv_heads": Opt("--kv-heads"),
+    "block_size": Opt("--block-size", "--block"),
     "num_taps": Opt("--taps"),
     "start": Opt("--first-layers"),
     "is_causal": Opt("--causal/--bidirectional"),
@@ -33,7 +41,7 @@ SHAPE = {
 
 @options
 def train(
-    config: Annotated[asks.TrainConfig, Without("target", "asked", "answering", "elsewhere", "shape", "loop")],
+    config: Annotated[asks.TrainConfig, Without("target", "asked", "answering", "elsewhere", "shape", "loop", "given")],
     target: Target,
     asked: asks.PromptsConfig,
     answering: Annotated[asks.AnswerConfig, Without("seed", *GIVEN), Changed(temperatures=Opt("--temperature"))],
@@ -42,11 +50,21 @@ def train(
     loop: Annotated[asks.LoopConfig, Without("loss", "optim"), Changed(autocast=Opt("--autocast/--full-precision"))],
     loss: Annotated[asks.LossConfig, Without("alpha"), Changed(name=Opt("--loss"), vocab=Opt("--loss-vocab"))],
     optim: Annotated[asks.OptimConfig, Only("name", "lr"), Changed(name=Opt("--optimiser"))],
+    run_file: Annotated[
+        Path | None, typer.Option("--config", help="A run.yaml, as every run leaves one. What is typed wins over it.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say the plan and stop: no weight is loaded.")] = False,
+    device_name: Annotated[
+        str | None, typer.Option(help="With --dry-run: plan for another machine, as '8x H100' [default: this one].")
+    ] = None,
     as_json: Json = False,
+    context: typer.Context = None,  # pyright: ignore[reportArgumentType]  (typer gives it)
 ) -> dict[str, Any] | None:
     """Prompts in, drafter out: the target answers, its hidden states teach a DFlash drafter. Killed, it resumes.
 
-    Example: paceline train --prompts questions.jsonl --out runs/mine --max-minutes 30
+    Says its plan first: what is not asked for is chosen for this target, data and machine.
+
+    Example: paceline train --target path/to/model --prompts questions.jsonl --out runs/mine --minutes 60
     """
     config = replace(
         config,
@@ -57,6 +75,12 @@ def train(
         shape=shape,
         loop=replace(loop, loss=loss, optim=optim),
     )
+    if context is not None:
+        config = _merged(config, run_file, typed(train, context))
+    if dry_run:
+        return _dry_run(config, device_name)
+    if device_name:
+        raise ConfigError("--device-name plans for another machine: add --dry-run")
     result = run_train(config, progress=TerminalProgress())
     if not Ranks.here().is_first:
         return None
@@ -67,6 +91,31 @@ def train(
     except (ConfigError, CacheError) as error:
         say(f"note: no report.html ({error})")
     return asdict(result)
+
+
+def _dry_run(config: asks.TrainConfig, device_name: str | None) -> dict[str, Any]:
+    """Say the plan; into the run's folder too, where one was named."""
+    from paceline.train.planning import make_plan
+
+    plan = make_plan(config, device_name)
+    say(plan.text)
+    if config.is_given("out"):
+        say(f"plan: {RunFolder(config.out).write_json('dry-run.json', plan.as_json())}")
+    return plan.as_json()
+
+
+PARTS = {"loss": "loop.loss", "optim": "loop.optim"}
+"""Where parameters of the command stand in its config."""
+
+
+def _merged(config: asks.TrainConfig, run_file: Path | None, names: set[str]) -> asks.TrainConfig:
+    """What was typed over what the file says. Raises ConfigError."""
+    parted = [name.partition(".") for name in names]
+    typed_names = {f"{PARTS.get(part, part)}.{field}".removeprefix("config.") for part, _, field in parted}
+    if "loop.seed" in typed_names:
+        typed_names.add("answering.seed")
+    tree = read_run_file(run_file) if run_file else {}
+    return config_of(overlaid(tree, config, typed_names), run_file or "--config")
 
 
 @options

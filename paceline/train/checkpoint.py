@@ -1,7 +1,7 @@
 """Checkpoints of a training run: a drafter in z-lab's format, and beside it all that is needed to go on.
 
     runs/x/checkpoints/step-000200/     config.json, model.safetensors (float32), optimiser.safetensors, trainer.json
-    runs/x/checkpoints/best/            the same without an optimiser (`train --keep best`)
+    runs/x/checkpoints/best/            the same without an optimiser: the weights that served held-out prompts best
 
 A checkpoint is written into a folder beside and gets its name when it is whole; the one before stays until then.
 """
@@ -23,8 +23,12 @@ from paceline.model.checkpoint import load_tensors, read_json
 from paceline.runlog import plain
 from paceline.tables import differences
 
-FREE_TO_CHANGE = ("checkpoint_minutes", "heldout_every", "gradient_checkpointing", "parallel", "keep", "tokens_per_pack")
-"""Settings that do not decide what is learned: a resumed run may have others."""
+LENGTH = ("epochs", "max_steps", "max_minutes")
+"""A resumed run may go on for longer, or end sooner: the learning rate follows the new length from there."""
+MEMORY = ("gradient_checkpointing", "parallel", "blocks_per_pack", "tokens_per_pack", "attention")
+"""They decide how much is held at once; what is learned stays the same up to rounding."""
+FREE_TO_CHANGE = (*LENGTH, *MEMORY, "checkpoint_minutes", "heldout_every", "keep", "keep_last", "serve_share")
+"""Settings that a resumed run may have otherwise; how a `regenerate` may grow says asked.py."""
 
 
 BEST = "best"
@@ -42,9 +46,14 @@ class Checkpoint(NamedTuple):
 
 
 def save_checkpoint(
-    folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor], optimisers: dict[str, Tensor], trainer: dict[str, Any]
+    folder: Path,
+    raw: dict[str, Any],
+    tensors: dict[str, Tensor],
+    optimisers: dict[str, Tensor],
+    trainer: dict[str, Any],
+    keep_last: int = 1,
 ) -> Path:
-    """Write checkpoint `step-N`, drop all others. Raises CacheError; the one before then stays."""
+    """Write checkpoint `step-N`, drop all but the newest `keep_last`. Raises CacheError; the ones before then stay."""
     newest = folder / f"step-{trainer['step']:06d}"
     described = json.dumps(plain(trainer), indent=1) + "\n"
     if (newest / "trainer.json").is_file() and (newest / "trainer.json").read_text(encoding="utf-8") == described:
@@ -62,9 +71,10 @@ def save_checkpoint(
             scratch.rename(newest)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    for old in folder.glob("step-*"):
-        if old != newest:
-            shutil.rmtree(old, ignore_errors=True)
+    others = sorted(old for old in folder.glob("step-*") if old != newest)
+    later = [old for old in others if old > newest]  # of another run in the same folder
+    for old in {*others[: max(0, len(others) - keep_last + 1)], *later}:
+        shutil.rmtree(old, ignore_errors=True)
     return newest
 
 

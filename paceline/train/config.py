@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from paceline.bounds import Count, Positive, Share, Whole, at_least, check, within
+from paceline.bounds import Count, Must, Positive, Share, Whole, at_least, check
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PromptError, refuse, reraised
 from paceline.prompts import Message, read_messages, read_tools
 from paceline.types import GrammarSpec, SamplingParams
 
-SomeTokens = Annotated[int, within("at least 2 tokens", least=2)]
+SomeTokens = Annotated[int, Must("0 for all tokens, or at least 2 tokens", lambda value: value == 0 or value >= 2)]
 LOSSES = ("ce", "d-pace", "kl", "lk", "lk-hybrid")
 DEFAULT_SELF_WRITTEN = 1000
 """Prompts that the target writes itself when none are given."""
@@ -159,11 +159,11 @@ class LossConfig:
     alpha: Share = 0.5
     """Floor of d-pace's confidence: 0 follows the drafter's own confidence, 1 does not look at it."""
     vocab: SomeTokens | None = None
-    """Tokens that ce and d-pace compare with in a step [default: all]. Fewer are faster and noisier."""
+    """Tokens that ce and d-pace compare with in a step, 0 for all. Fewer are faster and noisier."""
 
     def __post_init__(self) -> None:
         check(self)
-        if self.vocab is not None and self.needs_target_probs:
+        if self.vocab and self.needs_target_probs:
             raise ConfigError(f"loss {self.name} compares whole distributions: leave the loss vocabulary out")
 
     @property
@@ -221,7 +221,15 @@ class LoopConfig:
     checkpoint_minutes: float = 5.0
     """Minutes between checkpoints."""
     keep: Annotated[str, ("last", "best")] = "last"
-    """Which weights become the drafter: the last, or those that expected most tokens a round of held-out documents."""
+    """Which weights become the drafter: the last, or those that served held-out prompts best, which are kept beside them."""
+    keep_last: Count = 1
+    """Checkpoints that stay."""
+    serve_share: Share = 0.05
+    """Share of the training time that may go to serving held-out prompts on the way; 0 serves at the end only."""
+    plateau: Annotated[str, ("act", "warn", "off")] = "act"
+    """While the loss stays where word frequencies alone bring it: change the learning rate, say so, or neither."""
+    plateau_steps: Count = 300
+    """Steps between looks at that."""
     parallel: Annotated[str, ("auto", "replicated", "sharded")] = "auto"
     """Several processes (torchrun) each hold the whole network, or a part of it (FSDP2)."""
 
@@ -235,14 +243,22 @@ class DrafterShape:
 
     num_layers: Count = 3
     """Draft layers."""
+    intermediate_size: Count | None = None
+    """Width of the draft layers' MLPs [default: the target's]. Copied layers keep their loudest neurons."""
+    num_heads: Count | None = None
+    """Query heads of a draft layer [default: the target's]. Copied layers keep the first ones."""
+    num_kv_heads: Count | None = None
+    """Key and value heads of a draft layer [default: as many queries for each as the target has]."""
     block_size: Annotated[int, at_least(2)] = 8
     """Anchor and drafts together."""
     num_taps: int | None = None
     """Target layers the drafter reads [default: 5, or as many as layers]."""
     tap_layers: tuple[int, ...] | None = None
     """Exactly these target layers, comma-separated, 0-based."""
-    start: Literal["random", "target"] = "random"
-    """Begin with random layers, or with the target's: target."""
+    start: Literal["random", "copied", "target"] = "random"
+    """Begin with random layers, or with copies of the target's (target means copied too)."""
+    attention_bias: bool | None = None
+    """Biases in the attention [default: copied layers have them when the target does]."""
     is_causal: bool | None = None
     """Whether slots see only slots before them. None leaves it to the format: they see both ways."""
     sliding_window: int | None = None
@@ -250,17 +266,21 @@ class DrafterShape:
     mask_token_id: int | None = None
     """Token id that stands for a slot to be drafted [default: the last]."""
     draft_vocab: SomeTokens | None = None
-    """Draft among the most frequent tokens only, this many."""
+    """Draft among the most frequent tokens only, this many; 0 for all."""
 
     def __post_init__(self) -> None:
         check(self)
+
+    @property
+    def is_copied(self) -> bool:
+        return self.start != "random"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
     """What `train` does: prompts in, drafter out."""
 
-    out: Path
+    out: Path = Path("runs/train")
     """Run folder; the same command again goes on where it stopped."""
     target: EngineConfig = field(default_factory=EngineConfig)
     """The model to be sped up, and how it runs; only model, device, dtype, threads, backend and weight_format are read."""
@@ -273,8 +293,22 @@ class TrainConfig:
     """tiny: every stage in a minute on a random target."""
     ood: tuple[str, ...] = ()
     """Prompts of another kind, watched but not learned; may be repeated."""
+    heldout: tuple[str, ...] = ()
+    """Prompts to be tested on, in place of a share of the others; may be repeated."""
+    heldout_share: Share = 0.02
+    """Share of the prompts that is held out, never under 16 of them."""
     max_len: int = 1024
     """Longest document, prompt and answer, in tokens."""
+    minutes: Positive | None = None
+    """Minutes for the whole run: answers, features and steps. The plan shares them out."""
+    plan: Annotated[str, ("auto", "off")] = "auto"
+    """auto: what is not asked for is chosen for this target, data and machine; off: it is the default."""
+    log_to: Annotated[str, ("none", "tensorboard", "wandb", "mlflow")] = "none"
+    """Where the curves go too, as they are made."""
+    push_to_hub: str | None = None
+    """Send the finished drafter to this repository of the Hugging Face hub, owner/name; a new one is private."""
+    public: bool = False
+    """A repository that `push_to_hub` makes is public."""
     features: Annotated[str, ("auto", "online", "cached", "streamed")] = "auto"
     """Hidden states: computed as documents come, kept on disk, or produced ahead of the trainer (streamed, with documents on
     disk: memory does not grow with their number). auto keeps them when documents are seen again and the disk has room."""
@@ -286,8 +320,17 @@ class TrainConfig:
     elsewhere: ElsewhereConfig = field(default_factory=ElsewhereConfig)
     shape: DrafterShape = field(default_factory=DrafterShape)
     loop: LoopConfig = field(default_factory=LoopConfig)
+    given: tuple[str, ...] | None = None
+    """Fields that were asked for, as shape.num_layers: no plan changes them. None: those that differ from their defaults."""
 
     def __post_init__(self) -> None:
         check(self)
-        if self.loop.loss.vocab and self.shape.draft_vocab:
-            raise ConfigError("a draft vocabulary is a smaller loss vocabulary already: leave --loss-vocab out")
+
+    def is_given(self, name: str) -> bool:
+        """Whether this field, as shape.num_layers, was asked for."""
+        if self.given is not None:
+            return name in self.given
+        pair: tuple[Any, Any] = (self, TrainConfig())
+        for part in name.split("."):
+            pair = getattr(pair[0], part), getattr(pair[1], part)
+        return pair[0] != pair[1]

@@ -88,7 +88,12 @@ class Corpus:
 
 
 def read_corpus(
-    sources: Iterable[Path], max_len: int, heldout_share: float = 0.02, max_heldout: int = 256, strict: bool = False
+    sources: Iterable[Path],
+    max_len: int,
+    heldout_share: float = 0.02,
+    max_heldout: int = 256,
+    min_heldout: int = 1,
+    strict: bool = False,
 ) -> Corpus:
     """Documents of answer folders or files, each once; conversations are held out by a hash of their key's prompt.
 
@@ -103,7 +108,7 @@ def read_corpus(
         found.append((each.answer.key, each.answer.turn, each.document))
         counts.update(num_loops_cut=each.has_loop, num_cut=each.is_cut)
     found.sort(key=lambda each: (key_hash(each[0]), each[1]))
-    chosen = heldout_prompts([key for key, _, _ in found], heldout_share, max_heldout)
+    chosen = heldout_prompts([key for key, _, _ in found], heldout_share, max_heldout, min_heldout)
     train = [document for key, _, document in found if prompt_of(key) not in chosen]
     heldout = [document for key, _, document in found if prompt_of(key) in chosen]
     if not train:
@@ -193,11 +198,18 @@ def prompt_of(key: str) -> str:
     return key.rsplit("@", 1)[0]
 
 
-def heldout_prompts(keys: Iterable[str], share: float, most: int) -> set[str]:
-    """The prompts that are held out: this share of all, at least one of ten or more, those of the smallest hashes."""
+def heldout_prompts(keys: Iterable[str], share: float, most: int, fewest: int = 1) -> set[str]:
+    """The prompts that are held out: this share of all, of ten or more at least `fewest` but no more than half, those of the
+    smallest hashes."""
     prompts = sorted({prompt_of(key) for key in keys}, key=lambda prompt: (zlib.crc32(prompt.encode()), prompt))
-    number = min(most, math.ceil(share * len(prompts))) if len(prompts) >= 10 else 0
-    return set(prompts[:number])
+    return set(prompts[: num_heldout(len(prompts), share, most, fewest)])
+
+
+def num_heldout(num_prompts: int, share: float, most: int, fewest: int = 1) -> int:
+    """How many of so many prompts `heldout_prompts` takes."""
+    if not share or num_prompts < 10:
+        return 0
+    return min(most, max(math.ceil(share * num_prompts), min(fewest, num_prompts // 2)))
 
 
 def loop_start(tokens: list[int]) -> int:

@@ -12,36 +12,31 @@ import functools
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.errors import TrainingError
 from paceline.tables import ignore
 from paceline.train.checkpoint import check_same, latest_checkpoint, save_best, save_checkpoint
-from paceline.train.config import LoopConfig, OptimConfig
+from paceline.train.config import LoopConfig
 from paceline.train.dataset import Corpus, Document, Place, StepPlanner
 from paceline.train.features import FeatureSource
 from paceline.train.losses import Head, LossVocabulary, SlotMetrics, Slots, head_loss
+from paceline.train.optimisers import Optimisers, learning_rate_share
 from paceline.train.packs import Chosen, Pack, PackBudget, Packer, Trainable, heldout_anchors
 from paceline.train.parallel import laid_out, make_parallel, recompute_layers
+from paceline.train.plateau import Plateau, unigram_entropy, watched
 from paceline.train.ranks import Ranks
 
 HELDOUT_ANCHORS = 8
 REGRESSION = 0.97
 """An out-of-distribution eal below this share of its best is warned of."""
-WARM_UP_SHARE = 0.04
-LAST_SHARE = 0.05
-"""The cosine ends at this share of the peak."""
-VECTOR_BOOST = 3.0
-"""Norm weights learn this times as fast: they are few."""
-FINAL_NORM, FINAL_BOOST = "norm.weight", 10.0
-"""This weight, if a network has it, sets the scale of all logits. It begins small, to keep the first loss low, and grows."""
 
 
 @dataclass(slots=True)
@@ -53,7 +48,12 @@ class _State:
     num_tokens: int = 0
     best_ood_eal: float = 0.0
     best_eal: float = 0.0
-    """Of held-out documents, at a step that is kept."""
+    """Of held-out documents, at a step that is kept; teacher-forced."""
+    best_served: float = 0.0
+    """Tokens a round of held-out prompts, served with the weights that are kept."""
+    serving_s: float = 0.0
+    """Seconds that serving them has taken."""
+    plateau: Plateau = field(default_factory=Plateau)
 
 
 class Trainer:
@@ -71,9 +71,12 @@ class Trainer:
         folder: Path,
         peak_flops: float | None = None,
         ranks: Ranks | None = None,
+        heldout_head: Head | None = None,
     ) -> None:
+        """`heldout_head`: what held-out documents are drafted with, when that is not `head`: a draft vocabulary."""
         self.drafter, self.network, self.config, self.folder = drafter, drafter.network, config, folder
         self.embedding_VD, self.head, self.ranks = embedding_VD, head, ranks or Ranks()
+        self.heldout_head = heldout_head or head
         self.device = embedding_VD.device
         self.corpus, self.state = corpus, _State()
         self.planner = StepPlanner(
@@ -95,6 +98,11 @@ class Trainer:
         self.heldout: dict[str, tuple[Sequence[Document], FeatureSource]] = {}
         """Name -> documents and features looked at every `heldout_every` steps; `ood` is watched for regressions."""
         self.peak_flops = peak_flops
+        kept = None if head.columns is None else head.columns.cpu().numpy()
+        self.unigram_entropy = unigram_entropy(corpus.token_counts(int(embedding_VD.shape[0])), kept)
+        """Nats: the loss of knowing word frequencies only."""
+        self.served: Callable[[dict[str, Tensor]], float] | None = None
+        """Tokens a round of held-out prompts in the real engine, with these weights; called by the first process."""
 
     @property
     def total_steps(self) -> int:
@@ -116,25 +124,45 @@ class Trainer:
         self.parallel.load(self.network, checkpoint.weights)
         self.optimisers.fill(checkpoint.optimisers, laid_out)
         state = stored["state"]
-        self.state = _State(**{**state, "place": Place(**state["place"])})
+        parts = {"place": Place(**state["place"]), "plateau": Plateau(**state.get("plateau", {}))}
+        self.state = _State(**{**state, **parts})
         return True
 
-    def run(self, on_step: Callable[[dict[str, Any]], None] = ignore, notice: Callable[[str], None] = ignore) -> None:
+    def run(
+        self,
+        on_step: Callable[[dict[str, Any]], None] = ignore,
+        notice: Callable[[str], None] = ignore,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> bool:
         """Train to the end, with checkpoints on the way and there. Raises TrainingError on a loss that is no number.
 
-        `on_step` gets what metrics.jsonl gets; `heldout` and `ood` only at steps that looked at those documents.
+        `on_step` gets what metrics.jsonl gets; `heldout` and `ood` only at steps that looked at those documents. `should_stop`
+        is asked after every step: when it says so to one process, all save and return. Returns whether the end was reached.
         """
         last_saved = time.monotonic()
         while self.share_done < 1.0:
             figures = self._step()
             is_last = self.share_done >= 1.0
+            self._watch_plateau(figures, notice)
             if self.heldout and (self.state.step % self.config.heldout_every == 0 or is_last):
                 figures |= self._look(notice)
-                self._keep(figures)
+                self._keep(figures, is_last)
             on_step(figures)
-            if is_last or self.parallel.most(time.monotonic() - last_saved) > 60 * self.config.checkpoint_minutes:
+            is_stopped = not is_last and self.parallel.most(float(should_stop())) > 0
+            if is_last or is_stopped or self.parallel.most(time.monotonic() - last_saved) > 60 * self.config.checkpoint_minutes:
                 self.save()
                 last_saved = time.monotonic()
+            if is_stopped:
+                return False
+        return True
+
+    def _watch_plateau(self, figures: dict[str, Any], notice: Callable[[str], None]) -> None:
+        before, step = self.state.plateau, self.state.step
+        after, said = watched(before, self.config, self.unigram_entropy, step, figures["loss"])
+        self.state = replace(self.state, plateau=after)
+        if said:
+            figures["plateau"] = {"said": said, "loss": after.recent, "unigram_entropy": self.unigram_entropy}
+            notice(said)
 
     def save(self) -> None:
         """Write a checkpoint (the first process does). Raises CacheError when the disk refuses; the last good one stays."""
@@ -144,7 +172,7 @@ class Trainer:
         weights, optimisers = self.parallel.weights(self.network), self.parallel.whole(self.optimisers.states())
         if self.ranks.is_first:
             trainer = {"step": self.state.step, "state": asdict(self.state), "identity": self._identity()}
-            save_checkpoint(self.folder, self.drafter.raw, weights, optimisers, trainer)
+            save_checkpoint(self.folder, self.drafter.raw, weights, optimisers, trainer, self.config.keep_last)
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -171,7 +199,8 @@ class Trainer:
         self.parallel.sum_gradients(self.network)
         norm = self.parallel.clip(self.network, config.optim.clip)
         self._check_finite(loss, norm, chosen)
-        rate = self.optimisers.step(learning_rate_share(self.share_done))
+        again = state.plateau.rate_share(state.step, config.plateau_steps)
+        rate = self.optimisers.step(again * learning_rate_share(self.share_done))
         num_blocks = sum(len(anchors_A) for _, anchors_A in chosen)
         num_tokens = sum(len(self.corpus.train[number]) for number, _ in chosen)
         seconds = self.parallel.most(time.perf_counter() - began)
@@ -190,6 +219,7 @@ class Trainer:
             "blocks": self.state.num_blocks,
             "tokens": self.state.num_tokens,
             **metrics.rates(),
+            "unigram_entropy": round(self.unigram_entropy, 4),
             "objective": loss,
             "lr": rate,
             "grad_norm": norm,
@@ -229,7 +259,7 @@ class Trainer:
         packer = Packer(self.drafter.block_size, documents, features, self.device, self.budget.window)
         metrics = SlotMetrics.zero(self.drafter.block_size - 1)
         for piece in self.parallel.pieces(heldout_anchors(documents, HELDOUT_ANCHORS), self.budget):
-            _, measured = self.pack_loss(packer.pack(piece.chosen), self.head, 1.0, is_measured=piece.weight > 0)
+            _, measured = self.pack_loss(packer.pack(piece.chosen), self.heldout_head, 1.0, is_measured=piece.weight > 0)
             metrics.flat += measured.flat
         return self._summed(0.0, metrics)[1].rates()
 
@@ -245,21 +275,40 @@ class Trainer:
             self.state.best_ood_eal = max(self.state.best_ood_eal, eal)
         return figures
 
-    def _keep(self, figures: dict[str, Any]) -> None:
-        """With `keep` best: write the weights down when held-out documents were never better, and others are no worse."""
+    def _keep(self, figures: dict[str, Any], is_last: bool) -> None:
+        """Write the weights down that are the best so far on held-out documents, and no worse on others: by tokens a round in
+        the real engine where there is one to serve them, else (`keep` best) by those expected of teacher-forced blocks."""
         eal = figures.get("heldout", {}).get("eal")
-        if self.config.keep != "best" or eal is None or eal <= self.state.best_eal:
+        is_asked = self.config.keep == "best" or self.served is not None
+        if not is_asked or eal is None or (eal <= self.state.best_eal and not is_last):
             return
         if "ood" in figures and figures["ood"]["eal"] < REGRESSION * self.state.best_ood_eal:
             return
-        self.state.best_eal = eal
-        weights = self.parallel.weights(self.network)  # all must ask
+        if self.served is None:
+            if eal > self.state.best_eal:
+                self.state.best_eal = eal
+                self._save_best(self.parallel.weights(self.network), {"eal": eal})
+        elif is_last or self.state.serving_s <= self.config.serve_share * self.state.seconds:
+            self._serve_and_keep(figures, eal)
+
+    def _serve_and_keep(self, figures: dict[str, Any], eal: float) -> None:
+        weights, began = self.parallel.weights(self.network), time.monotonic()  # all must ask
+        assert self.served is not None
+        rate = self.parallel.most(self.served(weights) if self.ranks.is_first else 0.0)
+        self.state.serving_s += self.parallel.most(time.monotonic() - began)
+        figures["served"] = {"tokens_per_round": rate}
+        self.state.best_eal = max(self.state.best_eal, eal)
+        if rate > self.state.best_served:
+            self.state.best_served = rate
+            self._save_best(weights, {"eal": eal, "served": rate})
+
+    def _save_best(self, weights: dict[str, Tensor], told: dict[str, float]) -> None:
         if self.ranks.is_first:
-            save_best(self.folder, self.drafter.raw, weights, {"step": self.state.step, "eal": eal})
+            save_best(self.folder, self.drafter.raw, weights, {"step": self.state.step, **told})
 
     def _loss_vocabulary(self) -> LossVocabulary | None:
         size = self.config.loss.vocab
-        if size is None or size >= len(self.head.weight_VD) or self.head.columns is not None:
+        if not size or size >= len(self.head.weight_VD) or self.head.columns is not None:
             return None
         counts_V = torch.from_numpy(self.corpus.token_counts(len(self.head.weight_VD)))
         return LossVocabulary(self.head.weight_VD, counts_V, size)
@@ -294,57 +343,3 @@ class Trainer:
         tensors = [parameter for layer in self.drafter.layers for parameter in layer.parameters()]
         matrices, size = sum(tensor.numel() for tensor in tensors if tensor.ndim == 2), self.drafter.block_size
         return 6.0 * matrices * size + 4.0 * (size - 1) * head.weight_VD.numel()
-
-
-class Optimisers:
-    """All parameters of a network under one or two optimisers, driven by one learning rate."""
-
-    def __init__(self, network: nn.Module, config: OptimConfig) -> None:
-        named = list(network.named_parameters())
-        matrices = [parameter for _, parameter in named if parameter.ndim == 2]
-        vectors = [parameter for name, parameter in named if parameter.ndim != 2 and name != FINAL_NORM]
-        final = [parameter for name, parameter in named if name == FINAL_NORM]
-        adam = {"betas": (0.9, config.beta2), "lr": config.lr}
-        vector_groups = [
-            {"params": vectors, "boost": VECTOR_BOOST, "weight_decay": 0.0},
-            {"params": final, "boost": FINAL_BOOST, "weight_decay": 0.0},
-        ]
-        matrix_group = {"params": matrices, "boost": 1.0, "weight_decay": config.weight_decay}
-        if config.name == "muon":
-            muon = torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
-            muon.param_groups[0]["boost"] = 1.0
-            self.every: list[torch.optim.Optimizer] = [muon, torch.optim.AdamW(vector_groups, **adam)]
-        else:
-            self.every = [torch.optim.AdamW([matrix_group, *vector_groups], **adam)]
-        self._lr = config.lr
-
-    def step(self, lr_share: float) -> float:
-        """One update at this share of the peak learning rate; returns the rate."""
-        for optimiser in self.every:
-            for group in optimiser.param_groups:
-                group["lr"] = self._lr * lr_share * group["boost"]
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
-        return self._lr * lr_share
-
-    def states(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of all states as (`optimiser.parameter.key`, tensor), by number; the first step makes them."""
-        for number, optimiser in enumerate(self.every):
-            for index, state in optimiser.state_dict()["state"].items():
-                yield from ((f"{number}.{index}.{key}", tensor) for key, tensor in state.items())
-
-    def fill(self, stored: dict[str, Tensor], laid_out: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Take up what `states` gave: moments as `laid_out(parameter, moment)`, counts of steps as they are, on the CPU."""
-        parameters = [[each for group in one.param_groups for each in group["params"]] for one in self.every]
-        for name, tensor in stored.items():
-            number, index, key = name.split(".")
-            parameter = parameters[int(number)][int(index)]
-            self.every[int(number)].state[parameter][key] = laid_out(parameter, tensor) if tensor.ndim else tensor
-
-
-def learning_rate_share(progress: float) -> float:
-    """Share of the peak rate at this share of the run: a linear warm-up, then a cosine down to `LAST_SHARE`."""
-    if progress < WARM_UP_SHARE:
-        return max(0.01, progress / WARM_UP_SHARE)
-    along = min(1.0, (progress - WARM_UP_SHARE) / (1.0 - WARM_UP_SHARE))
-    return LAST_SHARE + (1.0 - LAST_SHARE) * 0.5 * (1.0 + math.cos(math.pi * along))

@@ -1,7 +1,7 @@
 """Where a drafter begins: its config for a target, and its first weights.
 
 `--init` continues a drafter. A new one has the target's own widths, heads and rope, and either random layers or copies of
-layers of the target (`start="target"`), which already know how to attend. The final norm is scaled so that the first
+layers of the target (`start="copied"`, copied.py), which already know how to attend. The final norm is scaled so that the first
 loss is about log(vocabulary), not 30.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import log
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from paceline.model.checkpoint import load_tensors
 from paceline.model.config import TABLES, DecoderConfig
 from paceline.model.target import Target, head_weight
 from paceline.train.config import DrafterShape
+from paceline.train.copied import copy_layers
 from paceline.train.dataset import Corpus
 from paceline.train.losses import Head, Slots
 
@@ -39,8 +40,14 @@ def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
     """config.json of a new drafter for this target."""
     decoder = getattr(target, "config", None)
     keys: dict[str, Any] = {}
+    has_bias = shape.attention_bias
     if isinstance(decoder, DecoderConfig):
         keys = {key: getattr(decoder, field) for key, field in TABLES["drafter"]["from_target"].items()}
+        if has_bias is None:
+            has_bias = shape.is_copied and (decoder.qkv_bias or decoder.output_bias)
+    if has_bias:
+        keys["attention_bias"] = True
+    keys |= _own_sizes(shape, keys)
     if shape.is_causal is not None:
         keys["is_causal"] = shape.is_causal
     if shape.sliding_window is not None:
@@ -58,6 +65,24 @@ def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
     )
     raw["dflash_config"]["target_layer_ids"] = list(_tap_layers(target.num_layers, shape))
     return raw
+
+
+def _own_sizes(shape: DrafterShape, keys: dict[str, Any]) -> dict[str, int]:
+    """Widths that were asked for in place of the target's. Raises ConfigError for heads that do not divide evenly."""
+    sizes = {"intermediate_size": shape.intermediate_size, "num_attention_heads": shape.num_heads}
+    heads, kv_heads = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
+    group = heads // kv_heads if heads and kv_heads else 1
+    if shape.num_heads and not shape.num_kv_heads:
+        sizes["num_key_value_heads"] = max(1, shape.num_heads // group)
+    else:
+        sizes["num_key_value_heads"] = shape.num_kv_heads
+    chosen = {name: value for name, value in sizes.items() if value is not None}
+    queries, groups = chosen.get("num_attention_heads", heads), chosen.get("num_key_value_heads", kv_heads)
+    if queries and groups and queries % groups:
+        raise ConfigError(
+            f"{queries} query heads over {groups} key heads do not divide evenly: change num_heads or num_kv_heads"
+        )
+    return chosen
 
 
 def _tap_layers(num_layers: int, shape: DrafterShape) -> tuple[int, ...]:
@@ -89,7 +114,7 @@ def head_of(target: Target, config: DFlashConfig, draft_ids: Tensor | None) -> H
 
 def most_frequent(number: int | None, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:
     """Ids of the most frequent tokens, ascending: a new drafter's draft vocabulary; None for all tokens."""
-    if number is None or number >= target.vocab_size:
+    if not number or number >= target.vocab_size:
         return None
     counts_V = torch.from_numpy(corpus.token_counts(target.vocab_size))
     chosen = torch.argsort(counts_V, descending=True, stable=True)[:number].sort().values
@@ -122,46 +147,9 @@ def network_for(
     config = DFlashConfig.from_json(raw)
     check_fit(config, target)
     network = DFlashNetwork.random(config, seed)
-    if shape.start == "target":
-        _copy_layers(network, target_name)
+    if shape.is_copied:
+        copy_layers(network, load_tensors(resolve(target_name)), getattr(target, "config", None))
     return raw, network
-
-
-@torch.no_grad()
-def _copy_layers(network: DFlashNetwork, target_name: str) -> None:
-    """Draft layers from target layers spread over its depth; features begin as the mean of the taps.
-
-    Qwen3's query and key norms, which a Llama lacks, get the deviation that the copied projections give for normed inputs.
-    """
-    shape, num_layers = network.config.shape, network.config.num_target_layers
-    if num_layers is None:
-        raise ConfigError("the drafter's config does not say how many layers its target has: start from random layers")
-    state, layers = network.state_dict(), cast(Any, network.layers)
-    wanted: dict[int, list[int]] = {}
-    for index in range(shape.num_layers):
-        wanted.setdefault(round((index + 0.5) * num_layers / shape.num_layers - 0.5), []).append(index)
-    for layer in layers:
-        attention = layer.self_attn
-        for norm in (attention.q_norm, attention.k_norm):
-            norm.weight.fill_(float("nan"))
-    for name, tensor in load_tensors(resolve(target_name)):
-        pieces = name.split(".")
-        if not name.startswith("model.layers."):
-            continue
-        for index in wanted.get(int(pieces[2]), ()):
-            own = state.get(".".join(["layers", str(index), *pieces[3:]]))
-            if own is None or own.shape != tensor.shape:
-                raise ConfigError(f"the target's {name} does not fit a draft layer: start from random layers")
-            own.copy_(tensor)
-    for layer in layers:
-        attention = layer.self_attn
-        for norm, projection in ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj)):
-            if norm.weight.isnan().all():
-                scaled = projection.weight * layer.input_layernorm.weight
-                norm.weight.fill_(float(scaled.square().sum(1).mean().sqrt()))
-    eye = torch.eye(shape.hidden_size)
-    taps = network.fc.weight.unflatten(1, (-1, shape.hidden_size))
-    taps.mul_(0.1).add_(eye[:, None] / taps.shape[1])
 
 
 @torch.no_grad()

@@ -10,12 +10,11 @@ the held-out ones, a bounded number, are in memory.
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, overload
 
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CacheError, PromptError, reraised
 from paceline.rows import Dropped
-from paceline.train.dataset import NOTHING_LEFT, Corpus, Document, key_hash, prompt_of, read_documents
+from paceline.train.dataset import NOTHING_LEFT, Corpus, Document, key_hash, num_heldout, prompt_of, read_documents
 
 COLUMNS = ("first_token", "end_token", "answer_start", "first_key", "end_key", "hash", "turn", "has_loop", "is_cut")
 REMEDY = "free space or choose another --out"
@@ -75,6 +74,14 @@ class _Bytes:
         return os.pread(self._file, part.stop - part.start, part.start)
 
 
+def without(documents: Sequence[Document], keys: Set[str]) -> Sequence[Document]:
+    """The documents that have none of these keys; stored ones stay on disk."""
+    if not isinstance(documents, StoredDocuments):
+        return [each for each in documents if each.key not in keys]
+    is_kept = [each.key not in keys for each in documents]
+    return StoredDocuments(documents.folder, documents.rows[np.array(is_kept, dtype=bool)])
+
+
 def _mapped(path: Path, kind: Any) -> NDArray[Any]:
     return np.memmap(path, kind, "r") if path.stat().st_size else np.empty(0, kind)
 
@@ -105,7 +112,13 @@ def write_documents(
 
 
 def stored_corpus(
-    folder: Path, sources: Iterable[Path], max_len: int, heldout_share: float, max_heldout: int, strict: bool = False
+    folder: Path,
+    sources: Iterable[Path],
+    max_len: int,
+    heldout_share: float,
+    max_heldout: int,
+    min_heldout: int = 1,
+    strict: bool = False,
 ) -> Corpus:
     """As `dataset.read_corpus`, whose documents of training stay on disk, in `folder`."""
     counts, dropped = Counter[str](), Dropped()
@@ -115,7 +128,7 @@ def stored_corpus(
     counts["num_loops_cut"], counts["num_cut"] = (int(number) for number in every.table[order, 7:9].sum(0))
     chosen = np.zeros(len(order), dtype=bool)
     prompts = _prompt_hashes(every)
-    for prompt in _heldout(every, prompts, heldout_share, max_heldout):
+    for prompt in _heldout(every, prompts, heldout_share, max_heldout, min_heldout):
         chosen |= prompts[:, 1] == key_hash(prompt)
     train, heldout = StoredDocuments(folder, order[~chosen]), StoredDocuments(folder, order[chosen])
     if not train:
@@ -141,10 +154,10 @@ def _prompt_hashes(every: StoredDocuments) -> NDArray[np.int64]:
     return found
 
 
-def _heldout(every: StoredDocuments, prompts: NDArray[np.int64], share: float, most: int) -> list[str]:
+def _heldout(every: StoredDocuments, prompts: NDArray[np.int64], share: float, most: int, fewest: int) -> list[str]:
     """As `dataset.heldout_prompts`, without all prompts in memory."""
     _, firsts = np.unique(prompts[:, 1], return_index=True)
-    number = min(most, math.ceil(share * len(firsts))) if len(firsts) >= 10 else 0
+    number = num_heldout(len(firsts), share, most, fewest)
     if not number:
         return []
     crcs = prompts[firsts, 0]

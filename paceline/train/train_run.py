@@ -8,49 +8,52 @@ serve        runs/x/heldout.json          held-out prompts in the real engine
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.draft.base import Drafter
 from paceline.draft.checkpoint import write_checkpoint
 from paceline.draft.dflash import DFlashDrafter
-from paceline.engine.llm import LLM
-from paceline.figures import Rounds
+from paceline.errors import ModelNotFoundError, PromptError, UnsupportedModelError
 from paceline.hardware import this_machine
 from paceline.model.backends import load_target, settle
 from paceline.model.target import Target
 from paceline.model.tokenizer import Tokenizer
-from paceline.plan import FixedPlanner
-from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder, write_whole
-from paceline.tables import Progress
+from paceline.tables import Progress, ignore
+from paceline.train.card import push, write_card
 from paceline.train.checkpoint import best_checkpoint
 from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
-from paceline.train.dataset import Corpus, Document, check_answers, check_vocabulary, read_corpus
+from paceline.train.copied import fuse_taps
+from paceline.train.dataset import Corpus, check_answers, check_vocabulary, read_corpus
 from paceline.train.ends import light_folder, load_ends
 from paceline.train.features import ScaledFeatures, begin_without_mean, train_in_scaled_units
 from paceline.train.loop import Trainer
+from paceline.train.mixture import read_mixture
 from paceline.train.packs import DFlashTrainable
 from paceline.train.parallel import process_group
+from paceline.train.planning import apply_stored, make_plan, stored_plan
 from paceline.train.ranks import Ranks, only_run
 from paceline.train.regenerate_run import run as regenerate
+from paceline.train.run_file import with_value, write_run_file
+from paceline.train.served import HeldoutServer, disagreement, final_figures, has_room
 from paceline.train.sources import Sources
 from paceline.train.start import continued_draft_ids, head_of, init_folder, most_frequent, network_for, scale_first_logits
-from paceline.train.store import stored_corpus
+from paceline.train.stopping import Stop, stopped_by_signal
+from paceline.train.store import stored_corpus, without
 from paceline.train.tiny import write_tiny_target
-from paceline.types import SamplingParams
+from paceline.train.tracked import newest_rates, tracked
+from paceline.train.trackers import check_tracker
 
-HELDOUT_SHARE, MAX_HELDOUT = 0.02, 128
-SERVED_PROMPTS, SERVED_BATCH = 16, 8
-SCALARS = ("loss", "objective", "eal", "accuracy", "lr", "grad_norm", "tokens_per_s", "blocks_per_s", "flops_share")
-LINE_EVERY = 25
-"""Steps between lines of news."""
+MIN_HELDOUT, MAX_HELDOUT = 16, 128
+SERVED_PROMPTS, SERVED_ON_THE_WAY = 16, 8
+SERVED_TOKENS = 96
+PLAN = "plan.json"
+"""What the plan chose and expected, beside run.yaml."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +80,52 @@ def run(config: TrainConfig, progress: Progress) -> TrainResult:
         only_run(config.out, "training", ranks, progress.say),
         process_group(ranks, config.target.device) as wait,
     ):
-        config = _at_scale(config, ranks)
-        wait()
-        return _Stages(config, ranks, wait, progress).run()
+        config = _planned(_at_scale(config, ranks), ranks, wait, progress if ranks.is_first else Progress())
+        with stopped_by_signal(progress.say if ranks.is_first else Progress().say) as stop:
+            return _Stages(config, ranks, wait, progress, stop).run()
+
+
+def _planned(config: TrainConfig, ranks: Ranks, wait: Callable[[], None], progress: Progress) -> TrainConfig:
+    """With everything chosen that was not asked for; the first process plans and says so, a resumed run keeps its choices."""
+    if config.scale == "tiny":
+        if ranks.is_first:
+            write_run_file(config)
+        wait()  # the first process writes the target
+        return config
+    before = stored_plan(config.out)
+    wait()
+    if before is None and ranks.is_first:
+        try:
+            plan = make_plan(config)
+            progress.say(plan.text)
+            RunFolder(config.out).write_json(PLAN, {**plan.as_json(), "minutes": config.minutes})
+        except (ModelNotFoundError, UnsupportedModelError) as error:
+            progress.say(f"note: no plan, so defaults hold: {error}")
+    wait()
+    told = before or stored_plan(config.out) or {}
+    planned = apply_stored(config, told)
+    if config.minutes is not None and told.get("minutes") and not config.is_given("loop.max_minutes"):
+        more = config.minutes - float(told["minutes"])
+        planned = with_value(planned, "loop.max_minutes", max(0.1, (planned.loop.max_minutes or config.minutes) + more))
+    if ranks.is_first:
+        write_run_file(planned)
+    return planned
 
 
 def _check_inputs(config: TrainConfig) -> None:
     """What can be known to be wrong before hours are spent on it."""
+    check_tracker(config.log_to)
     init_folder(config.init, config.target.model)
-    for source in config.ood:
-        read_prompts(source, config.asked.limit)
+    for prompts in (config.ood, config.heldout):
+        read_mixture(_others(config, prompts), config.answering.seed, ignore)
     if config.answers:
         tokenizer = Tokenizer.from_path(light_folder(config.target.model)) if config.scale == "default" else None
         check_answers(config.answers, tokenizer and tokenizer.decode)
+
+
+def _others(config: TrainConfig, prompts: tuple[str, ...]) -> PromptsConfig:
+    """Prompts that are not learned from are read as the others are."""
+    return PromptsConfig(prompts, config.asked.limit, config.asked.strict)
 
 
 def _at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
@@ -119,14 +155,14 @@ def _at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
 class _Stages:
     """The stages of one process of a run."""
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, wait: Callable[[], None], progress: Progress) -> None:
-        self.config, self.ranks, self.wait, self.everyone = config, ranks, wait, progress
+    def __init__(self, config: TrainConfig, ranks: Ranks, wait: Callable[[], None], progress: Progress, stop: Stop) -> None:
+        self.config, self.ranks, self.wait, self.everyone, self.stop = config, ranks, wait, progress, stop
         self.progress = progress if ranks.is_first else Progress()
 
     def run(self) -> TrainResult:
         config, progress = self.config, self.progress
-        answers, ood = self._answers()
-        corpus = self._corpus(answers)
+        answers, ood, kept_out = self._answers()
+        corpus = self._corpus(answers, kept_out)
         num_places = sum(document.num_anchors for document in corpus.train)
         progress.say(
             f"{len(corpus.train)} documents to learn from ({num_places} places for blocks), {len(corpus.heldout)} held out; "
@@ -139,25 +175,51 @@ class _Stages:
         del target
         if self.ranks.is_first:
             result = replace(result, heldout=self._serve(result.drafter, corpus, folder))
+            self._publish(result, folder)
         model, drafter = config.target.model, result.drafter
         progress.say(f'drafter: {drafter}; try it: paceline generate --model {model} --drafter {drafter} "..."')
         return result
 
-    def _corpus(self, answers: list[Path]) -> Corpus:
-        config = self.config
-        asked = (answers, config.max_len, HELDOUT_SHARE, MAX_HELDOUT, config.asked.strict)
-        if config.features != "streamed":
-            return read_corpus(*asked)
-        return stored_corpus(config.out / f"documents-r{self.ranks.rank}", *asked)
+    def _publish(self, result: TrainResult, run: RunFolder) -> None:
+        """The card beside the weights; the hub gets both where that was asked for."""
+        file = run.path / "heldout.json"
+        served = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        figures = {name: getattr(result, name) for name in ("steps", "blocks", "eal", "loss")}
+        write_card(self.config, result.drafter, figures, served)
+        if self.config.push_to_hub:
+            address = push(result.drafter, self.config.push_to_hub, is_public=self.config.public)
+            self.progress.say(f"the drafter is at {address}")
 
-    def _answers(self) -> tuple[list[Path], Path | None]:
-        """Folders of answers: those given, and those that this run has the target write; and of out-of-distribution ones."""
+    def _corpus(self, answers: list[Path], kept_out: Path | None) -> Corpus:
+        """Documents to learn from and to be tested on; those to learn from stay on disk where features are streamed."""
+        config, share = self.config, 0.0 if kept_out else self.config.heldout_share
+        asked = (answers, config.max_len, share, MAX_HELDOUT, MIN_HELDOUT, config.asked.strict)
+        if config.features == "streamed":
+            corpus = stored_corpus(config.out / f"documents-r{self.ranks.rank}", *asked)
+        else:
+            corpus = read_corpus(*asked)
+        if kept_out is not None:
+            heldout = list(read_corpus([kept_out], config.max_len, 0.0).train[:MAX_HELDOUT])
+            corpus = replace(corpus, train=without(corpus.train, {each.key for each in heldout}), heldout=heldout)
+            if not corpus.train:
+                raise PromptError("nothing is left to learn from: every document is held out; give --heldout other prompts")
+        if len(corpus.heldout) < MIN_HELDOUT:
+            self.progress.say(
+                f"note: only {len(corpus.heldout)} documents are held out, so their figures are rough: give more prompts, or a "
+                "file of others (--heldout)"
+            )
+        return corpus
+
+    def _answers(self) -> tuple[list[Path], Path | None, Path | None]:
+        """Folders of answers: those given, and those that this run has the target write; of out-of-distribution prompts, and of
+        those to be tested on."""
         config, folders = self.config, list(self.config.answers)
         if config.asked.prompts or config.asked.self_written or not folders:
             folders.append(self._regenerate(config.asked, "regenerate"))
-        ood = self._regenerate(PromptsConfig(config.ood, config.asked.limit), "ood") if config.ood else None
+        ood = self._regenerate(_others(config, config.ood), "ood") if config.ood else None
+        kept_out = self._regenerate(_others(config, config.heldout), "heldout") if config.heldout else None
         self.wait()
-        return folders, ood
+        return folders, ood, kept_out
 
     def _regenerate(self, asked: PromptsConfig, name: str) -> Path:
         config = self.config
@@ -193,12 +255,15 @@ class _Stages:
             progress.say("note: --parallel sharded has no effect on one process: start several with torchrun")
         if trainer.state.step:
             progress.say(f"going on after step {trainer.state.step}")
-        with self.sources.following(trainer):
+        self._serve_on_the_way(trainer, corpus, target, draft_ids)
+        with self.sources.following(trainer), self.stop.later():
             if self.ranks.is_first:
-                with tracked(run, trainer, progress) as on_step:
-                    trainer.run(on_step, progress.say)
+                with tracked(run, trainer, progress, config.log_to) as on_step:
+                    is_over = trainer.run(on_step, progress.say, lambda: self.stop.is_asked)
             else:
-                trainer.run()
+                is_over = trainer.run(should_stop=lambda: self.stop.is_asked)
+        if not is_over:
+            self.stop.end(f"the checkpoint of step {trainer.state.step} is written")
         folder, weights = config.out / "drafter", trainer.parallel.weights(trainer.network)
         rates = newest_rates(run, trainer)
         if self.ranks.is_first:
@@ -217,7 +282,8 @@ class _Stages:
             self.progress.say("note: --keep best has no effect: there are no held-out documents, so the last weights are taken")
             return None
         weights, told = kept
-        self.progress.say(f"kept: the weights after step {told['step']}, {told['eal']:.2f} tokens a round expected")
+        served = f", {told['served']:.2f} served" if "served" in told else ""
+        self.progress.say(f"kept: the weights after step {told['step']}, {told['eal']:.2f} tokens a round expected{served}")
         return weights, told["eal"]
 
     def _trainer(self, corpus: Corpus, ood: Path | None, target: Target, draft_ids: Tensor | None) -> Trainer:
@@ -226,19 +292,22 @@ class _Stages:
         init = init_folder(config.init, config.target.model)
         raw, network = network_for(target, config.target.model, config.shape, init, loop.seed)
         network.to(target.device)
-        head = head_of(target, network.config, draft_ids)
+        drafting = head_of(target, network.config, draft_ids)
+        head = drafting if draft_ids is None or not loop.loss.vocab else head_of(target, network.config, None)
         embedding_VD = target.embed(torch.arange(target.vocab_size, device=target.device)).clone()
         taps = network.config.target_layer_ids
         self.sources = sources = Sources(config, target, taps, corpus.train, self.ranks, self.progress, self.wait)
         features = sources.of(corpus.train)
         scale_F, mean_F = sources.scale(features)
+        if init is None and config.shape.is_copied:
+            fuse_taps(network, scale_F)
         train_in_scaled_units(network, scale_F)
-        if init is None and config.shape.start == "random":
+        if init is None and not config.shape.is_copied:
             begin_without_mean(network, mean_F)
         flops_per_s = this_machine(target.device.type).flops_per_s.get("bfloat16" if loop.autocast else "float32")
         trainer = Trainer(
             DFlashTrainable(network, raw, loop.attention), corpus, ScaledFeatures(features, scale_F), embedding_VD, head, loop,
-            folder=config.out / "checkpoints", peak_flops=flops_per_s, ranks=self.ranks,
+            folder=config.out / "checkpoints", peak_flops=flops_per_s, ranks=self.ranks, heldout_head=drafting,
         )  # fmt: skip
         watched = {"heldout": corpus.heldout, "ood": read_corpus([ood], config.max_len, 0.0).train[:MAX_HELDOUT] if ood else []}
         for name, documents in watched.items():
@@ -248,91 +317,37 @@ class _Stages:
             scale_first_logits(network, head, *trainer.first_slots())
         return trainer
 
+    def _serve_on_the_way(self, trainer: Trainer, corpus: Corpus, target: Target, draft_ids: Tensor | None) -> None:
+        """Have the trainer keep the weights that serve best, where every process has room for the model a second time; all
+        processes must decide alike, the first one serves. A target elsewhere cannot be served here."""
+        config, documents = self.config, corpus.heldout[:SERVED_ON_THE_WAY]
+        if not documents or not config.loop.serve_share or config.elsewhere.features_from:
+            return
+        if trainer.parallel.most(float(not has_room(target))) > 0:
+            self.progress.say(
+                "note: no memory is free for serving while it trains: held-out prompts are served at the end only"
+            )
+            return
+        if draft_ids is None:
+            draft_ids = continued_draft_ids(init_folder(config.init, config.target.model), corpus, target)
+        trainer.served = HeldoutServer(config.target, trainer.drafter.raw, documents, SERVED_TOKENS, draft_ids)
+
     def _serve(self, drafter: Path, corpus: Corpus, run: RunFolder) -> dict[str, float]:
-        """Tokens per round over held-out prompts in the real engine."""
-        documents, target = corpus.heldout[:SERVED_PROMPTS], self.config.target
+        """Tokens per round over held-out prompts in the real engine, and what is measured beside."""
+        documents, progress = corpus.heldout[:SERVED_PROMPTS], self.progress
         if not documents:
             return {}
         if self.config.elsewhere.features_from:
-            self.progress.say("note: held-out prompts are not served: the target is elsewhere; give its server the drafter")
+            progress.say("note: held-out prompts are not served: the target is elsewhere; give its server the drafter")
             return {}
-        self.progress.say(f"serving {len(documents)} held-out prompts")
-        max_tokens = self.config.answering.max_tokens
-        longest = max(document.answer_start for document in documents) + max_tokens
-        llm = LLM.of(replace(target, drafter="none", max_batch=SERVED_BATCH, max_len=longest))
-        served = serve_heldout(llm, DFlashDrafter.from_folder(drafter), documents, max_tokens)
-        run.write_json("heldout.json", {"tokens_per_round": served.tokens_per_round, **asdict(served)})
-        self.progress.say(
-            f"held-out prompts, served: {served.tokens_per_round:.2f} tokens per round over {served.num_rounds} rounds"
+        progress.say(f"serving {len(documents)} held-out prompts")
+        told = final_figures(
+            self.config.target, DFlashDrafter.from_folder(drafter), documents, self.config.answering.max_tokens
         )
-        return {"heldout": served.tokens_per_round}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldoutFigures(Rounds):
-    """Figures over some held-out prompts, served by the real engine. Those of the loop are teacher-forced: they see only blocks
-    anchored in the target's own text, one at a time."""
-
-    num_prompts: int
-    num_tokens: int
-    texts: tuple[str, ...]
-    """The first few answers, to be read: text that repeats itself is drafted easily."""
-
-
-def serve_heldout(
-    llm: LLM, drafter: Drafter, documents: list[Document], max_tokens: int = 128, num_texts: int = 3
-) -> HeldoutFigures:
-    """Answer the documents' prompts greedily with this drafter. Raises ContextLengthError when one does not fit the cache."""
-    llm.use_drafter(drafter)
-    llm.engine.planner = FixedPlanner()  # the drafter is measured, not what it brings on this machine
-    prompts = [document.tokens[: document.answer_start].tolist() for document in documents]
-    answers = llm.generate_ids(prompts, SamplingParams(max_tokens=max_tokens))
-    return HeldoutFigures(
-        **asdict(Rounds.sum(answer.stats for answer in answers)),
-        num_prompts=len(answers),
-        num_tokens=sum(len(answer.token_ids) for answer in answers),
-        texts=tuple(answer.text for answer in answers[:num_texts]),
-    )
-
-
-@contextlib.contextmanager
-def tracked(run: RunFolder, trainer: Trainer, progress: Progress) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function for `Trainer.run` that writes each step down and tells `progress`."""
-    with progress.bar("training", trainer.total_steps - trainer.state.step) as advance, _tensorboard(run) as add_scalar:
-
-        def on_step(figures: dict[str, Any]) -> None:
-            run.log(**figures)
-            number, looks = figures["step"], {name: figures[name] for name in ("heldout", "ood") if name in figures}
-            text = f"step {number} loss {figures['loss']:.2f} eal {figures['eal']:.2f} {figures['blocks_per_s']:.0f} blocks/s"
-            text += "".join(f" {name} {look['eal']:.2f}" for name, look in looks.items()) + f" ({trainer.share_done:.0%})"
-            advance(text)
-            if number % LINE_EVERY == 0 or "heldout" in looks:
-                progress.say(text)
-            scalars = {f"train/{name}": figures.get(name) for name in SCALARS}
-            for name, look in looks.items():
-                scalars |= {f"{name}/{key}": look.get(key) for key in ("loss", "eal", "accuracy")}
-            for name, value in scalars.items():
-                if value is not None:
-                    add_scalar(name, value, number)
-
-        yield on_step
-
-
-def newest_rates(run: RunFolder, trainer: Trainer) -> dict[str, Any]:
-    """The newest eal and loss: on held-out documents where there are some, else on the documents of the last step."""
-    name = "heldout" if "heldout" in trainer.heldout else None
-    seen = [line.get("heldout") if name else line for line in run.metrics()]
-    newest = next((figures for figures in reversed(seen) if figures), {})
-    return {key: newest.get(key) for key in ("eal", "loss")}
-
-
-@contextlib.contextmanager
-def _tensorboard(run: RunFolder) -> Iterator[Callable[[str, float, int], Any]]:
-    """A function that adds a scalar; it does nothing where TensorBoard is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        yield lambda name, value, step: None
-        return
-    with SummaryWriter(str(run.path / "tensorboard")) as board:
-        yield board.add_scalar
+        run.write_json("heldout.json", told)
+        progress.say(
+            f"held-out prompts, served: {told['tokens_per_round']:.2f} tokens per round over {told['num_rounds']} rounds"
+        )
+        if warning := disagreement(told):
+            progress.say(warning)
+        return {"heldout": told["tokens_per_round"]}

@@ -13,6 +13,8 @@ from paceline.simulate import catalogue
 
 TOTALS = {
     "smollm2-135m": 0.1345,
+    "qwen2.5-coder-0.5b": 0.494,
+    "qwen2.5-coder-1.5b": 1.544,
     "Qwen3-0.6B": 0.596,
     "Qwen3-8B": 8.19,
     "Qwen3-32B": 32.76,

@@ -100,7 +100,7 @@ def test_every_checkpoint_is_a_drafter(tmp_path: Path) -> None:
         ({"seed": 1}, "seed: 0 there, 1 now"),
         ({"optim": OptimConfig(lr=1e-3)}, r"optim\.lr: 0.003 there, 0.001 now"),
         ({"loss": LossConfig("d-pace"), "anchors": 4}, r"anchors: 3 there, 4 now; loss\.name: 'ce' there, 'd-pace' now"),
-        ({"max_steps": None}, "max_steps: 8 there, None now"),
+        ({"blocks_per_step": 4}, "blocks_per_step: 8 there, 4 now"),
     ],
 )
 def test_other_settings_are_refused_and_shown(stopped: Path, changes: dict[str, Any], difference: str) -> None:
@@ -113,13 +113,53 @@ def test_other_settings_are_refused_and_shown(stopped: Path, changes: dict[str, 
 def test_other_documents_of_the_same_number_are_refused(stopped: Path) -> None:
     """Resumed, the data position would point into another order of other texts."""
     again = trainer(stopped, config(checkpoint_minutes=EVERY_STEP))
-    again.corpus.train[4] = replace(again.corpus.train[4], key="another@0/0")
+    documents = [*again.corpus.train]
+    documents[4] = replace(documents[4], key="another@0/0")
+    again.corpus = replace(again.corpus, train=documents)
     with pytest.raises(ConfigError, match=r"begun with other settings \(documents"):
         again.resume()
 
 
-def test_settings_that_decide_nothing_may_change(stopped: Path) -> None:
-    assert trainer(stopped, config(checkpoint_minutes=7.0, heldout_every=3)).resume()
+@pytest.mark.parametrize(
+    "changes", [{"checkpoint_minutes": 7.0, "heldout_every": 3}, {"blocks_per_pack": 1}, {"attention": "sdpa"}]
+)
+def test_settings_that_decide_nothing_may_change(stopped: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    expected, one = run(trainer(tmp_path / "whole")), trainer(stopped, config(**changes))
+    assert one.resume()
+    rest = run(one)
+    assert list(rest.values()) == pytest.approx([expected[step] for step in rest], rel=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{"max_steps": 12}, {"max_steps": 4}, {"max_steps": None, "epochs": 4.0}])
+def test_a_resumed_run_may_be_longer_or_shorter(stopped: Path, changes: dict[str, Any]) -> None:
+    one = trainer(stopped, config(**changes))
+    assert one.resume() and one.state.step == 2
+    assert max(run(one)) == one.total_steps != 8
+
+
+def test_a_finished_run_goes_on_when_it_is_made_longer(tmp_path: Path) -> None:
+    run(trainer(tmp_path, config(max_steps=4)))
+    one, rates = trainer(tmp_path, config(max_steps=8)), list[float]()
+    assert one.resume() and one.share_done == 0.5
+    one.run(lambda figures: rates.append(figures["lr"]))
+    assert len(rates) == 4 and rates == sorted(rates, reverse=True), "the rate is that of the longer run from there"
+
+
+def test_the_last_checkpoints_stay(tmp_path: Path) -> None:
+    run(trainer(tmp_path, config(max_steps=5, keep_last=3, checkpoint_minutes=EVERY_STEP)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "step-000004", "step-000005"]
+
+
+def test_asked_to_stop_it_writes_the_step_down_and_goes_on_from_there(tmp_path: Path) -> None:
+    expected, one, seen = run(trainer(tmp_path / "whole")), trainer(tmp_path / "stopped"), dict[int, float]()
+
+    def hear(figures: dict[str, Any]) -> None:
+        seen[figures["step"]] = figures["objective"]
+
+    assert not one.run(hear, should_stop=lambda: one.state.step == 3)
+    again = trainer(tmp_path / "stopped")
+    assert again.resume() and again.state.step == 3 and again.run(hear)
+    assert [seen[step] for step in expected] == pytest.approx(list(expected.values()), rel=1e-6)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimiser.safetensors", "trainer.json", "config.json"])

@@ -92,6 +92,8 @@ class TestCorpus:
         assert chosen == heldout_prompts([key.replace("@0", "@0.7") for key in few], 0.1, 256), "temperature does not matter"
         assert len(chosen & heldout_prompts(many, 0.1, 256)) >= 17
         assert len(heldout_prompts(few, 0.1, 7)) == 7
+        assert len(heldout_prompts(few, 0.01, 256, 16)) == 16 and len(heldout_prompts(few[:20], 0.01, 256, 16)) == 10
+        assert heldout_prompts(few, 0.0, 256, 16) == set()
         assert heldout_prompts(few[:9], 0.5, 256) == set() and len(heldout_prompts(few[:10], 0.01, 256)) == 1
 
     def test_tokens_that_the_target_lacks_are_refused(self) -> None:

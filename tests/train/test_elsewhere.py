@@ -150,14 +150,14 @@ def test_a_server_that_is_down_for_a_while_costs_that_while(tmp_path: Path, mode
     reply = fake._generated
 
     def dying(prompt_ids: list[int], body: dict[str, Any]) -> list[int]:
-        if len(fake.bodies) == 5:
+        if len(fake.bodies) >= 5 and not fake.down_until:
             fake.down_until = time.monotonic() + 0.5
         return reply(prompt_ids, body)
 
     fake.reply = dying
     fake.bodies.clear()
     began = time.monotonic()
-    done = train.regenerate(ask(tmp_path / "run", model, file, fake.url))
+    done = train.regenerate(ask(tmp_path / "run", model, file, fake.url, at_once=2))
     assert 0.5 < time.monotonic() - began < 30 and fake.num_refused > 3
     assert done.num_answers == 12 and not done.lost
     assert by_place(AnswerShards(tmp_path / "run" / "answers")) == by_place(AnswerShards(tmp_path / "whole" / "answers"))

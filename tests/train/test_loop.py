@@ -18,6 +18,7 @@ from paceline.train.config import LOSSES, LoopConfig, LossConfig, OptimConfig
 from paceline.train.dataset import Place
 from paceline.train.features import OnlineFeatures
 from paceline.train.loop import Trainer, learning_rate_share
+from paceline.train.losses import Head
 from paceline.train.packs import heldout_anchors
 
 
@@ -205,6 +206,27 @@ class TestKeepBest:
     def test_by_default_nothing_is_kept(self, tmp_path: Path) -> None:
         assert self._kept(watched(tmp_path, max_steps=2, heldout_every=1), [(1.0, 2.0), (3.0, 2.0)])[0] is None
 
+    def test_what_serves_best_is_kept_beside_the_last(self, tmp_path: Path) -> None:
+        """Looks that are no better than before are not served, but for the last one."""
+        one = watched(tmp_path, max_steps=5, heldout_every=1, serve_share=1.0)
+        rates, served = {1: 1.5, 2: 1.2, 4: 1.4, 5: 1.3}, list[int]()
+
+        def serve(weights: dict[str, torch.Tensor]) -> float:
+            served.append(one.state.step)
+            assert torch.equal(weights["fc.weight"], one.network.state_dict()["fc.weight"])
+            return rates[one.state.step]
+
+        one.served = serve
+        step, _ = self._kept(one, [(1.5, 2.0), (3.0, 2.0), (2.0, 2.0), (3.5, 2.0), (2.0, 2.0)])
+        assert (served, step, one.state.best_served) == ([1, 2, 4, 5], 1, 1.5)
+
+    def test_serving_takes_its_share_of_the_time_and_no_more(self, tmp_path: Path) -> None:
+        one, served = watched(tmp_path, max_steps=4, heldout_every=1, serve_share=0.0), list[int]()
+        one.served = lambda weights: served.append(one.state.step) or 1.5
+        one.state = replace(one.state, serving_s=1e-9)
+        self._kept(one, [(1.5, 2.0), (3.0, 2.0), (3.1, 2.0), (3.5, 2.0)])
+        assert served == [4], "at the end only"
+
     def test_a_resumed_run_knows_what_was_best(self, tmp_path: Path) -> None:
         self._kept(watched(tmp_path, max_steps=2, heldout_every=1, keep="best"), [(1.0, 2.0), (3.0, 2.0)])
         one = watched(tmp_path, max_steps=2, heldout_every=1, keep="best")
@@ -223,3 +245,15 @@ def test_log_vocabulary_is_the_loss_of_knowing_nothing(tmp_path: Path) -> None:
     one = trainer(tmp_path, config(max_steps=1))
     one.network.norm.weight.data.zero_()
     assert steps_of(one)[0]["loss"] == pytest.approx(math.log(VOCAB), rel=1e-5)
+
+
+def test_a_loss_vocabulary_learns_over_all_tokens_and_held_out_looks_are_those_of_the_draft_vocabulary(tmp_path: Path) -> None:
+    settings = config(max_steps=2, loss=LossConfig("ce", vocab=12))
+    one = watched(tmp_path)
+    whole = trainer(tmp_path / "both", settings)
+    kept = torch.tensor([1, 2, 3, 5, 8])
+    whole.heldout_head = Head(whole.head.weight_VD[kept], columns=kept)
+    assert whole.vocabulary is not None, "it is drawn from the whole head"
+    docs, features = one.heldout["heldout"]
+    cut, full = whole.evaluate(docs, features), trainer(tmp_path / "full", settings).evaluate(docs, features)
+    assert cut["loss"] != full["loss"] and steps_of(whole)[-1]["objective"] > 0

@@ -22,10 +22,11 @@ from small_llm import tiny_model
 from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
 from paceline.errors import CacheError, ConfigError, DownloadError, NumericsError, UnsupportedModelError
+from paceline.hardware import Machine
 from paceline.model.backends import load_target, settle
 from paceline.model.target import Target, head_weight
 from paceline.serve.settings import ServeConfig
-from paceline.train import train
+from paceline.train import facts, train
 from paceline.train.answers import Answer, AnswerShards
 from paceline.train.client import KEY
 from paceline.train.config import (
@@ -132,13 +133,14 @@ def live(engine: EngineConfig) -> Iterator[Live]:
 def trained(
     out: Path, engine: EngineConfig, answers: Path, elsewhere: ElsewhereConfig | None = None, **changes: Any
 ) -> dict[str, Any]:
-    """The finished drafter's weights."""
+    """The finished drafter's weights. A plan would copy layers of a target that is here."""
     shape = DrafterShape(num_layers=1, block_size=4, tap_layers=(0,))
     values: dict[str, Any] = {
         "answers": () if "asked" in changes else (answers,),
         "loop": LOOP,
         "shape": shape,
         "max_len": 64,
+        "plan": "off",
     } | changes
     result = train(TrainConfig(out, engine, elsewhere=elsewhere or ElsewhereConfig(), **values))
     return load_file(result.drafter / "model.safetensors")
@@ -162,9 +164,11 @@ def test_vllm_s_files_give_the_same_drafter(
 
 
 def test_a_whole_run_elsewhere_gives_the_same_drafter(
-    tmp_path: Path, engine: EngineConfig, vllm: tuple[VLLM, Elsewhere]
+    tmp_path: Path, engine: EngineConfig, vllm: tuple[VLLM, Elsewhere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts in, drafter out, with answers and hidden states of a server; of the target here only the ends are loaded."""
+    machine = Machine("some processor", 3e10, {"bfloat16": 5e11, "float32": 2e11}, 1, 16 * 2**30)
+    monkeypatch.setattr(facts, "_measured_once", lambda device: machine)
     one, fake = vllm
     fake.llm = LLM.of(replace(engine, drafter="none", max_batch=2, max_len=128))
     fake.other = lambda method, path, body: one(method, path, body) if body.get("max_tokens", 1) == 1 else None
@@ -176,6 +180,10 @@ def test_a_whole_run_elsewhere_gives_the_same_drafter(
     there = trained(tmp_path / "there", engine, tmp_path, elsewhere, **asked)
     assert same(there, trained(tmp_path / "here", engine, tmp_path, **asked))
     assert len(fake.bodies) == 24 and one.number >= 24
+    trained(tmp_path / "planned", engine, tmp_path, elsewhere, **asked, plan="auto")
+    plan = json.loads((tmp_path / "planned" / "plan.json").read_text())
+    assert "loop.keep" in plan["values"] and "shape.start" not in plan["values"], "no layers of the target are here"
+    assert "it ran elsewhere" in (tmp_path / "planned" / "drafter" / "README.md").read_text()
 
 
 def test_our_server_gives_the_same_drafter(

@@ -17,9 +17,9 @@ from paceline.train.dataset import Corpus, Document, loop_start
 from paceline.train.features import OnlineFeatures
 from paceline.train.loop import Trainer
 from paceline.train.packs import DFlashTrainable
+from paceline.train.served import _served, disagreement, serve_heldout, walked
 from paceline.train.start import network_for, scale_first_logits
 from paceline.train.tiny import write_tiny_target
-from paceline.train.train_run import serve_heldout
 from paceline.types import SamplingParams
 
 BLOCK = 8
@@ -88,3 +88,21 @@ def test_an_untrained_drafter_gains_nothing_and_changes_nothing(llm: LLM) -> Non
     accepted = sum(count * rounds for count, rounds in enumerate(served.accepted_histogram))
     assert served.tokens_per_round == pytest.approx(1.0 + accepted / served.num_rounds)
     assert 1.0 <= served.tokens_per_round < 1.5
+
+
+def test_teacher_forced_blocks_gone_through_as_the_engine_goes_give_what_was_served(llm: LLM, tmp_path: Path) -> None:
+    """Half learned, so that drafts are refused here and there: the two must be one figure, to the end of each answer."""
+    llm.use_drafter("none")
+    documents = [sample(llm, prompt) for prompt in ("Tell me a secret", "One", "Two")]
+    drafter = learned(llm, documents[0], tmp_path, steps=60)
+    figures, answers = _served(llm, drafter, documents, max_tokens=ANSWER)
+    assert 1.2 < figures.tokens_per_round < 0.95 * BLOCK, "some stand, some do not"
+    llm.use_drafter("none")
+    assert walked(llm.target, drafter, answers) == pytest.approx(figures.tokens_per_round, rel=0.01)
+
+
+def test_figures_that_disagree_are_both_told() -> None:
+    assert disagreement({"teacher_forced": 2.0, "served_of_walked": 2.05}) is None
+    assert disagreement({}) is None
+    said = disagreement({"teacher_forced": 2.0, "served_of_walked": 1.9}) or ""
+    assert "2.00 tokens a round, the engine 1.90" in said and "more than 3% apart" in said

@@ -85,7 +85,7 @@ def test_impossible_shapes_are_refused() -> None:
     for values in ({"num_layers": 0}, {"block_size": 1}):
         with pytest.raises(ConfigError, match="must be at least"):
             DrafterShape(**values)
-    with pytest.raises(ConfigError, match="start must be one of random, target, not 'warm'"):
+    with pytest.raises(ConfigError, match="start must be one of random, copied, target, not 'warm'"):
         DrafterShape(start="warm")  # type: ignore[arg-type]
     for shape in (DrafterShape(tap_layers=(1, 4)), DrafterShape(mask_token_id=VOCAB)):
         with pytest.raises(DrafterMismatchError, match="tapped layers|mask token"):

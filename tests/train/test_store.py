@@ -12,7 +12,7 @@ from paceline.errors import CacheError, PromptError
 from paceline.train import dataset
 from paceline.train.answers import Answer, AnswerShards
 from paceline.train.dataset import Place, StepPlanner, read_corpus
-from paceline.train.store import StoredDocuments, stored_corpus
+from paceline.train.store import StoredDocuments, stored_corpus, without
 
 
 def answers(folder: Path, number: int, length: int = 20) -> Path:
@@ -30,12 +30,12 @@ def one(index: int, length: int = 20) -> Answer:
     )
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 1.5 / 40])
-def test_the_same_corpus(tmp_path: Path, share: float) -> None:
+@pytest.mark.parametrize(("share", "fewest"), [(0.0, 3), (0.1, 1), (1.5 / 40, 1), (0.01, 4)])
+def test_the_same_corpus(tmp_path: Path, share: float, fewest: int) -> None:
     given = [answers(tmp_path / "a", 60), answers(tmp_path / "b", 45)]
     AnswerShards(tmp_path / "b").write([Answer("short@0", "here", 0, 0.0, [1], [2], "stop", "")])
-    expected = read_corpus(given, 18, share, 5)
-    found = stored_corpus(tmp_path / "documents", given, 18, share, 5)
+    expected = read_corpus(given, 18, share, 5, fewest)
+    found = stored_corpus(tmp_path / "documents", given, 18, share, 5, fewest)
     for own, theirs in ((found.train, expected.train), (found.heldout, expected.heldout)):
         assert [each.key for each in own] == [each.key for each in theirs]
         for mine, other in zip(own, theirs, strict=True):
@@ -45,6 +45,15 @@ def test_the_same_corpus(tmp_path: Path, share: float) -> None:
     assert len(found.heldout) == len(expected.heldout) and bool(found.heldout) == (share > 0)
     assert found.token_counts(100).tolist() == expected.token_counts(100).tolist()
     assert [each.key for each in found.train[3:5]] == [found.train[3].key, found.train[4].key]
+
+
+def test_documents_that_are_tested_on_are_left_out(tmp_path: Path) -> None:
+    given = [answers(tmp_path / "a", 30)]
+    stored, plain = stored_corpus(tmp_path / "documents", given, 64, 0.0, 0).train, read_corpus(given, 64, 0.0).train
+    keys = {each.key for each in plain[3:7]}
+    left = without(stored, keys)
+    assert isinstance(left, StoredDocuments) and len(left) == len(plain) - 4
+    assert [each.key for each in left] == [each.key for each in without(plain, keys)]
 
 
 def test_turns_of_a_conversation_stand_together(tmp_path: Path) -> None:

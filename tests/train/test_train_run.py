@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,12 +24,14 @@ from paceline.config import EngineConfig
 from paceline.draft.checkpoint import new_config
 from paceline.draft.dflash import DFlashConfig, DFlashDrafter, DFlashNetwork
 from paceline.errors import CacheError, ConfigError, DrafterMismatchError, PromptError
+from paceline.hardware import Machine
 from paceline.runlog import RunFolder
-from paceline.train import train, train_run
+from paceline.train import facts, train, train_run
 from paceline.train.answers import Answer, AnswerShards
-from paceline.train.config import LoopConfig, TrainConfig
+from paceline.train.config import AnswerConfig, LoopConfig, TrainConfig
 from paceline.train.features import ScaledFeatures
 from paceline.train.packs import DFlashTrainable
+from paceline.train.run_file import config_of, read_run_file
 from paceline.train.start import continued_draft_ids
 from paceline.train.tiny import PARTS, write_tiny_target
 
@@ -121,6 +124,43 @@ def test_killed_and_run_again_it_follows_the_same_losses(finished: tuple[Path, d
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()].count("step-000030") == 1
 
 
+def test_sigterm_finishes_the_step_and_the_same_command_goes_on(
+    finished: tuple[Path, dict[str, Any], float], tmp_path: Path
+) -> None:
+    answers = finished[0] / "regenerate" / "answers"
+    words = (*TINY, *FORWARD, "--answers", answers, "--serve-share", "0", "--out", tmp_path / "run", "--json")
+    process, metrics, deadline = start(*words), tmp_path / "run" / "metrics.jsonl", time.monotonic() + 600
+    while process.poll() is None and time.monotonic() < deadline:
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= 5:
+            break
+        time.sleep(0.01)
+    process.terminate()
+    _, said = process.communicate(timeout=600)
+    assert process.returncode == 143
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    step = int(checkpoint.name.removeprefix("step-"))
+    told = f"stopped by SIGTERM, the checkpoint of step {step} is written: the same command goes on from there"
+    assert said.splitlines()[-1] == told and max(figures(tmp_path / "run")) == step < 30
+    finish(start(*words))
+    expected, found = figures(finished[0]), figures(tmp_path / "run")
+    assert [found[number]["objective"] for number in expected] == pytest.approx(
+        [each["objective"] for each in expected.values()], rel=1e-5
+    )
+
+
+def test_a_run_leaves_what_others_need(finished: tuple[Path, dict[str, Any], float]) -> None:
+    run, line, _ = finished
+    again = config_of(read_run_file(run / "run.yaml"))
+    assert again.out == run and again.loop.max_steps == 30 and again.scale == "tiny"
+    card = (run / "drafter" / "README.md").read_text()
+    assert f"| tokens a round, served, greedy | {line['heldout']['heldout']:.2f} |" in card
+    served = json.loads((run / "heldout.json").read_text())
+    assert served["teacher_forced"] == pytest.approx(served["served_of_walked"], rel=0.05)
+    assert served["plain_tokens_per_s"] > 0 and served["speedup"] > 0
+    assert (run / "checkpoints" / "best" / "model.safetensors").is_file(), "what served best stands beside the last"
+    assert figures(run)[30]["unigram_entropy"] > 0
+
+
 @pytest.mark.parametrize("more", [(), ("--feature-dtype", "int8", "--stream-buffer", "64K")], ids=["plain", "int8"])
 def test_streamed_features_give_the_same_curve(
     finished: tuple[Path, dict[str, Any], float], more: tuple[str, ...], tmp_path: Path
@@ -134,6 +174,37 @@ def test_streamed_features_give_the_same_curve(
         assert found[step]["loss"] == pytest.approx(each["loss"], rel=tolerance), step
     assert not list((tmp_path / "run").glob("features-[0-9a-f]*")), "only those of held-out documents are kept"
     assert list((tmp_path / "run").glob("features-heldout-*"))
+
+
+def test_a_planned_and_streamed_run_goes_on_after_it_was_killed(
+    finished: tuple[Path, dict[str, Any], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine("some processor", 3e10, {"bfloat16": 5e11, "float32": 2e11}, 1, 16 * 2**30)
+    monkeypatch.setattr(facts, "_measured_once", lambda device: machine)
+    target = EngineConfig(str(finished[0] / "target"), device="cpu", dtype="float32", threads=1)
+    loop = LoopConfig(max_steps=8, checkpoint_minutes=0.0, serve_share=0.0)
+    given = {"answers": (finished[0] / "regenerate" / "answers",), "answering": AnswerConfig(max_tokens=16), "max_len": 256}
+    whole = TrainConfig(tmp_path / "whole", target, features="streamed", loop=loop, **given)
+    train(whole)
+    begun, log = replace(whole, out=tmp_path / "run"), RunFolder.log
+
+    def killed(self: RunFolder, **line: Any) -> None:
+        if line.get("step") == 4:
+            raise KeyboardInterrupt
+        log(self, **line)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "log", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(begun)
+    plan = (tmp_path / "run" / "plan.json").read_text()
+    assert {"shape.start", "loop.blocks_per_step"} <= set(json.loads(plan)["values"])
+    assert train(begun).steps == 8 and (tmp_path / "run" / "plan.json").read_text() == plan
+    expected, found = figures(tmp_path / "whole"), figures(tmp_path / "run")
+    assert list(found) == list(expected) == list(range(1, 9))
+    for step, each in expected.items():
+        for name in ("loss", "grad_norm", "lr", "blocks"):
+            assert found[step][name] == pytest.approx(each[name], rel=1e-5), (step, name)
 
 
 def test_a_finished_run_is_not_trained_again(finished: tuple[Path, dict[str, Any], float], capsys: Any) -> None:
@@ -283,6 +354,14 @@ def test_answers_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     answers = written(tmp_path / "answers", 70, "what these tokens mean to another model")
     with pytest.raises(PromptError, match="tokens of another tokenizer than the target's: regenerate them with this target"):
         paceline(*words, target, "--answers", answers)
+
+
+def test_prompts_that_are_all_held_out_teach_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(4)))
+    words = ("--max-tokens", "8", "--prompts", file, "--heldout", f"{file}=1", "--features", "streamed")
+    with pytest.raises(PromptError, match="nothing is left to learn from: every document is held out"):
+        paceline(*TINY, *words, "--out", tmp_path / "run")
 
 
 def test_a_damaged_file_of_answers_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,174 @@
+"""A finished drafter as others find it: README.md, the model card, beside its weights; and its way to the Hugging Face hub.
+
+Everything in the card is read from the run's folder and from the target's file; nothing is guessed. The hub gets the drafter's
+folder as it is, into a private repository unless the caller says otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError, DownloadError, PacelineError, reraised
+from paceline.hub import BUILTINS, resolve
+from paceline.runlog import write_whole
+from paceline.train.config import TrainConfig
+
+HASHED_BYTES = 4 << 30
+"""Of a target's weights; of larger files the first bytes and the size are hashed."""
+CHUNK = 1 << 22
+
+
+def target_hash(name: str) -> str:
+    """Which bytes the target is made of: "sha256:..." of its GGUF file, or of its weight files one after the other.
+
+    Raises what `hub.resolve` does.
+    """
+    if name in BUILTINS:
+        return f"sha256:{BUILTINS[name].gguf_sha256}"
+    path = resolve(name)
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    digest, left = hashlib.sha256(), HASHED_BYTES
+    for file in files:
+        if len(files) > 1 or file.stat().st_size > left:
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        with file.open("rb") as handle:
+            while left > 0 and (data := handle.read(min(CHUNK, left))):
+                digest.update(data)
+                left -= len(data)
+    return f"sha256:{digest.hexdigest()}" + ("" if left > 0 else " (names, sizes and the first 4 GB)")
+
+
+def write_card(config: TrainConfig, drafter: Path, figures: dict[str, Any], served: dict[str, Any]) -> Path:
+    """README.md beside the weights. `figures`: steps, blocks, eal, loss; `served`: heldout.json. Raises CacheError."""
+    file = drafter / "README.md"
+    write_whole(file, card_text(config, drafter, figures, served))
+    return file
+
+
+def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], served: dict[str, Any]) -> str:
+    """The card as Markdown, with the header that the hub reads."""
+    raw = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
+    target = config.target.model
+    licence = BUILTINS[target].licence.lower() if target in BUILTINS else "other"
+    block = int(raw.get("block_size", 0))
+    size = (drafter / "model.safetensors").stat().st_size
+    head = ["---", f"license: {licence}", f"base_model: {_base(target)}", "library_name: paceline"]
+    head += ["tags: [dflash, speculative-decoding, drafter]", "---", f"# DFlash drafter for {_base(target)}", ""]
+    body = [
+        f"Drafts {block - 1} tokens a round for `{_base(target)}` ({_hash(config)}). DFlash v1 in z-lab's format: "
+        f"{raw.get('num_hidden_layers')} layers, features of target layers {_taps(raw)}, {size / 1e6:.1f} MB. Embedding and "
+        "head are the target's. What is drafted is checked by the target, so its text stays the target's.",
+        "",
+        "## Data",
+        "",
+        _data(config),
+        "",
+        "## Training",
+        "",
+        f"{figures.get('steps')} steps, {figures.get('blocks')} blocks, loss {config.loop.loss.name}, {config.loop.optim.name} "
+        f"{config.loop.optim.lr:g}, first layers {config.shape.start if config.init is None else f'of {config.init}'}. "
+        "`paceline train --config run.yaml` does the same again.",
+        "",
+        "## Figures",
+        "",
+        *_figures(figures, served),
+        "",
+        "## Use",
+        "",
+        "```sh",
+        f"paceline serve --model {shlex.quote(target if target in BUILTINS else _base(target))} --drafter {_folder(drafter)}",
+        f"vllm serve {shlex.quote(_base(target))} --speculative-config "
+        + shlex.quote(json.dumps({"method": "dflash", "model": _folder(drafter), "num_speculative_tokens": block - 1})),
+        f"python -m sglang.launch_server --model-path {shlex.quote(_base(target))} --speculative-algorithm DFLASH "
+        f"--speculative-draft-model-path {_folder(drafter)} --speculative-num-draft-tokens {block}",
+        "```",
+        "",
+        *_limits(raw, drafter),
+        "## Licence",
+        "",
+        f"{licence}: check it against the licences of the target and of the prompts before you publish.",
+    ]
+    return "\n".join([*head, *body]) + "\n"
+
+
+def _base(target: str) -> str:
+    builtin = BUILTINS.get(target)
+    if builtin and builtin.repo:
+        return builtin.repo.removesuffix("-GGUF")
+    path = Path(target)
+    return path.name if path.exists() else target
+
+
+def _hash(config: TrainConfig) -> str:
+    if config.elsewhere.features_from:
+        return "its hash is not known: it ran elsewhere"
+    try:
+        return target_hash(config.target.model)
+    except PacelineError as error:
+        return f"its hash is not known: {error}"
+
+
+def _taps(raw: dict[str, Any]) -> str:
+    return ", ".join(map(str, raw.get("dflash_config", {}).get("target_layer_ids", [])))
+
+
+def _folder(drafter: Path) -> str:
+    return shlex.quote(f"{drafter.parent.name}/{drafter.name}")
+
+
+def _data(config: TrainConfig) -> str:
+    sources = [Path(source).name for source in config.asked.prompts] + [Path(folder).name for folder in config.answers]
+    own = config.asked.num_self_written if not sources else config.asked.self_written
+    parts = [", ".join(sources)] if sources else []
+    parts += [f"{own} prompts that the target wrote itself"] if own else []
+    temperatures = ", ".join(f"{value:g}" for value in config.answering.temperatures)
+    return f"The target's own answers (at most {config.answering.max_tokens} tokens, temperature {temperatures}) to: " + (
+        " and ".join(parts) + "."
+    )
+
+
+def _figures(figures: dict[str, Any], served: dict[str, Any]) -> list[str]:
+    rows = [
+        ("tokens a round, served, greedy", served.get("tokens_per_round"), "{:.2f}"),
+        ("held-out prompts", served.get("num_prompts"), "{}"),
+        ("of the same, teacher-forced", served.get("teacher_forced"), "{:.2f}"),
+        ("one stream, times plain decoding on the machine that trained", served.get("speedup"), "{:.2f}"),
+        ("expected tokens a round of held-out documents, teacher-forced", figures.get("eal"), "{:.2f}"),
+        ("loss there", figures.get("loss"), "{:.2f}"),
+    ]
+    lines = [f"| {name} | {form.format(value)} |" for name, value, form in rows if value is not None]
+    return ["| on prompts that were held out | |", "|---|---|", *lines] if lines else ["Nothing was held out: none are known."]
+
+
+def _limits(raw: dict[str, Any], drafter: Path) -> list[str]:
+    said = []
+    if raw.get("attention_bias"):
+        said.append("It has biases in its attention (`attention_bias`), as its target: paceline and PyPI's `dflash` read them; "
+                    "vLLM and SGLang were not tried.")  # fmt: skip
+    if (drafter / "draft_ids.safetensors").is_file():
+        said.append("paceline drafts among the tokens of `draft_ids.safetensors` only; other engines use the whole head.")
+    return ["## Limits", "", " ".join(said), ""] if said else []
+
+
+def push(drafter: Path, repo: str, *, is_public: bool = False) -> str:
+    """Send the drafter's folder to a repository of the hub, made if need be; returns its address.
+
+    Raises ConfigError for a name that is none, DownloadError when the hub refuses or cannot be reached.
+    """
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    remedy = "check the name owner/name and `hf auth login`; the drafter stays where it is"
+    refused = (errors.HTTPError, errors.LocalTokenNotFoundError, ConnectionError, TimeoutError, OSError)
+    with (
+        reraised(ConfigError, f"push_to_hub {repo!r} is no repository", remedy, errors.HFValidationError),
+        reraised(DownloadError, f"{drafter} was not sent to {repo}", remedy, *refused),
+    ):
+        hub = huggingface_hub.HfApi()
+        made = hub.create_repo(repo, private=not is_public, exist_ok=True, repo_type="model")
+        hub.upload_folder(repo_id=repo, folder_path=str(drafter), commit_message="drafter trained with paceline")
+    return str(made)

@@ -1,0 +1,179 @@
+"""What a plan must know of a target and of the machine, without loading a weight.
+
+`read_target` reads a GGUF file's header, a config.json by its path or in a folder, or, for a model that was not fetched yet,
+the catalogue of `simulate`. `machine_of` takes a known machine ("8x H100"), or measures this one once and keeps what it found
+in `$PACELINE_HOME/machine.json` until processor or thread count change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError, PacelineError
+from paceline.hardware import Machine, cpu_name, processor, this_machine
+from paceline.hub import BUILTINS, cache_home
+from paceline.model.config import FAMILIES
+from paceline.runlog import write_whole
+from paceline.simulate import catalogue
+from paceline.simulate.files import read_json
+from paceline.simulate.shapes import FORMATS, ModelShape
+
+BLOCK_BYTES = 1.0625
+"""Of a drafter's weight beside a target in blocks: Q8_0."""
+KEPT = "machine.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """A target, by its sizes."""
+
+    name: str
+    shape: ModelShape
+    raw: dict[str, Any]
+    """config.json, or what it would say."""
+    weight_bytes: float | None
+    """Of the file; None when there is none here."""
+    is_quantised: bool
+    source: str
+    """Where this was read."""
+
+    def size(self, key: str, default: int = 0) -> int:
+        value = self.raw.get(key)
+        return default if value is None else int(value)
+
+    @property
+    def is_llama_shaped(self) -> bool:
+        """Whether draft layers can be copies of its own."""
+        return any(name in FAMILIES for name in self.raw.get("architectures") or [_architecture(self.raw)])
+
+    @property
+    def value_bytes(self) -> float:
+        """Bytes of one weight."""
+        if self.weight_bytes:
+            return self.weight_bytes / (self.shape.num_parameters or 1.0)
+        return FORMATS[self.shape.precisions.weights].num_bytes
+
+
+def read_target(target: EngineConfig) -> TargetFacts:
+    """Raises ModelNotFoundError, ModelFileError or UnsupportedModelError, with what to give instead."""
+    name, path = target.model, Path(target.model).expanduser()
+    if name in BUILTINS:
+        path = BUILTINS[name].kept_in(cache_home())
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return _gguf_facts(name, path)
+    if path.is_dir() or path.suffix == ".json":
+        return _folder_facts(name, path)
+    raw = _hub_config(name)
+    shape = catalogue.shape_of(raw, name, "its config.json on the hub") if raw else catalogue.find(name)
+    known = next((entry for entry in catalogue.entries().values() if entry["name"] == shape.name), {})
+    quantised_bytes = BUILTINS[name].gguf_bytes if name in BUILTINS else None
+    source = "its config.json on the hub" if raw else "paceline's catalogue of models"
+    return TargetFacts(name, shape, raw or dict(known.get("config", {})), quantised_bytes, name in BUILTINS, source)
+
+
+def _gguf_facts(name: str, path: Path) -> TargetFacts:
+    from paceline.model.gguf import config_json
+    from paceline.model.gguf_file import open_gguf
+
+    raw = config_json(path)
+    raw = {key: value for key, value in raw.items() if value is not None}
+    total = sum(tensor.num_bytes for tensor in open_gguf(path).tensors.values())
+    return TargetFacts(name, catalogue.shape_of(raw, name, str(path)), raw, total, True, f"the header of {path.name}")
+
+
+def _folder_facts(name: str, path: Path) -> TargetFacts:
+    file = path / "config.json" if path.is_dir() else path
+    shape = catalogue.find(str(path))
+    raw = read_json(file, "give a model's config.json")
+    weights = sum(each.stat().st_size for each in file.parent.glob("*.safetensors")) if path.is_dir() else 0
+    inner = raw.get("text_config") or raw
+    return TargetFacts(name, shape, {"architectures": raw.get("architectures"), **inner}, weights or None, False, str(file))
+
+
+def _hub_config(name: str) -> dict[str, Any] | None:
+    """A hub repository's config.json where it was fetched before or can be had at once."""
+    if "/" not in name:
+        return None
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        file = huggingface_hub.try_to_load_from_cache(name, "config.json")
+        if not isinstance(file, str):
+            return None
+        return json.loads(Path(file).read_text(encoding="utf-8"))
+    except (errors.HFValidationError, OSError, ValueError):
+        return None
+
+
+def _architecture(raw: dict[str, Any]) -> str:
+    return f"{str(raw.get('model_type', '')).capitalize()}ForCausalLM"
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """Where a run takes place."""
+
+    machine: Machine
+    number: int = 1
+    """GPUs, or processes."""
+    is_here: bool = True
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.machine.num_threads == 0
+
+    @property
+    def title(self) -> str:
+        count = f"{self.number} x " if self.number > 1 else ""
+        threads = f", {self.machine.num_threads} threads" if self.machine.num_threads else ""
+        return f"{count}{self.machine.name}{threads}"
+
+
+def machine_of(device_name: str | None, device: str = "auto") -> MachineFacts:
+    """A machine by its name, as "8x H100", else this one. Raises ConfigError with the names that are known."""
+    if device_name:
+        number, name = _counted(device_name)
+        known = catalogue.machines()
+        wanted = name.replace(" ", "").replace("-", "").lower()
+        for each, machine in known.items():
+            if wanted in (each.replace(" ", "").lower(), each.split()[0].lower()):
+                return MachineFacts(machine, number, is_here=False)
+        raise ConfigError(f"device-name {device_name!r} is not known: choose from {', '.join(known)}, as in '8x H100'")
+    return MachineFacts(_measured_once(device))
+
+
+def _counted(text: str) -> tuple[int, str]:
+    found = re.fullmatch(r"\s*(\d+)\s*[x*]?\s+?(.*\S)\s*|\s*(\d+)\s*[x*]\s*(.*\S)\s*", text, re.IGNORECASE)
+    if not found:
+        return 1, text.strip()
+    number, name = (found[1], found[2]) if found[1] else (found[3], found[4])
+    if int(number) < 1:
+        raise ConfigError(f"device-name {text!r}: give at least one machine")
+    return int(number), name.strip()
+
+
+def _measured_once(device: str) -> Machine:
+    """This machine's speeds, measured in a second the first time; a GPU's every time."""
+    mark = {"cpu": cpu_name(), "cores": processor()["num_cores"], "threads": os.environ.get("OMP_NUM_THREADS")}
+    file = cache_home() / KEPT
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # never measured, or by another version
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        if kept["mark"] == mark and (device == "cpu" or (device == "auto" and not kept["has_gpu"])):
+            return Machine(**kept["machine"])
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if device.startswith("cuda") or (device == "auto" and has_gpu):
+        return this_machine("cuda")
+    machine = this_machine("cpu")
+    with contextlib.suppress(PacelineError):  # a cache that cannot be written: measured again the next time
+        write_whole(file, json.dumps({"mark": mark, "machine": asdict(machine), "has_gpu": has_gpu}) + "\n")
+    return machine

@@ -1,0 +1,343 @@
+"""The plan of a training run, made and said before it begins, without loading a weight.
+
+    found = make_plan(config)                # choices, hours, disk, memory, what may be expected
+    found.config                             # the run with everything chosen
+    print(found.text)
+
+Who chose what is told: you (typed, or in a file), or the plan. Times come from the roofline of `simulate` and shares of the
+machine's rates that were measured for each stage (`EFFICIENCY`); tokens a round from curves.json, where the target has a curve.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from paceline.prompts import Prompt
+from paceline.simulate.roofline import pass_seconds
+from paceline.tables import ignore
+from paceline.train.choices import Sizes, choices, deployment_of, share_of_pass, sizes_of
+from paceline.train.config import TrainConfig
+from paceline.train.facts import MachineFacts, TargetFacts, machine_of, read_target
+from paceline.train.mixture import read_mixture, sources_of
+from paceline.train.run_file import value_of, with_value
+
+EFFICIENCY = {"cpu": {"answers": 0.35, "features": 0.6, "steps": 0.5}, "gpu": {"answers": 0.4, "features": 0.5, "steps": 0.35}}
+"""Shares of the machine's rates that the stages reach; docs/train.md says from which runs."""
+ANSWER_SHARE = 0.75
+"""Of the longest answer, that answers are long on average: an assumption where there are none yet."""
+LETTERS_PER_TOKEN = 4
+MOST_ANSWERING = 0.35
+"""Share of the minutes that answers and features may take: steps need the rest."""
+OPTIMISER_BYTES = 16
+"""A parameter, its gradient and two moments, float32."""
+UNKNOWN_PROMPTS = 1000
+NOT_KEPT = ("online", "streamed")
+"""Hidden states that are computed in every epoch, and not kept on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The prompts, as far as they can be counted."""
+
+    prompts: int
+    prompt_tokens: float
+    """Mean."""
+    is_known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run will do, take and bring."""
+
+    target: str
+    target_source: str
+    machine: str
+    config: TrainConfig
+    sizes: Sizes
+    chosen: dict[str, str]
+    """Field -> why: what the plan chose."""
+    share_of_pass: float
+    """Drafting a block over the target's pass that checks it."""
+    parameters: int
+    """Of the drafter."""
+    data: Data
+    hours: dict[str, float]
+    """Of answers, features, steps, and all together."""
+    disk_bytes: dict[str, float]
+    memory_bytes: float
+    blocks: float
+    """Learned from in these hours."""
+    expected: dict[str, Any] | None
+    """Tokens a round, served, and where the curve is from; None without a curve for this target."""
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        told = {each: getattr(self, each) for each in self.__dataclass_fields__ if each not in ("config", "sizes", "data")}
+        told["values"] = {name: value_of(self.config, name) for name in self.chosen}
+        return {**told, "sizes": asdict(self.sizes), "data": asdict(self.data), "text": self.text}
+
+    @property
+    def text(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def make_plan(config: TrainConfig, device_name: str | None = None) -> Plan:
+    """Raises the errors of reading the target's sizes, ConfigError for an unknown device and PromptError for bad prompts."""
+    target, machine = read_target(config.target), machine_of(device_name, config.target.device)
+    notes: list[str] = []
+    chosen: dict[str, str] = {}
+    if config.plan == "auto" and config.init is None:
+        for choice in choices(config, target, machine):
+            if not config.is_given(choice.name) and value_of(config, choice.name) != choice.value:
+                config, chosen[choice.name] = with_value(config, choice.name, choice.value), choice.why
+    data = _data(config, notes)
+    config, limited, data = _limited(config, target, machine, data)
+    chosen |= limited
+    sizes = sizes_of(config, target)
+    seconds = _stage_seconds(config, target, machine, data)
+    steps_s, blocks = _steps(config, target, machine, data, sizes, sum(seconds.values()))
+    if config.minutes is not None and config.loop.max_minutes is None:
+        config = with_value(config, "loop.max_minutes", max(steps_s / 60, 0.1))
+        chosen["loop.max_minutes"] = "what answers and features leave of the minutes"
+    seconds["steps"] = steps_s
+    hours = {name: value / 3600 for name, value in seconds.items()}
+    disk = _disk(config, target, data, sizes)
+    return Plan(
+        target=target.name,
+        target_source=target.source,
+        machine=machine.title,
+        config=config,
+        sizes=sizes,
+        chosen=chosen,
+        share_of_pass=share_of_pass(sizes, target, machine),
+        parameters=sizes.parameters,
+        data=data,
+        hours={**hours, "all": sum(hours.values())},
+        disk_bytes=disk,
+        memory_bytes=_memory(config, target, sizes),
+        blocks=blocks,
+        expected=expected_tokens(target.name, blocks),
+        notes=notes,
+    )
+
+
+def _data(config: TrainConfig, notes: list[str]) -> Data:
+    """Raises PromptError for a file that cannot be read; a data set that is not here is only noted."""
+    local: list[str] = []
+    own = config.asked.num_self_written if not config.answers or config.asked.prompts else config.asked.self_written
+    for given, (source, _) in zip(config.asked.prompts, sources_of(config.asked.prompts), strict=True):
+        if Path(source).exists() or source.endswith((".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")):
+            local.append(given)
+        else:
+            number = config.asked.limit or UNKNOWN_PROMPTS
+            notes.append(f"{source} is no file here: {number} prompts are assumed (--limit)")
+            own += number
+    found: list[Prompt] = read_mixture(replace(config.asked, prompts=tuple(local)), config.answering.seed, ignore).prompts
+    letters = [sum(len(str(message.get("content") or "")) for message in prompt.messages) for prompt in found]
+    mean = sum(letters) / len(letters) / LETTERS_PER_TOKEN + 30 if letters else 60.0
+    if config.answers:
+        notes.append("answers that exist already are read when the run begins: they are not in these hours")
+    for what, address in (("answers", config.elsewhere.answers_from), ("hidden states", config.elsewhere.features_from)):
+        if address:
+            notes.append(f"the {what} are of {address}: what they take there is not in these hours")
+    return Data(len(found) + own, min(mean, config.answering.max_prompt_tokens), bool(found))
+
+
+def _limited(
+    config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data
+) -> tuple[TrainConfig, dict[str, str], Data]:
+    """Fewer prompts of each source, where answering all of them would leave too few of the minutes for learning."""
+    if config.minutes is None or config.plan == "off" or config.is_given("asked.limit") or not config.asked.prompts:
+        return config, {}, data
+    needed_s = sum(_stage_seconds(config, target, machine, data).values())
+    share = MOST_ANSWERING * 60 * config.minutes / needed_s if needed_s else 1.0
+    if share >= 1.0:
+        return config, {}, data
+    limit = max(32, math.floor(share * data.prompts / len(config.asked.prompts)))
+    why = f"all {data.prompts} prompts would take {needed_s / 60:.0f} of {config.minutes:g} minutes to answer and read"
+    fewer = replace(data, prompts=min(data.prompts, limit * len(config.asked.prompts)))
+    return with_value(config, "asked.limit", limit), {"asked.limit": why}, fewer
+
+
+def _num_answers(config: TrainConfig, data: Data) -> int:
+    return data.prompts * sum(config.answering.samples if each else 1 for each in config.answering.temperatures)
+
+
+def _stage_seconds(config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data) -> dict[str, float]:
+    """Of answers and features: the roofline's time over the share of it that these stages reach; none for those elsewhere."""
+    deployment, reached = deployment_of(target, machine), EFFICIENCY["gpu" if machine.is_gpu else "cpu"]
+    answer, batch = ANSWER_SHARE * config.answering.max_tokens, 32
+    number = _num_answers(config, data) / machine.number
+    context = data.prompt_tokens + answer / 2
+    pass_s = sum(pass_seconds(target.shape, deployment, batch, 1, context).values())
+    prefill_s = sum(pass_seconds(target.shape, deployment, 1, 256, context).values()) / 256
+    documents_s = number * (data.prompt_tokens + answer) * prefill_s
+    answers_s = number * (answer * pass_s / batch + data.prompt_tokens * prefill_s)
+    times = config.loop.epochs if config.features in NOT_KEPT else 1.0
+    return {
+        "answers": 0.0 if config.elsewhere.answers_from else answers_s / reached["answers"],
+        "features": 0.0 if config.elsewhere.features_from else times * documents_s / reached["features"],
+    }
+
+
+def flops_per_block(config: TrainConfig, target: TargetFacts, data: Data, sizes: Sizes) -> float:
+    """Forward and backward of one block, its share of the document's context included."""
+    rows = config.loop.loss.vocab or sizes.draft_vocab
+    layers = 6.0 * sizes.num_layers * sizes.layer_parameters * sizes.block_size
+    head = 4.0 * (sizes.block_size - 1) * min(rows, target.shape.vocab_size) * sizes.hidden_size
+    answer = ANSWER_SHARE * config.answering.max_tokens
+    length = min(data.prompt_tokens + answer, config.max_len)
+    return layers + head + 6.0 * sizes.context_parameters * length / min(config.loop.anchors, answer)
+
+
+def _steps(
+    config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data, sizes: Sizes, before_s: float
+) -> tuple[float, float]:
+    """(seconds, blocks) of the steps: as many as minutes, steps or epochs allow."""
+    loop = config.loop
+    name = "bfloat16" if loop.autocast and "bfloat16" in machine.machine.flops_per_s else "float32"
+    reached = EFFICIENCY["gpu" if machine.is_gpu else "cpu"]["steps"]
+    rate = machine.machine.flops_per_s[name] * machine.number * reached / flops_per_block(config, target, data, sizes)
+    each = min(loop.anchors, ANSWER_SHARE * config.answering.max_tokens)
+    blocks = loop.epochs * each * _num_answers(config, data)
+    if loop.max_steps is not None:
+        blocks = float(loop.max_steps * loop.blocks_per_step)
+    seconds = blocks / rate
+    if loop.max_minutes is not None:
+        seconds = min(seconds, 60 * loop.max_minutes)
+    elif config.minutes is not None:
+        seconds = min(seconds, max(60 * config.minutes - before_s, 0.25 * 60 * config.minutes))
+    return seconds, seconds * rate
+
+
+def _disk(config: TrainConfig, target: TargetFacts, data: Data, sizes: Sizes) -> dict[str, float]:
+    length = data.prompt_tokens + ANSWER_SHARE * config.answering.max_tokens
+    number, value_bytes = _num_answers(config, data), 4 if config.target.dtype == "float32" else 2
+    value_bytes = 1 if config.feature_dtype == "int8" else value_bytes
+    features = number * length * sizes.num_taps * sizes.hidden_size * value_bytes
+    checkpoint = sizes.parameters * 12.0
+    disk = {
+        "answers": 8.0 * number * length,
+        "features": 0.0 if config.features in NOT_KEPT else features,
+        "checkpoints": checkpoint * (config.loop.keep_last + 1) + 6.0 * sizes.parameters,
+    }
+    return {**disk, "all": sum(disk.values())}
+
+
+def _memory(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
+    """At most, in the training stage: target, its embedding and head as matrices, weights with their optimiser, one pack. Of a
+    target elsewhere only these two matrices are here."""
+    is_elsewhere = config.elsewhere.features_from is not None
+    matrix = 2.0 * 4 * target.shape.vocab_size * sizes.hidden_size if target.is_quantised or is_elsewhere else 0.0
+    rows = config.loop.blocks_per_pack * sizes.block_size
+    kept = sizes.num_layers * (30 * sizes.hidden_size + 6 * sizes.intermediate_size) * 4.0 * rows
+    head = 256 * 12.0 * min(config.loop.loss.vocab or sizes.draft_vocab, target.shape.vocab_size)
+    weights = 0.0 if is_elsewhere else target.weight_bytes or target.shape.num_parameters * target.value_bytes
+    return weights + matrix + OPTIMISER_BYTES * sizes.parameters + kept + head
+
+
+def expected_tokens(target: str, blocks: float) -> dict[str, Any] | None:
+    """Tokens a round, served, after so many blocks: from the target's own curve, straight lines over log(blocks)."""
+    curves = json.loads(Path(__file__).with_name("curves.json").read_text(encoding="utf-8"))["curves"]
+    curve = next((each for each in curves if each["target"] == target), None)
+    if curve is None:
+        return None
+    points = curve["eal"]
+    flatter = curve["served_at_last"] / points[-1][1]
+    value, beyond = points[-1][1], blocks > points[-1][0]
+    if blocks <= points[0][0]:
+        value = 1.0 + (points[0][1] - 1.0) * blocks / points[0][0]
+    elif not beyond:
+        (low, before), (high, after) = next(pair for pair in pairwise(points) if blocks <= pair[1][0])
+        value = before + (after - before) * math.log(blocks / low) / math.log(high / low)
+    return {
+        "tokens_per_round": round(max(1.0, value * flatter), 2),
+        "is_beyond_the_curve": beyond,
+        "source": curve["source"],
+        "data": curve["data"],
+    }
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    sizes, config = plan.sizes, plan.config
+    yield f"plan: a drafter for {plan.target} (sizes from {plan.target_source}), on {plan.machine}"
+    vocab = f"{sizes.draft_vocab} tokens to draft among, " if config.shape.draft_vocab else ""
+    yield (
+        f"  shape      {sizes.num_layers} layers of width {sizes.intermediate_size}, {sizes.num_heads} heads of "
+        f"{sizes.head_dim} over {sizes.num_kv_heads}, {sizes.num_taps} taps, block {sizes.block_size}, {vocab}"
+        f"{plan.parameters / 1e6:.1f} million parameters; drafting costs {plan.share_of_pass:.0%} of a target pass"
+    )
+    yield from _chosen_lines(plan)
+    hours = plan.hours
+    parts = ", ".join(f"{name} {_duration(hours[name])}" for name in ("answers", "features", "steps"))
+    yield f"  time       {_duration(hours['all'])}: {parts} ({plan.data.prompts} prompts, {_short(plan.blocks)} blocks)"
+    disk = plan.disk_bytes
+    held = ", ".join(f"{name} {disk[name] / 1e9:.2f}" for name in ("answers", "features", "checkpoints"))
+    yield f"  disk       {disk['all'] / 1e9:.2f} GB: {held}"
+    yield f"  memory     {plan.memory_bytes / 1e9:.1f} GB at most"
+    if plan.expected is None:
+        yield "  expected   no curve for such a model: its own held-out figures will say"
+    else:
+        more = "at least " if plan.expected["is_beyond_the_curve"] else "about "
+        yield f"  expected   {more}{plan.expected['tokens_per_round']:.2f} tokens a round on prompts of the kinds that "
+        yield f"             {plan.expected['source']} was measured on ({plan.expected['data']})"
+    for note in plan.notes:
+        yield f"  note       {note}"
+
+
+def _chosen_lines(plan: Plan) -> Iterator[str]:
+    for name, why in plan.chosen.items():
+        yield f"  chosen     {name} {_shown(value_of(plan.config, name))}: {why}"
+    config = plan.config
+    given = config.given if config.given is not None else ()
+    yours = [f"{name} {_shown(value_of(config, name))}" for name in sorted(given) if name.startswith(("shape.", "loop."))]
+    if yours:
+        yield f"  yours      {', '.join(yours)}"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "all" if value == 0 and value is not False else str(value)
+
+
+def _duration(hours: float) -> str:
+    minutes = 60 * hours
+    if minutes < 1.5:
+        return f"{60 * minutes:.0f} s"
+    return f"{minutes:.0f} min" if minutes < 90 else f"{hours:.1f} h"
+
+
+def _short(number: float) -> str:
+    for unit, size in (("million", 1e6), ("thousand", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f}"
+
+
+def apply_stored(config: TrainConfig, told: dict[str, Any]) -> TrainConfig:
+    """What an earlier start of the same run chose stays chosen; what is asked for now wins.
+
+    `told`: plan.json. A name that no config has any more is left out.
+    """
+    for name, value in (told.get("values") or {}).items():
+        try:
+            before = value_of(config, name)
+        except AttributeError:
+            continue
+        if not config.is_given(name):
+            config = with_value(config, name, tuple(value) if isinstance(before, tuple) else value)
+    return config
+
+
+def stored_plan(out: Path) -> dict[str, Any] | None:
+    """plan.json of a run that has one; None when there is none or it is damaged."""
+    try:
+        told = json.loads((out / "plan.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return told if isinstance(told, dict) else None

@@ -1,0 +1,193 @@
+"""Held-out prompts in the real engine: while a drafter learns, and at the end, beside what teacher forcing expects.
+
+Figures of the loop flatter: they look at every place of a text alike, while rounds begin where drafts were refused. `walked`
+looks at the same blocks as training does, teacher-forced, but goes through a served answer as the engine went: from an anchor
+to the first token that would have been refused. It must agree with what was served (`AGREE`), or training and serving do not
+compute the same.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.config import EngineConfig
+from paceline.draft.base import Drafter
+from paceline.draft.checkpoint import DFlashConfig
+from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
+from paceline.engine.llm import LLM
+from paceline.figures import Rounds
+from paceline.hardware import free_bytes
+from paceline.hub import SHIPPED
+from paceline.model.target import Target
+from paceline.plan import FixedPlanner
+from paceline.train.dataset import Document
+from paceline.train.features import OnlineFeatures
+from paceline.train.packs import DFlashTrainable, Packer
+from paceline.train.start import head_of
+from paceline.types import SamplingParams
+
+AGREE = 0.03
+"""Most that served and teacher-forced tokens a round should differ."""
+SERVED_BATCH = 8
+WALKED = 8
+"""Answers that are gone through teacher-forced."""
+BLOCKS_AT_ONCE = 32
+TIMED, TIMED_TOKENS = 4, 64
+"""Prompts whose speed is measured, one after the other, and tokens of each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldoutFigures(Rounds):
+    """Figures over some held-out prompts, served by the real engine. Those of the loop are teacher-forced: they see only blocks
+    anchored in the target's own text, one at a time."""
+
+    num_prompts: int
+    num_tokens: int
+    texts: tuple[str, ...]
+    """The first few answers, to be read: text that repeats itself is drafted easily."""
+
+
+def serve_heldout(
+    llm: LLM, drafter: Drafter, documents: list[Document], max_tokens: int = 128, num_texts: int = 3
+) -> HeldoutFigures:
+    """Answer the documents' prompts greedily with this drafter. Raises ContextLengthError when one does not fit the cache."""
+    return _served(llm, drafter, documents, max_tokens, num_texts)[0]
+
+
+def _served(
+    llm: LLM, drafter: Drafter, documents: list[Document], max_tokens: int, num_texts: int = 3
+) -> tuple[HeldoutFigures, list[Document]]:
+    """The figures, and the answers as documents."""
+    llm.use_drafter(drafter)
+    llm.engine.planner = FixedPlanner()  # the drafter is measured, not what it brings on this machine
+    prompts = [document.tokens[: document.answer_start].tolist() for document in documents]
+    answers = llm.generate_ids(prompts, SamplingParams(max_tokens=max_tokens))
+    figures = HeldoutFigures(
+        **asdict(Rounds.sum(answer.stats for answer in answers)),
+        num_prompts=len(answers),
+        num_tokens=sum(len(answer.token_ids) for answer in answers),
+        texts=tuple(answer.text for answer in answers[:num_texts]),
+    )
+    said = [
+        Document(f"served-{number}", np.array([*prompt, *answer.token_ids], dtype=np.int32), len(prompt))
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    return figures, said
+
+
+class HeldoutServer:
+    """Serves a few held-out prompts with the weights of the moment; loads the model a second time when it is first asked."""
+
+    def __init__(
+        self, target: EngineConfig, raw: dict[str, Any], documents: list[Document], max_tokens: int, draft_ids: Tensor | None
+    ) -> None:
+        self._config, self._documents, self._max_tokens = DFlashConfig.from_json(raw), documents, max_tokens
+        longest = max(document.answer_start for document in documents) + max_tokens
+        self._settings = replace(target, drafter="none", max_batch=SERVED_BATCH, max_len=longest)
+        self._draft_ids = draft_ids
+        self._llm: LLM | None = None
+
+    def __call__(self, weights: dict[str, Tensor]) -> float:
+        """Tokens a round with these weights, rounded as the finished drafter's are."""
+        self._llm = self._llm or LLM.of(self._settings)
+        network = DFlashNetwork.of(self._config, {name: tensor.bfloat16() for name, tensor in weights.items()})
+        drafter = DFlashDrafter(network, draft_ids=self._draft_ids)
+        found = serve_heldout(self._llm, drafter, self._documents, self._max_tokens).tokens_per_round
+        self._llm.use_drafter("none")
+        return found
+
+
+def has_room(target: Target) -> bool:
+    """Whether the target may be loaded once more, for serving beside training."""
+    needed = 4 * target.hidden_size * (target.vocab_size + 16 * target.num_layers * target.hidden_size)
+    free = torch.cuda.mem_get_info(target.device)[0] if target.device.type == "cuda" else free_bytes()
+    return free is None or needed < 0.5 * free
+
+
+@torch.no_grad()
+def walked(target: Target, drafter: DFlashDrafter, answers: list[Document]) -> float:
+    """Tokens a round that teacher-forced blocks give over these answers of the target, gone through as the engine goes."""
+    config = drafter.config
+    documents = [answer for answer in answers if answer.num_anchors > 0]
+    float_network = DFlashNetwork.of(config, {name: tensor.float() for name, tensor in drafter.network.state_dict().items()})
+    trainable = DFlashTrainable(float_network.to(target.device), config.raw)
+    features = OnlineFeatures(target, documents, config.target_layer_ids, needs_final=False)
+    packer = Packer(config.block_size, documents, features, target.device)
+    head, embedding_VD = head_of(target, config, drafter.draft_ids), _embedding(target)
+    num_rounds = num_tokens = 0
+    for number, document in enumerate(documents):
+        places = np.arange(document.answer_start, len(document) - 1)
+        standing: list[int] = []
+        for first in range(0, len(places), BLOCKS_AT_ONCE):
+            pack = packer.pack([(number, places[first : first + BLOCKS_AT_ONCE])])
+            logits_RV = head.logits(trainable.hidden(pack, embedding_VD, False))
+            rows_R, reached_R = head.local(pack.slots.labels_AK.flatten())
+            right_AK = ((logits_RV.argmax(-1) == rows_R) & reached_R).view(pack.slots.valid_AK.shape) & pack.slots.valid_AK
+            standing += right_AK.long().cumprod(dim=1).sum(1).tolist()
+        at = 0
+        while at < len(places):
+            accepted = standing[at]
+            num_rounds, num_tokens = num_rounds + 1, num_tokens + min(accepted + 1, len(places) - at)
+            at += accepted + 1
+    return num_tokens / num_rounds if num_rounds else 0.0
+
+
+def _embedding(target: Target) -> Tensor:
+    return target.embed(torch.arange(target.vocab_size, device=target.device)).clone()
+
+
+def final_figures(target: EngineConfig, drafter: DFlashDrafter, documents: list[Document], max_tokens: int) -> dict[str, Any]:
+    """Everything that is measured at the end of a run, for heldout.json.
+
+    tokens_per_round and its parts, served; `teacher_forced`, of the same answers; tokens/s of one stream without a drafter,
+    with this one, and with the one that ships for the target, where there is one.
+    """
+    longest = max(document.answer_start for document in documents) + max_tokens
+    llm = LLM.of(replace(target, drafter="none", max_batch=SERVED_BATCH, max_len=longest))
+    figures, answers = _served(llm, drafter, documents, max_tokens)
+    told = {"tokens_per_round": figures.tokens_per_round, **asdict(figures)}
+    few = answers[:WALKED]
+    told["served_of_walked"] = _served(llm, drafter, documents[:WALKED], max_tokens)[0].tokens_per_round
+    plain = _tokens_per_s(llm, "none", documents, max_tokens)
+    drafted = _tokens_per_s(llm, drafter, documents, max_tokens)
+    told |= {"plain_tokens_per_s": plain, "drafted_tokens_per_s": drafted, "speedup": drafted / plain if plain else None}
+    folder = SHIPPED / target.model
+    if folder.name == target.model and (folder / "config.json").is_file():
+        shipped = DFlashDrafter.from_folder(folder)
+        told["default_drafter"] = {
+            "tokens_per_round": serve_heldout(llm, shipped, documents, max_tokens).tokens_per_round,
+            "tokens_per_s": _tokens_per_s(llm, shipped, documents, max_tokens),
+        }
+    llm.use_drafter("none")
+    told["teacher_forced"] = walked(llm.target, drafter, few)
+    return told
+
+
+def disagreement(told: dict[str, Any]) -> str | None:
+    """A warning with both figures when teacher-forced and served tokens a round are too far apart."""
+    forced, served = told.get("teacher_forced"), told.get("served_of_walked")
+    if not forced or not served or abs(served / forced - 1.0) <= AGREE:
+        return None
+    return (
+        f"warning: teacher-forced blocks give {forced:.2f} tokens a round, the engine {served:.2f} on the same "
+        f"{WALKED} answers, more than {AGREE:.0%} apart: training and serving do not compute the same, so report this with the "
+        "run's folder"
+    )
+
+
+def _tokens_per_s(llm: LLM, drafter: str | Drafter, documents: list[Document], max_tokens: int) -> float:
+    """Of a few prompts, one after the other, as a user of the engine gets it."""
+    llm.use_drafter(drafter)
+    num_tokens, seconds = 0, 0.0
+    for document in documents[:TIMED]:
+        began = time.perf_counter()
+        prompt = document.tokens[: document.answer_start].tolist()
+        (answer,) = llm.generate_ids([prompt], SamplingParams(max_tokens=min(TIMED_TOKENS, max_tokens)))
+        num_tokens, seconds = num_tokens + len(answer.token_ids), seconds + time.perf_counter() - began
+    return num_tokens / seconds if seconds else 0.0

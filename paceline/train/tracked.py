@@ -1,0 +1,58 @@
+"""What a training run writes down of its steps, says of them, and reads back at its end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from paceline.runlog import RunFolder
+from paceline.tables import Progress
+from paceline.train.loop import Trainer
+from paceline.train.trackers import tracker
+
+SCALARS = ("loss", "objective", "eal", "accuracy", "lr", "grad_norm", "tokens_per_s", "blocks_per_s", "flops_share")
+LINE_EVERY = 25
+"""Steps between lines of news."""
+
+
+@contextlib.contextmanager
+def tracked(
+    run: RunFolder, trainer: Trainer, progress: Progress, log_to: str = "none"
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function for `Trainer.run` that writes each step down and tells `progress`, and a tracker."""
+    number = trainer.total_steps - trainer.state.step
+    with progress.bar("training", number) as advance, tracker(log_to, run.path) as add_scalars:
+
+        def on_step(figures: dict[str, Any]) -> None:
+            run.log(**figures)
+            number, looks = figures["step"], {name: figures[name] for name in ("heldout", "ood") if name in figures}
+            text = f"step {number} loss {figures['loss']:.2f} eal {figures['eal']:.2f} {figures['blocks_per_s']:.0f} blocks/s"
+            text += "".join(f" {name} {look['eal']:.2f}" for name, look in looks.items())
+            if "served" in figures:
+                text += f" served {figures['served']['tokens_per_round']:.2f}"
+            text += f" ({trainer.share_done:.0%}{time_left(trainer)})"
+            advance(text)
+            if number % LINE_EVERY == 0 or "heldout" in looks:
+                progress.say(text)
+            scalars = {f"train/{name}": figures.get(name) for name in SCALARS}
+            for name, look in looks.items():
+                scalars |= {f"{name}/{key}": look.get(key) for key in ("loss", "eal", "accuracy")}
+            scalars["served/tokens_per_round"] = figures.get("served", {}).get("tokens_per_round")
+            add_scalars({name: value for name, value in scalars.items() if value is not None}, number)
+
+        yield on_step
+
+
+def time_left(trainer: Trainer) -> str:
+    """Of the steps, by those so far: ", 12 min left"."""
+    done, seconds = trainer.share_done, trainer.state.seconds
+    return f", {seconds * (1.0 - done) / done / 60:.0f} min left" if 0 < done < 1 else ""
+
+
+def newest_rates(run: RunFolder, trainer: Trainer) -> dict[str, Any]:
+    """The newest eal and loss: on held-out documents where there are some, else on the documents of the last step."""
+    name = "heldout" if "heldout" in trainer.heldout else None
+    seen = [line.get("heldout") if name else line for line in run.metrics()]
+    newest = next((figures for figures in reversed(seen) if figures), {})
+    return {key: newest.get(key) for key in ("eal", "loss")}

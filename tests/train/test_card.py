@@ -1,0 +1,84 @@
+"""The model card says what the run's folder knows; the hub, here a fake, gets a private repository."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from small_llm import tiny_model
+from small_training import tiny_decoder
+
+from paceline.config import EngineConfig
+from paceline.draft.dflash import DFlashDrafter
+from paceline.errors import ConfigError, DownloadError
+from paceline.train.card import push, target_hash, write_card
+from paceline.train.config import DrafterShape, PromptsConfig, TrainConfig
+from paceline.train.start import network_for
+
+SERVED = {"tokens_per_round": 2.5, "num_prompts": 16, "teacher_forced": 2.49, "speedup": 1.7}
+FIGURES = {"steps": 10, "blocks": 1920, "eal": 2.61, "loss": 3.2}
+
+
+def drafter(folder: Path, **shape: Any) -> Path:
+    DFlashDrafter(network_for(tiny_decoder(), "none", DrafterShape(num_layers=1, **shape), None, 0)[1]).save(folder)
+    return folder
+
+
+def test_the_card_names_target_data_figures_and_flags(tmp_path: Path) -> None:
+    target, out = tiny_model(tmp_path / "tiny"), drafter(tmp_path / "run" / "drafter", attention_bias=True)
+    config = TrainConfig(tmp_path / "run", EngineConfig(str(target)), PromptsConfig(("some/mbpp.jsonl",)))
+    text = write_card(config, out, FIGURES, SERVED).read_text()
+    assert text.startswith("---\nlicense: other\nbase_model: tiny\n") and "tags: [dflash" in text
+    assert hashlib.sha256((target / "model.safetensors").read_bytes()).hexdigest() in text
+    assert "mbpp.jsonl" in text and str(tmp_path) not in text, "no path of this machine"
+    assert "| tokens a round, served, greedy | 2.50 |" in text and "| of the same, teacher-forced | 2.49 |" in text
+    assert '--speculative-config \'{"method": "dflash", "model": "run/drafter", "num_speculative_tokens": 7}\'' in text
+    assert "--speculative-algorithm DFLASH" in text and "--speculative-num-draft-tokens 8" in text
+    assert "vLLM and SGLang were not tried" in text
+
+
+def test_without_held_out_prompts_it_claims_nothing(tmp_path: Path) -> None:
+    text = write_card(TrainConfig(tmp_path), drafter(tmp_path / "drafter"), {"steps": 1, "blocks": 8}, {}).read_text()
+    assert (
+        "Nothing was held out" in text and "license: apache-2.0" in text and "1000 prompts that the target wrote itself" in text
+    )
+
+
+def test_a_built_in_targets_hash_is_known_without_its_file() -> None:
+    assert target_hash("qwen2.5-coder-0.5b").startswith("sha256:1d9614638d18")
+
+
+class Hub:
+    """huggingface_hub's HfApi, as far as it is used."""
+
+    called: list[tuple[str, dict[str, Any]]]
+
+    def __init__(self) -> None:
+        Hub.called = []
+
+    def create_repo(self, repo: str, **options: Any) -> str:
+        Hub.called.append(("create", {"repo": repo, **options}))
+        if "/" not in repo:
+            raise huggingface_hub.errors.HFValidationError(repo)
+        if repo.startswith("offline/"):
+            raise ConnectionError("no route")
+        return f"https://huggingface.co/{repo}"
+
+    def upload_folder(self, **options: Any) -> None:
+        Hub.called.append(("upload", options))
+
+
+def test_the_hub_gets_the_folder_privately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    assert push(tmp_path, "me/mine") == "https://huggingface.co/me/mine"
+    (create, made), (upload, sent) = Hub.called
+    assert (create, made["private"], upload, sent["folder_path"]) == ("create", True, "upload", str(tmp_path))
+    push(tmp_path, "me/mine", is_public=True)
+    assert Hub.called[0][1]["private"] is False
+    with pytest.raises(DownloadError, match="was not sent to offline/mine .*the drafter stays where it is"):
+        push(tmp_path, "offline/mine")
+    with pytest.raises(ConfigError, match="'mine' is no repository"):
+        push(tmp_path, "mine")

@@ -1,0 +1,162 @@
+"""Plans: the shape under its share of a pass, who chose what, hours from minutes, no weight read, kept by the run's folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_folders import write_config
+
+from paceline.cli import app
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError, ModelNotFoundError
+from paceline.hardware import Machine
+from paceline.train import facts
+from paceline.train.choices import MOST_SHARE
+from paceline.train.config import DrafterShape, ElsewhereConfig, LoopConfig, OptimConfig, PromptsConfig, TrainConfig
+from paceline.train.planning import apply_stored, expected_tokens, make_plan
+
+LAPTOP = Machine("some processor", 3e10, {"bfloat16": 5e11, "float32": 2e11}, 2, 16 * 2**30)
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(facts, "_measured_once", lambda device: LAPTOP)
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
+
+
+def prompts(folder: Path, number: int = 200) -> str:
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"Write a function number {n}."}) + "\n" for n in range(number)))
+    return str(file)
+
+
+def asked(folder: Path, model: str = "qwen2.5-coder-0.5b", **changes: Any) -> TrainConfig:
+    return TrainConfig(folder / "run", EngineConfig(model), PromptsConfig((prompts(folder),)), **changes)
+
+
+def test_a_small_target_on_a_processor(tmp_path: Path) -> None:
+    """Never fetched: the catalogue knows its sizes."""
+    plan = make_plan(asked(tmp_path, minutes=60.0))
+    assert plan.share_of_pass < MOST_SHARE and plan.config.shape.is_copied
+    assert plan.config.shape.draft_vocab in (8192, 12288, 16384, 32768) and plan.config.loop.loss.vocab == 8192
+    assert plan.config.shape.block_size == 8 and plan.config.loop.blocks_per_step == 192
+    assert plan.hours["all"] == pytest.approx(sum(plan.hours[name] for name in ("answers", "features", "steps")))
+    assert plan.hours["all"] <= 1.3 and plan.config.loop.max_minutes is not None and plan.blocks > 0
+    assert plan.expected is None and "no curve for such a model" in plan.text
+    assert plan.data.prompts == 200 and plan.data.is_known
+    json.dumps(plan.as_json())
+
+
+def test_experts_count_as_far_as_they_are_active(tmp_path: Path) -> None:
+    dense = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 8}
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
+    folder = tmp_path / "Qwen3-30B-A3B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(dense | sizes | heads))
+    plan = make_plan(asked(tmp_path, str(folder / "config.json")), "8x H100")
+    assert plan.machine == "8 x H100" and plan.config.shape.block_size == 16 and not plan.config.shape.is_copied
+    assert plan.sizes.hidden_size == 2048 and plan.share_of_pass < MOST_SHARE
+    one = make_plan(asked(tmp_path, str(folder)), "H100")
+    assert one.hours["answers"] == pytest.approx(8 * plan.hours["answers"])
+    assert plan.memory_bytes > 60e9, "all experts are held"
+
+
+def test_what_was_asked_for_wins_and_who_chose_is_told(tmp_path: Path) -> None:
+    shape = DrafterShape(num_layers=1, draft_vocab=4096)
+    loop = LoopConfig(optim=OptimConfig(lr=1e-3))
+    plan = make_plan(asked(tmp_path, shape=shape, loop=loop))
+    assert (plan.config.shape.num_layers, plan.config.shape.draft_vocab, plan.config.loop.optim.lr) == (1, 4096, 1e-3)
+    assert "shape.num_layers" not in plan.chosen and "loop.optim.lr" not in plan.chosen and "shape.start" in plan.chosen
+    given = replace(asked(tmp_path), given=("shape.block_size", "loop.loss.vocab"))
+    plan = make_plan(given)
+    assert plan.config.loop.loss.vocab is None and "loop.loss.vocab" not in plan.chosen
+    assert "yours      loop.loss.vocab None, shape.block_size 8" in plan.text
+    off = make_plan(asked(tmp_path, plan="off"))
+    assert off.chosen == {} and off.config.shape == DrafterShape()
+    assert make_plan(asked(tmp_path, init="default")).chosen == {}, "a drafter that goes on keeps its shape and recipe"
+
+
+def test_too_little_time_answers_fewer_prompts_and_says_so(tmp_path: Path) -> None:
+    plan = make_plan(asked(tmp_path, minutes=2.0))
+    assert plan.config.asked.limit == plan.data.prompts < 200
+    assert "all 200 prompts would take" in plan.chosen["asked.limit"]
+
+
+def test_a_target_elsewhere_costs_nothing_here_and_lends_no_layers(tmp_path: Path) -> None:
+    elsewhere = ElsewhereConfig(answers_from="http://127.0.0.1:1", features_from="http://127.0.0.1:2")
+    asking = PromptsConfig((f"{prompts(tmp_path)}=2",))
+    config = replace(asked(tmp_path), asked=asking, elsewhere=elsewhere, features="streamed")
+    plan = make_plan(config)
+    assert plan.data.prompts == 200 and plan.data.is_known, "a source may carry a weight"
+    assert plan.hours["answers"] == plan.hours["features"] == plan.disk_bytes["features"] == 0.0 < plan.hours["steps"]
+    assert not plan.config.shape.is_copied
+    assert "the hidden states are of http://127.0.0.1:2: what they take there is not in these hours" in plan.text
+    assert plan.memory_bytes < make_plan(replace(config, elsewhere=ElsewhereConfig())).memory_bytes
+    kept = make_plan(asked(tmp_path, features="cached")).disk_bytes["features"]
+    assert make_plan(asked(tmp_path, features="cached", feature_dtype="int8")).disk_bytes["features"] == kept / 2
+
+
+def test_a_wide_head_costs_a_shape_its_layers(tmp_path: Path) -> None:
+    folder = tmp_path / "narrow"
+    folder.mkdir()
+    write_config(folder, vocab_size=20_000, hidden_size=256, intermediate_size=512, num_hidden_layers=2)
+    plan = make_plan(asked(tmp_path, str(folder)))
+    assert plan.config.shape.draft_vocab == 8192 and plan.config.shape.num_layers < 3
+    assert "the least that was found" in plan.chosen["shape.num_layers"]
+
+
+def test_a_curve_is_quoted_for_its_own_target_only() -> None:
+    found = expected_tokens("smollm2-135m", 994_000)
+    assert found is not None and found["tokens_per_round"] == 2.83 and not found["is_beyond_the_curve"]
+    less, more = expected_tokens("smollm2-135m", 96_000), expected_tokens("smollm2-135m", 5e6)
+    assert less is not None and less["tokens_per_round"] == pytest.approx(2.07 * 2.83 / 3.11, abs=0.01)
+    assert more is not None and more["tokens_per_round"] == 2.83 and more["is_beyond_the_curve"]
+    assert expected_tokens("qwen2.5-coder-0.5b", 1e6) is None
+
+
+def test_a_resumed_run_keeps_its_choices(tmp_path: Path) -> None:
+    told = make_plan(asked(tmp_path)).as_json()
+    told["values"] |= {"shape.num_layers": 7, "gone.setting": 3}
+    assert apply_stored(asked(tmp_path), told).shape.num_layers == 7
+    assert apply_stored(asked(tmp_path, shape=DrafterShape(num_layers=2)), told).shape.num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "machine"),
+    [
+        ("H100", 1, "H100"),
+        ("8x H100", 8, "H100"),
+        ("8xH100", 8, "H100"),
+        ("2 x RTX 4090", 2, "RTX 4090"),
+        ("4 L40S", 4, "L40S"),
+    ],
+)
+def test_machines_by_name(name: str, number: int, machine: str) -> None:
+    found = facts.machine_of(name)
+    assert (found.number, found.machine.name, found.is_here) == (number, machine, False)
+
+
+def test_unknown_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="device-name 'abacus' is not known: choose from B200"):
+        make_plan(asked(tmp_path), "abacus")
+    with pytest.raises(ModelNotFoundError, match="no model 'nothing'"):
+        make_plan(asked(tmp_path, "nothing"))
+
+
+def test_the_command_says_the_plan_and_stops(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.commands import train as command
+
+    monkeypatch.setattr(command, "run_train", lambda *args, **options: pytest.fail("it must not train"))
+    words = ["train", "--target", "qwen2.5-coder-0.5b", "--prompts", prompts(tmp_path), "--dry-run", "--json"]
+    app([*words, "--out", str(tmp_path / "run"), "--layers", "2"], prog_name="paceline", standalone_mode=False)
+    said = capsys.readouterr()
+    line = json.loads(said.out)
+    assert line["sizes"]["num_layers"] == 2 and line["values"]["shape.start"] == "copied" and "plan: a drafter" in said.err
+    assert json.loads((tmp_path / "run" / "dry-run.json").read_text()) == line
+    with pytest.raises(ConfigError, match="--device-name plans for another machine: add --dry-run"):
+        app(["train", "--device-name", "H100"], prog_name="paceline", standalone_mode=False)

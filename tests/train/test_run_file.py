@@ -1,0 +1,116 @@
+"""run.yaml: a run written down is the same run read back; typed options win; unknown names are refused with the nearest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli import app
+from paceline.commands import train as command
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError
+from paceline.train.config import (
+    AnswerConfig,
+    DrafterShape,
+    LoopConfig,
+    LossConfig,
+    OptimConfig,
+    PromptsConfig,
+    TrainConfig,
+)
+from paceline.train.run_file import as_tree, config_of, read_run_file, with_value, write_run_file
+
+
+def whole(out: Path) -> TrainConfig:
+    return TrainConfig(
+        out,
+        EngineConfig("some/model", dtype="float32", threads=2),
+        PromptsConfig(("a.jsonl", "b.jsonl"), limit=7),
+        answers=(Path("x"),),
+        answering=AnswerConfig(temperatures=(0.0, 0.7)),
+        shape=DrafterShape(num_layers=2, tap_layers=(1, 4), start="copied", is_causal=False),
+        loop=LoopConfig(epochs=2.5, loss=LossConfig("ce", vocab=0), optim=OptimConfig(lr=2e-3)),
+    )
+
+
+def test_written_and_read_back_it_is_the_same_run(tmp_path: Path) -> None:
+    config = whole(tmp_path)
+    again = config_of(read_run_file(write_run_file(config)))
+    assert with_value(again, "given", None) == config
+    assert again.is_given("shape.num_layers") and again.is_given("shape.block_size"), "all of a file is asked for"
+    assert not again.is_given("init")
+
+
+def test_what_differs_from_the_default_was_given(tmp_path: Path) -> None:
+    config = whole(tmp_path)
+    assert config.is_given("shape.num_layers") and config.is_given("loop.optim.lr")
+    assert not config.is_given("shape.block_size") and not config.is_given("loop.anchors")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    """The configs that the command hands to the library, which does nothing here."""
+    found: list[TrainConfig] = []
+
+    def stop(config: TrainConfig, **options: Any) -> None:
+        found.append(config)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(command, "run_train", stop)
+    return found
+
+
+def typed(*words: object) -> None:
+    with pytest.raises(ConfigError, match="enough"):
+        app(["train", *map(str, words)], prog_name="paceline", standalone_mode=False)
+
+
+def test_what_is_typed_wins_over_the_file(tmp_path: Path, asked: list[TrainConfig]) -> None:
+    file = write_run_file(whole(tmp_path))
+    typed("--config", file, "--layers", "5", "--lr", "1e-3", "--block", "6", "--seed", "9", "--out", tmp_path / "other")
+    (config,) = asked
+    assert (config.shape.num_layers, config.shape.block_size, config.loop.optim.lr) == (5, 6, 1e-3)
+    assert (config.loop.seed, config.answering.seed, config.out) == (9, 9, tmp_path / "other")
+    assert config.shape.tap_layers == (1, 4) and config.asked.prompts == ("a.jsonl", "b.jsonl"), "the rest is the file's"
+    assert as_tree(config)["loop"]["loss"] == as_tree(whole(tmp_path))["loop"]["loss"]
+
+
+def test_an_option_typed_at_its_default_counts_as_asked_for(tmp_path: Path, asked: list[TrainConfig]) -> None:
+    typed("--layers", "3", "--loss-vocab", "0", "--first-layers", "copied", "--heads", "4", "--intermediate-size", "64")
+    (config,) = asked
+    assert config.is_given("shape.num_layers") and config.is_given("loop.loss.vocab") and not config.is_given("loop.optim.lr")
+    assert (config.shape.num_heads, config.shape.intermediate_size, config.shape.is_copied) == (4, 64, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("shap: {num_layers: 2}", "unknown setting shap: did you mean shape?"),
+        ("shape: {num_layer: 2}", "unknown setting shape.num_layer: did you mean shape.num_layers?"),
+        ("layers: 2", "unknown setting layers: did you mean shape.num_layers?"),
+        ("loop: {optim: {rate: 2}}", "unknown setting loop.optim.rate"),
+        ("shape: 3", "shape must hold settings by name, such as num_layers"),
+        ("shape: {num_layers: two}", "shape.num_layers cannot be 'two'"),
+        ("shape: {num_layers: true}", "shape.num_layers cannot be True"),
+        ("shape: {start: warm}", "shape.start cannot be 'warm'"),
+        ("shape: {num_layers: 0}", "num_layers must be at least 1"),
+        ("- a", "holds no settings by name"),
+        ("a: [", "cannot be read"),
+        ("out: !!python/object:os.system {}", "cannot be read"),
+    ],
+)
+def test_bad_files_are_refused_by_name(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        config_of(read_run_file(file))
+    assert message in str(refused.value)
+
+
+def test_json_is_read_too_and_numbers_as_yaml_writes_them(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text('{"loop": {"optim": {"lr": "2e-3"}, "epochs": 3}, "asked": {"prompts": "one.jsonl"}}')
+    config = config_of(read_run_file(file))
+    assert (config.loop.optim.lr, config.loop.epochs, config.asked.prompts) == (2e-3, 3.0, ("one.jsonl",))
