@@ -26,7 +26,8 @@ from paceline.tables import Progress
 
 FOUR_WEEKS = 28 * DAY
 GRACE = 2 * DAY
-"""An alarm so many hours after a drift ended is still about it."""
+"""An alarm so many hours after a drift ended is still about it. One that was raised in the day before is, too: it held because of
+that day's hours after the drift began, without which it would have lapsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def fortnight(world: World, policy: Policy, tell: Callable[[Line], Any] = lambda
 
 def _outcome(world: World, policy: Policy, trainings: list[int], alarms: list[int], proposed: int) -> Outcome:
     drift = world.drift
-    true = [at for at in alarms if drift and drift.begins <= at <= drift.ends + GRACE]
+    true = [at for at in alarms if drift and drift.begins - DAY < at <= drift.ends + GRACE]
     after = [at for at in trainings if drift and at >= drift.begins]
     suspicions = len(alarms)
     if isinstance(policy, SeasonalPolicy):
