@@ -9,6 +9,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+pytest.register_assert_rewrite("chat_visit")  # tests take both a fixture and functions from it
 
 SLOW = (
     # a browser
