@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 LEAST_CHUNK = 8
 """Prompt tokens of a chunk at least: what smaller ones spare they cost again."""
@@ -15,6 +17,16 @@ class ChunkSizes:
     def __init__(self, most: int, adapts: bool) -> None:
         self._most, self._adapts = most, adapts
         self._token_s = self._round_s = 0.0
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within, chunks are as large as they may be: all answers together take less time, one that is under way waits longer
+        for its next token. For work that nobody follows token by token."""
+        adapts, self._adapts = self._adapts, False
+        try:
+            yield
+        finally:
+            self._adapts = adapts
 
     def size(self, num_running: int) -> int:
         if not (self._adapts and num_running and self._token_s and self._round_s):

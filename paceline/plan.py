@@ -157,10 +157,10 @@ class AdaptivePlanner:
         """Sources that draft whole blocks at once: those that say how sure they are of each slot before any is drawn."""
         self._computed: set[str] = set()
         """Sources that compute their drafts."""
-        self._chunks = ChunkSizes(most_chunk, adapts_chunks)
+        self.chunks = ChunkSizes(most_chunk, adapts_chunks)
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
-        self._chunks.prefilled(num_tokens, seconds)
+        self.chunks.prefilled(num_tokens, seconds)
 
     def offer(self, source: str, kind: RowKind, most: int) -> Offer:
         self._computed.add(source)
@@ -177,13 +177,13 @@ class AdaptivePlanner:
 
     def next(self, rows: list[Row], num_joining: int = 0, prompt_left: int = 0) -> Plan:
         kind, num_rows = self._kind(rows), len(rows) + num_joining
-        chunk = min(self._chunks.size(len(rows)), prompt_left)
+        chunk = min(self.chunks.size(len(rows)), prompt_left)
         plan = Plan(chunk, rows, [NO_DRAFTS] * len(rows), num_rows)
         kind.begin({row.key for row in rows})
         if not rows or kind.needs_plain(len(rows)):
             return plan
         may_compute, paused = not kind.rests(num_rows), kind.paused()
-        most_s = self._chunks.most_round_s / kind.costs.slowness if prompt_left else math.inf
+        most_s = self.chunks.most_round_s / kind.costs.slowness if prompt_left else math.inf
         if kind.costs.pass_s(num_rows + 1) > most_s:
             return plan
         unwanted = paused if may_compute else paused | self._computed
@@ -311,7 +311,7 @@ class AdaptivePlanner:
         if not plan.is_trial and not plan.chunk:
             drafting = {take.source for take, count in zip(plan.drafts, stats.num_checked_B, strict=True) if count}
             kind.compare(num_rows, num_rows + sum(stats.num_accepted_B), round_s, drafting)
-        self._chunks.decoded(round_s, beside_chunk=plan.chunk > 0)
+        self.chunks.decoded(round_s, beside_chunk=plan.chunk > 0)
 
     def price(self, plan: Plan, place: int, num_checked: int, num_alike: int) -> float:
         costs, num_rows, take = self._kind(plan.rows).costs, len(plan.rows), plan.drafts[place]

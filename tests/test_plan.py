@@ -278,6 +278,14 @@ class TestChunks:
             sizes.decoded(0.001, beside_chunk=False)
         assert sizes.size(4) == LEAST_CHUNK
 
+    def test_whole_where_nobody_follows_token_by_token(self) -> None:
+        sizes = ChunkSizes(256, adapts=True)
+        sizes.prefilled(32, 0.032)
+        sizes.decoded(0.001, beside_chunk=False)
+        with sizes.whole():
+            assert sizes.size(4) == 256 and sizes.most_round_s == math.inf
+        assert sizes.size(4) == LEAST_CHUNK and sizes.most_round_s == 0.001
+
     def test_never_smaller_where_bits_depend_on_it(self) -> None:
         sizes = ChunkSizes(256, adapts=False)
         sizes.prefilled(32, 1.0)

@@ -26,8 +26,8 @@ from paceline.tables import Progress
 
 FOUR_WEEKS = 28 * DAY
 GRACE = 2 * DAY
-"""An alarm so many hours after a drift ended is still about it. One that was raised in the day before is, too: it held because of
-that day's hours after the drift began, without which it would have lapsed."""
+"""An alarm so many hours after a drift ended is still about it. One that was raised in the day before is, too: it held because
+of that day's hours after the drift began, without which it would have lapsed."""
 
 
 @dataclass(frozen=True, slots=True)

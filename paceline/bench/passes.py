@@ -123,27 +123,28 @@ def run_pass(
     done = Pass([], prefill_s=0.0)
     started = time.perf_counter()
     try:
-        while waiting or index_of:
-            while waiting and len(index_of) < batch:
-                index = waiting.popleft()
-                request_id = engine.add(requests[index].token_ids, params[index])
-                index_of[request_id], texts[request_id] = index, []
-            chunks = engine.step()
-            for each in engine.rounds:
-                done.draft_s += each.draft_s
-                done.verify_s += each.verify_s
-                done.num_passes += 1
-            for chunk in chunks:
-                seq = chunk.sequence
-                texts[seq.request_id].append(chunk.text)
-                if chunk.finish_reason is not None:
-                    text = "".join(texts.pop(seq.request_id))
-                    began = seq.timings.arrival_s + seq.timings.queue_s
-                    ended = seq.timings.token_s[-1] if seq.timings.token_s else time.perf_counter()
-                    answer = Answer(seq.output_ids, text, ended - began, seq.rounds, seq.lossless)
-                    answers[index_of.pop(seq.request_id)] = answer
-                    done.prefill_s = (done.prefill_s or 0.0) + seq.timings.prefill_s
-                    on_answer()
+        with engine.whole_chunks():
+            while waiting or index_of:
+                while waiting and len(index_of) < batch:
+                    index = waiting.popleft()
+                    request_id = engine.add(requests[index].token_ids, params[index])
+                    index_of[request_id], texts[request_id] = index, []
+                chunks = engine.step()
+                for each in engine.rounds:
+                    done.draft_s += each.draft_s
+                    done.verify_s += each.verify_s
+                    done.num_passes += 1
+                for chunk in chunks:
+                    seq = chunk.sequence
+                    texts[seq.request_id].append(chunk.text)
+                    if chunk.finish_reason is not None:
+                        text = "".join(texts.pop(seq.request_id))
+                        began = seq.timings.arrival_s + seq.timings.queue_s
+                        ended = seq.timings.token_s[-1] if seq.timings.token_s else time.perf_counter()
+                        answer = Answer(seq.output_ids, text, ended - began, seq.rounds, seq.lossless)
+                        answers[index_of.pop(seq.request_id)] = answer
+                        done.prefill_s = (done.prefill_s or 0.0) + seq.timings.prefill_s
+                        on_answer()
     finally:
         for request_id in list(index_of):
             engine.abort(request_id)

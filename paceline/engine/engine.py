@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from paceline.engine.scheduler import PrefixReuse, Scheduler
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.model.target import ForwardBatch, Target
 from paceline.model.tokenizer import TextStream, Tokenizer
-from paceline.plan import FixedPlanner, Plan, Planner, Row
+from paceline.plan import AdaptivePlanner, FixedPlanner, Plan, Planner, Row
 from paceline.routes import Router
 from paceline.types import Batch, Constraint, DraftBlock, FinishReason, Round, RoundStats, Route, SamplingParams, Sequence
 from paceline.verify.rules import MOCKED
@@ -171,6 +172,10 @@ class Engine:
         return seq
 
     @torch.inference_mode()
+    def whole_chunks(self) -> contextlib.AbstractContextManager[None]:
+        """Within, prompts are read in whole chunks beside rows that decode: for work that nobody follows token by token."""
+        return self.planner.chunks.whole() if isinstance(self.planner, AdaptivePlanner) else contextlib.nullcontext()
+
     def step(self) -> list[Chunk]:
         """One prefill chunk and one decode round at most; returns what each request gained."""
         self.rounds, self.read = [], (0, 0.0)

@@ -262,10 +262,16 @@ class LLM:
         params: SamplingParams | list[SamplingParams] | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> list[Completion]:
-        """Continue each list of token ids. On an error or interrupt every request of this call is aborted."""
+        """Continue each list of token ids. On an error or interrupt every request of this call is aborted.
+
+        Without `on_chunk` and streams beside it prompts are read in whole chunks: the answers are there sooner, all together.
+        """
         each = params if isinstance(params, list) else [params] * len(prompts)
         texts, done = [""] * len(prompts), dict[int, Completion]()
-        with contextlib.closing(self._answer(list(zip(prompts, each, strict=True)))) as answering:
+        with (
+            contextlib.nullcontext() if on_chunk or self._inboxes else self.engine.whole_chunks(),
+            contextlib.closing(self._answer(list(zip(prompts, each, strict=True)))) as answering,
+        ):
             for place, chunk in answering:
                 seq = chunk.sequence
                 texts[place] += chunk.text

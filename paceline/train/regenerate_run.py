@@ -235,7 +235,9 @@ class Regenerator:
                 for conversation in itertools.islice(waiting, in_flight):
                     self._ask(conversation)
                 while self._flying:
-                    for chunk in self.llm.engine.step():
+                    with self.llm.engine.whole_chunks():
+                        chunks = self.llm.engine.step()
+                    for chunk in chunks:
                         if isinstance(chunk.sequence.error, Lost):
                             self._lose(chunk.sequence, waiting)
                         elif chunk.sequence.error:

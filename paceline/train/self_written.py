@@ -128,7 +128,9 @@ class PromptWriter:
                     opener = self.openers[number % len(self.openers)]
                     ids = self.llm.tokenizer.encode(self._turn.prefix + opener, add_special_tokens=False)
                     flying[engine.add(ids, replace(self._params, seed=self.seed + number))] = opener
-                for chunk in engine.step():
+                with engine.whole_chunks():
+                    chunks = engine.step()
+                for chunk in chunks:
                     request_id = chunk.sequence.request_id
                     flying[request_id] += chunk.text
                     if chunk.finish_reason is not None:

@@ -93,3 +93,16 @@ def test_answers_of_one_token_do_not_hold_up_the_others() -> None:
     for _ in range(5):
         assert running in {chunk.sequence.request_id for chunk in engine.step()}
     assert not engine.scheduler.waiting
+
+
+def test_beside_work_that_nobody_follows_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, target = engine_of(monkeypatch, is_width_invariant=True)
+    engine.add([1, 2, 3], SamplingParams(max_tokens=60))
+    for _ in range(20):
+        engine.step()
+    target.calls.clear()
+    late = engine.add(LONG, SamplingParams(max_tokens=4))
+    with engine.whole_chunks():
+        said = [chunk for _ in range(12) for chunk in engine.step() if chunk.sequence.request_id == late]
+    assert [len(call.tokens) for call in target.calls if len(call.tokens) > 100] == [256, 256, 256, 232]
+    assert [token for chunk in said for token in chunk.token_ids] == target.greedy(LONG, 4)

@@ -295,4 +295,6 @@ def test_recomputed_layers_give_the_same_gradients_and_keep_less(tmp_path: Path)
 if __name__ == "__main__":
     one_of_two(Path(sys.argv[1]))
     sys.stdout.flush()
-    os._exit(0)  # all figures are written; threads of gloo have ended a process with "terminate called" while Python was ending it
+    os._exit(
+        0
+    )  # all figures are written; threads of gloo have ended a process with "terminate called" while Python was ending it
