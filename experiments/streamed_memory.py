@@ -1,6 +1,6 @@
 """Peak memory of `train --features streamed` over corpora of two sizes, on the tiny target; prints MiB of each.
 
-python experiments/streamed_memory.py --out /tmp/streamed --documents 3000,30000
+python experiments/streamed_memory.py --out runs/streamed --documents 3000,30000
 """
 
 from __future__ import annotations
