@@ -10,7 +10,7 @@ import pytest
 
 from paceline.adapt.config import SCENARIOS, ReplayConfig
 from paceline.adapt.hours import DAY, Sums, total
-from paceline.adapt.policy import SeasonalPolicy
+from paceline.adapt.policy import Line, SeasonalPolicy
 from paceline.adapt.replay import fortnight, run, summary
 from paceline.adapt.world import LEAST_CHANCE, MATERIAL, World, make_world, tokens_per_round
 from paceline.errors import ConfigError
@@ -115,3 +115,13 @@ def test_a_summary_of_one_that_missed() -> None:
     figures = summary(outcomes)
     assert figures["detection_periods"] == 0 or figures["detection_periods"] < 1
     assert math.isfinite(figures["tokens_per_round"])
+
+
+def test_an_alarm_that_holds_because_of_the_change_is_about_it() -> None:
+    """In this fortnight a detector fires seven hours before the schema changes; the hours behind the change make it stand."""
+    world, lines = make_world("new-schema", 1, 14), list[Line]()
+    outcome = fortnight(world, SeasonalPolicy(), lines.append)
+    assert world.drift is not None
+    (raised,) = [at - world.first for line in lines for _, at in line.raised]
+    assert world.drift.begins - DAY < raised < world.drift.begins
+    assert not outcome.is_missed and (outcome.false_alarms, outcome.detected_after, outcome.retrains) == (0, 0, 1)

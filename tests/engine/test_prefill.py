@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from doubles import ByteTokenizer, FakeTarget
+from small_llm import fake_llm
 
-from paceline.engine.engine import Engine
+from paceline.engine.engine import Chunk, Engine
 from paceline.learned import PassCosts
 from paceline.model.target import ForwardBatch, ForwardOutput
 from paceline.plan import AdaptivePlanner
@@ -106,3 +107,22 @@ def test_beside_work_that_nobody_follows_too(monkeypatch: pytest.MonkeyPatch) ->
         said = [chunk for _ in range(12) for chunk in engine.step() if chunk.sequence.request_id == late]
     assert [len(call.tokens) for call in target.calls if len(call.tokens) > 100] == [256, 256, 256, 232]
     assert [token for chunk in said for token in chunk.token_ids] == target.greedy(LONG, 4)
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_generate_reads_whole_chunks_unless_somebody_follows(is_followed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = fake_llm(FakeTarget(vocab_size=258, num_rows=4, max_len=512, is_width_invariant=True))
+    planner, step = llm.engine.planner, llm.engine.step
+    assert isinstance(planner, AdaptivePlanner)
+    planner.chunks.prefilled(32, 0.032)
+    planner.chunks.decoded(1e-3, beside_chunk=False)
+    sizes: list[int] = []
+
+    def spied() -> list[Chunk]:
+        sizes.append(planner.chunks.size(2))
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", spied)
+    llm.generate_ids([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=2), (lambda chunk: None) if is_followed else None)
+    assert sizes and {size == 16 for size in sizes} == {not is_followed}, "its largest chunk"
+    assert planner.chunks.size(2) < 16
