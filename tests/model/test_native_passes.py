@@ -228,3 +228,22 @@ def test_logits_that_are_not_finite_have_no_largest(wrong: float, name: str, pla
     native.cache.allocate()
     out = native.forward(ForwardBatch([0], [0], [3], [1, 2, 3]))
     assert out.logits_TV is not None and out.argmax_T == ForwardOutput(out.logits_TV, None).best_T() == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("place", [0, 700, 4095])
+def test_a_wide_head_has_one_answer_whoever_computes_it(place: int) -> None:
+    """Of equal logits the first, and none beside a NaN, though threads take their pieces of the head in any order."""
+    config = replace(BASE, num_layers=1, vocab_size=4096)
+    weights = dict(random_weights(config))
+    head = torch.ones_like(weights["lm_head.weight"])
+    native_lib.set_threads(3)
+    batch = ForwardBatch([0], [0], [3], [1, 2, 3], only_argmax=True)
+    native = native_decoder(config, weights | {"lm_head.weight": head}, torch.float32)
+    broken = head.clone()
+    broken[place] = float("nan")
+    other = native_decoder(config, weights | {"lm_head.weight": broken}, torch.float32)
+    for each, expected in ((native, 0), (other, -1)):
+        each.cache.allocate()
+        for _ in range(20):
+            assert each.forward(batch).argmax_T == [expected] * 3
+            each.cache.rollback([0], [0])
