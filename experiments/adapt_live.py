@@ -1,12 +1,13 @@
 """A server under load turns from one traffic to another: seen, trained, judged, swapped, kept; then a bad drafter, twice.
 
-    python recipes/support_tickets.py --train 240 --heldout 0 --out runs/tickets
-    python experiments/adapt_live.py --tickets runs/tickets/train.jsonl --questions gsm8k_test.jsonl \\
-        --general gsm8k_train.jsonl --general user_instructions.jsonl --ood seed_tasks.jsonl
+    python recipes/support_tickets.py --train 240 --heldout 100 --out runs/tickets
+    python experiments/adapt_live.py --tickets runs/tickets/train.jsonl --unseen runs/tickets/heldout.jsonl \\
+        --questions gsm8k_test.jsonl --general gsm8k_train.jsonl --general user_instructions.jsonl --ood seed_tasks.jsonl
 
 Clients ask questions, with drafter `default`; after some days they ask mostly about tickets. `paceline adapt watch` stands
 beside the server: nothing is told to it. It must train once, on the tickets that it saw, pass its gate, be swapped in and
-kept, and bring twice as many tokens a round on tickets. Then weights with noise are given to the gate, which must refuse them,
+kept, and bring twice as many tokens a round on tickets: on others, of customers and cities that nobody asked about before, so
+that what was learned by heart does not count. Then weights with noise are given to the gate, which must refuse them,
 and put in by hand through the admin API, which the daemon must take back. Every answer is compared with plain decoding's,
 made beforehand. An hour of the daemon takes --hour-s seconds (PACELINE_ADAPT_HOUR_S): all else runs as it always does.
 
@@ -40,7 +41,7 @@ from paceline.prompts import read_prompts
 from paceline.runlog import record_of
 
 MEMBER, OURS = "general", "adapt-live"
-QUESTIONS, TICKETS = "questions", "tickets"
+QUESTIONS, TICKETS, UNSEEN = "questions", "tickets", "unseen tickets"
 HOURS, BEGINS_AT, LATE_S = "PACELINE_ADAPT_HOUR_S", 6, 120
 """The run begins at six of a day; an hour is decided about when all of it is two minutes old."""
 
@@ -85,6 +86,7 @@ class Run:
         prompts = {
             QUESTIONS: read_prompts(options.questions, options.num_questions),
             TICKETS: read_prompts(options.tickets, options.num_tickets),
+            UNSEEN: read_prompts(options.unseen, options.num_unseen),
         }
         llm = LLM(options.model, drafter="none", dtype=options.dtype, max_batch=16, max_len=options.max_len)
         params, found = SamplingParams(max_tokens=options.max_tokens), dict[str, list[Known]]()
@@ -181,6 +183,7 @@ class Run:
         ended = self.until_event(("swapped", "refused", "failed"), 60 * (options.minutes + 15), daemon)
         if ended != "swapped":
             raise Missed(f"the candidate was {ended}: {self.events()[-1].get('why')}")
+        traffic.ask_instead(TICKETS, traffic.prompts[UNSEEN])
         self.mark("swapped")
         ended = self.until_event(("kept", "rolled back"), 60 * (options.probation_minutes + 5), daemon)
         if ended != "kept":
@@ -265,7 +268,7 @@ def verdicts(run: Run, missed: str | None) -> dict[str, bool]:
     return {
         "one training": names.count("training") == 1,
         "swapped by the gate, and kept": "kept" in names and names.index("swapped") < names.index("kept"),
-        "tokens a round on tickets at least doubled": after["requests"] >= 10 and run.found["ratio"] >= 2,
+        "tokens a round on tickets that nobody saw at least doubled": after["requests"] >= 10 and run.found["ratio"] >= 2,
         "no failed request": not traffic.failed and bool(traffic.done),
         "every text is plain decoding's": not traffic.wrong and bool(traffic.done),
         "the poisoned one is refused by the gate": gate.get("passed") is False and gate.get("status") == 3,
@@ -278,6 +281,7 @@ def verdicts(run: Run, missed: str | None) -> dict[str, bool]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tickets", required=True, help="file of recipes/support_tickets.py")
+    parser.add_argument("--unseen", required=True, help="tickets of others, asked from the swap on")
     parser.add_argument("--questions", required=True, help="prompts of the first traffic, as GSM8K's")
     parser.add_argument("--general", action="append", required=True, help="prompts learned beside tickets; may be repeated")
     parser.add_argument("--ood", action="append", required=True, help="prompts that must not suffer; may be repeated")
@@ -292,6 +296,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-len", type=int, default=1024)
     parser.add_argument("--num-questions", type=int, default=60)
     parser.add_argument("--num-tickets", type=int, default=200)
+    parser.add_argument("--num-unseen", type=int, default=100)
     parser.add_argument("--num-general", type=int, default=80, help="of each file")
     parser.add_argument("--num-ood", type=int, default=30, help="of each file")
     parser.add_argument("--requests", type=int, default=40, help="of each set that the gate scores")

@@ -44,6 +44,7 @@ class Traffic:
 
     port: int
     prompts: Mapping[str, Sequence[Known]]
+    """Kind -> what is asked, in turns."""
     max_tokens: int
     num_clients: int
     think_s: float
@@ -52,13 +53,20 @@ class Traffic:
     done: list[Done] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    _turns: dict[str, Iterator[Known]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._turns = {kind: itertools.cycle(known) for kind, known in self.prompts.items()}
+
+    def ask_instead(self, kind: str, known: Sequence[Known]) -> None:
+        """From now on, these are the prompts of a kind."""
+        self._turns[kind] = itertools.cycle(known)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """While the block runs; answers under way at its end are waited for."""
         stop = threading.Event()
-        turns = {kind: itertools.cycle(known) for kind, known in self.prompts.items()}
-        clients = [threading.Thread(target=self._client, args=(turns, stop, number)) for number in range(self.num_clients)]
+        clients = [threading.Thread(target=self._client, args=(stop, number)) for number in range(self.num_clients)]
         for client in clients:
             client.start()
         try:
@@ -68,12 +76,12 @@ class Traffic:
             for client in clients:
                 client.join()
 
-    def _client(self, turns: dict[str, Any], stop: threading.Event, seed: int) -> None:
+    def _client(self, stop: threading.Event, seed: int) -> None:
         luck = random.Random(seed)
         while not stop.wait(luck.expovariate(1 / self.think_s) if self.think_s else 0.0):
             kind = luck.choices([*self.shares], [*self.shares.values()])[0]
             try:
-                self._ask(kind, next(turns[kind]))
+                self._ask(kind, next(self._turns[kind]))
             except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
                 self.failed.append(f"{kind}: {type(error).__name__} {error}")
 

@@ -118,7 +118,7 @@ class TestLive:
     @pytest.mark.parametrize(
         ("changes", "name"),
         [
-            ({"after": 300}, "tokens a round on tickets at least doubled"),
+            ({"after": 300}, "tokens a round on tickets that nobody saw at least doubled"),
             ({"failed": ["tickets: status 500"]}, "no failed request"),
             ({"wrong": ["tickets: a in place of b"]}, "every text is plain decoding's"),
             ({"missed": "nothing came"}, "in time"),
