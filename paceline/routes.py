@@ -8,7 +8,8 @@
 A bandit for each cluster of requests (`clusters.py`). The reward is tokens per second over those of plain decoding at the same
 load: the tokens that a request's rounds brought, over what those rounds took in rounds without drafts, by the planner's learned
 costs (`Planner.price`). A slow neighbour, a disturbed machine and a change of load are in neither. Plain decoding is 1.0 by
-definition, so "none" is chosen where no member is faster, and needs no trial.
+definition, so "none" is chosen where no member is faster, and needs no trial. Rounds may also check lookups, which cost nothing
+and are the same whoever drafts: of members that may be equally fast, one whose own drafts bring far fewer tokens gives way.
 
 Older requests count less (discounted UCB, Garivier and Moulines 2008), so a member that gets better or worse is found out. What
 that costs is bounded: in each cluster every member gets FIRST requests, or one; CREDIT more a member, and then a share of
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING
 from paceline.clusters import Clusters, label
 from paceline.errors import ConfigError
 from paceline.learned import Ratio
-from paceline.types import NONE, RoundStats
+from paceline.types import LOOKUP, NONE, RoundStats
 
 if TYPE_CHECKING:
     from paceline.types import Sequence as Request
@@ -45,7 +46,9 @@ KEEP = 0.98
 SPREAD, SPREAD_WEIGHT = 0.25, 2.0
 """Standard deviation of one request's reward, as a share of it, before any is known; and how many requests that counts for."""
 PRIOR_ROUNDS = 8.0
-"""Rounds that the belief of "as fast as plain decoding" counts for."""
+"""Rounds that the belief of "as fast as plain decoding" counts for, and that of "its own drafts bring as much as any"."""
+FAR_FEWER = 0.5
+"""A member whose own drafts bring less than this share of another's tokens a round is taken only where it is clearly faster."""
 WHOLE = 32
 """Tokens of a request that counts whole; a shorter one counts less."""
 Price = Callable[[int, int, int], float | None]
@@ -60,6 +63,8 @@ class Arm:
     """Tokens over rounds' prices."""
     squares: Ratio = field(default_factory=Ratio)
     """Squared deviations of single requests from it, as shares: a member that brings nothing hardly deviates."""
+    own: Ratio = field(default_factory=Ratio)
+    """Its own drafts that stood, over rounds; those that were found in the text are not its own."""
     weight: float = 0.0
     """Requests that this is from, older ones counting less."""
     num_given: int = 0
@@ -73,11 +78,20 @@ class Arm:
     @property
     def most(self) -> float:
         """What its gain may well be."""
-        spread = math.sqrt(self.squares.near(SPREAD**2, SPREAD_WEIGHT))
-        return self.gain * (1.0 + spread / math.sqrt(max(self.weight + self.num_running, 1e-3)))
+        return self.gain * (1.0 + self._doubt(self.weight + self.num_running))
 
-    def add(self, num_tokens: int, price: float) -> None:
+    @property
+    def least(self) -> float:
+        """What its gain surely is: two standard deviations below."""
+        return self.gain * max(1.0 - 2.0 * self._doubt(self.weight), 0.0)
+
+    def _doubt(self, weight: float) -> float:
+        """Standard deviation of the gain after so many requests, as a share of it."""
+        return math.sqrt(self.squares.near(SPREAD**2, SPREAD_WEIGHT) / max(weight, 1e-3))
+
+    def add(self, num_tokens: int, price: float, num_own: int = 0, num_rounds: int = 0) -> None:
         """A request's rounds."""
+        self.own.add(num_own, num_rounds, 1.0)
         weight = min(num_tokens / WHOLE, 1.0)
         self.weight += weight
         self.reward.add(num_tokens, price, 1.0)
@@ -89,6 +103,7 @@ class Arm:
         self.weight *= KEEP
         self.reward.add(0.0, 0.0, KEEP)
         self.squares.add(0.0, 0.0, KEEP)
+        self.own.add(0.0, 0.0, KEEP)
 
 
 @dataclass(slots=True)
@@ -113,22 +128,32 @@ class Cluster:
         if new and len(members) > 1:
             return min(new, key=lambda name: arms[name].num_given)
         self.credit = min(self.credit + EXPLORED, CREDIT * len(arms))
-        best = max(arms, key=lambda name: arms[name].gain, default=NONE)
-        if NONE in members and (best == NONE or arms[best].gain < 1.0):
-            best = NONE
+        best, others = self._best(arms, NONE in members)
         bound = 1.0 if best == NONE else arms[best].most
-        other = max((name for name in arms if name != best), key=lambda name: arms[name].most, default=best)
+        other = max(others, key=lambda name: arms[name].most, default=best)
         if other != best and self.credit >= 1.0 and arms[other].most > bound:
             self.credit -= 1.0
             return other
         return best
 
-    def add(self, member: str, num_tokens: int, price: float) -> None:
+    def _best(self, arms: dict[str, Arm], may_be_none: bool) -> tuple[str, list[str]]:
+        """The member that looks best, and those that may be better."""
+        top = max((arm.own.near(0.0, PRIOR_ROUNDS) for arm in arms.values()), default=0.0)
+        own = {name: arm.own.near(top, PRIOR_ROUNDS) for name, arm in arms.items()}
+        looks = max(arms, key=lambda name: arms[name].gain, default=NONE)
+        if looks == NONE or (may_be_none and arms[looks].gain < 1.0):
+            return NONE, [name for name in arms if own[name] >= FAR_FEWER * max(own.values())]
+        even = [name for name, arm in arms.items() if arm.most >= arms[looks].least]
+        least = FAR_FEWER * max(own[name] for name in even)
+        best = max((name for name in even if own[name] >= least), key=lambda name: arms[name].gain)
+        return best, [name for name in arms if name != best and own[name] >= FAR_FEWER * own[best]]
+
+    def add(self, member: str, num_tokens: int, price: float, num_own: int = 0, num_rounds: int = 0) -> None:
         """A request of this cluster is over."""
         for arm in self.arms.values():
             arm.fade()
         if arm := self.arms.get(member):
-            arm.add(num_tokens, price)
+            arm.add(num_tokens, price, num_own, num_rounds)
 
 
 @dataclass(slots=True)
@@ -139,6 +164,9 @@ class _Stay:
     member: str
     num_tokens: int = 0
     price: float = 0.0
+    num_own: int = 0
+    """Its member's own drafts that stood."""
+    num_rounds: int = 0
 
 
 class Router:
@@ -197,6 +225,9 @@ class Router:
             if stay and paid is not None:
                 stay.num_tokens += 1 + stats.num_accepted_B[place]
                 stay.price += paid
+                stay.num_rounds += 1
+                if stats.source_B[place] not in (NONE, LOOKUP):
+                    stay.num_own += stats.num_accepted_B[place]
 
     def ended(self, key: int) -> None:
         """A request is over, however it ended."""
@@ -205,7 +236,7 @@ class Router:
         if stay and cluster:
             if arm := cluster.arms.get(stay.member):
                 arm.num_running -= 1
-            cluster.add(stay.member, stay.num_tokens, stay.price)
+            cluster.add(stay.member, stay.num_tokens, stay.price, stay.num_own, stay.num_rounds)
 
     def forget(self, member: str) -> None:
         """Another drafter has this name from now on, or none: what was learned of it holds no more."""

@@ -13,7 +13,7 @@ from paceline.errors import ConfigError
 from paceline.learned import PassCosts
 from paceline.plan import AdaptivePlanner, FixedPlanner, Plan
 from paceline.routes import CREDIT, EXPLORED, FIRST, KEEP, Router
-from paceline.types import Offer, RoundStats, Row, SamplingParams, Sequence, Take
+from paceline.types import LOOKUP, Offer, RoundStats, Row, SamplingParams, Sequence, Take
 
 NOISE = 0.25
 Gains = dict[tuple[str, str], float]
@@ -26,13 +26,16 @@ def request(key: int, cluster: str = "") -> Sequence:
     return seq
 
 
-def serve(router: Router, key: int, member: str, cluster: str, gain: float, luck: random.Random, num_rounds: int = 30) -> float:
-    """A request of two tokens in each of so many rounds, told in two parts; returns what it took, in rounds without drafts for
-    each token."""
+def serve(
+    router: Router, key: int, member: str, cluster: str, gain: float, luck: random.Random, num_rounds: int = 30, own: int = 30
+) -> float:
+    """A request of two tokens in each of so many rounds, its drafter's own in `own` of them; returns what it took, in rounds
+    without drafts for each token."""
     each = gain * luck.lognormvariate(0.0, NOISE) if member != "none" else 1.0
-    stats = RoundStats([7], [num_rounds - 1], True, num_checked_B=[7], drafter_B=[member])
-    for _ in range(2):
-        router.learn([request(key, cluster)], stats, lambda place, num_checked, num_alike: num_rounds / each)
+    for number in range(num_rounds):
+        source = member if number < own else LOOKUP
+        stats = RoundStats([7], [1], True, num_checked_B=[7], drafter_B=[member], source_B=[source])
+        router.learn([request(key, cluster)], stats, lambda place, num_checked, num_alike: 2.0 / each)
     router.ended(key)
     return 1.0 / each
 
@@ -83,6 +86,28 @@ def test_a_member_with_random_weights_is_abandoned_within_fifty_requests(gain: f
         served, _ = traffic(lambda _, gains=gains: gains, ["random", "general"], seed)
         given = Counter(member for _, member, _ in served[50:])
         assert given["random"] <= 0.02 * len(served[50:]) and given["none"] == 0
+
+
+@pytest.mark.parametrize("gain", [0.97, 1.0, 1.05])
+def test_where_lookups_do_the_work_a_member_without_drafts_of_its_own_gives_way(gain: float) -> None:
+    """All are equally fast then, and luck alone would share requests out."""
+    for seed in range(20):
+        router, luck, given = Router(), random.Random(seed), []
+        for key in range(400):
+            member, cluster = router.choose(key, ("all",), ["random", "general", "none"])
+            serve(router, key, member, cluster, gain * 1.1, luck, own=0 if member == "random" else 1)
+            given.append(member)
+        after = Counter(given[50:])
+        assert after["random"] <= 0.02 * len(given[50:])
+
+
+def test_a_member_whose_drafts_bring_less_is_taken_where_it_is_clearly_faster() -> None:
+    router, luck, given = Router(), random.Random(0), []
+    for key in range(200):
+        member, cluster = router.choose(key, ("all",), ["small", "large", "none"])
+        serve(router, key, member, cluster, 2.0 if member == "small" else 1.4, luck, own=10 if member == "small" else 30)
+        given.append(member)
+    assert Counter(given[50:])["small"] >= 140
 
 
 def test_a_member_that_brings_nothing_does_not_keep_a_better_one_away() -> None:
