@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# The drafter of qwen2.5-coder-0.5b, from prompts to a checkpoint, on two CPU cores or a GPU.
+#
+#   DATA=path/to/prompt/sets bash recipes/coder_drafter.sh
+#
+# Killed, the same command goes on. DATA holds mbpp_train.jsonl, user_instructions.jsonl and seed_tasks.jsonl; of humaneval.jsonl
+# and mbpp_test.jsonl it is only read what must not be learned. Environment: OUT (run folder), MINUTES (of training; a larger
+# number than before trains on), SELF (prompts that the target writes), PROCESSES.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+data=${DATA:?name the folder of prompt sets, as in DATA=prompts bash recipes/coder_drafter.sh}
+out=${OUT:-runs/coder-drafter}
+target=qwen2.5-coder-0.5b
+
+# 1. Prompts: MBPP's training tasks, functions to complete, and what the target itself writes as a programmer who asks.
+python recipes/coder_prompts.py --target "$target" --mbpp "$data/mbpp_train.jsonl" --unseen "$data/humaneval.jsonl" \
+    --unseen "$data/mbpp_test.jsonl" --self-written "${SELF:-2000}" --out "$out/prompts"
+
+# 2. The target answers.
+answer=(paceline regenerate --target "$target" --max-tokens 192 --max-prompt-tokens 384)
+"${answer[@]}" --prompts "$out/prompts/functions.jsonl" --temperature 0,0.7 --out "$out/functions"
+"${answer[@]}" --prompts "$out/prompts/tasks.jsonl" --temperature 0,0.7 --out "$out/tasks"
+"${answer[@]}" --prompts "$out/prompts/self-written.jsonl" --out "$out/self-written"
+"${answer[@]}" --prompts "$data/user_instructions.jsonl" --prompts "$data/seed_tasks.jsonl" --out "$out/instructions"
