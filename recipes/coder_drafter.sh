@@ -23,3 +23,14 @@ answer=(paceline regenerate --target "$target" --max-tokens 192 --max-prompt-tok
 "${answer[@]}" --prompts "$out/prompts/tasks.jsonl" --temperature 0,0.7 --out "$out/tasks"
 "${answer[@]}" --prompts "$out/prompts/self-written.jsonl" --out "$out/self-written"
 "${answer[@]}" --prompts "$data/user_instructions.jsonl" --prompts "$data/seed_tasks.jsonl" --out "$out/instructions"
+
+# 3. Training. The loss compares with 8,192 tokens a step rather than with all 151,936; drafting is among 16,384.
+answers=()
+for folder in functions tasks self-written instructions; do
+    answers+=(--answers "$out/$folder/answers")
+done
+paceline train --target "$target" "${answers[@]}" --out "$out/run" --plan off --first-layers copied --layers 2 --taps 5 \
+    --draft-vocab 16384 --max-len 576 --max-tokens 192 --epochs 100 --max-minutes "${MINUTES:-150}" --blocks-per-step 192 \
+    --anchors 48 --lr 1.6e-3 --loss d-pace --loss-vocab 8192 --features cached --feature-dtype int8 --heldout-every 250 \
+    --keep best --ood paceline/bench/prompts.jsonl
+echo "drafter: $out/run/drafter"
