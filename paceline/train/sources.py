@@ -23,6 +23,7 @@ from torch import Tensor
 from paceline.errors import CacheError
 from paceline.model.target import Target
 from paceline.tables import Progress
+from paceline.train.ahead import packs_ahead
 from paceline.train.config import TrainConfig
 from paceline.train.dataset import Document
 from paceline.train.features import (
@@ -84,11 +85,14 @@ class Sources:
     """Until all processes are there."""
     stream: StreamedFeatures | None = None
     _scale: tuple[Tensor, Tensor] | None = None
+    _is_read: bool = False
+    """Whether the features that are learned from come from disk or a stream."""
     _made: dict[int, MeasuredSource] = field(default_factory=dict)
 
     def of(self, documents: Sequence[Document], name: str = LEARNED) -> FeatureSource:
         """Features of these documents; held-out ones, which are few, are kept where others are streamed."""
         source, form, kind = self._computed(documents), self._form(), self._kind(documents)
+        self._is_read = self._is_read or (kind != "online" and name == LEARNED)
         if kind == "online":
             return source
         if kind == "streamed" and name == LEARNED:
@@ -106,15 +110,15 @@ class Sources:
 
     @contextlib.contextmanager
     def following(self, trainer: Trainer) -> Iterator[None]:
-        """Within, streamed features are produced in the order in which the trainer will ask for them."""
-        if self.stream is None:
+        """Within, streamed features are produced in the order in which the trainer will ask for them, and packs of features
+        that need no computing here are made ahead."""
+        with contextlib.ExitStack() as stack:
+            if self.stream is not None:
+                self.stream.begin(upcoming(trainer))
+                stack.callback(self.stream.close)
+            if self._is_read:
+                stack.enter_context(packs_ahead(trainer))
             yield
-            return
-        self.stream.begin(upcoming(trainer))
-        try:
-            yield
-        finally:
-            self.stream.close()
 
     def _computed(self, documents: Sequence[Document]) -> MeasuredSource:
         elsewhere, needs_final = self.config.elsewhere, self.config.loop.loss.needs_target_probs
