@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.train.loop import Trainer
 
 DEPTH = 2
-"""Packs that wait for the trainer at most, one more being made: they take main memory, and the device's."""
+"""Packs beside the one that is computed, at most, that being made included: they take main memory, and the device's."""
 
 
 class PacksAhead:
@@ -33,7 +34,8 @@ class PacksAhead:
 
     def __init__(self, packer: Packer, pieces: Iterator[list[Chosen]], depth: int = DEPTH) -> None:
         self._pieces, self._depth = pieces, depth
-        self._make = _Copier(packer).pack if torch.device(packer.device).type == "cuda" else packer.pack
+        is_gpu = torch.device(packer.device).type == "cuda"
+        self._make = _Copier(packer).pack if is_gpu else partial(_in_memory, packer)
         self._changed = threading.Condition()
         self._ready: deque[tuple[list[Chosen], Callable[[], Pack]] | BaseException] = deque()
         self._is_over = False
@@ -66,7 +68,7 @@ class PacksAhead:
             for chosen in self._pieces:
                 pack = self._make(chosen)
                 with self._changed:
-                    self._ready.append((chosen, pack if callable(pack) else lambda pack=pack: pack))
+                    self._ready.append((chosen, pack))
                     self._changed.notify_all()
                     while len(self._ready) >= self._depth and not self._is_over:
                         self._changed.wait()
@@ -78,6 +80,11 @@ class PacksAhead:
                 self._changed.notify_all()
 
 
+def _in_memory(packer: Packer, chosen: list[Chosen]) -> Callable[[], Pack]:
+    pack = packer.pack(chosen)
+    return lambda: pack
+
+
 class _Copier:
     """Packs on a GPU by way of pinned memory, copied on a stream of their own beside what is computed."""
 
@@ -87,8 +94,9 @@ class _Copier:
 
     def pack(self, chosen: list[Chosen]) -> Callable[[], Pack]:
         """Begin to copy the pack of these blocks; what is returned gives it to the stream that computes."""
-        pinned = self._packer.pack(chosen).changed(lambda tensor: tensor.pin_memory())
-        with torch.cuda.stream(self._stream):
+        packed = self._packer.pack(chosen)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            pinned = packed.changed(lambda tensor: tensor.pin_memory())
             copy = pinned.changed(lambda tensor: tensor.to(self._device, non_blocking=True))
             is_there = self._stream.record_event()
 

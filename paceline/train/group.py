@@ -6,7 +6,7 @@ signs of life, one every `BEAT_S` through the store by which torchrun's processe
 so there, and who says nothing for `LOST_AFTER_S` is named as lost.
 
     wait/<n>/<rank>   this process is at its n-th wait      alive/<rank>   signs of life so far
-    failed/<rank>     what ended this process               parted/<rank>  it asks the store nothing more
+    failed/<rank>     what ended this process               parted/<rank>  it has left
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from paceline.train.ranks import Ranks
 BEAT_S = 1.0
 LOST_AFTER_S = 60.0
 """A process that has shown no sign of life for so long is lost."""
-PART_S = 10.0
-"""How long the first process, which may keep the store, waits for the others to leave."""
+LINGERS = 10
+"""Beats that the first process stays after an error: the others take half as many to find out whose it was."""
 JOIN_MINUTES = 10.0
 """How long processes wait for each other at the beginning: machines start at their own pace."""
+VICTIM = "ProcessesError: "
+"""Begins what a process tells that ends because of another one."""
 GO_ON = "what is finished is kept: start all processes again with the same command"
 
 
@@ -61,16 +63,18 @@ class Roll:
         """What a collective that failed is told as: who is gone, or that somebody is late."""
         try:
             silence = _Silence(self)
-            for _ in range(5):
+            for _ in range(LINGERS // 2):
                 time.sleep(self._beat_s)
+                self._raise_told(of_victims=False)
                 silence.look(self._others, self._beat_s)
             lost = [rank for rank in self._others if silence.of(rank) >= 3 * self._beat_s]
+            if lost := [rank for rank in lost if not self._store.check([f"parted/{rank}"])]:
+                return ProcessesError(f"{self._name(lost)} gave no sign of life, what was to come from there is lost: {GO_ON}")
+            self._raise_told(of_victims=True)
         except ProcessesError as known:
             return known
         except RuntimeError as gone:
             return self._without_store(gone)
-        if lost:
-            return ProcessesError(f"{self._name(lost)} gave no sign of life, and what it was to send did not come: {GO_ON}")
         told = f"{' '.join(str(error).split()):.200}"
         return ProcessesError(
             f"{self._name([self._ranks.rank])} waited in vain for what others were to send in a step ({told}): one is slow or "
@@ -79,26 +83,21 @@ class Roll:
 
     def fail(self, error: BaseException) -> None:
         """Tell the others what ends this process."""
-        with contextlib.suppress(RuntimeError):  # the store is gone, and with it the process or machine that others blame
+        with contextlib.suppress(RuntimeError):  # the store is gone: the others know that by themselves
             self._store.set(f"failed/{self._ranks.rank}", f"{type(error).__name__}: {' '.join(str(error).split())}")
-        self.close()
 
-    def part(self) -> None:
-        """Leave together, the first process last: it may keep the store."""
-        self.wait()
-        self.close()
-        if not self._ranks.is_first:
-            self._store.set(f"parted/{self._ranks.rank}", "")
-            return
-        give_up_at = time.monotonic() + PART_S
-        keys = [f"parted/{rank}" for rank in self._others]
-        while not self._store.check(keys) and time.monotonic() < give_up_at:
-            time.sleep(0.01)
-
-    def close(self) -> None:
-        """No more signs of life."""
+    def leave(self) -> None:
+        """No more signs of life. The first process goes last, or after some beats: it may keep the store, in which the others
+        look up what happened."""
         self._is_over.set()
         self._thread.join()
+        parted = [f"parted/{rank}" for rank in self._others]
+        with contextlib.suppress(RuntimeError):  # as above
+            self._store.set(f"parted/{self._ranks.rank}", "")
+            for _ in range(20 * LINGERS if self._ranks.is_first else 0):
+                if self._store.check(parted):
+                    return
+                time.sleep(self._beat_s / 20)
 
     def _live(self, store: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone: the main thread is told so when it asks for something
@@ -109,16 +108,25 @@ class Roll:
         silence, pause_s = _Silence(self), 0.001
         while missing := [key for key in keys if not self._store.check([key])]:
             time.sleep(pause_s)
+            self._raise_told(of_victims=True)
             silence.look([int(key.rpartition("/")[2]) for key in missing], pause_s)
             if lost := [rank for rank in self._others if silence.of(rank) > self._lost_after_s]:
                 raise ProcessesError(f"{self._name(lost)} gave no sign of life for {self._lost_after_s:.0f} s: {GO_ON}")
             keys, pause_s = missing, min(1.5 * pause_s, self._beat_s)
 
+    def _raise_told(self, of_victims: bool) -> None:
+        """Raises ProcessesError when a process has told what ended it; `of_victims`: also that it was another one."""
+        told = {
+            rank: self._store.get(f"failed/{rank}").decode() for rank in self._others if self._store.check([f"failed/{rank}"])
+        }
+        own = {rank: text for rank, text in told.items() if not text.startswith(VICTIM)}
+        for rank, text in own.items():
+            raise ProcessesError(f"{self._name([rank])} ended with {text}: {GO_ON}")
+        if told and of_victims:
+            raise ProcessesError(next(iter(told.values())).removeprefix(VICTIM))
+
     def num_beats(self, rank: int) -> int:
-        """Signs of life of a process so far. Raises ProcessesError when it has told that it failed."""
-        if self._store.check([f"failed/{rank}"]):
-            told = self._store.get(f"failed/{rank}").decode()
-            raise ProcessesError(f"{self._name([rank])} ended with {told}: {GO_ON}")
+        """Signs of life of a process so far."""
         return self._store.add(f"alive/{rank}", 0)
 
     @contextlib.contextmanager
@@ -157,7 +165,9 @@ class _Silence:
 
 
 @contextlib.contextmanager
-def process_group(ranks: Ranks, device: str, step_timeout_minutes: float = 30.0) -> Iterator[Callable[[], None]]:
+def process_group(
+    ranks: Ranks, device: str, step_timeout_minutes: float = 30.0, beat_s: float = BEAT_S
+) -> Iterator[Callable[[], None]]:
     """torchrun's process group, if there is one; the value given waits until all processes are there, however long it takes.
 
     Raises ProcessesError in the others when a process ends with an error, is lost, or lets them wait longer than
@@ -170,7 +180,7 @@ def process_group(ranks: Ranks, device: str, step_timeout_minutes: float = 30.0)
     if is_gpu:
         torch.cuda.set_device(ranks.local)
     store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world, timeout=timedelta(minutes=JOIN_MINUTES)))
-    roll = Roll(dist.PrefixStore("paceline", store), ranks)
+    roll = Roll(dist.PrefixStore("paceline", store), ranks, beat_s)
     timeout = timedelta(minutes=step_timeout_minutes)
     dist.init_process_group(
         "nccl" if is_gpu else "gloo",
@@ -181,25 +191,22 @@ def process_group(ranks: Ranks, device: str, step_timeout_minutes: float = 30.0)
     )
     try:
         yield roll.wait
-        roll.part()
-    except RuntimeError as error:
-        if isinstance(error, ProcessesError):  # known to be another's fault, which tells the rest itself
-            roll.close()
-            raise
+        roll.wait()
+    except BaseException as error:
         if not _is_of_group(error):
             roll.fail(error)
             raise
         blamed = roll.blame(error)
-        roll.close()
+        roll.fail(blamed)
         raise blamed from error
-    except BaseException as error:
-        roll.fail(error)
-        raise
     finally:
+        roll.leave()
         gc.collect()  # sharded networks hold the group in circles; its threads must not outlive the interpreter
         dist.destroy_process_group()
 
 
-def _is_of_group(error: RuntimeError) -> bool:
+def _is_of_group(error: BaseException) -> bool:
     """Whether a collective failed; gloo raises RuntimeError itself."""
+    if not isinstance(error, RuntimeError) or isinstance(error, ProcessesError):
+        return False
     return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL"))
