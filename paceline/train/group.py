@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from paceline.errors import ProcessesError
+from paceline.errors import ConfigError, ProcessesError, reraised
 from paceline.train.ranks import Ranks
 
 BEAT_S = 1.0
@@ -170,25 +170,31 @@ def process_group(
 ) -> Iterator[Callable[[], None]]:
     """torchrun's process group, if there is one; the value given waits until all processes are there, however long it takes.
 
-    Raises ProcessesError in the others when a process ends with an error, is lost, or lets them wait longer than
-    `step_timeout_minutes` for what a step sends.
+    Raises ConfigError for more processes than GPUs, ProcessesError when processes do not find each other, and in the others when one ends with an error, is lost, or lets
+    them wait longer than `step_timeout_minutes` for what a step sends.
     """
     if ranks.world == 1:
         yield lambda: None
         return
     is_gpu = device != "cpu" and torch.cuda.is_available()
+    if is_gpu and ranks.local >= (number := torch.cuda.device_count()):
+        raise ConfigError(
+            f"{ranks.local + 1} processes or more are to run on this machine, each on a GPU of its own, and it has {number} GPUs: "
+            f"start torchrun with --nproc-per-node {number}, or add --device cpu"
+        )
     if is_gpu:
         torch.cuda.set_device(ranks.local)
-    store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world, timeout=timedelta(minutes=JOIN_MINUTES)))
-    roll = Roll(dist.PrefixStore("paceline", store), ranks, beat_s)
-    timeout = timedelta(minutes=step_timeout_minutes)
-    dist.init_process_group(
-        "nccl" if is_gpu else "gloo",
-        store=dist.PrefixStore("group", store),
-        rank=ranks.rank,
-        world_size=ranks.world,
-        timeout=timeout,
-    )
+    remedy = "start all of them with one torchrun, or with its variables: MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE"
+    with reraised(ProcessesError, f"the {ranks.world} processes did not find each other", remedy, RuntimeError, ValueError):
+        store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world, timeout=timedelta(minutes=JOIN_MINUTES)))
+        roll = Roll(dist.PrefixStore("paceline", store), ranks, beat_s)
+        dist.init_process_group(
+            "nccl" if is_gpu else "gloo",
+            store=dist.PrefixStore("group", store),
+            rank=ranks.rank,
+            world_size=ranks.world,
+            timeout=timedelta(minutes=step_timeout_minutes),
+        )
     try:
         yield roll.wait
         roll.wait()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
+import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from paceline.errors import ConfigError, ProcessesError
@@ -93,6 +94,20 @@ def test_a_step_that_nobody_is_to_blame_for_says_which_limit_it_was(rolls: list[
     rolls[2]._is_over.set()
     time.sleep(2 * BEAT_S)
     assert "process 2 of 3 (counted from 0) gave no sign of life" in str(rolls[0].blame(RuntimeError("gloo: closed")))
+
+
+def test_a_process_that_torchrun_did_not_start_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    said = r"the 2 processes did not find each other .*MASTER_ADDR.*: start all of them"
+    with pytest.raises(ProcessesError, match=said), process_group(Ranks(0, 2), "cpu"):
+        pass
+
+
+def test_a_process_without_a_gpu_of_its_own_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="3 processes.*2 GPUs.*--nproc-per-node 2"), process_group(Ranks(2, 3, 2), "auto"):
+        pass
 
 
 def test_one_process_alone_waits_for_nobody() -> None:
