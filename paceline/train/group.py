@@ -170,8 +170,8 @@ def process_group(
 ) -> Iterator[Callable[[], None]]:
     """torchrun's process group, if there is one; the value given waits until all processes are there, however long it takes.
 
-    Raises ConfigError for more processes than GPUs, ProcessesError when processes do not find each other, and in the others when one ends with an error, is lost, or lets
-    them wait longer than `step_timeout_minutes` for what a step sends.
+    Raises ConfigError for more processes than GPUs; ProcessesError when processes do not find each other, and in the others when
+    one ends with an error, is lost, or lets them wait longer than `step_timeout_minutes` for what a step sends.
     """
     if ranks.world == 1:
         yield lambda: None
@@ -179,7 +179,7 @@ def process_group(
     is_gpu = device != "cpu" and torch.cuda.is_available()
     if is_gpu and ranks.local >= (number := torch.cuda.device_count()):
         raise ConfigError(
-            f"{ranks.local + 1} processes or more are to run on this machine, each on a GPU of its own, and it has {number} GPUs: "
+            f"{ranks.local + 1} processes or more are to run on this machine, a GPU each, and it has {number} GPUs: "
             f"start torchrun with --nproc-per-node {number}, or add --device cpu"
         )
     if is_gpu:
