@@ -202,7 +202,8 @@ def compiled(backend: str | Callable[..., Any] = "inductor") -> tuple[Any, Any]:
     """(flex_attention, create_block_mask), compiled once for packs of every size."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    return tuple(torch.compile(each, dynamic=True, backend=backend) for each in (flex_attention, create_block_mask))
+    make = functools.partial(torch.compile, dynamic=True, backend=backend)
+    return make(flex_attention), make(create_block_mask)
 
 
 class FlexAttention(SdpaAttention):

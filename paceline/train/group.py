@@ -170,8 +170,8 @@ def process_group(
 ) -> Iterator[Callable[[], None]]:
     """torchrun's process group, if there is one; the value given waits until all processes are there, however long it takes.
 
-    Raises ConfigError for more processes than GPUs; ProcessesError when processes do not find each other, and in the others when
-    one ends with an error, is lost, or lets them wait longer than `step_timeout_minutes` for what a step sends.
+    Raises ConfigError for more processes than GPUs; ProcessesError when processes do not find each other, and in the others
+    when one ends with an error, is lost, or lets them wait longer than `step_timeout_minutes` for what a step sends.
     """
     if ranks.world == 1:
         yield lambda: None
