@@ -34,6 +34,7 @@ SLOW = (
     "test_cli.py::test_bad_input_is_one_line_and_exit_code_2",
     "test_cli.py::test_a_missing_model_is_one_line",
     "test_cli.py::test_an_answer_beside_plain_decoding_and_transformers",
+    "train/test_attention.py::test_packs_of_every_size_share_what_is_compiled",
     "train/test_distributed.py",
     "train/test_lock.py",
     "train/test_ranks.py",

@@ -178,8 +178,9 @@ def sees(slots: Tensor, keys: Tensor, window: int | None, is_causal: bool) -> Ca
     slots [4, T]: position, document, block, and the block's anchor. keys [3, S]: position, document, block. No other number
     enters, but the window's: what is compiled for one pack is right for the next.
     """
-    position_T, document_T, block_T, anchor_T = slots
-    position_S, document_S, block_S = keys
+    # Tensors of their own: places in a common one would be compiled in.
+    position_T, document_T, block_T, anchor_T = (each.clone() for each in slots)
+    position_S, document_S, block_S = (each.clone() for each in keys)
 
     def seen(batch: Any, head: Any, slot: Tensor, key: Tensor) -> Tensor:
         distance = position_T[slot] - position_S[key]
@@ -199,7 +200,7 @@ TILE = 128
 
 @functools.cache
 def compiled(backend: str | Callable[..., Any] = "inductor") -> tuple[Any, Any]:
-    """(flex_attention, create_block_mask), compiled once for packs of every size."""
+    """(flex_attention, create_block_mask), compiled once for packs of every size; the former again for the second size."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     make = functools.partial(torch.compile, dynamic=True, backend=backend)

@@ -180,20 +180,21 @@ def test_auto_is_split_without_a_gpu() -> None:
 
 
 def test_packs_of_every_size_share_what_is_compiled() -> None:
-    """Neither the mask nor the product is compiled again for another number of documents, blocks or positions."""
+    """The mask is compiled for the first pack alone, the product for the first two sizes: no other number of documents, blocks
+    or positions makes them again."""
     from torch._dynamo.testing import CompileCounter  # takes a second
 
-    counter = CompileCounter()
-    product, make_mask = compiled(counter)
-    counts: list[int] = []
+    counters = CompileCounter(), CompileCounter()
+    functions = compiled(counters[0])[0], compiled(counters[1])[1]
+    counts: list[tuple[int, ...]] = []
     for seed, (contexts, anchors) in enumerate(PACKS):
         layout = Layout(contexts, tuple(torch.tensor(each) for each in anchors), SIZE)
-        with mock.patch.object(FlexAttention, "_functions", return_value=(product, make_mask)), torch.no_grad():
-            tensors = inputs_of(layout, seed)
+        tensors = inputs_of(layout, seed)
+        with mock.patch.object(FlexAttention, "_functions", return_value=functions):
             found = attend_with("flex", layout, tensors)
-            counts.append(counter.frame_count)
+        counts.append(tuple(each.frame_count for each in counters))
         torch.testing.assert_close(found, attend_with("split", layout, tensors), atol=2e-6, rtol=1e-5)
-    assert counts == [counts[0]] * len(PACKS), "compiled for the first pack alone"
+    assert counts[:2] == [(1, 1)] * 2 and counts[2:] == [(2, 1)] * (len(PACKS) - 2)
 
 
 PACKS = [

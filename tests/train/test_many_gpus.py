@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,12 +18,14 @@ FILE = Path(__file__).parents[2] / "experiments" / "many_gpus.py"
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
+def script() -> Iterator[ModuleType]:
     spec = importlib.util.spec_from_file_location("many_gpus", FILE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules["many_gpus"] = module  # its dataclass looks itself up
     spec.loader.exec_module(module)
-    return module
+    yield module
+    del sys.modules["many_gpus"]
 
 
 def test_without_a_gpu_it_says_what_to_do(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

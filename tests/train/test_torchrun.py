@@ -68,7 +68,9 @@ def test_the_drafter_is_that_of_one_process(lines: dict[int, dict[str, Any]], wo
     alone, line = lines[1], lines[world]
     assert answers(line) == answers(alone) and len(answers(line)) == 96
     assert (line["steps"], line["blocks"]) == (alone["steps"], alone["blocks"])
-    curves = [[step["objective"] for step in RunFolder(each["run"]).metrics() if "objective" in step] for each in (alone, line)]
+    curves = [
+        [step["objective"] for step in RunFolder(Path(each["run"])).metrics() if "objective" in step] for each in (alone, line)
+    ]
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
     last, expected = (
         load_file(next((Path(each["run"]) / "checkpoints").glob("step-*")) / "model.safetensors") for each in (line, alone)
