@@ -181,6 +181,22 @@ def train_in_all_ways(folder: Path, ranks: Ranks) -> None:
         (folder / f"{way}-{ranks.rank}.json").write_text(json.dumps(done))
 
 
+def precision(folder: Path, ranks: Ranks) -> None:
+    """In which numbers a sharded network computes, and in which it is kept."""
+    seen: dict[str, str] = {}
+
+    def look(layer: Any, given: tuple[Any, ...]) -> None:
+        seen.update(weight=str(layer.self_attn.q_proj.weight.dtype), norm=str(layer.input_layernorm.weight.dtype))
+        seen.update(stream=str(given[1].dtype))
+
+    trainer = make_trainer(replace(BASE, autocast=True, parallel="sharded", max_steps=1), folder / "precision", ranks)
+    next(iter(trainer.drafter.layers)).register_forward_pre_hook(look)
+    run(trainer)
+    seen["kept"] = ", ".join({str(each.dtype) for each in trainer.network.parameters()})
+    seen["moments"] = ", ".join({str(tensor.dtype) for _, tensor in trainer.optimisers.states()})
+    (folder / f"precision-{ranks.rank}.json").write_text(json.dumps(seen))
+
+
 def streamed(trainer: Trainer) -> dict[str, Any]:
     """A run whose features are produced ahead, and its packs too."""
     source = trainer.packer.features
@@ -301,6 +317,7 @@ def one_of_several(folder: Path) -> None:
     os.environ["MASTER_PORT"] = os.environ["PORTS"].split(",")[0]
     with process_group(ranks, "cpu") as wait:
         train_in_all_ways(folder, ranks)
+        precision(folder, ranks)
         overlap(folder, ranks)
         wait()
         differ(folder, ranks)

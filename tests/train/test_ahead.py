@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,4 +133,18 @@ def test_a_plan_that_fails_does_not_leave_the_trainer_waiting(tmp_path: Path) ->
     for _ in range(2):
         with pytest.raises(ValueError, match="no plan"):
             ahead.take(first)
+    ahead.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_packs_by_way_of_pinned_memory_are_those_made_on_the_gpu(tmp_path: Path) -> None:
+    one = trainer(tmp_path / "run", config(loss=LossConfig("kl")))
+    cached(one, tmp_path / "features")
+    packer, pieces = replace(one.packer, device="cuda"), upcoming_pieces(one)
+    ahead = PacksAhead(packer, upcoming_pieces(one))
+    for _ in range(20):
+        chosen = next(pieces)
+        for own, other in zip(ahead.take(chosen).tensors(), packer.pack(chosen).tensors(), strict=True):
+            assert own.device.type == "cuda" and torch.equal(own, other)
     ahead.close()

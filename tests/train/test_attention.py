@@ -197,6 +197,25 @@ def test_packs_of_every_size_share_what_is_compiled() -> None:
     assert counts[:2] == [(1, 1)] * 2 and counts[2:] == [(2, 1)] * (len(PACKS) - 2)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_compiled_kernel_is_that_of_all_sizes_and_equals_split() -> None:
+    """Outputs and gradients, in float32 with TensorFloat-32's tolerance at the most."""
+    from torch._dynamo.utils import counters
+
+    numbers: list[int] = []
+    for seed, (contexts, anchors) in enumerate(PACKS):
+        layout = Layout(contexts, tuple(torch.tensor(each, device="cuda") for each in anchors), SIZE)
+        tensors = [each.cuda().requires_grad_() for each in inputs_of(layout, seed)]
+        found, wanted = (attend_with(way, layout, tensors) for way in ("flex", "split"))
+        torch.testing.assert_close(found, wanted, atol=2e-3, rtol=2e-3)
+        upstream = torch.randn_like(wanted)
+        for own, theirs in zip(*(torch.autograd.grad(each, tensors, upstream) for each in (found, wanted)), strict=True):
+            torch.testing.assert_close(own, theirs, atol=5e-3, rtol=5e-3)
+        numbers.append(counters["stats"]["unique_graphs"])
+    assert numbers[-1] == numbers[2], "nothing is compiled after the second size"
+
+
 PACKS = [
     ((9, 5, 14), ([3, 9, 5], [5], [14, 1, 8, 11])),
     ((30,), ([7, 30, 12, 9, 22],)),
@@ -216,7 +235,5 @@ def inputs_of(layout: Layout, seed: int) -> list[Tensor]:
 
 def attend_with(way: str, layout: Layout, tensors: list[Tensor]) -> Tensor:
     query, own_key, own_value, context_key, context_value = tensors
-    with torch.no_grad():
-        return make_attention(way, config_of("full"), layout, torch.float32)(
-            0, query, (own_key, own_value), (context_key, context_value)
-        )
+    attend = make_attention(way, config_of("full"), layout, torch.float32)
+    return attend(0, query, (own_key, own_value), (context_key, context_value))

@@ -121,6 +121,14 @@ def test_checkpoints_are_of_one_format(groups: dict[int, Path], way: str, world:
             torch.testing.assert_close(tensor, other[name], rtol=0, atol=5e-6, msg=name)
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_sharded_network_computes_in_bfloat16_and_is_kept_in_float32(groups: dict[int, Path], world: int) -> None:
+    low, full = "torch.bfloat16", "torch.float32"
+    for rank in range(world):
+        seen = figures_of(groups[world], "precision", rank)
+        assert seen == {"weight": low, "norm": low, "stream": full, "kept": full, "moments": full}
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_streamed_features_and_packs_made_ahead_change_no_bit(groups: dict[int, Path], way: str, world: int) -> None:
