@@ -39,6 +39,7 @@ from paceline.train.features import (
     fingerprint,
     stored_scale,
 )
+from paceline.train.parallel import Replicated
 from paceline.train.quantised import Int8
 from paceline.train.ranks import Ranks
 from paceline.train.remote_features import RemoteFeatures
@@ -143,12 +144,15 @@ class Sources:
         return "cached" if self._pays(documents) else "streamed" if self.config.elsewhere.features_from else "online"
 
     def _pays(self, documents: Sequence[Document]) -> bool:
-        """Whether documents are seen more than once and the disk has room for their features."""
+        """Whether documents are seen more than once and the disk has room for their features; the same for all processes."""
         if self.config.loop.epochs <= 1.0 and self.config.loop.max_steps is None:
             return False
+        lacks_room = False
         try:
             check_room(self.config.out, self._num_bytes(documents, self._computed(documents)))
         except CacheError:
+            lacks_room = True
+        if Replicated(self.ranks, self.target.device).most(float(lacks_room)) > 0:
             self.progress.say("note: the disk has no room for features: the target computes them anew every epoch")
             return False
         return True
