@@ -2,8 +2,8 @@
 
     upcoming_pieces(trainer) -> thread: Packer.pack, in main memory -> (CUDA: pinned, copied beside what is computed) -> take
 
-The packs are those that the trainer would make, in its order. It is for features that are read, from disk or from a stream;
-those that the target computes where the trainer does are not made sooner by a thread.
+The packs are those that the trainer would make, in its order. It is for features that are read from disk, and for a GPU's that
+come from a stream; those that the target computes where the trainer does are not made sooner by a thread.
 """
 
 from __future__ import annotations

@@ -86,14 +86,14 @@ class Sources:
     """Until all processes are there."""
     stream: StreamedFeatures | None = None
     _scale: tuple[Tensor, Tensor] | None = None
-    _is_read: bool = False
-    """Whether the features that are learned from come from disk or a stream."""
+    _is_cached: bool = False
+    """Whether the features that are learned from come from disk."""
     _made: dict[int, MeasuredSource] = field(default_factory=dict)
 
     def of(self, documents: Sequence[Document], name: str = LEARNED) -> FeatureSource:
         """Features of these documents; held-out ones, which are few, are kept where others are streamed."""
         source, form, kind = self._computed(documents), self._form(), self._kind(documents)
-        self._is_read = self._is_read or (kind != "online" and name == LEARNED)
+        self._is_cached = self._is_cached or (kind == "cached" and name == LEARNED)
         if kind == "online":
             return source
         if kind == "streamed" and name == LEARNED:
@@ -111,13 +111,13 @@ class Sources:
 
     @contextlib.contextmanager
     def following(self, trainer: Trainer) -> Iterator[None]:
-        """Within, streamed features are produced in the order in which the trainer will ask for them, and packs of features
-        that need no computing here are made ahead."""
+        """Within, streamed features are produced in the order in which the trainer will ask for them, and packs are made ahead
+        of those that come from disk; for a GPU of streamed ones too, which then wait in pinned memory."""
         with contextlib.ExitStack() as stack:
             if self.stream is not None:
                 self.stream.begin(upcoming(trainer))
                 stack.callback(self.stream.close)
-            if self._is_read:
+            if self._is_cached or (self.stream is not None and trainer.device.type == "cuda"):
                 stack.enter_context(packs_ahead(trainer))
             yield
 
