@@ -193,9 +193,7 @@ def main() -> None:
     for each in runs:
         compared = each.get("beside_one_process", {})
         differs = f", {compared['speedup']:.2f} times one process, {compared}" if compared else ""
-        print(
-            f"{each['way']}, {each['processes']} processes, {each['precision']}: {each['blocks_per_s']:.0f} blocks/s{differs}"
-        )
+        print(f"{each['way']} on {each['processes']}, {each['precision']}: {each['blocks_per_s']:.0f} blocks/s{differs}")
     is_equal = all(each["beside_one_process"]["is_within_limits"] for each in runs if "beside_one_process" in each)
     figures = {"devices": names, "cuda": torch.version.cuda, "processes": options.processes, "limits": LIMITS, "runs": runs}
     figures |= {"seconds": bench.seconds | {"all": round(time.monotonic() - began, 1)}, "is_within_limits": is_equal}
