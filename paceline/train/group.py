@@ -27,8 +27,8 @@ from paceline.errors import ConfigError, ProcessesError, reraised
 from paceline.train.ranks import Ranks
 
 BEAT_S = 1.0
-LOST_AFTER_S = 60.0
-"""A process that has shown no sign of life for so long is lost."""
+LOST_AFTER_S = 300.0
+"""A process that has shown no sign of life for so long is lost: reading a large file may silence one for minutes."""
 LINGERS = 10
 """Beats that the first process stays after an error: the others take half as many to find out whose it was."""
 JOIN_MINUTES = 10.0
