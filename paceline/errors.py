@@ -17,6 +17,7 @@ The command line prints that line and exits with code 2; anything else is a bug 
     ├── ConfigError           (ValueError)         an unknown or contradictory setting
     ├── NumericsError         (ArithmeticError)    a model whose numbers are not finite
     ├── TrainingError         (ArithmeticError)    a loss or gradient that is no number
+    ├── ProcessesError        (RuntimeError)       one of several processes is gone, late, or differs from the others
     └── NativeError           (RuntimeError)       the native library is missing or refused a call
 """
 
@@ -67,6 +68,9 @@ class NumericsError(PacelineError, ArithmeticError): ...
 
 
 class TrainingError(PacelineError, ArithmeticError): ...
+
+
+class ProcessesError(PacelineError, RuntimeError): ...
 
 
 class NativeError(PacelineError, RuntimeError): ...

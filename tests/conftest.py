@@ -34,9 +34,11 @@ SLOW = (
     "test_cli.py::test_bad_input_is_one_line_and_exit_code_2",
     "test_cli.py::test_a_missing_model_is_one_line",
     "test_cli.py::test_an_answer_beside_plain_decoding_and_transformers",
+    "train/test_attention.py::test_packs_of_every_size_share_what_is_compiled",
     "train/test_distributed.py",
     "train/test_lock.py",
     "train/test_ranks.py",
+    "train/test_torchrun.py",
     "train/test_train_run.py",
     # crashes, clients that are waited for, and a hub that is not there
     "hub/test_builtin_on_hub.py::test_a_hub_that_is_not_there_costs_no_time",

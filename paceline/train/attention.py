@@ -10,10 +10,11 @@ Positions are absolute. A sliding window counts per query, as when serving; caus
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,9 +141,9 @@ class SdpaAttention(_PackedAttention):
 
     def _plan(self, window: int | None, is_causal: bool) -> Any:
         """Bool [T, N + T]."""
-        sees, num_slots, num_keys = self._sees(window, is_causal)
-        slots, keys = (torch.arange(number, device=self.layout.anchors[0].device) for number in (num_slots, num_keys))
-        return sees(None, None, slots[:, None], keys)
+        places = self._places()
+        slots, keys = (torch.arange(each.shape[1], device=each.device) for each in places)
+        return sees(*places, window, is_causal)(None, None, slots[:, None], keys)
 
     def _attend(self, plan: Any, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor:
         key, value = (torch.cat(pair).transpose(0, 1)[None] for pair in zip(context, own, strict=True))
@@ -152,48 +153,92 @@ class SdpaAttention(_PackedAttention):
     def _product(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=plan, enable_gqa=True)
 
-    def _sees(self, window: int | None, is_causal: bool) -> tuple[Callable[..., Tensor], int, int]:
-        """Whether a slot sees a key, by their numbers (contexts before slots; `batch` and `head` do not matter); how many slots
-        there are, and how many keys."""
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Where the slots [4, T] and the keys [3, N + T], contexts before slots, of a pack stand, as `sees` wants them."""
         layout, device = self.layout, self.layout.anchors[0].device
         documents = torch.arange(len(layout.anchors), device=device)
         num_blocks = torch.tensor([len(anchors_A) for anchors_A in layout.anchors], device=device)
         context_document = documents.repeat_interleave(torch.tensor(layout.context_lens, device=device))
-        query_document = documents.repeat_interleave(num_blocks * layout.block_size)
-        position = torch.cat([layout.context_positions(), layout.block_positions()])
-        num_context, num_slots = len(context_document), len(query_document)
+        slot_document = documents.repeat_interleave(num_blocks * layout.block_size)
+        context_position, slot_position = layout.context_positions(), layout.block_positions()
         anchor = torch.cat(layout.anchors).repeat_interleave(layout.block_size)
-        block = torch.arange(num_slots, device=device) // layout.block_size
-        key_document = torch.cat([context_document, query_document])
-        key_block = torch.cat([torch.full_like(context_document, -1), block])
+        block = torch.arange(len(slot_document), device=device) // layout.block_size
+        slots = torch.stack([slot_position, slot_document, block, anchor])
+        context = torch.stack([context_position, context_document, torch.full_like(context_position, CONTEXT)])
+        return slots, torch.cat([context, slots[:3]], dim=1)
 
-        def sees(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
-            distance = position[num_context + query] - position[key]
-            is_context = (key < num_context) & (key_document[key] == query_document[query]) & (position[key] < anchor[query])
-            is_own = key_block[key] == block[query]
-            if is_causal:
-                is_own = is_own & (distance >= 0)
-            seen = is_context | is_own
-            return seen if window is None else seen & (distance.abs() < window)
 
-        return sees, num_slots, num_context + num_slots
+CONTEXT, NOWHERE = -1, -2
+"""In place of a block's number: a key is of a context; a slot or key only fills up."""
+
+
+def sees(slots: Tensor, keys: Tensor, window: int | None, is_causal: bool) -> Callable[..., Tensor]:
+    """Whether a slot sees a key, by their numbers; `batch` and `head` do not matter.
+
+    slots [4, T]: position, document, block, and the block's anchor. keys [3, S]: position, document, block. No other number
+    enters, but the window's: what is compiled for one pack is right for the next.
+    """
+    # Tensors of their own: places in a common one would be compiled in.
+    position_T, document_T, block_T, anchor_T = (each.clone() for each in slots)
+    position_S, document_S, block_S = (each.clone() for each in keys)
+
+    def seen(batch: Any, head: Any, slot: Tensor, key: Tensor) -> Tensor:
+        distance = position_T[slot] - position_S[key]
+        is_own = block_S[key] == block_T[slot]
+        if is_causal:
+            is_own = is_own & (distance >= 0)
+        is_context = (block_S[key] == CONTEXT) & (document_S[key] == document_T[slot]) & (position_S[key] < anchor_T[slot])
+        is_seen = is_context | is_own
+        return is_seen if window is None else is_seen & (distance.abs() < window)
+
+    return seen
+
+
+TILE = 128
+"""Slots and keys of one tile of the block mask."""
+
+
+@functools.cache
+def compiled(backend: str | Callable[..., Any] = "inductor") -> tuple[Any, Any]:
+    """(flex_attention, create_block_mask), compiled once for packs of every size; the former again for the second size."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    make = functools.partial(torch.compile, dynamic=True, backend=backend)
+    return make(flex_attention), make(create_block_mask)
 
 
 class FlexAttention(SdpaAttention):
-    """FlexAttention over all contexts and blocks of the pack; tiles that the mask empties cost nothing."""
+    """FlexAttention over all contexts and blocks of the pack; tiles that the mask empties cost nothing.
+
+    Slots and keys are filled up to whole tiles, so that few sizes occur and none has a compiled kernel of its own.
+    """
 
     def _plan(self, window: int | None, is_causal: bool) -> Any:
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        sees, num_slots, num_keys = self._sees(window, is_causal)
-        return create_block_mask(sees, None, None, num_slots, num_keys, device=str(self.layout.anchors[0].device))
+        slots, keys = self._places()
+        # Two tiles at least, and a tile more of keys than of slots: a size of 1, or one that equals another, is compiled apart.
+        slots, keys = _filled(slots, 2 * TILE), _filled(keys, (2 + -(-slots.shape[1] // TILE)) * TILE)
+        mask = self._functions(slots.device)[1]
+        return mask(sees(slots, keys, window, is_causal), None, None, slots.shape[1], keys.shape[1], device=str(slots.device))
 
     def _product(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:
-        from torch.nn.attention.flex_attention import flex_attention
+        num_slots, (filled_slots, filled_keys) = query.shape[2], plan.seq_lengths
+        query = F.pad(query, (0, 0, 0, filled_slots - num_slots))
+        key, value = (F.pad(each, (0, 0, 0, filled_keys - each.shape[2])) for each in (key, value))
+        return self._functions(query.device)[0](query, key, value, block_mask=plan, enable_gqa=True)[:, :, :num_slots]
 
-        # Compiled on GPU, where the kernel is; as plain operations elsewhere, for the tests.
-        product = torch.compile(flex_attention, dynamic=True) if query.device.type == "cuda" else flex_attention
-        return cast(Any, product)(query, key, value, block_mask=plan, enable_gqa=True)
+    def _functions(self, device: torch.device) -> tuple[Any, Any]:
+        """Compiled on GPU, where the kernel is; as plain operations elsewhere, for the tests."""
+        if device.type == "cuda":
+            return compiled()
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        return flex_attention, create_block_mask
+
+
+def _filled(places: Tensor, least: int) -> Tensor:
+    """With places of nowhere up to whole tiles, `least` of them or more, and one of them at the least."""
+    size = max(least, (places.shape[1] // TILE + 1) * TILE)
+    return F.pad(places, (0, size - places.shape[1]), value=NOWHERE)
 
 
 WAYS: dict[str, type[_PackedAttention]] = {"split": SplitAttention, "sdpa": SdpaAttention, "flex": FlexAttention}

@@ -22,6 +22,7 @@ from paceline.errors import CacheError, ConfigError, PacelineError, reraised
 from paceline.model.checkpoint import load_tensors, read_json
 from paceline.runlog import plain
 from paceline.tables import differences
+from paceline.train.agreement import mark_of, mark_of_text
 
 LENGTH = ("epochs", "max_steps", "max_minutes")
 """A resumed run may go on for longer, or end sooner: the learning rate follows the new length from there."""
@@ -43,6 +44,12 @@ class Checkpoint(NamedTuple):
     weights: dict[str, Tensor]
     """Of the network."""
     optimisers: dict[str, Tensor]
+
+    @property
+    def mark(self) -> str:
+        """A hash of its tensors."""
+        every = {**self.weights, **{f"optimiser {name}": tensor for name, tensor in self.optimisers.items()}}
+        return f"{mark_of_text(repr([(name, mark_of(tensor)) for name, tensor in sorted(every.items())])):x}"
 
 
 def save_checkpoint(

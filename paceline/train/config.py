@@ -316,6 +316,8 @@ class TrainConfig:
     """Hidden states are kept as the model gives them, or in 8 bits with a scale for each vector."""
     stream_buffer: Annotated[int, "bytes"] = 256 * 2**20
     """Most bytes of streamed hidden states that wait for the trainer."""
+    step_timeout_minutes: Positive = 30.0
+    """Minutes that one of several processes waits for the others within a step; between stages it does as long as they live."""
     answering: AnswerConfig = field(default_factory=AnswerConfig)
     elsewhere: ElsewhereConfig = field(default_factory=ElsewhereConfig)
     shape: DrafterShape = field(default_factory=DrafterShape)

@@ -72,11 +72,13 @@ class Trainer:
         peak_flops: float | None = None,
         ranks: Ranks | None = None,
         heldout_head: Head | None = None,
+        wait: Callable[[], None] = ignore,
     ) -> None:
-        """`heldout_head`: what held-out documents are drafted with, when that is not `head`: a draft vocabulary."""
+        """`heldout_head`: what held-out documents are drafted with, when that is not `head`: a draft vocabulary. `wait`: until
+        all processes are there, however long the first one serves or writes."""
         self.drafter, self.network, self.config, self.folder = drafter, drafter.network, config, folder
         self.embedding_VD, self.head, self.ranks = embedding_VD, head, ranks or Ranks()
-        self.heldout_head = heldout_head or head
+        self.heldout_head, self.wait = heldout_head or head, wait
         self.device = embedding_VD.device
         self.corpus, self.state = corpus, _State()
         self.planner = StepPlanner(
@@ -92,7 +94,7 @@ class Trainer:
         self.parallel = make_parallel(config.parallel, self.ranks, self.device)
         if config.gradient_checkpointing:
             recompute_layers(drafter.layers)
-        self.parallel.prepare(drafter)
+        self.parallel.prepare(drafter, config.autocast)
         self.optimisers = Optimisers(self.network, config.optim)
         self.vocabulary = self._loss_vocabulary()
         self.heldout: dict[str, tuple[Sequence[Document], FeatureSource]] = {}
@@ -103,6 +105,8 @@ class Trainer:
         """Nats: the loss of knowing word frequencies only."""
         self.served: Callable[[dict[str, Tensor]], float] | None = None
         """Tokens a round of held-out prompts in the real engine, with these weights; called by the first process."""
+        self.pack: Callable[[list[Chosen]], Pack] = self.packer.pack
+        """Where the steps' packs come from; `ahead.packs_ahead` has them made beforehand."""
 
     @property
     def total_steps(self) -> int:
@@ -115,8 +119,10 @@ class Trainer:
         return min(1.0, max(self.state.step / self.total_steps, by_minutes))
 
     def resume(self) -> bool:
-        """Go on from the newest checkpoint, if there is one. Raises ConfigError when it was begun with other settings."""
+        """Go on from the newest checkpoint, if there is one. Raises ConfigError when it was begun with other settings, and
+        ProcessesError when processes read different ones."""
         checkpoint = latest_checkpoint(self.folder)
+        self.parallel.check_alike("the checkpoint it reads", lambda: "none" if checkpoint is None else checkpoint.mark)
         if checkpoint is None:
             return False
         stored = checkpoint.trainer
@@ -134,11 +140,13 @@ class Trainer:
         notice: Callable[[str], None] = ignore,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Train to the end, with checkpoints on the way and there. Raises TrainingError on a loss that is no number.
+        """Train to the end, with checkpoints on the way and there. Raises TrainingError on a loss that is no number, and
+        ProcessesError when processes differ in where they begin, or in the weights that a checkpoint is to hold.
 
         `on_step` gets what metrics.jsonl gets; `heldout` and `ood` only at steps that looked at those documents. `should_stop`
         is asked after every step: when it says so to one process, all save and return. Returns whether the end was reached.
         """
+        self.parallel.agree(self.network, self.optimisers.states(), repr(asdict(self.state)))
         last_saved = time.monotonic()
         while self.share_done < 1.0:
             figures = self._step()
@@ -173,6 +181,7 @@ class Trainer:
         if self.ranks.is_first:
             trainer = {"step": self.state.step, "state": asdict(self.state), "identity": self._identity()}
             save_checkpoint(self.folder, self.drafter.raw, weights, optimisers, trainer, self.config.keep_last)
+        self.wait()
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -195,8 +204,9 @@ class Trainer:
         began, state, config = time.perf_counter(), self.state, self.config
         chosen, num_slots, after = self.planner.step(state.place)
         head = self._step_head(chosen)
-        loss, metrics = self._summed(*self.forward_backward(chosen, num_slots, head))
+        own = self.forward_backward(chosen, num_slots, head)
         self.parallel.sum_gradients(self.network)
+        loss, metrics = self._summed(*own)
         norm = self.parallel.clip(self.network, config.optim.clip)
         self._check_finite(loss, norm, chosen)
         again = state.plateau.rate_share(state.step, config.plateau_steps)
@@ -235,7 +245,7 @@ class Trainer:
         pieces = self.parallel.pieces(chosen, self.budget)
         for number, piece in enumerate(pieces):
             is_measured = number == 0 and piece.weight > 0
-            scalar, measured = self.pack_loss(self.packer.pack(piece.chosen), head, num_slots, is_measured)
+            scalar, measured = self.pack_loss(self.pack(piece.chosen), head, num_slots, is_measured)
             self.parallel.backward(scalar * piece.weight, is_last=number == len(pieces) - 1)
             loss += float(scalar.detach()) * piece.weight
             metrics.flat += measured.flat
@@ -294,7 +304,9 @@ class Trainer:
     def _serve_and_keep(self, figures: dict[str, Any], eal: float) -> None:
         weights, began = self.parallel.weights(self.network), time.monotonic()  # all must ask
         assert self.served is not None
-        rate = self.parallel.most(self.served(weights) if self.ranks.is_first else 0.0)
+        rate = self.served(weights) if self.ranks.is_first else 0.0
+        self.wait()
+        rate = self.parallel.most(rate)
         self.state.serving_s += self.parallel.most(time.monotonic() - began)
         figures["served"] = {"tokens_per_round": rate}
         self.state.best_eal = max(self.state.best_eal, eal)
@@ -305,6 +317,7 @@ class Trainer:
     def _save_best(self, weights: dict[str, Tensor], told: dict[str, float]) -> None:
         if self.ranks.is_first:
             save_best(self.folder, self.drafter.raw, weights, {"step": self.state.step, **told})
+        self.wait()
 
     def _loss_vocabulary(self) -> LossVocabulary | None:
         size = self.config.loss.vocab

@@ -7,8 +7,8 @@ same loop as soon as one class says for it the five things of `Trainable`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,6 +37,23 @@ class Pack:
     taps_NF: Tensor
     """Features of all contexts: what the blocks see of each document, up to its last anchor here."""
     slots: Slots
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Pack:
+        """The same pack of other tensors: those on another device, for one."""
+        slots, final = self.slots, self.slots.final_AKD
+        return Pack(
+            replace(self.layout, anchors=tuple(change(each) for each in self.layout.anchors)),
+            change(self.anchors_A),
+            change(self.taps_NF),
+            Slots(change(slots.labels_AK), change(slots.valid_AK), None if final is None else change(final)),
+        )
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All of them."""
+        slots = self.slots
+        yield from (*self.layout.anchors, self.anchors_A, self.taps_NF, slots.labels_AK, slots.valid_AK)
+        if slots.final_AKD is not None:
+            yield slots.final_AKD
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,17 @@
 """How several processes train one network: what is summed, what is shared out, and when all do the same.
 
 Every process plans the whole step and computes its own blocks; gradients and figures are summed, so that the step is the one
-that a process alone would take. `Replicated` holds the network on every process, one or many, and adds up gradients in one
-message. `Sharded` (FSDP2) holds a part of weights, gradients and optimiser state on each: for networks that do not fit
-otherwise. Checkpoints are the same from both.
+that a process alone would take. `Replicated` holds the network on every process, one or many, and adds up gradients while the
+backward pass goes on (buckets.py). `Sharded` (FSDP2) holds a part of weights, gradients and optimiser state on each: for
+networks that do not fit otherwise. Checkpoints are the same from both. All begin with the first process's tensors, and hashes
+tell at every checkpoint whether they still hold the same (agreement.py). group.py has the processes themselves.
 
     torchrun --nproc-per-node 2 -m paceline train ... --parallel sharded
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +24,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
 
+from paceline.train.agreement import check_alike, give_first, mark_of, mark_of_text
+from paceline.train.buckets import GradientBuckets
 from paceline.train.packs import Chosen, PackBudget, Trainable, split_into_packs
 from paceline.train.ranks import Ranks
+
+AGAIN = "the last checkpoint stands: start all processes again with the same command, on the same files"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +45,38 @@ class Replicated:
     """The whole network on every process, one or many. Its methods are the contract of `Sharded` too; all processes call all of
     them, in one order."""
 
+    _buckets: GradientBuckets | None = None
+
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.ranks, self.device = ranks, device
 
-    def prepare(self, drafter: Trainable) -> None:
-        """Lay its network out, in place, before optimisers take the parameters."""
+    def prepare(self, drafter: Trainable, is_autocast: bool = False) -> None:
+        """Lay its network out, in place, before optimisers take the parameters; `is_autocast`: products are in bfloat16."""
+        if self.ranks.world > 1:
+            self._buckets = GradientBuckets(drafter.network.parameters())
+
+    def agree(self, network: nn.Module, optimisers: Iterable[tuple[str, Tensor]], told: str) -> None:
+        """Before the first step: give all processes the first one's weights, buffers and states of optimisers.
+
+        `told` says where a process begins. Raises ProcessesError, with the processes that begin elsewhere, or that hold other
+        tensors afterwards.
+        """
+        if self.ranks.world == 1:
+            return
+        named = [*_held(network), *optimisers]
+        self.check_alike("where it begins", lambda: told)
+        self.check_alike("its tensors' shapes", lambda: repr([(name, each.dtype, *each.shape) for name, each in named]))
+        plain = [(name, tensor) for name, tensor in named if not isinstance(tensor, DTensor)]  # of a sharded one there is one
+        give_first(plain, self.device)
+        self._check_alike([mark_of(tensor) for _, tensor in plain], [name for name, _ in plain])
+
+    def check_alike(self, what: str, told: Callable[[], str]) -> None:
+        """Raises ProcessesError when processes tell different things; one alone is not asked."""
+        if self.ranks.world > 1:
+            self._check_alike([mark_of_text(told())], [what])
+
+    def _check_alike(self, marks: list[int], names: list[str]) -> None:
+        check_alike(marks, names, self.ranks.world, self.device, AGAIN)
 
     def pieces(self, chosen: list[Chosen], budget: PackBudget | int) -> list[Piece]:
         """This process's packs of a step's blocks."""
@@ -53,18 +85,15 @@ class Replicated:
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Add the gradients of one piece to those of the step; `is_last` says that it was the step's last."""
+        if is_last and self._buckets:
+            self._buckets.arm()
         loss.backward()
 
     def sum_gradients(self, network: nn.Module) -> None:
-        """After the last piece: make the gradients those of all processes, in one message; one without blocks adds zeros."""
-        if self.ranks.world == 1:
-            return
-        parameters = list(network.parameters())
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat)
-        for parameter, part in zip(parameters, flat.split([each.numel() for each in parameters]), strict=True):
-            parameter.grad = part.view_as(parameter)
+        """After the last piece, and before anything else is sent: make the gradients those of all processes; one without blocks
+        adds zeros."""
+        if self._buckets:
+            self._buckets.finish()
 
     def clip(self, network: nn.Module, longest: float) -> float:
         """Scale the gradients down to this norm; returns the norm before."""
@@ -89,9 +118,18 @@ class Replicated:
 
     def whole(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Copies in main memory on the first process, nothing on the others; parts are gathered tensor by tensor, so that no
-        device needs room for more than one."""
-        gathered = ((name, _whole(tensor)) for name, tensor in tensors)
-        return {name: tensor.detach().cpu().clone() for name, tensor in gathered if self.ranks.is_first}
+        device needs room for more than one. Raises ProcessesError when processes hold different ones."""
+        copies: dict[str, Tensor] = {}
+        marks: dict[str, int] = {}
+        for name, tensor in tensors:
+            whole = _whole(tensor).detach()
+            if self.ranks.world > 1:
+                marks[name] = mark_of(whole)
+            if self.ranks.is_first:
+                copies[name] = whole.cpu().clone()
+        if marks:
+            self._check_alike([*marks.values()], [*marks])
+        return copies
 
     def weights(self, network: nn.Module) -> dict[str, Tensor]:
         """Its `state_dict`, as `whole` gives it."""
@@ -114,14 +152,25 @@ class Sharded(Replicated):
     _network: Any = None
     """The network as FSDP2 made it: its class is a new one, its parameters are DTensors."""
 
-    def prepare(self, drafter: Trainable) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import FSDPModule, fully_shard
+    def prepare(self, drafter: Trainable, is_autocast: bool = False) -> None:
+        """As Replicated.prepare. Each process's part is one of the first process's network.
 
+        With `is_autocast` layers are gathered in bfloat16, half the bytes, and gradients are summed in float32; the parts that
+        the optimiser has are float32. Autocast then finds weights that are bfloat16 already and casts inputs alone, so that the
+        residual stream stays float32, as on one process: hence no `cast_forward_inputs`.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+        first = [*_held(drafter.network)]
+        give_first(first, self.device)
+        self._check_alike([mark_of(tensor) for _, tensor in first], [name for name, _ in first])
         mesh = init_device_mesh(self.device.type, (self.ranks.world,))
+        low = (torch.bfloat16, torch.float32) if is_autocast else (None, None)
+        policy = MixedPrecisionPolicy(*low, cast_forward_inputs=False)
         for module in (*drafter.layers, drafter.network):
             # The root too is freed after its forward: what reads or writes weights between steps finds the shards.
-            sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
+            sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
             assert isinstance(sharded, FSDPModule)
             sharded.set_gradient_divide_factor(1.0)  # a sum, where FSDP2 would take the mean
             sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other
@@ -155,20 +204,9 @@ def recompute_layers(layers: Iterable[nn.Module]) -> None:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-@contextlib.contextmanager
-def process_group(ranks: Ranks, device: str) -> Iterator[Callable[[], None]]:
-    """torchrun's process group, if there is one; the value given waits until all processes are there."""
-    if ranks.world == 1:
-        yield lambda: None
-        return
-    is_gpu = device != "cpu" and torch.cuda.is_available()
-    if is_gpu:
-        torch.cuda.set_device(ranks.local)
-    dist.init_process_group("nccl" if is_gpu else "gloo", rank=ranks.rank, world_size=ranks.world)
-    try:
-        yield lambda: dist.barrier() and None
-    finally:
-        dist.destroy_process_group()
+def _held(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers themselves, where `state_dict` may have hooks that change them."""
+    yield from itertools.chain(network.named_parameters(), network.named_buffers())
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from paceline.errors import CacheError
 from paceline.model.target import Target
 from paceline.tables import Progress
+from paceline.train.ahead import packs_ahead
 from paceline.train.config import TrainConfig
 from paceline.train.dataset import Document
 from paceline.train.features import (
@@ -38,6 +39,7 @@ from paceline.train.features import (
     fingerprint,
     stored_scale,
 )
+from paceline.train.parallel import Replicated
 from paceline.train.quantised import Int8
 from paceline.train.ranks import Ranks
 from paceline.train.remote_features import RemoteFeatures
@@ -84,11 +86,14 @@ class Sources:
     """Until all processes are there."""
     stream: StreamedFeatures | None = None
     _scale: tuple[Tensor, Tensor] | None = None
+    _is_cached: bool = False
+    """Whether the features that are learned from come from disk."""
     _made: dict[int, MeasuredSource] = field(default_factory=dict)
 
     def of(self, documents: Sequence[Document], name: str = LEARNED) -> FeatureSource:
         """Features of these documents; held-out ones, which are few, are kept where others are streamed."""
         source, form, kind = self._computed(documents), self._form(), self._kind(documents)
+        self._is_cached = self._is_cached or (kind == "cached" and name == LEARNED)
         if kind == "online":
             return source
         if kind == "streamed" and name == LEARNED:
@@ -106,15 +111,15 @@ class Sources:
 
     @contextlib.contextmanager
     def following(self, trainer: Trainer) -> Iterator[None]:
-        """Within, streamed features are produced in the order in which the trainer will ask for them."""
-        if self.stream is None:
+        """Within, streamed features are produced in the order in which the trainer will ask for them, and packs are made ahead
+        of those that come from disk; for a GPU of streamed ones too, which then wait in pinned memory."""
+        with contextlib.ExitStack() as stack:
+            if self.stream is not None:
+                self.stream.begin(upcoming(trainer))
+                stack.callback(self.stream.close)
+            if self._is_cached or (self.stream is not None and trainer.device.type == "cuda"):
+                stack.enter_context(packs_ahead(trainer))
             yield
-            return
-        self.stream.begin(upcoming(trainer))
-        try:
-            yield
-        finally:
-            self.stream.close()
 
     def _computed(self, documents: Sequence[Document]) -> MeasuredSource:
         elsewhere, needs_final = self.config.elsewhere, self.config.loop.loss.needs_target_probs
@@ -139,12 +144,15 @@ class Sources:
         return "cached" if self._pays(documents) else "streamed" if self.config.elsewhere.features_from else "online"
 
     def _pays(self, documents: Sequence[Document]) -> bool:
-        """Whether documents are seen more than once and the disk has room for their features."""
+        """Whether documents are seen more than once and the disk has room for their features; the same for all processes."""
         if self.config.loop.epochs <= 1.0 and self.config.loop.max_steps is None:
             return False
+        lacks_room = False
         try:
             check_room(self.config.out, self._num_bytes(documents, self._computed(documents)))
         except CacheError:
+            lacks_room = True
+        if Replicated(self.ranks, self.target.device).most(float(lacks_room)) > 0:
             self.progress.say("note: the disk has no room for features: the target computes them anew every epoch")
             return False
         return True

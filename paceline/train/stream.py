@@ -19,6 +19,7 @@ from paceline.train.features import PLAIN, Features, FeatureSource, Form
 
 if TYPE_CHECKING:
     from paceline.train.loop import Trainer
+    from paceline.train.packs import Chosen
 
 
 Kept = Callable[[], Features] | BaseException
@@ -158,13 +159,19 @@ class StreamedFeatures:
         return None
 
 
-def upcoming(trainer: Trainer) -> Iterator[int]:
-    """The documents that this process will ask for from where the trainer stands, without end; repeated ones once."""
-    place, last = trainer.state.place, None
+def upcoming_pieces(trainer: Trainer) -> Iterator[list[Chosen]]:
+    """The blocks of the packs that this process will compute from where the trainer stands, without end."""
+    place = trainer.state.place
     while True:
         chosen, _, place = trainer.planner.step(place)
-        for piece in trainer.parallel.pieces(chosen, trainer.budget):
-            for number, _ in piece.chosen:
-                if number != last:
-                    yield number
-                    last = number
+        yield from (piece.chosen for piece in trainer.parallel.pieces(chosen, trainer.budget))
+
+
+def upcoming(trainer: Trainer) -> Iterator[int]:
+    """The documents that this process will ask for from where the trainer stands, without end; repeated ones once."""
+    last = None
+    for piece in upcoming_pieces(trainer):
+        for number, _ in piece:
+            if number != last:
+                yield number
+                last = number

@@ -32,10 +32,10 @@ from paceline.train.copied import fuse_taps
 from paceline.train.dataset import Corpus, check_answers, check_vocabulary, read_corpus
 from paceline.train.ends import light_folder, load_ends
 from paceline.train.features import ScaledFeatures, begin_without_mean, train_in_scaled_units
+from paceline.train.group import process_group
 from paceline.train.loop import Trainer
 from paceline.train.mixture import read_mixture
 from paceline.train.packs import DFlashTrainable
-from paceline.train.parallel import process_group
 from paceline.train.planning import apply_stored, make_plan, stored_plan
 from paceline.train.ranks import Ranks, only_run
 from paceline.train.regenerate_run import run as regenerate
@@ -78,7 +78,7 @@ def run(config: TrainConfig, progress: Progress) -> TrainResult:
     ranks = Ranks.here()
     with (
         only_run(config.out, "training", ranks, progress.say),
-        process_group(ranks, config.target.device) as wait,
+        process_group(ranks, config.target.device, config.step_timeout_minutes) as wait,
     ):
         config = _planned(_at_scale(config, ranks), ranks, wait, progress if ranks.is_first else Progress())
         with stopped_by_signal(progress.say if ranks.is_first else Progress().say) as stop:
@@ -308,6 +308,7 @@ class _Stages:
         trainer = Trainer(
             DFlashTrainable(network, raw, loop.attention), corpus, ScaledFeatures(features, scale_F), embedding_VD, head, loop,
             folder=config.out / "checkpoints", peak_flops=flops_per_s, ranks=self.ranks, heldout_head=drafting,
+            wait=self.wait,
         )  # fmt: skip
         watched = {"heldout": corpus.heldout, "ood": read_corpus([ood], config.max_len, 0.0).train[:MAX_HELDOUT] if ood else []}
         for name, documents in watched.items():

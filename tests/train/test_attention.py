@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from paceline.draft.checkpoint import DFlashConfig, new_config
-from paceline.train.attention import WAYS, Layout, make_attention
+from paceline.train.attention import WAYS, FlexAttention, Layout, compiled, make_attention
 
 # On CPU flex attention is spelt out instead of compiled, which is what the test wants.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
@@ -176,3 +177,63 @@ def test_contexts_may_begin_where_the_window_does(way: str, kind: str) -> None:
 
 def test_auto_is_split_without_a_gpu() -> None:
     assert type(make_attention("auto", config_of("full"), layout_of(), torch.float32)) is WAYS["split"]
+
+
+def test_packs_of_every_size_share_what_is_compiled() -> None:
+    """The mask is compiled for the first pack alone, the product for the first two sizes: no other number of documents, blocks
+    or positions makes them again."""
+    from torch._dynamo.testing import CompileCounter  # takes a second
+
+    counters = CompileCounter(), CompileCounter()
+    functions = compiled(counters[0])[0], compiled(counters[1])[1]
+    counts: list[tuple[int, ...]] = []
+    for seed, (contexts, anchors) in enumerate(PACKS):
+        layout = Layout(contexts, tuple(torch.tensor(each) for each in anchors), SIZE)
+        tensors = inputs_of(layout, seed)
+        with mock.patch.object(FlexAttention, "_functions", return_value=functions):
+            found = attend_with("flex", layout, tensors)
+        counts.append(tuple(each.frame_count for each in counters))
+        torch.testing.assert_close(found, attend_with("split", layout, tensors), atol=2e-6, rtol=1e-5)
+    assert counts[:2] == [(1, 1)] * 2 and counts[2:] == [(2, 1)] * (len(PACKS) - 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_compiled_kernel_is_that_of_all_sizes_and_equals_split() -> None:
+    """Outputs and gradients, in float32 with TensorFloat-32's tolerance at the most."""
+    from torch._dynamo.utils import counters
+
+    numbers: list[int] = []
+    for seed, (contexts, anchors) in enumerate(PACKS):
+        layout = Layout(contexts, tuple(torch.tensor(each, device="cuda") for each in anchors), SIZE)
+        tensors = [each.cuda().requires_grad_() for each in inputs_of(layout, seed)]
+        found, wanted = (attend_with(way, layout, tensors) for way in ("flex", "split"))
+        torch.testing.assert_close(found, wanted, atol=2e-3, rtol=2e-3)
+        upstream = torch.randn_like(wanted)
+        for own, theirs in zip(*(torch.autograd.grad(each, tensors, upstream) for each in (found, wanted)), strict=True):
+            torch.testing.assert_close(own, theirs, atol=5e-3, rtol=5e-3)
+        numbers.append(counters["stats"]["unique_graphs"])
+    assert numbers[-1] == numbers[2], "nothing is compiled after the second size"
+
+
+PACKS = [
+    ((9, 5, 14), ([3, 9, 5], [5], [14, 1, 8, 11])),
+    ((30,), ([7, 30, 12, 9, 22],)),
+    ((300, 140), ([200, *range(1, 90)], [139])),
+    ((64, 64, 64, 64, 900), ([1], [2], [3], [64], list(range(400, 480)))),
+    ((128,), ([128],)),
+]
+"""(lengths of contexts, anchors) of packs: few tiles and many, of slots and of keys."""
+
+
+def inputs_of(layout: Layout, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    slots, context = sum(map(len, layout.anchors)) * SIZE, sum(layout.context_lens)
+    shapes = [(slots, HEADS), (slots, KV_HEADS), (slots, KV_HEADS), (context, KV_HEADS), (context, KV_HEADS)]
+    return [torch.randn(*shape, HEAD_DIM, generator=generator) for shape in shapes]
+
+
+def attend_with(way: str, layout: Layout, tensors: list[Tensor]) -> Tensor:
+    query, own_key, own_value, context_key, context_value = tensors
+    attend = make_attention(way, config_of("full"), layout, torch.float32)
+    return attend(0, query, (own_key, own_value), (context_key, context_value))

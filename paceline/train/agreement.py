@@ -1,0 +1,58 @@
+"""Whether all processes hold the same tensors, told by their hashes, and the first process's tensors given to all.
+
+tensors -> 8 bytes of each one's sha256 -> gathered -> who differs from the first process, and in what
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import ProcessesError
+
+
+def mark_of(tensor: Tensor) -> int:
+    """8 bytes of the sha256 of a tensor's contents."""
+    return _mark(_bytes(tensor).cpu().numpy().data)
+
+
+def mark_of_text(text: str) -> int:
+    """The same of a text."""
+    return _mark(text.encode())
+
+
+def check_alike(marks: Sequence[int], names: Sequence[str], world: int, device: torch.device, remedy: str) -> None:
+    """Raises ProcessesError, in all processes, when one of them gives other marks than the first; all give as many."""
+    own = torch.tensor(marks, dtype=torch.int64, device=device)
+    every = [torch.empty_like(own) for _ in range(world)]
+    dist.all_gather(every, own)
+    first, *others = (each.cpu() for each in every)
+    unlike = {rank: (each != first).nonzero().flatten().tolist() for rank, each in enumerate(others, start=1)}
+    unlike = {rank: numbers for rank, numbers in unlike.items() if numbers}
+    if unlike:
+        told = "; ".join(
+            f"process {rank} in {names[numbers[0]]}{f' and {len(numbers) - 1} more' * (len(numbers) > 1)}"
+            for rank, numbers in unlike.items()
+        )
+        raise ProcessesError(f"processes (of {world}, counted from 0) differ from process 0: {told}: {remedy}")
+
+
+@torch.no_grad()
+def give_first(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> None:
+    """Overwrite these tensors, in place, with those of the first process. All have the same ones, in one order."""
+    for _, tensor in tensors:
+        sent = tensor.detach().to(device).contiguous()
+        dist.broadcast(_bytes(sent), 0)
+        tensor.detach().copy_(sent)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _mark(contents: bytes | memoryview) -> int:
+    return int.from_bytes(hashlib.sha256(contents).digest()[:8], "little", signed=True)

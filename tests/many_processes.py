@@ -1,0 +1,328 @@
+"""What tests of several training processes share: a tiny trainer, its runs, and the processes that torchrun would start.
+
+The file is also what the processes run: `python many_processes.py FOLDER` with RANK and the like in the environment. They go
+through all scenarios in one start and leave their figures in FOLDER.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from paceline.draft.checkpoint import DFlashConfig, new_config
+from paceline.draft.dflash import DFlashNetwork
+from paceline.errors import ProcessesError
+from paceline.train.ahead import packs_ahead
+from paceline.train.config import LoopConfig, OptimConfig
+from paceline.train.dataset import Corpus, Document
+from paceline.train.features import Features, train_in_scaled_units
+from paceline.train.group import process_group
+from paceline.train.loop import Trainer
+from paceline.train.losses import Head
+from paceline.train.packs import DFlashTrainable
+from paceline.train.ranks import Ranks
+from paceline.train.stream import StreamedFeatures, upcoming
+
+HIDDEN, VOCAB, TAPS, STEPS, KILLED_AT = 32, 96, (1, 3), 6, 4
+PATIENCE = 300
+"""Seconds, on a machine with other work too, after which processes count as deadlocked and say where they are."""
+STEP_TIMEOUT_S = 2.0
+"""Of the groups that are to fail."""
+
+BASE = LoopConfig(max_steps=STEPS, blocks_per_step=24, anchors=5, blocks_per_pack=10, autocast=False, checkpoint_minutes=1e6)
+SCENARIOS = {
+    "base": BASE,
+    "muon": replace(BASE, max_steps=3, optim=OptimConfig("muon")),
+    "recomputed": replace(BASE, gradient_checkpointing=True),
+    "one-document": replace(BASE, blocks_per_step=5, blocks_per_pack=5),
+    "vocabulary": replace(BASE, loss=replace(BASE.loss, vocab=24)),
+    "bfloat16": replace(BASE, autocast=True),
+}
+OF_FOUR = ("base", "one-document", "bfloat16")
+"""What four processes do of them; in `one-document` three have nothing to compute."""
+WAYS = ("replicated", "sharded")
+SMALL_BUCKETS = mock.patch("paceline.train.buckets.BUCKET_BYTES", 4096)
+
+
+class RandomFeatures:
+    """Hidden states drawn from the document's number."""
+
+    def __init__(self, documents: list[Document]) -> None:
+        self.documents = documents
+
+    def of(self, number: int) -> Features:
+        generator = torch.Generator().manual_seed(number)
+        return Features(torch.randn(len(self.documents[number]), len(TAPS) * HIDDEN, generator=generator), None)
+
+
+def make_trainer(config: LoopConfig, folder: Path, ranks: Ranks | None = None) -> Trainer:
+    raw = new_config(
+        HIDDEN, VOCAB, 6,
+        num_layers=2, block_size=4, mask_token_id=VOCAB - 1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=48,
+    )  # fmt: skip
+    raw["dflash_config"]["target_layer_ids"] = list(TAPS)
+    draw = np.random.default_rng(0)
+    documents = [
+        Document(f"{number}", draw.integers(0, VOCAB - 1, int(draw.integers(12, 40))).astype(np.int32), 4)
+        for number in range(14)
+    ]
+    weight_VD = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(0))
+    network = DFlashNetwork.random(DFlashConfig.from_json(raw))
+    train_in_scaled_units(network, torch.exp2(torch.arange(len(TAPS) * HIDDEN) % 3 - 1.0))
+    trainer = Trainer(
+        DFlashTrainable(network, raw), Corpus(documents[:13], documents[13:]),
+        RandomFeatures(documents), weight_VD, Head(weight_VD), config, folder=folder, ranks=ranks,
+    )  # fmt: skip
+    trainer.heldout["heldout"] = (documents[13:], RandomFeatures(documents[13:]))  # one: other processes have none
+    return trainer
+
+
+class Killed(Exception):
+    """Stops a run between its checkpoints."""
+
+
+def run(trainer: Trainer, killed_at: int | None = None) -> dict[str, Any]:
+    """Figures of a run: objective, norm and held-out loss by step."""
+    figures: dict[str, Any] = {"objective": {}, "norm": {}}
+
+    def on_step(seen: dict[str, Any]) -> None:
+        if seen["step"] == killed_at:
+            raise Killed
+        figures["objective"][str(seen["step"])] = seen["objective"]
+        figures["norm"][str(seen["step"])] = seen["grad_norm"]
+        if "heldout" in seen:
+            figures["heldout"] = seen["heldout"]["loss"]
+
+    try:
+        trainer.run(on_step)
+    except Killed:
+        return figures
+    return figures | {"steps": trainer.state.step}
+
+
+def started(folder: Path, world: int) -> tuple[list[int], list[str]]:
+    """Exit statuses and outputs of `world` processes that go through this file's scenarios in `folder`."""
+    ports = []
+    with contextlib.ExitStack() as probes:  # all open at once: no port twice
+        for _ in range(1 + len(FAILURES)):
+            probe = probes.enter_context(socket.socket())
+            probe.bind(("127.0.0.1", 0))
+            ports.append(str(probe.getsockname()[1]))
+    group = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "PORTS": ",".join(ports), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(folder)],
+            env={**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=PATIENCE + 30)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return [process.returncode for process in processes], outputs
+
+
+@contextlib.contextmanager
+def clock_times(factor: float) -> Iterator[None]:
+    """The loop's clock that many times as fast."""
+    clock = SimpleNamespace(perf_counter=lambda: factor * time.perf_counter(), monotonic=time.monotonic)
+    with mock.patch("paceline.train.loop.time", clock):
+        yield
+
+
+def weights_of(trainer: Trainer, file: Path) -> None:
+    weights = trainer.parallel.weights(trainer.network)
+    if trainer.ranks.is_first:
+        save_file(weights, file)
+
+
+def train_in_all_ways(folder: Path, ranks: Ranks) -> None:
+    """The scenarios, replicated and sharded, and runs that begin or end elsewhere."""
+    names = [*SCENARIOS] if ranks.world == 2 else OF_FOUR
+    for way in WAYS:
+        done: dict[str, Any] = {}
+        for name in names:
+            trainer = make_trainer(replace(SCENARIOS[name], parallel=way), folder / f"{name}-{way}", ranks)
+            done[name] = run(trainer)
+            weights_of(trainer, folder / f"{name}-{way}.safetensors")
+        killed = replace(BASE, parallel=way, checkpoint_minutes=0)
+        done["killed"] = run(make_trainer(killed, folder / f"killed-{way}", ranks), KILLED_AT)
+        resumed = make_trainer(replace(BASE, parallel=way), folder / f"resumed-{way}", ranks)
+        assert resumed.resume()
+        done["resumed"] = run(resumed)
+        done["streamed"] = streamed(make_trainer(replace(BASE, parallel=way), folder / f"streamed-{way}", ranks))
+        if ranks.world == 2:
+            timed = replace(BASE, parallel=way, max_steps=10_000, max_minutes=0.4 / 60)
+            with clock_times(1 + 2 * ranks.rank):
+                done["timed"] = run(make_trainer(timed, folder / f"timed-{way}", ranks))
+        (folder / f"{way}-{ranks.rank}.json").write_text(json.dumps(done))
+
+
+def precision(folder: Path, ranks: Ranks) -> None:
+    """In which numbers a sharded network computes, and in which it is kept."""
+    seen: dict[str, str] = {}
+
+    def look(layer: Any, given: tuple[Any, ...]) -> None:
+        seen.update(weight=str(layer.self_attn.q_proj.weight.dtype), norm=str(layer.input_layernorm.weight.dtype))
+        seen.update(stream=str(given[1].dtype))
+
+    trainer = make_trainer(replace(BASE, autocast=True, parallel="sharded", max_steps=1), folder / "precision", ranks)
+    next(iter(trainer.drafter.layers)).register_forward_pre_hook(look)
+    run(trainer)
+    seen["kept"] = ", ".join({str(each.dtype) for each in trainer.network.parameters()})
+    seen["moments"] = ", ".join({str(tensor.dtype) for _, tensor in trainer.optimisers.states()})
+    (folder / f"precision-{ranks.rank}.json").write_text(json.dumps(seen))
+
+
+def streamed(trainer: Trainer) -> dict[str, Any]:
+    """A run whose features are produced ahead, and its packs too."""
+    source = trainer.packer.features
+    assert isinstance(source, RandomFeatures)
+    stream = StreamedFeatures(source, lambda number: len(source.documents[number]), 100)
+    object.__setattr__(trainer.packer, "features", stream)
+    stream.begin(upcoming(trainer))
+    with contextlib.closing(stream), packs_ahead(trainer):
+        figures = run(trainer)
+    assert stream.num_aside == 0
+    return figures
+
+
+def overlap(folder: Path, ranks: Ranks) -> None:
+    """The same run with gradients sent during the backward pass, and after it, in small messages."""
+    for name, arm in (("during", None), ("after", lambda self: None)):
+        with SMALL_BUCKETS, contextlib.ExitStack() as stack:
+            if arm:
+                stack.enter_context(mock.patch("paceline.train.buckets.GradientBuckets.arm", arm))
+            trainer = make_trainer(BASE, folder / name, ranks)
+            run(trainer)
+        weights_of(trainer, folder / f"{name}.safetensors")
+        buckets = trainer.parallel._buckets
+        assert buckets is not None
+        (folder / f"{name}-{ranks.rank}.json").write_text(json.dumps([buckets.num_overlapped, len(buckets.buckets)]))
+
+
+def differ(folder: Path, ranks: Ranks) -> None:
+    """Networks that differ: at the beginning, where nothing repairs it, later on; and checkpoints of different steps."""
+    told: dict[str, Any] = {}
+
+    def spoil(trainer: Trainer) -> None:
+        if ranks.rank == ranks.world - 1:
+            with torch.no_grad():
+                trainer.network.norm.weight[0] += 1e-6
+
+    repaired = make_trainer(BASE, folder / "repaired", ranks)
+    spoil(repaired)
+    told["repaired"] = run(repaired)
+    with mock.patch("paceline.train.parallel.give_first", return_value=None):
+        left = make_trainer(BASE, folder / "left", ranks)
+        spoil(left)
+        told["left"] = refused(left)
+    later = make_trainer(replace(BASE, checkpoint_minutes=0), folder / "later", ranks)
+    told["later"] = refused(later, lambda seen: spoil(later) if seen["step"] == 3 else None)
+    told["later step"] = later.state.step
+    elsewhere = "killed-replicated" if ranks.is_first else "resumed-replicated"
+    other = make_trainer(BASE, folder / elsewhere, ranks)
+    try:
+        other.resume()
+    except ProcessesError as error:
+        told["resumed"] = str(error)
+    (folder / f"differ-{ranks.rank}.json").write_text(json.dumps(told))
+
+
+def refused(trainer: Trainer, on_step: Any = lambda seen: None) -> str:
+    try:
+        trainer.run(on_step)
+    except ProcessesError as error:
+        return str(error)
+    return "it ran"
+
+
+def uneven(ranks: Ranks, wait: Any) -> None:
+    """A stage that takes one process longer than a step may take; then a step."""
+    if ranks.is_first:
+        time.sleep(2 * STEP_TIMEOUT_S)
+    wait()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert float(total) == ranks.world
+
+
+def raising(ranks: Ranks, wait: Any) -> None:
+    """A process that ends with an error while others wait in a stage."""
+    if ranks.rank == 1:
+        raise ValueError("the disk is gone")
+    wait()
+
+
+def late(ranks: Ranks, wait: Any) -> None:
+    """A process that lives, and is late in a step."""
+    if ranks.rank == 1:
+        time.sleep(2 * STEP_TIMEOUT_S)
+    dist.all_reduce(torch.ones(1))
+
+
+def dying(ranks: Ranks, wait: Any) -> None:
+    """A process that ends without a word while others are in a step; the last one, which no port waits for."""
+    if ranks.rank == ranks.world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        dist.all_reduce(torch.ones(1))
+
+
+FAILURES = {each.__name__: each for each in (uneven, raising, late, dying)}
+"""What is done in a group of its own, with a short limit for steps; the last one ends a process."""
+
+
+def fail(folder: Path, ranks: Ranks) -> None:
+    for port, (name, failure) in zip(os.environ["PORTS"].split(",")[1:], FAILURES.items(), strict=True):
+        os.environ["MASTER_PORT"] = port
+        began, told = time.monotonic(), "no error"
+        try:
+            with process_group(ranks, "cpu", STEP_TIMEOUT_S / 60, beat_s=0.2) as wait:
+                failure(ranks, wait)
+        except (ProcessesError, ValueError) as error:
+            told = f"{type(error).__name__}: {error}"
+        (folder / f"{name}-{ranks.rank}.json").write_text(json.dumps([told, time.monotonic() - began]))
+
+
+def one_of_several(folder: Path) -> None:
+    """What each of the processes does."""
+    torch.set_num_threads(1)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    ranks = Ranks.here()
+    os.environ["MASTER_PORT"] = os.environ["PORTS"].split(",")[0]
+    with process_group(ranks, "cpu") as wait:
+        train_in_all_ways(folder, ranks)
+        precision(folder, ranks)
+        overlap(folder, ranks)
+        wait()
+        differ(folder, ranks)
+    fail(folder, ranks)
+
+
+if __name__ == "__main__":
+    one_of_several(Path(sys.argv[1]))

@@ -1,0 +1,117 @@
+"""The roll call between stages: it waits for the slow, and names who failed or went silent. Threads stand for processes here;
+tests/train/test_distributed.py has real ones."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import PrefixStore, TCPStore
+
+from paceline.errors import ConfigError, ProcessesError
+from paceline.train.config import TrainConfig
+from paceline.train.group import Roll, process_group
+from paceline.train.ranks import Ranks
+
+BEAT_S, LOST_AFTER_S = 0.02, 0.4
+
+
+@pytest.fixture
+def rolls() -> Iterator[list[Roll]]:
+    """Those of three processes, each with its own connection."""
+    patience = timedelta(seconds=20)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
+    stores = [TCPStore("127.0.0.1", server.port, is_master=False, timeout=patience) for _ in range(3)]
+    made = [Roll(PrefixStore("run", each), Ranks(rank, 3), BEAT_S, LOST_AFTER_S) for rank, each in enumerate(stores)]
+    yield made
+    for each in made[1:] + made[:1]:
+        each.leave()
+
+
+def together(*calls: Callable[[], object]) -> list[BaseException | None]:
+    """What each call raised, all of them at once."""
+    raised: list[BaseException | None] = [None] * len(calls)
+
+    def call(number: int) -> None:
+        try:
+            calls[number]()
+        except Exception as error:  # noqa: BLE001  (returned)
+            raised[number] = error
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def test_it_waits_for_the_slow_as_long_as_they_live(rolls: list[Roll]) -> None:
+    def slow() -> None:
+        time.sleep(2 * LOST_AFTER_S)
+        rolls[2].wait()
+
+    began = time.monotonic()
+    for _ in range(2):
+        assert together(rolls[0].wait, rolls[1].wait, slow) == [None] * 3
+    assert time.monotonic() - began > 4 * LOST_AFTER_S
+
+
+def test_who_went_silent_is_named(rolls: list[Roll]) -> None:
+    rolls[1]._is_over.set()
+    told = together(rolls[0].wait, lambda: None, rolls[2].wait)
+    assert told[1] is None
+    for each in (told[0], told[2]):
+        assert isinstance(each, ProcessesError)
+        assert "process 1 of 3 (counted from 0) gave no sign of life for" in str(each) and "with the same command" in str(each)
+
+
+def test_who_failed_is_named_with_its_reason_to_victims_of_victims_too(rolls: list[Roll]) -> None:
+    rolls[2].fail(OSError("no space\nleft"))
+    (first,) = together(rolls[0].wait)
+    assert isinstance(first, ProcessesError) and "process 2 of 3 (counted from 0) ended with OSError: no space left" in str(
+        first
+    )
+    rolls[0].fail(first)
+    (second,) = together(rolls[1].wait)
+    assert str(second) == str(first)
+
+
+def test_a_victim_passes_on_what_it_was_told(rolls: list[Roll]) -> None:
+    rolls[0].fail(ProcessesError("process 2 of 3 gave no sign of life"))
+    (told,) = together(rolls[1].wait)
+    assert str(told) == "process 2 of 3 gave no sign of life"
+
+
+def test_a_step_that_nobody_is_to_blame_for_says_which_limit_it_was(rolls: list[Roll]) -> None:
+    told = rolls[0].blame(RuntimeError("gloo: Timed out waiting 1000ms for recv"))
+    assert "process 0 of 3 (counted from 0) waited in vain" in str(told) and "Timed out waiting 1000ms" in str(told)
+    assert "--step-timeout-minutes" in str(told)
+    rolls[2]._is_over.set()
+    time.sleep(2 * BEAT_S)
+    assert "process 2 of 3 (counted from 0) gave no sign of life" in str(rolls[0].blame(RuntimeError("gloo: closed")))
+
+
+def test_a_process_that_torchrun_did_not_start_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    said = r"the 2 processes did not find each other .*MASTER_ADDR.*: start all of them"
+    with pytest.raises(ProcessesError, match=said), process_group(Ranks(0, 2), "cpu"):
+        pass
+
+
+def test_a_process_without_a_gpu_of_its_own_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="3 processes.*2 GPUs.*--nproc-per-node 2"), process_group(Ranks(2, 3, 2), "auto"):
+        pass
+
+
+def test_one_process_alone_waits_for_nobody() -> None:
+    with process_group(Ranks(), "cpu") as wait:
+        wait()
+    with pytest.raises(ConfigError, match="step_timeout_minutes"):
+        TrainConfig(step_timeout_minutes=0.0)
