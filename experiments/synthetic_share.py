@@ -2,10 +2,11 @@
 
     python experiments/synthetic_share.py --public user_instructions.jsonl --minutes 8
 
-For each of three applications (tickets, extraction, tool calls): its users' requests are answered, and a drafter is trained on
-these answers. `paceline synthesize` makes as many answers from what is known without users, and another is trained on them,
-for as long. Both, and the drafter they began as, then serve requests of users whom none has seen. The share is
-(synthetic - start) / (real - start) in tokens a round. Every answer must be the same whoever drafts, and parse.
+For each of three applications (tickets, extraction, tool calls): its users' requests are answered, and a drafter is trained
+on these answers. `paceline synthesize` makes answers from what is known without users, --more for each of theirs, for they
+cost nothing but time; another drafter is trained on them for as long. Both, and the drafter they began as, then serve
+requests of users whom none has seen. The share is (synthetic - start) / (real - start) in tokens a round. Every answer must
+be the same whoever drafts, and parse.
 
 One stage after another, each written down under --out: a run that was killed goes on. Prints progress, then one JSON object;
 status 1 when a share is below --least-share or an answer does not parse. One application by itself: --applications tickets.
@@ -116,17 +117,18 @@ class Stages:
         card = json.loads((out / "card.json").read_text())
         return parsed(out / "answers") | {name: card[name] for name in ("parsed", "production", "left_out", "steered")}
 
-    def share_of_both(self, num_real: int, num_made: int) -> dict[str, Any]:
-        """As many answers of each as there are of the fewer, drawn by a seed."""
-        number, tokens = min(num_real, num_made), dict[str, int]()
-        for name, source in ((REAL, "real-answers"), (SYNTHETIC, "made")):
+    def chosen(self, num_real: int, num_made: int) -> dict[str, Any]:
+        """The answers that are learned from: all that parse; with --equal as many of each as there are of the fewer."""
+        least, tokens, numbers = min(num_real, num_made), dict[str, int](), dict[str, int]()
+        for name, source, most in ((REAL, "real-answers", num_real), (SYNTHETIC, "made", num_made)):
             answers = [each for each in AnswerShards(self.folder / source / "answers") if parses(each.finish_reason, each.text)]
             answers.sort(key=lambda each: (each.key, each.turn))
-            chosen = random.Random(0).sample(answers, number)
+            numbers[name] = least if self.options.equal else most
+            chosen = random.Random(0).sample(answers, numbers[name])
             shutil.rmtree(self.folder / f"learned-{name}", ignore_errors=True)
             AnswerShards(self.folder / f"learned-{name}").write(chosen)
             tokens[name] = sum(len(each.answer_ids) for each in chosen)
-        return {"answers": number, "tokens": tokens}
+        return {"answers": numbers, "tokens": tokens}
 
     def train(self, name: str) -> dict[str, Any]:
         options = self.options
@@ -162,7 +164,7 @@ class Stages:
     def run(self) -> dict[str, Any]:
         real = self.once("real", self.real)
         made = self.once("synthetic", self.synthetic)
-        size = self.once("size", lambda: self.share_of_both(real["parse"], made["parse"]))
+        size = self.once("size", lambda: self.chosen(real["parse"], made["parse"]))
         trained = {name: self.once(f"train-{name}", lambda name=name: self.train(name)) for name in (REAL, SYNTHETIC)}
         drafters = {START: self.options.drafter} | {name: each["drafter"] for name, each in trained.items()}
         measured = self.once("measured", lambda: self.measure(drafters))
@@ -208,6 +210,7 @@ def main() -> int:
     parser.add_argument("--public-share", type=float, default=0.2, help="of the prompts; the target writes the others")
     parser.add_argument("--answers", type=int, default=600, help="requests of real users that are learned from, at most")
     parser.add_argument("--more", type=float, default=1.6, help="synthetic prompts for each real one: some are left out")
+    parser.add_argument("--equal", action="store_true", help="learn from as many of each")
     parser.add_argument("--heldout", type=int, default=60, help="requests that are measured with")
     parser.add_argument("--minutes", type=float, default=8.0, help="of each training")
     parser.add_argument("--max-tokens", type=int, default=160)
