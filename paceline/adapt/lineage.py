@@ -70,10 +70,14 @@ class Lineage:
         write_whole(self.path, json.dumps({"drafters": entries}, indent=1) + "\n")
 
 
+WEIGHTS = ("model.safetensors", "model-q8_0.safetensors")
+"""Files of a drafter's weights, the one that is read first."""
+
+
 def weights_hash(folder: Path) -> str | None:
     """Of a drafter's weights; None where it has none."""
-    file = folder / "model.safetensors"
-    if not file.is_file():
+    file = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    if file is None:
         return None
     with file.open("rb") as data:
         return "sha256:" + hashlib.file_digest(data, "sha256").hexdigest()

@@ -18,13 +18,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paceline.draft.packed import PACKED, packed, read_packed
 from paceline.errors import CacheError, DrafterMismatchError, ModelFileError, UnsupportedModelError, reraised
 from paceline.model.checkpoint import check_finite, load_tensors, read_json
 from paceline.model.config import FAMILIES, LARGEST, TABLES, DecoderConfig, decoder_config, fraction, is_whole, short, whole
 from paceline.model.target import Target
 
 ARCHITECTURE = "DFlashDraftModel"
-DRAFT_IDS = "draft_ids.safetensors"
+DENSE, DRAFT_IDS = "model.safetensors", "draft_ids.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +159,14 @@ def is_dflash(raw: Mapping[str, Any]) -> bool:
 
 
 def read_checkpoint(folder: Path | str) -> tuple[DFlashConfig, dict[str, Tensor]]:
-    """Config and memory-mapped tensors of a folder; weights may be sharded.
+    """Config and memory-mapped tensors of a folder; weights may be sharded, or packed in 8 bits (`packed.py`).
 
     Raises ModelNotFoundError, ModelFileError or UnsupportedModelError.
     """
     folder = Path(folder).expanduser()
     config = DFlashConfig.from_json(read_json(folder / "config.json"), folder)
-    tensors = dict(load_tensors(folder))
+    file = weights_file(folder)
+    tensors = read_packed(file) if file.name == PACKED else dict(load_tensors(folder))
     if config.shape.num_layers > len(tensors):
         raise ModelFileError(
             f"{folder} holds {len(tensors)} tensors for {config.shape.num_layers} layers: fetch the drafter again"
@@ -172,6 +174,12 @@ def read_checkpoint(folder: Path | str) -> tuple[DFlashConfig, dict[str, Tensor]
     for name, tensor in tensors.items():
         check_finite(name, tensor, folder)
     return config, tensors
+
+
+def weights_file(folder: Path) -> Path:
+    """The file of a drafter's weights that this version has written, whether it is there or not."""
+    dense, small = folder / DENSE, folder / PACKED
+    return small if small.is_file() and not dense.exists() else dense
 
 
 def read_draft_ids(folder: Path | str) -> Tensor | None:
@@ -192,9 +200,15 @@ def read_draft_ids(folder: Path | str) -> Tensor | None:
 
 
 def write_checkpoint(
-    folder: Path | str, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], draft_ids: Tensor | None = None
+    folder: Path | str,
+    raw: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    draft_ids: Tensor | None = None,
+    *,
+    in_8_bits: bool = False,
 ) -> None:
-    """Write config.json and model.safetensors; a reader never sees half a file, nor a new folder half filled.
+    """Write config.json and model.safetensors, or `in_8_bits` the file of `packed.py`, which paceline alone reads; a reader
+    never sees half a file, nor a new folder half filled.
 
     Into a folder that exists the files are moved one at a time, weights first. Raises CacheError when it cannot be written.
     """
@@ -206,7 +220,9 @@ def write_checkpoint(
             made = Path(scratch) / "drafter"
             made.mkdir()
             contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-            save_file(contiguous, made / "model.safetensors", metadata={"format": "pt"})
+            if in_8_bits:
+                contiguous = packed(contiguous)
+            save_file(contiguous, made / (PACKED if in_8_bits else DENSE), metadata={"format": "pt"})
             if draft_ids is not None:
                 save_file({"ids": draft_ids.cpu().contiguous()}, made / DRAFT_IDS)
             (made / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
@@ -220,7 +236,7 @@ def _publish(made: Path, folder: Path) -> None:
     if not folder.exists():
         os.rename(made, folder)
         return
-    for name in ("model.safetensors", DRAFT_IDS, "config.json"):
+    for name in (DENSE, PACKED, DRAFT_IDS, "config.json"):
         if (made / name).exists():
             os.replace(made / name, folder / name)
         else:

@@ -207,9 +207,10 @@ class DFlashDrafter(Drafter):
         raw = new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys)
         return cls(DFlashNetwork.random(DFlashConfig.from_json(raw), seed), num_drafted=num_drafted)
 
-    def save(self, folder: Path | str) -> None:
-        """Write the checkpoint; what was loaded is written back unchanged. Raises CacheError."""
-        write_checkpoint(folder, self.config.raw, self.network.state_dict(), self.draft_ids)
+    def save(self, folder: Path | str, *, in_8_bits: bool = False) -> None:
+        """Write the checkpoint; what was loaded is written back unchanged, unless `in_8_bits` rounds the matrices for a file
+        that paceline alone reads. Raises CacheError."""
+        write_checkpoint(folder, self.config.raw, self.network.state_dict(), self.draft_ids, in_8_bits=in_8_bits)
 
     @torch.no_grad()
     def bind(self, target: Target) -> None:

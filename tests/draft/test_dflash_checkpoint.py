@@ -10,8 +10,9 @@ import pytest
 import torch
 from tiny_dflash import HIDDEN, VOCAB, network, raw_config, tiny_target
 
-from paceline.draft.checkpoint import DFlashConfig, default_layer_ids, new_config
+from paceline.draft.checkpoint import DFlashConfig, default_layer_ids, new_config, weights_file
 from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
+from paceline.draft.packed import PACKED
 from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError
 
 
@@ -28,6 +29,58 @@ def test_checkpoint_goes_round_unchanged(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "second" / "config.json").read_text()) == raw
     assert all(torch.equal(tensor, state[name]) for name, tensor in again.network.state_dict().items())
     assert sorted(file.name for file in tmp_path.iterdir()) == ["first", "second"]
+
+
+def test_checkpoint_in_8_bits(tmp_path: Path) -> None:
+    """Half the bytes, every number within a half step of its block and a rounding to bfloat16, and all else as it was."""
+    raw = raw_config(num_layers=2)
+    state = {name: tensor.bfloat16() for name, tensor in network(raw).state_dict().items()}
+    drafter = DFlashDrafter(DFlashNetwork.of(DFlashConfig.from_json(raw), state), draft_ids=torch.arange(0, VOCAB, 2))
+    drafter.save(tmp_path / "dense")
+    drafter.save(tmp_path / "small", in_8_bits=True)
+    assert sorted(file.name for file in (tmp_path / "small").iterdir()) == ["config.json", "draft_ids.safetensors", PACKED]
+    sizes = [weights_file(tmp_path / name).stat().st_size for name in ("dense", "small")]
+    assert sizes[1] < 0.7 * sizes[0]  # of such a tiny network names take much
+    again = DFlashDrafter.from_folder(tmp_path / "small")
+    assert again.draft_ids is not None and torch.equal(again.draft_ids, torch.arange(0, VOCAB, 2))
+    num_rounded = 0
+    for name, tensor in again.network.state_dict().items():
+        if tensor.dim() == 2 and tensor.shape[1] % 32 == 0:
+            num_rounded += 1
+            blocks, was = (each.float().reshape(-1, 32) for each in (tensor, state[name]))
+            most = was.abs().amax(dim=1, keepdim=True)
+            assert bool(((blocks - was).abs() <= most / 254 * 1.01 + was.abs() / 256).all()), name
+        else:
+            assert torch.equal(tensor, state[name]), name
+    assert num_rounded >= 5 * 2
+    again.save(tmp_path / "small")  # dense again: nothing of the other file is left
+    assert weights_file(tmp_path / "small").name == "model.safetensors" and not (tmp_path / "small" / PACKED).exists()
+    assert all(
+        torch.equal(tensor, again.network.state_dict()[name])
+        for name, tensor in DFlashDrafter.from_folder(tmp_path / "small").network.state_dict().items()
+    )
+
+
+@pytest.mark.parametrize("fault", ["cut", "no whole blocks", "NaN"])
+def test_damaged_weights_in_8_bits_are_refused(tmp_path: Path, fault: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    DFlashDrafter(network(raw_config())).save(tmp_path / "small", in_8_bits=True)
+    file = tmp_path / "small" / PACKED
+    if fault == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+        message = "damaged"
+    else:
+        stored = load_file(file)
+        data = stored["fc.weight"].clone()
+        if fault == "NaN":
+            data[0, :2] = 255  # the half-precision scale of the first block
+            stored["fc.weight"], message = data, "holds NaN or an infinity"
+        else:
+            stored["fc.weight"], message = data[:, :-1].contiguous(), "holds no whole blocks"
+        save_file(stored, file)
+    with pytest.raises(ModelFileError, match=message):
+        DFlashDrafter.from_folder(tmp_path / "small")
 
 
 def test_sharded_checkpoint(tmp_path: Path) -> None:
