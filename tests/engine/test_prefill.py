@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from doubles import ByteTokenizer, FakeTarget
 from small_llm import fake_llm
 
+from paceline.bench.passes import Request, run_pass
 from paceline.engine.engine import Chunk, Engine
+from paceline.engine.llm import LLM
 from paceline.learned import PassCosts
 from paceline.model.target import ForwardBatch, ForwardOutput
 from paceline.plan import AdaptivePlanner
+from paceline.prompts import Prompt
+from paceline.train.answers import AnswerShards
+from paceline.train.config import AnswerConfig
+from paceline.train.regenerate_run import Regenerator
 from paceline.types import SamplingParams
 
 LONG = [(7 * place) % 250 for place in range(1000)]
@@ -109,8 +117,27 @@ def test_beside_work_that_nobody_follows_too(monkeypatch: pytest.MonkeyPatch) ->
     assert [token for chunk in said for token in chunk.token_ids] == target.greedy(LONG, 4)
 
 
-@pytest.mark.parametrize("is_followed", [False, True])
-def test_generate_reads_whole_chunks_unless_somebody_follows(is_followed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def generate(llm: LLM, folder: Path) -> None:
+    llm.generate_ids([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=2))
+
+
+def followed(llm: LLM, folder: Path) -> None:
+    llm.generate_ids([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=2), lambda chunk: None)
+
+
+def regenerate(llm: LLM, folder: Path) -> None:
+    asked = [Prompt(name, [{"role": "user", "content": name}], (name,), "test") for name in ("one", "two")]
+    Regenerator(llm, AnswerShards(folder), AnswerConfig(2, 100)).run(asked)
+
+
+def bench_decode(llm: LLM, folder: Path) -> None:
+    run_pass(llm.engine, [Request(name, [1, 2, 3]) for name in "ab"], [SamplingParams(max_tokens=2)] * 2, batch=2)
+
+
+@pytest.mark.parametrize("use", [generate, followed, regenerate, bench_decode])
+def test_prompts_are_read_in_whole_chunks_unless_somebody_follows(
+    use: Callable[[LLM, Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = fake_llm(FakeTarget(vocab_size=258, num_rows=4, max_len=512, is_width_invariant=True))
     planner, step = llm.engine.planner, llm.engine.step
     assert isinstance(planner, AdaptivePlanner)
@@ -123,6 +150,6 @@ def test_generate_reads_whole_chunks_unless_somebody_follows(is_followed: bool, 
         return step()
 
     monkeypatch.setattr(llm.engine, "step", spied)
-    llm.generate_ids([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=2), (lambda chunk: None) if is_followed else None)
-    assert sizes and {size == 16 for size in sizes} == {not is_followed}, "its largest chunk"
+    use(llm, tmp_path)
+    assert sizes and {size == 16 for size in sizes} == {use is not followed}, "its largest chunk"
     assert planner.chunks.size(2) < 16
