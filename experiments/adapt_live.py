@@ -294,7 +294,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--think-s", type=float, default=2.5, help="seconds that a client waits between requests, on average")
     parser.add_argument("--max-tokens", type=int, default=80)
     parser.add_argument("--max-len", type=int, default=1024)
-    parser.add_argument("--num-questions", type=int, default=60)
+    parser.add_argument("--num-questions", type=int, default=160)
     parser.add_argument("--num-tickets", type=int, default=200)
     parser.add_argument("--num-unseen", type=int, default=100)
     parser.add_argument("--num-general", type=int, default=80, help="of each file")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from adapt_requests import HOUR, keyed, store
 from safetensors.torch import load_file, save_file
 from small_llm import tiny_model
 
+from paceline.adapt import examine as module
 from paceline.adapt.config import CandidateConfig
-from paceline.adapt.examine import examine, is_held_out
+from paceline.adapt.examine import TURNS, alike, draft_seconds, examine, is_held_out
 from paceline.adapt.gate import Verdict
 from paceline.cli import app
 from paceline.config import EngineConfig
@@ -105,3 +107,25 @@ def test_the_command(model: Path, traces: Path, capsys: pytest.CaptureFixture[st
     status = app(words, prog_name="paceline", standalone_mode=False)
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert status == 3 and line["passed"] is False and "too few" in line["reason"]
+
+
+def test_drafting_is_timed_in_turns_and_the_fastest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server beside that takes the machine for some turns is in neither figure."""
+    order: list[Any] = []
+    taken = {"old": iter([5.0, 1.1, 1.0, 9.0]), "new": iter([6.0, 7.0, 1.3, 8.0])}
+
+    def timed(llm: Any, drafter: Any) -> float:
+        order.append(drafter)
+        return next(taken[drafter])
+
+    monkeypatch.setattr(module, "_fastest_draft", timed)
+    asked: Any = ["old", "new"]
+    assert draft_seconds(cast(Any, None), asked) == [1.0, 1.3]
+    assert order == ["old", "new"] * TURNS
+    monkeypatch.setattr(module, "_fastest_draft", lambda llm, drafter: math.inf)
+    assert draft_seconds(cast(Any, None), asked) == [0.0, 0.0], "what drafts nothing"
+
+
+def test_times_that_cannot_be_told_apart_are_one() -> None:
+    assert alike(1.0, 1.08) == alike(1.08, 1.0) == (pytest.approx(1.04), pytest.approx(1.04))
+    assert alike(1.0, 1.2) == (1.0, 1.2) and alike(0.0, 0.0) == (0.0, 0.0) and alike(0.0, 1.0) == (0.0, 1.0)
