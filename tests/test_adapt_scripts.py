@@ -130,6 +130,12 @@ class TestLive:
         checks = self.checks(tmp_path, **changes)
         assert [each for each, is_so in checks.items() if not is_so] == [name]
 
+    def test_from_the_swap_on_other_prompts_are_asked(self) -> None:
+        clients = script("live_traffic").Traffic(1, {"tickets": ["seen"], "unseen tickets": ["unseen"]}, 9, 1, 1.0, {})
+        assert [next(clients._turns["tickets"]) for _ in range(2)] == ["seen"] * 2
+        clients.ask_instead("tickets", clients.prompts["unseen tickets"])
+        assert [next(clients._turns["tickets"]) for _ in range(2)] == ["unseen"] * 2
+
     def test_an_hour_begins_the_run_at_six(self, tmp_path: Path) -> None:
         live = script("adapt_live")
         run = live.Run(Namespace(out=tmp_path, hour_s=8.0, limit_minutes=40.0))

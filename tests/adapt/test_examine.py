@@ -129,3 +129,14 @@ def test_drafting_is_timed_in_turns_and_the_fastest_counts(monkeypatch: pytest.M
 def test_times_that_cannot_be_told_apart_are_one() -> None:
     assert alike(1.0, 1.08) == alike(1.08, 1.0) == (pytest.approx(1.04), pytest.approx(1.04))
     assert alike(1.0, 1.2) == (1.0, 1.2) and alike(0.0, 0.0) == (0.0, 0.0) and alike(0.0, 1.0) == (0.0, 1.0)
+
+
+def test_the_gate_judges_with_times_that_can_be_told_apart(
+    model: Path, traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Any] = []
+    monkeypatch.setattr(module, "draft_seconds", lambda llm, drafters: [1.0, 1.05])
+    monkeypatch.setattr(module, "judge", lambda drifted, others, times, *more: heard.append(times) or Verdict(True, ""))
+    judged(drafter(tmp_path / "some"), model, traces)
+    (times,) = heard
+    assert times.incumbent_s == times.candidate_s == pytest.approx(1.025)

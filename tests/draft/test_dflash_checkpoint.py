@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_dflash import HIDDEN, VOCAB, network, raw_config, tiny_target
 
+from paceline.adapt.lineage import weights_hash
 from paceline.draft.checkpoint import DFlashConfig, default_layer_ids, new_config, weights_file
 from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
 from paceline.draft.packed import PACKED
@@ -59,6 +60,17 @@ def test_checkpoint_in_8_bits(tmp_path: Path) -> None:
         torch.equal(tensor, again.network.state_dict()[name])
         for name, tensor in DFlashDrafter.from_folder(tmp_path / "small").network.state_dict().items()
     )
+
+
+def test_dense_weights_are_read_where_both_are_there(tmp_path: Path) -> None:
+    drafter = DFlashDrafter(network(raw_config()))
+    for folder, in_8_bits in (("dense", False), ("both", True)):
+        drafter.save(tmp_path / folder, in_8_bits=in_8_bits)
+    assert (small := weights_hash(tmp_path / "both")) not in (None, weights_hash(tmp_path / "dense"))
+    (tmp_path / "both" / "model.safetensors").write_bytes((tmp_path / "dense" / "model.safetensors").read_bytes())
+    loaded = DFlashDrafter.from_folder(tmp_path / "both").network.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in drafter.network.state_dict().items())
+    assert weights_hash(tmp_path / "both") == weights_hash(tmp_path / "dense") != small
 
 
 @pytest.mark.parametrize("fault", ["cut", "no whole blocks", "NaN"])
