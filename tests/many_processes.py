@@ -286,6 +286,7 @@ def late(ranks: Ranks, wait: Any) -> None:
 
 def dying(ranks: Ranks, wait: Any) -> None:
     """A process that ends without a word while others are in a step; the last one, which no port waits for."""
+    wait()  # until all have found each other
     if ranks.rank == ranks.world - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     while True:

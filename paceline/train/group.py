@@ -61,6 +61,16 @@ class Roll:
 
     def blame(self, error: BaseException) -> ProcessesError:
         """What a collective that failed is told as: who is gone, or that somebody is late."""
+        if lost := self.lost():
+            return lost
+        told = f"{' '.join(str(error).split()):.200}"
+        return ProcessesError(
+            f"{self._name([self._ranks.rank])} waited in vain for what others were to send in a step ({told}): one is slow or "
+            f"hangs, see what each does; a longer --step-timeout-minutes waits longer; {GO_ON}"
+        )
+
+    def lost(self) -> ProcessesError | None:
+        """Who has told what ended it, or gives no sign of life for some beats; None when all others go on."""
         try:
             silence = _Silence(self)
             for _ in range(LINGERS // 2):
@@ -75,11 +85,7 @@ class Roll:
             return known
         except RuntimeError as gone:
             return self._without_store(gone)
-        told = f"{' '.join(str(error).split()):.200}"
-        return ProcessesError(
-            f"{self._name([self._ranks.rank])} waited in vain for what others were to send in a step ({told}): one is slow or "
-            f"hangs, see what each does; a longer --step-timeout-minutes waits longer; {GO_ON}"
-        )
+        return None
 
     def fail(self, error: BaseException) -> None:
         """Tell the others what ends this process."""
@@ -188,13 +194,18 @@ def process_group(
     with reraised(ProcessesError, f"the {ranks.world} processes did not find each other", remedy, RuntimeError, ValueError):
         store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world, timeout=timedelta(minutes=JOIN_MINUTES)))
         roll = Roll(dist.PrefixStore("paceline", store), ranks, beat_s)
-        dist.init_process_group(
-            "nccl" if is_gpu else "gloo",
-            store=dist.PrefixStore("group", store),
-            rank=ranks.rank,
-            world_size=ranks.world,
-            timeout=timedelta(minutes=step_timeout_minutes),
-        )
+        try:
+            dist.init_process_group(
+                "nccl" if is_gpu else "gloo",
+                store=dist.PrefixStore("group", store),
+                rank=ranks.rank,
+                world_size=ranks.world,
+                timeout=timedelta(minutes=step_timeout_minutes),
+            )
+        except RuntimeError as error:  # one that was there may have ended since
+            if lost := roll.lost():
+                raise lost from error
+            raise
     try:
         yield roll.wait
         roll.wait()
