@@ -113,9 +113,14 @@ class CandidateConfig:
     """Prompts of the cluster that fell; fewer prove nothing."""
     most_loss: Share = 0.02
     """Loss of tokens/s elsewhere, and on answers of another kind, from which on a candidate is refused."""
+    shares: tuple[Annotated[float, within("above 0 and at most 1", above=0, most=1)], ...] = (1.0, 0.75, 0.5)
+    """Comma-separated; one that loses too much elsewhere is tried again part of the way between the incumbent's weights
+    and its own."""
 
     def __post_init__(self) -> None:
         check(self)
+        if not self.shares:
+            raise ConfigError("give at least one share: 1 is the candidate as it is")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,9 @@
 
 Whatever is wrong with the candidate is a verdict with its reason, never an error: half-written, of another target, weights that
 are no numbers. What is wrong with the question is an error.
+
+A candidate that wins where traffic fell and loses too much elsewhere is tried again part of the way between the incumbent's
+weights and its own (`draft/blend.py`), written beside it: the first share that passes is the verdict.
 """
 
 from __future__ import annotations
@@ -20,9 +23,12 @@ from paceline.adapt.score import Scored, score
 from paceline.adapt.stored import Request, read_requests
 from paceline.config import EngineConfig
 from paceline.draft.base import Drafter
+from paceline.draft.blend import blended
+from paceline.draft.registry import checkpoint_of
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ModelNotFoundError, PacelineError
 from paceline.figures import Rounds
+from paceline.hub import SHIPPED
 from paceline.model.target import measure_passes
 from paceline.tables import SILENT, Progress
 from paceline.train.answers import AnswerShards
@@ -56,18 +62,55 @@ def examine(
     longest = max(len(each.prompt_ids) + len(each.answer_ids) for chosen in sets.values() for each in chosen)
     llm = LLM.of(replace(engine, drafter="none", plan="fixed", max_batch=BATCH, max_len=longest + 1))
     progress.loaded(llm)
-    incumbent = llm.make_drafter(config.incumbent)
-    made = read_candidate(candidate, llm)
-    if isinstance(made, str):
-        return Verdict(False, made)
-    pairs: dict[str, Pairs] = {}
-    for name, chosen in sets.items():
-        progress.say(f"{len(chosen)} requests of {name}")
-        pairs[name] = Pairs(*(_figures(score(llm, drafter, chosen)) for drafter in (incumbent, made)))
-    passes = measure_passes(llm.target, 1 + max(incumbent.num_drafted, made.num_drafted))
-    times = RoundTimes(passes, *alike(*draft_seconds(llm, [incumbent, made])))
-    drifted, ood = pairs.pop("drifted"), pairs.pop("ood", None)
-    return judge(drifted, pairs, times, ood, config)
+    return _Comparison(llm, sets, config, progress).verdict(candidate, SHIPPED / engine.model)
+
+
+class _Comparison:
+    """The incumbent's figures on every set, once, and candidates beside it."""
+
+    def __init__(self, llm: LLM, sets: dict[str, list[Request]], config: CandidateConfig, progress: Progress) -> None:
+        self._llm, self._sets, self._config, self._progress = llm, sets, config, progress
+        self._incumbent = llm.make_drafter(config.incumbent)
+        self._figures: dict[str, list[Rounds]] = {}
+
+    def verdict(self, candidate: Path, shipped: Path) -> Verdict:
+        """About the candidate; where that loses too much elsewhere, about the first of its shares that does not."""
+        told, verdict = list[str](), Verdict(False, "")
+        for share in sorted(self._config.shares, reverse=True):
+            verdict = self._verdict_at(candidate, share, shipped)
+            whole = share == 1.0
+            told.append(verdict.reason if whole else f"{share:.0%} of the way from {self._config.incumbent}: {verdict.reason}")
+            if not verdict.loses:
+                break
+            self._progress.say(told[-1])
+        return replace(verdict, reason="; ".join(told))
+
+    def _verdict_at(self, candidate: Path, share: float, shipped: Path) -> Verdict:
+        """About the candidate, or a drafter with this share of its weights, written beside it."""
+        folder, before = candidate, self._config.incumbent
+        if share < 1:
+            folder = candidate.with_name(f"{candidate.name}-{100 * share:g}")
+            try:
+                blended(shipped if before == "default" else checkpoint_of(before), candidate, share, folder)
+            except PacelineError as error:
+                return Verdict(False, str(error))
+        made = read_candidate(folder, self._llm)
+        if isinstance(made, str):
+            return Verdict(False, made)
+        return replace(self._compared(made), drafter=str(folder), share=share)
+
+    def _compared(self, made: Drafter) -> Verdict:
+        llm, incumbent = self._llm, self._incumbent
+        pairs: dict[str, Pairs] = {}
+        for name, chosen in self._sets.items():
+            self._progress.say(f"{len(chosen)} requests of {name}")
+            if name not in self._figures:
+                self._figures[name] = _figures(score(llm, incumbent, chosen))
+            pairs[name] = Pairs(self._figures[name], _figures(score(llm, made, chosen)))
+        passes = measure_passes(llm.target, 1 + max(incumbent.num_drafted, made.num_drafted))
+        times = RoundTimes(passes, *alike(*draft_seconds(llm, [incumbent, made])))
+        drifted, ood = pairs.pop("drifted"), pairs.pop("ood", None)
+        return judge(drifted, pairs, times, ood, self._config)
 
 
 def read_candidate(folder: Path, llm: LLM) -> Drafter | str:

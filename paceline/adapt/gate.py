@@ -68,6 +68,12 @@ class Verdict:
     passed: bool
     reason: str
     gains: Mapping[str, Gain] = field(default_factory=dict)
+    loses: bool = False
+    """It is refused only for what it loses elsewhere."""
+    drafter: str = ""
+    """Folder of what was judged: the candidate's, or of a blend with the incumbent."""
+    share: float = 1.0
+    """Of the candidate's weights in it."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -94,7 +100,8 @@ def judge(
         return Verdict(False, f"its gain of {fell.gain:+.1%} on what fell may be none (95% from {fell.low:+.1%})", gains)
     worst = min((name for name in gains if name != "drifted"), key=lambda name: gains[name].gain, default=None)
     if worst is not None and gains[worst].gain <= -config.most_loss:
-        return Verdict(False, f"it loses {-gains[worst].gain:.1%} on {worst!r}, {config.most_loss:.0%} is the limit", gains)
+        told = f"it loses {-gains[worst].gain:.1%} on {worst!r}, {config.most_loss:.0%} is the limit"
+        return Verdict(False, told, gains, loses=True)
     without = "; no answers of another kind were there to look at" if ood is None else ""
     return Verdict(True, f"{fell.gain:+.1%} tokens/s on what fell (95% from {fell.low:+.1%}){without}", gains)
 

@@ -88,6 +88,8 @@ def command_of(
     asked |= {} if stage.clusters[0] == ALL else {"--cluster": stage.clusters[0]}
     asked |= {"--since": stage.window["since"], "--requests": candidate.requests, "--held-out-only": True}
     asked |= {"--least-requests": candidate.least_requests}
+    shares = (1.0,) if stage.kind == "score" else candidate.shares  # a member is taken as it is
+    asked |= {"--shares": ",".join(f"{share:g}" for share in shares)}
     # A drafter for one cluster gets the traffic of no other.
     asked |= {"--ood": candidate.ood, "--most-loss": candidate.most_loss} if stage.kind == "retrain" else {"--most-loss": 1.0}
     return gate_command(stage.candidates[stage.at], engine, store.traces, asked)

@@ -249,7 +249,10 @@ class Watcher:
         self._next_candidate(stage, now)
 
     def _judged(self, stage: Stage, job: Job, status: int, now: float) -> None:
-        stage.verdicts.append(verdict_of(job, status))
+        verdict = verdict_of(job, status)
+        stage.verdicts.append(verdict)
+        if stage.kind != "score":
+            stage.candidates[stage.at] = verdict.get("drafter") or stage.candidates[stage.at]
         self._next_candidate(stage, now)
 
     def _next_candidate(self, stage: Stage, now: float) -> None:

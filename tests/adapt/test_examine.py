@@ -140,3 +140,32 @@ def test_the_gate_judges_with_times_that_can_be_told_apart(
     judged(drafter(tmp_path / "some"), model, traces)
     (times,) = heard
     assert times.incumbent_s == times.candidate_s == pytest.approx(1.025)
+
+
+def test_what_loses_elsewhere_is_tried_part_of_the_way(
+    model: Path, traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Down to the first share that passes; the incumbent is scored once."""
+    new, old, scored = drafter(tmp_path / "new"), drafter(tmp_path / "old"), list[Any]()
+    ends = iter([Verdict(False, "it loses", loses=True), Verdict(False, "less", loses=True), Verdict(True, "+9%")])
+    score = module.score
+    monkeypatch.setattr(module, "judge", lambda *_: next(ends))
+    monkeypatch.setattr(module, "score", lambda llm, one, chosen: scored.append(one.source) or score(llm, one, chosen))
+    verdict = judged(new, model, traces, incumbent=str(old), shares=(0.25, 1.0, 0.5, 0.1))
+    assert (verdict.passed, verdict.share, verdict.drafter) == (True, 0.25, str(tmp_path / "new-25"))
+    assert verdict.reason == f"it loses; 50% of the way from {old}: less; 25% of the way from {old}: +9%"
+    assert [scored.count(str(each)) for each in (old, new, tmp_path / "new-50", tmp_path / "new-25")] == [2, 2, 2, 2]
+    assert not (tmp_path / "new-10").exists()
+    before, trained, between = (load_file(each / "model.safetensors")["fc.weight"] for each in (old, new, tmp_path / "new-25"))
+    torch.testing.assert_close(between.float(), torch.lerp(before.float(), trained.float(), 0.25), rtol=0.01, atol=0.01)
+
+
+def test_only_what_it_loses_elsewhere_is_a_reason_for_less_of_it(
+    model: Path, traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = drafter(tmp_path / "new")
+    assert not judged(new, model, traces, incumbent=str(drafter(tmp_path / "old"))).loses
+    assert not (tmp_path / "new-75").exists()
+    monkeypatch.setattr(module, "judge", lambda *_: Verdict(False, "it loses", loses=True))
+    verdict = judged(new, model, traces)  # nothing lies between a drafter and none
+    assert not verdict.passed and "it loses; 75% of the way from none: " in verdict.reason

@@ -39,11 +39,11 @@ class TestJudge:
 
     def test_one_without_an_effect_is_refused(self) -> None:
         verdict = judge(Pairs(answers(0.5), answers(0.5, seed=1)), {}, FLAT)
-        assert not verdict.passed and "may be none" in verdict.reason
+        assert not verdict.passed and not verdict.loses and "may be none" in verdict.reason
 
     def test_a_loss_elsewhere_is_refused(self) -> None:
         verdict = judge(pairs(0.4, 0.7), {"chat": pairs(0.6, 0.5), "code": pairs(0.6, 0.6)}, FLAT)
-        assert not verdict.passed and "'chat'" in verdict.reason
+        assert not verdict.passed and verdict.loses and "'chat'" in verdict.reason
 
     def test_a_loss_on_answers_of_another_kind_is_refused(self) -> None:
         verdict = judge(pairs(0.4, 0.7), {}, FLAT, pairs(0.6, 0.55))

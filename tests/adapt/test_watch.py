@@ -13,7 +13,7 @@ from adapt_requests import HOUR, keyed, store
 from fake_servers import FakeServer, serving
 from played import NOW, PASSED, Played, events, traffic, watcher
 
-from paceline.adapt.config import RetrainConfig
+from paceline.adapt.config import CandidateConfig, RetrainConfig
 from paceline.adapt.examine import is_held_out
 from paceline.adapt.metrics import AdaptMetrics
 from paceline.adapt.policy import SeasonalPolicy
@@ -90,6 +90,20 @@ def test_weights_that_were_turned_away_are_not_swapped_in_again(
     assert events(one) == ["training", "refused" if is_known else "swapped"]
     assert (server.members == {"general": "default"}) is is_known
     assert ("very same weights were turned away before: slower by 20%" in one.lineage.entries()[-1]["reason"]) is is_known
+
+
+def test_what_the_gate_let_through_is_swapped_in(tmp_path: Path, server: FakeServer) -> None:
+    """Part of the way between the incumbent and what was trained, where it found all of it too much."""
+    traffic(tmp_path)
+    between = str(tmp_path / "drafter-75")
+    jobs = Played((0, ""), (0, {**PASSED, "drafter": between, "share": 0.75}))
+    one = watcher(tmp_path, server, jobs, candidate=CandidateConfig(shares=(1.0, 0.75)))
+    for minute in range(5):
+        one.tick(NOW + 60 * minute)
+    assert jobs.commands[1][jobs.commands[1].index("--shares") + 1] == "1,0.75"
+    assert events(one) == ["training", "swapped"] and server.members == {"general": between}
+    [entry] = one.lineage.entries()
+    assert entry["drafter"] == between and entry["gate"]["share"] == 0.75 and entry["state"] == "serving"
 
 
 def test_the_best_of_several_is_taken(tmp_path: Path, server: FakeServer) -> None:

@@ -48,6 +48,7 @@ class TestRoute:
         one = self.scored(tmp_path, server, PASSED, self.REFUSED)
         jobs = cast(Played, one.start)
         assert "--most-loss" in jobs.commands[0] and "--ood" not in jobs.commands[0]
+        assert jobs.commands[0][jobs.commands[0].index("--shares") + 1] == "1", "a member is judged as it is"
         usual = one.policy.clusters["tickets"].last_day.tokens_per_round
         assert one._scores("tickets") == {"old": pytest.approx(2 * usual)}  # those that were refused are no choice
         ticked(one, 1, 1)
