@@ -53,7 +53,7 @@ class Application:
     def rows(self, number: int, heldout: bool) -> list[dict[str, Any]]:
         """Prompts as `paceline regenerate` reads them."""
         said = self.users(number, heldout)
-        if any(text.startswith(self.openers) for text in said):
+        if any(text.startswith(tuple(opener.partition("{")[0] for opener in self.openers)) for text in said):
             raise ValueError(f"an opener of {self.name} stands in a real request: it is no guess")
         return [
             {"id": f"{self.name}-{place}", "messages": [*self.opening, {"role": "user", "content": text}]}
@@ -166,7 +166,14 @@ def a_wish(luck: random.Random, source: Words) -> str:
 
 def tool_calls() -> Application:
     opening = [{"role": "system", "content": "You answer for a shop. Call the tool that helps the customer."}]
-    openers = ("Has my order", "Could I", "Are there any", "Please ring me", "My parcel", "Is it possible")
+    openers = (
+        "Has my order {order_id}",
+        "Could I",
+        "Are there any",
+        "Please ring me",
+        "My parcel {order_id}",
+        "Is it possible",
+    )
     return Application(
         "tools",
         opening,

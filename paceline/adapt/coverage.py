@@ -122,7 +122,7 @@ class Coverage:
 
     def _place(self, choice: Choice, value: Any) -> int | None:
         if choice.is_branch:
-            return _branch_of(self.schema, _branches(_at(self.schema, choice.path)), value)
+            return _branch_of(self.schema, branches_of(_at(self.schema, choice.path)), value)
         same = (place for place, each in enumerate(choice.values) if each == value and type(each) is type(value))
         return next(same, None)
 
@@ -145,7 +145,7 @@ def evenness(counts: Counter[int], number: int) -> float:
 
 
 def _narrowed(root: Schema, node: Schema, path: tuple[Step, ...], choice: Choice, place: int) -> Schema:
-    node = _resolved(root, node)
+    node = resolved(root, node)
     if not path:
         if choice.is_branch:
             kind = _branch_kind(node)
@@ -163,7 +163,7 @@ def _narrowed(root: Schema, node: Schema, path: tuple[Step, ...], choice: Choice
 
 
 def _choices(root: Schema, node: Any, path: tuple[Step, ...], depth: int) -> Iterator[Choice]:
-    node = _resolved(root, node)
+    node = resolved(root, node)
     if depth > MAX_DEPTH:
         return
     if isinstance(node.get("enum"), list):
@@ -171,13 +171,13 @@ def _choices(root: Schema, node: Any, path: tuple[Step, ...], depth: int) -> Ite
             yield Choice(path, tuple(node["enum"]))
     elif node.get("type") == "boolean":
         yield Choice(path, (False, True))
-    branches = _branches(node)
+    branches = branches_of(node)
     if branches:
         yield Choice(path, tuple(range(len(branches))), is_branch=True)
     kind = _branch_kind(node)
     for place, branch in enumerate(branches):
         yield from _choices(root, branch, (*path, (kind, place)), depth + 1)
-    for key, inner in _object(node.get("properties")).items():
+    for key, inner in object_or_empty(node.get("properties")).items():
         yield from _choices(root, inner, (*path, ("properties", key)), depth + 1)
     if isinstance(node.get("items"), dict):
         yield from _choices(root, node["items"], (*path, ("items", None)), depth + 1)
@@ -188,7 +188,7 @@ def _found(root: Schema, node: Any, value: Any, path: tuple[Step, ...], depth: i
     if not path:
         yield value
         return
-    node, (kind, key), rest = _resolved(root, node), path[0], path[1:]
+    node, (kind, key), rest = resolved(root, node), path[0], path[1:]
     if kind == "properties" and isinstance(value, dict) and key in value:
         yield from _found(root, node["properties"][key], value[key], rest, depth + 1)
     elif kind == "items" and isinstance(value, list):
@@ -199,15 +199,15 @@ def _found(root: Schema, node: Any, value: Any, path: tuple[Step, ...], depth: i
 
 
 def _at(root: Schema, path: tuple[Step, ...]) -> Schema:
-    node = _resolved(root, root)
+    node = resolved(root, root)
     for kind, key in path:
-        node = _resolved(root, node[kind] if kind == "items" else node[kind][key])
+        node = resolved(root, node[kind] if kind == "items" else node[kind][key])
     return node
 
 
 def _branch_of(root: Schema, branches: list[Any], value: Any) -> int | None:
     """The first schema that the value looks like: by its type, its keys, and its constants."""
-    return next((place for place, branch in enumerate(branches) if _looks_like(_resolved(root, branch), value)), None)
+    return next((place for place, branch in enumerate(branches) if _looks_like(resolved(root, branch), value)), None)
 
 
 def _looks_like(schema: Schema, value: Any) -> bool:
@@ -221,12 +221,12 @@ def _looks_like(schema: Schema, value: Any) -> bool:
         return False
     if not isinstance(value, dict):
         return True
-    properties = _object(schema.get("properties"))
+    properties = object_or_empty(schema.get("properties"))
     fixed = {key: each["const"] for key, each in properties.items() if isinstance(each, dict) and "const" in each}
     return set(schema.get("required", ())) <= set(value) and all(value.get(key) == const for key, const in fixed.items())
 
 
-def _resolved(root: Schema, node: Any) -> Schema:
+def resolved(root: Schema, node: Any) -> Schema:
     """Follows `$ref` within the document; a schema that is no object says nothing."""
     for _ in range(MAX_DEPTH):
         if not isinstance(node, dict) or "$ref" not in node:
@@ -235,11 +235,11 @@ def _resolved(root: Schema, node: Any) -> Schema:
         for part in str(node["$ref"]).removeprefix("#").strip("/").split("/"):
             part = part.replace("~1", "/").replace("~0", "~")
             target = target.get(part) if part and isinstance(target, dict) else target
-        node = {**_object(target), **{key: value for key, value in node.items() if key != "$ref"}}
-    return _object(node)
+        node = {**object_or_empty(target), **{key: value for key, value in node.items() if key != "$ref"}}
+    return object_or_empty(node)
 
 
-def _branches(node: Schema) -> list[Any]:
+def branches_of(node: Schema) -> list[Any]:
     found = node.get(_branch_kind(node))
     return found if isinstance(found, list) else []
 
@@ -259,7 +259,7 @@ def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
             yield from _texts(each, f"{name}[]")
 
 
-def _object(value: Any) -> dict[str, Any]:
+def object_or_empty(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 

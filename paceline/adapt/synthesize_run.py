@@ -18,11 +18,12 @@ import json
 import random
 import shutil
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.adapt.blanks import Blanks
 from paceline.adapt.card import write_card
 from paceline.adapt.coverage import Coverage, narrowed
 from paceline.adapt.synthesis import SynthesizeConfig, Synthesized
@@ -34,6 +35,7 @@ from paceline.tables import Progress
 from paceline.train.answers import Answer, AnswerShards
 from paceline.train.config import RegenerateConfig
 from paceline.train.regenerate_run import Regenerator, prepared
+from paceline.train.self_written import read_openers
 from paceline.types import GrammarSpec
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
     asked = RegenerateConfig(config.out, config.target, config.asked, answering, config.max_batch)
     kept_out = _digests(config.not_in)
     more = {"tool_choice": config.tool_choice, "steered": config.steered, "not_in": config.not_in}
-    with prepared(asked, progress, "synthesize", more) as job:
+    with prepared(asked, progress, "synthesize", more, _filled(form, config, progress)) as job:
         if job.ranks.world > 1:
             raise ConfigError("synthesize runs in one process, since what is rare depends on all answers: leave torchrun out")
         work = Regenerator(job.llm, AnswerShards(config.out / "raw"), answering)
@@ -80,6 +82,20 @@ def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
     told = ", ".join(f"{number} {reason}" for reason, number in done.dropped.items()) or "none"
     progress.say(f"{done.num_answers} answers, {done.num_tokens} tokens in {done.answers}; left out: {told}")
     return done
+
+
+def _filled(form: Form, config: SynthesizeConfig, progress: Progress) -> Callable[[str, int], str]:
+    """What fills the blanks of openers. Raises ConfigError for one that cannot be filled."""
+    if form.schema is None:
+        return lambda opener, seed: opener
+    blanks = Blanks(form.schema)
+    left_out = blanks.check(read_openers(config.asked.openers) if config.asked.openers else ())
+    if config.asked.num_self_written and left_out:
+        progress.say(
+            f"note: no opener names {{{left_out[0]}}}, a property with a pattern: users that the target writes will name few "
+            f"different ones; write --openers such as: Please look at {{{left_out[0]}}}"
+        )
+    return blanks.fill
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from paceline.draft.checkpoint import read_checkpoint, read_draft_ids, write_checkpoint
 from paceline.errors import DrafterMismatchError
@@ -19,19 +18,15 @@ from paceline.model.checkpoint import read_json
 
 
 def blended(before: Path, trained: Path, share: float, out: Path) -> None:
-    """Write a drafter with the weights (1 - share) x before + share x trained, in the dtype of `trained`, with its config.
+    """Write a drafter with the weights (1 - share) x before + share x trained, in the dtype of `trained`, with its config and
+    the tokens it drafts among, which may have become more: a drafter has no weights for them.
 
     Raises DrafterMismatchError when the two differ in more than weights, CacheError when `out` cannot be written, and what
     reading a checkpoint raises.
     """
     (config_of_old, old), (config, new) = read_checkpoint(before), read_checkpoint(trained)
-    draft_ids = read_draft_ids(trained)
     shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (old, new)]
-    if config_of_old != config or shapes[0] != shapes[1] or not _same(read_draft_ids(before), draft_ids):
+    if config_of_old != config or shapes[0] != shapes[1]:
         raise DrafterMismatchError(f"{before} and {trained} differ in more than their weights: there is nothing between them")
     tensors = {name: torch.lerp(old[name].float(), tensor.float(), share).to(tensor.dtype) for name, tensor in new.items()}
-    write_checkpoint(out, read_json(trained / "config.json"), tensors, draft_ids)
-
-
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)
+    write_checkpoint(out, read_json(trained / "config.json"), tensors, read_draft_ids(trained))

@@ -101,7 +101,7 @@ class PromptsConfig:
     self_written: Whole = 0
     """Also answer this many prompts that the target writes itself."""
     openers: Path | None = None
-    """Text file: beginnings of self-written prompts, one a line."""
+    """Text file: beginnings of self-written prompts, one a line; in synthesize {name} stands for a value of that property."""
 
     def __post_init__(self) -> None:
         check(self)

@@ -34,6 +34,9 @@ ANSWER_SHARE = 0.75
 LETTERS_PER_TOKEN = 4
 MOST_ANSWERING = 0.35
 """Share of the minutes that answers and features may take: steps need the rest."""
+MORE_ANSWERS, LEAST_EPOCHS, WARM = 0.25, 6.0, 0.7
+"""A prompt is answered more than once, at this temperature, while that takes no more than this share of the minutes and each
+answer is still learned from so many times."""
 OPTIMISER_BYTES = 16
 """A parameter, its gradient and two moments, float32."""
 UNKNOWN_PROMPTS = 1000
@@ -100,6 +103,8 @@ def make_plan(config: TrainConfig, device_name: str | None = None) -> Plan:
     config, limited, data = _limited(config, target, machine, data)
     chosen |= limited
     sizes = sizes_of(config, target)
+    config, more = _more_answers(config, target, machine, data, sizes)
+    chosen |= more
     seconds = _stage_seconds(config, target, machine, data)
     steps_s, blocks = _steps(config, target, machine, data, sizes, sum(seconds.values()))
     if config.minutes is not None and config.loop.max_minutes is None:
@@ -163,6 +168,33 @@ def _limited(
     why = f"all {data.prompts} prompts would take {needed_s / 60:.0f} of {config.minutes:g} minutes to answer and read"
     fewer = replace(data, prompts=min(data.prompts, limit * len(config.asked.prompts)))
     return with_value(config, "asked.limit", limit), {"asked.limit": why}, fewer
+
+
+def _more_answers(
+    config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data, sizes: Sizes
+) -> tuple[TrainConfig, dict[str, str]]:
+    """Several answers to each prompt, where the minutes would teach the same few of them over and over."""
+    names = ("answering.temperatures", "answering.samples")
+    is_asked = config.minutes is not None and config.plan != "off" and config.asked.prompts
+    if not is_asked or config.elsewhere.answers_from or any(map(config.is_given, names)):
+        return config, {}
+    assert config.minutes is not None
+    epochs = _epochs(config, target, machine, data, sizes)[0]
+    for samples in (3, 2, 1):
+        trial = with_value(with_value(config, names[0], (0.0, WARM)), names[1], samples)
+        each, before_s = _epochs(trial, target, machine, data, sizes)
+        if each >= LEAST_EPOCHS and before_s <= MORE_ANSWERS * 60 * config.minutes:
+            why = f"{data.prompts} answers would be learned from {epochs:.0f} times, {1 + samples} to a prompt {each:.0f} times"
+            return trial, dict.fromkeys(names[: 2 if samples > 1 else 1], why)
+    return config, {}
+
+
+def _epochs(config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data, sizes: Sizes) -> tuple[float, float]:
+    """(how often each answer is learned from, seconds of answers and features)."""
+    before_s = sum(_stage_seconds(config, target, machine, data).values())
+    blocks = _steps(config, target, machine, data, sizes, before_s)[1]
+    each = min(config.loop.anchors, ANSWER_SHARE * config.answering.max_tokens)
+    return blocks / max(each * _num_answers(config, data), 1.0), before_s
 
 
 def _num_answers(config: TrainConfig, data: Data) -> int:

@@ -20,7 +20,7 @@ import itertools
 import random
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -85,11 +85,16 @@ class Prepared:
 
 @contextlib.contextmanager
 def prepared(
-    config: RegenerateConfig, progress: Progress, what: str = "regenerate", more: Mapping[str, Any] | None = None
+    config: RegenerateConfig,
+    progress: Progress,
+    what: str = "regenerate",
+    more: Mapping[str, Any] | None = None,
+    fill: Callable[[str, int], str] = lambda opener, seed: opener,
 ) -> Iterator[Prepared]:
     """The target and the prompts; within, no other run may work in the folder.
 
-    `what` is the run's kind, `more` what it is asked beside `config`. Raises what `paceline.train.regenerate` does.
+    `what` is the run's kind, `more` what it is asked beside `config`, `fill` as of PromptWriter. Raises what
+    `paceline.train.regenerate` does.
     """
     ranks = Ranks.here()
     engine = _engine(config, ranks)
@@ -112,7 +117,7 @@ def prepared(
         elif ranks.is_first:
             progress.loaded(llm)
         bars = progress if ranks.is_first else Progress()
-        written, own = _write_own(llm, config, ranks, openers, bars)
+        written, own = _write_own(llm, config, ranks, openers, fill, bars)
         prompts = _share(given.prompts, own, config.answering.seed, ranks)
         try:
             yield Prepared(llm, prompts, written, folder, ranks, bars, given.dropped)
@@ -161,7 +166,12 @@ def _load(engine: EngineConfig) -> LLM:
 
 
 def _write_own(
-    llm: LLM, config: RegenerateConfig, ranks: Ranks, openers: tuple[str, ...], bars: Progress
+    llm: LLM,
+    config: RegenerateConfig,
+    ranks: Ranks,
+    openers: tuple[str, ...],
+    fill: Callable[[str, int], str],
+    bars: Progress,
 ) -> tuple[SelfWritten, list[Prompt]]:
     """This process's share of the prompts that the target writes."""
     number = len(range(ranks.rank, config.asked.num_self_written, ranks.world))
@@ -170,7 +180,7 @@ def _write_own(
     file = config.out / f"self-written-r{ranks.rank}.jsonl"
     seed = zlib.crc32(f"{config.answering.seed}/{ranks.rank}".encode()) << 24  # no two processes or seeds draw the same prompts
     opening, variables = config.answering.read_opening(), config.answering.template_variables()
-    writer = PromptWriter(llm, file, openers=openers, seed=seed, opening=opening, variables=variables)
+    writer = PromptWriter(llm, file, openers=openers, seed=seed, opening=opening, variables=variables, fill=fill)
     with bars.bar("the target writes prompts", number) as advance:
         written = writer.write(number, on_prompt=lambda prompt: advance("the target writes prompts"))
     return written, read_prompts(file, number)

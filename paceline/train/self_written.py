@@ -66,9 +66,12 @@ class PromptWriter:
         seed: int = 0,
         opening: Sequence[Message] = (),
         variables: Mapping[str, Any] | None = None,
+        fill: Callable[[str, int], str] = lambda opener, seed: opener,
     ) -> None:
-        """`opening` is what an application says before its users do, and so makes them its users."""
+        """`opening` is what an application says before its users do, and so makes them its users; `fill` gives an opener its
+        last form, by a number that is another one each time."""
         self.llm, self.file, self.openers, self.seed = llm, file, openers or ("",), seed
+        self._fill = fill
         self._turn = user_turn(llm.tokenizer, opening, variables)
         self._params = SamplingParams(
             temperature=1.0,
@@ -125,7 +128,7 @@ class PromptWriter:
             while True:
                 while len(flying) < self.llm.target.cache.num_rows:
                     number = next(numbers)
-                    opener = self.openers[number % len(self.openers)]
+                    opener = self._fill(self.openers[number % len(self.openers)], self.seed + number)
                     ids = self.llm.tokenizer.encode(self._turn.prefix + opener, add_special_tokens=False)
                     flying[engine.add(ids, replace(self._params, seed=self.seed + number))] = opener
                 with engine.whole_chunks():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PromptError
 from paceline.prompts import digest
 from paceline.tables import Progress
+from paceline.train import self_written
 from paceline.train.answers import Answer, AnswerShards
 from paceline.train.config import AnswerConfig, PromptsConfig
 from paceline.train.dataset import read_corpus
@@ -54,14 +57,15 @@ def made(model: Path, out: Path, prompts: Path, **settings: Any) -> Synthesized:
         "grammar": GrammarSpec("json_schema", json.dumps(SCHEMA)),
     }
     answering |= settings.pop("answering", {})
+    progress = settings.pop("progress", None) or Progress()
     config = SynthesizeConfig(
         out=out,
         target=EngineConfig(str(model), device="cpu", dtype="float32", threads=1),
-        asked=PromptsConfig(prompts=(str(prompts),)),
+        asked=settings.pop("asked", None) or PromptsConfig(prompts=(str(prompts),)),
         answering=AnswerConfig(**answering),
         **settings,
     )
-    return run(config, Progress())
+    return run(config, progress)
 
 
 def answers(done: Synthesized) -> list[Answer]:
@@ -164,6 +168,37 @@ def test_what_cannot_be_asked(model: Path, tmp_path: Path, prompts: Path) -> Non
         made(model, tmp_path / "x", prompts, answering={"tools": tools})
     with pytest.raises(ConfigError, match="NAME=VALUE"):
         AnswerConfig(variables=("thinking",))
+
+
+def test_users_name_values_of_the_schema(model: Path, tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an opener has a blank for one; what no opener names is said."""
+    monkeypatch.setattr(self_written, "MAX_TOKENS", 40)
+    monkeypatch.setattr(self_written, "fault", lambda *_: None)  # a random model finishes no sentence
+    openers, out = tmp_path / "openers.txt", tmp_path / "x"
+    said = Said()
+    for text in ("Please look at {id}\n", "Please look\n"):
+        openers.write_text(text)
+        asked = PromptsConfig((str(prompts),), self_written=6, openers=openers)
+        made(model, out, prompts, asked=asked, progress=said)
+        rows = [json.loads(line)["prompt"] for line in (out / "self-written-r0.jsonl").read_text().splitlines()]
+        begun = [row for row in rows if row.startswith("Please look")]
+        named = {found[1] for row in begun if (found := re.match("Please look at ([a-z]{1,3})", row))}
+        assert begun and (len(named) > 1 if "{id}" in text else not named)
+        assert any("no opener names {id}, a property with a pattern" in line for line in said.lines) == ("{id}" not in text)
+        shutil.rmtree(out)
+    openers.write_text("Please look at {number}\n")
+    with pytest.raises(ConfigError, match=r"openers name \{number\}, which the schema does not tell: .* action, id"):
+        made(model, out, prompts, asked=PromptsConfig((str(prompts),), self_written=6, openers=openers))
+
+
+class Said(Progress):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
 
 
 def test_near_copies() -> None:

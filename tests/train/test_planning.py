@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,20 @@ from paceline.errors import ConfigError, ModelNotFoundError
 from paceline.hardware import Machine
 from paceline.train import facts
 from paceline.train.choices import MOST_SHARE
-from paceline.train.config import DrafterShape, ElsewhereConfig, LoopConfig, OptimConfig, PromptsConfig, TrainConfig
+from paceline.train.config import (
+    AnswerConfig,
+    DrafterShape,
+    ElsewhereConfig,
+    LoopConfig,
+    OptimConfig,
+    PromptsConfig,
+    TrainConfig,
+)
 from paceline.train.planning import apply_stored, expected_tokens, make_plan
 
 LAPTOP = Machine("some processor", 3e10, {"bfloat16": 5e11, "float32": 2e11}, 2, 16 * 2**30)
+
+GIVEN = ("answering.temperatures", "answering.samples")
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +96,21 @@ def test_too_little_time_answers_fewer_prompts_and_says_so(tmp_path: Path) -> No
     plan = make_plan(asked(tmp_path, minutes=2.0))
     assert plan.config.asked.limit == plan.data.prompts < 200
     assert "all 200 prompts would take" in plan.chosen["asked.limit"]
+
+
+def test_few_prompts_are_answered_more_than_once(tmp_path: Path) -> None:
+    """Where there is time, and nobody has said how."""
+    plan = make_plan(asked(tmp_path, minutes=120.0))
+    answering, why = plan.config.answering, plan.chosen["answering.temperatures"]
+    assert answering.temperatures == (0.0, 0.7) and answering.samples > 1 and "answering.samples" in plan.chosen
+    assert re.fullmatch(rf"200 answers would be learned from \d+ times, {1 + answering.samples} to a prompt \d+ times", why)
+    assert plan.hours["answers"] + plan.hours["features"] <= 0.26 * plan.hours["all"]
+    once = make_plan(asked(tmp_path, minutes=120.0, answering=AnswerConfig(temperatures=(0.0,), samples=1), given=GIVEN))
+    assert once.hours["answers"] == pytest.approx(plan.hours["answers"] / (1 + answering.samples))
+    assert once.config.answering.temperatures == (0.0,) and "answering.temperatures" not in once.chosen
+    far = asked(tmp_path, minutes=60.0, elsewhere=ElsewhereConfig(answers_from="http://127.0.0.1:1"))
+    for config in (far, asked(tmp_path), asked(tmp_path, minutes=60.0, plan="off"), asked(tmp_path, minutes=3.0)):
+        assert "answering.temperatures" not in make_plan(config).chosen
 
 
 def test_a_target_elsewhere_costs_nothing_here_and_lends_no_layers(tmp_path: Path) -> None:
