@@ -9,6 +9,7 @@ serve        runs/x/heldout.json          held-out prompts in the real engine
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -54,6 +55,8 @@ SERVED_PROMPTS, SERVED_ON_THE_WAY = 16, 8
 SERVED_TOKENS = 96
 PLAN = "plan.json"
 """What the plan chose and expected, beside run.yaml."""
+LEAST_LEARNING, MOST_GAINED = 0.25, 1.25
+"""Steps get this share of --minutes at least, and at most so many times the minutes that were planned for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +161,7 @@ class _Stages:
     def __init__(self, config: TrainConfig, ranks: Ranks, wait: Callable[[], None], progress: Progress, stop: Stop) -> None:
         self.config, self.ranks, self.wait, self.everyone, self.stop = config, ranks, wait, progress, stop
         self.progress = progress if ranks.is_first else Progress()
+        self.began = time.monotonic()
 
     def run(self) -> TrainResult:
         config, progress = self.config, self.progress
@@ -255,6 +259,7 @@ class _Stages:
             progress.say("note: --parallel sharded has no effect on one process: start several with torchrun")
         if trainer.state.step:
             progress.say(f"going on after step {trainer.state.step}")
+        self._settle_length(trainer)
         self._serve_on_the_way(trainer, corpus, target, draft_ids)
         with self.sources.following(trainer), self.stop.later():
             if self.ranks.is_first:
@@ -274,6 +279,25 @@ class _Stages:
             halved = {name: tensor.bfloat16() for name, tensor in weights.items()}
             write_checkpoint(folder, trainer.drafter.raw, halved, draft_ids)
         return TrainResult(folder, run.path, trainer.state.step, trainer.state.num_blocks, **rates)
+
+    def _settle_length(self, trainer: Trainer) -> None:
+        """Steps get what answers and features have left of --minutes, which may be other than planned; later starts keep it."""
+        config, told = self.config, stored_plan(self.config.out) or {}
+        planned = (told.get("values") or {}).get("loop.max_minutes")
+        if trainer.state.step or config.minutes is None or not planned or config.is_given("loop.max_minutes"):
+            return
+        if self.ranks.is_first:
+            left = config.minutes - (time.monotonic() - self.began) / 60
+            # An earlier start may have made the answers: its time is not known, so that little is won by them.
+            told["values"]["loop.max_minutes"] = minutes = min(
+                max(left, LEAST_LEARNING * config.minutes), MOST_GAINED * planned
+            )
+            RunFolder(config.out).write_json(PLAN, told)
+            if abs(minutes - planned) > 0.05 * planned:
+                self.progress.say(f"{minutes:.3g} minutes are left for learning, where {planned:.3g} were planned")
+        self.wait()
+        told = stored_plan(config.out) or {}
+        trainer.config = replace(trainer.config, max_minutes=float(told["values"]["loop.max_minutes"]))
 
     def _best(self, trainer: Trainer) -> tuple[dict[str, Tensor], float] | None:
         """The kept weights, and what they were kept for."""

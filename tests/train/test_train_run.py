@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -26,13 +27,16 @@ from paceline.draft.dflash import DFlashConfig, DFlashDrafter, DFlashNetwork
 from paceline.errors import CacheError, ConfigError, DrafterMismatchError, PromptError
 from paceline.hardware import Machine
 from paceline.runlog import RunFolder
+from paceline.tables import Progress
 from paceline.train import facts, train, train_run
 from paceline.train.answers import Answer, AnswerShards
 from paceline.train.config import AnswerConfig, LoopConfig, TrainConfig
 from paceline.train.features import ScaledFeatures
 from paceline.train.packs import DFlashTrainable
+from paceline.train.ranks import Ranks
 from paceline.train.run_file import config_of, read_run_file
 from paceline.train.start import continued_draft_ids
+from paceline.train.stopping import Stop
 from paceline.train.tiny import PARTS, write_tiny_target
 
 TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1")
@@ -205,6 +209,32 @@ def test_a_planned_and_streamed_run_goes_on_after_it_was_killed(
     for step, each in expected.items():
         for name in ("loss", "grad_norm", "lr", "blocks"):
             assert found[step][name] == pytest.approx(each[name], rel=1e-5), (step, name)
+
+
+@pytest.mark.parametrize(
+    ("passed", "given", "step", "minutes"),
+    [
+        (20.0, False, 0, 40.0),
+        (59.0, False, 0, 15.0),  # a quarter is for learning, whatever was before
+        (1.0, False, 0, 56.25),  # answers of an earlier start
+        (20.0, True, 0, 45.0),
+        (20.0, False, 7, 45.0),
+    ],
+)
+def test_steps_get_the_minutes_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: float, given: bool, step: int, minutes: float
+) -> None:
+    """45 were planned of 60, and answers and features have taken longer or shorter; a later start keeps what was settled."""
+    RunFolder(tmp_path).write_json("plan.json", {"minutes": 60.0, "values": {"loop.max_minutes": 45.0, "shape.num_layers": 2}})
+    clock = iter([0.0, 60 * passed])
+    monkeypatch.setattr(train_run, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    names = ("minutes", "loop.max_minutes") if given else ("minutes",)
+    config = TrainConfig(tmp_path, loop=LoopConfig(max_minutes=45.0), minutes=60.0, given=names)
+    stages = train_run._Stages(config, Ranks(), lambda: None, Progress(), Stop(str))
+    trainer = cast(Any, SimpleNamespace(state=SimpleNamespace(step=step), config=config.loop))
+    stages._settle_length(trainer)
+    stored = json.loads((tmp_path / "plan.json").read_text())["values"]
+    assert trainer.config.max_minutes == stored["loop.max_minutes"] == minutes and stored["shape.num_layers"] == 2
 
 
 def test_a_finished_run_is_not_trained_again(finished: tuple[Path, dict[str, Any], float], capsys: Any) -> None:
