@@ -15,7 +15,7 @@ import contextlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from paceline.figures import Spread
 
@@ -92,6 +92,13 @@ def ignore(*_: object) -> None:
     """For whoever is told of progress and does not want to know."""
 
 
+class Advance(Protocol):
+    """One more item is done."""
+
+    def __call__(self, text: str, share: float | None = None, /) -> None:
+        """`text`: what is under way. `share`: how much of the whole is done, where the number of items does not say it."""
+
+
 class Progress:
     """Shows nothing. `commands.shared.TerminalProgress` writes each of these to stderr."""
 
@@ -101,9 +108,9 @@ class Progress:
     def loaded(self, llm: Any) -> None:
         """The model, an `engine.llm.LLM`, is loaded."""
 
-    def bar(self, what: str, total: int) -> contextlib.AbstractContextManager[Callable[[str], None]]:
-        """Within, the function given is called once for each of `total` items, with what is under way."""
-        return contextlib.nullcontext(lambda text: None)
+    def bar(self, what: str, total: int) -> contextlib.AbstractContextManager[Advance]:
+        """Within, the function given is called once for each of `total` items."""
+        return contextlib.nullcontext(ignore)
 
     def table(self, table: Table) -> None:
         """Figures are ready."""

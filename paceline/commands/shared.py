@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +20,7 @@ from paceline.types import GrammarSpec, SamplingParams
 
 if TYPE_CHECKING:
     from paceline.engine.llm import LLM
-    from paceline.tables import Table
+    from paceline.tables import Advance, Table
 
 
 def say(text: str) -> None:
@@ -49,17 +49,23 @@ class MinuteLines:
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done = what, total, 0
         self._began = self._told = time.monotonic()
+        self._first = 0.0
 
-    def advance(self, text: str) -> None:
-        """One more is done."""
+    def advance(self, text: str, share: float | None = None) -> None:
+        """One more is done, or this share of the whole where items do not end it."""
         self._done += 1
+        if self._done == 1 and share is not None:
+            self._first = share  # an earlier run may have done a part
         now = time.monotonic()
         if now - self._told < self.EVERY_S:
             return
         self._told = now
-        left_s = (now - self._began) / self._done * max(0, self._total - self._done)
-        share = f"{self._done} of {self._total} ({self._done / max(1, self._total):.0%})"
-        say(f"{self._what}: {share}, {left_s / 60:.0f} min left" + (f"; {text}" if text != self._what else ""))
+        done = f"{self._done} of {self._total} ({self._done / max(1, self._total):.0%})" if share is None else f"{share:.0%}"
+        if share is None:
+            share = self._done / max(1, self._total)
+        since = share - self._first
+        left_s = (now - self._began) * max(0.0, 1.0 - share) / since if since > 0 else 0.0
+        say(f"{self._what}: {done}, {left_s / 60:.0f} min left" + (f"; {text}" if text != self._what else ""))
 
 
 class TerminalProgress(Progress):
@@ -72,7 +78,7 @@ class TerminalProgress(Progress):
         say(introduce(llm))
 
     @contextlib.contextmanager
-    def bar(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
+    def bar(self, what: str, total: int) -> Iterator[Advance]:
         if not sys.stderr.isatty():
             yield MinuteLines(what, total).advance
             return
@@ -82,7 +88,14 @@ class TerminalProgress(Progress):
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(what, total=total)
-            yield lambda text: bar.update(task, advance=1, description=text)
+
+            def advance(text: str, share: float | None = None) -> None:
+                if share is None:
+                    bar.update(task, advance=1, description=text)
+                else:
+                    bar.update(task, completed=share * total, description=text)
+
+            yield advance
 
     def table(self, table: Table) -> None:
         table.show()

@@ -31,10 +31,9 @@ def tracked(
             text += "".join(f" {name} {look['eal']:.2f}" for name, look in looks.items())
             if "served" in figures:
                 text += f" served {figures['served']['tokens_per_round']:.2f}"
-            text += f" ({trainer.share_done:.0%}{time_left(trainer)})"
-            advance(text)
+            advance(text, trainer.share_done)
             if number % LINE_EVERY == 0 or "heldout" in looks:
-                progress.say(text)
+                progress.say(f"{text} ({trainer.share_done:.0%}{time_left(trainer)})")
             scalars = {f"train/{name}": figures.get(name) for name in SCALARS}
             for name, look in looks.items():
                 scalars |= {f"{name}/{key}": look.get(key) for key in ("loss", "eal", "accuracy")}
