@@ -89,6 +89,8 @@ def simulate(
     Example: paceline simulate --model Qwen3-8B --hardware H100 --acceptance runs/bench-decode-1 --flags
 
     Example: paceline bench steps --out runs/steps && paceline simulate --calibrate runs/steps
+
+    Example: paceline simulate --model Qwen3.5-27B --hardware B200 --plain-rate 75 --acceptance 0.8
     """
     if list_known:
         return _list_known(as_json)
@@ -115,7 +117,7 @@ def _show(answer: Answer, *, stderr: bool) -> None:
         Column("plain tokens/s", lambda each: each.plain_tokens_per_s, "{:,.0f}"),
         Column("where a round's time goes", _parts),
     ]
-    Table(columns, answer.predictions, title=answer.setup.title).show(stderr=stderr)
+    Table(columns, answer.predictions, title=answer.setup.title, notes=_overhead_notes(answer)).show(stderr=stderr)
     if len(answer.predictions) > 1:
         return
     found = answer.predictions[0]
@@ -132,6 +134,18 @@ def _show(answer: Answer, *, stderr: bool) -> None:
         Column("", lambda point: _bar(found, *point)),
     ]
     Table(columns, found.curve, notes=changes).show(stderr=stderr)
+
+
+def _overhead_notes(answer: Answer) -> list[str]:
+    """What is added to each round, and the speed-ups without it."""
+    overhead = answer.setup.overhead
+    if overhead is None:
+        return []
+    speedups = ", ".join(
+        f"{speedup:.2f}x ({length} drafts)" + (f" at batch {found.batch}" if len(answer.predictions) > 1 else "")
+        for found, (length, speedup) in zip(answer.predictions, answer.without, strict=True)
+    )
+    return [f"overhead: {1e3 * overhead.seconds:.2f} ms of each round, {overhead.source}; the best without it: {speedups}"]
 
 
 def _parts(found: Prediction) -> str:

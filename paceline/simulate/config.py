@@ -40,15 +40,22 @@ class CostsConfig:
     """Measured step times (steps.json of bench steps, or its run folder) in place of the roofline."""
     calibration: Path | None = None
     """A calibration.json: the roofline as it was fitted to a machine."""
+    overhead_ms: Annotated[float, within("0 or more milliseconds", least=0)] | None = None
+    """Milliseconds of every round beyond these costs: launches, scheduling, the host."""
+    plain_rate: Rate | None = None
+    """Measured tokens/s of one stream that decodes alone and plainly: solves for the overhead of every round."""
 
     def __post_init__(self) -> None:
         num_sources = sum((self.toy, self.table is not None, self.calibration is not None))
         is_double = None not in (self.drafter_cost, self.drafter_params)
+        overheads = [each is not None for each in (self.overhead_ms, self.plain_rate)]
         check(self)
         refuse(
             ConfigError,
             (num_sources > 1, "--toy, --table and --calibration exclude each other: leave all but one out"),
             (is_double, "--drafter-cost and --drafter-params say the same in two ways: leave one out"),
+            (all(overheads), "--overhead-ms and --plain-rate say the same in two ways: leave one out"),
+            (self.toy and any(overheads), "--toy has no seconds to add an overhead to: leave one of the two out"),
         )
 
 
