@@ -69,10 +69,10 @@ def _summary(served: Sequence[Served]) -> str:
     assumed = [each for each in served if each.is_assumed]
     near = sum(abs(each.error_with) <= CLOSE for each in assumed)
     return (
-        f"Where the tokens a round are known, {close} of {len(known)} speed-ups are within {CLOSE:.0%} with the overhead, {bare} "
-        f"without; of {len(assumed)} with an assumed chance {near} are. The mocked 27B by tokens a round ({found}) is within "
-        f"{CLOSE:.0%} throughout, if its drafts came token by token. One constant overhead is a simplification: the published "
-        "step of 4 tokens a round is hardly longer than that of 2, that of 8 much longer, and no constant says so."
+        f"Where the tokens a round are known, {close} of {len(known)} speed-ups are within {CLOSE:.0%} with the overhead, "
+        f"{bare} without; of {len(assumed)} with an assumed chance {near} are. The mocked 27B by tokens a round ({found}) is "
+        f"within {CLOSE:.0%} throughout, if its drafts came token by token. One constant overhead is a simplification: the "
+        "published step of 4 tokens a round is hardly longer than that of 2, that of 8 much longer, and no constant says so."
     )
 
 

@@ -84,7 +84,7 @@ def set_up(config: CostsConfig, loads: Sequence[Load]) -> Setup:
     `loads` decide on warnings, and the first one's context on the overhead that a plain rate tells.
     """
     setup = _source(config, loads)
-    overhead = overhead_of(setup.costs, loads[0].context, config.overhead_ms, config.plain_rate)
+    overhead = overhead_of(setup.costs, loads[0].context, config.overhead_ms, config.plain_rate, config.server_log)
     if overhead:
         setup.overhead, setup.bare = overhead, setup.costs
         setup.costs = with_overhead(setup.costs, overhead.seconds)

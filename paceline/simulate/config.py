@@ -44,17 +44,19 @@ class CostsConfig:
     """Milliseconds of every round beyond these costs: launches, scheduling, the host."""
     plain_rate: Rate | None = None
     """Measured tokens/s of one stream that decodes alone and plainly: solves for the overhead of every round."""
+    server_log: Path | None = None
+    """A log of vLLM or SGLang under a steady load, or the text of its /metrics: the overhead is fitted to its rounds."""
 
     def __post_init__(self) -> None:
         num_sources = sum((self.toy, self.table is not None, self.calibration is not None))
         is_double = None not in (self.drafter_cost, self.drafter_params)
-        overheads = [each is not None for each in (self.overhead_ms, self.plain_rate)]
+        overheads = [each is not None for each in (self.overhead_ms, self.plain_rate, self.server_log)]
         check(self)
         refuse(
             ConfigError,
             (num_sources > 1, "--toy, --table and --calibration exclude each other: leave all but one out"),
             (is_double, "--drafter-cost and --drafter-params say the same in two ways: leave one out"),
-            (all(overheads), "--overhead-ms and --plain-rate say the same in two ways: leave one out"),
+            (sum(overheads) > 1, "--overhead-ms, --plain-rate and --server-log exclude each other: leave all but one out"),
             (self.toy and any(overheads), "--toy has no seconds to add an overhead to: leave one of the two out"),
         )
 
@@ -69,7 +71,7 @@ class PredictConfig:
     """Tokens in each sequence's cache."""
     acceptance: str = "0.8"
     """One chance (0.8), a chance for each place (0.8,0.75,0.7), survival:.77,.57,.42, histogram:20,10,5, or a bench decode run,
-    its results.json, or a trace."""
+    its results.json, a trace, or a log or the metrics of vLLM or SGLang."""
     max_draft: DraftLength = 16
     """Longest draft considered."""
     method: str | None = None

@@ -73,7 +73,9 @@ def test_a_simulated_server_is_slower_with_it() -> None:
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        (["--overhead-ms", "1", "--plain-rate", "75"], "leave one out"),
+        (["--overhead-ms", "1", "--plain-rate", "75"], "leave all but one out"),
+        (["--overhead-ms", "1", "--server-log", "x.log"], "leave all but one out"),
+        (["--server-log", "no-such.log"], "cannot read"),
         (["--overhead-ms", "-1"], "--overhead-ms must be"),
         (["--plain-rate", "0"], "--plain-rate must be"),
         (["--toy", "--plain-rate", "75"], "--toy has no seconds"),
