@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -137,9 +138,22 @@ def _calibrated(config: CostsConfig, calibration: Calibration) -> Setup:
 
 def deployment_of(config: CostsConfig, known: Precisions, measured: Machine | None = None) -> Deployment:
     """A model on the machine asked for, else the one `measured`, in the precisions asked for, else those that are known."""
-    machine = measured if measured and config.hardware is None else machine_named(config.hardware)
+    number, name = counted(config.hardware)
+    if number > 1 and config.gpus not in (1, number):
+        raise ConfigError(f"--hardware {config.hardware!r} and --gpus {config.gpus} are two numbers: leave one out")
+    machine = measured if measured and config.hardware is None else machine_named(name)
     precisions = with_precisions(known, config.precision)
-    return Deployment(machine, precisions, config.gpus, config.expert_locality, config.per_layer)
+    return Deployment(machine, precisions, max(number, config.gpus), config.expert_locality, config.per_layer)
+
+
+def counted(hardware: str | None) -> tuple[int, str | None]:
+    """ "2x H100" -> (2, "H100"); one where no number is told. Raises ConfigError for a number below 1."""
+    found = re.fullmatch(r"\s*(\d+)\s*[x×*]\s*(.*\S)\s*", hardware or "", re.IGNORECASE)
+    if not found:
+        return 1, hardware
+    if int(found[1]) < 1:
+        raise ConfigError(f"--hardware {hardware!r}: give at least one machine")
+    return int(found[1]), found[2]
 
 
 def drafter_of(config: CostsConfig, deployment: Deployment) -> DrafterCost:
@@ -245,7 +259,7 @@ def _serving(costs: CostsConfig, config: PredictConfig, setup: Setup, prediction
         drafter=config.drafter or PLACEHOLDER,
         num_drafted=prediction.best_draft_length,
         batch=prediction.batch,
-        num_gpus=costs.gpus,
+        num_gpus=setup.deployment.num_gpus if setup.deployment else costs.gpus,
         has_8bit_cache=bool(setup.deployment and setup.deployment.precisions.kv == "float8"),
     )
 

@@ -1,4 +1,4 @@
-"""What `paceline simulate` and `paceline simulate-serving` are asked; the docstring of a field is its option's help."""
+"""What `paceline simulate`, `simulate-serving` and `advise` are asked; the docstring of a field is its option's help."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from paceline.bounds import Count, Rate, Share, Whole, check, within
+from paceline.bounds import Count, Positive, Rate, Share, Whole, check, within
 from paceline.errors import ConfigError, refuse
 
 DraftLength = Annotated[int, within("between 0 and 1024", least=0, most=1024)]
@@ -19,7 +19,7 @@ class CostsConfig:
     model: str | None = None
     """A name of --list, a config.json, or a folder with one [default: smollm2-135m]."""
     hardware: str | None = None
-    """A name of --list; this measures the machine at hand [default: this]."""
+    """A name of --list, or several of them as 2x H100; this measures the machine at hand [default: this]."""
     gpus: Count = 1
     """Tensor parallel over so many of them."""
     precision: str | None = None
@@ -120,3 +120,32 @@ class ServingConfig:
         check(self)
         if self.against and (self.rate or self.concurrency):
             raise ConfigError("--against has its own loads: leave --rate and --concurrency out")
+
+
+@dataclass(frozen=True, slots=True)
+class AdviceConfig:
+    """The traffic, and what machines cost. Raises ConfigError."""
+
+    streams: Count | None = None
+    """Requests that decode together [default: as many as the server of --url runs, else 1]."""
+    context: Count = 2048
+    """Tokens in the cache of each."""
+    traffic: Annotated[str, ("mixed", "application")] = "mixed"
+    """What is asked: anything, or one application's requests under its own prompt or schema."""
+    answers: Count | None = None
+    """Answers there are to learn from [default: counted in the traces]."""
+    answer_tokens: Count | None = None
+    """Tokens of an answer, on average [default: as in the traces, else 256]."""
+    train_on: str | None = None
+    """Machine of the training, as 8x H100 [default: that of --hardware]."""
+    price_per_hour: Positive | None = None
+    """Price of an hour of the serving machine, all its GPUs together."""
+    train_price_per_hour: Positive | None = None
+    """Price of an hour of the training machine [default: by the number of GPUs, as the serving one]."""
+    busy_hours: Rate = 24.0
+    """Hours of a day at this load."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.busy_hours > 24:
+            raise ConfigError(f"busy_hours must be at most 24, not {self.busy_hours:g}")
