@@ -123,6 +123,31 @@ class ServingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PriceConfig:
+    """What a machine costs, and how fast answers must come. Raises ConfigError."""
+
+    price_per_hour: Positive | None = None
+    """Price of an hour of the machine, all its GPUs together: prints requests/s and the price of 1,000 answers."""
+    slo: str | None = None
+    """How fast answers must come, such as p90-total=2s or p99-first-token=500ms,p50-inter-token=20ms."""
+    prompt_tokens: str | None = None
+    """Of each request, as of simulate-serving [default: the context less half an answer]."""
+    answer_tokens: str = "256"
+    """Of each request, as `prompt_tokens`."""
+    requests: Count = 200
+    """Requests that are simulated at each rate."""
+    seed: int = 0
+    """Of arrivals, lengths and acceptance."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def is_asked(self) -> bool:
+        return self.price_per_hour is not None or self.slo is not None
+
+
+@dataclass(frozen=True, slots=True)
 class AdviceConfig:
     """The traffic, and what machines cost. Raises ConfigError."""
 

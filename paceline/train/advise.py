@@ -262,8 +262,8 @@ def _basis(config: AdviceConfig, plan: Plan, seen: Seen, has_answers: bool, devi
         others = "; ".join(f"{each['tokens_per_round']:g} ({each['what']})" for each in TOLD["published"])
         told.append(
             f"Tokens a round: no curve was measured for {plan.target}; that of {CURVE_TARGET} stands for it, held at its end, "
-            f"at {CAUTION} times the answers. More answers brought others more: {others}. --traffic application is for one narrow "
-            "task."
+            f"at {CAUTION} times the answers. More answers brought others more: {others}. --traffic application is for one "
+            "narrow task."
         )
     else:
         one = TOLD["application"]
@@ -281,8 +281,8 @@ def _basis(config: AdviceConfig, plan: Plan, seen: Seen, has_answers: bool, devi
     memory = machine_of(device).machine.memory_bytes
     if 0 < memory < plan.memory_bytes:
         told.append(
-            f"A training there needs {plan.memory_bytes / 1e9:.0f} GB on one device, and there are {memory / 1e9:.0f} GB: give a "
-            "larger one to --train-on, or have a server of the target give hidden states (paceline train --features-from)."
+            f"A training there needs {plan.memory_bytes / 1e9:.0f} GB on one device, and there are {memory / 1e9:.0f} GB: "
+            "give a larger one to --train-on, or have a server of the target give hidden states (train --features-from)."
         )
     return told
 
