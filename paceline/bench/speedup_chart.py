@@ -1,6 +1,6 @@
 """Speed-up over tokens a round: what rounds would bring for nothing, what the roofline makes of it, and what was measured.
 
-    chart = made(costs_config, [Path("runs/mock"), Path("runs/bench-decode-1")], batch=1, context=512)
+    chart = made(costs_config, ChartConfig(results=(Path("runs/mock"), Path("runs/bench-decode-1"))))
     chart.slopes                     # {"toy": 1.0, "roofline": 0.71, "mocked": 0.66, "drafters": 0.52}
     draw(chart, svg=Path("speedup.svg"), png=Path("speedup.png"))
 
@@ -22,7 +22,7 @@ from paceline.bench.pages import COLORS, WIDTH_INCHES
 from paceline.errors import ConfigError, needing
 from paceline.runlog import write_whole
 from paceline.simulate.answer import set_up
-from paceline.simulate.config import CostsConfig
+from paceline.simulate.config import ChartConfig, CostsConfig
 from paceline.simulate.files import is_amount, read_objects
 from paceline.simulate.speedup import Load
 
@@ -68,10 +68,11 @@ class Chart:
         return f"{self.title}: speed-up for one more token a round (slope through 1, 1): {told}"
 
 
-def made(costs: CostsConfig, runs: Sequence[Path], batch: int, context: int) -> Chart:
+def made(costs: CostsConfig, config: ChartConfig) -> Chart:
     """Raises PacelineError for costs that cannot be read, and for runs without a setting of this batch."""
+    batch, context = config.batch, config.context
     setup = set_up(costs, [Load(batch, context)])
-    points = [point for run in runs for point in read_points(run, batch)]
+    points = [point for run in config.results for point in read_points(run, batch)]
     most = min(max([FEWEST, *(math.ceil(point.tokens_per_round) for point in points)]), MOST)
     plain_s = setup.costs.round_s(batch, 0, context)
     curve = [(float(kept), kept * plain_s / setup.costs.round_s(batch, kept - 1, context)) for kept in range(1, most + 1)]

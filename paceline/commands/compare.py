@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.commands.generate import encode
-from paceline.commands.options import Only, Without, options
+from paceline.commands.options import Changed, Only, Opt, Without, options
 from paceline.commands.shared import MOCK, Json, Raw, System, TerminalProgress, check_template, load, prompt_of, say
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.runlog import RunFolder, write_whole
-from paceline.simulate.config import CostsConfig
+from paceline.simulate.config import ChartConfig, CostsConfig
 from paceline.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -47,13 +47,7 @@ def compare(
         bool, typer.Option("--simulate", help="No answers: a chart of speed-up over tokens a round, predicted and measured.")
     ] = False,
     costs: Annotated[CostsConfig, Only(*COSTS)] = CostsConfig(),  # noqa: B008  (frozen)
-    results: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="RUN_FOLDER", help="With --simulate: points of a bench decode run, mocked or real; repeatable."),
-    ] = None,
-    batch: Annotated[int, typer.Option(help="With --simulate: sequences that decode together.")] = 1,
-    context: Annotated[int, typer.Option(help="With --simulate: tokens in the cache of each.")] = 512,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="With --simulate: also a PNG.")] = None,
+    chart: Annotated[ChartConfig, Changed(results=Opt(metavar="RUN_FOLDER"), png=Opt(metavar="FILE"))] = ChartConfig(),  # noqa: B008  (frozen)
     as_json: Json = False,
 ) -> dict[str, Any]:
     """One prompt with speculation off and on, every token at the time it came: a page that replays both side by side.
@@ -67,9 +61,9 @@ def compare(
     if simulate:
         if prompt is not None or recorded is not None or svg_speed is not None:
             raise ConfigError("--simulate answers nothing: leave the prompt, --from and --svg-speed out")
-        return _chart(engine, costs, results or [], batch, context, out, svg, png)
-    if results or png or costs != CostsConfig():
-        raise ConfigError(f"--results, --png, --{', --'.join(COSTS).replace('_', '-')} go with --simulate: give that too")
+        return _chart(engine, costs, chart, out, svg)
+    if chart != ChartConfig() or costs != CostsConfig():
+        raise ConfigError(f"--results, --batch, --context, --png, --{', --'.join(COSTS).replace('_', '-')} go with --simulate")
     if svg_speed is not None and not 0.05 <= svg_speed <= 20:
         raise ConfigError(f"--svg-speed must be between 0.05 and 20, not {svg_speed:g}")
     if recorded is not None:
@@ -99,24 +93,15 @@ def compare(
     return _draw(run, timing, svg, svg_speed)
 
 
-def _chart(
-    engine: EngineConfig,
-    costs: CostsConfig,
-    results: list[Path],
-    batch: int,
-    context: int,
-    out: Path | None,
-    svg: Path | None,
-    png: Path | None,
-) -> dict[str, Any]:
+def _chart(engine: EngineConfig, costs: CostsConfig, config: ChartConfig, out: Path | None, svg: Path | None) -> dict[str, Any]:
     """Speed-up over tokens a round, in the files that were asked for, else in a run folder."""
     from paceline.bench.speedup_chart import draw, made
 
     is_told = engine.model != EngineConfig().model or not (costs.table or costs.calibration)
-    chart = made(replace(costs, model=engine.model if is_told else None), results, batch, context)
+    chart, png = made(replace(costs, model=engine.model if is_told else None), config), config.png
     line = chart.as_json()
     if out is not None or (svg is None and png is None):
-        run = RunFolder.create("compare", {"costs": costs, "results": results, "batch": batch, "context": context}, out)
+        run = RunFolder.create("compare", {"costs": costs, "chart": config}, out)
         run.write_json("speedup.json", line)
         svg, png, line["run"] = svg or run.path / "speedup.svg", png or run.path / "speedup.png", run.path
     draw(chart, svg, png)

@@ -123,6 +123,23 @@ class ServingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ChartConfig:
+    """A chart of speed-up over tokens a round, of `paceline compare`. Raises ConfigError."""
+
+    results: tuple[Path, ...] = ()
+    """With --simulate: points of a bench decode run, mocked or real."""
+    batch: Count = 1
+    """With --simulate: sequences that decode together."""
+    context: Count = 512
+    """With --simulate: tokens in the cache of each."""
+    png: Path | None = None
+    """With --simulate: also a PNG."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
 class PriceConfig:
     """What a machine costs, and how fast answers must come. Raises ConfigError."""
 
