@@ -67,12 +67,7 @@ def compare(
     if svg_speed is not None and not 0.05 <= svg_speed <= 20:
         raise ConfigError(f"--svg-speed must be between 0.05 and 20, not {svg_speed:g}")
     if recorded is not None:
-        if prompt is not None:
-            raise ConfigError("--from draws what was recorded: leave the prompt out")
-        from paceline.bench.timing import read_timing
-
-        run = RunFolder(out or (recorded if recorded.is_dir() else recorded.parent))
-        return _draw(run, read_timing(recorded), svg, svg_speed)
+        return _drawn_again(recorded, prompt, out, svg, svg_speed)
     text = prompt_of(prompt, "paceline compare")
     check_template(raw, system)
     if repeat < 1:
@@ -91,6 +86,18 @@ def compare(
     run = RunFolder.create("compare", described, out)
     run.write_json(NAME, timing)
     return _draw(run, timing, svg, svg_speed)
+
+
+def _drawn_again(
+    recorded: Path, prompt: str | None, out: Path | None, svg: Path | None, svg_speed: float | None
+) -> dict[str, Any]:
+    """From the times of an earlier run."""
+    if prompt is not None:
+        raise ConfigError("--from draws what was recorded: leave the prompt out")
+    from paceline.bench.timing import read_timing
+
+    run = RunFolder(out or (recorded if recorded.is_dir() else recorded.parent))
+    return _draw(run, read_timing(recorded), svg, svg_speed)
 
 
 def _chart(engine: EngineConfig, costs: CostsConfig, config: ChartConfig, out: Path | None, svg: Path | None) -> dict[str, Any]:
