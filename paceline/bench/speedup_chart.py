@@ -100,13 +100,15 @@ def read_points(run: Path, batch: int) -> list[Point]:
     results = told[0].get("results") if len(told) == 1 else None
     found = []
     for each in results if isinstance(results, list) else ():
-        x, y = (each.get(name) for name in ("tokens_per_round", "speedup")) if isinstance(each, dict) else (None, None)
-        if not (is_amount(x) and is_amount(y) and x >= 1) or each.get("batch") != batch or each.get("drafter") == "none":
+        if not isinstance(each, dict) or each.get("batch") != batch or each.get("drafter") == "none":
+            continue
+        x, y = each.get("tokens_per_round", 0.0), each.get("speedup")
+        if not (is_amount(x) and is_amount(y)) or x < 1:
             continue
         is_mocked, model = "drafter" not in each, str(told[0].get("model", ""))
         name = "mocked" if is_mocked else str(each["drafter"])
         heat = f", T={each['temperature']:g}" if each.get("temperature") else ""
-        found.append(Point(f"{name}{heat}{f' ({model})' if model else ''}", float(x), float(y), is_mocked))
+        found.append(Point(f"{name}{heat}{f' ({model})' if model else ''}", float(x), float(y or 0.0), is_mocked))
     if not found:
         raise ConfigError(f"{file} has no drafter's speed-up at batch {batch}: give a run of paceline bench decode, or --batch")
     return found

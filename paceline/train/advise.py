@@ -109,7 +109,7 @@ def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
     tokens = config.answer_tokens or round(seen.answer_tokens or 256)
     has_answers = bool(seen.answers or config.answers)
     known = config.answers or seen.answers
-    numbers = sorted({*NUMBERS, *([known] if known and known >= 30 else [])})
+    numbers: list[int] = sorted({*NUMBERS, *([known] if known and known >= NUMBERS[0] // 10 else [])})
     model = costs.model or (setup.shape.name if setup.shape else DEFAULT_MODEL)
     device = config.train_on or _device(costs)
     plans = [_plan(model, number, tokens, device) for number in numbers]
