@@ -12,7 +12,7 @@ from paceline.cli import app
 MAKING = (("train",), ("regenerate",), ("synthesize",), ("evaluate",), ("report",))
 BENCH = (("bench",), ("bench", "decode"), ("bench", "serving"), ("bench", "steps"))
 ADAPTING = (("adapt",), *(("adapt", name) for name in ("watch", "check", "replay", "log", "gate")))
-PREDICTING = (("simulate",), ("simulate-serving",), ("compare",), ("calculator",))
+PREDICTING = (("advise",), ("simulate",), ("simulate-serving",), ("compare",), ("calculator",))
 DRAFTERS = (("drafters",), *(("drafters", word) for word in ("list", "load", "drain", "unload")))
 SERVING = (("serve",), *DRAFTERS, ("record",), *ADAPTING)
 COMMANDS = ((), ("generate",), ("chat",), ("models",), *BENCH, *MAKING, *SERVING, *PREDICTING)

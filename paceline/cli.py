@@ -13,6 +13,7 @@ import typer
 
 import paceline
 from paceline.commands.adapt import adapt_check, adapt_gate, adapt_log, adapt_replay, adapt_watch
+from paceline.commands.advise import advise
 from paceline.commands.bench import bench_decode, bench_serving, bench_steps
 from paceline.commands.chat import chat
 from paceline.commands.compare import compare
@@ -60,7 +61,7 @@ def start(
 
 for _each in (generate, chat, compare, train, regenerate, evaluate, report, serve, record, synthesize):
     app.command()(_each)
-for _each in (simulate_serving, simulate, calculator, models):
+for _each in (advise, simulate_serving, simulate, calculator, models):
     app.command()(_each)
 for _each in (bench_decode, bench_serving, bench_steps):
     bench_app.command(_each.__name__.removeprefix("bench_"))(_each)

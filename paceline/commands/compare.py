@@ -1,22 +1,29 @@
-"""`paceline compare`: record the token times of both ways, or read those of a run; write the page, the picture, the figures."""
+"""`paceline compare`: record the token times of both ways, or read those of a run; write the page, the picture, the figures.
+
+With --simulate: speed-up over tokens a round, predicted and measured, as a chart."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.commands.generate import encode
-from paceline.commands.options import Only, Without, options
+from paceline.commands.options import Changed, Only, Opt, Without, options
 from paceline.commands.shared import MOCK, Json, Raw, System, TerminalProgress, check_template, load, prompt_of, say
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.runlog import RunFolder, write_whole
+from paceline.simulate.config import ChartConfig, CostsConfig
 from paceline.types import SamplingParams
 
 if TYPE_CHECKING:
     from paceline.bench.timing import Timing
+
+
+COSTS = ("hardware", "gpus", "precision", "drafter_cost", "block", "table", "calibration", "overhead_ms", "plain_rate")
 
 
 @options
@@ -36,6 +43,11 @@ def compare(
         float | None,
         typer.Option(help="Times as fast as it was, in the SVG: 0.5 is slow motion [default: so that the eye can follow]."),
     ] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="No answers: a chart of speed-up over tokens a round, predicted and measured.")
+    ] = False,
+    costs: Annotated[CostsConfig, Only(*COSTS)] = CostsConfig(),  # noqa: B008  (frozen)
+    chart: Annotated[ChartConfig, Changed(results=Opt(metavar="RUN_FOLDER"), png=Opt(metavar="FILE"))] = ChartConfig(),  # noqa: B008  (frozen)
     as_json: Json = False,
 ) -> dict[str, Any]:
     """One prompt with speculation off and on, every token at the time it came: a page that replays both side by side.
@@ -43,16 +55,19 @@ def compare(
     The page is one file, compare.html in the run folder; it needs no server and no network.
 
     Example: paceline compare "Why is the sky blue?" --max-tokens 96 --svg demo.svg
+
+    Example: paceline compare --simulate --model Qwen3-8B --hardware H100 --results runs/mock --results runs/bench-decode-1
     """
+    if simulate:
+        if prompt is not None or recorded is not None or svg_speed is not None:
+            raise ConfigError("--simulate answers nothing: leave the prompt, --from and --svg-speed out")
+        return _chart(engine, costs, chart, out, svg)
+    if chart != ChartConfig() or costs != CostsConfig():
+        raise ConfigError(f"--results, --batch, --context, --png, --{', --'.join(COSTS).replace('_', '-')} go with --simulate")
     if svg_speed is not None and not 0.05 <= svg_speed <= 20:
         raise ConfigError(f"--svg-speed must be between 0.05 and 20, not {svg_speed:g}")
     if recorded is not None:
-        if prompt is not None:
-            raise ConfigError("--from draws what was recorded: leave the prompt out")
-        from paceline.bench.timing import read_timing
-
-        run = RunFolder(out or (recorded if recorded.is_dir() else recorded.parent))
-        return _draw(run, read_timing(recorded), svg, svg_speed)
+        return _drawn_again(recorded, prompt, out, svg, svg_speed)
     text = prompt_of(prompt, "paceline compare")
     check_template(raw, system)
     if repeat < 1:
@@ -71,6 +86,35 @@ def compare(
     run = RunFolder.create("compare", described, out)
     run.write_json(NAME, timing)
     return _draw(run, timing, svg, svg_speed)
+
+
+def _drawn_again(
+    recorded: Path, prompt: str | None, out: Path | None, svg: Path | None, svg_speed: float | None
+) -> dict[str, Any]:
+    """From the times of an earlier run."""
+    if prompt is not None:
+        raise ConfigError("--from draws what was recorded: leave the prompt out")
+    from paceline.bench.timing import read_timing
+
+    run = RunFolder(out or (recorded if recorded.is_dir() else recorded.parent))
+    return _draw(run, read_timing(recorded), svg, svg_speed)
+
+
+def _chart(engine: EngineConfig, costs: CostsConfig, config: ChartConfig, out: Path | None, svg: Path | None) -> dict[str, Any]:
+    """Speed-up over tokens a round, in the files that were asked for, else in a run folder."""
+    from paceline.bench.speedup_chart import draw, made
+
+    is_told = engine.model != EngineConfig().model or not (costs.table or costs.calibration)
+    chart, png = made(replace(costs, model=engine.model if is_told else None), config), config.png
+    line = chart.as_json()
+    if out is not None or (svg is None and png is None):
+        run = RunFolder.create("compare", {"costs": costs, "chart": config}, out)
+        run.write_json("speedup.json", line)
+        svg, png, line["run"] = svg or run.path / "speedup.svg", png or run.path / "speedup.png", run.path
+    draw(chart, svg, png)
+    say(chart.text)
+    say("drawn: " + ", ".join(str(file) for file in (svg, png) if file))
+    return {**line, "svg": svg, "png": png}
 
 
 def _draw(run: RunFolder, timing: Timing, picture: Path | None, svg_speed: float | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.shared import Json, say
 from paceline.errors import ConfigError
 from paceline.runlog import RunFolder, plain, write_whole
-from paceline.simulate.config import CostsConfig, PredictConfig, ServingConfig
+from paceline.simulate.config import CostsConfig, PredictConfig, PriceConfig, ServingConfig
 from paceline.tables import Column, Table, spread_column
 
 if TYPE_CHECKING:
@@ -33,6 +33,17 @@ Calibrate = Annotated[
 Flags = Annotated[bool, typer.Option("--flags", help="Also print the server flags: paceline, vLLM, SGLang.")]
 Out = Annotated[Path | None, typer.Option(help="With --calibrate: folder of its files [default: that of the step times].")]
 List = Annotated[bool, typer.Option("--list", help="List models and machines.")]
+PRICE_COLUMNS = (
+    Column("rows", lambda each: each.rows, align="right"),
+    Column("", lambda each: each.name),
+    Column("tokens/round", lambda each: each.tokens_per_round, "{:.2f}", "right"),
+    Column("requests/s", lambda each: each.requests_per_s, "{:,.3g}", "right"),
+    Column("tokens/s", lambda each: each.tokens_per_s, "{:,.0f}", "right"),
+    Column("$ per 1,000 answers", lambda each: each.per_thousand, "{:,.3f}", "right"),
+    spread_column("first token ms", lambda each: each.first_token, 1000, 0, ("p50", "p90", "p99")),
+    spread_column("inter-token ms", lambda each: each.inter_token, 1000, 2, ("p50", "p90", "p99")),
+    spread_column("answer s", lambda each: each.total, 1, 2, ("p50", "p90", "p99")),
+)
 SHOWN = ("p50", "p99", "mean")
 LOAD_COLUMNS = (
     Column("load", lambda each: each.load),
@@ -71,6 +82,7 @@ COMPARED_COLUMNS = (
 def simulate(
     costs: CostsConfig,
     config: PredictConfig,
+    price: PriceConfig,
     calibrate: Calibrate = None,
     flags: Flags = False,
     out: Out = None,
@@ -89,6 +101,10 @@ def simulate(
     Example: paceline simulate --model Qwen3-8B --hardware H100 --acceptance runs/bench-decode-1 --flags
 
     Example: paceline bench steps --out runs/steps && paceline simulate --calibrate runs/steps
+
+    Example: paceline simulate --model Qwen3.5-27B --hardware B200 --plain-rate 75 --acceptance 0.8
+
+    Example: paceline simulate --model Qwen3-8B --hardware H100 --batch 8,32 --price-per-hour 2.5 --slo p90-total=2s
     """
     if list_known:
         return _list_known(as_json)
@@ -98,10 +114,22 @@ def simulate(
 
     answer = predict_all(costs, config)
     _show(answer, stderr=as_json)
+    line = answer.as_json()
+    if price.is_asked:
+        line["price"] = _price(answer, config, price, stderr=as_json)
     print_notes(answer.setup, stderr=as_json)
     for server, command in answer.flags.items() if flags else ():
         (say if as_json else print)(f"{server}:  {command}")
-    return answer.as_json()
+    return line
+
+
+def _price(answer: Answer, config: PredictConfig, price: PriceConfig, *, stderr: bool) -> dict[str, Any]:
+    """A line for each batch, plain and with drafts, and what one more token a round is worth."""
+    from paceline.simulate.price import priced
+
+    found = priced(answer.setup.costs, answer.acceptance, config, price)
+    Table(PRICE_COLUMNS, found.rows, title=found.title, notes=found.sentences, width=140).show(stderr=stderr)
+    return asdict(found)
 
 
 def _show(answer: Answer, *, stderr: bool) -> None:
@@ -115,7 +143,7 @@ def _show(answer: Answer, *, stderr: bool) -> None:
         Column("plain tokens/s", lambda each: each.plain_tokens_per_s, "{:,.0f}"),
         Column("where a round's time goes", _parts),
     ]
-    Table(columns, answer.predictions, title=answer.setup.title).show(stderr=stderr)
+    Table(columns, answer.predictions, title=answer.setup.title, notes=_overhead_notes(answer)).show(stderr=stderr)
     if len(answer.predictions) > 1:
         return
     found = answer.predictions[0]
@@ -132,6 +160,18 @@ def _show(answer: Answer, *, stderr: bool) -> None:
         Column("", lambda point: _bar(found, *point)),
     ]
     Table(columns, found.curve, notes=changes).show(stderr=stderr)
+
+
+def _overhead_notes(answer: Answer) -> list[str]:
+    """What is added to each round, and the speed-ups without it."""
+    overhead = answer.setup.overhead
+    if overhead is None:
+        return []
+    speedups = ", ".join(
+        f"{speedup:.2f}x ({length} drafts)" + (f" at batch {found.batch}" if len(answer.predictions) > 1 else "")
+        for found, (length, speedup) in zip(answer.predictions, answer.without, strict=True)
+    )
+    return [f"overhead: {1e3 * overhead.seconds:.2f} ms of each round, {overhead.source}; the best without it: {speedups}"]
 
 
 def _parts(found: Prediction) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -36,6 +37,7 @@ from paceline.simulate.costs import (
     read_table,
 )
 from paceline.simulate.load import LoadFigures, capacity, parse_lengths, sweep, workload
+from paceline.simulate.overhead import Overhead, overhead_of, with_overhead
 from paceline.simulate.replay import Compared, compare, read_passes, recorded_survival, rows_of
 from paceline.simulate.roofline import Deployment, memory_need
 from paceline.simulate.serving import Case, ServerShape, Survival
@@ -64,6 +66,10 @@ class Setup:
     deployment: Deployment | None = None
     limits: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    overhead: Overhead | None = None
+    """What `costs` hold beyond those of the source, in every round."""
+    bare: StepCosts | None = None
+    """Without the overhead, where there is one."""
 
     def ignore(self, config: CostsConfig, *names: str) -> Setup:
         """Warn of options that were given and have no effect."""
@@ -74,7 +80,20 @@ class Setup:
 
 
 def set_up(config: CostsConfig, loads: Sequence[Load]) -> Setup:
-    """Raises the errors of whatever is not known or cannot be read. `loads` only decide on warnings."""
+    """Raises the errors of whatever is not known or cannot be read.
+
+    `loads` decide on warnings, and the first one's context on the overhead that a plain rate tells.
+    """
+    setup = _source(config, loads)
+    overhead = overhead_of(setup.costs, loads[0].context, config.overhead_ms, config.plain_rate, config.server_log)
+    if overhead:
+        setup.overhead, setup.bare = overhead, setup.costs
+        setup.costs = with_overhead(setup.costs, overhead.seconds)
+        setup.limits.insert(1, limits.TEXTS["overhead"].format(ms=f"{1e3 * overhead.seconds:.3g}", source=overhead.source))
+    return setup
+
+
+def _source(config: CostsConfig, loads: Sequence[Load]) -> Setup:
     if config.toy:
         shape = catalogue.find(config.model) if config.model else None
         title = f"{shape.name}, toy model" if shape else "toy model"
@@ -119,9 +138,22 @@ def _calibrated(config: CostsConfig, calibration: Calibration) -> Setup:
 
 def deployment_of(config: CostsConfig, known: Precisions, measured: Machine | None = None) -> Deployment:
     """A model on the machine asked for, else the one `measured`, in the precisions asked for, else those that are known."""
-    machine = measured if measured and config.hardware is None else machine_named(config.hardware)
+    number, name = counted(config.hardware)
+    if number > 1 and config.gpus not in (1, number):
+        raise ConfigError(f"--hardware {config.hardware!r} and --gpus {config.gpus} are two numbers: leave one out")
+    machine = measured if measured and config.hardware is None else machine_named(name)
     precisions = with_precisions(known, config.precision)
-    return Deployment(machine, precisions, config.gpus, config.expert_locality, config.per_layer)
+    return Deployment(machine, precisions, max(number, config.gpus), config.expert_locality, config.per_layer)
+
+
+def counted(hardware: str | None) -> tuple[int, str | None]:
+    """ "2x H100" -> (2, "H100"); one where no number is told. Raises ConfigError for a number below 1."""
+    found = re.fullmatch(r"\s*(\d+)\s*[x×*]\s*(.*\S)\s*", hardware or "", re.IGNORECASE)
+    if not found:
+        return 1, hardware
+    if int(found[1]) < 1:
+        raise ConfigError(f"--hardware {hardware!r}: give at least one machine")
+    return int(found[1]), found[2]
 
 
 def drafter_of(config: CostsConfig, deployment: Deployment) -> DrafterCost:
@@ -164,6 +196,8 @@ class Answer:
     predictions: list[Prediction]
     flags: dict[str, str]
     """Server -> command line for the first batch."""
+    without: list[tuple[int, float]] = field(default_factory=list)
+    """(best draft length, speed-up) of each batch without the overhead; empty where there is none."""
 
     def as_json(self) -> dict[str, Any]:
         """The first batch's prediction on top, all of a sweep below."""
@@ -180,7 +214,16 @@ class Answer:
             "warnings": self.setup.warnings,
             "limits": self.setup.limits,
             "flags": self.flags,
+            "overhead": self._overhead(),
         }
+
+    def _overhead(self) -> dict[str, Any] | None:
+        """Its milliseconds, and the first batch without it."""
+        if self.setup.overhead is None:
+            return None
+        length, speedup = self.without[0]
+        told = {"ms": 1e3 * self.setup.overhead.seconds, "source": self.setup.overhead.source}
+        return {**told, "speedup_without": speedup, "best_draft_length_without": length}
 
 
 def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
@@ -189,9 +232,11 @@ def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
     loads = [Load(batch, config.context, config.max_draft) for batch in config.batch]
     setup = set_up(costs, loads)
     predictions = [predict(setup.costs, acceptance, load, setup.kind != "toy") for load in loads]
+    bare = [predict(setup.bare, acceptance, load) for load in loads] if setup.bare else []
     setup.limits += limits.acceptance_limits(acceptance, loads[0])
     setup.warnings += _load_warnings(setup, loads)
-    return Answer(setup, acceptance, predictions, server_flags(_serving(costs, config, setup, predictions[0])))
+    flags = server_flags(_serving(costs, config, setup, predictions[0]))
+    return Answer(setup, acceptance, predictions, flags, [(each.best_draft_length, each.speedup) for each in bare])
 
 
 def _load_warnings(setup: Setup, loads: list[Load]) -> list[str]:
@@ -214,7 +259,7 @@ def _serving(costs: CostsConfig, config: PredictConfig, setup: Setup, prediction
         drafter=config.drafter or PLACEHOLDER,
         num_drafted=prediction.best_draft_length,
         batch=prediction.batch,
-        num_gpus=costs.gpus,
+        num_gpus=setup.deployment.num_gpus if setup.deployment else costs.gpus,
         has_8bit_cache=bool(setup.deployment and setup.deployment.precisions.kv == "float8"),
     )
 

@@ -1,4 +1,4 @@
-"""What `paceline simulate` and `paceline simulate-serving` are asked; the docstring of a field is its option's help."""
+"""What `paceline simulate`, `simulate-serving` and `advise` are asked; the docstring of a field is its option's help."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from paceline.bounds import Count, Rate, Share, Whole, check, within
+from paceline.bounds import Count, Positive, Rate, Share, Whole, check, within
 from paceline.errors import ConfigError, refuse
 
 DraftLength = Annotated[int, within("between 0 and 1024", least=0, most=1024)]
@@ -19,7 +19,7 @@ class CostsConfig:
     model: str | None = None
     """A name of --list, a config.json, or a folder with one [default: smollm2-135m]."""
     hardware: str | None = None
-    """A name of --list; this measures the machine at hand [default: this]."""
+    """A name of --list, or several of them as 2x H100; this measures the machine at hand [default: this]."""
     gpus: Count = 1
     """Tensor parallel over so many of them."""
     precision: str | None = None
@@ -40,15 +40,24 @@ class CostsConfig:
     """Measured step times (steps.json of bench steps, or its run folder) in place of the roofline."""
     calibration: Path | None = None
     """A calibration.json: the roofline as it was fitted to a machine."""
+    overhead_ms: Annotated[float, within("0 or more milliseconds", least=0)] | None = None
+    """Milliseconds of every round beyond these costs: launches, scheduling, the host."""
+    plain_rate: Rate | None = None
+    """Measured tokens/s of one stream that decodes alone and plainly: solves for the overhead of every round."""
+    server_log: Path | None = None
+    """A log of vLLM or SGLang under a steady load, or the text of its /metrics: the overhead is fitted to its rounds."""
 
     def __post_init__(self) -> None:
         num_sources = sum((self.toy, self.table is not None, self.calibration is not None))
         is_double = None not in (self.drafter_cost, self.drafter_params)
+        overheads = [each is not None for each in (self.overhead_ms, self.plain_rate, self.server_log)]
         check(self)
         refuse(
             ConfigError,
             (num_sources > 1, "--toy, --table and --calibration exclude each other: leave all but one out"),
             (is_double, "--drafter-cost and --drafter-params say the same in two ways: leave one out"),
+            (sum(overheads) > 1, "--overhead-ms, --plain-rate and --server-log exclude each other: leave all but one out"),
+            (self.toy and any(overheads), "--toy has no seconds to add an overhead to: leave one of the two out"),
         )
 
 
@@ -62,7 +71,7 @@ class PredictConfig:
     """Tokens in each sequence's cache."""
     acceptance: str = "0.8"
     """One chance (0.8), a chance for each place (0.8,0.75,0.7), survival:.77,.57,.42, histogram:20,10,5, or a bench decode run,
-    its results.json, or a trace."""
+    its results.json, a trace, or a log or the metrics of vLLM or SGLang."""
     max_draft: DraftLength = 16
     """Longest draft considered."""
     method: str | None = None
@@ -111,3 +120,74 @@ class ServingConfig:
         check(self)
         if self.against and (self.rate or self.concurrency):
             raise ConfigError("--against has its own loads: leave --rate and --concurrency out")
+
+
+@dataclass(frozen=True, slots=True)
+class ChartConfig:
+    """A chart of speed-up over tokens a round, of `paceline compare`. Raises ConfigError."""
+
+    results: tuple[Path, ...] = ()
+    """With --simulate: points of a bench decode run, mocked or real."""
+    batch: Count = 1
+    """With --simulate: sequences that decode together."""
+    context: Count = 512
+    """With --simulate: tokens in the cache of each."""
+    png: Path | None = None
+    """With --simulate: also a PNG."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class PriceConfig:
+    """What a machine costs, and how fast answers must come. Raises ConfigError."""
+
+    price_per_hour: Positive | None = None
+    """Price of an hour of the machine, all its GPUs together: prints requests/s and the price of 1,000 answers."""
+    slo: str | None = None
+    """How fast answers must come, such as p90-total=2s or p99-first-token=500ms,p50-inter-token=20ms."""
+    prompt_tokens: str | None = None
+    """Of each request, as of simulate-serving [default: the context less half an answer]."""
+    answer_tokens: str = "256"
+    """Of each request, as `prompt_tokens`."""
+    requests: Count = 200
+    """Requests that are simulated at each rate."""
+    seed: int = 0
+    """Of arrivals, lengths and acceptance."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def is_asked(self) -> bool:
+        return self.price_per_hour is not None or self.slo is not None
+
+
+@dataclass(frozen=True, slots=True)
+class AdviceConfig:
+    """The traffic, and what machines cost. Raises ConfigError."""
+
+    streams: Count | None = None
+    """Requests that decode together [default: as many as the server of --url runs, else 1]."""
+    context: Count = 2048
+    """Tokens in the cache of each."""
+    traffic: Annotated[str, ("mixed", "application")] = "mixed"
+    """What is asked: anything, or one application's requests under its own prompt or schema."""
+    answers: Count | None = None
+    """Answers there are to learn from [default: counted in the traces]."""
+    answer_tokens: Count | None = None
+    """Tokens of an answer, on average [default: as in the traces, else 256]."""
+    train_on: str | None = None
+    """Machine of the training, as 8x H100 [default: that of --hardware]."""
+    price_per_hour: Positive | None = None
+    """Price of an hour of the serving machine, all its GPUs together."""
+    train_price_per_hour: Positive | None = None
+    """Price of an hour of the training machine [default: by the number of GPUs, as the serving one]."""
+    busy_hours: Rate = 24.0
+    """Hours of a day at this load."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.busy_hours > 24:
+            raise ConfigError(f"busy_hours must be at most 24, not {self.busy_hours:g}")

@@ -7,6 +7,7 @@ what a run recorded:
     0.8                      one chance          0.8,0.75,0.7            a chance for each place, given that the earlier stood
     survival:.77,.57,.42     shares of rounds    histogram:20,10,5,2     counts of rounds with 0, 1, 2, ... accepted drafts
     runs/bench-decode-x      a bench run's results (or results.json), a trace in JSON lines or Parquet
+    vllm.log                 a log of vLLM or SGLang, or the text of GET /metrics (`server_logs.py`)
 
 Of a bench run the setting with the most accepted drafts counts, unless `name:` picks a drafter: runs/x:default.
 """
@@ -27,7 +28,10 @@ from paceline.figures import add_histograms, survival
 from paceline.simulate.config import DraftLength
 from paceline.simulate.costs import StepCosts
 from paceline.simulate.files import is_amount, read_objects
+from paceline.simulate.server_logs import is_server_text, read_server
 
+HEAD_BYTES = 1 << 20
+"""A server's log says within so many bytes whose it is."""
 DELTAS = (-0.1, -0.05, -0.01, 0.01, 0.05, 0.1)
 
 
@@ -75,6 +79,17 @@ def shifted(acceptance: Acceptance, points: float) -> Acceptance:
 
 def constant(chance: float) -> Acceptance:
     return Acceptance((chance,), "constant")
+
+
+def chance_for(wanted: float, num_drafted: int) -> float:
+    """The one chance with which so many drafts bring `wanted` tokens a round. Raises ConfigError outside 1..num_drafted + 1."""
+    if not 1 <= wanted <= num_drafted + 1:
+        raise ConfigError(f"{num_drafted} drafts bring between 1 and {num_drafted + 1} tokens a round, never {wanted:g}")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tokens_per_round(constant(middle), num_drafted) < wanted else (low, middle)
+    return high
 
 
 def from_survival(shares: Sequence[float]) -> Acceptance:
@@ -147,6 +162,8 @@ def _numbers(text: str, whole: str) -> list[float]:
 def read_acceptance(path: Path, drafter: str = "") -> Acceptance:
     """The histogram of a bench run or of a trace. Raises ConfigError when there is none in it."""
     file = path / "results.json" if path.is_dir() else path
+    if _is_servers(file):
+        return _of_server(file)
     is_table, remedy = file.suffix == ".parquet", "give a bench run, results.json or a trace"
     lines = _parquet_lines(file) if is_table else read_objects(file, remedy)
     if len(lines) == 1 and isinstance(lines[0].get("results"), list):
@@ -157,6 +174,25 @@ def read_acceptance(path: Path, drafter: str = "") -> Acceptance:
     if not rounds:
         raise ConfigError(f"{file} holds no accepted_histogram: give the folder of paceline bench decode, or a trace")
     return from_rounds(rounds)
+
+
+def _is_servers(file: Path) -> bool:
+    """Whether it is another server's log or metrics."""
+    if file.suffix in (".parquet", ".json", ".jsonl") or not file.is_file():
+        return False
+    with reraised(ConfigError, f"cannot read {file}", "check its permissions", OSError), file.open("rb") as opened:
+        return is_server_text(opened.read(HEAD_BYTES).decode("utf-8", errors="replace"))
+
+
+def _of_server(file: Path) -> Acceptance:
+    """Its survival curve, else one chance that gives its mean tokens a round. Raises ConfigError when it drafted nothing."""
+    seen = read_server(file)
+    if seen.survival:
+        return from_survival(seen.survival)
+    drafts = max((sample.num_drafted for sample in seen.samples), default=0)
+    if seen.tokens_per_round is None or not drafts:
+        raise ConfigError(f"{file}: the server drafted nothing, or does not say how much: give a chance or a curve")
+    return constant(chance_for(min(seen.tokens_per_round, drafts + 1), drafts))
 
 
 def _best_histogram(results: Sequence[dict[str, Any]], drafter: str, file: Path) -> list[int]:

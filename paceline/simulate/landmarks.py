@@ -1,0 +1,164 @@
+"""Published systems beside what the roofline predicts of them, without and with an overhead fitted to the plain rate alone.
+
+    for row in served():
+        row.published, row.without.speedup, row.within.speedup, row.error_with
+
+`landmarks.json` has what was published, where, and what had to be assumed; `python docs/make_landmarks.py` writes the tables
+into docs/landmarks.md. No number of a point enters its own prediction: an overhead comes from a system's plain rate of one
+stream, and drafter costs, chances and contexts are the published walk-through's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.simulate import catalogue
+from paceline.simulate.costs import FractionDrafter, RooflineCosts, ShapeDrafter, StepCosts
+from paceline.simulate.overhead import overhead_s, with_overhead
+from paceline.simulate.roofline import MEASURED_LOCALITY, Deployment, distinct_experts
+from paceline.simulate.speedup import Load, best, constant, curve, from_survival, tokens_per_round
+
+TOLD: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+COST, MOST = 0.10, 16
+"""A drafter pass as a share of a plain pass, and the longest draft: the walk-through's."""
+WAYS = {"token by token": (0.75, None), "in blocks": (0.89, 16)}
+"""Chance of a draft, and drafts of one pass: the walk-through's two drafters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One published rate of a system. Rates in tokens/s of one stream; speed-ups over plain decoding, all streams counted."""
+
+    system: str
+    setting: str
+    tokens_per_round: float
+    is_assumed: bool
+    """The tokens a round are those of an assumed chance, not published ones."""
+    rate: float
+    published: float
+    """Speed-up."""
+    without: float
+    """Predicted speed-up of the roofline alone."""
+    within: float
+    """The same with the overhead."""
+    overhead_ms: float
+    needed: float
+    """Tokens a round that bring the published speed-up, the overhead counted."""
+
+    @property
+    def error_without(self) -> float:
+        return self.without / self.published - 1.0
+
+    @property
+    def error_with(self) -> float:
+        return self.within / self.published - 1.0
+
+
+def served() -> Iterator[Served]:
+    """Every published rate, system by system."""
+    for system in TOLD["systems"]:
+        costs = _costs_of(system)
+        added_s = overhead_s(costs, Load(1, system["context"]), system["plain_rate"])
+        for point in system["points"]:
+            yield _point(system, point, costs, added_s)
+
+
+def _costs_of(system: dict[str, Any]) -> RooflineCosts:
+    shape = catalogue.find(system["model"])
+    machine = catalogue.machines()["B200"]
+    deployment = Deployment(machine, shape.precisions, system["gpus"], system.get("locality", 0.0))
+    return RooflineCosts(shape, deployment, FractionDrafter(COST))
+
+
+def _point(system: dict[str, Any], point: dict[str, Any], costs: RooflineCosts, added_s: float) -> Served:
+    bare = replace(costs, drafter=FractionDrafter(COST, point.get("block")))
+    streams, drafts, context = point.get("streams", 1), point["drafts"], system["context"]
+    base_streams, base_rate = point.get("base_streams", streams), point.get("base_rate", system["plain_rate"])
+    is_assumed = "tokens_per_round" not in point
+    gained = tokens_per_round(constant(point["chance"]), drafts) if is_assumed else point["tokens_per_round"]
+    published = streams * point["rate"] / (base_streams * base_rate)
+
+    def speedup(of: StepCosts) -> float:
+        plain = base_streams / of.round_s(base_streams, 0, context)
+        return streams * gained / of.round_s(streams, drafts, context) / plain
+
+    within = speedup(with_overhead(bare, added_s))
+    return Served(
+        system["name"], point["setting"], gained, is_assumed, point["rate"], published, speedup(bare), within,
+        1e3 * added_s, gained * published / within,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Walked:
+    """One speed-up of the published walk-through, which counts no overhead."""
+
+    model: str
+    way: str
+    batch: int
+    published: float
+    predicted: float
+    best_draft_length: int
+    said: str
+    """In the essay's words, where it says so."""
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.published - 1.0
+
+
+def walked() -> Iterator[Walked]:
+    """Both tables of the walk-through."""
+    told = TOLD["walkthrough"]
+    for model, ways in told["models"].items():
+        shape = catalogue.find(model)
+        deployment = Deployment(catalogue.machines()["B200"], shape.precisions)
+        for way, (chance, block) in WAYS.items():
+            costs = RooflineCosts(shape, deployment, FractionDrafter(COST, block))
+            for batch, published in zip(told["batches"], ways[way], strict=True):
+                times = [costs.round_s(batch, length, 4096) for length in range(MOST + 1)]
+                length, predicted = best(curve(times, constant(chance)))
+                said = told["said"].get(model, {}).get(str(batch), {}).get(way, "")
+                yield Walked(model, way, batch, published, predicted, length, said)
+
+
+@dataclass(frozen=True, slots=True)
+class BestLengths:
+    """Best draft lengths of one drafter, by streams."""
+
+    drafter: str
+    streams: list[int]
+    published: list[int]
+    predicted: list[int]
+
+    @property
+    def num_equal(self) -> int:
+        return sum(ours == theirs for ours, theirs in zip(self.predicted, self.published, strict=True))
+
+
+def best_lengths() -> Iterator[BestLengths]:
+    """From measured survival and each drafter's own roofline."""
+    told = TOLD["best_lengths"]
+    shape, machine = catalogue.find(told["model"]), catalogue.machines()["B200"]
+    deployment = Deployment(machine, shape.precisions)
+    for each in told["drafters"]:
+        rates = machine.flops_per_s["bfloat16"], machine.bytes_per_s
+        costs = RooflineCosts(shape, deployment, ShapeDrafter(each["parameters"], *rates, block=each.get("block")))
+        acceptance, found = from_survival(each["survival"]), []
+        for streams in told["streams"]:
+            times = [costs.round_s(streams, length, told["context"]) for length in range(len(each["survival"]) + 1)]
+            found.append(best(curve(times, acceptance))[0])
+        yield BestLengths(each["name"], told["streams"], each["published"], found)
+
+
+def experts() -> list[tuple[int, float, float, float]]:
+    """(positions, measured, uniform, with the measured locality) distinct experts of a layer."""
+    told = TOLD["experts"]
+    return [
+        (positions, measured, distinct_experts(256, 8, 1, positions), distinct_experts(256, 8, 1, positions, MEASURED_LOCALITY))
+        for positions, measured in zip(told["positions"], told["published"], strict=True)
+    ]

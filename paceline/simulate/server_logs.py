@@ -1,0 +1,250 @@
+"""What other servers' logs and metrics tell of their rounds: how many requests ran, tokens per second, tokens a round.
+
+    seen = read_server(Path("vllm.log"))        # or SGLang's log, or what GET /metrics of either, or of paceline, answered
+    seen.samples[0].round_s                     # seconds of a round of so many requests
+    seen.survival                               # share of rounds whose first i drafts stood, where it is told
+
+Lines that are read:
+
+    vLLM     Engine 000: Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 612.3 tokens/s, Running: 8 reqs, ...
+             SpecDecoding metrics: Mean acceptance length: 3.20, ..., Per-position acceptance rate: 0.801, 0.620, ...
+    SGLang   Decode batch, #running-req: 8, #token: 34816, ..., accept len: 3.20, accept rate: 0.55, ...,
+             gen throughput (token/s): 456.7, #queue-req: 0
+
+A line tells of an interval; only intervals at whose beginning and end the same number of requests ran, with next to no
+prompt between, count as rounds. Of metrics, counters since the start are averaged, and the number that runs is that of the
+moment.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import ConfigError, reraised
+
+MOST_BYTES = 256 * 2**20
+NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)"
+VLLM_LINE = re.compile(
+    rf"Engine (\d+): Avg prompt throughput: {NUMBER} tokens/s, "
+    rf"Avg generation throughput: {NUMBER} tokens/s, Running: (\d+) reqs"
+)
+VLLM_DRAFTS = re.compile(rf"SpecDecoding metrics: .*?Mean acceptance length: {NUMBER}")
+VLLM_PLACES = re.compile(r"Per-position acceptance rate: ([0-9., ]+)")
+VLLM_ACCEPTED = re.compile(r"Accepted: (\d+) tokens")
+SGLANG_LINE = re.compile(r"(?:\[[^\]]*?((?: (?:DP|TP|EP|PP)\d+)*)\] )?Decode batch.*?#running-req: (\d+)")
+SGLANG_RATE = re.compile(rf"gen throughput \(token/s\): {NUMBER}")
+SGLANG_TOKENS = re.compile(r"#(?:full )?token: (\d+)")
+SGLANG_LENGTH = re.compile(rf"accept len: {NUMBER}")
+SGLANG_SHARE = re.compile(rf"accept rate: {NUMBER}")
+METRIC = re.compile(r"([A-Za-z_][\w:]*)(?:\{(.*)\})? +(\S+)(?: +\d+)?")
+POSITION = re.compile(r'position="(\d+)"')
+FEW_PROMPTS = 0.1
+"""Prompt tokens of an interval that counts as decoding alone, at most, as a share of what was generated."""
+LEAST_RATE = 0.02
+"""SGLang rounds its accept rate to two places: from a smaller one nothing follows for the number of drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One interval of decoding, or the mean of all of them."""
+
+    running: int
+    """Requests that decoded together."""
+    tokens_per_s: float
+    """Of all of them."""
+    tokens_per_round: float = 1.0
+    num_drafted: int = 0
+    """Drafts of each request in each round."""
+    context: float | None = None
+    """Tokens in the cache of each, where it is told."""
+
+    @property
+    def round_s(self) -> float:
+        return self.running * self.tokens_per_round / self.tokens_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Everything that was told."""
+
+    server: str
+    """vLLM, SGLang or paceline."""
+    samples: list[Sample]
+    tokens_per_round: float | None
+    """Mean of all rounds with drafts; None where nothing was drafted."""
+    survival: tuple[float, ...] = ()
+    """Share of rounds whose first i drafts all stood, where it is told."""
+    tokens: float = 0.0
+    """Generated since the start, where it is told."""
+    answers: float = 0.0
+    """Finished since the start, where it is told."""
+
+
+def is_server_text(text: str) -> bool:
+    """Whether it begins like a log or metrics that `parse_server` reads."""
+    return any(mark in text for mark in ("vllm:", "sglang:", "Avg generation throughput:", "Decode batch"))
+
+
+def read_server(file: Path) -> Seen:
+    """Raises ConfigError when there is no such file, or nothing in it that is known."""
+    with reraised(ConfigError, f"cannot read {file}", "give a log of vLLM or SGLang, or what their /metrics says", OSError):
+        if file.stat().st_size > MOST_BYTES:
+            raise ConfigError(f"{file} is larger than {MOST_BYTES >> 20} MiB: give the part under load, tail -n 100000")
+        text = file.read_text(encoding="utf-8", errors="replace")
+    return parse_server(text, str(file))
+
+
+def parse_server(text: str, name: str = "the text") -> Seen:
+    """Raises ConfigError when nothing in it is known."""
+    lines = text.splitlines()
+    if any(line.startswith(("vllm:", "sglang:")) for line in lines):
+        return _metrics(lines, name)
+    if "Avg generation throughput:" in text:
+        return _vllm(lines, name)
+    if "Decode batch" in text:
+        return _sglang(lines, name)
+    raise ConfigError(
+        f"{name} holds neither vLLM's 'Avg generation throughput' lines, nor SGLang's 'Decode batch' lines, nor metrics: give "
+        "the server's own log, with its statistics on, or the text of GET /metrics"
+    )
+
+
+@dataclass(slots=True)
+class _Interval:
+    running: int
+    prompt_rate: float
+    tokens_per_s: float
+    tokens_per_round: float = 1.0
+    places: tuple[float, ...] = ()
+    accepted: float = 0.0
+
+
+def _vllm(lines: list[str], name: str) -> Seen:
+    """Statistics lines, each with the line about drafts that follows it; engines of their own."""
+    engines: dict[str, list[_Interval]] = defaultdict(list)
+    last: _Interval | None = None
+    for line in lines:
+        if found := VLLM_LINE.search(line):
+            last = _Interval(int(found[4]), float(found[2]), float(found[3]))
+            engines[found[1]].append(last)
+        elif last and (found := VLLM_DRAFTS.search(line)):
+            last.tokens_per_round = float(found[1])
+            if places := VLLM_PLACES.search(line):
+                last.places = tuple(float(each) for each in places[1].replace(" ", "").split(",") if each)
+            if accepted := VLLM_ACCEPTED.search(line):
+                last.accepted = float(accepted[1])
+    samples = [
+        Sample(now.running, now.tokens_per_s, now.tokens_per_round, len(now.places))
+        for intervals in engines.values()
+        for before, now in itertools.pairwise(intervals)
+        if now.running == before.running > 0 and now.prompt_rate < FEW_PROMPTS * now.tokens_per_s
+    ]
+    drafting = [each for intervals in engines.values() for each in intervals if each.places and each.tokens_per_round > 1]
+    rounds = [each.accepted / (each.tokens_per_round - 1) for each in drafting]
+    survival = _weighed([each.places for each in drafting], rounds)
+    return _seen("vLLM", samples, survival, None, name)
+
+
+def _sglang(lines: list[str], name: str) -> Seen:
+    """Decode lines of each rank; one after a prompt of its rank is left out, since that prompt took part of the interval."""
+    before: dict[str, int] = {}
+    samples, lengths = [], []
+    for line in lines:
+        if "Prefill batch" in line:
+            before.clear()
+            continue
+        found, rate = SGLANG_LINE.search(line), SGLANG_RATE.search(line)
+        if not found or not rate:
+            continue
+        rank, running, tokens_per_s = found[1] or "", int(found[2]), float(rate[1])
+        length, share, held = SGLANG_LENGTH.search(line), SGLANG_SHARE.search(line), SGLANG_TOKENS.search(line)
+        kept = max(float(length[1]), 1.0) if length else 1.0
+        drafts = round((kept - 1) / float(share[1])) if share and float(share[1]) >= LEAST_RATE else 0
+        context = int(held[1]) / running if held and running else None
+        if before.get(rank) == running > 0 and tokens_per_s > 0:
+            samples.append(Sample(running, tokens_per_s, kept, drafts, context))
+        if length:
+            lengths.append((kept, running))
+        before[rank] = running
+    weight = sum(running for _, running in lengths)
+    mean = sum(kept * running for kept, running in lengths) / weight if weight else None
+    return _seen("SGLang", samples, (), mean, name)
+
+
+def _seen(server: str, samples: list[Sample], survival: tuple[float, ...], mean: float | None, name: str) -> Seen:
+    if not samples and not survival and mean is None:
+        raise ConfigError(
+            f"{name}: no two lines of {server} in a row tell of the same number of running requests and no prompt: "
+            "give a log of a steady load"
+        )
+    return Seen(server, samples, 1 + sum(survival) if survival else mean, survival)
+
+
+def _weighed(curves: list[tuple[float, ...]], weights: list[float]) -> tuple[float, ...]:
+    """The mean of survival curves, each as often as it had rounds; never rising, as rounding may have it."""
+    whole, found, most = sum(weights), list[float](), 1.0
+    for place in range(max(map(len, curves), default=0) if whole else 0):
+        pairs = zip(curves, weights, strict=True)
+        most = min(most, sum(weight * curve[place] for curve, weight in pairs if place < len(curve)) / whole)
+        found.append(most)
+    return tuple(found)
+
+
+def _metrics(lines: list[str], name: str) -> Seen:
+    """The counters of GET /metrics, all engines and ranks of vLLM added up."""
+    totals: dict[str, float] = defaultdict(float)
+    by_place: dict[int, float] = defaultdict(float)
+    for metric, labels, value in _values(lines):
+        if metric.endswith("spec_decode_num_accepted_tokens_per_pos_total"):
+            if place := POSITION.search(labels):
+                by_place[int(place[1])] += value
+        elif not metric.endswith("_bucket"):
+            totals[metric] += value
+    owner = "sglang:" if any(metric.startswith("sglang:") for metric in totals) else "vllm:"
+    is_vllm = owner == "vllm:"
+    server = "SGLang" if not is_vllm else "paceline" if "paceline:rounds_total" in totals else "vLLM"
+    rounds = totals["vllm:spec_decode_num_drafts_total"]
+    survival = tuple(min(by_place[place] / rounds, 1.0) for place in sorted(by_place)) if rounds else ()
+    while survival and survival[-1] == 0:
+        survival = survival[:-1]
+    mean = 1 + totals["vllm:spec_decode_num_accepted_tokens_total"] / rounds if rounds else None
+    if not is_vllm and totals["sglang:spec_accept_length"] > 1:
+        mean = totals["sglang:spec_accept_length"]
+    running = totals["vllm:num_requests_running" if is_vllm else "sglang:num_running_reqs"]
+    drafted = totals["vllm:spec_decode_num_draft_tokens_total"] / rounds if rounds else 0.0
+    gap_s = _mean(totals, owner + "inter_token_latency_seconds") or _mean(totals, owner + "time_per_output_token_seconds")
+    samples = []
+    if running and gap_s:
+        kept = mean or 1.0
+        round_s = gap_s if is_vllm else gap_s * kept  # vLLM observes once a step, SGLang once a token
+        samples.append(Sample(int(running), running * kept / round_s, kept, round(drafted)))
+    tokens = totals[owner + "generation_tokens_total"]
+    answers = totals[owner + ("request_success_total" if is_vllm else "num_requests_total")]
+    if not (samples or mean or tokens):
+        raise ConfigError(f"{name}: the metrics tell of no token yet: take them after some requests")
+    return Seen(server, samples, mean, survival, tokens, answers)
+
+
+def _values(lines: list[str]) -> Iterator[tuple[str, str, float]]:
+    """(name, labels, value) of each line that is one; others, and values that are no finite amount, are left out."""
+    for line in lines:
+        found = METRIC.fullmatch(line.strip())
+        if not found or line.startswith("#"):
+            continue
+        try:
+            value = float(found[3])
+        except ValueError:
+            continue
+        if 0 <= value < float("inf"):
+            yield found[1], found[2] or "", value
+
+
+def _mean(totals: dict[str, float], metric: str) -> float | None:
+    """Of a histogram."""
+    count = totals.get(metric + "_count", 0.0)
+    return totals.get(metric + "_sum", 0.0) / count if count else None
