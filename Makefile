@@ -10,7 +10,7 @@ NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/probes/*.cpp) $(NATIVE
 CPP := $(NATIVE_CODE) $(wildcard $(NATIVE)/probes/*.cpp tests/native/*.cpp)
 SANITIZED := $(CURDIR)/build/native/libpaceline_native_sanitize.so
 
-SOURCES := paceline tests experiments docs notebooks setup.py
+SOURCES := paceline tests experiments deploy docs notebooks setup.py
 
 .PHONY: setup demo test test-quick test-arm lint check format bench docs native sanitize wheel clean
 

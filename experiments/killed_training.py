@@ -2,10 +2,10 @@
 
     python experiments/killed_training.py --prompts user_instructions.jsonl --out runs/killed
 
-One run goes through from prompts to drafter. Another, of the same command, gets SIGKILL at --kills random moments, spread over
-its stages, and goes on each time. Answers, the losses of all steps, and the bits of the drafter must be the same. Then copies
-of a run that stopped half-way go on for longer, for shorter, and with other memory settings: steps before the change must have
-the same bits, steps behind other memory settings the same losses up to rounding (--tolerance).
+One run goes through from prompts to drafter. Another, of the same command, gets SIGKILL at --kills random moments, as many in
+each of its stages, and goes on each time. Answers, the losses of all steps, and the bits of the drafter must be the same. Then
+copies of a run that stopped half-way go on for longer, for shorter, and with other memory settings: steps before the change
+must have the same bits, steps behind other memory settings the same losses up to rounding (--tolerance).
 
 Prints what happens, then one JSON object; status 1 when anything differs, or when a stage was never hit.
 """
@@ -75,29 +75,41 @@ class Runs:
 
     def finish(self, folder: Path, steps: int, more: str = "") -> float:
         """Seconds; SystemExit when it fails."""
-        began = time.monotonic()
-        status = self.start(folder, steps, more).wait()
+        return sum(self.timed(folder, steps, more).values())
+
+    def timed(self, folder: Path, steps: int, more: str = "") -> dict[str, float]:
+        """Seconds that each stage took; SystemExit when it fails."""
+        began, spent = time.monotonic(), dict.fromkeys(STAGES, 0.0)
+        process = self.start(folder, steps, more)
+        while process.poll() is None:
+            time.sleep(0.02)
+            now = time.monotonic()
+            spent[stage_of(folder)] += now - began
+            began = now
+        self._check(folder, process.returncode)
+        return spent
+
+    def _check(self, folder: Path, status: int) -> None:
         if status:
             sys.exit(f"the run in {folder} ended with status {status}: see {self.options.out / folder.name}.log")
-        return time.monotonic() - began
 
-    def kill(self, folder: Path, steps: int, kills: int, whole_s: float, luck: random.Random) -> list[str]:
-        """Start and kill, in turns: the stages in which it died. A folder that is finished is begun anew."""
+    def kill(self, folder: Path, steps: int, kills: int, spent: dict[str, float], luck: random.Random) -> list[str]:
+        """Start, and kill within the next stage that is wanted, after a random part of what that stage takes: where it died."""
+        wanted = sorted(range(kills), key=lambda number: number % len(STAGES))
         died: list[str] = []
-        while len(died) < kills:
-            process, waits_s = self.start(folder, steps), luck.uniform(0.0, 2.4 * whole_s / kills)
+        for stage in (STAGES[number % len(STAGES)] for number in wanted):
+            parts = sum(STAGES[number % len(STAGES)] == stage for number in wanted)
+            process, waits_s = self.start(folder, steps), luck.uniform(0.0, spent[stage] / parts)
+            while process.poll() is None and STAGES.index(stage_of(folder)) < STAGES.index(stage):
+                time.sleep(0.02)
             try:
-                status = process.wait(waits_s)
+                self._check(folder, process.wait(waits_s))
+                say(f"it was through {waits_s:.1f} s after the beginning of {stage}: not killed")
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
                 died.append(stage_of(folder))
-                say(f"killed after {waits_s:.1f} s, {died[-1]}")
-            else:
-                if status:
-                    sys.exit(f"the run in {folder} ended with status {status}: see {self.options.out / folder.name}.log")
-                say("it was through before the next kill: again, from the beginning")
-                shutil.rmtree(folder)
+                say(f"killed {waits_s:.1f} s after the beginning of {stage}, in {died[-1]}")
         return died
 
     def stopped(self, folder: Path, steps: int, at: int) -> int:
@@ -145,16 +157,18 @@ def main() -> int:
     shutil.rmtree(options.out, ignore_errors=True)
     runs, out, steps, luck = Runs(options), options.out, options.steps, random.Random(options.seed)
 
-    whole_s = runs.finish(out / "whole", steps)
-    say(f"the one that runs through took {whole_s:.0f} s")
-    died = runs.kill(out / "killed", steps, options.kills, whole_s, luck)
+    spent = runs.timed(out / "whole", steps)
+    whole_s = sum(spent.values())
+    say(f"the one that runs through took {whole_s:.0f} s: " + ", ".join(f"{name} {value:.0f}" for name, value in spent.items()))
+    died = runs.kill(out / "killed", steps, options.kills, spent, luck)
     runs.finish(out / "killed", steps)
     whole, killed = losses(out / "whole"), losses(out / "killed")
     checks = {
         "the same answers": answers(out / "whole") == answers(out / "killed") != {},
         "the same losses to the bit": whole == killed and len(whole) == steps,
         "the same drafter to the bit": drafter_hash(out / "whole") == drafter_hash(out / "killed"),
-        "killed in answers, features and steps": {"answers", "features", "steps"} <= set(died),
+        f"killed {options.kills} times, in answers, features and steps too": len(died) == options.kills
+        and {"answers", "features", "steps"} <= set(died),
     }
 
     half = runs.stopped(out / "half", steps, steps // 2)

@@ -7,7 +7,8 @@ a step of each in turns, so that all meet the same pace of the machine. `--batch
 the next prompt is read beside the others, as in a server. A ratio is of one turn over all prompts, their reading included;
 sampled answers all have the same length, so that nobody has more to read. The table has the median of the ratios, their range,
 and the share of rounds by the source of their drafts. `noisy` is the default drafter with noise in its weights, which drafts as
-one does that is half trained; `none again` is plain decoding once more: how far its ratio is from 1 is the machine's doing.
+one does that is half trained; `default-chain` is the default drafter without trees; `none again` is plain decoding once more:
+how far its ratio is from 1 is the machine's doing.
 
 On a virtual machine the hypervisor may give the processor to others in the middle of a step, for longer than a turn takes. Such
 steps (/proc/stat tells) count as long as undisturbed ones of the same kind take: as many rows, drafts and prompt tokens.
@@ -39,6 +40,9 @@ from paceline.prompts import read_prompts
 from paceline.runlog import record_of
 from paceline.types import LOOKUP, NONE
 
+CHAIN = "-chain"
+"""Behind a drafter's name: it drafts chains alone, no trees."""
+
 Setting = tuple[str, int, float]
 """Prompt file, batch, temperature."""
 
@@ -58,8 +62,9 @@ def noisy(drafter: Drafter, share: float) -> Drafter:
 
 
 def load(args: argparse.Namespace, name: str, max_batch: int) -> LLM:
-    own = {"noisy": "default", "none again": "none"}.get(name, name)
-    llm = LLM(args.model, drafter=own, dtype=args.dtype, max_batch=max_batch, max_len=1024)
+    own = {"noisy": "default", "none again": "none"}.get(name, name.removesuffix(CHAIN))
+    trees = not name.endswith(CHAIN)
+    llm = LLM(args.model, drafter=own, dtype=args.dtype, max_batch=max_batch, max_len=1024, trees=trees)
     if name == "noisy":
         llm.use_drafter(noisy(llm.drafter, args.noise))
     return llm

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from paceline.bounds import Count, Whole, at_least, check, within
+from paceline.bounds import Count, Share, Whole, at_least, check, within
 from paceline.errors import ConfigError, refuse, reraised
-from paceline.plan import num_fixed
+from paceline.plan import fixed_planner
 
 YIELD = "at least 1, the target's own token of every round"
 ISAS = ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")
@@ -52,11 +53,18 @@ class EngineConfig:
     plan: str = "auto"
     """auto checks in each round the drafts that bring the most tokens per second here, none when none do, and what an n-gram
     lookup finds where that promises more (unless `num_drafted` is given); fixed:K the drafter's first K in every round, fixed
-    all that it may: nothing then depends on the clock."""
+    all that it may, tree:N a tree of its N likeliest: nothing then depends on the clock."""
+    objective: Literal["throughput", "latency"] = "throughput"
+    """With plan auto: throughput checks the drafts that bring the most tokens per second of all requests together; latency
+    those that make each request's next tokens come soonest on average, when several run. Neither changes any text."""
+    trees: bool = True
+    """With plan auto, check several continuations together where that brings more; without, one."""
     rule: Annotated[str, RULES] = "auto"
     """How sampled drafts are verified: match (certain drafts), rejection or block; auto takes the best that is lossless."""
     mocked_tokens_per_round: Annotated[float, within(YIELD, least=1)] | None = None
     """Accept drafts at this rate, bonus token included, whatever the target says: NOT lossless, for modelling only."""
+    mocked_survival: tuple[Share, ...] = ()
+    """The same by a curve: shares of rounds whose first 1, 2, ... drafts stand, drawn for each row and round."""
     prefill_chunk: Count = 256
     """Prompt tokens per step, so that a long prompt does not stall the others."""
     threads: Count | None = None
@@ -64,8 +72,34 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        rises = any(later > sooner for sooner, later in pairwise(self.mocked_survival))
+        is_double = bool(self.mocked_survival) and self.mocked_tokens_per_round is not None
+        refuse(
+            ConfigError,
+            (rises, "mocked_survival must fall: what stood for two drafts stood for one, as in 0.8, 0.6, 0.4"),
+            (is_double, "mocked_tokens_per_round and mocked_survival say the same in two ways: leave one out"),
+        )
         if self.plan != "auto":
-            num_fixed(self.plan)
+            fixed_planner(self.plan)
+            refuse(
+                ConfigError,
+                (
+                    self.objective != "throughput",
+                    f"objective {self.objective} needs plan auto (serve: --speculate auto), not {self.plan}",
+                ),
+            )
+
+    @property
+    def mocked(self) -> float | tuple[float, ...] | None:
+        """Tokens a round, or a survival curve, where acceptance is mocked; None where it is the target's."""
+        return self.mocked_tokens_per_round if self.mocked_tokens_per_round is not None else self.mocked_survival or None
+
+    @property
+    def mocked_as(self) -> str:
+        """For people: what acceptance is mocked; empty where it is not."""
+        if self.mocked_survival:
+            return "survival " + ", ".join(f"{share:g}" for share in self.mocked_survival)
+        return "" if self.mocked_tokens_per_round is None else f"{self.mocked_tokens_per_round:g} tokens a round"
 
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:

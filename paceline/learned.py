@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
+from paceline.trees import Outcome
 from paceline.types import LOOKUP
 
-PRIORS = {"greedy": 0.75, "sampled": 0.5, "seeded": 0.5}
+PRIORS = {"greedy": 0.75, "sampled": 0.5, "seeded": 0.5, "lossy": 0.75, "lossy sampled": 0.5}
 """Chance that the first draft of a row of each kind stands, of which nothing is known."""
 _PRIOR_WEIGHT = 4.0
 """How many tries of a place its prior counts for; behind the first place the prior is the chance of the place before."""
@@ -23,6 +24,7 @@ _KEEP = 0.98
 """What is left of a place's tries after each round: the latest 50 count."""
 _SURE_EDGES = tuple(math.log(share) for share in (0.05, 0.12, 0.22, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.985))
 """Bounds of the classes of how sure a drafter is: log-probability of its best token."""
+_SIBLING_WEIGHT = 4.0  # of what a drafter itself says of tokens that are not its likeliest, in tokens
 _WATCH_KEEP, _SURPRISE, _DOUBT = 0.9, 4.0, 0.2
 """The latest 10 rounds are watched; when they are so many standard deviations off, this share of what was taught is kept."""
 _CLASS_WEIGHT, _CELL_WEIGHT, _SURE_KEEP = 4.0, 12.0, 0.995
@@ -75,6 +77,7 @@ class Chances:
         """By place in the draft, whatever the drafter thought of it."""
         self._classes: dict[int, Ratio] = {}
         self._cells: dict[tuple[int, int], Ratio] = {}
+        self._sibling_truth, self._siblings = Ratio(), 1.0  # those that stood over those expected to
         self._off = self._variance = 0.0
         """Drafts that stood in recent rounds beyond those that were expected to, and the variance of that."""
 
@@ -87,6 +90,23 @@ class Chances:
         chance = found.near(self.places[place], _CLASS_WEIGHT) if found else self.places[place]
         cell = self._cells.get((place, kind))
         return cell.near(chance, _CELL_WEIGHT) if cell else chance
+
+    def of_candidates(self, place: int, logprobs: Sequence[float]) -> list[float]:
+        """By rank, given the log-probabilities of a drafter's likeliest tokens at a place; they do not rise."""
+        chances = [self._chance(place, bisect_left(_SURE_EDGES, logprobs[0]))]
+        left = 1.0 - chances[0]
+        for logprob in logprobs[1:]:
+            chances.append(max(min(math.exp(logprob) * self._siblings, chances[-1], left), 0.0))
+            left -= chances[-1]
+        return chances
+
+    def record_tree(self, outcome: Outcome, sure: Sequence[float] | None) -> None:
+        """As `record`, of a tree."""
+        self.record(len(outcome.tree.spine), outcome.spine_kept, sure)
+        siblings = outcome.siblings()
+        expected = sum(math.exp(logprob) for logprob, _ in siblings)
+        self._sibling_truth.add(sum(stood for _, stood in siblings), expected, _SURE_KEEP)
+        self._siblings = self._sibling_truth.near(1.0, _SIBLING_WEIGHT)
 
     def record(self, num_checked: int, num_kept: int, sure: Sequence[float] | None = None) -> None:
         """One row's drafts of a round: the first `num_checked` were checked, the first `num_kept` stood.

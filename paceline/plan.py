@@ -1,7 +1,7 @@
 """What a step does next: how much of a prompt, and which drafts every running row has checked. No PyTorch.
 
     plan = planner.next(rows)                  # Row: a sequence and what it could check (Offer) -> Plan
-    widths = planner.narrow(plan, sure_B)      # after drafting: how many drafts of each row are worth checking
+    widths = planner.narrow(plan, sure_B)      # after drafting: how many drafts of each row are worth checking, or which tree
     planner.learn(plan, stats)                 # what the round took and which drafts stood
 
 The engine executes a plan with the real target, `simulate` with a cost model: the same object decides in both. A draft is
@@ -18,21 +18,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from paceline.chunks import ChunkSizes
 from paceline.errors import ConfigError
 from paceline.learned import PRIORS, RECENT, Chances, PassCosts, RoundCosts, RoundRecord, Truth
+from paceline.shares import Objective, Want, gains_of, share_out, spared_by, surplus_of
+from paceline.trees import MOST_NODES, Candidates, Tree, as_told, grow
 from paceline.types import Offer, RoundStats, Row, RowKind, Take
 
 MARGIN = 0.02
 """Drafts must promise this share more tokens than their time costs: estimates err."""
-LEAST_GAIN = 0.01
-"""Chance to stand of a draft that is looked at: to weigh those behind it takes longer than they are worth."""
 LIFT_WEIGHT = 0.05
 """Of the latest round in what cutting unsure drafts gains on average."""
 SURE_TRIALS, HOPELESS = 3, 5.0
 """After so many trials those become so many times rarer that no drafter could make pay: many rows on a slow processor."""
+FEW_CANDIDATES, MOST_CANDIDATES = 8, 32
+"""Tokens of each slot that may be in a tree."""
 SPARE = 2
 """Slots that a block drafter drafts beyond those that are worth checking on average: it may be sure of them."""
 
@@ -57,6 +60,11 @@ class Plan:
 class Planner(Protocol):
     """Decides what the steps of one engine do; the module's docstring has the order of calls."""
 
+    @property
+    def num_candidates(self) -> int:
+        """Tokens of a slot that it wants to know, to make trees of; 0: it makes none."""
+        ...
+
     def offer(self, source: str, kind: RowKind, most: int) -> Offer:
         """What a source that computes its drafts promises a row of this kind that may check `most` of them."""
         ...
@@ -68,9 +76,15 @@ class Planner(Protocol):
     def join(self, plan: Plan, place: int, row: Row) -> None:
         """A row whose prompt ended in this step decodes too."""
 
-    def narrow(self, plan: Plan, sure_B: Sequence[Sequence[float] | None]) -> list[int]:
-        """How many drafts of each row to check, now that drafters have said how sure they are of each slot: the
-        log-probability of its most likely token, None where nothing of the kind is known."""
+    def narrow(
+        self,
+        plan: Plan,
+        sure_B: Sequence[Sequence[float] | None],
+        candidates_B: Sequence[Candidates | None] | None = None,
+    ) -> list[int | Tree]:
+        """How many drafts of each row to check, or which tree of them, now that drafters have said how sure they are of each
+        slot: the log-probability of its most likely token, None where nothing of the kind is known; and what else is likely
+        there, None of rows that may check no tree."""
         ...
 
     def learn(self, plan: Plan, stats: RoundStats) -> None:
@@ -97,6 +111,12 @@ class FixedPlanner:
     num_drafted: int | None = None
     most_chunk: int = 256
     whole_blocks: bool = True
+    num_nodes: int = 0
+    """Of a tree that each row checks in place of a chain, where its drafter says what is likely; 0: chains."""
+
+    @property
+    def num_candidates(self) -> int:
+        return min(self.num_nodes, MOST_CANDIDATES)
 
     def offer(self, source: str, kind: RowKind, most: int) -> Offer:
         return Offer(source, (1.0,) * most)
@@ -120,8 +140,16 @@ class FixedPlanner:
         plan.rows.insert(place, row)
         plan.drafts.insert(place, self._take(row))
 
-    def narrow(self, plan: Plan, sure_B: Sequence[Sequence[float] | None]) -> list[int]:
-        return [take.count for take in plan.drafts]
+    def narrow(
+        self,
+        plan: Plan,
+        sure_B: Sequence[Sequence[float] | None],
+        candidates_B: Sequence[Candidates | None] | None = None,
+    ) -> list[int | Tree]:
+        return [
+            take.count if candidates is None else grow(candidates, as_told, self.num_nodes)
+            for take, candidates in zip(plan.drafts, candidates_B or [None] * len(plan.drafts), strict=True)
+        ]
 
     def learn(self, plan: Plan, stats: RoundStats) -> None: ...
 
@@ -133,20 +161,39 @@ class FixedPlanner:
     def forget(self, source: str) -> None: ...
 
 
-def num_fixed(plan: str) -> int | None:
-    """The K of `fixed:K`; None of `fixed`: as many as the drafter may. Raises ConfigError for anything else."""
+def fixed_planner(plan: str, most_chunk: int = 256) -> FixedPlanner:
+    """That of `fixed` (as many drafts as the drafter may), `fixed:K` or `tree:N`. Raises ConfigError for anything else."""
     name, _, number = plan.partition(":")
-    if name == "fixed" and ((number.isascii() and number.isdecimal()) or plan == "fixed"):
-        return int(number) if number else None
-    raise ConfigError(f"plan must be auto, fixed or fixed:K (at most K drafts in every round), not {plan!r}")
+    if number.isascii() and number.isdecimal() and name == "fixed":
+        return FixedPlanner(int(number), most_chunk)
+    if number.isascii() and number.isdecimal() and name == "tree" and 1 <= int(number) <= MOST_NODES:
+        return FixedPlanner(None, most_chunk, num_nodes=int(number))
+    if plan == "fixed":
+        return FixedPlanner(None, most_chunk)
+    raise ConfigError(
+        "plan must be auto, fixed, fixed:K (at most K drafts in every round) or "
+        f"tree:N (a tree of N drafts, at most {MOST_NODES}), not {plan!r}"
+    )
 
 
 class AdaptivePlanner:
     """Most tokens per second by what rounds have taught; never below plain decoding but for short trials."""
 
-    def __init__(self, passes: PassCosts, *, most_chunk: int = 256, adapts_chunks: bool = True) -> None:
+    def __init__(
+        self,
+        passes: PassCosts,
+        *,
+        most_chunk: int = 256,
+        adapts_chunks: bool = True,
+        grows_trees: bool = False,
+        objective: Objective = "throughput",
+    ) -> None:
         """`passes`: seconds of a target pass, as measured at the start. `adapts_chunks` only for a target that gives a token
-        the same bits in chunks of any size, so that no text depends on it."""
+        the same bits in chunks of any size, so that no text depends on it; `grows_trees` only for one that takes them. With
+        the `objective` latency rounds are for each row's next token (`shares.share_sooner`), not for all rows' together."""
+        self._is_for_latency = objective == "latency"
+        self._share_out = partial(share_out, sooner=self._is_for_latency)
+        self.num_candidates = FEW_CANDIDATES if grows_trees else 0
         self._kinds = {name: RoundRecord(RoundCosts(passes)) for name in ("greedy", "drawn")}
         self._chances: dict[tuple[str, str], Chances] = {}
         """By source and kind of row."""
@@ -191,13 +238,13 @@ class AdaptivePlanner:
             unwanted = paused - self._computed
         if not sum(len(row.weigh(unwanted)) for row in rows):
             return plan
-        rate = kind.rate(num_rows)
+        rate = num_rows / kind.costs.pass_s(num_rows) if self._is_for_latency else kind.rate(num_rows)
         wants = [
             want
             for place, row in enumerate(rows)
             if (want := self._best(kind, rate, num_rows, place, row, may_compute, paused)) is not None
         ]
-        counts = _share_out(kind.costs, rate, num_rows, wants, most_s, margin=MARGIN)
+        counts = self._share_out(kind.costs, rate, num_rows, wants, most_s, margin=MARGIN)
         for want, count in zip(wants, counts, strict=True):
             if count:
                 more = SPARE if want.offer.source in self._blocks else 0  # slots that may prove sure cost a block hardly more
@@ -217,19 +264,19 @@ class AdaptivePlanner:
 
     def _best(
         self, kind: RoundRecord, rate: float, num_rows: int, place: int, row: Row, may_compute: bool, paused: set[str]
-    ) -> _Want | None:
+    ) -> Want | None:
         """The offer that would bring the most over its time if no other row checked any; drafting costs are shared by all."""
-        best, most = None, 0.0
+        best, most = None, -math.inf if self._is_for_latency else 0.0
         for offer in row.offers:
             if (offer.cost_s and not may_compute) or offer.source in paused:
                 continue
             if truth := self._truths.get((offer.source, row.kind)):
                 offer = Offer(offer.source, truth.right(offer.chances))
             lift = self._lifts.get((offer.source, row.kind), 0.0) if offer.cost_s else 0.0
-            checking = _surplus(kind.costs, rate, num_rows, offer.chances, offer.each_s / num_rows)
+            checking = surplus_of(kind.costs, rate, num_rows, gains_of(offer.chances), offer.each_s / num_rows)
             surplus = lift + checking - rate * offer.cost_s / num_rows
             if surplus > most:
-                best, most = _Want(place, offer, lift), surplus
+                best, most = Want(place, offer, lift), surplus
         return best
 
     def _try(self, kind: RoundRecord, plan: Plan) -> None:
@@ -252,34 +299,45 @@ class AdaptivePlanner:
     def _could_pay(self, kind: RoundRecord, plan: Plan) -> bool:
         """Whether drafts that nearly always stand would be worth their time in a round of these rows."""
         wants = [
-            _Want(place, Offer(offer.source, (0.95,) * len(offer.chances), offer.cost_s, offer.each_s))
+            Want(place, Offer(offer.source, (0.95,) * len(offer.chances), offer.cost_s, offer.each_s))
             for place, row in enumerate(plan.rows)
             for offer in row.offers[:1]
         ]
-        return any(_share_out(kind.costs, kind.rate(plan.num_rows), plan.num_rows, wants, math.inf, margin=MARGIN))
+        return any(self._share_out(kind.costs, kind.rate(plan.num_rows), plan.num_rows, wants, math.inf, margin=MARGIN))
 
-    def narrow(self, plan: Plan, sure_B: Sequence[Sequence[float] | None]) -> list[int]:
+    def narrow(
+        self,
+        plan: Plan,
+        sure_B: Sequence[Sequence[float] | None],
+        candidates_B: Sequence[Candidates | None] | None = None,
+    ) -> list[int | Tree]:
+        widths: list[int | Tree] = [take.count for take in plan.drafts]
         if all(sure is None for sure in sure_B):
-            return [take.count for take in plan.drafts]
+            return widths
         kind = self._kind(plan.rows)
         rate = kind.rate(plan.num_rows)
-        wants, fixed = [], 0
-        widths = [take.count for take in plan.drafts]
+        wants, trees, fixed, spared = list[Want](), list[Tree | None](), 0, 0.0
         for place, (row, take, sure) in enumerate(zip(plan.rows, plan.drafts, sure_B, strict=True)):
             if not take.count or sure is None:
                 fixed += take.count
+                spared += spared_by(row, take)
                 continue
             known = self._known(take.source, row.kind, take.count)
-            offer = Offer(take.source, tuple(known.of(sure[: take.count])))
-            average = _surplus(kind.costs, rate, plan.num_rows, known.places[: take.count])
-            lift = _surplus(kind.costs, rate, plan.num_rows, offer.chances) - average
+            candidates = candidates_B[place] if candidates_B else None
+            offer, tree = Offer(take.source, tuple(known.of(sure[: take.count]))), None
+            if candidates is not None:
+                tree = grow(candidates, known.of_candidates, MOST_NODES)
+            gains = tree.gains if tree else gains_of(offer.chances)
+            average = surplus_of(kind.costs, rate, plan.num_rows, gains_of(known.places[: take.count]))
+            lift = surplus_of(kind.costs, rate, plan.num_rows, gains) - average
             before = self._lifts.get((take.source, row.kind), 0.0)
             self._lifts[take.source, row.kind] = max(before + LIFT_WEIGHT * (lift - before), 0.0)
-            wants.append(_Want(place, offer))
+            wants.append(Want(place, offer, gains=gains))
+            trees.append(tree)
         if not plan.is_trial:
-            counts = _share_out(kind.costs, rate, plan.num_rows, wants, math.inf, fixed)
-            for want, count in zip(wants, counts, strict=True):
-                widths[want.place] = count
+            counts = self._share_out(kind.costs, rate, plan.num_rows, wants, math.inf, fixed, spared=spared)
+            for want, tree, count in zip(wants, trees, counts, strict=True):
+                widths[want.place] = count if tree is None else tree.first(count)
         return widths
 
     def learn(self, plan: Plan, stats: RoundStats) -> None:
@@ -288,7 +346,8 @@ class AdaptivePlanner:
         computing: dict[str, int] = {}
         sure_B = stats.sure_B or [None] * num_rows
         outcomes = zip(plan.rows, plan.drafts, stats.num_drafted_B, stats.num_accepted_B, sure_B, strict=True)
-        for row, take, num_drafted, num_kept, sure in outcomes:
+        trees_B = stats.trees_B or [None] * num_rows
+        for place, (row, take, num_drafted, num_kept, sure) in enumerate(outcomes):
             if not take.count:
                 continue
             offer = next(offer for offer in row.offers if offer.source == take.source)
@@ -297,7 +356,11 @@ class AdaptivePlanner:
                 longest[take.source] = max(longest.get(take.source, 1), take.count)
                 if sure is not None:
                     self._blocks.add(take.source)
-                self._known(take.source, row.kind, take.count).record(num_drafted, num_kept, sure)
+                known = self._known(take.source, row.kind, take.count)
+                if (outcome := trees_B[place]) is None:
+                    known.record(num_drafted, num_kept, sure)
+                else:
+                    known.record_tree(outcome, sure)
             elif num_drafted:
                 expected = sum(offer.chances[: min(num_kept + 1, num_drafted)])
                 self._truths.setdefault((take.source, row.kind), Truth()).add(num_kept, expected, RECENT)
@@ -328,73 +391,3 @@ class AdaptivePlanner:
         for records in (self._chances, self._lifts, self._truths):
             for key in [key for key in records if key[0] == source]:
                 del records[key]
-
-
-@dataclass(frozen=True, slots=True)
-class _Want:
-    """The offer that the row at `place` of the plan would take; `lift`: tokens that it brings beyond what its average chances
-    say, because its drafts are cut where the drafter is unsure."""
-
-    place: int
-    offer: Offer
-    lift: float = 0.0
-
-
-def _gains(chances: Sequence[float]) -> list[float]:
-    """Chance that each draft is kept, falling."""
-    kept, gains = 1.0, []
-    for chance in chances:
-        kept *= chance
-        if kept < LEAST_GAIN:
-            break
-        gains.append(kept)
-    return gains
-
-
-def _surplus(costs: RoundCosts, rate: float, num_rows: int, chances: Sequence[float], each_s: float = 0.0) -> float:
-    """Most tokens over the time of checking that drafts with these chances bring to a round in which nobody else has any."""
-    best, expected, plain_s = 0.0, 0.0, costs.pass_s(num_rows)
-    for count, gain in enumerate(_gains(chances), start=1):
-        expected += gain
-        best = max(best, expected - rate * (costs.pass_s(num_rows + count) - plain_s + count * each_s))
-    return best
-
-
-def _share_out(
-    costs: RoundCosts,
-    rate: float,
-    num_rows: int,
-    wants: list[_Want],
-    most_s: float,
-    num_fixed: int = 0,
-    margin: float = 0.0,
-) -> list[int]:
-    """How many drafts of each want to check together: gains in falling order, as long as the surplus of all grows.
-
-    `num_fixed` drafts are checked anyway. The round takes `most_s` at most.
-    """
-    counts = [0] * len(wants)
-    gains: list[tuple[float, int]] = []
-    for index, want in enumerate(wants):
-        kept = _gains(want.offer.chances)
-        gains += [(gain + (want.lift if slot == 0 else 0.0), index) for slot, gain in enumerate(kept)]
-    gains.sort(reverse=True)
-    base = num_rows + num_fixed
-    base_s, drafting_s, expected = costs.pass_s(base), 0.0, 0.0
-    best, best_count = margin * num_rows, 0
-    drafting: dict[str, int] = {}
-    longest: dict[str, int] = {}
-    for count, (gain, index) in enumerate(gains, start=1):
-        offer = wants[index].offer
-        expected += gain
-        counts[index] += 1
-        if offer.cost_s and (counts[index] == 1 or offer.each_s):
-            drafting[offer.source] = drafting.get(offer.source, 0) + (counts[index] == 1)
-            longest[offer.source] = max(longest.get(offer.source, 1), counts[index]) if offer.each_s else 1
-            drafting_s = sum(costs.drafting_s(source, rows) * longest[source] for source, rows in drafting.items())
-        round_s = costs.pass_s(base + count) + drafting_s
-        if round_s > most_s:
-            break
-        if (surplus := expected - rate * (round_s - base_s)) > best:
-            best, best_count = surplus, count
-    return [sum(index == place for _, index in gains[:best_count]) for place in range(len(wants))]

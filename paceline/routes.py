@@ -222,7 +222,7 @@ class Router:
         for place, seq in enumerate(sequences):
             stay = self._stays.get(seq.request_id)
             paid = price(place, stats.num_checked_B[place], alike[seq.cluster]) if stay else None
-            if stay and paid is not None:
+            if stay and paid is not None and not seq.params.lossy:
                 stay.num_tokens += 1 + stats.num_accepted_B[place]
                 stay.price += paid
                 stay.num_rounds += 1

@@ -10,20 +10,23 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol
 
 from paceline.bounds import Count, Must, Share, check, within
 from paceline.errors import SamplingError
+from paceline.lossy import Ledger, Lossy
+from paceline.trees import Candidates, Outcome, Tree
+from paceline.turnaround import Timings
 
 if TYPE_CHECKING:  # tensors are only named here, so that `import paceline.types` stays cheap
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 GrammarKind = Literal["json_object", "json_schema", "regex"]
-RowKind = Literal["greedy", "sampled", "seeded"]
+RowKind = Literal["greedy", "sampled", "seeded", "lossy", "lossy sampled"]
 Finite = Annotated[float, within("a finite number")]
 NONE, LOOKUP = "none", "ngram"
 """The sources of a round in which a row checked no drafts, or some that were found in the text so far."""
@@ -78,8 +81,12 @@ class SamplingParams:
     """Most drafts per round; 0 decodes plainly, None leaves it to the engine."""
     grammar: GrammarSpec | None = None
     """Only tokens that lead to such an answer can be chosen; the model's end token ends it, also with ignore_eos."""
+    lossy: Lossy | None = None
+    """Let drafts stand that the target alone would refuse: NOT lossless. Its text, "typical:eps=0.09,delta=0.3", will do."""
 
     def __post_init__(self) -> None:
+        if self.lossy is not None:
+            object.__setattr__(self, "lossy", Lossy.of(self.lossy))
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         check(self, SamplingError)
@@ -91,23 +98,6 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-
-@dataclass(slots=True)
-class Timings:
-    """Where a request's time went, in seconds; `token_s` are wall-clock stamps of each committed token. `plain_s` is the part
-    of its `num_plain` rounds in which no row of the batch checked a draft: what plain decoding takes here and now."""
-
-    arrival_s: float = 0.0
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    host_s: float = 0.0
-    first_token_s: float = 0.0
-    plain_s: float = 0.0
-    num_plain: int = 0
-    token_s: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +215,8 @@ class Sequence:
     """What a router took it for."""
     error: Exception | None = None
     """Why the request ended with finish_reason "error"."""
+    ledger: Ledger | None = None
+    """What `params.lossy` has cost so far."""
 
     def __post_init__(self) -> None:
         self.seed = self.params.seed if self.params.seed is not None else int.from_bytes(os.urandom(7), "little")
@@ -234,6 +226,19 @@ class Sequence:
         """How its drafts are made and judged: a seed's text is plain decoding's, whatever is drafted, so that its drafts are
         certain ones; a sampled request without a seed may have them drawn."""
         return "greedy" if self.params.is_greedy else "sampled" if self.params.seed is None else "seeded"
+
+    @property
+    def planned_kind(self) -> RowKind:
+        """As a planner tells rows apart: drafts that stand by a lossy rule say nothing of those of others."""
+        if self.params.lossy is None:
+            return self.kind
+        return "lossy" if self.params.is_greedy else "lossy sampled"
+
+    def trim(self) -> None:
+        """Forget what is known of tokens that are no longer in the answer."""
+        del self.logprobs[self.num_output :]
+        if self.ledger:
+            self.ledger.keep(self.num_output)
 
     @property
     def num_output(self) -> int:
@@ -265,7 +270,7 @@ class Sequence:
                 break
         self.tokens += tokens
         self.cached_len = len(self.tokens) - 1
-        del self.logprobs[self.num_output :]
+        self.trim()
         if self.params.has_penalties:
             self.counts.update(tokens)
         return tokens
@@ -281,6 +286,8 @@ class Batch:
     whole_blocks: bool = True
     """Whether a block drafter drafts its whole block, however few of its slots are asked for, so that drafts do not depend on
     who else drafts."""
+    num_candidates: int = 0
+    """Tokens of each slot that a drafter should name, so that trees can be made of them; 0: none."""
 
     @property
     def rows(self) -> list[int]:
@@ -313,18 +320,28 @@ class DraftBlock:
     None for drafters that cannot say, and for rows that drafted nothing."""
     source_s: dict[str, float] = field(default_factory=dict)
     """Seconds that each source took; empty when that is not known."""
+    candidates_B: list[Candidates | None] | None = None
+    """What else is likely at each slot, of rows that may check a tree; None when that was not asked for."""
+    trees_B: list[Tree | None] | None = None
+    """The trees whose tokens `tokens_B` holds; None of a row whose tokens are a chain."""
 
     @classmethod
     def certain(cls, tokens_B: list[list[int]]) -> DraftBlock:
         return cls(tokens_B, [None] * len(tokens_B))
 
-    def cut(self, widths_B: list[int]) -> DraftBlock:
-        """The first drafts of each row."""
-        if all(len(tokens) <= width for tokens, width in zip(self.tokens_B, widths_B, strict=True)):
+    def cut(self, widths_B: Iterable[int | Tree]) -> DraftBlock:
+        """The first drafts of each row, or a tree in their place; what drafters said of them stays."""
+        widths_B = list(widths_B)
+        pairs = zip(self.tokens_B, widths_B, strict=True)
+        if all(isinstance(width, int) and len(tokens) <= width for tokens, width in pairs):
             return self
-        pairs = list(zip(self.tokens_B, self.probs_B, widths_B, strict=True))
-        probs_B = [probs[:width] if probs is not None and width else None for _, probs, width in pairs]
-        return DraftBlock([tokens[:width] for tokens, _, width in pairs], probs_B, self.sure_B, self.source_s)
+        tokens_B, probs_B, trees_B = list[list[int]](), list["Tensor | None"](), list["Tree | None"]()
+        for tokens, probs, width in zip(self.tokens_B, self.probs_B, widths_B, strict=True):
+            tree = None if isinstance(width, int) else width
+            tokens_B.append(tokens[:width] if isinstance(width, int) else width.tokens)
+            probs_B.append(probs[: len(tokens_B[-1])] if probs is not None and tree is None and tokens_B[-1] else None)
+            trees_B.append(tree)
+        return DraftBlock(tokens_B, probs_B, self.sure_B, self.source_s, self.candidates_B, trees_B if any(trees_B) else None)
 
 
 @dataclass(slots=True)
@@ -335,7 +352,7 @@ class Verdict:
     next_token_B: list[int]
     lossless: bool
     """Whether the rule that decided keeps the target's distribution."""
-    kept_B: list[list[int]] | None = None
+    kept_B: list[list[int] | None] | None = None
     """Of each row which drafts stand, root to leaf; None: its first `num_accepted`."""
     failed_B: list[str | None] | None = None
     """Of each row why it cannot go on: then nothing of it stands and its next token is -1. None: all rows are well."""
@@ -346,7 +363,7 @@ class RoundStats:
     """One round of one batch. `lossless` is False when a lossy rule or a mocked acceptance made it."""
 
     num_drafted_B: list[int]
-    """Drafts that were proposed to be checked."""
+    """Drafts that were proposed to be checked, of a tree those of its longest path."""
     num_accepted_B: list[int]
     lossless: bool
     draft_s: float = 0.0
@@ -362,3 +379,5 @@ class RoundStats:
     """As DraftBlock.source_s."""
     drafter_B: list[str] = field(default_factory=list)
     """The member of the pool that each row has."""
+    trees_B: list[Outcome | None] | None = None
+    """What became of the tree of each row, None where it had none; None when no row had one."""

@@ -51,6 +51,9 @@ class Visit:
 
     def set(self, name: str, value: Any) -> None:
         """As a person would."""
+        if name == "drafter":
+            self.page.locator(f"label:has(#drafter-{value})").click()
+            return
         control = self.unfold(self.page.locator(f"#{name}"))
         if control.evaluate("(each) => each.tagName") == "SELECT":
             control.select_option(value)

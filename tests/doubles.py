@@ -10,8 +10,10 @@ its logits or fail an assertion. `ScriptedDrafter` knows the target's next token
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tokenizers.processors import TemplateProcessing
@@ -23,6 +25,7 @@ from paceline.model.target import ForwardBatch, ForwardOutput, Target
 from paceline.model.tokenizer import Tokenizer
 from paceline.rng import DRAFT, uniform
 from paceline.train.tiny import byte_tokenizer
+from paceline.trees import Candidates
 from paceline.types import Batch, DraftBlock
 from paceline.types import Sequence as Request
 
@@ -87,6 +90,7 @@ class FakeTarget(Target):
     """
 
     cache: KVCache
+    takes_trees = True
 
     def __init__(
         self,
@@ -148,7 +152,6 @@ class FakeTarget(Target):
         return torch.cat(taps, dim=-1)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        batch.require_chains()
         assert len(set(batch.rows)) == len(batch.rows), "a row stands twice in one batch"
         assert sum(batch.counts) == len(batch.tokens), "counts and tokens disagree"
         self.calls.append(batch)
@@ -157,13 +160,16 @@ class FakeTarget(Target):
         offset = 0
         for row, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
             tokens = batch.tokens[offset : offset + count]
+            parents = list(range(-1, count - 1)) if batch.parents is None else batch.parents[offset : offset + count]
             self.fake_cache.write(row, start, tokens)
             offset += count
-            content = self.fake_cache.content(row)
-            firsts = {"all": range(start, start + count), "last": range(start + count - 1, start + count), "none": range(0)}
-            logits += [self.logits_after(content[: position + 1]) for position in firsts[batch.logits]]
+            cached, paths = self.fake_cache.content(row)[:start], list[list[int]]()
+            for token, parent in zip(tokens, parents, strict=True):
+                paths.append([*(paths[parent] if parent >= 0 else []), token])
+            firsts = {"all": range(count), "last": range(count - 1, count), "none": range(0)}
+            logits += [self.logits_after([*cached, *paths[place]]) for place in firsts[batch.logits]]
             if self.tap_layers:
-                taps.append(self.taps_of(tokens, start))
+                taps += [self.taps_of(path[-1:], start + len(path) - 1) for path in paths]
         return ForwardOutput(torch.stack(logits) if logits else None, torch.cat(taps) if taps else None)
 
     def embed(self, tokens_T: Tensor) -> Tensor:
@@ -181,6 +187,8 @@ class ScriptedDrafter(Drafter):
     """
 
     name = "scripted"
+    is_parallel = True
+    """As DFlashDrafter has it: no draft of a block depends on another."""
 
     def __init__(
         self,
@@ -248,6 +256,44 @@ class ScriptedDrafter(Drafter):
 
     def drop(self, seq: Request) -> None:
         self.num_observed.pop(seq.row, None)
+
+
+class TreeDrafter(ScriptedDrafter):
+    """Names `width` tokens for each slot; with probability `accuracy` the target's greedy one is among them, at any rank.
+
+    Slots are told as a block drafter tells them: each for the text that the target's greedy tokens make.
+    """
+
+    name = "tree"
+
+    def __init__(self, target: FakeTarget, num_drafted: int = 4, *, width: int = 3, **options: Any) -> None:
+        super().__init__(target, num_drafted, **options)
+        self.width = width
+
+    def propose(self, batch: Batch) -> DraftBlock:
+        block = super().propose(batch)
+        if batch.num_candidates:
+            limits = batch.draft_limits_B(self.num_drafted)
+            block.candidates_B = [
+                self._candidates(seq, limit, min(self.width, batch.num_candidates)) if limit else None
+                for seq, limit in zip(batch.sequences, limits, strict=True)
+            ]
+            block.sure_B = [each and [ranks[0] for ranks in each.logprobs_KM] for each in block.candidates_B]
+        return block
+
+    def _candidates(self, seq: Request, limit: int, width: int) -> Candidates:
+        source = random.Random(seq.seed ^ self.seed ^ (len(seq.tokens) << 8))
+        best = self.target.greedy(seq.tokens, limit)
+        tokens_KM = []
+        for token in best:
+            others = [other for other in range(self.target.vocab_size) if other != token]
+            tokens = source.sample(others, width)
+            if source.random() < self.accuracy:
+                tokens[source.randrange(width)] = token
+            tokens_KM.append(tokens)
+        chances = [0.5**rank * 0.4 for rank in range(width)]
+        logprobs = [math.log(chance) for chance in chances]
+        return Candidates(tokens_KM, [list(logprobs) for _ in best], self.target.cache.max_len - seq.cached_len - 1)
 
 
 class ByteTokenizer(Tokenizer):

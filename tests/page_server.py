@@ -145,7 +145,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, MEDIA.get(file.suffix, "text/html"), file.read_bytes(), PAGE_HEADERS)
         elif self.path == "/v1/models":
             self.server.asked.append({"path": self.path, "auth": self.headers["Authorization"]})
-            models = [{"id": name, "object": "model", "drafter": "dflash"} for name in self.server.models]
+            models = [{"id": name, "object": "model", "drafter": "dflash"} | self.server.told for name in self.server.models]
             self.answer(200, "application/json", json.dumps({"object": "list", "data": models}).encode())
         else:
             self.answer(404, "application/json", b"{}")
@@ -230,6 +230,8 @@ class PageServer(ThreadingHTTPServer):
         self.asked: list[dict[str, Any]] = []
         self.left = threading.Event()
         self.models = ["smol-135m"]
+        self.told: dict[str, Any] = {}
+        """What /v1/models says of each besides."""
         self.second_half = threading.Event()
         """While clear, STORY and `open` stop in their middle."""
         self.second_half.set()

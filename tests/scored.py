@@ -30,6 +30,7 @@ def tiny_llm(kind: Any, **settings: Any) -> LLM:
     llm.tokenizer = cast(Any, ByteTokenizer())
     llm.target, llm.drafter, llm.router = tiny_target(kind=kind), NoDrafter(), None
     llm.pass_costs, llm._planners, llm._inboxes = None, WeakKeyDictionary(), {}
+    llm.allow_lossy, llm.max_tv = False, None
     llm.engine = llm.new_engine(llm.drafter)
     return llm
 

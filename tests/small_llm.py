@@ -60,7 +60,7 @@ def fake_llm(target: Target | None = None, *, tokenizer: Any = None, plan: str =
     llm.config = EngineConfig(model="fake", drafter="none", device="cpu", dtype="float32", prefill_chunk=16, plan=plan)
     llm.tokenizer = cast(Any, tokenizer or ByteTokenizer())
     llm.target, llm.drafter = target or Talker(), NoDrafter()
-    llm.router = None
+    llm.router, llm.allow_lossy, llm.max_tv = None, False, None
     llm.pass_costs, llm._planners, llm._inboxes = None, WeakKeyDictionary(), {}
     llm.engine = llm.new_engine(llm.drafter)
     return llm

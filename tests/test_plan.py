@@ -13,19 +13,19 @@ from simulated_rounds import FLAT, STEEP, Machine, UnsteadyMachine, counts, row,
 from paceline.chunks import LEAST_CHUNK, ChunkSizes
 from paceline.errors import ConfigError
 from paceline.learned import PLAIN_EVERY, TRIAL_SHARE, Chances, PassCosts, RoundCosts, RoundRecord
-from paceline.plan import AdaptivePlanner, FixedPlanner, Offer, Row, num_fixed
+from paceline.plan import AdaptivePlanner, FixedPlanner, Offer, Row, fixed_planner
 from paceline.types import Take
 
 
 class TestFixed:
     @pytest.mark.parametrize(("text", "number"), [("fixed", None), ("fixed:0", 0), ("fixed:5", 5)])
     def test_names(self, text: str, number: int | None) -> None:
-        assert num_fixed(text) == number
+        assert fixed_planner(text).num_drafted == number
 
     @pytest.mark.parametrize("text", ["", "fixed:", "fixed:-1", "fixed:x", "fixed:٣", "full", "5", "auto:3"])
     def test_other_names_are_refused(self, text: str) -> None:
-        with pytest.raises(ConfigError, match="auto, fixed or fixed:K"):
-            num_fixed(text)
+        with pytest.raises(ConfigError, match="auto, fixed, fixed:K"):
+            fixed_planner(text)
 
     def test_the_same_in_every_round_whatever_rounds_took(self) -> None:
         for number, most, expected in ((None, 7, 7), (3, 7, 3), (9, 7, 7), (0, 7, 0), (None, 0, 0)):

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from paceline.draft.checkpoint import DFlashConfig, new_config
-from paceline.draft.dflash import DFlashDrafter, DFlashNetwork, scale_logits
+from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
 from paceline.draft.dflash_paths import Drafts
+from paceline.draft.dflash_reading import scale_logits
 from paceline.model import native_lib
 from paceline.model.checkpoint import expected_shapes
 from paceline.model.config import DecoderConfig

@@ -97,7 +97,10 @@ class _Comparison:
         made = read_candidate(folder, self._llm)
         if isinstance(made, str):
             return Verdict(False, made)
-        return replace(self._compared(made), drafter=str(folder), share=share)
+        try:
+            return replace(self._compared(made), drafter=str(folder), share=share)
+        except ConfigError as error:  # requests that cannot be scored with such a drafter
+            return Verdict(False, str(error))
 
     def _compared(self, made: Drafter) -> Verdict:
         llm, incumbent = self._llm, self._incumbent

@@ -170,7 +170,7 @@ class Scorer:
 
     def _num_drawn(self, answer: _Answer, tokens: list[int], draft_probs_KV: Tensor) -> int:
         """How many of these drawn drafts stand, given what the text says there: the module's s_i against one number."""
-        if not isinstance(self._drafter, DFlashDrafter):
+        if not isinstance(self._drafter, DFlashDrafter) or not self._drafter.is_parallel:
             raise ConfigError(
                 f"drafts of {self._drafter.name} depend on those before them: score requests at temperature 0 or with a seed"
             )

@@ -32,6 +32,12 @@ class Stream:
     """Of the body."""
     failure: str | None = None
     """What went wrong below HTTP."""
+    connected_s: float = 0.0
+    """When there was a connection: at once where an open one was used again."""
+    written_s: float = 0.0
+    """When the whole request had been given to the system."""
+    headers_s: float = 0.0
+    """When the answer's first bytes had come."""
 
     @property
     def body(self) -> bytes:
@@ -51,9 +57,13 @@ class Stream:
 class Client:
     """HTTP/1.1 to one server, from any number of threads."""
 
-    def __init__(self, url: str, key: str | None = None, timeout_s: float = 600.0, option: str = "--url") -> None:
-        """`url` with or without /v1. Raises ConfigError, which names `option`, when it is none."""
-        self._timeout_s = timeout_s
+    def __init__(
+        self, url: str, key: str | None = None, timeout_s: float = 600.0, option: str = "--url", *, keeps: bool = True
+    ) -> None:
+        """`url` with or without /v1; `keeps` connections open and uses them again.
+
+        Raises ConfigError, which names `option`, when it is none."""
+        self._timeout_s, self._keeps = timeout_s, keeps
         with reraised(ConfigError, f"{option} {url!r} is no address", "write it as http://127.0.0.1:8000", ValueError):
             parts = urlsplit(url)
             self._port = parts.port
@@ -93,8 +103,13 @@ class Client:
         sent_s = time.perf_counter()
         stream, connection = Stream(sent_s if due_s is None else due_s, sent_s), self._connection()
         try:
+            if connection.sock is None:
+                connection.connect()
+            stream.connected_s = time.perf_counter()
             connection.request(method, self._prefix + path, body, self._headers)
+            stream.written_s = time.perf_counter()
             response = connection.getresponse()
+            stream.headers_s = time.perf_counter()
             stream.status = response.status
             while piece := response.read1():
                 stream.pieces.append((time.perf_counter(), piece))
@@ -112,7 +127,7 @@ class Client:
         except OSError as error:
             stream.failure = error.strerror or str(error) or type(error).__name__
         stream.ended_s = stream.pieces[-1][0] if stream.pieces and not stream.failure else time.perf_counter()
-        if stream.failure or connection.sock is None:
+        if stream.failure or connection.sock is None or not self._keeps:
             connection.close()
         else:
             self._idle.append(connection)

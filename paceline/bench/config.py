@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
-from paceline.bounds import Count, Positive, Rate, at_least, check, within
+from paceline.bounds import Amount, Count, Positive, Rate, at_least, check, within
 from paceline.errors import ConfigError, refuse
+from paceline.lossy import Lossy
 from paceline.types import SamplingParams
 
 Yield = Annotated[float, within("at least 1, the bonus token included", least=1)]
@@ -192,3 +193,108 @@ class ServersConfig:
         refuse(ConfigError, (self.speculate == (), "speculate names no contender: write it as off,auto"))
         if self.speculate:
             object.__setattr__(self, "speculate", tuple(dict.fromkeys(self.speculate)))
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyConfig:
+    """What `bench latency` sends. Raises ConfigError on impossible values."""
+
+    rate: Rate | None = None
+    """Requests a second at random times (Poisson) [default: the workload's own; prompts of a file one after the other]."""
+    concurrency: Count | None = None
+    """Requests in flight, in place of a rate."""
+    max_tokens: Count | None = None
+    """Longest answer, in tokens [default: the workload's own]."""
+    temperature: Annotated[float, within("0 or more", least=0)] = 0.0
+    """0 is greedy."""
+    seed: int = 0
+    """Of arrival times, and base of the requests' seeds."""
+    repeat: Count = 3
+    """Repetitions of each workload."""
+    turn: Count = 4
+    """Requests after which it is the next arm's turn."""
+    new_connections: bool = False
+    """Connect anew for each request: what callers pay who keep no connection open."""
+    timeout_s: Positive = 600.0
+    """Seconds after which a request has failed."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        refuse(
+            ConfigError,
+            (self.rate is not None and self.concurrency is not None, "give either a rate or a concurrency, not both"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ArmsConfig:
+    """Whom `bench latency` asks. Raises ConfigError on impossible values."""
+
+    drafters: tuple[str, ...] = ()
+    """Drafters: a server is started for each [default: none,default, unless there are urls]."""
+    urls: tuple[str, ...] = ()
+    """A server that runs, ours or another OpenAI-compatible one, such as http://127.0.0.1:8000 or vllm=http://host:8001."""
+    model: str | None = None
+    """Which model to serve; with urls, what they call it."""
+    api_key_file: Path | None = None
+    """File with the servers' key; else PACELINE_API_KEY."""
+    words: tuple[str, ...] = ()
+    """Options of the servers to be started, as for `paceline serve`."""
+
+    def __post_init__(self) -> None:
+        if not self.drafters and not self.urls:
+            object.__setattr__(self, "drafters", (BASELINE, "default"))
+        names = [name for name, _ in (*self.named_drafters, *self.named_urls)]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        refuse(ConfigError, (twice is not None, f"two arms are called {twice!r}: write them as NAME=..."))
+
+    @property
+    def named_drafters(self) -> list[tuple[str, str]]:
+        """Names and drafters; a folder is called by its last part."""
+        return [_named(each, each.rstrip("/").rpartition("/")[2] or each) for each in dict.fromkeys(self.drafters)]
+
+    @property
+    def named_urls(self) -> list[tuple[str, str]]:
+        return [_named(each, each) for each in dict.fromkeys(self.urls)]
+
+
+def _named(text: str, name: str) -> tuple[str, str]:
+    """NAME=VALUE, or a value with the name that it has otherwise."""
+    before, _, value = text.partition("=")
+    return (before, value) if value and "/" not in before else (name, text)
+
+
+@dataclass(frozen=True, slots=True)
+class LossyConfig:
+    """What `bench lossy` runs. Plain decoding and the lossless lane always run. Raises ConfigError on impossible values."""
+
+    tasks: tuple[str, ...] = ()
+    """Tasks whose answers can be checked, as NAME=FILE of JSON lines: tickets, of recipes/support_tickets.py, humaneval,
+    gsm8k."""
+    settings: str = "typical:eps=0.3,delta=0.3;relaxed:n=2,delta=0.3;threshold:0.3;lenience:0.5;mixture:0.8"
+    """Lossy rules with their values, divided by semicolons (docs/lossy.md)."""
+    max_tv: float | None = None
+    """Budget of all settings that name none: most mean total variation of an answer."""
+    temperature: Amount = 0.0
+    """0 is greedy."""
+    max_tokens: Count = 128
+    """Longest answer, in tokens."""
+    limit: Count | None = None
+    """Only the first rows of each task."""
+    repeat: Count = 2
+    """Repetitions; settings take turns, seconds are medians."""
+    seed: int = 0
+    """Base of the requests' seeds."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        refuse(
+            ConfigError,
+            (not self.tasks, "give tasks, as tickets=FILE,humaneval=FILE: recipes/support_tickets.py writes tickets"),
+            (not self.rules(), "settings names no rule: write it as 'typical;lenience:0.5'"),
+        )
+
+    def rules(self) -> list[Lossy]:
+        """Raises SamplingError on a setting that is no lossy rule."""
+        each = [Lossy.of(part) for part in self.settings.split(";") if part.strip()]
+        return [rule if rule.max_tv is not None else rule.within(self.max_tv) for rule in dict.fromkeys(each)]

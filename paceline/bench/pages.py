@@ -224,6 +224,33 @@ def ranges(
     return _plot(title, fill, min(len(rows), 1), height=1.0 + 0.26 * len(rows))
 
 
+def stacked(title: str, rows: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], xlabel: str) -> Plot:
+    """One bar a row, made of parts that follow one another; `names` of the parts, in their order. A part that is nowhere more
+    than nothing is left out, and so is what is less than nothing."""
+    shown = [place for place in range(len(names)) if any(values[place] > 0 for _, values in rows)]
+
+    def fill(axes: Axes) -> None:
+        for place in shown:
+            widths = [max(values[place], 0.0) for _, values in rows]
+            lefts = [sum(max(value, 0.0) for value in values[:place]) for _, values in rows]
+            again = place >= len(COLORS)  # told apart by stripes where colours run out
+            axes.barh(
+                range(len(rows)),
+                widths,
+                left=lefts,
+                label=short(names[place]),
+                color=COLORS[place % len(COLORS)],
+                hatch="///" if again else "",
+                edgecolor=INK,
+                linewidth=0.4,
+            )
+        axes.set_yticks(range(len(rows)), [label for label, _ in rows])
+        axes.invert_yaxis()
+        axes.set(xlabel=xlabel)
+
+    return _plot(title, fill, len(shown) if rows else 0, height=1.6 + 0.26 * len(rows))
+
+
 def short(label: str) -> str:
     """The end of a long name, such as a path's, tells most."""
     return label if len(label) <= LONGEST_LABEL else "…" + label[1 - LONGEST_LABEL :]

@@ -17,6 +17,7 @@ from paceline.engine.llm import LLM
 from paceline.engine.round import RuleJudge
 from paceline.errors import ContextLengthError
 from paceline.figures import first_difference
+from paceline.lossy import Price
 from paceline.model.backends import form_of
 from paceline.model.target import ForwardBatch, Target
 from paceline.prompts import Prompt
@@ -69,6 +70,8 @@ class Answer:
     """From its first work to its last token."""
     rounds: list[Round] = field(default_factory=list)
     lossless: bool = True
+    price: Price | None = None
+    """What a lossy rule cost."""
 
 
 @dataclass(slots=True)
@@ -142,6 +145,7 @@ def run_pass(
                         began = seq.timings.arrival_s + seq.timings.queue_s
                         ended = seq.timings.token_s[-1] if seq.timings.token_s else time.perf_counter()
                         answer = Answer(seq.output_ids, text, ended - began, seq.rounds, seq.lossless)
+                        answer.price = seq.ledger.price(str(seq.params.lossy)) if seq.ledger else None
                         answers[index_of.pop(seq.request_id)] = answer
                         done.prefill_s = (done.prefill_s or 0.0) + seq.timings.prefill_s
                         on_answer()

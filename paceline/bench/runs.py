@@ -11,10 +11,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.config import BUILTIN_PROMPTS, BenchConfig, MockConfig, StepsConfig
+from paceline.bench.config import BUILTIN_PROMPTS, BenchConfig, LossyConfig, MockConfig, StepsConfig
 from paceline.bench.decode import Bench, Result, as_line, sources_table
 from paceline.bench.html import page, read_run, table, verdict_on
+from paceline.bench.lossy import LossyBench
+from paceline.bench.lossy import as_line as lossy_line
+from paceline.bench.lossy import draw as draw_lossy
+from paceline.bench.lossy import table as lossy_table
 from paceline.bench.pages import render
+from paceline.bench.passes import described
 from paceline.bench.steps import MockBench, StepBench
 from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
@@ -42,8 +47,8 @@ def bench_decode(
 ) -> dict[str, Any]:
     """Prompts x drafters x temperatures x batch sizes on one loaded model."""
     asked = read_prompts(prompts or BUILTIN_PROMPTS, limit)
-    described = {"llm": engine, "bench": config, "prompts": prompts or "built-in", "limit": limit}
-    run = RunFolder.create("bench-decode", described, out)
+    settings = {"llm": engine, "bench": config, "prompts": prompts or "built-in", "limit": limit}
+    run = RunFolder.create("bench-decode", settings, out)
     llm, machine = loaded(replace(engine, max_batch=max(config.batches)), progress)
     bench = Bench(llm, asked, config, notice=progress.say)
     with progress.bar("decoding", bench.num_answers) as advance:
@@ -101,6 +106,33 @@ def bench_steps(
         progress.say(f"{apart}: other programs were at work, measure again on a quiet machine")
     progress.say(f"step times: {file}")
     return {**{key: value for key, value in steps.items() if key != "config"}, "run": run.path}
+
+
+def bench_lossy(
+    engine: EngineConfig, config: LossyConfig, out: Path | None = None, progress: Progress = SILENT
+) -> dict[str, Any]:
+    """Plain decoding, the lossless lane and each lossy setting in turns, on each task."""
+    run = RunFolder.create("bench-lossy", {"llm": engine, "lossy": config}, out)
+    llm = LLM.of(replace(engine, drafter="none", max_batch=1), allow_lossy=True)
+    machine = this_machine(llm.config.device)
+    progress.loaded(llm)
+    progress.say(ceiling_line(llm, machine))
+    bench = LossyBench(llm, engine.drafter, config)
+    with progress.bar("decoding", config.repeat * len(bench.asked) * len(bench.tasks)) as advance:
+        bench.run(advance)
+    line = {**lossy_line(bench), **described(llm), "machine": machine}
+    results = bench.results()
+    run.write("report.md", render("lossy.md", verdict=line["verdict"], made=lossy_table(results), config=config))
+    run.write_json("texts.json", bench.texts())
+    run.results(line)
+    progress.table(lossy_table(results))
+    progress.say(line["verdict"])
+    try:
+        run.write("pareto.svg", draw_lossy(results))
+    except ConfigError as error:
+        progress.say(f"no pareto.svg: {error}")
+    progress.say(f"report and figures: {run.path}")
+    return {**line, "run": run.path}
 
 
 def ceiling_line(llm: LLM, machine: Machine) -> str:

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,7 @@ def _log(run: RunFolder, bench: ServingBench, load: Arrivals, speculate: str, do
 
 
 def _found(servers: ServersConfig, url: str, key: str | None, timeout_s: float) -> tuple[str, list[Contender]]:
-    name, is_ours = _look(url, key, servers.model)
+    name, is_ours = look(url, key, servers.model)
     client = Client(url, key, timeout_s)
     if not is_ours:
         if servers.speculate:
@@ -149,7 +149,7 @@ def _found(servers: ServersConfig, url: str, key: str | None, timeout_s: float) 
     return name, contenders
 
 
-def _look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
+def look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
     """What the server calls the model, and whether it is a paceline server. Raises what is wrong with it, in one line."""
     missing = reraised(DownloadError, f"there is no server at {url}", "start one with paceline serve, or check --url", OSError)
     with missing, contextlib.closing(Client(url, key, timeout_s=30)) as client:
@@ -175,22 +175,30 @@ def _look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
 def _started(
     servers: ServersConfig, key: str | None, timeout_s: float, folder: Path, progress: Progress
 ) -> Iterator[tuple[str, list[Contender]]]:
-    """A server for each contender. The one that has nothing to do sleeps; one starts after the other, because a server measures
-    its passes before it is ready, and would measure the others' start too."""
+    """A server for each contender."""
     names = servers.speculate or CONTENDERS
+    with started([(name, ("--speculate", name, *servers.words)) for name in names], folder, progress) as urls:
+        model, _ = look(urls[0], key, None)
+        fields = {"return_metrics": True}
+        yield model, [Contender(name, Client(url, key, timeout_s), fields) for name, url in zip(names, urls, strict=True)]
+
+
+@contextlib.contextmanager
+def started(named: Sequence[tuple[str, Sequence[str]]], folder: Path, progress: Progress) -> Iterator[list[str]]:
+    """Addresses of servers of ours, each with a name and options of `paceline serve`; their words go to files in `folder`. The
+    one that has nothing to do sleeps; one starts after the other, because a server measures its passes before it is ready, and
+    would measure the others' start too. Raises ConfigError when one cannot be started."""
     processes: list[subprocess.Popen[bytes]] = []
     urls: list[str] = []
     try:
-        for number, name in enumerate(names, start=1):
+        for number, (name, options) in enumerate(named, start=1):
             log = folder / f"server-{name}.log"
-            progress.say(f"starting server {number} of {len(names)}, speculate {name} (its words: {log})")
-            words = [sys.executable, "-m", "paceline", "serve", "--port", "0", "--speculate", name, *servers.words]
+            progress.say(f"starting server {number} of {len(named)}, {' '.join(options[:2])} (its words: {log})")
+            words = [sys.executable, "-m", "paceline", "serve", "--port", "0", *options]
             with log.open("wb") as out:
                 processes.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out))
             urls.append(_ready(processes[-1], log))
-        model, _ = _look(urls[0], key, None)
-        fields = {"return_metrics": True}
-        yield model, [Contender(name, Client(url, key, timeout_s), fields) for name, url in zip(names, urls, strict=True)]
+        yield urls
     finally:
         for process in processes:
             process.terminate()

@@ -74,9 +74,13 @@ class Answer:
     num_rounds: int | None = None
     accepted_histogram: list[int] = field(default_factory=list)
     """accepted_histogram[n]: rounds in which exactly n drafts stood."""
+    lossless: bool = True
+    """False where the server says so: acceptance was mocked."""
     rounds_by_source: dict[str, Any] = field(default_factory=dict)
     """As the server tells them: source of drafts -> num_rounds, num_drafted and accepted_histogram of its rounds."""
     text: str = ""
+    timings: dict[str, Any] = field(default_factory=dict)
+    """Where the server says that its time went, as it says it."""
 
     @property
     def inter_token_s(self) -> float | None:
@@ -134,6 +138,8 @@ class ServingResult:
     """Share of one core that this client took."""
     late: Spread
     """How late requests were sent."""
+    lossless: bool = True
+    """False when any answer was not: these are figures of a mocked acceptance."""
 
 
 class ServingBench:
@@ -193,7 +199,7 @@ class ServingBench:
             try:
                 if load.rate:
                     due = [began + each for each in poisson(load.rate, len(requests), self.config.seed + number)]
-                    streams = _open_loop(threads, send, due)
+                    streams = open_loop(threads, send, due)
                 else:
                     streams = list(threads.map(send, range(len(requests))))
             except BaseException:  # Ctrl-C: what is under way need not end
@@ -250,6 +256,7 @@ class ServingBench:
             reused=sum(each.num_reused for each in whole) / num_prompt if num_prompt else None,
             client_cpu=sum(each.client_cpu_s for each in passes) / sum(each.wall_s for each in passes),
             late=Spread.of([each.late_s for each in whole]),
+            lossless=all(each.lossless for each in whole),
         )
 
 
@@ -261,7 +268,8 @@ def _steps(client: Client) -> dict[tuple[str, int], tuple[int, float]]:
     return {}
 
 
-def _open_loop(threads: ThreadPoolExecutor, send: Callable[[int, float], Stream], due: list[float]) -> list[Stream]:
+def open_loop(threads: ThreadPoolExecutor, send: Callable[[int, float], Stream], due: list[float]) -> list[Stream]:
+    """Send each request at its time, whatever becomes of those before; `due` is of time.perf_counter."""
     sent = []
     for index, due_s in enumerate(due):
         time.sleep(max(due_s - time.perf_counter(), 0))
@@ -325,6 +333,7 @@ def _text(choice: dict[str, Any]) -> str:
 
 
 def _count(answer: Answer, chunk: dict[str, Any]) -> None:
+    answer.lossless = answer.lossless and chunk.get("lossless") is not False
     usage = chunk.get("usage")
     if usage:
         answer.num_prompt, answer.num_tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
@@ -333,6 +342,7 @@ def _count(answer: Answer, chunk: dict[str, Any]) -> None:
         answer.num_accepted = details.get("accepted_prediction_tokens")
         if answer.num_accepted is not None and details.get("rejected_prediction_tokens") is not None:
             answer.num_drafted = answer.num_accepted + details["rejected_prediction_tokens"]
+    answer.timings = chunk.get("timings") or answer.timings
     speculation = (chunk.get("metrics") or {}).get("speculative_decoding")
     if speculation:
         answer.accepted_histogram = list(speculation.get("acceptance_histogram") or ())

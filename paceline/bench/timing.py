@@ -110,6 +110,8 @@ class Timing:
     first_difference: int | None
     """Tokens that are the same before the answers part; None when they never do."""
     version: int = VERSION
+    predicted: str | None = None
+    """What to say in place of a verdict when no model ran and the times are a prediction's (`bench/predicted.py`)."""
 
     @property
     def speedup(self) -> float:
@@ -124,6 +126,8 @@ class Timing:
 
     @property
     def verdict(self) -> str:
+        if self.predicted is not None:
+            return self.predicted
         if self.first_difference is None:
             same = f"the same {len(self.on.tokens)} tokens"
         elif self.temperature > 0:

@@ -1,15 +1,25 @@
-"""`paceline bench decode`, `steps` and `serving`: the options of `paceline.bench.runs` and `servers`."""
+"""`paceline bench decode`, `steps`, `lossy`, `serving` and `latency`: the options of `bench.runs`, `servers`, `latency_run`."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from paceline.bench.config import BenchConfig, MockConfig, ServersConfig, ServingConfig, StepsConfig
+from paceline.bench.config import (
+    ArmsConfig,
+    BenchConfig,
+    LatencyConfig,
+    LossyConfig,
+    MockConfig,
+    ServersConfig,
+    ServingConfig,
+    StepsConfig,
+)
 from paceline.commands.options import Changed, Only, Opt, Without, options
 from paceline.commands.shared import MOCK, Json, Limit, PromptSource, TerminalProgress, say, starting
 from paceline.config import EngineConfig
@@ -32,12 +42,14 @@ LOAD_NAMES = Changed(
     num_requests=Opt("--requests"),
     timeout_s=Opt("--timeout"),
 )
-NOT_ASKED = Without("model", "num_drafted", "plan", "rule", "mocked_tokens_per_round", "prefill_chunk")
+NOT_ASKED = Without("model", "num_drafted", "plan", "rule", "mocked_tokens_per_round", "mocked_survival", "prefill_chunk")
+
+NO_ENGINE = ("drafter", "max_batch", "kv_memory", "num_drafted", "prefill_chunk", "mocked_survival")
 
 
 @options
 def bench_decode(
-    engine: Annotated[EngineConfig, Without("drafter", "max_batch", "kv_memory", "num_drafted", "prefill_chunk"), MOCK],
+    engine: Annotated[EngineConfig, Without(*NO_ENGINE), MOCK],
     config: Annotated[BenchConfig, NAMES],
     mocked: Annotated[MockConfig, Only("tokens_per_round", "prompt_tokens"), MOCK_NAMES],
     prompts: PromptSource = None,
@@ -81,7 +93,16 @@ def bench_decode(
 def bench_steps(
     engine: Annotated[
         EngineConfig,
-        Without("max_batch", "kv_memory", "num_drafted", "plan", "rule", "mocked_tokens_per_round", "prefill_chunk"),
+        Without(
+            "max_batch",
+            "kv_memory",
+            "num_drafted",
+            "plan",
+            "rule",
+            "mocked_tokens_per_round",
+            "mocked_survival",
+            "prefill_chunk",
+        ),
         Changed(drafter=MEASURED),
     ],
     config: Annotated[StepsConfig, Changed(batches=Opt("--batch"), max_positions=Opt("--positions"))],
@@ -98,6 +119,29 @@ def bench_steps(
     from paceline.bench import runs
 
     return runs.bench_steps(engine, config, out, TerminalProgress())
+
+
+@options
+def bench_lossy(
+    engine: Annotated[
+        EngineConfig, Without("max_batch", "kv_memory", "prefill_chunk", "mocked_tokens_per_round", "mocked_survival")
+    ],
+    config: Annotated[LossyConfig, Changed(tasks=Opt(comma=True))],
+    out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-lossy-<time>].")] = None,
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """What lossy rules bring and cost: plain decoding, the lossless lane and each setting in turns, on tasks with a score.
+
+    Tokens a round, tokens/s, mean total variation and divergence from the model, share of tokens changed, and the task's score,
+    with intervals and a Pareto chart. Where the lossless lane dominates, the report says so. Code of HumanEval answers is
+    run, with limits of time and memory.
+
+    Example: paceline bench lossy --tasks tickets=heldout.jsonl --settings "typical:eps=0.3,delta=0.3;lenience:0.5" --limit 20
+    """
+    starting(engine.model)
+    from paceline.bench import runs
+
+    return runs.bench_lossy(engine, config, out, TerminalProgress())
 
 
 @options
@@ -123,7 +167,7 @@ def bench_serving(
     """
     words = words_of(engine)
     if servers.url and words:
-        raise ConfigError(f"{', '.join(words[::2])} cannot change a server that runs: leave out either that or --url")
+        raise ConfigError(f"{_options_in(words)} cannot change a server that runs: leave out either that or --url")
     if servers.model and not servers.url:
         words += ("--model", servers.model)
     from paceline.bench import servers as library
@@ -131,9 +175,56 @@ def bench_serving(
     return library.bench_serving(replace(servers, words=words), config, prompts, limit, out, TerminalProgress())
 
 
+@options
+def bench_latency(
+    arms: Annotated[ArmsConfig, Without("words"), Changed(drafters=Opt(comma=True), urls=Opt("--url"))],
+    config: Annotated[LatencyConfig, Changed(timeout_s=Opt("--timeout"))],
+    engine: Annotated[EngineConfig, NOT_ASKED, Without("drafter")],
+    workloads: Annotated[
+        list[str] | None, typer.Option("--workload", help="voice, coding or chat [default: voice, unless there are --prompts].")
+    ] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Option("--prompts", help="A file of prompts, asked one after the other. May be repeated.")
+    ] = None,
+    schema: Annotated[Path | None, typer.Option(help="JSON schema that answers to --prompts keep to.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests of each.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-latency-<time>].")] = None,
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """Where a request's milliseconds go: communication, host, prefill, drafting, verifying, as bars that add up.
+
+    A paceline server is started for each drafter; --url measures servers that run. Servers of others do not say where their
+    time goes: then that is one part. Arms take turns, and are compared request by request with the first.
+
+    Example: paceline bench latency --drafters none,default --workload voice --workload chat
+
+    Example: paceline bench latency --drafters default,runs/tickets/drafter --prompts tickets_heldout.jsonl
+
+    Example: paceline bench latency --drafters default --url vllm=http://127.0.0.1:8001 --workload voice
+    """
+    words = words_of(engine)
+    if not arms.drafters and words:
+        raise ConfigError(f"{_options_in(words)} cannot change a server that runs: leave out either that or --url")
+    if arms.drafters and arms.model:
+        words += ("--model", arms.model)
+    from paceline.bench import latency_run
+
+    arms = replace(arms, words=words)
+    return latency_run.bench_latency(arms, config, workloads or (), prompts or (), schema, limit, out, TerminalProgress())
+
+
+def _options_in(words: Sequence[str]) -> str:
+    return ", ".join(word for word in words if word.startswith("--"))
+
+
 def words_of(engine: EngineConfig) -> tuple[str, ...]:
     """The settings that are not the default, as options of `paceline serve`."""
     defaults = EngineConfig()
     changed = {each.name: getattr(engine, each.name) for each in fields(engine)}
     changed = {name: value for name, value in changed.items() if value != getattr(defaults, name)}
-    return tuple(word for name, value in changed.items() for word in (f"--{name.replace('_', '-')}", str(value)))
+    named = [(name.replace("_", "-"), value) for name, value in changed.items()]
+    words = [
+        (f"--{name}" if value else f"--no-{name}",) if isinstance(value, bool) else (f"--{name}", str(value))
+        for name, value in named
+    ]
+    return tuple(word for pair in words for word in pair)

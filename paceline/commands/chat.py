@@ -21,13 +21,23 @@ if TYPE_CHECKING:
 
 HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer, Ctrl-D leaves"
 NOT_ASKED = Without(
-    "presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids", "ignore_eos", "logprobs", "max_drafted", "grammar"
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+    "max_drafted",
+    "grammar",
+    "lossy",
 )
 
 
 @options
 def chat(
-    engine: Annotated[EngineConfig, Without("max_batch", "prefill_chunk", "weights", "mocked_tokens_per_round")],
+    engine: Annotated[
+        EngineConfig, Without("max_batch", "prefill_chunk", "weights", "mocked_tokens_per_round", "mocked_survival")
+    ],
     sampling: Annotated[SamplingParams, NOT_ASKED, Changed(max_tokens=Opt(default=512))],
     name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.")] = None,
     system: System = None,

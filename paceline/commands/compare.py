@@ -4,7 +4,7 @@ With --simulate: speed-up over tokens a round, predicted and measured, as a char
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from paceline.bench.timing import Timing
 
 
+CHART = Changed(
+    results=Opt(metavar="RUN_FOLDER"), png=Opt(metavar="FILE"), columns=Opt(metavar="FILE"), columns_png=Opt(metavar="FILE")
+)
 COSTS = ("hardware", "gpus", "precision", "drafter_cost", "block", "table", "calibration", "overhead_ms", "plain_rate")
 
 
 @options
 def compare(
-    engine: Annotated[EngineConfig, Without("max_batch", "prefill_chunk", "kv_memory", "rule"), MOCK],
+    engine: Annotated[EngineConfig, Without("max_batch", "mocked_survival", "prefill_chunk", "kv_memory", "rule"), MOCK],
     sampling: Annotated[SamplingParams, Only("temperature", "max_tokens", "seed", "ignore_eos")],
     prompt: Annotated[str | None, typer.Argument(help="What to ask; - is stdin.")] = None,
     recorded: Annotated[
@@ -47,7 +50,7 @@ def compare(
         bool, typer.Option("--simulate", help="No answers: a chart of speed-up over tokens a round, predicted and measured.")
     ] = False,
     costs: Annotated[CostsConfig, Only(*COSTS)] = CostsConfig(),  # noqa: B008  (frozen)
-    chart: Annotated[ChartConfig, Changed(results=Opt(metavar="RUN_FOLDER"), png=Opt(metavar="FILE"))] = ChartConfig(),  # noqa: B008  (frozen)
+    chart: Annotated[ChartConfig, CHART] = ChartConfig(),  # noqa: B008  (frozen)
     as_json: Json = False,
 ) -> dict[str, Any]:
     """One prompt with speculation off and on, every token at the time it came: a page that replays both side by side.
@@ -57,13 +60,14 @@ def compare(
     Example: paceline compare "Why is the sky blue?" --max-tokens 96 --svg demo.svg
 
     Example: paceline compare --simulate --model Qwen3-8B --hardware H100 --results runs/mock --results runs/bench-decode-1
+
+    Example: paceline compare --simulate --model Qwen3-8B --hardware H100 --block 16 --acceptance 0.85 --columns columns.svg
     """
     if simulate:
         if prompt is not None or recorded is not None or svg_speed is not None:
             raise ConfigError("--simulate answers nothing: leave the prompt, --from and --svg-speed out")
-        return _chart(engine, costs, chart, out, svg)
-    if chart != ChartConfig() or costs != CostsConfig():
-        raise ConfigError(f"--results, --batch, --context, --png, --{', --'.join(COSTS).replace('_', '-')} go with --simulate")
+        return _simulated(engine, costs, chart, out, svg)
+    _refuse_predicting(chart, costs)
     if svg_speed is not None and not 0.05 <= svg_speed <= 20:
         raise ConfigError(f"--svg-speed must be between 0.05 and 20, not {svg_speed:g}")
     if recorded is not None:
@@ -88,6 +92,13 @@ def compare(
     return _draw(run, timing, svg, svg_speed)
 
 
+def _refuse_predicting(chart: ChartConfig, costs: CostsConfig) -> None:
+    """Raises ConfigError when something is told that only a prediction takes."""
+    if chart != ChartConfig() or costs != CostsConfig():
+        names = [each.name for each in fields(ChartConfig)] + list(COSTS)
+        raise ConfigError(f"--{', --'.join(names).replace('_', '-')} go with --simulate")
+
+
 def _drawn_again(
     recorded: Path, prompt: str | None, out: Path | None, svg: Path | None, svg_speed: float | None
 ) -> dict[str, Any]:
@@ -100,12 +111,38 @@ def _drawn_again(
     return _draw(run, read_timing(recorded), svg, svg_speed)
 
 
-def _chart(engine: EngineConfig, costs: CostsConfig, config: ChartConfig, out: Path | None, svg: Path | None) -> dict[str, Any]:
+def _simulated(
+    engine: EngineConfig, costs: CostsConfig, config: ChartConfig, out: Path | None, svg: Path | None
+) -> dict[str, Any]:
+    """The chart, unless the columns alone were asked for; and the columns, where they were."""
+    is_told = engine.model != EngineConfig().model or not (costs.table or costs.calibration)
+    costs = replace(costs, model=engine.model if is_told else None)
+    columns = _columns(costs, config) if config.columns or config.columns_png else {}
+    is_chart = not columns or svg or config.png or out or config.results
+    return {**(_chart(costs, config, out, svg) if is_chart else {}), **columns}
+
+
+def _columns(costs: CostsConfig, config: ChartConfig) -> dict[str, Any]:
+    """Two columns of text at the predicted rates."""
+    from paceline.bench.predicted import draw_png, predicted
+    from paceline.bench.timing import svg
+
+    timing = predicted(costs, config)
+    if config.columns is not None:
+        write_whole(config.columns, svg(timing))
+    if config.columns_png is not None:
+        draw_png(timing, config.columns_png)
+    say(timing.verdict)
+    say("drawn: " + ", ".join(str(file) for file in (config.columns, config.columns_png) if file))
+    told = {"off": timing.off.figures, "on": timing.on.figures, "columns": config.columns, "columns_png": config.columns_png}
+    return {"predicted": timing.verdict, "lossless": timing.on.lossless, **told}
+
+
+def _chart(costs: CostsConfig, config: ChartConfig, out: Path | None, svg: Path | None) -> dict[str, Any]:
     """Speed-up over tokens a round, in the files that were asked for, else in a run folder."""
     from paceline.bench.speedup_chart import draw, made
 
-    is_told = engine.model != EngineConfig().model or not (costs.table or costs.calibration)
-    chart, png = made(replace(costs, model=engine.model if is_told else None), config), config.png
+    chart, png = made(costs, config), config.png
     line = chart.as_json()
     if out is not None or (svg is None and png is None):
         run = RunFolder.create("compare", {"costs": costs, "chart": config}, out)

@@ -15,6 +15,8 @@ from paceline.commands.shared import (
     MOCK,
     Json,
     JsonSchema,
+    LossyRule,
+    MaxTV,
     Raw,
     Regex,
     System,
@@ -22,6 +24,7 @@ from paceline.commands.shared import (
     grammar_of,
     is_named,
     load,
+    lossy_of,
     not_empty,
     note_without_effect,
     prompt_of,
@@ -42,14 +45,16 @@ BESIDE = ("speedup", "identical", "first_difference", "top2_gap")
 
 @options
 def generate(
-    engine: Annotated[EngineConfig, Without("max_batch", "prefill_chunk"), MOCK],
-    sampling: Annotated[SamplingParams, Without("logit_bias", "stop_token_ids", "max_drafted", "grammar")],
+    engine: Annotated[EngineConfig, Without("max_batch", "mocked_survival", "prefill_chunk"), MOCK],
+    sampling: Annotated[SamplingParams, Without("logit_bias", "stop_token_ids", "max_drafted", "grammar", "lossy")],
     words: Annotated[list[str] | None, typer.Argument(metavar="[MODEL] PROMPT", help="PROMPT - is stdin.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
     system: System = None,
     raw: Raw = False,
     json_schema: JsonSchema = None,
     regex: Regex = None,
+    lossy: LossyRule = None,
+    max_tv: MaxTV = None,
     compare: Annotated[bool, typer.Option("--compare", help="Also decode plainly in this process; show both speeds.")] = False,
     against: Annotated[str | None, typer.Option(help="transformers: run its generate on the same prompt too.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Also accepted drafts by round, and where the time went.")] = False,
@@ -60,7 +65,7 @@ def generate(
     Example: paceline generate "Why is the sky blue?" --max-tokens 64 --compare
     """
     model, prompt = model_and_prompt(words or [], is_named(engine), prompt_file)
-    sampling = replace(sampling, grammar=grammar_of(json_schema, regex))
+    sampling = replace(sampling, grammar=grammar_of(json_schema, regex), lossy=lossy_of(lossy, max_tv))
     note_without_effect(sampling)
     check_template(raw, system)
     if against and (against != "transformers" or not sampling.is_greedy):
@@ -68,14 +73,14 @@ def generate(
     check_peers([against] if against else [])
     if sampling.logprobs is not None and not as_json:
         say("note: --logprobs shows only with --json")
-    llm = load(engine, model)
+    llm = load(engine, model, allow_lossy=sampling.lossy is not None)
     from paceline.bench.beside import answer_plainly, beside_plain, beside_transformers
     from paceline.bench.pages import render
     from paceline.bench.passes import described
     from paceline.hardware import this_machine
 
     token_ids = encode(llm, prompt, system, raw)
-    plain = answer_plainly(llm, token_ids, sampling) if compare else None
+    plain = answer_plainly(llm, token_ids, replace(sampling, lossy=None)) if compare else None
     completion = _stream(llm, token_ids, sampling, as_json)
     beside = beside_plain(llm, completion, plain, sampling) if plain else None
     peer = beside_transformers(llm, completion, sampling) if against else None
@@ -89,6 +94,7 @@ def generate(
         "finish_reason": completion.finish_reason,
         **{name: getattr(figures, name) for name in FIGURES},
         "seconds": {name: getattr(figures.timings, f"{name}_s") for name in ("prefill", "draft", "verify", "host")},
+        **({"lossy": figures.lossy} if figures.lossy else {}),
         **described(llm),
         "drafter": llm.drafter.name,
         "kv_cache_bytes": llm.cache_bytes,

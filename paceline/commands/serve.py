@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +13,7 @@ import typer
 from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.shared import introduce, say, starting
 from paceline.config import EngineConfig, read_api_keys
-from paceline.errors import ConfigError, needing, reraised
+from paceline.errors import ConfigError, needing, refuse, reraised
 from paceline.routes import Router
 from paceline.serve.settings import ServeConfig, TraceConfig, speculation
 from paceline.types import NONE, GrammarSpec, SamplingParams
@@ -64,7 +65,7 @@ def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
 
 @options
 def serve(
-    engine: Annotated[EngineConfig, Without("drafter", "prefill_chunk", "plan", "mocked_tokens_per_round")],
+    engine: Annotated[EngineConfig, Without("drafter", "prefill_chunk", "plan", "mocked_tokens_per_round", "mocked_survival")],
     serving: Annotated[ServeConfig, Without("body_seconds", "header_seconds", "write_seconds"), Changed(**NAMES)],
     tracing: Annotated[TraceConfig, Changed(**TRACE_NAMES)],
     config: Annotated[
@@ -74,21 +75,77 @@ def serve(
     speculate: Annotated[
         str, typer.Option(help="auto: draft as many tokens as pay; full: as many as may; off; or a number, always.")
     ] = "auto",
+    mock: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS_PER_ROUND|CURVE|FILE",
+            help="A load test before there is a drafter: keep so many tokens a round (4), or drafts by a survival curve "
+            "(.8,.6,.4, or a file), whatever the model says. --model may then be a config.json or a name of simulate --list, "
+            "with random weights. Answers mean nothing: lossless is false in each, and in every metric; never with --traces.",
+        ),
+    ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File of keys, one a line.")] = None,
 ) -> None:
     """Serve the model to OpenAI clients: chat and text completions, streamed, with a page to try it.
 
     Example: paceline serve --port 8000, or with two drafters, each for its requests: paceline serve --drafter general=default
     --drafter tickets=runs/tickets
+
+    Example: paceline serve --mock 4 --model Qwen3-0.6B, and paceline bench serving --url http://127.0.0.1:8000 --ignore-eos
     """
     named = serving.named_drafters()
-    engine = replace(engine, **speculation(speculate, engine.num_drafted, next(iter(named.values()))))
-    drafters = None if "" in named or engine.drafter == NONE else named
-    adapts = engine.plan == "auto" and serving.route == "auto"
-    if drafters and len(drafters) > 1 and serving.route == "auto" and not adapts:
-        raise ConfigError("route auto goes by what rounds have taught: it needs --speculate auto; or give --route tag")
     serving = _with_keys(serving, api_key_file)
-    starting(engine.model)
+    with tempfile.TemporaryDirectory(prefix="paceline-mock-") as scratch:
+        if mock is not None:
+            _check_mock(serving, tracing)
+            engine, named = _mocked(engine, mock, named, speculate, Path(scratch))
+        engine = replace(engine, **speculation(speculate, engine.num_drafted, next(iter(named.values()))))
+        drafters = None if "" in named or engine.drafter == NONE else named
+        adapts = engine.plan == "auto" and serving.route == "auto" and mock is None
+        if drafters and len(drafters) > 1 and serving.route == "auto" and not adapts:
+            needed = "--speculate auto, and no --mock" if mock else "--speculate auto"
+            raise ConfigError(f"route auto goes by what rounds have taught: it needs {needed}; or give --route tag")
+        starting(engine.model)
+        _run(engine, serving, tracing, drafters, Router() if adapts else None)
+
+
+def _check_mock(serving: ServeConfig, tracing: TraceConfig) -> None:
+    """Raises ConfigError for what must not be made of mocked answers."""
+    refuse(
+        ConfigError,
+        (
+            tracing.folder is not None,
+            "--mock does not go with --traces: nobody would say what a mocked server answers, and a drafter would learn it; "
+            "leave one of them out",
+        ),
+        (serving.features, "--mock does not go with --features: nothing is to be learned from it; leave one of them out"),
+    )
+
+
+def _mocked(
+    engine: EngineConfig, mock: str, named: dict[str, str], speculate: str, scratch: Path
+) -> tuple[EngineConfig, dict[str, str]]:
+    """Settings and drafters under a mocked acceptance. Says what is mocked."""
+    from paceline.serve.mock import mocked_drafter, mocked_engine
+
+    asked = engine.model
+    engine = mocked_engine(engine, mock, scratch)
+    is_off = speculate in ("off", "0")
+    most = 1.0 if is_off or engine.mocked_tokens_per_round == 1 else 2.0
+    named = {label: drafter if is_off else mocked_drafter(drafter, asked, most) for label, drafter in named.items()}
+    weights = ", random weights" if engine.weights == "random" else ""
+    say(f"acceptance is MOCKED: {engine.mocked_as}{weights}; answers mean nothing, lossless is false in each of them")
+    return engine, named
+
+
+def _run(
+    engine: EngineConfig,
+    serving: ServeConfig,
+    tracing: TraceConfig,
+    drafters: dict[str, str] | None,
+    router: Router | None,
+) -> None:
+    """Until a signal comes."""
     import logging
 
     try:
@@ -108,13 +165,18 @@ def serve(
         traces = TraceWriter(tracing, name)
 
     def load() -> LLM:
-        llm = LLM.of(engine, drafters=drafters, router=Router() if adapts else None)
+        llm = LLM.of(engine, drafters=drafters, router=router, allow_lossy=serving.allow_lossy, max_tv=serving.max_tv)
+        if engine.mocked is not None and engine.drafter != NONE:
+            from paceline.serve.mock import check_yield
+
+            check_yield(engine.mocked, llm.drafter.num_drafted)
         if traces:
             traces.begin(llm.tokenizer)
         return llm
 
     try:
-        worker = EngineWorker(load, serving, Metrics(name, traces), warm_up=warm_up)
+        metrics = Metrics(name, traces, lossless=engine.mocked is None)
+        worker = EngineWorker(load, serving, metrics, warm_up=warm_up)
         run(worker, say=say, introduce=introduce)
     finally:
         if traces:
@@ -133,5 +195,5 @@ def warm_up(llm: LLM) -> None:
     """Before the first request: pages of weights and caches are touched, and the grammar library has read the vocabulary."""
     prompt = llm.tokenizer.encode("Hello") or [0]
     llm.generate_ids([prompt], SamplingParams(max_tokens=8, ignore_eos=True))
-    if getattr(llm.tokenizer, "backend", None) is not None and llm.tokenizer.eos_token_ids:
+    if getattr(llm.tokenizer, "backend", None) is not None and llm.tokenizer.eos_token_ids and llm.config.mocked is None:
         llm.generate_ids([prompt], SamplingParams(max_tokens=2, grammar=GrammarSpec("regex", "a")))

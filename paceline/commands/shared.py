@@ -8,13 +8,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.commands.options import Changed, Opt
 from paceline.config import EngineConfig
-from paceline.errors import ConfigError, PromptError, reraised
+from paceline.errors import ConfigError, PromptError, refuse, reraised
+from paceline.lossy import Lossy
 from paceline.tables import Progress
 from paceline.types import GrammarSpec, SamplingParams
 
@@ -114,13 +115,35 @@ Limit = Annotated[int | None, typer.Option(help="Only the first prompts.")]
 MOCK = Changed(mocked_tokens_per_round=Opt("--mock", metavar="TOKENS_PER_ROUND"))
 
 
-def load(engine: EngineConfig, word: str | None = None) -> LLM:
+LossyRule = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RULE:VALUES",
+        help="NOT lossless: let drafts stand that the model alone would refuse, by typical:eps=0.09,delta=0.3, "
+        "relaxed:n=10,delta=0.6, threshold:single=0.4, lenience:0.5 or mixture:0.8 (docs/lossy.md).",
+    ),
+]
+MaxTV = Annotated[
+    float | None, typer.Option(help="With --lossy: most mean total variation; beyond it drafts are verified losslessly.")
+]
+
+
+def lossy_of(text: str | None, max_tv: float | None) -> Lossy | None:
+    """Raises ConfigError or SamplingError on a rule that is none, and on a budget without a rule."""
+    if text is None:
+        refuse(ConfigError, (max_tv is not None, "--max-tv is the budget of a lossy rule: give --lossy too, or leave it out"))
+        return None
+    lossy = Lossy.of(text)
+    return lossy if max_tv is None else replace(lossy, max_tv=max_tv)
+
+
+def load(engine: EngineConfig, word: str | None = None, **more: Any) -> LLM:
     """For one answer at a time; the model may be named by a word in place of --model. Says what was loaded."""
     named = replace(engine, model=word if word and not is_named(engine) else engine.model, max_batch=1)
     starting(named.model)
     from paceline.engine.llm import LLM
 
-    llm = LLM.of(named)
+    llm = LLM.of(named, **more)
     say(introduce(llm))
     return llm
 

@@ -36,7 +36,10 @@ SHAPE = {
     "start": Opt("--first-layers"),
     "is_causal": Opt("--causal/--bidirectional"),
     "mask_token_id": Opt("--mask-token"),
+    "kind": Opt("--drafter-kind"),
 }
+
+LOSS = Changed(name=Opt("--loss"), vocab=Opt("--loss-vocab"), selector=Opt("--selector-weight"))
 
 
 @options
@@ -48,7 +51,7 @@ def train(
     elsewhere: asks.ElsewhereConfig,
     shape: Annotated[asks.DrafterShape, Changed(**SHAPE)],
     loop: Annotated[asks.LoopConfig, Without("loss", "optim"), Changed(autocast=Opt("--autocast/--full-precision"))],
-    loss: Annotated[asks.LossConfig, Without("alpha"), Changed(name=Opt("--loss"), vocab=Opt("--loss-vocab"))],
+    loss: Annotated[asks.LossConfig, Without("alpha"), LOSS],
     optim: Annotated[asks.OptimConfig, Only("name", "lr"), Changed(name=Opt("--optimiser"))],
     run_file: Annotated[
         Path | None, typer.Option("--config", help="A run.yaml, as every run leaves one. What is typed wins over it.")

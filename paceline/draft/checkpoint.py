@@ -24,13 +24,26 @@ from paceline.model.checkpoint import check_finite, load_tensors, read_json
 from paceline.model.config import FAMILIES, LARGEST, TABLES, DecoderConfig, decoder_config, fraction, is_whole, short, whole
 from paceline.model.target import Target
 
-ARCHITECTURE = "DFlashDraftModel"
+ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
 DENSE, DRAFT_IDS = "model.safetensors", "draft_ids.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
+class DFlash2Sizes:
+    """What DFlash 2 adds to a DFlash network (`dflash2.py`)."""
+
+    conv_kernel_size: int
+    """Taps of a convolution: a slot and those before it."""
+    conv_group_size: int
+    """Neighbouring channels that share what a slot adds to the taps."""
+    selector_rank: int
+    selector_top_k: int
+    """Candidates of a slot."""
+
+
+@dataclass(frozen=True, slots=True)
 class DFlashConfig:
-    """A DFlash v1 drafter: a Qwen3-shaped decoder without embedding and head, and how it is attached to its target."""
+    """A DFlash drafter: a Qwen3-shaped decoder without embedding and head, and how it is attached to its target."""
 
     shape: DecoderConfig
     """Sizes, rope and windows of the draft layers; its vocabulary is the target's and not meant here."""
@@ -48,6 +61,16 @@ class DFlashConfig:
     """0 is off."""
     raw: dict[str, Any]
     """config.json as it was read."""
+    from_anchor: bool = False
+    """Whether slot k says the token behind its position, so that the anchor's slot drafts too; else the token at it. Files call
+    this sample_from_anchor, or shift_label."""
+    second: DFlash2Sizes | None = None
+    """Of a DFlash 2 drafter; None: DFlash v1."""
+
+    @property
+    def num_slots(self) -> int:
+        """Drafts of a block."""
+        return self.block_size if self.from_anchor else self.block_size - 1
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path | str = "config.json") -> DFlashConfig:
@@ -81,6 +104,8 @@ class DFlashConfig:
             output_multiplier=fraction(own, "output_multiplier", 1.0, path, above=-LARGEST),
             final_logit_softcapping=max(0.0, fraction(own, "final_logit_softcapping", 0.0, path, above=-LARGEST)),
             raw=raw,
+            from_anchor=_flag(own, ("sample_from_anchor", "shift_label"), path),
+            second=_second(raw, own, shape, path),
         )
 
 
@@ -129,6 +154,13 @@ def new_config(
         },
         **keys,
     }
+
+
+def as_dflash2(raw: Mapping[str, Any], *, rank: int = 256, top_k: int = 16) -> dict[str, Any]:
+    """config.json of a DFlash 2 drafter whose body is the DFlash v1 drafter that `raw` describes."""
+    own = raw.get("dflash_config") or {}
+    added = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": rank, "selector_top_k": top_k}
+    return {**raw, "architectures": [ARCHITECTURE_2], "dflash_config": {**own, **added}}
 
 
 def check_fit(config: DFlashConfig, target: Target, draft_ids: Tensor | None = None) -> None:
@@ -254,6 +286,31 @@ def _causal_layers(values: dict[str, Any], num_layers: int, path: Path) -> tuple
     return tuple(kind == "sliding_attention" for kind in types)
 
 
+def _flag(own: Mapping[str, Any], names: tuple[str, ...], path: Path) -> bool:
+    values = [own[name] for name in names if own.get(name) is not None]
+    if not all(isinstance(value, bool) for value in values) or len(set(values)) > 1:
+        raise ModelFileError(f"{path}: {' and '.join(names)} must be true or false, and agree: correct config.json")
+    return bool(values and values[0])
+
+
+def _second(raw: Mapping[str, Any], own: dict[str, Any], shape: DecoderConfig, path: Path) -> DFlash2Sizes | None:
+    names = DFlash2Sizes.__slots__
+    if ARCHITECTURE_2 not in (raw.get("architectures") or []):
+        if found := [name for name in names if own.get(name) is not None]:
+            raise ModelFileError(
+                f"{path}: {found[0]} is of DFlash 2, the architecture is {ARCHITECTURE}: without convolution and selector its "
+                f"drafts would be others; write {ARCHITECTURE_2} in config.json"
+            )
+        return None
+    sizes = DFlash2Sizes(*(whole(own, name, path, least=1) for name in names))
+    if shape.hidden_size % sizes.conv_group_size:
+        raise ModelFileError(
+            f"{path}: conv_group_size {sizes.conv_group_size} does not divide hidden_size {shape.hidden_size}: correct them"
+        )
+    whole(dict(raw), "vocab_size", path, least=1)
+    return sizes
+
+
 def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
     if "speculators_model_type" in raw:
         raise UnsupportedModelError(
@@ -263,10 +320,10 @@ def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
     names = raw.get("architectures") or [ARCHITECTURE]
     if not isinstance(names, list):
         raise ModelFileError(f"{path}: architectures must be a list: correct config.json")
-    if ARCHITECTURE not in names or raw.get("model_type", "qwen3") != "qwen3":
+    if not {ARCHITECTURE, ARCHITECTURE_2} & set(map(str, names)) or raw.get("model_type", "qwen3") != "qwen3":
         raise UnsupportedModelError(
             f"{path}: drafter architecture {names[0]} on model_type {raw.get('model_type')} is not implemented: "
-            f"give a {ARCHITECTURE} on qwen3"
+            f"give a {ARCHITECTURE} or {ARCHITECTURE_2} on qwen3"
         )
     types = raw.get("layer_types")
     known = {"full_attention", "sliding_attention"}

@@ -6,7 +6,8 @@ context before the anchor and its block, and reads all drafts off the target's h
 token at its own position, anchor + k; slot 0 is discarded.
 
 `DFlashNetwork` holds the weights and is what training trains. A path is the same mathematics made for decoding, with its
-cache: in `dflash_paths.py` there is one in PyTorch, on any device, and one of native calls.
+cache: in `dflash_paths.py` there is one in PyTorch, on any device, and one of native calls. `dflash_reading.py` turns a
+pass's logits into drafts; `dflash2.py` adds what DFlash 2 has more.
 `tests/draft/test_dflash.py` compares them with the authors' `dflash` package.
 """
 
@@ -15,24 +16,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import chain, takewhile
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from paceline import rng
 from paceline.draft.base import Drafter, Observed
 from paceline.draft.checkpoint import DFlashConfig, check_fit, new_config, read_checkpoint, read_draft_ids, write_checkpoint
 from paceline.draft.dflash_paths import Drafts, NativePath, PendingFeatures, TorchPath, features_of
-from paceline.errors import ConfigError, ModelFileError
+from paceline.draft.dflash_reading import Reading, num_finite
+from paceline.errors import ConfigError, ModelFileError, UnsupportedModelError
 from paceline.model.checkpoint import random_weights
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import rms_norm, swiglu
-from paceline.model.logits import sample, target_probs
 from paceline.model.native_decoder import NativeDecoder, padded
 from paceline.model.target import Target
+from paceline.trees import MOST_NODES, Candidates
 from paceline.types import Batch, DraftBlock, Sequence
 
 
@@ -89,7 +90,7 @@ class _MLP(nn.Module):
         return self.down_proj(swiglu(self.gate_proj(inputs), self.up_proj(inputs)))
 
 
-class _Layer(nn.Module):
+class DraftLayer(nn.Module):
     def __init__(self, shape: DecoderConfig) -> None:
         super().__init__()
         self.self_attn = _Attention(shape)
@@ -111,11 +112,15 @@ class DFlashNetwork(nn.Module):
         shape = config.shape
         self.fc = nn.Linear(len(config.target_layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
-        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.num_layers))
+        self.layers = nn.ModuleList(self.make_layer(config) for _ in range(shape.num_layers))
         self.norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
 
+    @staticmethod
+    def make_layer(config: DFlashConfig) -> nn.Module:
+        return DraftLayer(config.shape)
+
     @classmethod
-    def of(cls, config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> DFlashNetwork:
+    def of(cls, config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
         """A network that holds `tensors` themselves. Raises ModelFileError naming a tensor that does not fit the config."""
         with torch.device("meta"):
             network = cls(config)
@@ -131,7 +136,7 @@ class DFlashNetwork(nn.Module):
         return network
 
     @classmethod
-    def random(cls, config: DFlashConfig, seed: int = 0) -> DFlashNetwork:
+    def random(cls, config: DFlashConfig, seed: int = 0) -> Self:
         """Float32 weights, normal with deviation 0.02, norms one; the same for the same seed."""
         with torch.device("meta"):
             shapes = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
@@ -159,15 +164,6 @@ def visible(query_T: Tensor, key_S: Tensor, window: int | None, is_causal: bool)
     return seen if window is None else seen & (distance.abs() < window)
 
 
-def scale_logits(logits: Tensor, config: DFlashConfig) -> Tensor:
-    """The target head's output with the drafter's own multiplier and soft cap."""
-    if config.output_multiplier != 1.0:
-        logits = logits * config.output_multiplier
-    if config.final_logit_softcapping:
-        logits = torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
-    return logits
-
-
 MOST_PENDING = 512
 """Positions of a row that may wait; some megabytes of features."""
 PENDING_PIECE = 32
@@ -180,15 +176,20 @@ class DFlashDrafter(Drafter):
     """A DFlash v1 drafter. Greedy and seeded requests get certain drafts, sampled ones drafts with their distribution."""
 
     name = "dflash"
+    has_native_path = True
+    """Whether it runs in native calls beside a target that does."""
+    is_parallel = True
+    """Whether what is drafted at a slot does not depend on what was drawn before it."""
 
     def __init__(self, network: DFlashNetwork, *, num_drafted: int | None = None, draft_ids: Tensor | None = None) -> None:
         """`num_drafted` below block_size - 1 reads fewer slots of the same block; more raise ConfigError. `draft_ids`: the only
         tokens drafted, for a head of fewer rows."""
         self.network, self.config = network, network.config
         self.block_size = self.config.block_size
-        self.num_drafted = self.block_size - 1 if num_drafted is None else num_drafted
-        if not 0 <= self.num_drafted < self.block_size:
-            raise ConfigError(f"this drafter's block of {self.block_size} drafts 0 to {self.block_size - 1}, not {num_drafted}")
+        most = self.config.num_slots
+        self.num_drafted = most if num_drafted is None else num_drafted
+        if not 0 <= self.num_drafted <= most:
+            raise ConfigError(f"this drafter's block of {self.block_size} drafts 0 to {most}, not {num_drafted}")
         self.draft_ids = draft_ids
         self.tap_layers = self.config.target_layer_ids
         self._target: Target | None = None
@@ -198,6 +199,8 @@ class DFlashDrafter(Drafter):
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
         """Read a checkpoint in z-lab's format. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError."""
         config, tensors = read_checkpoint(folder)
+        if config.second:
+            raise UnsupportedModelError(f"{folder} holds a DFlash 2 drafter: read it with dflash2.read_drafter")
         network = DFlashNetwork.of(config, tensors, folder)
         return cls(network, num_drafted=num_drafted, draft_ids=read_draft_ids(folder))
 
@@ -219,14 +222,9 @@ class DFlashDrafter(Drafter):
         if self._target is target and self._bound_cache is target.cache:
             self._path.cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
         else:
-            made_of = self.config, self.network.state_dict()
-            if isinstance(target, NativeDecoder):
-                self._path = NativePath(*made_of, target, self.draft_ids)
-            else:
-                self._path = TorchPath(*made_of, target, self.draft_ids)
+            self._path = self._make_path(target)
         self._target, self._bound_cache = target, target.cache
         self._vocab_size, self._overwrites_taps = target.vocab_size, target.overwrites_taps
-        self._ids = None if self.draft_ids is None else self.draft_ids.tolist()
         self.has_own_threads = isinstance(self._path, NativePath)
         self._pending = PendingFeatures()
         self._unsorted: list[list[Observed]] = []
@@ -234,9 +232,15 @@ class DFlashDrafter(Drafter):
         self._fresh: set[int] = set()
         """Rows whose sequence has just started: what they hold is another's, which the new one may adopt."""
 
+    def _make_path(self, target: Target) -> TorchPath | NativePath:
+        made_of = self.config, self.network.state_dict()
+        if self.has_native_path and isinstance(target, NativeDecoder):
+            return NativePath(*made_of, target, self.draft_ids)
+        return TorchPath(*made_of, target, self.draft_ids)
+
     def cache_bytes(self, target: Target) -> int:
         shape, max_len = self.config.shape, target.cache.max_len
-        is_native = isinstance(target, NativeDecoder)
+        is_native = self.has_native_path and isinstance(target, NativeDecoder)
         head_dim, slack = padded(shape, max_len, self.block_size) if is_native else (shape.head_dim, self.block_size)
         positions = target.cache.num_rows * (max_len + slack)
         return 2 * shape.num_layers * shape.num_kv_heads * head_dim * positions * target.dtype.itemsize
@@ -324,53 +328,38 @@ class DFlashDrafter(Drafter):
         sequences = [batch.sequences[index] for index in drafting]
         rows, anchors = [seq.row for seq in sequences], [seq.tokens[-1] for seq in sequences]
         self._inject(rows)
-        drawn = [seq.kind == "sampled" for seq in sequences]
+        grows = [bool(batch.num_candidates) and seq.constraint is None for seq in sequences]
+        drawn = [seq.kind == "sampled" and not tree for seq, tree in zip(sequences, grows, strict=True)]
         width = max(limits)
-        size = self.block_size if batch.whole_blocks else 1 + width  # slots that nobody reads are left out
-        says_sure = not batch.whole_blocks
-        best_BK, logits_BKV = self._draft(rows, anchors, width, size, says_sure or any(drawn))
-        if logits_BKV is not None:
-            logits_BKV = scale_logits(logits_BKV, self.config)
-        sure_BK = _sureness(logits_BKV) if says_sure and logits_BKV is not None and not all(drawn) else None
+        needed = width if self.config.from_anchor else 1 + width
+        size = self.block_size if batch.whole_blocks else needed  # slots that nobody reads are left out
+        says_sure = not batch.whole_blocks or any(grows)
+        reading = self._read(rows, anchors, width, size, says_sure or any(drawn))
+        candidates_B: list[Candidates | None] = [None] * len(limits)
+        block.candidates_B = candidates_B if any(grows) else None
         sure_B: list[list[float] | None] = [None] * len(limits)
         block.sure_B = sure_B if says_sure else None
         for slot, (seq, index) in enumerate(zip(sequences, drafting, strict=True)):
-            limit = limits[index]
             if drawn[slot]:
-                assert logits_BKV is not None
-                probs_KV = target_probs(self._over_all_tokens(logits_BKV[slot, :limit]), seq.params)
-                sure = probs_KV.amax(-1).log_().tolist()
-                num_finite = _num_finite(sure)
-                block.tokens_B[index] = _drawn(seq, probs_KV[:num_finite])
-                block.probs_B[index] = probs_KV[:num_finite] if num_finite else None
+                block.tokens_B[index], block.probs_B[index], sure = reading.drawn(slot, limits[index], seq)
+            elif grows[slot]:
+                most = min(self._cache_room(seq), MOST_NODES)
+                candidates = reading.candidates(slot, limits[index], seq, batch.num_candidates, most)
+                candidates_B[index] = candidates
+                block.tokens_B[index] = [tokens[0] for tokens in candidates.tokens_KM]
+                sure = [logprobs[0] for logprobs in candidates.logprobs_KM]
             else:
-                best_K = list(takewhile(lambda token: token >= 0, best_BK[slot][:limit]))  # -1: logits that are not finite
-                sure = sure_BK[slot][: len(best_K)] if sure_BK else None
-                block.tokens_B[index] = best_K if self._ids is None else [self._ids[best] for best in best_K]
-            sure_B[index] = sure[: _num_finite(sure)] if sure and says_sure else None
+                block.tokens_B[index], sure = reading.certain(slot, limits[index], says_sure)
+            sure_B[index] = sure[: num_finite(sure)] if sure and says_sure else None
         return block
+
+    def _cache_room(self, seq: Sequence) -> int:
+        """Drafts that fit the target's cache behind the row's anchor."""
+        assert self._target is not None
+        return self._target.cache.max_len - seq.cached_len - 1
+
+    def _read(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Reading:
+        return Reading(*self._draft(rows, anchors, width, size, with_logits), self.config, self.draft_ids, self._vocab_size)
 
     def _draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
         return self._path.draft(rows, anchors, width, size, with_logits)
-
-    def _over_all_tokens(self, logits_KV: Tensor) -> Tensor:
-        if self.draft_ids is None:
-            return logits_KV
-        every_KV = logits_KV.new_full((len(logits_KV), self._vocab_size), float("-inf"))
-        return every_KV.index_copy_(1, self.draft_ids.to(logits_KV.device), logits_KV)
-
-
-def _sureness(logits_BKV: Tensor) -> list[list[float]]:
-    """Log-probability of each slot's most likely token; NaN or infinite where the logits are."""
-    logits_BKV = logits_BKV.float()
-    return (logits_BKV.amax(-1) - logits_BKV.logsumexp(-1)).tolist()
-
-
-def _num_finite(values: list[float]) -> int:
-    """How many come before the first that is no finite number."""
-    return next((count for count, value in enumerate(values) if not math.isfinite(value)), len(values))
-
-
-def _drawn(seq: Sequence, probs_KV: Tensor) -> list[int]:
-    draws = [rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, slot) for slot in range(len(probs_KV))]
-    return [sample(probs_V, draw) for probs_V, draw in zip(probs_KV, draws, strict=True)]

@@ -23,6 +23,8 @@ from paceline.model.native_lib import Buffers, Matrix, pointer
 from paceline.model.target import Target, head_weight
 
 Drafts = tuple[list[list[int]], Tensor | None]
+LayerAttention = tuple[Tensor, Tensor, AttentionPlan, CacheWriter, Rope, tuple[Tensor, Tensor]]
+"""What `Layer.run` takes besides hidden states."""
 
 
 class TorchPath:
@@ -81,17 +83,21 @@ class TorchPath:
         """The most likely token of the first `width` drafts of each row, counted in the draft vocabulary, and their logits
         [B, width, V] as the head gives them; each block of `size` slots stands right behind its row's context and is dead
         afterwards."""
+        logits_BKV = self._head(self.slots(rows, anchors, width, size)).unflatten(0, (len(rows), width))
+        largest, best = logits_BKV.max(-1)  # as argmax, which is six times as slow in bfloat16 on CPU
+        best_BK = best.masked_fill_(~largest.isfinite(), -1).tolist()
+        return best_BK, logits_BKV if with_logits else None
+
+    def slots(self, rows: list[int], anchors: list[int], width: int, size: int) -> Tensor:
+        """Final normed hidden states [B * width, D] of the slots that the first `width` drafts of each row are read from."""
         masks = [self.config.mask_token_id] * (size - 1)
         tokens = [token for anchor in anchors for token in (anchor, *masks)]
         embedded_TD = self._target.embed(torch.tensor(tokens, device=self._device))
         if self.config.input_embedding_scale != 1.0:
             embedded_TD = embedded_TD * self.config.input_embedding_scale
         hidden_BJD = self.run_block(rows, embedded_TD).unflatten(0, (len(rows), size))
-        slots_TD = self._final_norm(hidden_BJD[:, 1 : 1 + width].flatten(0, 1))
-        logits_BKV = self._head(slots_TD).unflatten(0, (len(rows), width))
-        largest, best = logits_BKV.max(-1)  # as argmax, which is six times as slow in bfloat16 on CPU
-        best_BK = best.masked_fill_(~largest.isfinite(), -1).tolist()
-        return best_BK, logits_BKV if with_logits else None
+        first = 0 if self.config.from_anchor else 1
+        return self._final_norm(hidden_BJD[:, first : first + width].flatten(0, 1))
 
     def run_block(self, rows: list[int], hidden_TD: Tensor) -> Tensor:
         """Hidden states [B * size, D] before the final norm, each block right behind its row's context."""
@@ -101,9 +107,14 @@ class TorchPath:
         writer = CacheWriter(rows, starts, counts, self._device)
         tables = self._rope.tables(positions_of(starts, counts))
         hidden_TD = hidden_TD.to(self._residual_dtype)
-        for layer, kind, keys, values in zip(self._layers, self._kinds, self._keys, self._values, strict=True):
-            layer.run(hidden_TD, keys, values, plans[kind], writer, self._rope, tables)
+        size = len(hidden_TD) // len(rows)
+        for index, (kind, keys, values) in enumerate(zip(self._kinds, self._keys, self._values, strict=True)):
+            self.run_layer(index, hidden_TD, size, (keys, values, plans[kind], writer, self._rope, tables))
         return hidden_TD
+
+    def run_layer(self, index: int, hidden_TD: Tensor, size: int, attention: LayerAttention) -> None:
+        """Add to the hidden states of blocks of `size` slots what a draft layer makes of them."""
+        self._layers[index].run(hidden_TD, *attention)
 
 
 class NativePath:
@@ -157,7 +168,8 @@ class NativePath:
 
     def draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
         num_rows, masks = len(rows), [self.config.mask_token_id] * (size - 1)
-        wanted = [row * size + slot for row in range(num_rows) for slot in range(1, 1 + width)]
+        first = 0 if self.config.from_anchor else 1
+        wanted = [row * size + slot for row in range(num_rows) for slot in range(first, first + width)]
         logits_TV = torch.empty(len(wanted), self._head.rows) if with_logits else None
         work = self._buffers.work
         work.num_rows, work.num_logit_rows = num_rows, len(wanted)

@@ -17,6 +17,7 @@ from paceline.draft.ngram import NgramDrafter
 from paceline.errors import ConfigError
 from paceline.model.target import Target
 from paceline.plan import Offer, Planner
+from paceline.trees import Candidates
 from paceline.types import NONE, Batch, DraftBlock, Sequence, Take
 
 LOOKUP_MATCH = 2
@@ -165,7 +166,7 @@ class Pool:
             if not most or not each.can_draft(seq):
                 continue
             if not each.is_at_hand:
-                found.append(planner.offer(each.name, seq.kind, most))
+                found.append(planner.offer(each.name, seq.planned_kind, most))
             elif chance := each.chance(seq):
                 found.append(Offer(each.name, (chance,) * most))
         return found
@@ -175,6 +176,7 @@ class Pool:
         takes_B = batch.takes_B or [Take(self._leases[row].drafter.name, 1 << 30) for row in batch.rows]
         block = DraftBlock.certain([[] for _ in takes_B])
         sure_B: list[list[float] | None] = [None] * len(takes_B)
+        candidates_B: list[Candidates | None] = [None] * len(takes_B)
         groups: dict[int, tuple[Drafter, list[int]]] = {}
         for place, (seq, take) in enumerate(zip(batch.sequences, takes_B, strict=True)):
             if take.count:
@@ -183,14 +185,17 @@ class Pool:
                 groups.setdefault(id(source), (source, []))[1].append(place)
         for drafter, places in groups.values():
             began = time.perf_counter()
-            own = Batch([batch.sequences[place] for place in places], [takes_B[place] for place in places], batch.whole_blocks)
+            rows, takes = [batch.sequences[place] for place in places], [takes_B[place] for place in places]
+            own = Batch(rows, takes, batch.whole_blocks, batch.num_candidates)
             drafted = drafter.propose(own)
             for index, place in enumerate(places):
                 block.tokens_B[place], block.probs_B[place] = drafted.tokens_B[index], drafted.probs_B[index]
                 sure_B[place] = drafted.sure_B[index] if drafted.sure_B else None
+                candidates_B[place] = drafted.candidates_B[index] if drafted.candidates_B else None
             spent = time.perf_counter() - began
             block.source_s[drafter.name] = block.source_s.get(drafter.name, 0.0) + spent
         block.sure_B = sure_B
+        block.candidates_B = candidates_B if batch.num_candidates else None
         return block
 
     def observe(self, observed: list[Observed]) -> None:

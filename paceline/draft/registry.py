@@ -11,6 +11,7 @@ from paceline.config import EngineConfig
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.checkpoint import is_dflash
 from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash2 import DFlash2Drafter, read_drafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.errors import ConfigError, ModelNotFoundError
@@ -24,7 +25,7 @@ def _default(target: Target, target_name: str, **options: Any) -> Drafter:
     """The drafter that ships for this target, else n-gram lookup."""
     folder = SHIPPED / target_name
     is_shipped = target_name == folder.name and (folder / "config.json").is_file()
-    return DFlashDrafter.from_folder(folder, **options) if is_shipped else NgramDrafter(**options)
+    return read_drafter(folder, **options) if is_shipped else NgramDrafter(**options)
 
 
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
@@ -32,6 +33,7 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "none": lambda target, target_name, num_drafted=None: NoDrafter(),
     "ngram": lambda target, target_name, **options: NgramDrafter(**options),
     "random-dflash": lambda target, target_name, **options: DFlashDrafter.random(target, **options),
+    "random-dflash2": lambda target, target_name, **options: DFlash2Drafter.random(target, **options),
 }
 
 
@@ -57,7 +59,7 @@ def _made(spec: str, target: Target, target_name: str, options: dict[str, Any]) 
         return DRAFTERS[spec](target, target_name, **options)
     path = checkpoint_of(spec)
     if path.is_dir() and is_dflash(read_json(path / "config.json")):
-        return DFlashDrafter.from_folder(path, **options)
+        return read_drafter(path, **options)
     # Whatever else it is, a language model to draft with.
     cache, dtype, device = target.cache, str(target.dtype).removeprefix("torch."), str(target.device)
     settings = EngineConfig(str(path), dtype=dtype, device=device, max_batch=cache.num_rows, max_len=cache.max_len)

@@ -21,6 +21,7 @@ from paceline.engine.grammar import Grammars
 from paceline.engine.round import RuleJudge, decode_round, fail
 from paceline.engine.scheduler import PrefixReuse, Scheduler
 from paceline.errors import ContextLengthError, PromptError, SamplingError
+from paceline.lossy import NOT_ALLOWED, Ledger
 from paceline.model.target import ForwardBatch, Target
 from paceline.model.tokenizer import TextStream, Tokenizer
 from paceline.plan import AdaptivePlanner, FixedPlanner, Plan, Planner, Row
@@ -56,10 +57,13 @@ class Engine:
         lookups: bool = False,
         eos_token_ids: tuple[int, ...] = (),
         prefill_chunk: int = 256,
+        allow_lossy: bool = False,
+        max_tv: float | None = None,
     ) -> None:
         """`drafter` may be several by their names, the members of the pool; `router` then chooses for requests that name none.
         `planner` None drafts as much as the drafter may in every round, chunks of `prefill_chunk` prompt tokens. `lookups`
-        offers n-gram lookups beside a drafter that has to compute its drafts."""
+        offers n-gram lookups beside a drafter that has to compute its drafts. `allow_lossy` lets requests ask for lossy rules,
+        none of which may have a larger mean total variation than `max_tv`."""
         self.target, self.tokenizer = target, tokenizer
         self.planner = planner or FixedPlanner(most_chunk=prefill_chunk)
         self.pool = Pool(
@@ -70,6 +74,7 @@ class Engine:
             router.begin()
         self.judge = judge or RuleJudge()
         self.eos_token_ids = eos_token_ids
+        self.allow_lossy, self.max_tv = allow_lossy, max_tv
         self.scheduler = Scheduler(target.cache)
         self.prefix = PrefixReuse(target, self.pool) if target.is_width_invariant else None
         self.grammars = Grammars(tokenizer, target.vocab_size, eos_token_ids)
@@ -134,6 +139,8 @@ class Engine:
         ends = params.stop_token_ids if ignores_eos else (*self.eos_token_ids, *params.stop_token_ids)
         seq = Sequence(next(self._ids), list(prompt_ids), len(prompt_ids), params, eos_token_ids=ends, constraint=constraint)
         seq.route, seq.drafter = route, route.drafter if route else ""
+        if params.lossy:
+            seq.ledger, seq.lossless = Ledger(params.lossy.within(self.max_tv).max_tv), False
         seq.timings.arrival_s = time.perf_counter()
         self._requests[seq.request_id] = seq, TextStream(self.tokenizer.stream(), params.stop)
         if guest:
@@ -154,6 +161,10 @@ class Engine:
             raise SamplingError(f"logit_bias names token {wrong}, outside the vocabulary of {vocab_size}: remove it")
         if params.grammar and self.judge.rule.name == MOCKED:
             raise SamplingError("grammar cannot hold with a mocked acceptance, which looks at no token: leave one of them out")
+        if params.lossy and not self.allow_lossy:
+            raise SamplingError(NOT_ALLOWED)
+        if params.lossy and self.judge.rule.name == MOCKED:
+            raise SamplingError("lossy does not go with a mocked acceptance, which looks at no token: leave one of them out")
         needed = len(prompt_ids) + params.max_tokens
         if needed > max_len:
             raise ContextLengthError(
@@ -171,11 +182,11 @@ class Engine:
         self._admit()
         return seq
 
-    @torch.inference_mode()
     def whole_chunks(self) -> contextlib.AbstractContextManager[None]:
         """Within, prompts are read in whole chunks beside rows that decode: for work that nobody follows token by token."""
         return self.planner.chunks.whole() if isinstance(self.planner, AdaptivePlanner) else contextlib.nullcontext()
 
+    @torch.inference_mode()
     def step(self) -> list[Chunk]:
         """One prefill chunk and one decode round at most; returns what each request gained."""
         self.rounds, self.read = [], (0, 0.0)
@@ -200,7 +211,7 @@ class Engine:
         return chunks
 
     def _row(self, seq: Sequence) -> Row:
-        return Row(seq.request_id, seq.kind, ask=partial(self.pool.offers, seq, self.planner))
+        return Row(seq.request_id, seq.planned_kind, ask=partial(self.pool.offers, seq, self.planner))
 
     def _admit(self) -> None:
         for seq in self.scheduler.admit(self.prefix.best_row if self.prefix else None):
@@ -234,7 +245,10 @@ class Engine:
         self.pool.observe([Observed(seq, begin, end - begin, out.taps_TF)])
         now = time.perf_counter()
         self.read = end - begin, now - started
-        seq.timings.prefill_s += now - started
+        for each in (*self.scheduler.prefilling, *self.scheduler.running):
+            if each is not seq:
+                each.timings.waited(now)
+        seq.timings.read(started, now)
         self.planner.prefilled(*self.read)
         if not is_last:
             return []
@@ -249,6 +263,8 @@ class Engine:
             if place == len(plan.rows) or plan.rows[place].key != seq.request_id:
                 self.planner.join(plan, place, self._row(seq))  # its prompt ended in this step
         batch.takes_B, batch.whole_blocks = plan.drafts, plan.whole_blocks
+        takes_trees = self.target.takes_trees and self.judge.takes_trees
+        batch.num_candidates = self.planner.num_candidates if takes_trees else 0
         stats = decode_round(batch, self.target, self.pool, self.judge, partial(self.planner.narrow, plan))
         self.planner.learn(plan, stats)
         if self.router:
@@ -259,13 +275,14 @@ class Engine:
         rounds_B = map(Round, stats.num_drafted_B, stats.num_accepted_B, stats.source_B)
         for seq, each in zip(batch.sequences, rounds_B, strict=True):
             seq.rounds.append(each)
-            seq.timings.draft_s += stats.draft_s
-            seq.timings.verify_s += stats.verify_s
             chunks.append(self._publish(seq, now))
-        host_s = stats.host_s + time.perf_counter() - now
+        ended = time.perf_counter()
+        host_s = stats.host_s + ended - now
         is_plain = not any(stats.num_drafted_B)
+        for seq in self.scheduler.prefilling:
+            seq.timings.waited(ended)
         for seq in batch.sequences:
-            seq.timings.host_s += host_s
+            seq.timings.decoded(stats.draft_s, stats.verify_s, host_s, ended)
             seq.timings.num_plain += is_plain
             seq.timings.plain_s += is_plain * (stats.draft_s + stats.verify_s + host_s)
         return chunks
@@ -275,11 +292,13 @@ class Engine:
         _, stream = self._requests[seq.request_id]
         tokens = seq.tokens[seq.prompt_len + len(seq.timings.token_s) :]
         ended_by_token = seq.finish_reason == "stop"
+        started = time.perf_counter()
         text, stopped_after = stream.push(tokens[:-1] if ended_by_token else tokens)
+        seq.timings.text_s += time.perf_counter() - started
         if stopped_after is not None:
             del seq.tokens[len(seq.tokens) - len(tokens) + stopped_after :]
             tokens = tokens[:stopped_after]
-            del seq.logprobs[seq.num_output :]
+            seq.trim()
             seq.finish_reason = "stop"
         elif seq.finish_reason is not None:
             text += stream.finish()

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import tokenizers
 import torch
 
 from paceline.config import EngineConfig
@@ -29,12 +28,13 @@ from paceline.errors import MemoryBudgetError
 from paceline.figures import Rounds
 from paceline.hub import resolve as resolve_model
 from paceline.learned import PassCosts
+from paceline.lossy import Price
 from paceline.model import native_lib
 from paceline.model.backends import load_target, settle
 from paceline.model.target import DEFAULT_MAX_LEN, Target, measure_passes
 from paceline.model.tokenizer import Tokenizer
 from paceline.model.tools import with_tools
-from paceline.plan import AdaptivePlanner, FixedPlanner, Planner, num_fixed
+from paceline.plan import AdaptivePlanner, FixedPlanner, Planner, fixed_planner
 from paceline.routes import Router
 from paceline.types import FinishReason, SamplingParams, Sequence, Timings, TokenLogprob
 from paceline.verify.rules import RULES, mocked
@@ -52,6 +52,8 @@ class GenerationStats(Rounds):
     num_output_tokens: int
     lossless: bool
     timings: Timings
+    lossy: Price | None = None
+    """What a lossy rule cost, of a request that asked for one."""
 
     @property
     def total_s(self) -> float:
@@ -81,6 +83,7 @@ class GenerationStats(Rounds):
             num_output_tokens=seq.num_output,
             lossless=seq.lossless,
             timings=seq.timings,
+            lossy=seq.ledger.price(str(seq.params.lossy)) if seq.ledger else None,
         )
 
 
@@ -100,8 +103,9 @@ class LLM:
     """A model with its drafter. Settings are the fields of `EngineConfig`; `drafter` may also be a Drafter object.
 
     With `drafters` it has several by their names, the first for whoever asks for none, and `router` chooses for requests of
-    `engine.add` that come with a route. Raises the errors of paceline.errors: a missing model, a drafter for another target, a
-    cache beyond its budget.
+    `engine.add` that come with a route. `allow_lossy` lets requests ask for lossy rules (`SamplingParams.lossy`), none of which
+    may then have a larger mean total variation than `max_tv`. Raises the errors of paceline.errors: a missing model, a drafter
+    for another target, a cache beyond its budget.
     """
 
     def __init__(
@@ -111,6 +115,8 @@ class LLM:
         drafter: str | Drafter | None = "default",
         drafters: Mapping[str, str | Drafter] | None = None,
         router: Router | None = None,
+        allow_lossy: bool = False,
+        max_tv: float | None = None,
         **settings: Any,
     ) -> None:
         asked = drafters or {"": drafter}
@@ -124,7 +130,7 @@ class LLM:
         with ThreadPoolExecutor(1) as beside:  # packing the target's matrices leaves Python to the tokenizer
             tokenizer = beside.submit(_tokenizer, self.config, resolve_model(model))
             self.target = load_target(self.config)
-            self.tokenizer = tokenizer.result()
+            self.tokenizer = tokenizer.result() or Tokenizer.stand_in(self.target.vocab_size)
         made = {
             name: make_drafter(spec, self.target, target_name=model, num_drafted=self.config.num_drafted)
             for name, spec in asked.items()
@@ -132,6 +138,7 @@ class LLM:
         self.drafter = next(iter(made.values()))
         """What requests get that ask for none."""
         self.router = router
+        self.allow_lossy, self.max_tv = allow_lossy, max_tv
         _fit_budget(self.config, self.target, list(made.values()))
         self.pass_costs: PassCosts | None = None
         """Seconds of target passes as measured when a plan first needed them."""
@@ -156,7 +163,7 @@ class LLM:
         Where the plan adapts and no number of drafts is asked for, lookups stand beside a drafter that computes.
         """
         every = [drafter] if isinstance(drafter, Drafter) else list(drafter.values())
-        planner, mock = self._planner_of(*every), self.config.mocked_tokens_per_round
+        planner, mock = self._planner_of(*every), self.config.mocked
         return Engine(
             self.target,
             self.tokenizer,
@@ -166,14 +173,16 @@ class LLM:
             router=self.router,
             lookups=isinstance(planner, AdaptivePlanner) and self.config.num_drafted is None,
             eos_token_ids=self.tokenizer.eos_token_ids,
+            allow_lossy=self.allow_lossy,
+            max_tv=self.max_tv,
         )
 
     def _planner_of(self, *drafters: Drafter) -> Planner:
         """What it has learned of a drafter, the first of several, stays with the drafter."""
         chunk = self.config.prefill_chunk
         if self.config.plan != "auto":
-            return FixedPlanner(num_fixed(self.config.plan), chunk)
-        if self.config.mocked_tokens_per_round is not None:
+            return fixed_planner(self.config.plan, chunk)
+        if self.config.mocked is not None:
             return FixedPlanner(most_chunk=chunk)
         most = max((drafter.num_drafted for drafter in drafters), default=0) or (LATER if self.router else 0)
         if self.pass_costs is None and most:
@@ -181,7 +190,10 @@ class LLM:
         first = drafters[0] if drafters else NoDrafter()
         if first not in self._planners:
             costs, adapts = self.pass_costs or PassCosts([(1, 1.0)]), self.target.is_width_invariant
-            self._planners[first] = AdaptivePlanner(costs, most_chunk=chunk, adapts_chunks=adapts)
+            grows = self.config.trees and self.target.takes_trees
+            self._planners[first] = AdaptivePlanner(
+                costs, most_chunk=chunk, adapts_chunks=adapts, grows_trees=grows, objective=self.config.objective
+            )
         return self._planners[first]
 
     def make_drafter(self, drafter: str | Drafter | None, **options: Any) -> Drafter:
@@ -322,10 +334,10 @@ class LLM:
         return self.encode_chat([message for message in prompt if isinstance(message, dict)])
 
 
-def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer:
-    """Random weights say nothing, and need no words: a folder with a config.json is enough."""
+def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer | None:
+    """None where a stand-in will do: random weights say nothing, so a folder with a config.json is enough."""
     if config.weights == "random" and path.is_dir() and not (path / "tokenizer.json").is_file():
-        return Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()))
+        return None
     return Tokenizer.from_path(path)
 
 

@@ -15,14 +15,18 @@ from torch import Tensor
 from paceline.draft.base import Drafter, Observed
 from paceline.draft.pool import Pool
 from paceline.engine.grammar import within_grammars
+from paceline.engine.lossy import NO_TOKEN as _NONE
+from paceline.engine.lossy import judge_lossy
 from paceline.errors import NumericsError
+from paceline.lossy import LOSSY
 from paceline.model.logits import draw, logprobs_of, penalise, target_probs
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
+from paceline.trees import Candidates, Outcome, Tree
 from paceline.types import NONE, Batch, DraftBlock, RoundStats, Sequence, Take, Verdict
 from paceline.verify.rules import RULES, CheckedRow, RowVerdict, Rule, Uniforms, match_prefix
 
-Narrow = Callable[[list[list[float] | None]], list[int]]
-"""How many drafts of each row to check, told from `DraftBlock.sure_B` (`Planner.narrow`)."""
+Narrow = Callable[[list[list[float] | None], list[Candidates | None] | None], list[int | Tree]]
+"""How many drafts of each row to check, or which tree, told from `DraftBlock.sure_B` and `candidates_B` (`Planner.narrow`)."""
 
 
 def decode_round(
@@ -32,7 +36,7 @@ def decode_round(
     started = time.perf_counter()
     proposed = drafter.propose(batch)
     if narrow:
-        proposed = proposed.cut(narrow(proposed.sure_B or [None] * len(batch)))
+        proposed = proposed.cut(narrow(proposed.sure_B or [None] * len(batch), proposed.candidates_B))
     draft = within_grammars(batch, proposed)
     drafted = time.perf_counter()
     out = target.forward(verify_input(batch, draft, judge.only_argmax(batch)))
@@ -40,13 +44,17 @@ def decode_round(
     verified = time.perf_counter()
     firsts = [seq.cached_len for seq in batch.sequences]
     num_committed_B = commit(batch, draft, verdict)
-    target.cache.rollback(batch.rows, batch.cached_len_B)
-    drafter.observe(_observed(batch, draft, firsts, num_committed_B, out))
+    slots_B = _slots(verdict, num_committed_B)
+    if verdict.kept_B:
+        target.cache.keep(batch.rows, firsts, slots_B)
+    else:
+        target.cache.rollback(batch.rows, batch.cached_len_B)
+    drafter.observe(_observed(batch, draft, firsts, slots_B, out))
     takes_B = batch.takes_B or [Take(NONE)] * len(batch)
     return RoundStats(
-        num_drafted_B=[len(tokens) for tokens in proposed.tokens_B],
+        num_drafted_B=_lengths(proposed),
         num_accepted_B=[max(count - 1, 0) for count in num_committed_B],
-        lossless=verdict.lossless,
+        lossless=all(seq.lossless for seq in batch.sequences),
         draft_s=drafted - started,
         verify_s=verified - drafted,
         host_s=time.perf_counter() - verified,
@@ -54,7 +62,8 @@ def decode_round(
         num_checked_B=[len(tokens) for tokens in draft.tokens_B],
         sure_B=proposed.sure_B,
         source_s=proposed.source_s,
-        drafter_B=[seq.drafter for seq in batch.sequences],
+        drafter_B=[LOSSY if seq.params.lossy else seq.drafter for seq in batch.sequences],
+        trees_B=_outcomes(draft, verdict),
     )
 
 
@@ -70,7 +79,39 @@ def verify_input(batch: Batch, draft: DraftBlock, only_argmax: bool = False) -> 
     counts = [1 + len(tokens) for tokens in draft.tokens_B]
     rows = zip(batch.sequences, draft.tokens_B, strict=True)
     packed = [token for seq, tokens in rows for token in (seq.tokens[-1], *tokens)]
-    return ForwardBatch(batch.rows, batch.cached_len_B, counts, packed, only_argmax=only_argmax)
+    parents = _parents(draft) if draft.trees_B else None
+    return ForwardBatch(batch.rows, batch.cached_len_B, counts, packed, only_argmax=only_argmax, parents=parents)
+
+
+def _parents(draft: DraftBlock) -> list[int]:
+    """As ForwardBatch has them: the anchor is the first token of each row."""
+    parents: list[int] = []
+    for tokens, tree in zip(draft.tokens_B, draft.trees_B or [], strict=True):
+        own = range(-1, len(tokens) - 1) if tree is None else tree.parents
+        parents += [-1, *(parent + 1 for parent in own)]
+    return parents
+
+
+def _slots(verdict: Verdict, num_committed_B: list[int]) -> list[list[int]]:
+    """Of each row which tokens of its pass stay in the cache: the anchor and the drafts that were committed."""
+    kept_B = verdict.kept_B or [None] * len(num_committed_B)
+    return [
+        list(range(count)) if kept is None else [0, *(node + 1 for node in kept)][:count]
+        for kept, count in zip(kept_B, num_committed_B, strict=True)
+    ]
+
+
+def _lengths(block: DraftBlock) -> list[int]:
+    trees_B = block.trees_B or [None] * len(block.tokens_B)
+    return [tree.depth if tree else len(tokens) for tokens, tree in zip(block.tokens_B, trees_B, strict=True)]
+
+
+def _outcomes(draft: DraftBlock, verdict: Verdict) -> list[Outcome | None] | None:
+    if not draft.trees_B or not verdict.kept_B:
+        return None
+    return [
+        None if tree is None else Outcome(tree, kept or []) for tree, kept in zip(draft.trees_B, verdict.kept_B, strict=True)
+    ]
 
 
 def commit(batch: Batch, draft: DraftBlock, verdict: Verdict) -> list[int]:
@@ -81,22 +122,27 @@ def commit(batch: Batch, draft: DraftBlock, verdict: Verdict) -> list[int]:
     """
     fail(batch, verdict)
     gained = []
-    rows = zip(batch.sequences, draft.tokens_B, verdict.num_accepted_B, verdict.next_token_B, strict=True)
-    for seq, drafted, num_accepted, bonus in rows:
-        tokens = [] if seq.error else seq.accept([*drafted[:num_accepted], bonus])
+    kept_B = verdict.kept_B or [None] * len(batch)
+    rows = zip(batch.sequences, draft.tokens_B, verdict.num_accepted_B, kept_B, verdict.next_token_B, strict=True)
+    for seq, drafted, num_accepted, kept, bonus in rows:
+        accepted = drafted[:num_accepted] if kept is None else [drafted[node] for node in kept]
+        tokens = [] if seq.error else seq.accept([*accepted, bonus])
         seq.lossless &= verdict.lossless
         gained.append(len(tokens))
     return gained
 
 
 def _observed(
-    batch: Batch, draft: DraftBlock, firsts: list[int], num_committed_B: list[int], out: ForwardOutput
+    batch: Batch, draft: DraftBlock, firsts: list[int], slots_B: list[list[int]], out: ForwardOutput
 ) -> list[Observed]:
     """The anchor and the accepted drafts of each row: positions that the verify pass has put into the cache for good."""
     observed, begin = [], 0
-    for seq, tokens, first, count in zip(batch.sequences, draft.tokens_B, firsts, num_committed_B, strict=True):
-        if count:
-            observed.append(Observed(seq, first, count, out.taps_TF, begin))
+    for seq, tokens, first, slots in zip(batch.sequences, draft.tokens_B, firsts, slots_B, strict=True):
+        if slots and slots[-1] == len(slots) - 1:
+            observed.append(Observed(seq, first, len(slots), out.taps_TF, begin))
+        elif slots:
+            taps_NF = None if out.taps_TF is None else out.taps_TF[[begin + slot for slot in slots]]
+            observed.append(Observed(seq, first, len(slots), taps_NF))
         begin += 1 + len(tokens)
     return observed
 
@@ -107,6 +153,11 @@ class RuleJudge:
 
     def __init__(self, rule: Rule = RULES["auto"]) -> None:
         self.rule = rule
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether it can judge trees: the target's own draws follow a path, which is the rule `match`."""
+        return self.rule.name in ("auto", "match")
 
     def only_argmax(self, batch: Batch) -> bool:
         """Whether the largest logit of each position is all it will look at."""
@@ -120,25 +171,70 @@ class RuleJudge:
         accepted: list[int] = []
         bonus: list[int] = []
         failed_B: list[str | None] = [None] * len(batch)
+        kept_B: list[list[int] | None] = [None] * len(batch)
         begin = 0
         for index, (seq, tokens) in enumerate(zip(batch.sequences, draft.tokens_B, strict=True)):
             end = begin + len(tokens) + 1
-            if plain[index]:
+            path, tree = range(len(tokens)), draft.trees_B[index] if draft.trees_B else None
+            if seq.params.lossy:
+                assert out.logits_TV is not None
+                probs_KV = draft.probs_B[index] if self.rule.needs_probs else None
+                row_verdict, path = judge_lossy(seq, tokens, tree, probs_KV, out.logits_TV[begin:end])
+                kept_B[index] = list(path) if tree else None
+            elif tree:
+                logits_JV = None if out.logits_TV is None else out.logits_TV[begin:end]
+                row_verdict, path = self._judge_tree(seq, tree, argmax_T[begin:end] if plain[index] else None, logits_JV)
+                kept_B[index] = list(path)
+            elif plain[index]:
                 row_verdict = self._judge_greedy(seq, tokens, argmax_T[begin:end])
             else:
                 assert out.logits_TV is not None
                 row_verdict = self._judge_row(seq, tokens, draft.probs_B[index], out.logits_TV[begin:end])
             if row_verdict.next_token == _NONE:
                 logits_JV = None if plain[index] or out.logits_TV is None else out.logits_TV[begin:end]
+                if logits_JV is not None and kept_B[index] is not None:
+                    logits_JV = logits_JV[[0, *(node + 1 for node in path)]]
                 failed_B[index] = _why(seq, row_verdict.num_accepted, logits_JV)
-                row_verdict = RowVerdict(0, _NONE)
+                row_verdict, kept_B[index] = RowVerdict(0, _NONE), None
             accepted.append(row_verdict.num_accepted)
             bonus.append(row_verdict.next_token)
             if seq.params.logprobs is not None and out.logits_TV is not None and bonus[-1] != _NONE:
-                for logits_V, token in zip(out.logits_TV[begin:end], [*tokens[: accepted[-1]], bonus[-1]], strict=False):
-                    seq.logprobs.append(logprobs_of(logits_V, token, seq.params.logprobs))
+                path = path[: accepted[-1]]
+                slots, said = [0, *(node + 1 for node in path)], [*(tokens[node] for node in path), bonus[-1]]
+                for slot, token in zip(slots, said, strict=True):
+                    seq.logprobs.append(logprobs_of(out.logits_TV[begin + slot], token, seq.params.logprobs))
             begin = end
-        return Verdict(accepted, bonus, self.rule.lossless, failed_B=failed_B if any(failed_B) else None)
+        kept = kept_B if draft.trees_B else None
+        return Verdict(accepted, bonus, self.rule.lossless, kept, failed_B if any(failed_B) else None)
+
+    def _judge_tree(
+        self, seq: Sequence, tree: Tree, argmax_J: list[int] | None, logits_JV: Tensor | None
+    ) -> tuple[RowVerdict, list[int]]:
+        """The path that the target's own draws follow, each with the number of its position, and the token behind it."""
+        children, kept, node = tree.children(), list[int](), -1
+        while True:
+            if argmax_J is not None:
+                token = argmax_J[node + 1]
+            else:
+                assert logits_JV is not None
+                token = self._draw(seq, [tree.tokens[each] for each in kept], [0, *(each + 1 for each in kept)], logits_JV)
+            child = children.get((node, token))
+            if child is None:
+                return RowVerdict(len(kept), token), kept
+            kept.append(child)
+            node = child
+
+    def _draw(self, seq: Sequence, path: list[int], slots: list[int], logits_JV: Tensor) -> int:
+        """The target's token behind drafts that stand; `slots`: the anchor's row of the logits, and theirs. -1: none left."""
+        if seq.params.logit_bias or seq.params.has_penalties:
+            logits_JV = penalise(logits_JV[slots], seq.params, seq.tokens, seq.counts, path)
+            slots = list(range(len(slots)))
+        if seq.params.is_greedy:
+            return ForwardOutput(logits_JV[slots[-1] :][:1], None).best_T()[0]
+        try:
+            return draw(logits_JV[slots[-1]], seq.params, Uniforms.of(seq).sample(len(path)))
+        except NumericsError:
+            return _NONE
 
     def _judge_greedy(self, seq: Sequence, tokens: list[int], argmax_J: list[int]) -> RowVerdict:
         if self.rule.needs_probs:
@@ -165,10 +261,6 @@ class RuleJudge:
             return RowVerdict(0, _NONE)
 
 
-_NONE = -1
-"""In place of a token where there is none to choose; `ForwardOutput.best_T` has it too."""
-
-
 def _why(seq: Sequence, num_accepted: int, logits_JV: Tensor | None) -> str:
     """Why there is no token to choose; `logits_JV` are the model's own, before penalties and grammar, if they matter."""
     best_J = [_NONE] * (num_accepted + 1) if logits_JV is None else ForwardOutput(logits_JV, None).best_T()
@@ -186,6 +278,12 @@ def _no_probs() -> Tensor:
 
 
 def _is_plain(seq: Sequence) -> bool:
-    """Greedy, and nothing changes its logits."""
+    """Greedy, and nothing changes its logits, nor what may stand beside the largest."""
     params = seq.params
-    return params.is_greedy and params.grammar is None and not params.logit_bias and not params.has_penalties
+    return (
+        params.is_greedy
+        and params.lossy is None
+        and params.grammar is None
+        and not params.logit_bias
+        and not params.has_penalties
+    )

@@ -41,7 +41,8 @@ class Scheduler:
             row = self._cache.allocate(choose(seq, self._cache.free_rows) if choose else None)
             assert row is not None
             seq.row = row
-            seq.timings.queue_s = time.perf_counter() - seq.timings.arrival_s
+            seq.timings.until_s = time.perf_counter()
+            seq.timings.queue_s = seq.timings.until_s - seq.timings.arrival_s
             self.prefilling.append(seq)
             yield seq
 

@@ -51,7 +51,9 @@ class AttentionPlan:
         device: torch.device | str = "cpu",
         window: int | None = None,
         is_causal: bool = True,
+        parents: list[int] | None = None,
     ) -> None:
+        """`parents` as ForwardBatch has them: then a token sees what is before its row's start, its ancestors and itself."""
         self._group = group
         self._window = window
         self._is_causal = is_causal
@@ -59,15 +61,22 @@ class AttentionPlan:
         self._device = device
         self.spans: list[_Span] = []
         index = 0
+        token = 0
         for length in _runs(rows, counts):
-            self.spans.append(self._span(rows[index], length, starts[index : index + length], counts[index]))
+            size = length * counts[index]
+            own = None if parents is None else parents[token : token + size]
+            self.spans.append(self._span(rows[index], length, starts[index : index + length], counts[index], own))
             index += length
+            token += size
 
-    def _span(self, row: int, num_rows: int, starts: list[int], count: int) -> _Span:
+    def _span(self, row: int, num_rows: int, starts: list[int], count: int, parents: list[int] | None) -> _Span:
         end = max(starts) + count
         begin = 0 if self._window is None else max(0, min(starts) + 1 - self._window)
         is_plain = num_rows == 1 and (count == 1 or (not self._is_causal and begin == 0 and self._window is None))
-        mask = None if is_plain else self._mask(starts, count, begin, end)
+        if parents is not None:
+            mask = self._tree_mask(starts, count, begin, end, parents)
+        else:
+            mask = None if is_plain else self._mask(starts, count, begin, end)
         return _Span(row, num_rows, count, begin, end, mask)
 
     def _mask(self, starts: list[int], count: int, begin: int, end: int) -> Tensor:
@@ -78,6 +87,22 @@ class AttentionPlan:
         visible = key <= query if self._is_causal else (key < start_B + count).expand(-1, count, -1)
         if self._window is not None:
             visible = visible & (query - key < self._window) & (key - query < self._window)
+        return self._additive(visible)
+
+    def _tree_mask(self, starts: list[int], count: int, begin: int, end: int, parents: list[int]) -> Tensor:
+        """As `_mask`, of trees: `parents` of the span's tokens, row after row."""
+        visible = torch.zeros(len(starts), count, end, dtype=torch.bool)
+        for index, start in enumerate(starts):
+            seen_CC, depths = ancestors(parents[index * count : (index + 1) * count])
+            visible[index, :, :start] = True
+            visible[index, :, start : start + count] = seen_CC
+            if self._window is not None:
+                positions = torch.arange(end)
+                positions[start : start + count] = start + torch.tensor(depths)
+                visible[index] &= (start + torch.tensor(depths))[:, None] - positions < self._window
+        return self._additive(visible[:, :, begin:].to(self._device))
+
+    def _additive(self, visible: Tensor) -> Tensor:
         mask = torch.zeros(visible.shape, dtype=self._dtype, device=self._device).masked_fill_(~visible, float("-inf"))
         return mask.repeat(1, self._group, 1)[:, None]
 
@@ -112,6 +137,16 @@ def attend_rows(query_THD: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
     if count > 1:
         out = out.view(num_rows, kv_heads, group, count, head_dim).permute(0, 3, 1, 2, 4)
     return out.reshape(len(query_THD), -1)
+
+
+def ancestors(parents: list[int]) -> tuple[Tensor, list[int]]:
+    """Who is an ancestor of each token of a tree, or the token itself, bool [C, C]; and how many ancestors it has."""
+    seen_CC, depths = torch.eye(len(parents), dtype=torch.bool), list[int]()
+    for token, parent in enumerate(parents):
+        if parent >= 0:
+            seen_CC[token] |= seen_CC[parent]
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return seen_CC, depths
 
 
 def _runs(rows: list[int], counts: list[int]) -> list[int]:

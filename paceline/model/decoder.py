@@ -124,18 +124,34 @@ class Layer:
         tables: tuple[Tensor, Tensor],
     ) -> None:
         """Add to the hidden states what attention and MLP make of them; keys and values are the layer's part of the cache."""
+        hidden_TD.add_(self.attend(self.input_norm(hidden_TD), keys, values, plan, writer, rope, tables))
+        hidden_TD.add_(self.mlp(self.mlp_norm(hidden_TD)))
+
+    def attend(
+        self,
+        normed_TD: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: AttentionPlan,
+        writer: CacheWriter,
+        rope: Rope,
+        tables: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """What attention makes of normed hidden states."""
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
         num_qk_heads = num_heads + num_kv_heads
-        heads = self.qkv(self.input_norm(hidden_TD)).view(-1, num_qk_heads + num_kv_heads, self.config.head_dim)
+        heads = self.qkv(normed_TD).view(-1, num_qk_heads + num_kv_heads, self.config.head_dim)
         qk_heads = heads[:, :num_qk_heads]
         if self.qk_norm is not None:
             qk_heads = self.qk_norm(qk_heads)
         qk_heads = rope.rotate(qk_heads, tables)
         writer.write(keys, qk_heads[:, num_heads:])
         writer.write(values, heads[:, num_qk_heads:])
-        hidden_TD.add_(self.output(plan.attend(qk_heads[:, :num_heads], keys, values)))
-        gate, up = self.gate_up(self.mlp_norm(hidden_TD)).chunk(2, dim=-1)
-        hidden_TD.add_(self.down(F.silu(gate).mul_(up)))
+        return self.output(plan.attend(qk_heads[:, :num_heads], keys, values))
+
+    def mlp(self, normed_TD: Tensor) -> Tensor:
+        gate, up = self.gate_up(normed_TD).chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up))
 
 
 def fuse(weights: dict[str, Tensor], *names: str) -> PackedLinear:
@@ -150,6 +166,7 @@ class Decoder(Target):
 
     kv: StaticKVCache
     """`cache`, by its own type."""
+    takes_trees = True
     slack = 0
     """Spare positions behind each row of the cache."""
 
@@ -197,9 +214,8 @@ class Decoder(Target):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        batch.require_chains()
         rows = (batch.rows, batch.starts, batch.counts)
-        kind: dict[str, Any] = {"group": self.group, "dtype": self.dtype, "device": self.device}
+        kind: dict[str, Any] = {"group": self.group, "dtype": self.dtype, "device": self.device, "parents": batch.parents}
         plans = {window: AttentionPlan(*rows, window=window, **kind) for window in self.windows}
         writer = CacheWriter(*rows, self.device)
         tables = self.rope.tables(batch.positions)

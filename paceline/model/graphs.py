@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.model.attention import AttentionPlan, CacheWriter, attend_rows
+from paceline.model.attention import AttentionPlan, CacheWriter, ancestors, attend_rows
 from paceline.model.decoder import Decoder
 from paceline.model.target import ForwardBatch, ForwardOutput
 
@@ -29,13 +29,19 @@ class StaticPass(CacheWriter):
         device = decoder.device
         self.tokens_BJ = torch.zeros(num_rows, count, dtype=torch.long, device=device)
         self.starts_B = torch.zeros(num_rows, dtype=torch.long, device=device)
+        self.depths_BJ = torch.arange(count, device=device).repeat(num_rows, 1)
+        """How many tokens of its row's pass each follows."""
+        self.seen_BJJ = torch.ones(count, count, dtype=torch.bool, device=device).tril().repeat(num_rows, 1, 1)
+        """Which tokens of its row's pass each sees."""
+        self._is_chain = True
         self.logits: Tensor | None = None
         self.taps: Tensor | None = None
 
     def compute(self) -> None:
         """Fill `logits` [B * J, V] and `taps` from the buffers; only tensor work on fixed addresses."""
         decoder, device = self._decoder, self._decoder.device
-        self._positions_BJ = self.starts_B[:, None] + torch.arange(self._count, device=device)
+        self._slots_BJ = self.starts_B[:, None] + torch.arange(self._count, device=device)
+        self._positions_BJ = self.starts_B[:, None] + self.depths_BJ
         self._rows_T = torch.arange(self._num_rows, device=device).repeat_interleave(self._count)
         plans = {window: _Plan(self._num_rows, self._span, self._mask(window)) for window in decoder.windows}
         tables = decoder.rope.tables_at(self._positions_BJ.flatten())
@@ -44,13 +50,36 @@ class StaticPass(CacheWriter):
 
     def _mask(self, window: int | None) -> Tensor:
         key = torch.arange(self._span, device=self._decoder.device)
-        distance = self._positions_BJ[:, :, None] - key
-        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        place_BS = key - self.starts_B[:, None]  # among the tokens of the pass, where it is from 0 to J - 1
+        at_BS = place_BS.clamp(0, self._count - 1)
+        seen = self.seen_BJJ.gather(2, at_BS[:, None].expand(-1, self._count, -1)) & (place_BS < self._count)[:, None]
+        seen |= (place_BS < 0)[:, None]
+        if window is not None:
+            own_BS = self.starts_B[:, None] + self.depths_BJ.gather(1, at_BS)
+            position_BS = torch.where(place_BS < 0, key, own_BS)
+            seen &= self._positions_BJ[:, :, None] - position_BS[:, None] < window
+        hidden = ~seen
         mask = torch.zeros(hidden.shape, dtype=self._decoder.dtype, device=key.device).masked_fill_(hidden, float("-inf"))
         return mask.repeat(1, self._decoder.group, 1)[:, None]
 
     def write(self, cache: Tensor, new_THD: Tensor) -> None:
-        cache[self._rows_T, :, self._positions_BJ.flatten()] = new_THD
+        cache[self._rows_T, :, self._slots_BJ.flatten()] = new_THD
+
+    def set_parents(self, rows: list[int], counts: list[int], parents: list[int] | None) -> None:
+        """Who follows whom in the next pass, as ForwardBatch has it."""
+        if parents is None and self._is_chain:
+            return
+        self._is_chain = parents is None
+        depths_BJ = torch.arange(self._count).repeat(self._num_rows, 1)
+        seen_BJJ = torch.ones(self._count, self._count, dtype=torch.bool).tril().repeat(self._num_rows, 1, 1)
+        if parents is not None:
+            begin = 0
+            for row, count in zip(rows, counts, strict=True):
+                seen_BJJ[row, :count, :count], depths = ancestors(parents[begin : begin + count])
+                depths_BJ[row, :count] = torch.tensor(depths)
+                begin += count
+        self.depths_BJ.copy_(depths_BJ)
+        self.seen_BJJ.copy_(seen_BJJ)
 
 
 class _Plan(AttentionPlan):
@@ -81,7 +110,6 @@ class GraphDecoder(Decoder):
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         if batch.logits != "all" or max(batch.counts) > MAX_COUNT:
             return super().forward(batch)
-        batch.require_chains()
         count = _power_of_two(max(batch.counts))
         num_rows = _power_of_two(max(batch.rows) + 1, limit=self.cache.num_rows)
         needed = max(self.cache.lengths[:num_rows]) + count
@@ -94,6 +122,7 @@ class GraphDecoder(Decoder):
             places += range(row * count, row * count + own)
         static.tokens_BJ.copy_(torch.tensor(tokens))
         static.starts_B.copy_(torch.tensor(self.cache.lengths[:num_rows]))
+        static.set_parents(batch.rows, batch.counts, batch.parents)
         if graph is None:
             static.compute()
         else:

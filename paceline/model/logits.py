@@ -23,7 +23,7 @@ from paceline.types import SamplingParams, TokenLogprob
 
 _TOP_P_SIZES = (64, 1024, 8192)
 """How many of the most likely tokens top-p looks at before it sorts the vocabulary."""
-_MIN_TEMPERATURE = 1e-10
+MIN_TEMPERATURE = 1e-10
 """Below this a division would overflow float32, and the distribution is one-hot long before."""
 
 
@@ -81,7 +81,7 @@ def target_probs(logits_JV: Tensor, params: SamplingParams) -> Tensor:
     """
     assert params.temperature > 0, "greedy requests take the argmax of their logits"
     if params.temperature != 1.0:
-        logits_JV = logits_JV.to(torch.float32, copy=True).div_(max(params.temperature, _MIN_TEMPERATURE))
+        logits_JV = logits_JV.to(torch.float32, copy=True).div_(max(params.temperature, MIN_TEMPERATURE))
     probs_JV = torch.softmax(logits_JV, dim=-1, dtype=torch.float32)
     num_vocab = probs_JV.shape[-1]
     if params.min_p > 0:
@@ -143,6 +143,21 @@ def _keep_lowest_of_ties(probs_RV: Tensor, values_RM: Tensor, ids_RM: Tensor, nu
         cut = values_RM[row, num_kept - 1]
         num_above = int((values_RM[row] > cut).sum())
         ids_RM[row, num_above:num_kept] = (probs_RV[row] == cut).nonzero().flatten()[: num_kept - num_above]
+
+
+def likeliest(logits_KV: Tensor, count: int, inverse_temperature: float = 1.0) -> tuple[list[list[int]], list[list[float]]]:
+    """Of each row the `count` likeliest tokens, best first, of equals the lowest ids, and their log-probabilities.
+
+    A row that holds NaN, or whose largest logit is not finite, has NaN for all of them.
+    """
+    count = min(count, logits_KV.shape[-1])
+    if logits_KV.device.type == "cpu" and logits_KV.dtype == torch.float32 and native_lib.load() is not None:
+        return native_lib.likeliest(logits_KV.contiguous(), count, inverse_temperature)
+    scaled_KV = logits_KV.float() * inverse_temperature
+    values_KM, ids_KM = scaled_KV.topk(count, dim=-1)
+    logprobs_KM = values_KM - scaled_KV.logsumexp(-1, keepdim=True)
+    logprobs_KM = logprobs_KM.masked_fill(~values_KM[:, :1].isfinite(), math.nan)
+    return ids_KM.tolist(), logprobs_KM.tolist()
 
 
 def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:

@@ -7,7 +7,8 @@ depend on the rows beside it, so speculation changes nothing, in bfloat16 either
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -30,7 +31,7 @@ class NativeDecoder(Target):
 
     kv: StaticKVCache
     """`cache`, by its own type; heads are padded to `native` head size."""
-    is_width_invariant = has_own_threads = True
+    is_width_invariant = has_own_threads = takes_trees = True
     overwrites_taps = False
 
     def __init__(
@@ -73,8 +74,9 @@ class NativeDecoder(Target):
         self.check_len(max_len)
         rest = {"embedding": self.embedding_matrix, "head": self.head_matrix, "final_norm": self._final_norm}
         self._model = native_model(config, self.dtype, max_len, self._layers, **rest)
-        self.kv = self.cache = native_cache(config, num_rows, max_len, self.dtype)
-        self._native_cache = cache_view(self.kv)
+        self.kv = self.cache = cache = native_cache(config, num_rows, max_len, self.dtype)
+        self._native_cache = cache_view(cache)
+        cache.mover = partial(self._model.keep, self._native_cache)
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         return self.embedding_matrix.rows_of(tokens_T.tolist(), self.dtype)
@@ -83,7 +85,6 @@ class NativeDecoder(Target):
         return self.head_matrix.multiply(hidden_TD, self.dtype)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        batch.require_chains()
         wanted = batch.logit_rows
         taps_TF = None
         if self.tap_layers:
@@ -96,6 +97,7 @@ class NativeDecoder(Target):
         work.taps, work.logits, work.logits_stride = pointer(taps_TF), pointer(logits_TV), self.vocab_size
         self._buffers.fill(rows=batch.rows, starts=batch.starts, counts=batch.counts, tokens=batch.tokens)
         self._buffers.fill(tap_layers=list(self.tap_layers), logit_rows=wanted)
+        self._buffers.fill_or_null("parents", batch.parents)
         argmax = self._buffers.room("argmax", len(wanted))
         self._model.forward(self._native_cache, work)
         self.cache.append(batch.rows, batch.counts)
@@ -110,18 +112,15 @@ class NativeDecoder(Target):
 class NativeKVCache(StaticKVCache):
     """The same tensors as the library lays them out: see `keys` and `values` of Attention in `native/kernels.h`."""
 
+    mover: Callable[[int, int, list[int]], None] | None = None
+    """Moves positions together, as `_move` says: the model's own; a drafter's cache moves none."""
+
     def _move(self, row: int, start: int, slots: list[int]) -> None:
-        together = 2 if self.keys.dtype == torch.bfloat16 else 1
-        _, _, _, positions, padded = self.keys.shape
-        keys = self.keys.view(*self.keys.shape[:3], positions // native.KEYS, padded // together, native.KEYS, together)
-        values = self.values.view(*self.values.shape[:3], positions // together, padded, together)
-        new = torch.arange(start, start + len(slots))
-        old = start + torch.tensor(slots)
-        for tensor, size in ((keys, native.KEYS), (values, together)):
-            tensor[:, row, :, new // size, :, new % size] = tensor[:, row, :, old // size, :, old % size]
+        assert self.mover is not None, "this cache does not move positions"
+        self.mover(row, start, slots)
 
 
-def native_cache(config: DecoderConfig, num_rows: int, max_len: int, dtype: torch.dtype, slack: int = 0) -> StaticKVCache:
+def native_cache(config: DecoderConfig, num_rows: int, max_len: int, dtype: torch.dtype, slack: int = 0) -> NativeKVCache:
     """Keys and values of all layers, heads and rows padded as the library wants them."""
     head_dim, slack = padded(config, max_len, slack)
     return NativeKVCache(config.num_layers, num_rows, config.num_kv_heads, max_len, head_dim, dtype, slack=slack)

@@ -22,7 +22,7 @@ from torch import Tensor
 from paceline.errors import NativeError
 from paceline.types import SamplingParams
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 FORMAT_NAMES: list[str] = ["float32", "bfloat16", "Q8_0", "Q4_1", "float16", "Q4_0", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
 FORMAT_NAMES += ["IQ4_NL", "IQ4_XS"]
 """In the order of the library's PnFormat."""
@@ -75,7 +75,7 @@ class CPass(Structure):
         ("num_logit_rows", c_int32),
         *((name, c_void_p) for name in ("logit_rows", "logits")),
         ("logits_stride", c_int64),
-        *((name, c_void_p) for name in ("argmax", "stage_s")),
+        *((name, c_void_p) for name in ("argmax", "stage_s", "parents")),
     ]
 
 
@@ -95,9 +95,11 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pn_matrix_select": (c_void_p, (c_void_p, c_void_p, c_int32)),
     "pn_matrix_multiply": (c_int32, (c_void_p, c_int32, c_void_p, c_int32, c_void_p)),
     "pn_draw": (c_int32, (c_void_p, c_int32, c_float, c_float, c_int32, c_float, c_double)),
+    "pn_likeliest": (c_int32, (c_void_p, c_int32, c_int32, c_int32, c_float, c_void_p, c_void_p)),
     "pn_model_new": (c_void_p, (POINTER(CConfig),)),
     "pn_model_free": (None, (c_void_p,)),
     "pn_forward": (c_int32, (c_void_p, POINTER(CCache), POINTER(CPass))),
+    "pn_keep": (c_int32, (c_void_p, POINTER(CCache), c_int32, c_void_p, c_void_p, c_void_p, c_void_p)),
     "pn_inject": (c_int32, (c_void_p, POINTER(CCache), c_int32, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
 
@@ -234,6 +236,12 @@ class Model:
     def forward(self, cache: CCache, work: CPass) -> None:
         check(self._forward(self.handle, byref(cache), byref(work)))
 
+    def keep(self, cache: CCache, row: int, start: int, slots: list[int]) -> None:
+        """Position start + i of the row becomes what stands at start + slots[i], in all layers."""
+        check(
+            require().pn_keep(self.handle, byref(cache), 1, int32s([row]), int32s([start]), int32s([len(slots)]), int32s(slots))
+        )
+
     def inject(self, cache: CCache, rows: list[int], starts: list[int], counts: list[int], features: Tensor) -> None:
         """Keys and values of all layers from features [T, F] in the model's dtype, behind `starts`."""
         arrays = (int32s(rows), int32s(starts), int32s(counts))
@@ -259,6 +267,14 @@ class Buffers:
         for name, numbers in values.items():
             self.room(name, len(numbers))[: len(numbers)] = numbers
 
+    def fill_or_null(self, name: str, numbers: list[int] | None) -> None:
+        """As `fill`; the library sees null in place of None."""
+        if numbers is None:
+            setattr(self.work, name, None)
+            return
+        self.fill(**{name: numbers})
+        setattr(self.work, name, ctypes.addressof(self._arrays[name]))
+
 
 def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
     """The token that `uniform` in [0, 1) chooses of a request's distribution; float32 [V], contiguous, on the CPU."""
@@ -266,6 +282,15 @@ def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
     token = require().pn_draw(pointer(logits_V), len(logits_V), *given)
     check(min(token, 0))
     return token
+
+
+def likeliest(logits_KV: Tensor, count: int, inverse_temperature: float) -> tuple[list[list[int]], list[list[float]]]:
+    """The `count` likeliest tokens of each row and their log-probabilities; float32 [K, V], contiguous, on the CPU."""
+    rows, size = logits_KV.shape
+    ids, logprobs = (c_int32 * (rows * count))(), (c_float * (rows * count))()
+    check(require().pn_likeliest(pointer(logits_KV), rows, size, count, inverse_temperature, ids, logprobs))
+    places = range(0, rows * count, count)
+    return [ids[at : at + count] for at in places], [logprobs[at : at + count] for at in places]
 
 
 def use(isa: str) -> None:

@@ -64,7 +64,7 @@ class ForwardBatch:
     def require_chains(self) -> None:
         """Raises UnsupportedModelError for a tree: for implementations that compute chains only."""
         if self.parents is not None:
-            raise UnsupportedModelError("trees of drafts cannot be checked here yet: use a drafter that proposes chains")
+            raise UnsupportedModelError("this target cannot check trees of drafts: use a plan that drafts chains")
 
 
 @dataclass(slots=True)
@@ -105,6 +105,9 @@ class Target(ABC):
     tap_layers: tuple[int, ...] = ()
     is_width_invariant: bool = False
     """Whether a position gets the same bits whatever else is in its pass, however its row's tokens were split into passes."""
+
+    takes_trees: bool = False
+    """Whether `forward` computes trees of tokens (`ForwardBatch.parents`)."""
 
     has_own_threads: bool = False
     """Whether it computes on threads of its own; PyTorch's threads, which spin when idle, would slow them down."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from paceline.errors import ModelFileError, PromptError, reraised
 from paceline.model import gguf, gguf_file
@@ -24,6 +25,9 @@ Messages = Sequence[Mapping[str, Any]]
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 REPLACEMENT = "\ufffd"
+STAND_IN_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 _LONG_TEXT = 4096
 """Characters from which on a text is encoded as a batch of one: only that lets other threads run meanwhile."""
@@ -55,6 +59,17 @@ class Tokenizer:
         """
         path = existing(path)
         return _from_gguf(path) if gguf_file.is_gguf(path) else _from_folder(path)
+
+    @classmethod
+    def stand_in(cls, vocab_size: int) -> Tokenizer:
+        """For a model without one, whose weights are random: a token for each byte, a made-up word for every other id."""
+        bytes_first = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab_size]
+        words = [*bytes_first, *(f"\u0120t{token}" for token in range(len(bytes_first), vocab_size))]
+        vocabulary = {word: token for token, word in enumerate(words)}
+        backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=words[0]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        return cls(backend, chat_template=STAND_IN_TEMPLATE)
 
     @property
     def vocab_size(self) -> int:

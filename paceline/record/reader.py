@@ -77,6 +77,8 @@ class _Said:
         for chunk in chunks:
             if chunk.get("error"):
                 raise Lost("failed")
+            if chunk.get("lossless") is False:
+                raise Lost("lossy")
             try:
                 said.model = chunk.get("model") or said.model
                 said.prompt_ids = chunk.get("prompt_token_ids") or said.prompt_ids

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from paceline.engine.llm import GenerationStats
 from paceline.figures import Rounds
 from paceline.model.tokenizer import Tokenizer
+from paceline.serve.clock import Clock
 from paceline.serve.failures import ApiError, dump
 from paceline.serve.protocol import Sampling
 from paceline.serve.ticket import Event, Ticket
@@ -86,14 +87,28 @@ class Exchange:
     """One API request and its answers."""
 
     def __init__(
-        self, kind: str, prefix: str, model: str, request: Sampling, ticket: Ticket, replies: list[Reply], num_prompts: int = 1
+        self,
+        kind: str,
+        prefix: str,
+        model: str,
+        request: Sampling,
+        ticket: Ticket,
+        replies: list[Reply],
+        num_prompts: int = 1,
+        lossless: bool = True,
     ) -> None:
-        """`kind` is the object's type in OpenAI's words, `prefix` begins its id."""
+        """`kind` is the object's type in OpenAI's words, `prefix` begins its id. What is not `lossless` says so."""
         self._ticket, self._replies, self._request = ticket, replies, request
         self.is_stream = bool(request.stream)
         self._num_each = len(replies) // num_prompts
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+        if not lossless or any(job.params.lossy for job in ticket.jobs):
+            self._head["lossless"] = False
         self._first: list[Event] = []
+
+    @property
+    def _clock(self) -> Clock:
+        return self._ticket.jobs[0].clock
 
     def close(self) -> None:
         """Abort what is unfinished."""
@@ -102,6 +117,7 @@ class Exchange:
     async def begin(self) -> None:
         """Wait for the first tokens, so that what is wrong with a request becomes the status of its response."""
         self._first = await self._ticket.read()
+        self._clock.answered()
 
     async def whole(self) -> dict[str, Any]:
         """The finished answers as one object."""
@@ -110,8 +126,12 @@ class Exchange:
                 for event in events:
                     self._replies[event.index].take(event)
             body = self._head | {"choices": [reply.choice(is_stream=False) for reply in self._replies], "usage": self._usage()}
+            if prices := [_price(seq) for seq in self._sequences if seq.ledger]:
+                body["lossy"] = prices[0] if len(prices) == 1 else prices
             if self._request.return_metrics:
                 body["metrics"] = self._metrics()
+            if self._request.return_timings:
+                body["timings"] = self._clock.timings(self._sequences)
             if self._request.paceline_timings:
                 told = [
                     {"drafted": Rounds.counted(seq.rounds).num_accepted, "tokens": seq.num_output} | _timings(seq)
@@ -133,9 +153,8 @@ class Exchange:
                 if piece := b"".join(self._chunk(head, event, with_usage) for event in events):
                     yield piece
                 events = await self._ticket.read()
-            if with_usage or self._request.return_metrics:
-                last = head | {"choices": []} | ({"usage": self._usage()} if with_usage else {})
-                yield _event(last | ({"metrics": self._metrics()} if self._request.return_metrics else {}))
+            if more := self._last(with_usage):
+                yield _event(head | {"choices": []} | more)
         except ApiError as error:
             yield _event(error.body)
         except Exception:
@@ -144,6 +163,15 @@ class Exchange:
         finally:
             self.close()
         yield DONE
+
+    def _last(self, with_usage: bool) -> dict[str, Any]:
+        """What was asked for beside the answer."""
+        told = {"usage": self._usage()} if with_usage else {}
+        if self._request.return_metrics:
+            told["metrics"] = self._metrics()
+        if self._request.return_timings and self._sequences:
+            told["timings"] = self._clock.timings(self._sequences)
+        return told
 
     def _chunk(self, head: dict[str, Any], event: Event, with_usage: bool) -> bytes:
         reply = self._replies[event.index]
@@ -154,6 +182,8 @@ class Exchange:
         chunk = head | {"choices": [choice]}
         if with_usage:
             chunk["usage"] = None
+        if reply.sequence and reply.sequence.ledger:
+            chunk["lossy"] = _price(reply.sequence)
         if self._request.paceline_timings:
             pieces, reply.pieces = reply.pieces, []
             told = {"drafted": sum(piece["drafted"] for piece in pieces), "tokens": pieces}
@@ -211,6 +241,12 @@ def _timings(seq: Sequence) -> dict[str, Any]:
         "lossless": stats.lossless,
         "drafter": seq.drafter,
     }
+
+
+def _price(seq: Sequence) -> dict[str, Any] | None:
+    """What the lossy rule of an answer cost."""
+    price = GenerationStats.of(seq).lossy
+    return asdict(price) if price else None
 
 
 def finite(logprob: float) -> float:

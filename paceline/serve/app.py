@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,7 @@ from starlette.responses import FileResponse, Response
 import paceline
 from paceline.serve.admin import add_admin
 from paceline.serve.answers import EventStream, Exchange, unless_gone
+from paceline.serve.clock import Clock
 from paceline.serve.completions import ChatReply, TextReply, chat_jobs, check_ids, completion_jobs, encode_chat, encode_text
 from paceline.serve.engine import ModelInfo
 from paceline.serve.failures import ApiError, RequestRefused, error_response, json_response
@@ -33,6 +35,7 @@ from paceline.serve.protocol import (
 )
 from paceline.serve.routing import route_of
 from paceline.serve.security import Gate
+from paceline.serve.ticket import Job
 from paceline.serve.worker import EngineWorker
 
 FOLDER = Path(__file__).parent / "page"
@@ -142,7 +145,8 @@ def _add_system(app: FastAPI, worker: EngineWorker) -> None:
 
     @app.get("/steps", summary="Seconds of the parts of the engine's steps, by size", tags=["system"])
     async def steps() -> Response:
-        return json_response({"steps": [[*key, *spent] for key, spent in worker.metrics.step_times.copy().items()]})
+        told = [[*key, *spent] for key, spent in worker.metrics.step_times.copy().items()]
+        return json_response({"steps": told} | ({} if worker.metrics.lossless else {"lossless": False}))
 
     for path, file in PAGES.items():
         app.add_route(path, partial(_show, file), include_in_schema=False)
@@ -197,32 +201,45 @@ def _add_tokens(app: FastAPI, worker: EngineWorker) -> None:
 def _described(name: str, worker: EngineWorker) -> dict[str, object]:
     model = worker.serving()
     told = {"id": name, "object": "model", "created": 0, "owned_by": "paceline"}
-    return told | {"max_model_len": model.max_len, "drafter": model.drafter}
+    mocked = {"lossless": False, "mocked": model.mocked} if model.mocked else {}
+    return told | {"max_model_len": model.max_len, "drafter": model.drafter} | mocked
 
 
 def _add_answers(app: FastAPI, worker: EngineWorker) -> None:
     @app.post("/v1/chat/completions", tags=["OpenAI"])
     async def chat(body: ChatRequest, http: Request, tag: Tag = None) -> Response:
         name, model = _check_model(body.model, worker)
-        jobs = await worker.compiled(await asyncio.to_thread(chat_jobs, body, model, worker.config))
+        clock = Clock(http.scope)
+        jobs = await asyncio.to_thread(chat_jobs, body, model, worker.config, clock)
+        jobs = await _compiled(jobs, worker, clock)
         replies = [ChatReply(index, model.tokenizer, body) for index in range(len(jobs))]
         ticket = worker.submit(jobs, tag, route_of(worker.config.route, body, http.headers, tag))
-        return await _respond(http, Exchange("chat.completion", "chatcmpl", name, body, ticket, [*replies]))
+        answering = Exchange("chat.completion", "chatcmpl", name, body, ticket, [*replies], lossless=model.lossless)
+        return await _respond(http, answering)
 
     @app.post("/v1/completions", tags=["OpenAI"])
     async def complete(body: CompletionRequest, http: Request, tag: Tag = None) -> Response:
         name, model = _check_model(body.model, worker)
-        jobs, echoes = await asyncio.to_thread(completion_jobs, body, model, worker.config)
-        jobs = await worker.compiled(jobs)
+        clock = Clock(http.scope)
+        jobs, echoes = await asyncio.to_thread(completion_jobs, body, model, worker.config, clock)
+        jobs = await _compiled(jobs, worker, clock)
         replies = [TextReply(index, model.tokenizer, body, echo) for index, echo in enumerate(echoes)]
         num_prompts = len(jobs) // (body.n or 1)
         ticket = worker.submit(jobs, tag, route_of(worker.config.route, body, http.headers, tag))
-        return await _respond(http, Exchange("text_completion", "cmpl", name, body, ticket, [*replies], num_prompts))
+        answering = Exchange("text_completion", "cmpl", name, body, ticket, [*replies], num_prompts, model.lossless)
+        return await _respond(http, answering)
 
     @app.post("/v1/embeddings", tags=["OpenAI"], status_code=400)
     async def embeddings() -> Response:
         message = "this server has no embeddings: it generates text, at /v1/chat/completions and /v1/completions"
         raise RequestRefused(message, code="unsupported_endpoint")
+
+
+async def _compiled(jobs: list[Job], worker: EngineWorker, clock: Clock) -> list[Job]:
+    clock.mark("dispatch")
+    jobs = await worker.compiled(jobs)
+    clock.mark("grammar")
+    return [replace(job, clock=clock) for job in jobs]
 
 
 async def _respond(http: Request, exchange: Exchange) -> Response:

@@ -12,8 +12,10 @@ from itertools import accumulate
 from typing import Any, cast
 
 from paceline.errors import PacelineError
+from paceline.lossy import Lossy
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.answers import Reply, finite
+from paceline.serve.clock import Clock
 from paceline.serve.engine import ModelInfo
 from paceline.serve.failures import RequestRefused, compact
 from paceline.serve.protocol import ChatRequest, CompletionRequest, Message, ResponseFormat, Sampling, Tool
@@ -29,13 +31,20 @@ MIN_TEMPERATURE = 1e-4
 MAX_STOP_CHARACTERS = 1024
 SAME = {"top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop_token_ids", "ignore_eos"}
 """Fields that mean the same in SamplingParams, whose defaults hold where they are left out."""
+LOSSY_IS_OFF = (
+    "lossy rules change what the model says, and this server does not allow them: leave lossy out, or let its owner "
+    "start it with --allow-lossy"
+)
 TOKEN_KEY = re.compile("0|[1-9][0-9]{0,18}", re.ASCII)
 MAX_TOKEN_CHARACTERS = 64
 """No prompt's tokens have so many characters on average: what is longer is refused without being encoded."""
 
 
-def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig) -> list[Job]:
-    """A conversation as jobs; renders and encodes, so it belongs in a thread. Raises RequestRefused."""
+def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock: Clock | None = None) -> list[Job]:
+    """A conversation as jobs; renders and encodes, so it belongs in a thread; `clock` is told what that takes. Raises
+    RequestRefused."""
+    clock = clock or Clock()
+    clock.mark("dispatch")
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestRefused("top_logprobs needs logprobs: true", param="top_logprobs")
     check_characters(map(text_of, request.messages), model)
@@ -44,7 +53,7 @@ def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig) -> li
         raise RequestRefused("tool_choice asks for a call, response_format for something else", param="response_format")
     return jobs_of(
         request,
-        [encode_chat(request.messages, model.tokenizer, tools_of(request), request.chat_template_kwargs)],
+        [encode_chat(request.messages, model.tokenizer, tools_of(request), request.chat_template_kwargs, clock)],
         model,
         config,
         max_tokens=request.max_completion_tokens or request.max_tokens,
@@ -54,17 +63,29 @@ def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig) -> li
 
 
 def encode_chat(
-    messages: list[Message], tokenizer: Tokenizer, tools: Sequence[Tool] = (), variables: dict[str, Any] | None = None
+    messages: list[Message],
+    tokenizer: Tokenizer,
+    tools: Sequence[Tool] = (),
+    variables: dict[str, Any] | None = None,
+    clock: Clock | None = None,
 ) -> list[int]:
-    """Token ids of a conversation through the model's chat template. Raises RequestRefused when the template refuses."""
+    """Token ids of a conversation through the model's chat template; `clock` is told how long the template took, and the
+    tokenizer. Raises RequestRefused when the template refuses."""
     rendered, more = prompt_messages(messages, tools, getattr(tokenizer, "chat_template", None))
+    clock = clock or Clock()
     try:
-        return tokenizer.encode_chat(rendered, (variables or {}) | more)
+        text = tokenizer.apply_chat_template(rendered, variables=(variables or {}) | more)
+        clock.mark("template")
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        clock.mark("tokenizer")
+        return token_ids
     except PacelineError as error:
         raise RequestRefused(str(error), param="messages") from error
 
 
-def completion_jobs(request: CompletionRequest, model: ModelInfo, config: ServeConfig) -> tuple[list[Job], list[str]]:
+def completion_jobs(
+    request: CompletionRequest, model: ModelInfo, config: ServeConfig, clock: Clock | None = None
+) -> tuple[list[Job], list[str]]:
     """Jobs, prompt after prompt, and with `echo` the text to put before each answer. Belongs in a thread.
 
     Raises RequestRefused.
@@ -75,7 +96,10 @@ def completion_jobs(request: CompletionRequest, model: ModelInfo, config: ServeC
         raise RequestRefused("best_of must equal n: answers are not ranked", param="best_of")
     if request.echo and request.logprobs is not None:
         raise RequestRefused("echo does not go with logprobs: prompts are not scored", param="echo")
+    clock = clock or Clock()
+    clock.mark("dispatch")
     prompts = _encode(request.prompt, model)
+    clock.mark("tokenizer")
     jobs = jobs_of(
         request,
         prompts,
@@ -132,10 +156,18 @@ def jobs_of(
 
     Raises RequestRefused on values that are impossible or beyond this server's limits.
     """
+    if grammar is not None and model.mocked:
+        message = (
+            f"this server mocks acceptance ({model.mocked}), which looks at no token and so keeps to no grammar: leave out "
+            "response_format, guided_json, guided_regex and a forced tool_choice"
+        )
+        raise RequestRefused(message, param="response_format", code="mocked_acceptance")
     n = request.n or 1
     if n > config.max_n:
         raise RequestRefused(f"n must be at most {config.max_n} on this server, not {n}", param="n")
     common, jobs = params_of(request, model.vocab_size, logprobs, grammar), []
+    if common.lossy and not config.allow_lossy:
+        raise RequestRefused(LOSSY_IS_OFF, param="lossy", code="lossy_not_allowed", status=403)
     most = min(model.max_len - 1, config.max_prompt_tokens or model.max_len)
     for prompt in prompts:
         if len(prompt) > most:
@@ -170,6 +202,7 @@ def params_of(request: Sampling, vocab_size: int, logprobs: int | None, grammar:
             stop=_stop(request.stop),
             logprobs=None if logprobs is None else min(logprobs, vocab_size),
             grammar=grammar,
+            lossy=None if request.lossy is None else Lossy.of(request.lossy),
             max_drafted=0 if request.speculate == "off" else request.speculate if isinstance(request.speculate, int) else None,
             **request.model_dump(include=SAME, exclude_none=True),
         )

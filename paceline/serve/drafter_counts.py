@@ -12,6 +12,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from paceline.clusters import OTHER, label
+from paceline.lossy import LOSSY
 from paceline.types import CANDIDATE, RoundStats, Sequence
 
 MOST_NAMES, MOST_PAIRS = 32, 1024
@@ -34,7 +35,7 @@ class DrafterCounts:
         spent = stats.draft_s + stats.verify_s + stats.host_s
         for name, num_drafted, num_accepted in zip(stats.drafter_B, stats.num_drafted_B, stats.num_accepted_B, strict=False):
             rounds = self.rounds.get(name)
-            if name == CANDIDATE:
+            if name in (CANDIDATE, LOSSY):
                 continue
             if rounds is None:
                 name = name if len(self.rounds) < MOST_NAMES else OTHER
@@ -44,7 +45,7 @@ class DrafterCounts:
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
 
     def finished(self, sequence: Sequence) -> None:
-        if sequence.drafter:
+        if sequence.drafter and not sequence.ledger:
             key = sequence.drafter, label(sequence.cluster or OTHER)
             self.requests[key if key in self.requests or len(self.requests) < MOST_PAIRS else (OTHER, OTHER)] += 1
 

@@ -119,9 +119,16 @@ class ModelInfo:
     """Whose drafts a new answer may get."""
     compile: Callable[[GrammarSpec], Constraint]
     """Fresh state for one answer, from any thread. Raises SamplingError on a grammar that cannot be followed."""
+    mocked: str = ""
+    """What acceptance is mocked, for people; empty where answers are the model's own."""
+
+    @property
+    def lossless(self) -> bool:
+        return not self.mocked
 
     @classmethod
     def of(cls, model: Model) -> ModelInfo:
         target, drafter = model.engine.target, ", ".join(model.members) or getattr(model.drafter, "name", "none")
         sizes = target.cache.max_len, target.cache.num_rows, target.vocab_size
-        return cls(model.config.model, model.tokenizer, *sizes, drafter, model.engine.grammars.compile)
+        mocked = model.config.mocked_as
+        return cls(model.config.model, model.tokenizer, *sizes, drafter, model.engine.grammars.compile, mocked)

@@ -23,6 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from paceline.lossy import LOSSY, Ledger
 from paceline.serve.drafter_counts import DrafterCounts
 from paceline.serve.engine import Engine
 from paceline.types import LOOKUP, NONE, FinishReason, RoundStats, Sequence
@@ -51,15 +52,18 @@ class Metrics(Collector):
     """Counts for one model, told by the worker what it does. One thread calls everything but `refused` and `render`, which any
     thread may."""
 
-    def __init__(self, model: str, traces: TraceWriter | None = None) -> None:
-        """`model` is the label model_name; `traces` is offered each request that ends, and its own counts are shown too."""
+    def __init__(self, model: str, traces: TraceWriter | None = None, *, lossless: bool = True) -> None:
+        """`model` is the label model_name; `traces` is offered each request that ends, and its own counts are shown too. Every
+        series of what is not `lossless` has a label that says so."""
+        self.lossless = lossless
         self.registry = CollectorRegistry()
         self.totals = SimpleNamespace(**{name: 0 for names in TOTALS.values() for name in names})
         self.ended: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
         self.engine: Engine | None = None
         """The one that stepped last, for the gauges."""
         self.rounds: dict[tuple[int, int], int] = {}
-        """(drafted, accepted) -> rounds of single requests. All figures of speculation follow from it."""
+        """(drafted, accepted) -> rounds of single requests. All figures of speculation follow from it; none of a lossy rule is
+        in it."""
         self.step_times: dict[tuple[str, int], tuple[int, float]] = {}
         """(kind, size) -> how often, and seconds in all: "verify" by positions of the target's pass, "draft" by drafts of the
         longest row times the rows that drafted, "prefill" by tokens of the chunk, "step" (all of it, of size 1)."""
@@ -89,8 +93,13 @@ class Metrics(Collector):
             host_s -= stats.draft_s + stats.verify_s
             self._time("verify", len(stats.num_drafted_B) + sum(stats.num_checked_B), stats.verify_s)
             self._time("draft", _num_slots(stats), stats.draft_s)
-            for pair in zip(stats.num_drafted_B, stats.num_accepted_B, strict=True):
-                rounds[pair] = rounds.get(pair, 0) + 1
+            names = stats.drafter_B or [""] * len(stats.num_drafted_B)
+            for name, *pair in zip(names, stats.num_drafted_B, stats.num_accepted_B, strict=True):
+                if name == LOSSY:
+                    totals.lossy_rounds += 1
+                else:
+                    key = pair[0], pair[1]
+                    rounds[key] = rounds.get(key, 0) + 1
             self.drafters.round(stats)
         totals.host_seconds += host_s
 
@@ -120,6 +129,8 @@ class Metrics(Collector):
         self._open.pop(sequence, None)
         self.ended[outcome] += 1
         self.drafters.finished(sequence)
+        if sequence.ledger:
+            self._lossy(sequence, sequence.ledger)
         if outcome in ("stop", "length"):
             seen, times, now = self._times, sequence.timings, time.perf_counter()
             seen["e2e_request_latency"].observe(now - times.arrival_s)
@@ -131,6 +142,13 @@ class Metrics(Collector):
                 seen["request_time_per_output_token"].observe(mean_s)
         if self._traces:
             self._traces.offer(sequence, outcome, tag)
+
+    def _lossy(self, sequence: Sequence, ledger: Ledger) -> None:
+        totals, spent = self.totals, ledger.spent
+        totals.lossy_requests += 1
+        totals.lossy_tokens += sequence.num_output
+        totals.lossy_tokens_changed += spent.num_changed
+        totals.lossy_total_variation += spent.tv
 
     def refused(self, reason: str) -> None:
         """A request was turned away before it reached the engine; `reason` is one of the server's own few words."""
@@ -149,6 +167,13 @@ class Metrics(Collector):
     # A scrape, from any thread
 
     def collect(self) -> Iterator[Metric]:
+        for family in self._families():
+            if not self.lossless:
+                family.samples = [each._replace(labels={**each.labels, "lossless": "false"}) for each in family.samples]
+            yield family
+
+    def _families(self) -> Iterator[Metric]:
+        yield self._family("paceline:lossless", TOLD["lossless"], float(self.lossless), kind=GaugeMetricFamily)
         for prefix, totals in TOTALS.items():
             for name, doc in totals.items():
                 yield self._family(f"{prefix}:{name}", doc, getattr(self.totals, name))

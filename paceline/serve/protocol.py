@@ -103,9 +103,16 @@ class Sampling(Open):
     guided_json: dict[str, Any] | str | None = Field(None, description="As response_format of type json_schema.")
     speculate: Literal["auto", "full", "off"] | Annotated[int, Field(ge=0, le=1024)] | None = None
     """off decodes plainly, a number drafts at most so many tokens a round; the rest leaves it to the server."""
+    lossy: str | dict[str, str | float] | None = None
+    """NOT lossless, and only where the server allows it: a rule that lets drafts stand which the model alone would refuse, as
+    "typical:eps=0.09,delta=0.3" or {"rule": "lenience", "l": 0.5, "max_tv": 0.02}. The answer says lossless: false,
+    and what that cost."""
     return_metrics: bool | None = False
     """Adds `metrics.speculative_decoding`: mean_acceptance_length, draft_acceptance_rate, acceptance_histogram, drafter (the
     member of the pool that the answer had), and rounds_by_source with the figures of each source of drafts."""
+    return_timings: bool | None = False
+    """Adds `timings`: seconds of each part of the request's way through the server, which together are total_s. When streaming,
+    in the last chunk."""
     paceline_timings: bool | None = False
     """Adds a `paceline` field: where the time went; when streaming, how many tokens of each chunk were drafted."""
 

@@ -10,12 +10,14 @@ import contextlib
 import hashlib
 import hmac
 import ipaddress
+import time
 from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.serve.clock import ARRIVED
 from paceline.serve.failures import ApiError, RequestRefused, error_response
 from paceline.serve.settings import ServeConfig
 
@@ -64,6 +66,7 @@ class Gate:
             self._refused(error.code or "limit")
             await _refuse(error, body, send)
             return
+        scope[ARRIVED] = time.perf_counter()
         await self._app(scope, body.replay, send)
 
     def _check_host(self, headers: Headers) -> None:

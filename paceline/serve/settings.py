@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from paceline.bounds import Amount, Count, Positive, Whole, check, within
+from paceline.bounds import Amount, Count, Positive, Share, Whole, check, within
 from paceline.clusters import OTHER
 from paceline.config import Bytes
 from paceline.errors import ConfigError, refuse
+from paceline.lossy import LOSSY
 from paceline.types import CANDIDATE, LOOKUP, NONE
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}", re.ASCII)
 """What a drafter of a pool may be called."""
-TAKEN = (NONE, LOOKUP, OTHER, CANDIDATE)
+TAKEN = (NONE, LOOKUP, OTHER, CANDIDATE, LOSSY)
 """Names that mean something else where drafters are counted."""
 MOST_DRAFTERS = 8
 """Members of a pool: each takes memory, and each cluster of requests tries them all."""
@@ -69,6 +70,11 @@ class ServeConfig:
     """Seconds in which a request must be finished; 0 is no limit."""
     drain_seconds: Amount = 30.0
     """Seconds that answers under way may take after SIGTERM."""
+    allow_lossy: bool = False
+    """Let requests ask for lossy rules, which change what the model says (docs/lossy.md). Their answers say lossless: false
+    and are never kept as traces."""
+    max_tv: Share | None = None
+    """Most mean total variation of a lossy answer, at each of its tokens; beyond it drafts are verified losslessly."""
     features: bool = False
     """Give hidden states to trainers (/v1/features, train --features-from). Needs an API key."""
     features_bytes: Bytes = 2**30
@@ -80,6 +86,7 @@ class ServeConfig:
         check(self)
         refuse(
             ConfigError,
+            (self.max_tv is not None and not self.allow_lossy, "max_tv is the budget of lossy rules: it needs allow_lossy"),
             (any(not key.strip() for key in self.api_keys), "an API key must not be empty"),
             (any(not key.isascii() for key in self.api_keys), "an API key must be ASCII text: HTTP headers carry nothing else"),
             (

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from paceline.serve.clock import Clock
 from paceline.types import Constraint, Route, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ class Job:
     params: SamplingParams
     constraint: Constraint | None = None
     """The grammar of `params`, compiled where nobody waits for it."""
+    clock: Clock = field(default_factory=Clock)
+    """Has followed the API request so far; the same for all its jobs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,9 +138,9 @@ class TraceWriter:
         assert config.folder is not None
         self.folder = config.folder
         self.written = 0
-        self.dropped = {"queue": 0, "disk": 0, "redaction": 0, "error": 0}
-        """Traces lost, by what lost them: a full queue, a disk that refused, a match that could not be taken out, an error; and
-        the reasons of `Lost`."""
+        self.dropped = {"queue": 0, "disk": 0, "redaction": 0, "error": 0, "lossy": 0}
+        """Traces lost, by what lost them: a full queue, a disk that refused, a match that could not be taken out, an error, a
+        lossy rule; and the reasons of `Lost`."""
         self._config, self._model = config, model
         self._rows_per_file, self._flush_s = rows_per_file, flush_s
         self._random = random.Random()
@@ -161,9 +161,12 @@ class TraceWriter:
     def offer(self, sequence: Sequence, outcome: str, tag: str | None = None) -> None:
         """Trace a finished request, whose sequence changes no more; never waits, never raises.
 
-        Requests with mocked acceptance are left out: nobody would say such a text.
+        Requests with mocked acceptance are left out: nobody would say such a text. So are those of lossy rules, and counted: a
+        drafter would learn from them what it drafted itself.
         """
-        if sequence.lossless:
+        if sequence.ledger:
+            self.lose("lossy")
+        elif sequence.lossless:
             ended, total_s = time.time(), time.perf_counter() - sequence.timings.arrival_s
             self.put(lambda: [_served(sequence, outcome, tag, ended, total_s)])
 

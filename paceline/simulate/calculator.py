@@ -18,16 +18,39 @@ from typing import Any
 
 import paceline
 from paceline.hardware import Machine
-from paceline.simulate import catalogue, limits
+from paceline.simulate import catalogue, landmarks, limits
 from paceline.simulate.answer import FLAGS
+from paceline.simulate.files import read_json
 from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, MEASURED_LOCALITY
 from paceline.simulate.shapes import FORMATS, ModelShape
 
 FOLDER = Path(__file__).parent / "page"
-PURE = ("formulas.js", "config_reader.js", "hf_config.js", "flags.js", "limits.js", "state.js")
+PURE = (
+    "formulas.js",
+    "config_reader.js",
+    "hf_config.js",
+    "flags.js",
+    "limits.js",
+    "results.js",
+    "state.js",
+    "argument.js",
+    "watch.js",
+)
 """Run anywhere; the rest needs a page. Each needs only those before it."""
-SCRIPTS = (*PURE, "charts.js", "editor.js", "controls.js", "page.js")
+SCRIPTS = (
+    *PURE,
+    "charts.js",
+    "editor.js",
+    "controls.js",
+    "cards.js",
+    "tabs.js",
+    "tokens.js",
+    "columns.js",
+    "assumptions.js",
+    "page.js",
+)
 CHARTS = "vendor/uPlot.iife.min.js"
+PIECE = re.compile(r"\s*\S{1,6}")
 IMPORT = re.compile(r"^import .*;\n", re.MULTILINE)
 
 
@@ -67,7 +90,39 @@ def data(this_machine: Machine | None = None) -> dict[str, Any]:
         "measured_locality": MEASURED_LOCALITY,
         "latency_s": COLLECTIVE_LATENCY_S,
         "limits": limits.TEXTS,
+        "measured": measured(),
+        "passage": passage(),
     }
+
+
+def measured() -> dict[str, dict[str, Any]]:
+    """The points that the page has with it: name -> label, note and points as `bench.speedup_chart` reads them of a run."""
+    told = landmarks.TOLD["systems"][0]
+    kept = [each for each in told["points"] if "tokens_per_round" in each]
+    published = [_point("mocked", each["tokens_per_round"], each["rate"] / told["plain_rate"], True) for each in kept]
+    own = read_json(Path(__file__).with_name("measured.json"), "install paceline again")
+    drafters = [
+        _point(
+            f"{each['drafter']}, {each['model']}, {each['prompts'].removesuffix('.jsonl')}",
+            each["tokens_per_round"],
+            each["speedup"],
+            False,
+        )
+        for each in own["points"]
+    ]
+    return {
+        "published": {"label": f"published: {told['model']}, mocked", "note": told["source"], "points": published},
+        "own": {"label": "measured: paceline, two models' drafters on a CPU", "note": own["note"], "points": drafters},
+    }
+
+
+def _point(label: str, tokens_per_round: float, speedup: float, is_mocked: bool) -> dict[str, Any]:
+    return {"label": label, "batch": 1, "tokens_per_round": tokens_per_round, "speedup": speedup, "is_mocked": is_mocked}
+
+
+def passage() -> list[str]:
+    """The text of the two columns in pieces of about a token's length; no model wrote it."""
+    return PIECE.findall(_read("passage.txt").strip())
 
 
 def _model(shape: ModelShape) -> dict[str, Any]:

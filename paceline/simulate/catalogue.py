@@ -70,11 +70,24 @@ def find(model: str) -> ModelShape:
     path, is_folder = Path(model).expanduser(), os.path.isdir(Path(model).expanduser())
     if path.suffix == ".json" or is_folder:
         return _from_file(path / "config.json" if is_folder else path)
+    return shape_of_entry(_entry(model))
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """The config.json of a catalogue name, as far as the catalogue has it. Raises as `find`."""
+    entry = _entry(model)
+    if "config" not in entry:
+        reason = entry.get("unavailable", "the catalogue knows its size and not its config.json")
+        raise UnsupportedModelError(f"{entry['name']}: {reason}: give the path of its config.json")
+    return entry["config"]
+
+
+def _entry(model: str) -> dict[str, Any]:
     known, wanted = entries(), model.rpartition("/")[2].lower()
     by_name = {other.lower(): entry for entry in known.values() for other in entry.get("aliases", ())}
     by_name |= {name.lower(): entry for name, entry in known.items()}
     if entry := by_name.get(model.lower()) or by_name.get(wanted):
-        return shape_of_entry(entry)
+        return entry
     available = [name for name, entry in known.items() if "unavailable" not in entry]
     near = get_close_matches(wanted, [name.lower() for name in available], n=3, cutoff=0.5)
     shown = ", ".join([name for name in available if name.lower() in near] or available)

@@ -134,6 +134,14 @@ class ChartConfig:
     """With --simulate: tokens in the cache of each."""
     png: Path | None = None
     """With --simulate: also a PNG."""
+    columns: Path | None = None
+    """With --simulate: two columns of text that fill at the predicted rates, plain and best, an animated SVG."""
+    columns_png: Path | None = None
+    """With --simulate: how these columns stand at the end, as a PNG."""
+    acceptance: str = "0.8"
+    """With --columns: what stands, as of `paceline simulate`."""
+    max_draft: DraftLength = 16
+    """With --columns: longest draft considered."""
 
     def __post_init__(self) -> None:
         check(self)

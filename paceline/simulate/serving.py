@@ -279,7 +279,10 @@ class Simulation:
             for each, take in zip(rows, plan.drafts, strict=True)
         ]
         counts = [take.count for take in plan.drafts if take.count and take.source != LOOKUP]
-        widths = self._planner.narrow(plan, [each.sure for each in drafts])
+        chosen = self._planner.narrow(plan, [each.sure for each in drafts])
+        widths = [
+            width if isinstance(width, int) else width.depth for width in chosen
+        ]  # nothing is said that trees are made of
         accepted = [min(each.num_right, width) for each, width in zip(drafts, widths, strict=True)]
         context = statistics.fmean(each.job.prompt_tokens + max(each.num_tokens, 1) for each in rows)
         for each, width, num_accepted in zip(rows, widths, accepted, strict=True):

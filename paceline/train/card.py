@@ -12,6 +12,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from paceline.draft.checkpoint import ARCHITECTURE_2
 from paceline.errors import ConfigError, DownloadError, PacelineError, reraised
 from paceline.hub import BUILTINS, resolve
 from paceline.runlog import write_whole
@@ -54,12 +55,13 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
     raw = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
     target = config.target.model
     licence = BUILTINS[target].licence.lower() if target in BUILTINS else "other"
-    block = int(raw.get("block_size", 0))
+    block, is_second = int(raw.get("block_size", 0)), ARCHITECTURE_2 in (raw.get("architectures") or [])
+    kind = "DFlash 2" if is_second else "DFlash v1"
     size = (drafter / "model.safetensors").stat().st_size
     head = ["---", f"license: {licence}", f"base_model: {_base(target)}", "library_name: paceline"]
     head += ["tags: [dflash, speculative-decoding, drafter]", "---", f"# DFlash drafter for {_base(target)}", ""]
     body = [
-        f"Drafts {block - 1} tokens a round for `{_base(target)}` ({_hash(config)}). DFlash v1 in z-lab's format: "
+        f"Drafts {block - 1} tokens a round for `{_base(target)}` ({_hash(config)}). {kind} in z-lab's format: "
         f"{raw.get('num_hidden_layers')} layers, features of target layers {_taps(raw)}, {size / 1e6:.1f} MB. Embedding and "
         "head are the target's. What is drafted is checked by the target, so its text stays the target's.",
         "",
@@ -81,10 +83,7 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
         "",
         "```sh",
         f"paceline serve --model {shlex.quote(target if target in BUILTINS else _base(target))} --drafter {_folder(drafter)}",
-        f"vllm serve {shlex.quote(_base(target))} --speculative-config "
-        + shlex.quote(json.dumps({"method": "dflash", "model": _folder(drafter), "num_speculative_tokens": block - 1})),
-        f"python -m sglang.launch_server --model-path {shlex.quote(_base(target))} --speculative-algorithm DFLASH "
-        f"--speculative-draft-model-path {_folder(drafter)} --speculative-num-draft-tokens {block}",
+        *([] if is_second else _engines(target, drafter, block)),
         "```",
         "",
         *_limits(raw, drafter),
@@ -93,6 +92,16 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
         f"{licence}: check it against the licences of the target and of the prompts before you publish.",
     ]
     return "\n".join([*head, *body]) + "\n"
+
+
+def _engines(target: str, drafter: Path, block: int) -> list[str]:
+    """How engines that know DFlash v1 are started."""
+    return [
+        f"vllm serve {shlex.quote(_base(target))} --speculative-config "
+        + shlex.quote(json.dumps({"method": "dflash", "model": _folder(drafter), "num_speculative_tokens": block - 1})),
+        f"python -m sglang.launch_server --model-path {shlex.quote(_base(target))} --speculative-algorithm DFLASH "
+        f"--speculative-draft-model-path {_folder(drafter)} --speculative-num-draft-tokens {block}",
+    ]
 
 
 def _base(target: str) -> str:

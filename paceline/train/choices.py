@@ -101,7 +101,7 @@ def deployment_of(target: TargetFacts, machine: MachineFacts) -> Deployment:
         precisions = Precisions(near, near)
     elif not machine.is_gpu and "bfloat16" not in machine.machine.flops_per_s:
         precisions = Precisions("float32", "float32")
-    return Deployment(machine.machine, precisions)
+    return Deployment(machine.decoding, precisions)
 
 
 def draft_seconds(sizes: Sizes, deployment: Deployment, value_bytes: float) -> float:
@@ -146,9 +146,20 @@ def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> 
         yield Choice("loop.blocks_per_step", 192, "more and smaller steps: blocks are dear on a processor")
         yield Choice("loop.anchors", 48, "a third of a usual answer: epochs differ")
         yield Choice("loop.heldout_every", 250, "a look costs about two steps")
+    yield from machine_choices(machine)
     if config.minutes is not None:
         yield Choice("loop.epochs", 100.0, "the minutes end the run")
     yield Choice("loop.keep", "best", "what served held-out prompts best")
+
+
+def machine_choices(machine: MachineFacts) -> Iterator[Choice]:
+    """What the machine alone decides, also for a drafter that goes on."""
+    if machine.is_slow_in_bfloat16:
+        rates = machine.machine.flops_per_s
+        told = (
+            f"float32 is {rates['float32'] / rates['bfloat16']:.1f} times as fast" if rates.get("bfloat16") else "float32 alone"
+        )
+        yield Choice("loop.autocast", False, f"this processor has no products of bfloat16: {told}")
 
 
 def _shape_choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> Iterator[Choice]:

@@ -158,6 +158,8 @@ class LossConfig:
     """Decay of ce and kl in slots [default: by block size]. The paper's: 4 for blocks of 8, 5 for 10, 7 for 16."""
     alpha: Share = 0.5
     """Floor of d-pace's confidence: 0 follows the drafter's own confidence, 1 does not look at it."""
+    selector: Positive = 1.0
+    """Weight of the selector's loss (dflash2)."""
     vocab: SomeTokens | None = None
     """Tokens that ce and d-pace compare with in a step, 0 for all. Fewer are faster and noisier."""
 
@@ -230,6 +232,8 @@ class LoopConfig:
     """While the loss stays where word frequencies alone bring it: change the learning rate, say so, or neither."""
     plateau_steps: Count = 300
     """Steps between looks at that."""
+    selector_from: Share = 0.3
+    """Share of the run after which a selector learns too (dflash2); body and convolutions learn all along."""
     parallel: Annotated[str, ("auto", "replicated", "sharded")] = "auto"
     """Several processes (torchrun) each hold the whole network, or a part of it (FSDP2)."""
 
@@ -267,6 +271,12 @@ class DrafterShape:
     """Token id that stands for a slot to be drafted [default: the last]."""
     draft_vocab: SomeTokens | None = None
     """Draft among the most frequent tokens only, this many; 0 for all."""
+    kind: Annotated[str, ("dflash", "dflash2")] = "dflash"
+    """dflash2 adds convolutions and a selector, to a new drafter or to the one that --init names."""
+    selector_rank: Count = 64
+    """Numbers a token in the codebooks of a new dflash2 selector."""
+    codebooks: Annotated[str, ("factored", "free")] = "factored"
+    """A new selector's codebooks: made of the target's embedding (few weights, for any token), or a row of weights a token."""
 
     def __post_init__(self) -> None:
         check(self)

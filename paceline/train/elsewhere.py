@@ -168,6 +168,11 @@ class RemoteEngine:
                     ) from error
                 refused = refused or error
                 continue
+            if isinstance(told, dict) and told.get("lossless") is False:
+                raise ConfigError(
+                    f"{self.client.option} {self.client.url} says lossless: false, so its answers are not the model's own: "
+                    "start it without --mock"
+                )
             self._way = max(self._way, way)
             return read_answer(told, seq, self._llm.tokenizer)
         raise Lost(f"refused by the server ({refused})")

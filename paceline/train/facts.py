@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,20 @@ class MachineFacts:
     @property
     def is_gpu(self) -> bool:
         return self.machine.num_threads == 0
+
+    @property
+    def is_slow_in_bfloat16(self) -> bool:
+        """A processor that has no products of bfloat16 makes them out of others: float32 is faster there."""
+        rates = self.machine.flops_per_s
+        return not self.is_gpu and rates.get("float32", 0.0) > rates.get("bfloat16", 0.0)
+
+    @property
+    def decoding(self) -> Machine:
+        """As the target's passes find it: where bfloat16 is slower than float32 they multiply in float32."""
+        rates = self.machine.flops_per_s
+        if not self.is_slow_in_bfloat16:
+            return self.machine
+        return replace(self.machine, flops_per_s={**rates, "bfloat16": rates["float32"]})
 
     @property
     def title(self) -> str:

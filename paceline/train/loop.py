@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.errors import TrainingError
+from paceline.errors import ConfigError, TrainingError
 from paceline.tables import ignore
 from paceline.train.checkpoint import check_same, latest_checkpoint, save_best, save_checkpoint
-from paceline.train.config import LoopConfig
+from paceline.train.config import LoopConfig, LossConfig
 from paceline.train.dataset import Corpus, Document, Place, StepPlanner
 from paceline.train.features import FeatureSource
 from paceline.train.losses import Head, LossVocabulary, SlotMetrics, Slots, head_loss
@@ -33,6 +33,7 @@ from paceline.train.packs import Chosen, Pack, PackBudget, Packer, Trainable, he
 from paceline.train.parallel import laid_out, make_parallel, recompute_layers
 from paceline.train.plateau import Plateau, unigram_entropy, watched
 from paceline.train.ranks import Ranks
+from paceline.train.selector import DFlash2Trainable
 
 HELDOUT_ANCHORS = 8
 REGRESSION = 0.97
@@ -94,6 +95,8 @@ class Trainer:
         self.parallel = make_parallel(config.parallel, self.ranks, self.device)
         if config.gradient_checkpointing:
             recompute_layers(drafter.layers)
+        if config.parallel == "sharded" and self.ranks.world > 1 and isinstance(drafter, DFlash2Trainable):
+            raise ConfigError("a DFlash 2 drafter is not trained in parts: use --parallel replicated")
         self.parallel.prepare(drafter, config.autocast)
         self.optimisers = Optimisers(self.network, config.optim)
         self.vocabulary = self._loss_vocabulary()
@@ -126,7 +129,7 @@ class Trainer:
         if checkpoint is None:
             return False
         stored = checkpoint.trainer
-        check_same(self.folder, stored["identity"], self._identity(), ", or continue from its drafter with --init")
+        check_same(self.folder, _of_now(stored["identity"]), self._identity(), ", or continue from its drafter with --init")
         self.parallel.load(self.network, checkpoint.weights)
         self.optimisers.fill(checkpoint.optimisers, laid_out)
         state = stored["state"]
@@ -189,6 +192,7 @@ class Trainer:
             "drafter": self.drafter.raw,
             "num_documents": len(self.corpus.train),
             "documents": self._documents,
+            **({"codebooks": self.drafter.codebooks} if isinstance(self.drafter, DFlash2Trainable) else {}),
         }
 
     @functools.cached_property
@@ -253,8 +257,14 @@ class Trainer:
 
     def pack_loss(self, pack: Pack, head: Head, num_slots: float, is_measured: bool = True) -> tuple[Tensor, SlotMetrics]:
         """Loss of one pack as its share of a step of `num_slots` slots, and its metrics."""
-        hidden_TD = self.drafter.hidden(pack, self.embedding_VD, self.config.autocast)
-        return head_loss(hidden_TD, pack.slots, head, self.config.loss, num_slots, is_measured)
+        hidden_TD, config = self.drafter.hidden(pack, self.embedding_VD, self.config.autocast), self.config
+        loss, metrics = head_loss(hidden_TD, pack.slots, head, config.loss, num_slots, is_measured)
+        if isinstance(self.drafter, DFlash2Trainable):
+            given = hidden_TD, pack, self.heldout_head, self.embedding_VD, config.loss, num_slots
+            is_learning = self.share_done >= config.selector_from
+            more, walked = self.drafter.selector_loss(*given, is_measured=is_measured, is_learning=is_learning)
+            loss, metrics.flat = loss + more, metrics.flat + walked.flat
+        return loss, metrics
 
     @torch.no_grad()
     def first_slots(self) -> tuple[Tensor, Slots]:
@@ -356,3 +366,9 @@ class Trainer:
         tensors = [parameter for layer in self.drafter.layers for parameter in layer.parameters()]
         matrices, size = sum(tensor.numel() for tensor in tensors if tensor.ndim == 2), self.drafter.block_size
         return 6.0 * matrices * size + 4.0 * (size - 1) * head.weight_VD.numel()
+
+
+def _of_now(identity: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says it was begun with; settings that came later had their defaults."""
+    later = {"selector_from": LoopConfig().selector_from}
+    return {**later, **identity, "loss": {"selector": LossConfig().selector, **identity["loss"]}}

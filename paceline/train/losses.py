@@ -74,25 +74,48 @@ class SlotMetrics:
     """Sums over blocks, to be added up over packs and processes; `rates` divides."""
 
     flat: Tensor
-    """[1 + 4 K]: the loss, then the slots of `sums_4K`."""
+    """[3 + 6 K]: the loss, the slots of `sums_4K`, then `told_2` and the slots of `picked_2K`."""
 
     @classmethod
     def zero(cls, num_slots: int) -> SlotMetrics:
-        return cls(torch.zeros(1 + 4 * num_slots, dtype=torch.float64))
+        return cls(torch.zeros(3 + 6 * num_slots, dtype=torch.float64))
 
     @property
     def sums_4K(self) -> Tensor:
         """Per slot: how many were valid; whose token was the most likely; whose was among the 16 most likely; and up to which
         every token was the most likely."""
-        return self.flat[1:].unflatten(0, (4, -1))
+        return self.flat[1 : 1 + 4 * self._num_slots].unflatten(0, (4, -1))
+
+    @property
+    def told_2(self) -> Tensor:
+        """Of a selector (DFlash 2): its loss, and slots whose token was among its candidates."""
+        return self.flat[1 + 4 * self._num_slots :][:2]
+
+    @property
+    def picked_2K(self) -> Tensor:
+        """Of a selector, per slot: whose token it took; and up to which it took every token."""
+        return self.flat[3 + 4 * self._num_slots :].unflatten(0, (2, -1))
+
+    @property
+    def _num_slots(self) -> int:
+        return (len(self.flat) - 3) // 6
 
     def rates(self) -> dict[str, Any]:
-        """eal = 1 + sum_k P(slots 1..k all right), accuracy, recall@1 and recall@16 per slot; the loss per slot."""
+        """eal = 1 + sum_k P(slots 1..k all right), accuracy, recall@1 and recall@16 per slot; the loss per slot.
+
+        With a selector `eal` is of what it takes, `base_eal` of the most likely tokens, `selector_lift` the difference.
+        """
         counts_K, first_K, near_K, standing_K = self.sums_4K
         counts_K = counts_K.clamp(min=1)
+        eal, walked = 1.0 + float((standing_K / counts_K).sum()), {}
+        if self.told_2[1] > 0:
+            base, eal = eal, 1.0 + float((self.picked_2K[1] / counts_K).sum())
+            loss = float(self.told_2[0] / self.told_2[1])
+            walked = {"base_eal": base, "selector_lift": eal - base, "selector_loss": loss}
         return {
             "loss": float(self.flat[0] / counts_K.sum()),
-            "eal": 1.0 + float((standing_K / counts_K).sum()),
+            "eal": eal,
+            **walked,
             "accuracy": float(first_K.sum() / counts_K.sum()),
             "recall1": [round(value, 4) for value in (first_K / counts_K).tolist()],
             "recall16": [round(value, 4) for value in (near_K / counts_K).tolist()],
@@ -240,8 +263,9 @@ def _measure(logits_RV: Tensor, label_R1: Tensor, valid_AK: Tensor) -> SlotMetri
     first_AK = (logits_RV.max(-1).indices == label_R1[:, 0]).view(valid_AK.shape) & valid_AK
     near_AK = (rank_AK < NUM_RECALLED) & valid_AK
     standing_AK = first_AK.cumprod(dim=1)
-    sums = [torch.zeros(1, dtype=torch.float64), *(each.sum(0).cpu() for each in (valid_AK, first_AK, near_AK, standing_AK))]
-    return SlotMetrics(torch.cat(sums))
+    metrics = SlotMetrics.zero(valid_AK.shape[1])
+    metrics.sums_4K[:] = torch.stack([each.sum(0).cpu() for each in (valid_AK, first_AK, near_AK, standing_AK)])
+    return metrics
 
 
 def _count(mask_RV: Tensor) -> Tensor:

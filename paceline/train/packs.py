@@ -21,7 +21,7 @@ from paceline.draft.dflash import DFlashNetwork
 from paceline.train.attention import Layout, make_attention
 from paceline.train.dataset import Document, labels_of
 from paceline.train.features import FeatureSource
-from paceline.train.losses import Slots
+from paceline.train.losses import Head, Slots
 
 Chosen = tuple[int, NDArray[np.int64]]
 """A document's number and the anchors of its blocks."""
@@ -206,3 +206,10 @@ class DFlashTrainable(Trainable):
             taps_NF = pack.taps_NF if is_autocast else pack.taps_NF.float()
             hidden_TD = self.network(embedded_TD, taps_NF, attend)
         return hidden_TD.unflatten(0, (-1, self.block_size))[:, 1:].flatten(0, 1)
+
+    @torch.no_grad()
+    def right(self, hidden_TD: Tensor, pack: Pack, head: Head, embedding_VD: Tensor) -> Tensor:
+        """Which slots of `hidden`'s blocks draft the target's token, if all before them do; bool [A, K]."""
+        rows_R, reached_R = head.local(pack.slots.labels_AK.flatten())
+        right_R = (head.logits(hidden_TD).argmax(-1) == rows_R) & reached_R
+        return right_R.view(pack.slots.valid_AK.shape) & pack.slots.valid_AK

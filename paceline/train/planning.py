@@ -21,7 +21,7 @@ from typing import Any
 from paceline.prompts import Prompt
 from paceline.simulate.roofline import pass_seconds
 from paceline.tables import ignore
-from paceline.train.choices import Sizes, choices, deployment_of, share_of_pass, sizes_of
+from paceline.train.choices import Sizes, choices, deployment_of, machine_choices, share_of_pass, sizes_of
 from paceline.train.config import TrainConfig
 from paceline.train.facts import MachineFacts, TargetFacts, machine_of, read_target
 from paceline.train.mixture import read_mixture, sources_of
@@ -95,8 +95,9 @@ def make_plan(config: TrainConfig, device_name: str | None = None) -> Plan:
     target, machine = read_target(config.target), machine_of(device_name, config.target.device)
     notes: list[str] = []
     chosen: dict[str, str] = {}
-    if config.plan == "auto" and config.init is None:
-        for choice in choices(config, target, machine):
+    if config.plan == "auto":
+        wanted = choices(config, target, machine) if config.init is None else machine_choices(machine)
+        for choice in wanted:
             if not config.is_given(choice.name) and value_of(config, choice.name) != choice.value:
                 config, chosen[choice.name] = with_value(config, choice.name, choice.value), choice.why
     data = _data(config, notes)

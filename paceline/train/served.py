@@ -19,7 +19,8 @@ from torch import Tensor
 from paceline.config import EngineConfig
 from paceline.draft.base import Drafter
 from paceline.draft.checkpoint import DFlashConfig
-from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
+from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash2 import drafter_of, network_of, read_drafter
 from paceline.engine.llm import LLM
 from paceline.figures import Rounds
 from paceline.hardware import free_bytes
@@ -28,7 +29,8 @@ from paceline.model.target import Target
 from paceline.plan import FixedPlanner
 from paceline.train.dataset import Document
 from paceline.train.features import OnlineFeatures
-from paceline.train.packs import DFlashTrainable, Packer
+from paceline.train.packs import Packer
+from paceline.train.selector import trainable_of
 from paceline.train.start import head_of
 from paceline.types import SamplingParams
 
@@ -96,8 +98,8 @@ class HeldoutServer:
     def __call__(self, weights: dict[str, Tensor]) -> float:
         """Tokens a round with these weights, rounded as the finished drafter's are."""
         self._llm = self._llm or LLM.of(self._settings)
-        network = DFlashNetwork.of(self._config, {name: tensor.bfloat16() for name, tensor in weights.items()})
-        drafter = DFlashDrafter(network, draft_ids=self._draft_ids)
+        network = network_of(self._config, {name: tensor.bfloat16() for name, tensor in weights.items()})
+        drafter = drafter_of(network, draft_ids=self._draft_ids)
         found = serve_heldout(self._llm, drafter, self._documents, self._max_tokens).tokens_per_round
         self._llm.use_drafter("none")
         return found
@@ -115,8 +117,8 @@ def walked(target: Target, drafter: DFlashDrafter, answers: list[Document]) -> f
     """Tokens a round that teacher-forced blocks give over these answers of the target, gone through as the engine goes."""
     config = drafter.config
     documents = [answer for answer in answers if answer.num_anchors > 0]
-    float_network = DFlashNetwork.of(config, {name: tensor.float() for name, tensor in drafter.network.state_dict().items()})
-    trainable = DFlashTrainable(float_network.to(target.device), config.raw)
+    float_network = network_of(config, {name: tensor.float() for name, tensor in drafter.network.state_dict().items()})
+    trainable = trainable_of(float_network.to(target.device), config.raw)
     features = OnlineFeatures(target, documents, config.target_layer_ids, needs_final=False)
     packer = Packer(config.block_size, documents, features, target.device)
     head, embedding_VD = head_of(target, config, drafter.draft_ids), _embedding(target)
@@ -126,9 +128,7 @@ def walked(target: Target, drafter: DFlashDrafter, answers: list[Document]) -> f
         standing: list[int] = []
         for first in range(0, len(places), BLOCKS_AT_ONCE):
             pack = packer.pack([(number, places[first : first + BLOCKS_AT_ONCE])])
-            logits_RV = head.logits(trainable.hidden(pack, embedding_VD, False))
-            rows_R, reached_R = head.local(pack.slots.labels_AK.flatten())
-            right_AK = ((logits_RV.argmax(-1) == rows_R) & reached_R).view(pack.slots.valid_AK.shape) & pack.slots.valid_AK
+            right_AK = trainable.right(trainable.hidden(pack, embedding_VD, False), pack, head, embedding_VD)
             standing += right_AK.long().cumprod(dim=1).sum(1).tolist()
         at = 0
         while at < len(places):
@@ -159,7 +159,7 @@ def final_figures(target: EngineConfig, drafter: DFlashDrafter, documents: list[
     told |= {"plain_tokens_per_s": plain, "drafted_tokens_per_s": drafted, "speedup": drafted / plain if plain else None}
     folder = SHIPPED / target.model
     if folder.name == target.model and (folder / "config.json").is_file():
-        shipped = DFlashDrafter.from_folder(folder)
+        shipped = read_drafter(folder)
         told["default_drafter"] = {
             "tokens_per_round": serve_heldout(llm, shipped, documents, max_tokens).tokens_per_round,
             "tokens_per_s": _tokens_per_s(llm, shipped, documents, max_tokens),

@@ -8,7 +8,7 @@ loss is about log(vocabulary), not 30.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import log
+from math import gcd, log
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from paceline.draft.checkpoint import DFlashConfig, check_fit, default_layer_ids, new_config, read_checkpoint, read_draft_ids
+from paceline.draft.checkpoint import (
+    DFlashConfig,
+    as_dflash2,
+    check_fit,
+    default_layer_ids,
+    new_config,
+    read_checkpoint,
+    read_draft_ids,
+)
 from paceline.draft.dflash import DFlashNetwork
+from paceline.draft.dflash2 import DFlash2Network, beginnings, network_of
 from paceline.draft.registry import SHIPPED
 from paceline.errors import ConfigError
 from paceline.hub import resolve
@@ -142,13 +151,35 @@ def network_for(
     if init is not None:
         config, tensors = read_checkpoint(init)
         check_fit(config, target)
-        return config.raw, DFlashNetwork.of(config, {name: tensor.float().clone() for name, tensor in tensors.items()}, init)
-    raw = config_for(target, shape)
-    config = DFlashConfig.from_json(raw)
-    check_fit(config, target)
-    network = DFlashNetwork.random(config, seed)
-    if shape.is_copied:
-        copy_layers(network, load_tensors(resolve(target_name)), getattr(target, "config", None))
+        if config.from_anchor:
+            raise ConfigError(
+                f"--init {init}: slots of this drafter say the token behind them: training those is not implemented"
+            )
+        raw = config.raw
+        network = network_of(config, {name: tensor.float().clone() for name, tensor in tensors.items()}, init)
+    else:
+        raw = config_for(target, shape)
+        config = DFlashConfig.from_json(raw)
+        check_fit(config, target)
+        network = DFlashNetwork.random(config, seed)
+        if shape.is_copied:
+            copy_layers(network, load_tensors(resolve(target_name)), getattr(target, "config", None))
+    if shape.kind == "dflash2" and config.second is None:
+        return _with_selector(raw, network, target, shape, seed)
+    return raw, network
+
+
+def _with_selector(
+    raw: dict[str, Any], body: DFlashNetwork, target: Target, shape: DrafterShape, seed: int
+) -> tuple[dict[str, Any], DFlashNetwork]:
+    """A DFlash v1 drafter as one of DFlash 2 that drafts the same tokens yet."""
+    raw = as_dflash2({**raw, "vocab_size": target.vocab_size}, rank=shape.selector_rank)
+    # As many neighbours as in published drafters, or as divide the hidden size.
+    raw["dflash_config"]["conv_group_size"] = gcd(raw["dflash_config"]["conv_group_size"], target.hidden_size)
+    config, is_factored = DFlashConfig.from_json(raw), shape.codebooks == "factored"
+    with torch.device("meta"):
+        network = DFlash2Network(config, is_factored)
+    network.load_state_dict({**body.state_dict(), **beginnings(config, seed, factored=is_factored)}, assign=True)
     return raw, network
 
 

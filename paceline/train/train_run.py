@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.draft.checkpoint import write_checkpoint
-from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash2 import materialised, read_drafter
 from paceline.errors import ModelNotFoundError, PromptError, UnsupportedModelError
 from paceline.hardware import this_machine
 from paceline.model.backends import load_target, settle
@@ -32,15 +32,16 @@ from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
 from paceline.train.copied import fuse_taps
 from paceline.train.dataset import Corpus, check_answers, check_vocabulary, read_corpus
 from paceline.train.ends import light_folder, load_ends
+from paceline.train.facts import MachineFacts
 from paceline.train.features import ScaledFeatures, begin_without_mean, train_in_scaled_units
 from paceline.train.group import process_group
 from paceline.train.loop import Trainer
 from paceline.train.mixture import read_mixture
-from paceline.train.packs import DFlashTrainable
 from paceline.train.planning import apply_stored, make_plan, stored_plan
 from paceline.train.ranks import Ranks, only_run
 from paceline.train.regenerate_run import run as regenerate
 from paceline.train.run_file import with_value, write_run_file
+from paceline.train.selector import trainable_of
 from paceline.train.served import HeldoutServer, disagreement, final_figures, has_room
 from paceline.train.sources import Sources
 from paceline.train.start import continued_draft_ids, head_of, init_folder, most_frequent, network_for, scale_first_logits
@@ -276,7 +277,8 @@ class _Stages:
                 weights, rates["eal"] = best
             if draft_ids is None:
                 draft_ids = continued_draft_ids(init_folder(config.init, config.target.model), corpus, target)
-            halved = {name: tensor.bfloat16() for name, tensor in weights.items()}
+            whole = materialised(weights, trainer.embedding_VD.cpu())
+            halved = {name: tensor.bfloat16() for name, tensor in whole.items()}
             write_checkpoint(folder, trainer.drafter.raw, halved, draft_ids)
         return TrainResult(folder, run.path, trainer.state.step, trainer.state.num_blocks, **rates)
 
@@ -328,9 +330,14 @@ class _Stages:
         train_in_scaled_units(network, scale_F)
         if init is None and not config.shape.is_copied:
             begin_without_mean(network, mean_F)
-        flops_per_s = this_machine(target.device.type).flops_per_s.get("bfloat16" if loop.autocast else "float32")
+        here = MachineFacts(this_machine(target.device.type))
+        if loop.autocast and here.is_slow_in_bfloat16:
+            self.progress.say(
+                "note: this processor multiplies faster in float32 than in bfloat16: --full-precision trains faster"
+            )
+        flops_per_s = here.machine.flops_per_s.get("bfloat16" if loop.autocast else "float32")
         trainer = Trainer(
-            DFlashTrainable(network, raw, loop.attention), corpus, ScaledFeatures(features, scale_F), embedding_VD, head, loop,
+            trainable_of(network, raw, loop.attention), corpus, ScaledFeatures(features, scale_F), embedding_VD, head, loop,
             folder=config.out / "checkpoints", peak_flops=flops_per_s, ranks=self.ranks, heldout_head=drafting,
             wait=self.wait,
         )  # fmt: skip
@@ -355,7 +362,8 @@ class _Stages:
             return
         if draft_ids is None:
             draft_ids = continued_draft_ids(init_folder(config.init, config.target.model), corpus, target)
-        trainer.served = HeldoutServer(config.target, trainer.drafter.raw, documents, SERVED_TOKENS, draft_ids)
+        server = HeldoutServer(config.target, trainer.drafter.raw, documents, SERVED_TOKENS, draft_ids)
+        trainer.served = lambda weights: server(materialised(weights, trainer.embedding_VD.cpu()))
 
     def _serve(self, drafter: Path, corpus: Corpus, run: RunFolder) -> dict[str, float]:
         """Tokens per round over held-out prompts in the real engine, and what is measured beside."""
@@ -366,9 +374,7 @@ class _Stages:
             progress.say("note: held-out prompts are not served: the target is elsewhere; give its server the drafter")
             return {}
         progress.say(f"serving {len(documents)} held-out prompts")
-        told = final_figures(
-            self.config.target, DFlashDrafter.from_folder(drafter), documents, self.config.answering.max_tokens
-        )
+        told = final_figures(self.config.target, read_drafter(drafter), documents, self.config.answering.max_tokens)
         run.write_json("heldout.json", told)
         progress.say(
             f"held-out prompts, served: {told['tokens_per_round']:.2f} tokens per round over {told['num_rounds']} rounds"

@@ -14,14 +14,15 @@ Four keep the target's distribution for any drafter: match, rejection, block, an
   x_1 .. x_i, or from the target when all K stand. Row i of the tensors is the distribution after x_1 .. x_i.
 
 Rejection and block are exact if the drafts were drawn from the probabilities given for them. `mocked` is not lossless: it
-measures speed at an acceptance that no drafter has yet.
+measures speed at an acceptance that no drafter has yet. Nor are the rules of `verify/lossy.py`, which a request asks for.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from torch import Tensor
 from paceline.errors import ConfigError
 from paceline.model.logits import sample
 from paceline.rng import ACCEPT, RESIDUAL, SAMPLE, uniform
-from paceline.types import Sequence
+from paceline.types import Sequence as Request
 
 
 class RowVerdict(NamedTuple):
@@ -49,7 +50,7 @@ class Uniforms:
     """Place of the last committed token in prompt + answer: `len(seq.tokens) - 1`."""
 
     @classmethod
-    def of(cls, seq: Sequence) -> Uniforms:
+    def of(cls, seq: Request) -> Uniforms:
         return cls(seq.seed, len(seq.tokens) - 1)
 
     def sample(self, slot: int) -> float:
@@ -115,7 +116,7 @@ def rejection(row: CheckedRow) -> RowVerdict:
     target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
     for slot, chance in enumerate(accept_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)):
         if not row.uniforms.accept(slot) < chance:  # so put, a chance that is NaN rejects
-            return RowVerdict(slot, _draw_residual(row, slot, residual_after(row, slot, target_probs_JV), target_probs_JV))
+            return RowVerdict(slot, draw_residual(row, slot, target_probs_JV))
     return RowVerdict(num_drafted, sample(target_probs_JV[num_drafted], row.uniforms.sample(num_drafted)))
 
 
@@ -181,6 +182,11 @@ def residual_after(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor, 
     return weights_V
 
 
+def draw_residual(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor) -> int:
+    """The token in the place of the draft that `rejection` refused: of the residual max(target - draft, 0)."""
+    return _draw_residual(row, num_accepted, residual_after(row, num_accepted, target_probs_JV), target_probs_JV)
+
+
 def _draw_residual(row: CheckedRow, num_accepted: int, weights_V: Tensor, target_probs_JV: Tensor) -> int:
     """A token of the residual; of the target where rounding left nothing of it (both distributions are then the same)."""
     has_mass = float(weights_V.sum()) > 0
@@ -201,16 +207,37 @@ MOCKED = "mocked"
 """Name of the rule that is made here."""
 
 
-def mocked(tokens_per_round: float) -> Rule:
-    """Accepts `tokens_per_round` - 1 drafts on average, never more than were drafted. Raises ConfigError below 1."""
-    if not (math.isfinite(tokens_per_round) and tokens_per_round >= 1):
-        raise ConfigError(f"tokens_per_round counts the bonus token, give at least 1 (got {tokens_per_round})")
+def mocked(kept: float | Sequence[float]) -> Rule:
+    """Accepts drafts whatever the target says, never more than were drafted.
+
+    A number: `kept` - 1 drafts of a round on average, in rounds as equal as they can be. A survival curve: at least i drafts
+    in a share kept[i - 1] of the rounds, drawn for each row and round by the row's own number, as the simulated server does
+    (`simulate/serving.py`). Raises ConfigError for a number below 1, and for a curve that is none.
+    """
+    survives = _drawn(tuple(kept)) if isinstance(kept, Sequence) else _even(kept)
 
     def verify(row: CheckedRow) -> RowVerdict:
-        num_accepted = min(len(row.draft_tokens), _num_tokens(row.uniforms.anchor_position, tokens_per_round) - 1)
+        num_accepted = min(len(row.draft_tokens), survives(row.uniforms))
         return RowVerdict(num_accepted, row.draw(num_accepted))
 
     return Rule(MOCKED, verify, lossless=False, needs_probs=False)
+
+
+def _even(tokens_per_round: float) -> Callable[[Uniforms], int]:
+    if not (math.isfinite(tokens_per_round) and tokens_per_round >= 1):
+        raise ConfigError(f"tokens_per_round counts the bonus token, give at least 1 (got {tokens_per_round})")
+    return lambda uniforms: _num_tokens(uniforms.anchor_position, tokens_per_round) - 1
+
+
+def _drawn(survival: tuple[float, ...]) -> Callable[[Uniforms], int]:
+    if not all(0 <= later <= sooner <= 1 for sooner, later in pairwise((1.0, *survival))):  # also NaN
+        raise ConfigError(f"a survival curve falls, between 1 and 0, as in 0.8, 0.6, 0.4 (got {survival})")
+
+    def draw(uniforms: Uniforms) -> int:
+        luck = uniforms.accept(0)
+        return sum(luck < share for share in survival)
+
+    return draw
 
 
 def _num_tokens(anchor_position: int, tokens_per_round: float) -> int:

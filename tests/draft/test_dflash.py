@@ -26,7 +26,8 @@ from tiny_dflash import (
 from paceline.draft import dflash
 from paceline.draft.base import Observed
 from paceline.draft.checkpoint import new_config
-from paceline.draft.dflash import DFlashDrafter, scale_logits
+from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash_reading import scale_logits
 from paceline.engine.round import decode_round
 from paceline.errors import DrafterMismatchError
 from paceline.model.decoder import Decoder

@@ -137,7 +137,8 @@ def test_a_drafter_for_another_target_is_refused(keys: dict[str, Any], message: 
     ("keys", "error"),
     [
         ({"speculators_model_type": "dflash"}, UnsupportedModelError),
-        ({"architectures": ["DFlash2DraftModel"]}, UnsupportedModelError),
+        ({"architectures": ["DFlash3DraftModel"]}, UnsupportedModelError),
+        ({"architectures": ["DFlash2DraftModel"]}, ModelFileError),
         ({"layer_types": ["full_attention"]}, ModelFileError),
         ({"dflash_config": {"target_layer_ids": [1]}}, ModelFileError),
         ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 1]}}, ModelFileError),

@@ -17,7 +17,8 @@ from tiny_dflash import PROMPT, VARIANTS, Recording, network, raw_config, tiny_t
 from torch import Tensor
 
 from paceline.draft.base import Observed
-from paceline.draft.dflash import DFlashNetwork, scale_logits
+from paceline.draft.dflash import DFlashNetwork
+from paceline.draft.dflash_reading import scale_logits
 from paceline.model.decoder import Decoder
 from paceline.model.target import ForwardBatch, head_weight
 from paceline.train.attention import WAYS

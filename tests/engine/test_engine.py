@@ -47,6 +47,15 @@ def test_rounds_without_drafts_are_timed_where_nobody_drafts() -> None:
     assert 0 < drafting.timings.plain_s < drafting.timings.verify_s
 
 
+def test_a_step_records_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operation would pay for them: a step is entered in inference mode, and nobody below needs to know."""
+    target, seen = byte_target(), []
+    engine, forward = Engine(target, ByteTokenizer(), ScriptedDrafter(target)), target.forward
+    monkeypatch.setattr(target, "forward", lambda batch: seen.append(torch.is_inference_mode_enabled()) or forward(batch))
+    run(engine, PROMPTS[:1], SamplingParams(max_tokens=4))
+    assert seen and all(seen) and not torch.is_inference_mode_enabled()
+
+
 def test_tokens_per_round_follow_the_drafter() -> None:
     target = byte_target()
     rounds = {}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from doubles import FakeTarget
-from native_models import SHAPES, needs_library, twins
+from native_models import ISAS, SHAPES, blocks_of, native_decoder, needs_library, random_weights, restored, twins, use
+from torch import Tensor
 
-from paceline.errors import UnsupportedModelError
+from paceline.errors import NativeError, UnsupportedModelError
+from paceline.model.blocks import BlockKind
 from paceline.model.decoder import Decoder
 from paceline.model.graphs import GraphDecoder
 from paceline.model.kv_cache import StaticKVCache
@@ -26,13 +30,143 @@ def test_positions_follow_parents() -> None:
     assert chain.positions == [7, 8, 8, 3, 3]
 
 
+def test_a_tree_is_refused_where_only_chains_are_computed() -> None:
+    with pytest.raises(UnsupportedModelError, match="use a plan that drafts chains"):
+        ForwardBatch([0], [0], [3], [1, 2, 3], parents=[-1, 0, 0]).require_chains()
+    ForwardBatch([0], [0], [3], [1, 2, 3]).require_chains()
+
+
+PARENTS = [[-1, 0, 0, 1, 3, 2, -1, 6], [-1, 0, 1, 0, 3]]
+"""Of the rows of ROWS."""
+
+
+def paths_of(parents: list[int]) -> list[list[int]]:
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+    return paths
+
+
+def text_of(row: int, length: int) -> list[int]:
+    return [(7 * row + at) % 97 for at in range(length)]
+
+
+def begun(target: Decoder | NativeDecoder, row: int, start: int) -> None:
+    assert target.cache.allocate(row) == row
+    target.forward(ForwardBatch([row], [0], [start], text_of(row, start), "none"))
+
+
+def drafted(row: int, size: int) -> list[int]:
+    return [(11 * row + 5 * node + 3) % 97 for node in range(size)]
+
+
+def along_chains(target: Decoder | NativeDecoder) -> tuple[Tensor, Tensor]:
+    """Logits and taps of every node of PARENTS, each from a pass over nothing but its path, as plain decoding has them."""
+    logits, taps = [], []
+    for row, start, parents in zip(ROWS, STARTS, PARENTS, strict=True):
+        tokens = drafted(row, len(parents))
+        for path in paths_of(parents):
+            begun(target, row, start)
+            out = target.forward(ForwardBatch([row], [start], [len(path)], [tokens[node] for node in path]))
+            assert out.logits_TV is not None and out.taps_TF is not None
+            logits.append(out.logits_TV[-1].clone())
+            taps.append(out.taps_TF[-1].clone())
+            target.cache.free(row)
+    return torch.stack(logits), torch.stack(taps)
+
+
+def as_trees(target: Decoder | NativeDecoder) -> tuple[Tensor, Tensor]:
+    for row, start in zip(ROWS, STARTS, strict=True):
+        begun(target, row, start)
+    tokens = [token for row, parents in zip(ROWS, PARENTS, strict=True) for token in drafted(row, len(parents))]
+    every = [parent for parents in PARENTS for parent in parents]
+    out = target.forward(ForwardBatch(ROWS, STARTS, [len(parents) for parents in PARENTS], tokens, parents=every))
+    assert out.logits_TV is not None and out.taps_TF is not None
+    return out.logits_TV.clone(), out.taps_TF.clone()
+
+
 @needs_library
-def test_a_tree_is_refused() -> None:
-    reference, native = twins(SHAPES["llama"], torch.float32)
-    graphs = GraphDecoder.__new__(GraphDecoder)
-    for target in (reference, native, graphs, FakeTarget()):
-        with pytest.raises(UnsupportedModelError, match="use a drafter that proposes chains"):
-            target.forward(ForwardBatch([0], [0], [3], [1, 2, 3], parents=[-1, 0, 0]))
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_node_has_the_bits_of_its_path(shape: str, dtype: torch.dtype, isa: str) -> None:
+    _, native = twins(SHAPES[shape], dtype)
+    with restored():
+        use(isa, num_threads=2)
+        native.set_taps((0, 2))
+        expected = along_chains(native)
+        for one, other in zip(as_trees(native), expected, strict=True):
+            assert torch.equal(one, other)
+
+
+@needs_library
+@pytest.mark.parametrize("kinds", [("Q4_1", "Q8_0"), ("Q4_K", "Q6_K")])
+def test_a_node_of_a_quantised_model_has_the_bits_of_its_path(kinds: tuple[BlockKind, ...]) -> None:
+    config = replace(SHAPES["llama"], hidden_size=256, intermediate_size=256, num_heads=4, head_dim=64)
+    native = native_decoder(config, blocks_of(random_weights(config), kinds), torch.bfloat16)
+    native.set_taps((1,))
+    expected = along_chains(native)
+    for one, other in zip(as_trees(native), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_follows_a_kept_path_has_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
+    for row, start, parents in zip(ROWS, STARTS, PARENTS, strict=True):
+        tokens = drafted(row, len(parents))
+        for path in paths_of(parents):
+            _, native = twins(SHAPES["mistral-window"], dtype)
+            begun(native, row, start)
+            native.forward(ForwardBatch([row], [start], [len(parents)], tokens, "none", parents=parents))
+            native.cache.keep([row], [start], [path])
+            after = native.forward(ForwardBatch([row], [start + len(path)], [1], [42])).logits_TV
+            assert after is not None
+            kept = after.clone()
+            native.cache.free(row)
+            begun(native, row, start)
+            native.forward(ForwardBatch([row], [start], [len(path)], [tokens[node] for node in path], "none"))
+            plain = native.forward(ForwardBatch([row], [start + len(path)], [1], [42])).logits_TV
+            assert plain is not None and torch.equal(kept, plain)
+
+
+@needs_library
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_decoder_computes_the_same_trees(shape: str) -> None:
+    reference, native = twins(SHAPES[shape], torch.float32)
+    for target in (reference, native):
+        target.set_taps((0, 2))
+    for one, other in zip(as_trees(reference), as_trees(native), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@needs_library
+@pytest.mark.parametrize("shape", ["llama", "qwen2-some-windows"])
+def test_passes_of_fixed_shape_compute_the_same_trees(shape: str) -> None:
+    """What a GPU replays; a chain behind a tree is a chain again."""
+    config = SHAPES[shape]
+    weights = random_weights(config)
+    static, plain = (kind(config, weights.items(), num_rows=4, max_len=128) for kind in (GraphDecoder, Decoder))
+    for target in (static, plain):
+        target.set_taps((0, 2))
+    for one, other in zip(as_trees(static), as_trees(plain), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    chains = []
+    for target in (static, plain):
+        target.cache.keep(ROWS, STARTS, [[0, 1, 3, 4], [0, 3]])
+        out = target.forward(ForwardBatch(ROWS, [18, 7], [2, 2], [1, 2, 3, 4]))
+        assert out.logits_TV is not None
+        chains.append(out.logits_TV.clone())
+    torch.testing.assert_close(*chains, atol=1e-4, rtol=1e-4)
+
+
+@needs_library
+def test_parents_must_come_first() -> None:
+    _, native = twins(SHAPES["llama"], torch.float32)
+    assert native.cache.allocate() == 0
+    for parents in ([-1, 1, 0], [0, 0, 0], [-2, 0, 1]):
+        with pytest.raises(NativeError, match="parent does not come before"):
+            native.forward(ForwardBatch([0], [0], [3], [1, 2, 3], parents=parents))
 
 
 def filled(target: Decoder | NativeDecoder) -> StaticKVCache:

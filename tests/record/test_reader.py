@@ -121,6 +121,13 @@ def test_stop_strings_leave_the_end_open(reader: Reader, tokenizer: Tokenizer) -
     assert json.loads(json.dumps(one.sampling)) == {"stop": ["!"]}
 
 
+@pytest.mark.parametrize("is_delta", [False, True])
+def test_what_the_server_calls_lossy_is_left_out(reader: Reader, is_delta: bool) -> None:
+    """`paceline serve --mock` says it in every piece: neither the answer nor its prompt becomes a trace."""
+    with pytest.raises(Lost, match="lossy"):
+        read(reader, said("Hi.", is_delta=is_delta, lossless=False))
+
+
 def test_only_the_named_model(tokenizer: Tokenizer) -> None:
     reader = Reader(tokenizer, ["tiny"])
     assert read(reader, said("Hi."), model="tiny")

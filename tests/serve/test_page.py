@@ -53,6 +53,21 @@ def test_the_policy_lets_only_the_pages_own_files_in(server: PageServer, chat: A
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
+def test_a_mocked_server_says_so_and_promises_nothing(server: PageServer, chat: Any) -> None:
+    promise = "The text is the one the target alone would have written"
+    real = chat().page
+    expect(real.locator("#mocked")).to_be_hidden()
+    expect(real.get_by_text(promise)).to_be_visible()
+    server.told = {"lossless": False, "mocked": "4 tokens a round"}
+    for viewport in (WIDE, NARROW):
+        tab = chat(viewport=viewport)
+        expect(tab.page.locator("#mocked")).to_contain_text("lossless: false. Acceptance is mocked (4 tokens a round)")
+        expect(tab.page.get_by_text(promise)).to_be_hidden()
+        assert tab.fits()
+        done(tab.ask("story"))
+        expect(tab.page.locator("#mocked")).to_be_visible()
+
+
 def test_the_vendored_file_is_that_of_the_package_and_brings_its_licence() -> None:
     folder = PAGE.parent / "vendor"
     notes = (folder / "README.md").read_text()

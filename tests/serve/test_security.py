@@ -203,7 +203,7 @@ JSON = st.recursive(
 FIELDS = [
     "n stop seed tools top_p top_k min_p logprobs logit_bias max_tokens temperature tool_choice top_logprobs messages stream",
     "stream_options response_format guided_regex guided_json presence_penalty frequency_penalty repetition_penalty speculate",
-    "ignore_eos stop_token_ids max_completion_tokens chat_template_kwargs return_metrics paceline_timings model",
+    "ignore_eos stop_token_ids max_completion_tokens chat_template_kwargs return_metrics return_timings paceline_timings model",
 ]
 
 

@@ -21,11 +21,13 @@ from javascript import run_js
 from typer.testing import CliRunner
 
 from paceline.cli import app
+from paceline.errors import ConfigError
 from paceline.simulate import catalogue, limits
 from paceline.simulate import speedup as acceptances
 from paceline.simulate.answer import METHODS, Serving, server_flags
 from paceline.simulate.calculator import data
 from paceline.simulate.costs import DrafterCost, FractionDrafter, RooflineCosts, ShapeDrafter
+from paceline.simulate.overhead import overhead_s, with_overhead
 from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, Deployment, memory_need
 from paceline.simulate.shapes import FORMATS, Attention, ModelShape, Precisions
 from paceline.simulate.speedup import Load, predict
@@ -51,15 +53,19 @@ ODD = ModelShape(
 )
 """What no model of the catalogue has: histories without windows, all in one."""
 PAIRS = list(itertools.product([*SHAPES.values(), *[ODD] * 3], catalogue.machines().values()))
-PREDICT = """(inputs) => inputs.map(({ shape, deployment, drafter, kind, values, load }) => {
+PREDICT = """(inputs) => inputs.map(({ shape, deployment, drafter, kind, values, load, plain_rate }) => {
   const makers = { survival: fromSurvival, histogram: fromHistogram };
   const made = makers[kind] ? makers[kind](values) : acceptanceOf(values, kind);
-  return { ...predict({ shape, deployment, drafter }, made, load), memory: memoryNeed(shape, deployment, load) };
+  const host_s = plain_rate ? overheadSeconds({ shape, deployment }, { ...load, batch: 1 }, plain_rate) : deployment.host_s;
+  const there = { ...deployment, host_s };
+  return { ...predict({ shape, deployment: there, drafter }, made, load), host_s, memory: memoryNeed(shape, deployment, load) };
 })"""
 FROM_LINK = """({ data, links }) => links.map((link) => {
   const fields = fieldsOf(data), state = fromHash(fields, link), found = resolve(state, fields, data);
-  const costs = { ...found, drafter: found.drafters[state.drafter] };
-  return { ...predict(costs, found.acceptance, found.load), command: simulateCommand(state, found.told, data), used: found.used,
+  const own = found.drafters[state.drafter];
+  if (own.error) throw own.error;
+  return { ...predict({ ...found, drafter: own.drafter }, own.acceptance, found.load), used: found.used,
+    command: simulateCommand(state, ownOf(state, state.drafter), own.told, data),
     link: toHash(fields, state), again: toHash(fields, fromHash(fields, toHash(fields, state))) };
 })"""
 
@@ -112,17 +118,22 @@ def drawn_case(rng: random.Random, place: int) -> tuple[dict[str, Any], dict[str
     """What JavaScript gets, what Python says."""
     shape, machine = PAIRS[place] if place < len(PAIRS) else rng.choice(PAIRS)
     deployment = drawn_deployment(rng, shape, machine)
-    drafter, host_s = drawn_drafter(rng, deployment), rng.choice((0.0, rng.random() * 1e-3))
+    drafter, host_s = drawn_drafter(rng, deployment), rng.choice((0.0, rng.random() * 1e-3, None))
     kind, values = drawn_acceptance(rng)
     load = Load(round(2 ** rng.uniform(0, 12)), round(2 ** rng.uniform(0, 21)), rng.randrange(0, 33))
     made = acceptances.constant(values[0]) if kind == "constant" else acceptances.WRITTEN[kind](values)
-    costs = RooflineCosts(shape, deployment, drafter, host_s)
-    expected = asdict(predict(costs, made, load))
+    costs, plain_rate = RooflineCosts(shape, deployment, drafter, 0.0), None
+    if host_s is None:  # solved from a rate below what the roofline allows
+        plain_rate = rng.uniform(0.1, 1.0) / costs.round_s(1, 0, load.context)
+        host_s = overhead_s(costs, Load(1, load.context), plain_rate)
+    costs = with_overhead(costs, host_s)
+    expected = asdict(predict(costs, made, load)) | {"host_s": host_s}
     length = expected["best_draft_length"]
     expected["parts"] = costs.split(load.batch, length + 1, load.context)
     expected["memory"] = memory_need(shape, deployment, load.batch, load.context)
-    told = {"shape": asdict(shape), "deployment": told_deployment(deployment, host_s), "drafter": asdict(drafter)}
-    return {**told, "kind": kind, "values": values, "load": asdict(load)}, expected
+    given_s = 0.0 if plain_rate else host_s
+    told = {"shape": asdict(shape), "deployment": told_deployment(deployment, given_s), "drafter": asdict(drafter)}
+    return {**told, "plain_rate": plain_rate, "kind": kind, "values": values, "load": asdict(load)}, expected
 
 
 def test_a_thousand_random_inputs_agree() -> None:
@@ -133,9 +144,33 @@ def test_a_thousand_random_inputs_agree() -> None:
     for ours, (told, expected) in zip(found, cases, strict=True):
         agree(ours, expected, told)
     assert len({expected["best_draft_length"] for _, expected in cases}) > 10, "the inputs are too alike to tell much"
+    assert (
+        sum(told["plain_rate"] is not None for told, _ in cases) > 200 < sum(expected["host_s"] == 0 for _, expected in cases)
+    )
+
+
+def test_a_rate_that_cannot_be_is_refused_as_python_refuses_it() -> None:
+    shape = SHAPES["Qwen3.5-27B"]
+    deployment = Deployment(catalogue.machines()["B200"], shape.precisions)
+    costs = RooflineCosts(shape, deployment, FractionDrafter(0.1, None))
+    main = """({ shape, deployment, rates }) => rates.map((rate) => {
+      try { return overheadSeconds({ shape, deployment }, { batch: 1, context: 4096 }, rate); }
+      catch (error) { return error instanceof InputError ? error.message : null; }
+    })"""
+    rates = [75.0, 154.0, 157.0, 0.0, -3.0]
+    told = {"shape": asdict(shape), "deployment": told_deployment(deployment, 0.0), "rates": rates}
+    for rate, ours in zip(rates, run_js(main, told), strict=True):
+        if rate in (75.0, 154.0):
+            assert ours == close(overhead_s(costs, Load(1, 4096), rate))
+            continue
+        told_why = "without any overhead" if rate > 0 else "above 0"
+        with pytest.raises(ConfigError, match=told_why):
+            overhead_s(costs, Load(1, 4096), rate)
+        assert told_why in ours
 
 
 def agree(ours: dict[str, Any], expected: dict[str, Any], told: dict[str, Any]) -> None:
+    assert ours["host_s"] == pytest.approx(expected["host_s"], rel=1e-6, abs=1e-12 * expected["plain_round_s"])
     assert ours["curve"] == [close(speedup) for _, speedup in expected["curve"]]
     for name in ("speedup", "tokens_per_s", "plain_tokens_per_s", "plain_round_s"):
         assert ours[name] == (close(expected[name]) if name != "tokens_per_s" else pytest.approx(expected[name], rel=1e-8)), (
@@ -230,6 +265,8 @@ LINKS = [
     "#model=DeepSeek-V4-Pro&gpus=8&experts=float8&locality=0.255&acceptance=curve&curve=0.9,0.8,0.85",
     "#method=eagle3&drafter=autoregressive&acceptance=curve&curve=1&hardware=MI300X",
     "#acceptance=recorded&recorded=survival: .7, .5, .3&drafter_name=my drafter&batch=128",
+    "#model=Qwen3.5-27B&overhead=rate&plain_rate=75&drafter=ideal&ideal.chance=1",
+    "#overhead=ms&overhead_ms=6.9&drafter=yours&yours.recorded=10,5,20&yours.cost=params&yours.params=0.5&yours.block=1",
     '#acceptance=recorded&recorded={"results": [{"accepted_histogram": [50]}, {"accepted_histogram": [10, 5, 20]}]}',
     f"#model=pasted&config={json.dumps({**CONFIG, 'hidden_size': 1024})}&batch=3",
 ]
@@ -290,14 +327,27 @@ def test_hostile_links_change_nothing() -> None:
     assert [each == standard for each in found] == [True] * len(HOSTILE)
 
 
-NONSENSE = ["", "a,b", "1;x", '{"results": 5}', "survival: .5, .7", "histogram: 5", "0,0,0", "-1, 2", "[1e999, 2]"]
+NONSENSE = [
+    "{",
+    '{"results": [{"drafter": "none"}]}',
+    '{"step": 5, "loss": 2.0}',
+    "",
+    "a,b",
+    "1;x",
+    '{"results": 5}',
+    "survival: .5, .7",
+    "histogram: 5",
+    "0,0,0",
+    "-1, 2",
+    "[1e999, 2]",
+]
 
 
 def test_nonsense_recordings_are_refused() -> None:
     main = """({ data, pasted }) => pasted.map((recorded) => {
-      const fields = fieldsOf(data), state = { ...standards(fields), acceptance: "recorded", recorded };
-      try { return resolve(state, fields, data).told; }
-      catch (error) { return { isInput: error instanceof InputError, message: error.message }; }
+      const fields = fieldsOf(data), state = { ...standards(fields), drafter: "yours", "yours.recorded": recorded };
+      const { yours, block } = resolve(state, fields, data).drafters;
+      return { isInput: yours.error instanceof InputError, message: yours.error?.message, others: !block.error };
     })"""
     for pasted, found in zip(NONSENSE, run_js(main, {"data": data(), "pasted": NONSENSE}), strict=True):
-        assert found["isInput"] and len(found["message"]) > 20, pasted
+        assert found["isInput"] and len(found["message"]) > 20 and found["others"], pasted

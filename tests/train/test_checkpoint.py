@@ -110,6 +110,15 @@ def test_other_settings_are_refused_and_shown(stopped: Path, changes: dict[str, 
         trainer(stopped, config(**changes)).resume()
 
 
+def test_a_run_of_before_dflash_2_goes_on(stopped: Path) -> None:
+    """Its checkpoint knows nothing of the selector's settings, which then had no effect."""
+    for file in stopped.rglob("trainer.json"):
+        trainer_json = json.loads(file.read_text())
+        del trainer_json["identity"]["selector_from"], trainer_json["identity"]["loss"]["selector"]
+        file.write_text(json.dumps(trainer_json))
+    assert trainer(stopped, config()).resume()
+
+
 def test_other_documents_of_the_same_number_are_refused(stopped: Path) -> None:
     """Resumed, the data position would point into another order of other texts."""
     again = trainer(stopped, config(checkpoint_minutes=EVERY_STEP))

@@ -199,6 +199,15 @@ def test_the_key_comes_from_the_environment_alone(
             Client(wrong, "answers_from", 1.0)
 
 
+def test_a_server_that_is_not_lossless_teaches_nothing(tmp_path: Path, model: Path, fake: Elsewhere) -> None:
+    def mocked(method: str, path: str, body: dict[str, Any]) -> tuple[int, bytes] | None:
+        return (200, json.dumps({"lossless": False, "choices": [{"text": "x"}]}).encode()) if "completions" in path else None
+
+    fake.other = mocked
+    with pytest.raises(ConfigError, match="says lossless: false, so its answers are not the model's own"):
+        train.regenerate(ask(tmp_path / "run", model, questions(tmp_path, number=2), fake.url))
+
+
 def test_redirects_are_not_followed(fake: Elsewhere) -> None:
     fake.other = lambda method, path, body: (302, b"elsewhere still")
     with pytest.raises(client_module.Refused, match="status 302"):

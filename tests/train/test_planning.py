@@ -92,6 +92,23 @@ def test_what_was_asked_for_wins_and_who_chose_is_told(tmp_path: Path) -> None:
     assert make_plan(asked(tmp_path, init="default")).chosen == {}, "a drafter that goes on keeps its shape and recipe"
 
 
+def test_a_processor_without_products_of_bfloat16_trains_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch makes them out of others there, at a fifth of the speed."""
+    fast = make_plan(asked(tmp_path, minutes=60.0))
+    assert fast.config.loop.autocast and "loop.autocast" not in fast.chosen
+    slow = replace(LAPTOP, flops_per_s={"bfloat16": 1e11, "float32": 5e11})
+    monkeypatch.setattr(facts, "_measured_once", lambda device: slow)
+    plan = make_plan(asked(tmp_path, minutes=60.0))
+    assert not plan.config.loop.autocast
+    assert plan.chosen["loop.autocast"] == "this processor has no products of bfloat16: float32 is 5.0 times as fast"
+    assert plan.blocks == pytest.approx(fast.blocks), "as fast as the other, which multiplies as much in bfloat16"
+    assert plan.share_of_pass == pytest.approx(fast.share_of_pass)
+    further = make_plan(asked(tmp_path, init="default"))
+    assert not further.config.loop.autocast and list(further.chosen) == ["loop.autocast"]
+    asked_for = make_plan(replace(asked(tmp_path), given=("loop.autocast",)))
+    assert asked_for.config.loop.autocast
+
+
 def test_too_little_time_answers_fewer_prompts_and_says_so(tmp_path: Path) -> None:
     plan = make_plan(asked(tmp_path, minutes=2.0))
     assert plan.config.asked.limit == plan.data.prompts < 200

@@ -52,6 +52,29 @@ def test_impossible_tokens_per_round_is_refused(wrong: float) -> None:
         mocked(wrong)
 
 
+def test_a_curve_is_drawn_for_each_round() -> None:
+    """Shares of rounds as asked; another seed draws others, and more drafts never make fewer stand."""
+    rule = mocked((0.9, 0.6, 0.25))
+    drawn = {
+        num_drafted: [
+            judged(rule.verify, [4] * num_drafted, None, ROWS_JV[[2] * (num_drafted + 1)], Uniforms(seed, position))[0]
+            for seed in (1, 2)
+            for position in range(2000)
+        ]
+        for num_drafted in (2, 5)
+    }
+    shares = [sum(each > slot for each in drawn[5]) / len(drawn[5]) for slot in range(5)]
+    assert shares == pytest.approx([0.9, 0.6, 0.25, 0.0, 0.0], abs=0.03) and not rule.lossless
+    assert drawn[5][:2000] != drawn[5][2000:]
+    assert drawn[2] == [min(each, 2) for each in drawn[5]]
+
+
+@pytest.mark.parametrize("wrong", [(0.5, 0.6), (1.1,), (-0.1,), (math.nan,)])
+def test_what_is_no_curve_is_refused(wrong: tuple[float, ...]) -> None:
+    with pytest.raises(ConfigError, match="a survival curve falls"):
+        mocked(wrong)
+
+
 def test_auto_matches_certain_drafts_and_blocks_sampled_ones() -> None:
     target_JV = torch.softmax(torch.randn(4, 5, generator=torch.Generator().manual_seed(0)), -1)
     draft_KV = target_JV[:3].roll(1, -1)

@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 #define PN_API extern "C" __attribute__((visibility("default")))
-#define PN_ABI_VERSION 3
+#define PN_ABI_VERSION 4
 
 enum PnFormat {
     PN_F32,
@@ -93,6 +93,9 @@ struct PnPass {
     int32_t*
         argmax;  // [num_logit_rows] or null; of equal logits the lowest index, -1 where the largest is not finite or one is NaN
     float* stage_s;  // PN_NUM_STAGES seconds to add to, or null
+    // Of a tree of tokens for each [T] the place of its parent among its row's tokens of this pass, -1 for one that follows the
+    // cache; parents come first. Token i of a row stands in the cache at start + i. Null: every token follows the one before it.
+    const int32_t* parents;
 };
 
 enum PnStage {
@@ -144,10 +147,20 @@ PN_API int32_t pn_matrix_multiply(const PnMatrix* matrix, int32_t dtype, const f
 PN_API int32_t pn_draw(const float* logits, int32_t size, float temperature, float min_p, int32_t top_k, float top_p,
                        double draw);
 
+// Of each of `rows` rows of logits the `count` (at most `size`) likeliest tokens, best first, of equals the lowest ids, and their
+// log-probabilities in softmax(logits * inverse): ids and logs [rows, count]. Of a row that holds NaN or whose largest is not
+// finite the logs are NaN.
+PN_API int32_t pn_likeliest(const float* logits, int32_t rows, int32_t size, int32_t count, float inverse, int32_t* ids,
+                            float* logs);
+
 PN_API PnModel* pn_model_new(const PnConfig* config);
 PN_API void pn_model_free(PnModel* model);
 // The whole pass: embedding, layers, keys and values appended behind `starts`, taps, final norm, head.
 PN_API int32_t pn_forward(PnModel* model, const PnCache* cache, const PnPass* pass);
+// Of each row what stands at starts[row] + slots becomes positions starts[row], starts[row] + 1, ... `slots`: counts[row] of each,
+// ascending, counted from the start. For all layers and key heads of the model.
+PN_API int32_t pn_keep(const PnModel* model, const PnCache* cache, int32_t num_rows, const int32_t* rows, const int32_t* starts,
+                       const int32_t* counts, const int32_t* slots);
 // DFlash: keys and values that every layer makes of features [T, cols of fc] in the model's dtype, written behind `starts`.
 PN_API int32_t pn_inject(PnModel* model, const PnCache* cache, int32_t num_rows, const int32_t* rows, const int32_t* starts,
                          const int32_t* counts, const void* features);

@@ -3,15 +3,21 @@
 namespace pn {
 namespace {
 
+inline int position_of(const Attention& a, int query) { return a.position + (a.paths ? a.paths[query].size - 1 : query); }
 // First key that query i sees, and the one behind the last.
 inline int first_key(const Attention& a, int query) {
-    const int first = a.position + query - a.window + 1;
+    const int first = position_of(a, query) - a.window + 1;
     return a.window && first > 0 ? first : 0;
 }
 inline int end_key(const Attention& a, int query) {
-    int end = a.is_causal ? a.position + query + 1 : a.end;
-    if (a.window && end > a.position + query + a.window) end = a.position + query + a.window;
+    int end = a.is_causal ? position_of(a, query) + 1 : a.end;
+    if (a.window && end > position_of(a, query) + a.window) end = position_of(a, query) + a.window;
     return end;
+}
+// Of several queries from `query` on, the first key that any of them may see.
+inline int first_of_all(const Attention& a, int query) {
+    const int first = a.position - a.window + 1;  // the tokens of a tree come in any order, none before a.position
+    return !a.paths ? first_key(a, query) : a.window && first > 0 ? first : 0;
 }
 
 // Scores of one query become weights that sum to one, rounded to T, in place; keys outside [first, end) weigh nothing. A position
@@ -54,12 +60,36 @@ inline void score_blocks(const Attention& a, const float* queries, int key, floa
                              a.scale, scores + key, ldscores);
 }
 
+// The scores of a query's path, which stand where its tokens do in the cache, go to where the tokens stand in the text: sums along
+// the path are then those of a text that is nothing but this path, to the bit.
+inline void scores_along(const TreePath& path, float* scores) {
+    for (int at = 0; at < path.size; ++at) scores[at] = scores[path.slots[at]];  // slots ascend: none is lost
+}
+
+// What a query's path adds to its sums, and the position that shares a pair with its first token.
+template <class T, int Blocks>
+inline void weigh_path(const Attention& a, const TreePath& path, int column, const float* weights, int end,
+                       vf (*sums)[Blocks * kBlock / kWidth]) {
+    const auto add = [&](int position, float weight) {
+        float pair[2] = {0.0f, 0.0f};
+        const int lane = position % kTogether<T>;
+        pair[lane] = weight;
+        const T* values = static_cast<const T*>(a.values) + int64_t(position - lane) * a.padded_head_dim;
+        weigh_values<1, Blocks>(values, a.padded_head_dim, column, pair, 0, 0, 1, sums);
+    };
+    for (int position = end; position < a.position; ++position) add(position, weights[position]);
+    for (int at = 0; at < path.size; ++at) add(a.position + path.slots[at], weights[a.position + at]);
+}
+
 // `Blocks` blocks of columns from `column` on.
 template <class T, int Rows, int Blocks>
 inline void weigh_blocks(const Attention& a, int row, int column, const float* weights, int64_t ldweights, int begin, int end) {
-    vf sums[Rows][Blocks * kBlock / kWidth];
+    vf sums[Rows][Blocks * kBlock / kWidth] = {};
     weigh_values<Rows, Blocks>(static_cast<const T*>(a.values), a.padded_head_dim, column, weights, ldweights, begin, end,
                                sums);
+    if (a.paths)
+        for (int index = 0; index < Rows; ++index)
+            weigh_path<T, Blocks>(a, a.paths[row + index], column, weights + index * ldweights, end, sums + index);
     for (int index = 0; index < Rows; ++index) {
         T* out = static_cast<T*>(a.out) + (row + index) * a.out_stride;
         for (int part = 0; part < Blocks * kBlock / kWidth; ++part) {
@@ -74,7 +104,7 @@ inline void attend_rows(const Attention& a, int row) {
     constexpr int blocks = kSideBySide<Rows>, column_blocks = Rows >= 4 ? 1 : 2;
     const int64_t ldscores = int64_t(round_up(size_t(a.end), 64));
     const int padded_end = (a.end + kKeys - 1) / kKeys * kKeys;
-    const int begin = first_key(a, row) / kKeys * kKeys;
+    const int begin = first_of_all(a, row) / kKeys * kKeys;
     const T* query = static_cast<const T*>(a.query) + row * a.query_stride;
     float queries[Rows * kMaxHeadDim];  // padded_head_dim apart
     for (int index = 0; index < Rows; ++index)
@@ -85,9 +115,12 @@ inline void attend_rows(const Attention& a, int row) {
     for (; key + blocks * kKeys <= padded_end; key += blocks * kKeys)
         score_blocks<T, Rows, blocks>(a, queries, key, scores, ldscores);
     for (; key < padded_end; key += kKeys) score_blocks<T, Rows, 1>(a, queries, key, scores, ldscores);
+    if (a.paths)
+        for (int index = 0; index < Rows; ++index) scores_along(a.paths[row + index], scores + index * ldscores + a.position);
     for (int index = 0; index < Rows; ++index)
         softmax<T>(scores + index * ldscores, begin, first_key(a, row + index), end_key(a, row + index), padded_end);
-    const int end = (a.end + kTogether<T> - 1) / kTogether<T> * kTogether<T>;
+    const int end =
+        a.paths ? a.position / kTogether<T> * kTogether<T> : (a.end + kTogether<T> - 1) / kTogether<T> * kTogether<T>;
     int column = 0;
     for (; column + column_blocks * kBlock <= a.padded_head_dim; column += column_blocks * kBlock)
         weigh_blocks<T, Rows, column_blocks>(a, row, column, scores, ldscores, begin, end);

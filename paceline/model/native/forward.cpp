@@ -28,6 +28,7 @@ public:
     }
 
     int32_t prepare();
+    int32_t place_tokens(int index);
     void run(int thread);
     void finish();
 
@@ -82,7 +83,8 @@ private:
 };
 
 int32_t Forward::prepare() {
-    model_.token_row.clear(), model_.token_position.clear(), model_.tasks.clear();
+    model_.token_row.clear(), model_.token_position.clear(), model_.token_slot.clear(), model_.tasks.clear();
+    model_.paths.clear(), model_.path_slots.clear();
     for (int index = 0; index < pass_.num_rows; ++index) {
         const int start = pass_.starts[index], count = pass_.counts[index];
         if (pass_.rows[index] < 0 || pass_.rows[index] >= cache_.num_rows || start < 0 || count < 1 ||
@@ -93,9 +95,10 @@ int32_t Forward::prepare() {
             for (int query = 0; query < count; query += kMaxQueries)
                 model_.tasks.push_back(
                     {index, head, int(model_.token_row.size()) + query, std::min(kMaxQueries, count - query)});
-        for (int offset = 0; offset < count; ++offset)
-            model_.token_row.push_back(index), model_.token_position.push_back(start + offset);
+        if (place_tokens(index) != 0) return -1;
     }
+    const int* slots = model_.path_slots.data();
+    for (TreePath& path : model_.paths) path.slots = slots, slots += path.size;
     num_tokens_ = int(model_.token_row.size());
     if (num_tokens_ == 0) return fail("a pass needs at least one token");
     if ((pass_.tokens == nullptr) == (pass_.hidden == nullptr)) return fail("a pass needs tokens or hidden states");
@@ -110,6 +113,24 @@ int32_t Forward::prepare() {
         if (pass_.logit_rows[index] < 0 || pass_.logit_rows[index] >= num_tokens_)
             return fail("a logit row is outside the pass");
     return reserve();
+}
+
+// Where the tokens of a row stand: in the text, and in the cache.
+int32_t Forward::place_tokens(int index) {
+    const int start = pass_.starts[index], first = int(model_.token_row.size());
+    for (int offset = 0; offset < pass_.counts[index]; ++offset) {
+        const int parent = pass_.parents ? pass_.parents[first + offset] : offset - 1;
+        if (parent < -1 || parent >= offset) return fail("a token's parent does not come before it");
+        model_.token_row.push_back(index), model_.token_slot.push_back(start + offset);
+        model_.token_position.push_back(parent < 0 ? start : model_.token_position[size_t(first + parent)] + 1);
+        if (!pass_.parents) continue;
+        const int size = model_.token_position.back() - start + 1;
+        model_.paths.push_back({nullptr, size});
+        model_.path_slots.resize(model_.path_slots.size() + size_t(size));
+        auto slot = model_.path_slots.rbegin();
+        for (int node = offset; node >= 0; node = pass_.parents[first + node]) *slot++ = node;
+    }
+    return 0;
 }
 
 int32_t Forward::reserve() {
@@ -315,21 +336,20 @@ void Forward::rotate(int index, int item) {
     const int heads = config_.num_heads, kv_heads = config_.num_kv_heads, head_dim = config_.head_dim,
               padded = model_.padded_head_dim();
     const int head = item / num_tokens_, token = item % num_tokens_;  // a thread takes the heads whose products it made
-    const int row_index = model_.token_row[size_t(token)], position = model_.token_position[size_t(token)],
-              row = pass_.rows[row_index];
+    const int row_index = model_.token_row[size_t(token)], slot = model_.token_slot[size_t(token)], row = pass_.rows[row_index];
     const float* from = model_.qkv.as<float>() + int64_t(token) * (model_.query_rows() + 2 * model_.kv_rows());
-    const int64_t table = int64_t(position) * head_dim;
+    const int64_t table = int64_t(model_.token_position[size_t(token)]) * head_dim;
     HeadInput in = {from + head * head_dim, layer.q_norm, config_.eps, config_.cos + table, config_.sin + table, head_dim};
     if (head < heads) {
         kernels_.query(in, padded, element(model_.query, (int64_t(token) * heads + head) * padded));
     } else if (head < heads + kv_heads) {
         in.x = from + model_.query_rows() + (head - heads) * head_dim, in.weight = layer.k_norm;
-        kernels_.key(in, padded, cached(cache_.keys, index, row, head - heads), position);
+        kernels_.key(in, padded, cached(cache_.keys, index, row, head - heads), slot);
     } else {
         const int value = head - heads - kv_heads;
-        const bool is_last = position + 1 == pass_.starts[row_index] + pass_.counts[row_index];
+        const bool is_last = slot + 1 == pass_.starts[row_index] + pass_.counts[row_index];
         kernels_.value(from + model_.query_rows() + model_.kv_rows() + value * head_dim, head_dim, padded,
-                       cached(cache_.values, index, row, value), position, is_last);
+                       cached(cache_.values, index, row, value), slot, is_last);
     }
 }
 
@@ -337,7 +357,7 @@ void Forward::attend(int thread, int index, const Task& task) {
     const PnLayer& layer = model_.layers[size_t(index)];
     const int row = pass_.rows[task.row_index], head_dim = config_.head_dim, padded = model_.padded_head_dim();
     const int kv_head = task.head / (config_.num_heads / config_.num_kv_heads),
-              position = model_.token_position[size_t(task.first_query)];
+              position = pass_.parents ? pass_.starts[task.row_index] : model_.token_position[size_t(task.first_query)];
     const int written = pass_.starts[task.row_index] + pass_.counts[task.row_index];
     Attention attention;
     attention.query = element(model_.query, (int64_t(task.first_query) * config_.num_heads + task.head) * padded);
@@ -347,7 +367,8 @@ void Forward::attend(int thread, int index, const Task& task) {
     attention.values = cached(cache_.values, index, row, kv_head);
     attention.head_dim = head_dim, attention.padded_head_dim = padded;
     attention.position = position;
-    attention.end = layer.is_causal ? position + task.num_queries : written;
+    attention.paths = pass_.parents ? model_.paths.data() + task.first_query : nullptr;
+    attention.end = layer.is_causal && !pass_.parents ? position + task.num_queries : written;
     attention.window = layer.window;
     attention.is_causal = layer.is_causal != 0;
     attention.scale = 1.0f / std::sqrt(float(head_dim));
@@ -414,6 +435,31 @@ void Forward::finish() {
 }  // namespace pn
 
 using namespace pn;
+
+int32_t pn_keep(const PnModel* model, const PnCache* cache, int32_t num_rows, const int32_t* rows, const int32_t* starts,
+                const int32_t* counts, const int32_t* slots) {
+    Turn turn;
+    const Kernels& kernels = *kernels_for(model->config.dtype);
+    const int64_t element = model->element_bytes();
+    for (int index = 0; index < num_rows; slots += counts[index++]) {
+        const int start = starts[index], count = counts[index];
+        if (rows[index] < 0 || rows[index] >= cache->num_rows || start < 0 || count < 0)
+            return fail("a row to keep is outside the cache");
+        for (int at = 0; at < count; ++at)
+            if (slots[at] < (at ? slots[at - 1] + 1 : 0) || slots[at] >= cache->max_len - start)
+                return fail("slots to keep must ascend within the cache");
+        for (int layer = 0; layer < model->config.num_layers; ++layer)
+            for (int head = 0; head < model->config.num_kv_heads; ++head) {
+                const int64_t at =
+                    (layer * cache->layer_stride + rows[index] * cache->row_stride + head * cache->head_stride) * element;
+                for (int to = 0; to < count; ++to)
+                    if (slots[to] != to)
+                        kernels.move(static_cast<uint8_t*>(cache->keys) + at, static_cast<uint8_t*>(cache->values) + at,
+                                     model->padded_head_dim(), start + slots[to], start + to);
+            }
+    }
+    return 0;
+}
 
 int32_t pn_forward(PnModel* model, const PnCache* cache, const PnPass* pass) {
     Turn turn;

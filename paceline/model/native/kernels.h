@@ -35,7 +35,14 @@ inline int64_t plane_bytes(int padded_cols) { return int64_t(round_up(size_t(pad
 constexpr int kSpareRows = 16;                // that may be read behind the planes of all rows, whatever they hold
 constexpr int kPlaneRange = 127 * 256 + 127;  // of an element, either way: its high byte is rounded
 
-// Queries of one head and one row of the cache: query i stands at position `position + i` and sees [first_i, end_i).
+// What a query of a tree sees of its pass: itself and its ancestors, oldest first, counted from `position`.
+struct TreePath {
+    const int* slots;
+    int size;
+};
+
+// Queries of one head and one row of the cache: query i stands at position `position + i` and sees [first_i, end_i). In a tree it
+// stands at `position + paths[i].size - 1`, and sees its path behind what is before `position`.
 struct Attention {
     const void* query;  // [num_queries, query_stride], head_dim padded
     int64_t query_stride;
@@ -51,6 +58,7 @@ struct Attention {
     float* scores;  // scratch: num_queries x round_up(end, 64)
     void* out;      // [num_queries, out_stride] in the model's dtype
     int64_t out_stride;
+    const TreePath* paths;  // of every query, or null
 };
 
 // Four rows of a panel as floats, a quantised group's codes as bytes with two scales and minima a block, or those of two groups
@@ -98,6 +106,8 @@ struct Kernels {
     int (*argmax)(const float* x, int size, float least, float* best);
     // out[i] = e^((x[i] - most) * inverse), 0 below `least`; the sum of every kSummed of them
     void (*exponentials)(const float* x, int size, float most, float inverse, float least, float* out, float* sums);
+    // One position of one head becomes another's, in the layout of `keys` and `values` of Attention
+    void (*move)(void* keys, void* values, int padded, int from, int to);
     // One row of a part as floats [cols], rounded as the weights of a product are
     void (*row)(const PnPart& part, int row, float* out);
 };

@@ -7,7 +7,7 @@
 //   template <int Rows, int Blocks> void score_keys(keys, queries, padded, scale, out, ldout);     Blocks x kKeys scores for each
 //       row; queries are floats, `padded` apart
 //   template <int Rows, int Blocks> void weigh_values(values, padded, column, weights, ldweights, begin, end, vf (*sums)[...]);
-//       Blocks x kBlock columns; weights are floats
+//       Blocks x kBlock columns, added to sums key by key; weights are floats
 //   template <class T> constexpr int kMaxWide;     most rows that wide_tile takes; 0: it has none, and kPlanes<T> is null
 //   template <int Rows, int Format> void wide_tile(panel, group, x, row_bytes, num_blocks, sums, asks_ahead);     sums[row][16] of
 //       planes
@@ -467,6 +467,19 @@ void put_value(const float* x, int head_dim, int padded, void* values, int posit
         for (int at = 0; at < head_dim; ++at) to[at * pair + 1] = T(0);
 }
 
+template <class T>
+void move_position(void* keys, void* values, int padded, int from, int to) {
+    constexpr int pair = kTogether<T>;
+    const auto key = [&](int position) {
+        return static_cast<T*>(keys) + int64_t(position / kKeys) * kKeys * padded + position % kKeys * pair;
+    };
+    const auto value = [&](int position) {
+        return static_cast<T*>(values) + int64_t(position / pair) * pair * padded + position % pair;
+    };
+    for (int at = 0; at < padded; at += pair) __builtin_memcpy(key(to) + at * kKeys, key(from) + at * kKeys, pair * sizeof(T));
+    for (int at = 0; at < padded; ++at) value(to)[at * pair] = value(from)[at * pair];
+}
+
 inline int argmax(const float* x, int size, float least, float* best) {
     const float none = -__builtin_inff();
     vf top = splat(none);
@@ -533,9 +546,9 @@ void row(const PnPart& part, int row, float* out) {
 
 template <class T, class Tiled = NoTiles, auto Planes = kPlanes<T>>
 const Kernels* table(const char* name) {
-    static const Kernels kernels = {name,       multiply<T, Tiled>, attend<T>,     norm<T>,      convert<T>,
-                                    Planes,     Tiled::chunk_rows,  Tiled::planes, gate<T>,      put_query<T>,
-                                    put_key<T>, put_value<T>,       argmax,        exponentials, row<T>};
+    static const Kernels kernels = {
+        name,    multiply<T, Tiled>, attend<T>,  norm<T>,      convert<T>, Planes,       Tiled::chunk_rows, Tiled::planes,
+        gate<T>, put_query<T>,       put_key<T>, put_value<T>, argmax,     exponentials, move_position<T>,  row<T>};
     return &kernels;
 }
 

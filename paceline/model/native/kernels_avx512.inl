@@ -152,7 +152,7 @@ inline void weigh_values(const T* values, int padded, int column, const float* w
                          vf (*sums)[Blocks * kBlock / kWidth]) {
     constexpr int kVectors = Blocks * kBlock / kWidth;
     __m512 own[Rows][kVectors];
-    each<Rows>([&](auto row) { each<kVectors>([&](auto part) { own[row][part] = _mm512_setzero_ps(); }); });
+    each<Rows>([&](auto row) { each<kVectors>([&](auto part) { own[row][part] = sums[row][part]; }); });
     for (int key = begin; key < end; key += kTogether<T>)
         add_products<Rows, kVectors>(own, values + int64_t(key) * padded + column * kTogether<T>, kWidth * kTogether<T>,
                                      weights + key, ldweights);

@@ -105,7 +105,7 @@ inline void weigh_values(const T* values, int padded, int column, const float* w
                          vf (*sums)[Blocks * kBlock / kWidth]) {
     constexpr int together = kTogether<T>, kVectors = Blocks * kBlock / kWidth;
     vf acc[Rows][kVectors];
-    each<Rows>([&](auto row) { each<kVectors>([&](auto part) { acc[row][part] = vf{}; }); });
+    each<Rows>([&](auto row) { each<kVectors>([&](auto part) { acc[row][part] = sums[row][part]; }); });
     for (int key = begin; key < end; key += together)
         each<kVectors>([&](auto part) {
             const T* from = values + int64_t(key) * padded + (column + part * kWidth) * together;

@@ -132,7 +132,10 @@ struct PnModel {
     std::vector<pn::Share> shares;
     std::vector<pn::Task> tasks;
     std::vector<int> token_row, token_position;  // of every token of the pass
-    std::vector<pn::Best> best;                  // [threads, logit rows]
+    std::vector<int> token_slot;                 // where it stands in the cache: its position, but in a tree
+    std::vector<pn::TreePath> paths;             // of every token of a tree
+    std::vector<int> path_slots;
+    std::vector<pn::Best> best;  // [threads, logit rows]
 
     int element_bytes() const { return config.dtype == PN_F32 ? 4 : 2; }
     int query_rows() const { return padded_rows_of(config.num_heads); }

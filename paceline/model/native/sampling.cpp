@@ -103,11 +103,51 @@ void keep_likeliest(const Weights& weights, int top_k, float top_p, std::vector<
     keep(choices, wanted);
 }
 
+// The first `count` of the likeliest.
+void likeliest(const Weights& weights, int count, std::vector<Choice>& choices) {
+    weights.gather_until(choices, [&] { return choices.size() >= size_t(count); });
+    for (int id = 0; choices.size() < size_t(count); ++id)  // what weighs nothing comes last
+        if (weights.each[size_t(id)] <= 0) choices.push_back({0, id});
+    std::partial_sort(choices.begin(), choices.begin() + count, choices.end(), likelier);
+}
+
 }  // namespace
 
 }  // namespace pn
 
 using namespace pn;
+
+int32_t pn_likeliest(const float* logits, int32_t rows, int32_t size, int32_t count, float inverse, int32_t* ids, float* logs) {
+    const Kernels& kernels = *kernels_for(PN_F32);
+    if (size < 1 || count < 1 || count > size || !(inverse > 0))
+        return fail("the likeliest need a count within the vocabulary");
+    try {
+        thread_local Weights weights;
+        thread_local std::vector<Choice> choices;
+        weights.size = size;
+        weights.each.resize(size_t(size));
+        weights.sums.resize(size_t((size + kSummed - 1) / kSummed));
+        for (int row = 0; row < rows; ++row, logits += size, ids += count, logs += count) {
+            float most = 0;
+            kernels.argmax(logits, size, INFINITY, &most);
+            if (!std::isfinite(most)) {
+                std::fill(ids, ids + count, 0);
+                std::fill(logs, logs + count, NAN);
+                continue;
+            }
+            kernels.exponentials(logits, size, most, inverse, 0.0f, weights.each.data(), weights.sums.data());
+            likeliest(weights, count, choices);
+            const float total = float(std::log(weights.total()));
+            for (int at = 0; at < count; ++at) {
+                ids[at] = choices[size_t(at)].id;
+                logs[at] = (logits[ids[at]] - most) * inverse - total;
+            }
+        }
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return fail("out of memory");
+    }
+}
 
 int32_t pn_draw(const float* logits, int32_t size, float temperature, float min_p, int32_t top_k, float top_p, double draw) {
     const Kernels& kernels = *kernels_for(PN_F32);

@@ -77,7 +77,9 @@ export async function loadModels() {
     $("model").replaceChildren(...names.map((name) => make("option", { value: name, text: name })));
     $("model").hidden = names.length < 2;
     $("server").textContent = names.length < 2 ? names.join() : "";
-    const drafter = models[0]?.drafter;
+    const drafter = models[0]?.drafter, mocked = models[0]?.lossless === false;
+    $("mocked").textContent = mocked ? `lossless: false. Acceptance is mocked (${models[0].mocked}): how fast answers come is real, what they say means nothing.` : "";
+    $("promise").hidden = mocked;
     $("drafter").textContent = !drafter ? "" : drafter === "none" ? "no drafter" : `drafter ${drafter}`;
   } catch (error) {
     $("server").textContent = error instanceof Failure ? error.message : "No server answers here.";

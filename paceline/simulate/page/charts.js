@@ -1,4 +1,5 @@
 // The charts: lines and stacked bars by uPlot, with a legend that reads out the values at the cursor, or at the best.
+import { best } from "./formulas.js";
 
 const colours = new Map();
 const scheme = matchMedia("(prefers-color-scheme: dark)");
@@ -27,6 +28,7 @@ const HATCHES = {
   rising: (c) => { c.moveTo(-1, 9); c.lineTo(9, -1); c.moveTo(-1, 1); c.lineTo(1, -1); c.moveTo(7, 9); c.lineTo(9, 7); },
   falling: (c) => { c.moveTo(-1, -1); c.lineTo(9, 9); c.moveTo(7, -1); c.lineTo(9, 1); c.moveTo(-1, 7); c.lineTo(1, 9); },
   level: (c) => { c.moveTo(0, 4); c.lineTo(8, 4); },
+  upright: (c) => { c.moveTo(4, 0); c.lineTo(4, 8); },
   dots: (c) => { for (const [x, y] of [[2, 2], [6, 6]]) { c.moveTo(x + 1, y); c.arc(x, y, 1, 0, 7); } },
 };
 const tiles = new Map();
@@ -50,7 +52,7 @@ function tile(ctx, name, hatch) {
 
 // One chart
 
-function drawSwatch(canvas, { name, hatch, dash = [], width = 2 }) {
+export function drawSwatch(canvas, { name, hatch, dash = [], width = 2 }) {
   const ratio = devicePixelRatio, c = Object.assign(canvas, { width: 26 * ratio, height: 12 * ratio }).getContext("2d");
   if (hatch) {
     c.fillStyle = tile(c, name, hatch);
@@ -67,7 +69,7 @@ function drawSwatch(canvas, { name, hatch, dash = [], width = 2 }) {
   c.stroke();
 }
 
-const axis = (label, more) => ({
+export const axis = (label, more) => ({
   label, labelSize: 18, labelGap: 0, labelFont: "12px system-ui, sans-serif", font: "12px system-ui, sans-serif", gap: 4, size: 26,
   stroke: () => colour("soft"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, ...more,
 });
@@ -156,7 +158,7 @@ class Chart {
 
 const charts = [];
 
-function chart(...args) {
+export function chart(...args) {
   charts.push(new Chart(...args));
   return charts[charts.length - 1];
 }
@@ -173,7 +175,7 @@ export function followScheme(also) {
 
 // What is drawn upon them
 
-function ring(plot, x, y, name, isFull) {
+export function ring(plot, x, y, name, isFull) {
   const { ctx } = plot, left = plot.valToPos(x, "x", true), top = plot.valToPos(y, "y", true);
   ctx.beginPath();
   ctx.arc(left, top, (isFull ? 5 : 4) * devicePixelRatio, 0, 7);
@@ -185,21 +187,50 @@ function ring(plot, x, y, name, isFull) {
   return { left, top };
 }
 
-/** A label beside a point, on the side where there is room; `y` where it stands, if not above. */
-function label(plot, { left, top }, words, y = Math.max(top - 12 * devicePixelRatio, plot.bbox.top + 8 * devicePixelRatio)) {
-  const { ctx, bbox } = plot, ratio = devicePixelRatio, isRight = left > bbox.left + 0.72 * bbox.width;
+const FONT = (ratio) => `600 ${13 * ratio}px system-ui, sans-serif`;
+
+/** Where words begin: to the right of a point where there is room, else to its left; `isMiddle`: over it. */
+function beginning({ bbox }, left, wide, isMiddle, ratio) {
+  const last = bbox.left + bbox.width - wide, begin = isMiddle ? left - wide / 2 : left + 8 * ratio;
+  return isMiddle || begin <= last ? Math.min(Math.max(begin, bbox.left), last) : Math.max(left - 8 * ratio - wide, bbox.left);
+}
+
+/** Words at a point, `y` where they stand, if not above it. `name`: their colour. */
+export function label(plot, { left, top, isMiddle }, words, y = Math.max(top - 12 * devicePixelRatio, plot.bbox.top + 8 * devicePixelRatio), name = "ink") {
+  const { ctx } = plot, ratio = devicePixelRatio;
   ctx.save();
-  ctx.font = `600 ${13 * ratio}px system-ui, sans-serif`;
-  ctx.textAlign = isRight ? "right" : "left";
+  ctx.font = FONT(ratio);
+  ctx.textAlign = "left";
   ctx.textBaseline = "middle";
-  const x = left + (isRight ? -10 : 10) * ratio;
-  ctx.lineWidth = 4 * ratio;
-  ctx.lineJoin = "round";
-  ctx.strokeStyle = colour("paper");
-  ctx.strokeText(words, x, y);
-  ctx.fillStyle = colour("ink");
-  ctx.fillText(words, x, y);
+  const wide = ctx.measureText(words).width + 6 * ratio, x = beginning(plot, left, wide, isMiddle, ratio);
+  ctx.fillStyle = colour("paper");
+  ctx.globalAlpha = 0.88;
+  ctx.fillRect(x, y - 8 * ratio, wide, 16 * ratio);
+  ctx.globalAlpha = 1;
+  ctx.fillStyle = colour(name);
+  ctx.fillText(words, x + 3 * ratio, y);
   ctx.restore();
+}
+
+const LINE_HEIGHT = 17;
+
+/** Words at each of [{left, top, words, name, isMiddle}], none over another or over a point: what would be moves up or down. */
+export function labels(plot, points) {
+  const { ctx, bbox } = plot, ratio = devicePixelRatio, high = LINE_HEIGHT * ratio;
+  const taken = points.filter(({ isMiddle }) => !isMiddle).map(({ left, top }) => ({ left: left - 6 * ratio, wide: 12 * ratio, y: top, high: 10 * ratio }));
+  ctx.save();
+  ctx.font = FONT(ratio);
+  const widths = new Map(points.map((each) => [each, ctx.measureText(each.words).width + 6 * ratio]));
+  ctx.restore();
+  for (const each of [...points].sort((one, other) => other.top - one.top)) {
+    const wide = widths.get(each), left = beginning(plot, each.left, wide, each.isMiddle, ratio);
+    const isFree = (y) => taken.every((other) => left + wide < other.left || other.left + other.wide < left || Math.abs(y - other.y) >= (high + other.high) / 2);
+    const shifts = Array.from({ length: 60 }, (_, step) => (step % 2 ? 1 : -1) * Math.ceil(step / 2) * 5 * ratio);
+    const low = bbox.top + 0.5 * high, most = bbox.top + bbox.height - 0.5 * high, wanted = Math.min(Math.max(each.top - 0.7 * high, low), most);
+    const y = shifts.map((shift) => wanted + shift).find((at) => at >= low && at <= most && isFree(at)) ?? wanted;
+    taken.push({ left, wide, y, high });
+    label(plot, each, each.words, y, each.name);
+  }
 }
 
 function line(plot, from, to, dash) {
@@ -221,9 +252,10 @@ function plainLine(plot) {
 }
 
 export const DRAFTERS = [
-  { key: "ideal", label: "free drafter", name: "soft", dash: [2, 3], width: 1.5 },
+  { key: "ideal", label: "ideal", name: "soft", dash: [2, 3], width: 1.75 },
   { key: "autoregressive", label: "token by token", name: "token", dash: [8, 4], width: 2 },
   { key: "block", label: "in blocks", name: "accent", dash: [], width: 2.25 },
+  { key: "yours", label: "yours", name: "own", dash: [12, 3, 2, 3], width: 2.25 },
 ];
 export const PARTS = [
   { key: "projections", label: "projections", name: "part1", hatch: "plain" },
@@ -231,11 +263,28 @@ export const PARTS = [
   { key: "attention", label: "attention", name: "part3", hatch: "dots" },
   { key: "collectives", label: "between GPUs", name: "part4", hatch: "level" },
   { key: "drafter", label: "drafter", name: "part5", hatch: "falling" },
+  { key: "host", label: "overhead", name: "part6", hatch: "upright" },
 ];
 
+const THREE_DIGITS = new Intl.NumberFormat("en-US", { maximumSignificantDigits: 3 });
+export const count = (value) => THREE_DIGITS.format(value);
 export const times = (value) => `${value.toFixed(2)}×`;
 const fromZero = (_, __, high) => [0, 1.12 * Math.max(high || 1, 1)];
 const speedAxes = (bottom, more) => [axis(bottom, more), axis(null, { size: 40, values: (_, splits) => splits.map((split) => `${split}×`) })];
+
+/** Rings at a point of each curve that there is, full for the chosen one, with words. */
+const rings = (plot, points, chosen) => points.flatMap((point, index) => {
+  if (!point) return [];
+  const { name } = DRAFTERS[index];
+  return [{ ...ring(plot, point.x, point.speedup, name, chosen[index]), name, words: point.words }];
+});
+
+/** The name of each curve over its highest point. */
+const names = (plot, batches, curves) => curves.flatMap((curve, index) => {
+  if (curve[0] === null) return [];
+  const at = best(curve).length, { name, label: words } = DRAFTERS[index];
+  return [{ left: plot.valToPos(batches[at], "x", true), top: plot.valToPos(curve[at], "y", true), name, words, isMiddle: true }];
+});
 
 /** Speed-up by draft length. */
 export const lengthChart = (place) => chart(place, {
@@ -243,23 +292,22 @@ export const lengthChart = (place) => chart(place, {
   scales: { x: { time: false }, y: { range: fromZero } },
   marks: (plot, { bests, chosen }) => {
     plainLine(plot);
-    bests.forEach(({ length, speedup }, index) => { if (!chosen[index]) ring(plot, length, speedup, DRAFTERS[index].name, false); });
-    const index = chosen.indexOf(true), { length, speedup } = bests[index];
-    label(plot, ring(plot, length, speedup, DRAFTERS[index].name, true), `best: ${length}, ${times(speedup)}`);
+    const words = ({ speedup, length }, index) => `${DRAFTERS[index].label}: ${times(speedup)} at ${length}`;
+    labels(plot, rings(plot, bests.map((found, index) => found && { x: found.length, speedup: found.speedup, words: words(found, index) }), chosen));
   },
 });
 
 /** Speed-up at the best length of each batch. */
 export const batchChart = (place) => chart(place, {
-  title: "Best speed-up by batch", series: DRAFTERS, room: 14,
+  title: "Best speed-up by batch", series: DRAFTERS, room: 18,
   axes: speedAxes("sequences decoding together", { space: 34, values: (_, splits) => splits.map((split) => (split >= 1024 ? `${split / 1024}k` : String(split ?? ""))) }),
   scales: { x: { time: false, distr: 3, log: 2 }, y: { range: fromZero } },
-  marks: (plot, { now, chosen }) => {
+  marks: (plot, { data: [batches, ...curves], now, chosen }) => {
     plainLine(plot);
     const { top, height } = plot.bbox, x = plot.valToPos(now.batch, "x", true);
     line(plot, [x, top], [x, top + height], [1, 0]);
-    const index = chosen.indexOf(true);
-    label(plot, ring(plot, now.batch, now.speedup, DRAFTERS[index].name, true), `${now.batch}: ${times(now.speedup)}`, top + height - 10 * devicePixelRatio);
+    const values = rings(plot, now.speedups.map((speedup, index) => speedup && { x: now.batch, speedup, words: chosen[index] ? times(speedup) : "" }), chosen);
+    labels(plot, [...values.filter(({ words }) => words), ...names(plot, batches, curves)]);
   },
 });
 

@@ -60,7 +60,7 @@ export class Control {
 
   fill(value) {
     if (this.field.kind === "flag") this.input.checked = value;
-    else this.input.value = Array.isArray(value) ? value.join(", ") : written(value);
+    else this.input.value = Array.isArray(value) ? value.join(", ") : Number.isNaN(value) ? "" : written(value);
     if (this.slider) this.#slide(value);
   }
 

@@ -28,15 +28,17 @@ export function serverFlags(serving) {
   return { ...Object.fromEntries(commands), ...unserved };
 }
 
-/** The command that gives the same figures; `told`: its acceptance. A pasted config.json is expected in the file of that name. */
-export function simulateCommand(state, told, { machines }) {
+/** The command that gives the same figures; `own`: settings of its drafter, `told`: its acceptance. A pasted config.json is expected in the file of that name. */
+export function simulateCommand(state, own, told, { machines }) {
   const parts = ["weights", "experts", "attention", "kv", "indexer"].filter((part) => state[part]).map((part) => `${part}=${state[part]}`);
   const words = ["paceline", "simulate", "--model", state.model === "pasted" ? "config.json" : state.model,
     "--hardware", machines[state.hardware].option, "--batch", state.batch, "--context", state.context,
     "--acceptance", told, "--max-draft", state.max_draft];
   if (state.gpus > 1) words.push("--gpus", state.gpus);
-  words.push(...(state.cost === "share" ? ["--drafter-cost", state.fraction] : ["--drafter-params", state.params * 1e9]));
-  if (state.drafter === "block") words.push("--block", state.block);
+  words.push(...(own.cost === "share" ? ["--drafter-cost", own.fraction] : ["--drafter-params", own.params * 1e9]));
+  if (own.block > 1) words.push("--block", own.block);
+  if (state.overhead === "ms") words.push("--overhead-ms", state.overhead_ms);
+  if (state.overhead === "rate") words.push("--plain-rate", state.plain_rate);
   if (parts.length) words.push("--precision", parts.join(","));
   if (state.locality) words.push("--expert-locality", state.locality);
   if (state.per_layer) words.push("--per-layer");

@@ -115,6 +115,21 @@ function ownDraftSeconds(drafter, batch, numDrafted) {
 export const draftSeconds = (drafter, batch, numDrafted, plainS) =>
   drafter.dense === undefined ? drafter.fraction * plainS * passes(numDrafted, drafter.block) : ownDraftSeconds(drafter, batch, numDrafted);
 
+// Overhead: what every round takes beyond the roofline, as deployment.host_s
+
+/**
+ * Seconds to add to a round so that plain decoding of `load` gives each stream `plainRate` tokens/s, as paceline.simulate.overhead:
+ * 1 / plainRate - round(0). Raises InputError when the prediction is slower without any.
+ */
+export function overheadSeconds({ shape, deployment }, { batch, context }, plainRate) {
+  if (!(plainRate > 0 && plainRate < Infinity)) throw new InputError(`the plain rate must be above 0 tokens/s, not ${plainRate}`);
+  const predicted = wholePass(shape, deployment, batch, 1, context) + (deployment.host_s ?? 0), added = 1 / plainRate - predicted;
+  if (added < -1e-9 * predicted) {
+    throw new InputError(`a plain rate of ${plainRate} tokens/s is a step of ${(1e3 / plainRate).toFixed(2)} ms, but the prediction takes ${(1e3 * predicted).toFixed(2)} ms without any overhead (${(1 / predicted).toFixed(0)} tokens/s): the model was stored smaller, on more or faster GPUs, or several streams were counted together`);
+  }
+  return Math.max(added, 0);
+}
+
 // Acceptance: chances by place, given that the earlier drafts stood; deeper drafts have the last one's
 
 /** Raises InputError outside 0..1. */
@@ -184,6 +199,25 @@ export function speedups(acceptance, rounds) {
     tokens += kept;
     return (tokens * rounds[0]) / seconds;
   });
+}
+
+/** [[tokens a round, speed-up]] of rounds that draft one token fewer than they keep, from 1 on, as paceline.bench.speedup_chart has them. */
+export function keptCurve(costs, load, most) {
+  const rounds = roundTimes(costs, { ...load, max_draft: most - 1 });
+  return rounds.map((seconds, drafted) => [drafted + 1, ((drafted + 1) * rounds[0]) / seconds]);
+}
+
+/** Of the line through (1, 1) with the least squares; null without a point off x = 1. */
+export function slope(pairs) {
+  const whole = add(pairs.map(([x]) => (x - 1) ** 2));
+  return whole > 0 ? add(pairs.map(([x, y]) => (x - 1) * (y - 1))) / whole : null;
+}
+
+/** Between the points of a curve, and beyond its last by the last line. */
+export function between(curve, x) {
+  const index = Math.min(Math.max(curve.findIndex(([at]) => at >= x), 1), curve.length - 1) || 1;
+  const last = x > curve[curve.length - 1][0] ? curve.length - 1 : index, [[x0, y0], [x1, y1]] = [curve[last - 1], curve[last]];
+  return y0 + ((x - x0) * (y1 - y0)) / (x1 - x0);
 }
 
 /** The shortest draft of the highest speed-up. */

@@ -34,8 +34,12 @@ function acceptanceLimits({ kind, conditional, numRounds }, { max_draft }, { lim
   return found;
 }
 
-export const limitsOf = ({ shape, deployment, acceptance, load }, data) =>
-  [...rooflineLimits(shape, deployment, data), ...acceptanceLimits(acceptance, load, data)];
+/** `overhead`: {seconds, source}, or none. */
+export function limitsOf({ shape, deployment, acceptance, load, overhead }, data) {
+  const found = rooflineLimits(shape, deployment, data);
+  if (overhead) found.splice(1, 0, filled(data.limits.overhead, { ms: String(Number((1e3 * overhead.seconds).toPrecision(3))), source: overhead.source }));
+  return [...found, ...acceptanceLimits(acceptance, load, data)];
+}
 
 const gigabytes = (bytes) => (bytes / 1e9).toFixed(1);
 

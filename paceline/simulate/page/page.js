@@ -1,11 +1,18 @@
 // The page: controls to state, state to a prediction, the prediction to figures, charts, commands and a link.
-import { batchChart, DRAFTERS, duration, followScheme, lengthChart, make, PARTS, timeChart, times, write } from "./charts.js";
+import { isShown, SENTENCES, stateOf } from "./argument.js";
+import { numbersOf } from "./assumptions.js";
+import { Cards } from "./cards.js";
+import { batchChart, count, DRAFTERS, duration, followScheme, lengthChart, make, PARTS, timeChart, times, write } from "./charts.js";
+import { Columns } from "./columns.js";
 import { Control } from "./controls.js";
 import { CurveEditor, curveButtons } from "./editor.js";
 import { PLACEHOLDER, serverFlags, simulateCommand } from "./flags.js";
-import { best, InputError, memoryNeed, predict, roundParts, roundTimes, speedups, verifyTimes } from "./formulas.js";
+import { best, between, InputError, memoryNeed, predict, roundParts, roundTimes, slope, speedups, survival, verifyTimes } from "./formulas.js";
 import { limitsOf, warningsOf } from "./limits.js";
-import { fault, fieldsOf, fromHash, isUsed, PASTED, resolve, standards, suits, toHash } from "./state.js";
+import { readPoints } from "./results.js";
+import { fault, fieldFor, fieldsOf, fromHash, isUsed, ownOf, PASTED, resolve, standards, suits, toHash } from "./state.js";
+import { Tabs } from "./tabs.js";
+import { pointRow, tokensChart, tokensView } from "./tokens.js";
 
 const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
@@ -14,8 +21,7 @@ const LINK_AFTER_MS = 250, SAY_AFTER_MS = 700, LONGEST_LINK = 30_000;
 let state = fromHash(fields, location.hash);
 let problem = null;
 
-const THREE_DIGITS = new Intl.NumberFormat("en-US", { maximumSignificantDigits: 3 }), WHOLE = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
-const count = (value) => THREE_DIGITS.format(value);
+const WHOLE = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 const whole = (value) => (value >= 100 ? WHOLE.format(value) : count(value));
 const drafts = (length) => (length === 1 ? "1 draft" : `${length} drafts`);
 const signed = (value, digits) => `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(digits)}`;
@@ -29,43 +35,54 @@ function later(work, ms) {
 
 const BATCHES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024];
 
+/** Of each drafter that can be predicted what `work` makes of it, null of the others. */
+const each = (drafters, work) => DRAFTERS.map(({ key }) => (drafters[key].error ? null : work(drafters[key])));
+
 /** Best speed-up of each drafter at each batch. */
-function overBatches({ shape, deployment, acceptance, load, drafters }) {
+function overBatches({ shape, deployment, load, drafters }) {
   const batches = [...new Set([...BATCHES, load.batch])].sort((one, other) => one - other);
   const rows = batches.map((batch) => {
     const there = { ...load, batch }, verify = verifyTimes({ shape, deployment }, there);
-    return DRAFTERS.map(({ key }) => best(speedups(acceptance, roundTimes({ shape, deployment, drafter: drafters[key] }, there, verify))));
+    return each(drafters, ({ drafter, acceptance }) => best(speedups(acceptance, roundTimes({ shape, deployment, drafter }, there, verify))));
   });
   return { batches, bests: DRAFTERS.map((_, index) => rows.map((row) => row[index])) };
 }
 
+/** Every drafter's curve; the chosen one's prediction, or its error. */
 function solve(state) {
-  const found = resolve(state, fields, data), { shape, deployment, acceptance, load, drafters } = found;
-  const costs = { shape, deployment, drafter: drafters[state.drafter] }, verify = verifyTimes(costs, load);
-  const prediction = predict(costs, acceptance, load, verify);
-  if (!Number.isFinite(prediction.speedup) || !Number.isFinite(prediction.tokens_per_s)) throw new InputError("these sizes have no finite answer: check them");
-  const curves = DRAFTERS.map(({ key }) => speedups(acceptance, roundTimes({ ...costs, drafter: drafters[key] }, load, verify)));
-  const parts = verify.map((_, length) => roundParts(costs, load, length, verify[0]));
-  return { ...found, prediction, curves, parts, memory: memoryNeed(shape, deployment, load), over: overBatches(found),
+  const found = resolve(state, fields, data), { shape, deployment, load, drafters } = found, own = drafters[state.drafter];
+  const costs = { shape, deployment, drafter: own.drafter }, verify = verifyTimes(costs, load);
+  const curves = each(drafters, ({ drafter, acceptance }) => speedups(acceptance, roundTimes({ ...costs, drafter }, load, verify)));
+  const prediction = own.error ? null : predict(costs, own.acceptance, load, verify);
+  const isFinite = [...curves.filter(Boolean).flat(), prediction?.tokens_per_s ?? 0].every(Number.isFinite);
+  if (!isFinite) throw new InputError("these sizes have no finite answer: check them");
+  const parts = prediction && verify.map((_, length) => roundParts(costs, load, length, verify[0]));
+  return { ...found, ...own, prediction, curves, parts, memory: memoryNeed(shape, deployment, load), over: overBatches(found),
     chosen: DRAFTERS.map(({ key }) => key === state.drafter) };
 }
 
-const named = () => [DRAFTERS[0].label, DRAFTERS[1].label, `in blocks of ${state.block}`];
+function named() {
+  return DRAFTERS.map(({ key, label }) => (key === "block" && state["block.block"] > 1 ? `in blocks of ${state["block.block"]}` : label));
+}
 
-function lengthView({ curves, chosen, prediction }) {
-  const bests = curves.map(best), lengths = curves[0].map((_, length) => length);
+const none = (curve, values) => curve ?? values.map(() => null);
+
+function lengthView({ curves, chosen, prediction, load }) {
+  const bests = curves.map((curve) => curve && best(curve)), lengths = Array.from({ length: load.max_draft + 1 }, (_, length) => length);
   const shown = (at) => ({ where: at === null ? "at the best of each" : `at ${drafts(at)}`,
-    values: at === null ? bests.map(({ length, speedup }) => `${times(speedup)}, ${drafts(length)}`) : curves.map((curve) => times(curve[at])) });
-  return { data: [lengths, ...curves], bests, chosen, shown, start: prediction.best_draft_length, names: named(),
-    label: `Speed-up by draft length. Best: ${drafts(prediction.best_draft_length)}, ${times(prediction.speedup)}. Arrow keys read it out.` };
+    values: at === null ? bests.map((found) => (found ? `${times(found.speedup)}, ${drafts(found.length)}` : "–")) : curves.map((curve) => (curve ? times(curve[at]) : "–")) });
+  const told = prediction ? ` Best: ${drafts(prediction.best_draft_length)}, ${times(prediction.speedup)}.` : "";
+  return { data: [lengths, ...curves.map((curve) => none(curve, lengths))], bests, chosen, shown, start: prediction?.best_draft_length ?? 0, names: named(),
+    label: `Speed-up by draft length.${told} Arrow keys read it out.` };
 }
 
 function batchView({ over: { batches, bests }, chosen, load, prediction }) {
-  const here = batches.indexOf(load.batch), curves = bests.map((row) => row.map(({ speedup }) => speedup));
+  const here = batches.indexOf(load.batch), curves = bests.map((row) => row.map((found) => found?.speedup ?? null));
   const shown = (at) => ({ where: `at batch ${batches[at ?? here]}`,
-    values: bests.map((row) => `${times(row[at ?? here].speedup)}, ${drafts(row[at ?? here].length)}`) });
-  return { data: [batches, ...curves], chosen, shown, start: here, names: named(), now: { batch: load.batch, speedup: prediction.speedup },
-    label: `Best speed-up by batch. ${times(prediction.speedup)} at ${load.batch}. Arrow keys read it out.` };
+    values: bests.map((row) => row[at ?? here]).map((found) => (found ? `${times(found.speedup)}, ${drafts(found.length)}` : "–")) });
+  const told = prediction ? ` ${times(prediction.speedup)} at ${load.batch}.` : "";
+  return { data: [batches, ...curves], chosen, shown, start: here, names: named(), now: { batch: load.batch, speedups: curves.map((curve) => curve[here]) },
+    label: `Best speed-up by batch.${told} Arrow keys read it out.` };
 }
 
 function timeView({ parts, prediction }) {
@@ -79,6 +96,65 @@ function timeView({ parts, prediction }) {
   };
   return { data: [lengths, ...sums], whole: sums[0], best: prediction.best_draft_length, start: prediction.best_draft_length, shown,
     label: `Time of a round by part and draft length. ${duration(prediction.round_s)} at the best. Arrow keys read it out.` };
+}
+
+// Speed-up over tokens a round
+
+/** {points, elsewhere, fault}: built-in and pasted settings of this batch, and the batches of the others. */
+function measuredPoints({ batch }) {
+  const pasted = [];
+  let fault = "";
+  for (const text of [state.runs, state["yours.recorded"]]) {
+    try { pasted.push(...readPoints(text)); } catch (error) {
+      if (!(error instanceof InputError)) throw error;
+      fault ||= error.message;
+    }
+  }
+  const all = [...(data.measured[state.measured]?.points ?? []), ...pasted], points = all.filter((each) => each.batch === batch);
+  return { points, elsewhere: [...new Set(all.filter((each) => each.batch !== batch).map((each) => each.batch))], fault };
+}
+
+function showNoTokens() {
+  tokens.show(null);
+  $("points").tBodies[0].replaceChildren();
+  for (const id of ["slopes", "points-note", "results-fault"]) write($(id), "");
+  $("results-fault").hidden = true;
+}
+
+function showTokens() {
+  const { points, elsewhere, fault } = measuredPoints(problem.load), view = tokensView(problem, points, state.drafter), at = (x) => between(view.curve, x);
+  tokens.show(view);
+  const rows = [...view.predicted.map((each) => ({ ...each, label: `${each.label}, predicted` })), ...view.measured.map((each) => ({ ...each, label: each.row }))];
+  $("points").tBodies[0].replaceChildren(...rows.map((each) => {
+    const [name, ...words] = pointRow(each, at);
+    return make("tr", {}, make("th", { scope: "row", text: name }), ...words.map((text) => make("td", { text })));
+  }));
+  const other = elsewhere.length ? ` Points at batch ${elsewhere.join(", ")} are left out: set the batch to see them.` : "";
+  const note = data.measured[state.measured]?.note ?? "";
+  write($("points-note"), `${note}${other}`.trim());
+  const slopes = [["mocked", points.filter((each) => each.is_mocked)], ["drafters", points.filter((each) => !each.is_mocked)]]
+    .map(([name, found]) => [name, slope(found.map((each) => [each.tokens_per_round, each.speedup]))]).filter(([, found]) => found !== null);
+  write($("slopes"), slopes.length ? `slopes through (1, 1): ${slopes.map(([name, found]) => `${name} ${found.toFixed(2)}`).join(", ")}` : "");
+  write($("results-fault"), fault);
+  $("results-fault").hidden = !fault;
+}
+
+/** What the third tab replays: one sequence, plainly and with the chosen drafter. */
+function watchView({ prediction: p, acceptance, load }) {
+  const length = p.best_draft_length, each = (rate) => count(rate / load.batch);
+  return { plain_s: p.plain_round_s, round_s: p.round_s, survival: survival(acceptance, length), name: named()[DRAFTERS.findIndex(({ key }) => key === state.drafter)],
+    note: `Predicted${load.batch === 1 ? "" : ` for one of ${load.batch} sequences`}: ${each(p.plain_tokens_per_s)} → ${each(p.tokens_per_s)} tokens/s, ${times(p.speedup)}. No model runs; the text is the same on both sides.` };
+}
+
+/** What only an open tab needs. */
+function showTab() {
+  tabs.show(state.tab);
+  columns.show(state.tab === "watch");
+  if (state.tab === "tokens") {
+    if (problem?.prediction) showTokens();
+    else showNoTokens();
+  }
+  if (state.tab === "watch") columns.plan(problem?.prediction ? watchView(problem) : null);
 }
 
 // Figures
@@ -124,15 +200,17 @@ function showMemory({ weights, cache, memory, fits }) {
 
 const FIGURES = ["best", "speedup", "rate", "each", "tokens", "point", "memory"];
 
-function showWords({ prediction, shape, deployment, told }) {
-  const isBlock = state.drafter === "block";
-  const flags = serverFlags({ model: state.model === PASTED ? "YOUR-MODEL" : data.models[state.model].hub, method: state.method || (isBlock ? "dflash" : "mtp"),
+function showWords({ prediction, deployment, drafter, told }) {
+  const flags = serverFlags({ model: state.model === PASTED ? "YOUR-MODEL" : data.models[state.model].hub, method: state.method || (drafter.block ? "dflash" : "mtp"),
     drafter: state.drafter_name || PLACEHOLDER, num_drafted: prediction.best_draft_length, batch: state.batch, num_gpus: state.gpus,
     has_8bit_cache: deployment.precisions.kv.name === "float8" });
   for (const [server, command] of Object.entries(flags)) writeCommand($(`${server}-flags`), command);
-  writeCommand($("command"), simulateCommand(state, told, data));
+  writeCommand($("command"), simulateCommand(state, ownOf(state, state.drafter), told, data));
   $("command-note").hidden = state.model !== PASTED;
-  for (const part of Object.keys(shape.precisions)) controls.get(part).input.options[0].text = `${shape.precisions[part]}, stored`;
+}
+
+function showNumbers(problem) {
+  $("numbers").tBodies[0].replaceChildren(...numbersOf(problem).map(([name, text]) => make("tr", {}, make("th", { scope: "row", text: name }), make("td", { text }))));
 }
 
 /** Word by word, so that lines break between words and not after a hyphen. */
@@ -149,62 +227,93 @@ function sentences(list, found) {
 
 const controls = new Map();
 const lengths = lengthChart($("length-chart")), batches = batchChart($("batch-chart")), rounds = timeChart($("time-chart"));
+const tokens = tokensChart($("tokens-chart")), columns = new Columns($("panel-watch"), data.passage);
+const tabs = new Tabs($("tabs"), (tab) => { state.tab = tab; showTab(); rememberSoon(); });
 const editor = new CurveEditor($("editor"), (chances) => setCurve(chances));
 
 function showControls() {
+  const isCurve = own("acceptance") === "curve";
   for (const [name, control] of controls) {
-    control.show(isUsed(name, state) && (!problem || suits(name, problem.shape)));
-    control.complain(isUsed(name, state) ? fault(fields[name], state[name]) : "");
+    const field = fieldFor(name, state), isHere = isUsed(field, state);
+    control.show(isHere && (!problem || suits(name, problem.shape)));
+    control.complain(isHere ? fault(fields[field], state[field]) : "");
   }
-  $("curve-buttons").hidden = state.acceptance !== "curve";
-  $("to-curve").hidden = state.acceptance === "curve" || !problem;
+  for (const part of Object.keys(problem?.shape.precisions ?? {})) controls.get(part).input.options[0].text = `${problem.shape.precisions[part]}, stored`;
+  for (const place of document.querySelectorAll(".whose")) write(place, named()[DRAFTERS.findIndex(({ key }) => key === state.drafter)]);
+  $("curve-buttons").hidden = !isCurve;
+  $("to-curve").hidden = isCurve || !problem?.prediction;
+  SENTENCES.forEach((sentence) => $(`say-${sentence.key}`).setAttribute("aria-pressed", String(isShown(sentence, fields, state))));
+  write($("sentence"), SENTENCES.find((sentence) => isShown(sentence, fields, state))?.text ?? "");
 }
 
-function showProblem() {
+/** What holds of every drafter that can be predicted, whichever is chosen. */
+function showAll() {
+  const bests = problem.curves.map((curve) => curve && best(curve));
   lengths.show(lengthView(problem));
   batches.show(batchView(problem));
+  DRAFTERS.forEach(({ key }, index) => cards.tell(key, bests[index], state[`${key}.recorded`]?.trim() || key !== "yours" ? "see its fields" : "paste a run"));
+  sentences($("warnings"), warningsOf(problem));
+}
+
+function showChosen() {
+  const { acceptance } = problem, places = acceptance.kind === "constant" ? 0 : acceptance.conditional.length;
   rounds.show(timeView(problem));
-  editor.show(problem.acceptance, Math.max(problem.acceptance.kind === "constant" ? 0 : problem.acceptance.conditional.length, Math.min(state.max_draft, 32)), state.acceptance === "curve");
+  editor.show(acceptance, Math.max(places, Math.min(state.max_draft, 32)), own("acceptance") === "curve");
   showFigures(problem);
   showWords(problem);
-  sentences($("warnings"), warningsOf(problem));
   sentences($("limits"), limitsOf(problem, data));
+  if ($("assumptions").open) showNumbers(problem);
+}
+
+function showNothing() {
+  for (const chart of [lengths, batches]) chart.show(null);
+  for (const { key } of DRAFTERS) cards.tell(key, null);
+  sentences($("warnings"), []);
 }
 
 function showFault(error) {
-  for (const each of [lengths, batches, rounds]) each.show(null);
+  rounds.show(null);
   editor.hide();
   for (const id of FIGURES) figure(id, NaN, "–", "");
   showSensitivity([]);
   for (const id of ["paceline-flags", "vllm-flags", "sglang-flags", "command"]) writeCommand($(id), "");
   $("memory-bar").hidden = true;
-  sentences($("warnings"), []);
   write($("fault"), error.message);
 }
 
-function redraw() {
+function solved() {
   try {
-    problem = solve(state);
-    write($("fault"), "");
-    showProblem();
+    return { problem: solve(state), error: null };
   } catch (error) {
     if (!(error instanceof InputError)) throw error;
-    problem = null;
-    showFault(error);
+    return { problem: null, error };
   }
-  $("fault").hidden = problem !== null;
+}
+
+function redraw() {
+  const found = solved(), error = found.error ?? found.problem.error;
+  problem = found.problem;
+  if (problem) showAll();
+  else showNothing();
+  if (error) showFault(error);
+  else showChosen();
+  if (!error) write($("fault"), "");
+  $("fault").hidden = !error;
   showControls();
+  showTab();
   rememberSoon();
   saySoon();
 }
 
 // Link, spoken summary, copying
 
+/** Why the address is not that of what is shown; "" when it is. */
 function remember() {
-  if (!problem) return;
+  if (!problem?.prediction) return "Nothing to link";
   const hash = toHash(fields, { ...state, config: problem.used });
-  if (hash.length > LONGEST_LINK) return;
+  if (hash.length > LONGEST_LINK) return "Too long";
   if (hash !== location.hash) history.replaceState(null, "", hash);
+  return "";
 }
 
 const rememberSoon = later(remember, LINK_AFTER_MS);
@@ -227,25 +336,38 @@ async function copied(text) {
   }
 }
 
-async function copy(button, text) {
-  const isDone = await copied(text);
+/** `why`: what stands against it, said in place of copying. */
+async function copy(button, text, why = "") {
+  const isDone = !why && await copied(text);
   button.focus();
   button.dataset.words ??= button.textContent;
-  write(button, isDone ? "Copied" : "Select it by hand");
+  write(button, why || (isDone ? "Copied" : "Select it by hand"));
   write($("live"), button.textContent);
   setTimeout(() => write(button, button.dataset.words), 1600);
 }
 
 // Beginning
 
-function fill() {
-  for (const [name, control] of controls) control.fill(state[name]);
+const own = (name) => state[`${state.drafter}.${name}`];
+
+/** A field that the chosen drafter lacks keeps what it shows: it is hidden. */
+function fill(names = controls.keys()) {
+  for (const name of names) {
+    const value = state[fieldFor(name, state)];
+    if (value !== undefined) controls.get(name).fill(value);
+  }
 }
 
 function setCurve(chances) {
-  state.acceptance = "curve";
-  state.curve = chances;
-  for (const name of ["acceptance", "curve"]) controls.get(name).fill(state[name]);
+  state[`${state.drafter}.acceptance`] = "curve";
+  state[`${state.drafter}.curve`] = chances;
+  fill(["acceptance", "curve"]);
+  redraw();
+}
+
+function choose(kind) {
+  state.drafter = kind;
+  fill();
   redraw();
 }
 
@@ -255,18 +377,30 @@ function restore(found) {
   redraw();
 }
 
+const cards = new Cards($("cards"), choose);
+controls.set("drafter", cards);
 for (const place of document.querySelectorAll("[data-field]")) {
   const name = place.dataset.field;
-  controls.set(name, new Control(name, fields[name], place, (value) => { state[name] = value; redraw(); }));
+  controls.set(name, new Control(name, fields[fieldFor(name, state)] ?? fields[`block.${name}`], place, (value) => { state[fieldFor(name, state)] = value; redraw(); }));
 }
-$("curve-buttons").append(...curveButtons(() => state.curve, setCurve, 64));
+for (const sentence of SENTENCES) {
+  const button = make("button", { type: "button", id: `say-${sentence.key}`, text: sentence.label });
+  button.addEventListener("click", () => restore(stateOf(sentence, fields, state)));
+  $("argument").append(button);
+}
+$("show-assumptions").addEventListener("click", () => {
+  if (problem?.prediction) showNumbers(problem);
+  $("assumptions").showModal();
+});
+$("curve-buttons").append(...curveButtons(() => own("curve"), setCurve, 64));
 $("to-curve").addEventListener("click", () => { setCurve(editor.chances); controls.get("acceptance").input.focus(); });
 $("reset").addEventListener("click", () => restore(standards(fields)));
 $("inputs").addEventListener("submit", (event) => event.preventDefault());
-$("copy-link").addEventListener("click", () => { remember(); copy($("copy-link"), location.href); });
+$("copy-link").addEventListener("click", () => { copy($("copy-link"), location.href, remember()); });
 for (const button of document.querySelectorAll("[data-copies]")) button.addEventListener("click", () => copy(button, $(button.dataset.copies).textContent));
 // The event's own address: remember() may have written over location.hash before the event arrives.
 addEventListener("hashchange", (event) => restore(fromHash(fields, new URL(event.newURL).hash)));
-followScheme(() => {});
+cards.recolour();
+followScheme(() => cards.recolour());
 write($("about"), `paceline ${data.version}. ${data.unavailable}`);
 restore(state);

@@ -1,11 +1,13 @@
 // What can be set, how it travels in a link, and what becomes of it. Nothing here touches the page.
-import { acceptanceOf, flopsPerS, fromHistogram, fromSurvival, InputError } from "./formulas.js";
+// Each drafter has fields of its own: "block.chance" is the chance of the drafter "block".
+import { acceptanceOf, flopsPerS, fromHistogram, fromSurvival, InputError, overheadSeconds } from "./formulas.js";
 import { METHODS } from "./flags.js";
 import { readConfig } from "./hf_config.js";
+import { compact, parseList, parseNumber, readRecorded } from "./results.js";
 
-const MOST_TEXT = 20_000;
+const MOST_TEXT = 20_000, MOST_RUN = 5_000_000;
 const MOST_PLACES = 64;
-const FINE = ["gpus", "weights", "experts", "attention", "kv", "indexer", "locality", "per_layer", "method", "drafter_name"];
+const FINE = ["gpus", "weights", "experts", "attention", "kv", "indexer", "locality", "per_layer", "method", "drafter_name", "overhead", "overhead_ms", "plain_rate", "tab", "measured", "runs"];
 export const PASTED = "pasted";
 const MEASURED = [0.77, 0.73, 0.74, 0.77, 0.79, 0.81, 0.82, 0.83, 0.85, 0.86, 0.86, 0.88, 0.87, 0.87, 0.86];
 const RECORDED = "survival: .772, .565, .42, .323, .256, .208, .17, .141, .12, .103, .089, .078, .068, .059, .051";
@@ -25,11 +27,47 @@ const menu = (label, standard, options) => ({ kind: "menu", label, standard, opt
 const number = (label, standard, min, max, more) => ({ kind: "number", label, standard, min, max, ...more });
 const text = (label, standard, more) => ({ kind: "text", label, standard, ...more });
 
+export const OWN = ["acceptance", "chance", "curve", "recorded", "cost", "fraction", "params", "block"];
+const BOTH = ["autoregressive", "block"];
+export const TABS = ["lengths", "tokens", "watch"];
+/** What each drafter begins with; a drafter of one draft a pass has no block to set. */
+export const KINDS = {
+  ideal: { label: "ideal", acceptance: "constant", chance: 0.98, fraction: 0, block: 16 },
+  autoregressive: { label: "token by token", acceptance: "constant", chance: 0.75, fraction: 0.1 },
+  block: { label: "in blocks", acceptance: "constant", chance: 0.89, fraction: 0.1, block: 16 },
+  yours: { label: "yours", acceptance: "recorded", chance: 0.8, fraction: 0.1, block: 16, recorded: "" },
+};
+
+/** "block.chance" -> ["block", "chance"]; of no drafter: ["", name]. */
+function split(name) {
+  const dot = name.indexOf(".");
+  return dot < 0 ? ["", name] : [name.slice(0, dot), name.slice(dot + 1)];
+}
+
+/** The field that a control of this name sets: of the chosen drafter, where each has its own. */
+export const fieldFor = (name, { drafter }) => (OWN.includes(name) ? `${drafter}.${name}` : name);
+
+/** Acceptance and cost of one drafter. */
+function ownFields({ acceptance, chance, fraction, block, recorded = RECORDED }) {
+  const ways = [["constant", "one chance"], ["curve", "a chance for each place"], ["recorded", "recorded: a run, or numbers"]];
+  return {
+    acceptance: menu("Kept tokens, given as", acceptance, ways),
+    chance: number("Chance that a draft stands", chance, 0, 1, { step: 0.01 }),
+    curve: { kind: "list", label: "Chances by place, each given that the earlier drafts stood", standard: MEASURED, min: 0, max: 1 },
+    recorded: text("A run's JSON (bench decode, evaluate, metrics), counts of rounds with 0, 1, 2, ... kept drafts, or survival: shares", recorded,
+      { isLong: true, most: MOST_RUN, placeholder: '{"results": [{"drafter": "mine", "accepted_histogram": [20, 10, 5], ...}]}' }),
+    cost: menu("A drafter pass costs", "share", [["share", "a share of a plain target pass"], ["params", "what its own size takes"]]),
+    fraction: number("Share of a plain target pass", fraction, 0, 2, { step: 0.01, top: 1 }),
+    params: number("Drafter parameters, billions", 1, 0.001, 1000, { stops: decades(0.01, 100) }),
+    ...(block && { block: number("Block, drafts of one pass", block, 1, MOST_PLACES, { isWhole: true, step: 1, hint: "1: token by token" }) }),
+  };
+}
+
 /** Name -> field. `stops`: where a slider halts, when its steps are not even. */
-export function fieldsOf({ models, machines, formats, measured_locality }) {
+export function fieldsOf({ models, machines, formats, measured_locality, measured }) {
   const stored = [["", "as stored"], ...Object.keys(formats).map((name) => [name, name])];
   return {
-    model: menu("Model", "DeepSeek-V4-Flash", [...Object.keys(models).map((name) => [name, models[name].label]), [PASTED, "pasted config.json ..."]]),
+    model: menu("Model", "DeepSeek-V4-Pro", [...Object.keys(models).map((name) => [name, models[name].label]), [PASTED, "pasted config.json ..."]]),
     config: text("config.json of any Hugging Face model", "", { placeholder: '{"model_type": "qwen3", "hidden_size": 4096, ...}', isLong: true }),
     hardware: menu("Hardware", "B200", Object.keys(machines).map((name) => [name, name])),
     gpus: number("Number of GPUs", 1, 1, 1024, { isWhole: true, stops: [1, 2, 4, 8, 16, 32, 64] }),
@@ -43,15 +81,16 @@ export function fieldsOf({ models, machines, formats, measured_locality }) {
     batch: number("Batch, sequences", 32, 1, 65536, { isWhole: true, stops: halves(1, 4096) }),
     context: number("Context, tokens of each", 4096, 1, 16777216, { isWhole: true, stops: halves(128, 1048576) }),
     max_draft: number("Longest draft", 16, 1, MOST_PLACES, { isWhole: true, step: 1 }),
-    acceptance: menu("Given as", "constant", [["constant", "one chance"], ["curve", "a chance for each place"], ["recorded", "recorded"]]),
-    chance: number("Chance that a draft stands", 0.89, 0, 1, { step: 0.01 }),
-    curve: { kind: "list", label: "Chances by place, each given that the earlier drafts stood", standard: MEASURED, min: 0, max: 1 },
-    recorded: text("Counts of rounds with 0, 1, 2, ... kept drafts, survival: shares, or a bench run's results.json", RECORDED, { isLong: true }),
-    drafter: menu("Drafts", "block", [["autoregressive", "token by token (MTP, EAGLE, small model)"], ["block", "in blocks (DFlash)"]]),
-    block: number("Block, drafts of one pass", 16, 1, MOST_PLACES, { isWhole: true, step: 1 }),
-    cost: menu("A drafter pass costs", "share", [["share", "a share of a plain target pass"], ["params", "what its own size takes"]]),
-    fraction: number("Share of a plain target pass", 0.1, 0, 2, { step: 0.01, top: 1 }),
-    params: number("Drafter parameters, billions", 1, 0.001, 1000, { stops: decades(0.01, 100) }),
+    overhead: menu("Overhead of every round", "none", [["none", "none: the roofline alone"], ["ms", "milliseconds"], ["rate", "solved from a plain rate"]]),
+    overhead_ms: number("Overhead, ms a round", 5, 0, 10000, { step: 0.1, top: 20, hint: "launches, scheduling, sampling, the host" }),
+    plain_rate: number("Plain rate, tokens/s", 75, 0.001, 1000000, { stops: decades(1, 1000), hint: "measured: one stream that decodes alone, at this context" }),
+    tab: menu("Shown", "lengths", TABS.map((name) => [name, name])),
+    measured: menu("Measured points", "none", [["none", "none"], ...Object.entries(measured).map(([name, { label }]) => [name, label])]),
+    runs: text("Your own: JSON of bench decode, mocked (--mock-tokens-per-round) or with drafters, or of evaluate", "",
+      { isLong: true, most: MOST_RUN, placeholder: '{"results": [{"drafter": "mine", "batch": 1, "tokens_per_round": 3.1, "speedup": 2.2}]}' }),
+    drafter: menu("Drafter", "block", Object.entries(KINDS).map(([kind, { label }]) => [kind, label])),
+    ...Object.fromEntries(Object.entries(KINDS).flatMap(([kind, own]) =>
+      Object.entries(ownFields(own)).map(([name, field]) => [`${kind}.${name}`, field]))),
     method: menu("Method", "", [["", "as the drafter"], ...METHODS.map((name) => [name, name])]),
     drafter_name: text("Drafter, folder or id", "", { placeholder: "YOUR-DRAFTER", most: 200 }),
   };
@@ -60,11 +99,6 @@ export function fieldsOf({ models, machines, formats, measured_locality }) {
 export const standards = (fields) => Object.fromEntries(Object.entries(fields).map(([name, { standard }]) => [name, standard]));
 
 // Values as text, in fields and in links
-
-const NUMBER = /^-?(\d+\.?\d*|\.\d+)(e[-+]?\d{1,3})?$/i;
-
-export const parseNumber = (written) => (NUMBER.test(written.trim()) ? Number(written) : NaN);
-export const parseList = (written) => written.split(/[\s,;]+/).filter(Boolean).map(parseNumber);
 
 /** Why a value cannot be, or "". */
 export function fault({ kind, label, min, max, isWhole, options, most = MOST_TEXT }, value) {
@@ -88,11 +122,12 @@ export const written = (value) => (Array.isArray(value) ? value.join(",") : valu
 
 /** Whether a field counts as things are set; others are hidden, unchecked, and stay out of links. */
 export function isUsed(name, state) {
-  const rules = {
-    config: state.model === PASTED, chance: state.acceptance === "constant", curve: state.acceptance === "curve",
-    recorded: state.acceptance === "recorded", fraction: state.cost === "share", params: state.cost === "params",
-  };
-  return rules[name] ?? true;
+  const [kind, own] = split(name), at = (other) => state[`${kind}.${other}`];
+  const rules = kind ? {
+    chance: at("acceptance") === "constant", curve: at("acceptance") === "curve", recorded: at("acceptance") === "recorded",
+    fraction: at("cost") === "share", params: at("cost") === "params", block: at("block") !== undefined,
+  } : { config: state.model === PASTED, overhead_ms: state.overhead === "ms", plain_rate: state.overhead === "rate" };
+  return rules[own] ?? true;
 }
 
 /** Whether a field says something of this shape. */
@@ -101,53 +136,30 @@ export function suits(name, shape) {
   return name !== "indexer" || shape.attention.some((group) => group.indexer_heads);
 }
 
+/** The fields that a name in a link sets. Older links had one acceptance and one cost for both drafters. */
+function settingsOf(fields, name) {
+  const both = OWN.includes(name) ? BOTH.map((kind) => `${kind}.${name}`) : [name];
+  return both.filter((each) => Object.hasOwn(fields, each));
+}
+
 /** The state of a link; what is missing, unknown or impossible stays at its standard. */
 export function fromHash(fields, hash) {
   const state = standards(fields);
-  for (const [name, value] of new URLSearchParams(hash.replace(/^#/, ""))) {
-    if (!Object.hasOwn(fields, name)) continue;
-    const found = parsed(fields[name], value);
-    if (!fault(fields[name], found)) state[name] = found;
+  for (const [told, value] of new URLSearchParams(hash.replace(/^#/, ""))) {
+    for (const name of settingsOf(fields, told)) {
+      const found = parsed(fields[name], value);
+      if (!fault(fields[name], found)) state[name] = found;
+    }
   }
   return state;
 }
 
-/** Everything that counts; fine adjustments only where they were made. */
+/** Everything that counts; fine adjustments and drafters only where something was changed. */
 export function toHash(fields, state) {
   const told = Object.keys(fields).filter((name) => isUsed(name, state))
-    .filter((name) => !FINE.includes(name) || written(state[name]) !== written(fields[name].standard));
-  return `#${new URLSearchParams(told.map((name) => [name, written(state[name])]))}`;
-}
-
-// Recorded acceptance
-
-function jsonHistogram(pasted) {
-  let value;
-  try { value = JSON.parse(pasted); } catch { return null; }
-  if (Array.isArray(value)) return value.every((each) => typeof each === "number") ? value : null;
-  const known = [value, ...(Array.isArray(value?.results) ? value.results : [])].filter((each) => Array.isArray(each?.accepted_histogram) && each.accepted_histogram.length > 1);
-  return known.sort((one, other) => (other.tokens_per_round ?? 0) - (one.tokens_per_round ?? 0))[0]?.accepted_histogram ?? null;
-}
-
-/** {kind, values} of what was pasted. Raises InputError. */
-export function readRecorded(pasted) {
-  const counts = jsonHistogram(pasted);
-  if (counts) return { kind: "histogram", values: counts };
-  const [, kind = "histogram", rest] = /^\s*(?:(survival|histogram|conditional)\s*:)?([^]*)$/i.exec(pasted);
-  const values = parseList(rest.replace(/[[\]]/g, " "));
-  if (!values.length || values.some(Number.isNaN)) {
-    throw new InputError("recorded acceptance cannot be read: paste counts such as 20, 10, 5, or survival: .77, .57, .42, or a results.json");
-  }
-  return { kind: kind.toLowerCase(), values };
-}
-
-/** {acceptance, told}: and how the command line is told of it. */
-function acceptanceFrom(state) {
-  if (state.acceptance === "constant") return { acceptance: acceptanceOf([state.chance], "constant"), told: String(state.chance) };
-  if (state.acceptance === "curve") return { acceptance: acceptanceOf(state.curve, "conditional"), told: `conditional:${state.curve.join(",")}` };
-  const { kind, values } = readRecorded(state.recorded), told = `${kind}:${values.join(",")}`;
-  if (kind === "conditional") return { acceptance: acceptanceOf(values, kind), told };
-  return { acceptance: kind === "histogram" ? fromHistogram(values) : fromSurvival(values), told };
+    .filter((name) => !(FINE.includes(name) || split(name)[0]) || written(state[name]) !== written(fields[name].standard));
+  const short = (name) => (fields[name].most === MOST_RUN ? compact(state[name]) : written(state[name]));
+  return `#${new URLSearchParams(told.map((name) => [name, short(name)]))}`;
 }
 
 // From a state to a prediction's arguments
@@ -169,20 +181,56 @@ function deploymentFrom(state, shape, { machines, formats, latency_s }) {
   return { machine, precisions, num_gpus: state.gpus, locality: state.locality, per_layer: state.per_layer, latency_s };
 }
 
-/** A drafter of these costs that drafts `block` tokens a pass; null: one. */
-function drafterOf(state, deployment, { formats }, block) {
-  if (state.cost === "share") return { fraction: state.fraction, block };
-  const flops = flopsPerS(deployment, formats.bfloat16), bytes = deployment.machine.bytes_per_s * deployment.num_gpus;
-  return { dense: state.params * 1e9, flops_per_s: flops, bytes_per_s: bytes, block };
+/** {seconds, source} of what every round takes beyond the roofline, or null. */
+function overheadFrom(state, shape, deployment) {
+  if (state.overhead === "ms") return { seconds: state.overhead_ms / 1e3, source: "as given" };
+  if (state.overhead !== "rate") return null;
+  const rate = String(Number(state.plain_rate.toPrecision(6)));
+  return { seconds: overheadSeconds({ shape, deployment }, { batch: 1, context: state.context }, state.plain_rate), source: `from ${rate} tokens/s of one plain stream` };
 }
 
-/** {shape, used, deployment, acceptance, told, load, drafters}. Raises InputError. */
+/** {acceptance, told}: and how the command line is told of it. */
+function acceptanceFrom({ acceptance, chance, curve, recorded }) {
+  if (acceptance === "constant") return { acceptance: acceptanceOf([chance], "constant"), told: String(chance) };
+  if (acceptance === "curve") return { acceptance: acceptanceOf(curve, "conditional"), told: `conditional:${curve.join(",")}` };
+  const { kind, values } = readRecorded(recorded), told = `${kind}:${values.join(",")}`;
+  if (kind === "conditional") return { acceptance: acceptanceOf(values, kind), told };
+  return { acceptance: kind === "histogram" ? fromHistogram(values) : fromSurvival(values), told };
+}
+
+/** What a pass of it costs, and how many drafts it makes; null: one. */
+function costOf({ cost, fraction, params, block = 1 }, deployment, { formats }) {
+  const drafts = block > 1 ? block : null;
+  if (cost === "share") return { fraction, block: drafts };
+  const flops = flopsPerS(deployment, formats.bfloat16), bytes = deployment.machine.bytes_per_s * deployment.num_gpus;
+  return { dense: params * 1e9, flops_per_s: flops, bytes_per_s: bytes, block: drafts };
+}
+
+/** The settings of one drafter, without its name before them. */
+export const ownOf = (state, kind) => Object.fromEntries(OWN.map((name) => [name, state[`${kind}.${name}`]]));
+
+const faultOf = (names, fields, state) => names.filter((name) => isUsed(name, state)).map((name) => fault(fields[name], state[name])).find(Boolean);
+
+/** {drafter, acceptance, told}, or {error}: one that cannot be read does not take the others away. */
+function drafterFrom(kind, state, fields, deployment, data) {
+  try {
+    const wrong = faultOf(Object.keys(fields).filter((name) => split(name)[0] === kind), fields, state);
+    if (wrong) throw new InputError(wrong);
+    const own = ownOf(state, kind);
+    return { drafter: costOf(own, deployment, data), ...acceptanceFrom(own) };
+  } catch (error) {
+    if (!(error instanceof InputError)) throw error;
+    return { error };
+  }
+}
+
+/** {shape, used, deployment, overhead, load, drafters: {kind: {drafter, acceptance, told} or {error}}}. Raises InputError. */
 export function resolve(state, fields, data) {
-  const wrong = Object.keys(fields).filter((name) => isUsed(name, state)).map((name) => fault(fields[name], state[name])).find(Boolean);
+  const wrong = faultOf(Object.keys(fields).filter((name) => !split(name)[0]), fields, state);
   if (wrong) throw new InputError(wrong);
-  const { shape, used } = shapeFrom(state, data), deployment = deploymentFrom(state, shape, data);
+  const { shape, used } = shapeFrom(state, data), bare = deploymentFrom(state, shape, data);
+  const overhead = overheadFrom(state, shape, bare), deployment = { ...bare, host_s: overhead?.seconds ?? 0 };
   const load = { batch: state.batch, context: state.context, max_draft: state.max_draft };
-  const drafters = { ideal: { fraction: 0, block: null }, autoregressive: drafterOf(state, deployment, data, null),
-    block: drafterOf(state, deployment, data, state.block) };
-  return { shape, used, deployment, load, drafters, ...acceptanceFrom(state) };
+  const drafters = Object.fromEntries(Object.keys(KINDS).map((kind) => [kind, drafterFrom(kind, state, fields, deployment, data)]));
+  return { shape, used, deployment, overhead, load, drafters };
 }

@@ -1,0 +1,82 @@
+"""What chains and trees of several sizes keep, greedy and sampled, with one drafter and the same prompts.
+
+    python experiments/trees.py --prompts gsm8k_test.jsonl --limit 32
+
+Every plan checks the same number of drafts in every round; the texts of all plans must be the same at the same seed, or the
+script fails. It counts tokens a round only; `never_below.py` compares in turns what the planner makes of them in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from paceline import LLM, SamplingParams
+from paceline.engine.llm import Completion
+from paceline.plan import fixed_planner
+from paceline.prompts import read_prompts
+from paceline.runlog import record_of
+
+PLANS = "fixed:0,fixed:3,fixed:5,fixed,tree:4,tree:8,tree:12,tree:16,tree:24,tree:32,tree:64,tree:128"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--drafter", default="default")
+    parser.add_argument("--prompts", nargs="+", required=True)
+    parser.add_argument("--limit", type=int, default=32)
+    parser.add_argument("--skip", type=int, default=0, help="prompts of each file to leave out first")
+    parser.add_argument("--temperatures", default="0,1")
+    parser.add_argument("--plans", default=PLANS)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--out", default="", help="a JSON file")
+    return parser.parse_args()
+
+
+def figures(answers: list[Completion]) -> dict[str, float]:
+    """Tokens a round, and per second of rounds."""
+    rounds = sum(answer.stats.num_rounds for answer in answers)
+    accepted = sum(answer.stats.num_accepted for answer in answers)
+    return {"tokens_per_round": 1 + accepted / rounds, "num_rounds": rounds}
+
+
+def main() -> None:
+    args = arguments()
+    llm = LLM(args.model, drafter=args.drafter, dtype=args.dtype, max_batch=args.batch, max_len=1024, plan="fixed")
+    results: list[dict[str, Any]] = []
+    for file in args.prompts:
+        prompts = [llm.encode_chat(each.messages) for each in read_prompts(file)[args.skip : args.skip + args.limit]]
+        for temperature in map(float, args.temperatures.split(",")):
+            expected: list[list[int]] | None = None
+            for plan in args.plans.split(","):
+                llm.engine.planner = fixed_planner(plan)
+                params = [
+                    SamplingParams(temperature=temperature, seed=seed, max_tokens=args.max_tokens)
+                    for seed in range(len(prompts))
+                ]
+                answers = llm.generate_ids(prompts, params)
+                texts = [answer.token_ids for answer in answers]
+                expected = expected or texts
+                if texts != expected:
+                    raise SystemExit(f"{plan} at temperature {temperature:g} changes the text of {file}: this must not happen")
+                results.append({"prompts": file, "temperature": temperature, "plan": plan, **figures(answers)})
+                last = results[-1]
+                print(
+                    f"{file} temperature {temperature:g} {plan:>9}: {last['tokens_per_round']:.3f} tokens a round",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    made = record_of({"what": "chains and trees", "drafter": args.drafter, "results": results})
+    if args.out:
+        with open(args.out, "w") as file:
+            json.dump(made, file, indent=1)
+    print(json.dumps({"results": results}))
+
+
+if __name__ == "__main__":
+    main()

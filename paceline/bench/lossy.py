@@ -1,0 +1,254 @@
+"""What lossy rules bring and cost: plain decoding, the lossless lane and each setting in turns, on tasks that can be checked.
+
+    paceline bench lossy --tasks tickets=heldout.jsonl,humaneval=humaneval.jsonl --settings "typical;lenience:0.5"
+
+Total variation and divergence are those of the requests' ledgers (`verify/lossy.py`), from the verify passes themselves. Speeds
+are compared request by request with the lossless lane's, which ran in the same turns; intervals are bootstraps over requests.
+"""
+
+from __future__ import annotations
+
+import io
+import statistics
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from paceline.bench.config import BASELINE, WARM_UP_TOKENS, LossyConfig
+from paceline.bench.pages import COLORS, WIDTH_INCHES
+from paceline.bench.passes import Answer, Engines, Pass, Request, make_requests, run_pass
+from paceline.bench.tasks import Task, read_task
+from paceline.engine.llm import LLM
+from paceline.errors import ConfigError, needing
+from paceline.figures import Interval, Rounds, bootstrap, ratio_of_sums
+from paceline.lossy import Lossy
+from paceline.tables import Advance, Column, Table, ignore
+from paceline.types import SamplingParams
+
+PLAIN, LOSSLESS = "plain decoding", "lossless"
+FEWEST = 5
+"""Requests that an interval of speeds needs: fewer say nothing sure."""
+STYLE: Any = {"svg.hashsalt": "paceline", "svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """One setting on one task."""
+
+    task: str
+    setting: str
+    lossless: bool
+    tokens_per_round: float
+    tokens_per_s: float
+    beside_lossless: float
+    """Tokens per second over the lossless lane's, request by request."""
+    beside_lossless_interval: Interval
+    mean_tv: float
+    mean_kl: float
+    """Nats; of greedy answers as `verify/lossy.py` counts it."""
+    share_changed: float
+    score: float
+    score_interval: Interval
+    score_gain: float
+    """Over the lossless lane's, request by request."""
+    score_gain_interval: Interval
+
+    @property
+    def is_faster(self) -> bool:
+        """Surely so, and because it is lossy: the whole interval is above 1, and something else was said than the target's."""
+        low = self.beside_lossless_interval[0]
+        return low is not None and low > 1.0 and self.mean_tv > 0
+
+
+class LossyBench:
+    """All tasks and settings on one loaded model, whose requests may ask for lossy rules."""
+
+    def __init__(self, llm: LLM, drafter: str, config: LossyConfig) -> None:
+        self.llm, self.config = llm, config
+        self.asked: dict[str, Lossy | None] = {PLAIN: None, LOSSLESS: None}
+        self.asked |= {str(each): each for each in config.rules()}
+        self.tasks = [read_task(each, config.limit) for each in config.tasks]
+        self.passes: dict[tuple[str, str], list[Pass]] = {}
+        self._engines = Engines(llm)
+        self._engines.add(BASELINE, llm.make_drafter(BASELINE))
+        self._engines.add("drafter", llm.make_drafter(drafter))
+
+    def run(self, advance: Advance = ignore) -> None:
+        """Every repetition runs all settings in turn, after a short warm-up."""
+        for task in self.tasks:
+            requests, num_skipped = make_requests(self.llm, task.prompts, self.config.max_tokens)
+            if num_skipped or len(requests) != len(task.prompts):
+                raise ConfigError(f"task {task.name} has prompts that do not fit: raise max_len, or lower max_tokens")
+            for setting in self.asked:
+                self._pass(setting, requests, WARM_UP_TOKENS)
+            for number in range(self.config.repeat):
+                order = list(self.asked) if number % 2 == 0 else list(self.asked)[::-1]
+                for setting in order:
+                    done = self._pass(setting, requests, self.config.max_tokens)
+                    self.passes.setdefault((task.name, setting), []).append(done)
+                    advance(f"{task.name}, {setting}")
+
+    def _pass(self, setting: str, requests: list[Request], max_tokens: int) -> Pass:
+        engine, config = self._engines.use(BASELINE if setting == PLAIN else "drafter"), self.config
+        common = SamplingParams(temperature=config.temperature, max_tokens=max_tokens, lossy=self.asked[setting])
+        params = [replace(common, seed=config.seed + index) for index in range(len(requests))]
+        return run_pass(engine, requests, params, 1)
+
+    def results(self) -> list[Result]:
+        return [self._result(task, setting) for task in self.tasks for setting in self.asked]
+
+    def _result(self, task: Task, setting: str) -> Result:
+        passes, base = self.passes[task.name, setting], self.passes[task.name, LOSSLESS]
+        answers = passes[0].answers
+        own, other = _rates(passes), _rates(base)
+        beside = [(*one, *two) for one, two in zip(own, other, strict=True)]
+        scores = [(task.score(index, answer.text),) for index, answer in enumerate(answers)]
+        others = [task.score(index, answer.text) for index, answer in enumerate(base[0].answers)]
+        gains = [(score - before,) for (score,), before in zip(scores, others, strict=True)]
+        return Result(
+            task=task.name,
+            setting=setting,
+            lossless=all(answer.lossless for answer in answers),
+            tokens_per_round=Rounds.counted([each for answer in answers for each in answer.rounds]).tokens_per_round,
+            tokens_per_s=ratio_of_sums(own),
+            beside_lossless=_ratio(beside),
+            beside_lossless_interval=bootstrap(beside, _ratio) if len(beside) >= FEWEST else (None, None),
+            mean_tv=_by_token(answers, "mean_tv"),
+            mean_kl=_by_token(answers, "mean_kl"),
+            share_changed=_by_token(answers, "share_changed"),
+            score=_mean(scores),
+            score_interval=bootstrap(scores, _mean),
+            score_gain=_mean(gains),
+            score_gain_interval=bootstrap(gains, _mean),
+        )
+
+    def texts(self) -> list[dict[str, str]]:
+        """The answers of the first repetition, to be read."""
+        return [
+            {"task": task, "setting": setting, "text": answer.text}
+            for (task, setting), passes in self.passes.items()
+            for answer in passes[0].answers
+        ]
+
+
+def _rates(passes: list[Pass]) -> list[tuple[float, ...]]:
+    """Tokens and seconds of each request, seconds the median over repetitions."""
+    each = zip(*(one.answers for one in passes), strict=True)
+    return [(float(len(same[0].token_ids)), statistics.median(answer.seconds for answer in same)) for same in each]
+
+
+def _ratio(items: list[tuple[float, ...]]) -> float:
+    ours, theirs = ratio_of_sums([item[:2] for item in items]), ratio_of_sums([item[2:] for item in items])
+    return ours / theirs if theirs else 0.0
+
+
+def _mean(items: list[tuple[float, ...]]) -> float:
+    return statistics.fmean(item[0] for item in items)
+
+
+def _by_token(answers: list[Answer], name: str) -> float:
+    """Mean over all tokens; 0 of answers without a lossy rule."""
+    pairs = [(getattr(each.price, name) * len(each.token_ids) if each.price else 0.0, len(each.token_ids)) for each in answers]
+    return ratio_of_sums(pairs)
+
+
+def verdict(results: list[Result]) -> str:
+    """What the figures say, in words: where lossless verification dominates, that it does."""
+    lossy = [each for each in results if not each.lossless]
+    faster = [each for each in lossy if each.is_faster]
+    if not lossy:
+        return "No lossy setting was measured."
+    if not faster:
+        quicker = [each for each in lossy if each.beside_lossless > 1.0]
+        doubt = f" ({len(quicker)} of {len(lossy)} measured a little above it, within what chance does)" if quicker else ""
+        return (
+            "**The lossless lane dominates everywhere**: no lossy setting is surely faster than it on any task, and each costs "
+            f"fidelity{doubt}. There is nothing to buy here."
+        )
+    lines = [
+        f"- {each.setting} on {each.task}: {each.beside_lossless:.2f}x {_shown(each.beside_lossless_interval)} "
+        f"the lossless lane, mean total variation {each.mean_tv:.4f}, score {each.score:.2f} {_shown(each.score_interval)}, "
+        f"{each.score_gain:+.2f} {_shown(each.score_gain_interval, '{:+.2f}')} beside it"
+        for each in faster
+    ]
+    rest = len(lossy) - len(faster)
+    ending = [f"The lossless lane dominates the other {rest}: they are not surely faster and cost fidelity."] if rest else []
+    return "\n".join(["Surely faster than the lossless lane, at a price:", "", *lines, "", *ending]).rstrip()
+
+
+def _shown(interval: Interval, form: str = "{:.2f}") -> str:
+    low, high = interval
+    return "" if low is None or high is None else f"[{form.format(low)}, {form.format(high)}]"
+
+
+def table(results: list[Result]) -> Table:
+    columns = [
+        Column("task", lambda each: each.task),
+        Column("setting", lambda each: each.setting),
+        Column("tokens/round", lambda each: each.tokens_per_round, "{:.2f}", align="right"),
+        Column("tokens/s", lambda each: each.tokens_per_s, "{:.1f}", align="right"),
+        Column(
+            "x lossless",
+            lambda each: f"{each.beside_lossless:.2f} {_shown(each.beside_lossless_interval)}".rstrip(),
+            align="right",
+            cut=" [",
+        ),
+        Column("mean TV", lambda each: each.mean_tv, "{:.4f}", align="right"),
+        Column("mean KL", lambda each: each.mean_kl, "{:.4f}", align="right"),
+        Column("changed", lambda each: each.share_changed, "{:.1%}", align="right"),
+        Column("score", lambda each: f"{each.score:.2f} {_shown(each.score_interval)}".rstrip(), align="right", cut=" ["),
+        Column("lossless", lambda each: "yes" if each.lossless else "NO"),
+    ]
+    notes = [
+        "intervals: bootstrap over requests; x lossless: tokens per second, request by request, all settings in turns",
+        "mean TV, KL (nats), changed: per token, from the verify passes; greedy answers count 1 where another token is said",
+    ]
+    return Table(columns, results, title="Lossy rules beside the lossless lane", notes=notes)
+
+
+def draw(results: list[Result]) -> str:
+    """SVG: score and total variation over tokens/s, a column a task; what no other setting beats in both is joined by a line.
+
+    Raises ConfigError when matplotlib is missing.
+    """
+    with needing(ConfigError, "drawing needs matplotlib: pip install 'paceline[plots]'"):
+        import matplotlib
+        from matplotlib.figure import Figure
+    tasks = list(dict.fromkeys(each.task for each in results))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH_INCHES * max(len(tasks), 1.4), 1.4 * WIDTH_INCHES), layout="constrained")
+        grid = figure.subplots(2, len(tasks), squeeze=False)
+        for column, task in enumerate(tasks):
+            own = [each for each in results if each.task == task]
+            for row, (name, sign) in enumerate((("score", 1.0), ("mean_tv", -1.0))):
+                axes = grid[row][column]
+                for number, each in enumerate(own):
+                    marker = "o" if not each.lossless else "s"
+                    color = COLORS[number % len(COLORS)]
+                    axes.plot(each.tokens_per_s, getattr(each, name), marker, color=color, label=each.setting)
+                best = pareto([(each.tokens_per_s, sign * getattr(each, name)) for each in own])
+                axes.plot([x for x, _ in best], [sign * y for _, y in best], linewidth=1, color="#7f7f7f", zorder=0)
+                axes.set(
+                    xlabel="tokens/s", ylabel="score" if row == 0 else "mean total variation", title=task if row == 0 else ""
+                )
+                axes.spines[["top", "right"]].set_visible(False)
+                axes.grid(alpha=0.2)
+            grid[0][column].legend(frameon=False, fontsize=6)
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    return drawn.getvalue()
+
+
+def pareto(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those that no other point beats in one figure without losing in the other, by rising first figure; more is better."""
+    beaten = [any(a >= x and b >= y and (a, b) != (x, y) for a, b in points) for x, y in points]
+    return sorted({point for point, is_beaten in zip(points, beaten, strict=True) if not is_beaten})
+
+
+def as_line(bench: LossyBench) -> dict[str, Any]:
+    results = bench.results()
+    return {
+        "results": [asdict(each) for each in results],
+        "verdict": verdict(results),
+        "lossless_dominates": not any(each.is_faster for each in results if not each.lossless),
+        **{name: getattr(bench.config, name) for name in ("temperature", "max_tokens", "repeat", "seed")},
+    }

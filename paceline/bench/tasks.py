@@ -1,0 +1,127 @@
+"""Tasks whose answers can be checked: support tickets by their JSON fields, GSM8K by the number, HumanEval by running the code.
+
+    task = read_task("tickets=heldout.jsonl", limit=20)
+    task.score(0, text)                                      # 1.0 when the first row's answer is right, else 0.0
+
+Files are JSON lines, as recipes/support_tickets.py writes them and as the data sets are published. Code that a model wrote runs
+in a process of its own with little time and memory, without environment or files to write; that is no protection against
+code that means harm.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PromptError, reraised
+from paceline.prompts import Prompt, read_prompts
+
+LIMIT_S, LIMIT_BYTES, WAIT_S = 5, 2**30, 15
+PASSED = 42
+"""Exit status of code whose tests were all carried out: an answer that ends the process has passed none."""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    name: str
+    prompts: list[Prompt]
+    rows: list[Row]
+    """Of each prompt, with what a right answer is."""
+
+    def score(self, index: int, text: str) -> float:
+        return float(SCORERS[self.name](self.rows[index], text))
+
+
+def read_task(given: str, limit: int | None = None) -> Task:
+    """From NAME=FILE. Raises PromptError when the task is unknown, or the file has no such rows."""
+    name, _, file = given.partition("=")
+    if name not in SCORERS or not file:
+        raise PromptError(f"task {given!r:.80} is none: write it as NAME=FILE, of {', '.join(SCORERS)}")
+    remedy = "check the path, and that each line is a JSON object"
+    with reraised(PromptError, f"cannot read task {name} from {file}", remedy, OSError, ValueError):
+        lines = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()][:limit]
+        rows = [json.loads(line) for line in lines]
+    needed = NEEDED[name]
+    if not rows or any(not isinstance(row, dict) or needed - set(row) for row in rows):
+        raise PromptError(f"{file} is no file of task {name}: its rows need {', '.join(sorted(needed))}")
+    prompts = read_prompts(file, limit)
+    if len(prompts) != len(rows):
+        raise PromptError(f"{len(rows) - len(prompts)} rows of {file} are no prompts of their own: correct or remove them")
+    with reraised(
+        PromptError,
+        f"{file} has a row whose answer cannot be checked",
+        "correct it",
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+    ):
+        for row in rows:
+            if name != "humaneval":
+                SCORERS[name](row, "{}")  # so that nothing is measured in vain
+    return Task(name, prompts, rows)
+
+
+def score_ticket(row: Row, text: str) -> bool:
+    """A JSON object with the action and the policy that the ticket states."""
+    asked = re.search(r"Policy (\S+): (\S+)", row["messages"][-1]["content"])
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return False
+    return bool(asked) and isinstance(found, dict) and (found.get("policy_id"), found.get("action")) == asked.groups()
+
+
+def score_number(row: Row, text: str) -> bool:
+    """The last number of the text is that of the published answer."""
+    numbers = re.findall(r"-?\d[\d,]*\.?\d*", text)
+    wanted = row["answer"].rpartition("####")[2].strip().replace(",", "")
+    right = float(wanted)
+    return bool(numbers) and float(numbers[-1].replace(",", "")) == right
+
+
+def score_code(row: Row, text: str) -> bool:
+    """The published tests pass."""
+    code = code_of(text)
+    whole = code if f"def {row['entry_point']}" in code else row["prompt"] + code
+    return runs(f"{row['prompt']}    pass\n\n{whole}\n\n{row['test']}\n\ncheck({row['entry_point']})\n")
+
+
+SCORERS: dict[str, Callable[[Row, str], bool]] = {"tickets": score_ticket, "gsm8k": score_number, "humaneval": score_code}
+NEEDED = {"tickets": {"messages"}, "gsm8k": {"question", "answer"}, "humaneval": {"prompt", "entry_point", "test"}}
+
+
+def code_of(text: str) -> str:
+    """The first block of Python in a Markdown answer, or all of it without one."""
+    found = re.search(r"```(?:python)?\n(.*?)```", text, re.DOTALL)
+    return found.group(1) if found else text
+
+
+def runs(code: str) -> bool:
+    """Whether all of it is carried out, within limits of time and memory. What it prints is thrown away."""
+    if sys.platform != "win32":
+        import resource  # here: a process that has just been split off should import nothing
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
+        if sys.platform == "linux":  # a Mac refuses to limit this
+            resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    whole = f"__name__ = 'answer'\n{code}\nimport os\nos._exit({PASSED})\n"
+    command, before = [sys.executable, "-I", "-c", whole], limit if sys.platform != "win32" else None
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=WAIT_S, env={},
+            cwd="/", check=False, preexec_fn=before, start_new_session=True,
+        )  # fmt: skip
+    except (subprocess.TimeoutExpired, ValueError):  # a code with a null byte is no argument
+        return False
+    return done.returncode == PASSED

@@ -1,0 +1,68 @@
+"""The judge's part for requests with a lossy rule: from logits to the distributions that `verify/lossy.py` reads.
+
+What is said is added to the sequence's ledger as it is decided; `Sequence.accept` takes back what was not said after all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.errors import NumericsError
+from paceline.model.logits import draw, penalise, target_probs
+from paceline.model.target import ForwardOutput
+from paceline.trees import Tree
+from paceline.types import Sequence
+from paceline.verify.lossy import follow, lossy_rule
+from paceline.verify.rules import CheckedRow, RowVerdict, Uniforms
+
+NO_TOKEN = -1
+"""In place of a token where there is none to choose; `ForwardOutput.best_T` has it too."""
+
+
+def judge_lossy(
+    seq: Sequence, tokens: list[int], tree: Tree | None, draft_probs_KV: Tensor | None, logits_JV: Tensor
+) -> tuple[RowVerdict, list[int]]:
+    """The verdict, whose next token is -1 where there is none to choose, and the drafts that stand, root to leaf.
+
+    `logits_JV` are the model's own: of the anchor, then of each draft.
+    """
+    assert seq.params.lossy is not None and seq.ledger is not None
+    params, uniforms, asked = seq.params, Uniforms.of(seq), seq.params.lossy
+    if tree is None:
+        logits_JV = penalise(logits_JV, params, seq.tokens, seq.counts, tokens)
+        if seq.constraint is not None:
+            logits_JV = seq.constraint.mask(seq, logits_JV)
+
+    def logits_1V(path: list[int]) -> Tensor:
+        if tree is None:
+            return logits_JV[len(path)].unsqueeze(0)
+        slots, said = [0, *(node + 1 for node in path)], [tokens[node] for node in path]
+        return penalise(logits_JV[slots], params, seq.tokens, seq.counts, said)[-1:]
+
+    def own(path: list[int]) -> int:
+        if params.is_greedy:
+            return ForwardOutput(logits_1V(path), None).best_T()[0]
+        return draw(logits_1V(path)[0], params, uniforms.sample(len(path)))
+
+    def probs(path: list[int]) -> Tensor:
+        if params.is_greedy:  # in double precision, so that different logits stay different
+            return torch.softmax(logits_1V(path)[0], dim=-1, dtype=torch.float64)
+        return target_probs(logits_1V(path), params)[0]
+
+    try:
+        if draft_probs_KV is not None and not params.is_greedy and tree is None:
+            row = CheckedRow(
+                tokens,
+                draft_probs_KV,
+                uniforms,
+                draw=lambda slot: draw(logits_JV[slot], params, uniforms.sample(slot)),
+                target_probs=lambda: target_probs(logits_JV, params),
+            )
+            verdict = lossy_rule(asked, seq.ledger).verify(row)
+            return verdict, list(range(verdict.num_accepted))
+        parents = range(-1, len(tokens) - 1) if tree is None else tree.parents
+        kept, token = follow(asked, tokens, parents, own, probs, uniforms.accept, seq.ledger, params.is_greedy)
+        return RowVerdict(len(kept), token), kept
+    except NumericsError:
+        return RowVerdict(0, NO_TOKEN), []

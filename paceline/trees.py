@@ -1,0 +1,152 @@
+"""Trees of drafts: several continuations that one pass checks together. No PyTorch.
+
+A block drafter says for every slot which tokens are likely there, whatever the other slots hold. A tree takes the paths that
+are likeliest to stand, best first: the next node is always the likeliest of what could follow (DDTree, 2604.12989, section 3;
+the paths are then those with the largest products). The target's own token is drawn at each node, with the number of its
+position, and the path that these draws follow stands: the text is plain decoding's, whatever the tree.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MOST_NODES = 128
+"""Of one row's tree."""
+LEAST_GAIN = 0.005
+"""Chance to stand below which a node is left out."""
+
+
+@dataclass(slots=True)
+class Candidates:
+    """What a drafter holds likely at each of K slots: M tokens, the likeliest first, and their log-probabilities."""
+
+    tokens_KM: list[list[int]]
+    logprobs_KM: list[list[float]]
+    most: int = MOST_NODES
+    """Nodes at most: as many as the row's cache has room for."""
+    behind: Callable[[int, int], tuple[list[int], list[float]]] | None = None
+    """What is likely at a slot, counted from 0, behind a token at the slot before it, of a drafter for which that differs."""
+
+    def at(self, slot: int, before: int) -> tuple[list[int], list[float]]:
+        """Tokens and log-probabilities of a slot behind the token `before`."""
+        if self.behind is None or slot == 0:
+            return self.tokens_KM[slot], self.logprobs_KM[slot]
+        return self.behind(slot, before)
+
+
+@dataclass(slots=True)
+class Tree:
+    """Nodes in an order in which parents come first, and any first few of them are a tree too."""
+
+    tokens: list[int]
+    parents: list[int]
+    """Place of each node's parent, -1 of those that follow the anchor."""
+    ranks: list[int]
+    """Which of its slot's candidates each node is; 0 is the likeliest."""
+    gains: list[float]
+    """Chance that each stands, all before it included: what it adds to the tokens expected of the round."""
+    logprobs: list[float]
+    """What its drafter gives each, behind its parent."""
+
+    def first(self, count: int) -> Tree:
+        tokens, parents, ranks = self.tokens[:count], self.parents[:count], self.ranks[:count]
+        return Tree(tokens, parents, ranks, self.gains[:count], self.logprobs[:count])
+
+    @property
+    def depths(self) -> list[int]:
+        """How many nodes each path has."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    @property
+    def depth(self) -> int:
+        """Nodes of the longest path."""
+        return max(self.depths, default=0)
+
+    @property
+    def spine(self) -> list[int]:
+        """The path of each slot's likeliest token, as far as it is in the tree."""
+        spine = [-1]
+        for node, (parent, rank) in enumerate(zip(self.parents, self.ranks, strict=True)):
+            if rank == 0 and parent == spine[-1]:
+                spine.append(node)
+        return spine[1:]
+
+    def children(self) -> dict[tuple[int, int], int]:
+        """Node by its parent and its token."""
+        return {(parent, token): node for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True))}
+
+
+Weigh = Callable[[int, list[float]], list[float]]
+"""Chances that a slot's candidates stand if what is before it does, told from their log-probabilities; they do not rise."""
+
+
+def as_told(slot: int, logprobs: list[float]) -> list[float]:
+    """The drafter's own probabilities."""
+    return [math.exp(logprob) for logprob in logprobs]
+
+
+def grow(candidates: Candidates, weigh: Weigh, most: int) -> Tree:
+    """The `most` likeliest nodes, but none whose chance is below LEAST_GAIN."""
+    tree = Tree([], [], [], [], [])
+    num_slots, most = len(candidates.tokens_KM), min(most, candidates.most)
+    known: dict[tuple[int, int], tuple[list[int], list[float], list[float]]] = {}
+    waiting: list[tuple[float, int, int, int, float]] = []
+    """Chance of the node, negative; its parent, slot and rank; chance of the parent."""
+
+    def at(slot: int, parent: int) -> tuple[list[int], list[float], list[float]]:
+        key = slot, tree.tokens[parent] if parent >= 0 and candidates.behind else -1
+        if key not in known:
+            tokens, logprobs = candidates.at(slot, key[1])
+            known[key] = tokens, logprobs, weigh(slot, logprobs)
+        return known[key]
+
+    def offer(slot: int, rank: int, parent: int, kept: float) -> None:
+        if slot < num_slots and rank < len(chances := at(slot, parent)[2]):
+            heapq.heappush(waiting, (-kept * chances[rank], parent, slot, rank, kept))
+
+    offer(0, 0, -1, 1.0)
+    while waiting and len(tree.tokens) < most and -waiting[0][0] >= LEAST_GAIN:
+        negative, parent, slot, rank, kept = heapq.heappop(waiting)
+        tokens, logprobs, _ = at(slot, parent)
+        tree.tokens.append(tokens[rank])
+        tree.parents.append(parent)
+        tree.ranks.append(rank)
+        tree.gains.append(-negative)
+        tree.logprobs.append(logprobs[rank])
+        offer(slot, rank + 1, parent, kept)
+        offer(slot + 1, 0, len(tree.tokens) - 1, -negative)
+    return tree
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a tree: which nodes stood, root to leaf."""
+
+    tree: Tree
+    kept: list[int]
+
+    @property
+    def spine_kept(self) -> int:
+        """Nodes of the spine that stood."""
+        count = 0
+        for node, kept in zip(self.tree.spine, self.kept, strict=False):
+            if node != kept:
+                break
+            count += 1
+        return count
+
+    def siblings(self) -> list[tuple[float, bool]]:
+        """Of the nodes behind what stood that are not their slot's likeliest: the log-probability that the drafter gave each,
+        and whether it stood."""
+        reached, stood, tree = {-1, *self.kept}, set(self.kept), self.tree
+        return [
+            (tree.logprobs[node], node in stood)
+            for node, (parent, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True))
+            if rank and parent in reached
+        ]

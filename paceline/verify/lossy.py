@@ -1,0 +1,292 @@
+"""Lossy verification: which drafts stand that the target alone would have refused, and what that costs. Pure functions.
+
+`target` is the request's own distribution at a position (temperature, filters, penalties, grammar), `draft` what a draft
+was drawn from; a certain draft has draft(x) = 1. Every rule is a chance a(x) with which the draft x stands, at least the
+lossless one:
+
+    a0(x) = min(1, target(x) / draft(x)),    a0(x) <= a(x) <= 1,    a(x) = 0 where target(x) = 0
+
+    typical      a = 1 where target(x) > min(eps, delta * exp(-entropy(target))), else a0
+    relaxed      a = 1 where x is one of the target's n likeliest (of equals the lowest ids) and
+                 target(x) > max(target) - delta, else a0
+    threshold    a = 1 where target(x) >= single, else min(1, target(x) / (acc * draft(x)))
+    lenience     a = min(1, target(x) / (l * draft(x)))
+    mixture      a = min(1, lam * target(x) / draft(x) + 1 - lam)
+
+A token that the target cannot say never stands, whatever the rule. A draft that falls is replaced as the rule `rejection`
+does it, from the residual max(target - draft, 0). So, for every rule, **what is said** at a position is
+
+    said(x) = target(x) + e(x) - E / Z * max(target(x) - draft(x), 0)
+    e(x) = draft(x) * (a(x) - a0(x)),   E = sum of e,   Z = sum of max(target - draft, 0)
+
+E is also the total variation between what is said and the target. Of the rules this makes: **typical**, **relaxed**, and
+**threshold** with acc 1: draft(x) itself for allowed tokens that the draft overrates, not the target cut to the allowed
+set; **lenience**: min(draft(x), target(x) / l) for overrated tokens; **mixture**: exactly lam * target + (1 - lam) * draft,
+where the target can say all that the draft can.
+
+**Certain drafts and trees.** Behind a node the children c_1 .. c_m, in the drafter's order, are certain drafts. The
+target's own token is drawn with the number of its position, as plain decoding does; a child that is this token stands.
+Otherwise child i stands if no child before it does and a draw says so, with the chance (a(c_i) - target(c_i)) / (1 -
+target(c_i)) = b_i; if none does, the target's token is said:
+
+    said(c_i) = target(c_i) + (1 - target(C)) * b_i * product over j < i of (1 - b_j),  C = all children
+    said(x) = target(x) * product of (1 - b_j)  for x not in C
+
+With one child, a chain, this is said(c) = a(c) and said(x) = (1 - a(c)) * target(x) / (1 - target(c)): the formula above.
+Where every b is 0, the text is plain decoding's, bit for bit.
+
+**Greedy requests** say the likeliest token, and a draft that is not stands if the model's distribution at temperature 1,
+`model`, allows it: typical and relaxed as above with `model` for target; threshold: model(x) >= single or model(x) > acc *
+max(model); lenience: model(x) > l * max(model) (2211.17192, A.5); mixture: lam * model(x) + 1 - lam > lam * max(model), the
+argmax of the mixture with a certain draft. Of several children the first that is allowed. What is said and what the target
+would say are then single tokens: the total variation is 1 where they differ, else 0, and instead of the Kullback-Leibler
+divergence, which would be infinite, the log of max(model) / model(x) is counted.
+
+Budget: with `Ledger.max_tv` a position whose total variation the budget does not hold is decided losslessly. E is known
+before anything is drawn there (for certain drafts: given the drafts).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.lossy import Ledger, Lenience, Lossy, Mixture, Relaxed, Rule, Threshold, Typical
+from paceline.model.logits import sample
+from paceline.verify import rules
+from paceline.verify.rules import CheckedRow, RowVerdict
+
+
+def allowed(rule: Rule, target_V: Tensor) -> Tensor | None:
+    """Which tokens stand for sure, [V] of bool; None: the rule has no such set."""
+    if isinstance(rule, Typical):
+        entropy = float(torch.special.entr(target_V).sum(dtype=torch.float64))
+        return target_V > min(rule.eps, rule.delta * math.exp(-entropy))
+    if isinstance(rule, Relaxed):
+        near_V = (target_V > target_V.max() - rule.delta) & (target_V > 0)
+        return near_V & _likeliest(target_V, rule.n)
+    if isinstance(rule, Threshold):
+        return target_V >= rule.single
+    return None
+
+
+def _likeliest(target_V: Tensor, count: int) -> Tensor:
+    """The `count` likeliest tokens, of equals the lowest ids; [V] of bool."""
+    if count >= len(target_V):
+        return torch.ones_like(target_V, dtype=torch.bool)
+    last = target_V.topk(count).values[-1]
+    chosen_V = target_V > last
+    ties = (target_V == last).nonzero().flatten()
+    chosen_V[ties[: count - int(chosen_V.sum())]] = True
+    return chosen_V
+
+
+def chances(rule: Rule, target_X: Tensor, draft_X: Tensor, allowed_X: Tensor | None) -> Tensor:
+    """a(x) of any tokens from their probabilities, [X] each; `allowed_X` is that of `allowed` for the same tokens.
+
+    Where draft(x) is 0 nothing can be drawn and the number means nothing.
+    """
+    scale = rule.l if isinstance(rule, Lenience) else rule.acc if isinstance(rule, Threshold) else 1.0
+    chance_X = target_X / (draft_X.clamp(min=torch.finfo(draft_X.dtype).tiny) * scale)
+    if isinstance(rule, Mixture):
+        chance_X = chance_X * rule.lam + (1.0 - rule.lam)
+    if allowed_X is not None:
+        chance_X = chance_X.masked_fill(allowed_X, 1.0)
+    return chance_X.clamp(max=1.0).masked_fill(target_X <= 0, 0.0)
+
+
+_LOSSLESS = Lenience(1.0)
+
+
+class Tilt(NamedTuple):
+    """How far what is said at a position is from the target's distribution."""
+
+    tv: float
+    kl: Callable[[], float]
+    """Kullback-Leibler divergence of what is said from the target, in nats; asked for only when the step is taken."""
+
+
+def tilt(target_V: Tensor, draft_V: Tensor, chance_V: Tensor) -> Tilt:
+    """Of a drawn draft: E, and the divergence, from the distributions and a(x) of all tokens, [V] each."""
+    extra_V = (draft_V * (chance_V - chances(_LOSSLESS, target_V, draft_V, None))).clamp_(min=0.0)
+    tv = float(extra_V.sum(dtype=torch.float64))
+
+    def kl() -> float:
+        short_V = (target_V - draft_V).clamp_(min=0.0).double()
+        mass = float(short_V.sum())
+        said_V = target_V.double() + extra_V
+        if mass > 0:
+            said_V -= short_V * min(tv / mass, 1.0)
+        said_V.clamp_(min=0.0)
+        return max(float(torch.special.xlogy(said_V, said_V / target_V.double().clamp(min=1e-300)).sum()), 0.0)
+
+    return Tilt(tv, kl)
+
+
+def lossy_rule(asked: Lossy, ledger: Ledger) -> rules.Rule:
+    """The record of a rule for chains of sampled requests: certain drafts by `follow`, drawn ones by `drawn`."""
+
+    def verify(row: CheckedRow) -> RowVerdict:
+        if row.draft_probs_KV is not None:
+            return drawn(asked, row, ledger)
+        known = list[Tensor]()
+
+        def probs(path: list[int]) -> Tensor:
+            if not known:
+                known.append(row.target_probs())
+            return known[0][len(path)]
+
+        chain = range(-1, len(row.draft_tokens) - 1)
+        kept, token = follow(
+            asked, row.draft_tokens, chain, lambda path: row.draw(len(path)), probs, row.uniforms.accept, ledger, False
+        )
+        return RowVerdict(len(kept), token)
+
+    return rules.Rule(str(asked), verify, lossless=False, needs_probs=True)
+
+
+def drawn(asked: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
+    """A chain of drafts with the distributions they were drawn from; what is said is added to the ledger.
+
+    At lossless values this is `rules.rejection`, bit for bit.
+    """
+    assert row.draft_probs_KV is not None
+    target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
+    for slot, lossless in enumerate(rules.accept_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)):
+        target_V, draft_V = target_probs_JV[slot], row.draft_probs_KV[slot]
+        chance_V = chances(asked.rule, target_V, draft_V, allowed(asked.rule, target_V))
+        cost, coin = tilt(target_V, draft_V, chance_V), row.uniforms.accept(slot)
+        is_lossy = cost.tv > 0 and ledger.holds(cost.tv)
+        chance = max(float(chance_V[row.draft_tokens[slot]]), lossless) if is_lossy else lossless
+        ledger.add(cost.tv, cost.kl(), lossless <= coin < chance) if is_lossy else ledger.add()
+        if not coin < chance:
+            return RowVerdict(slot, rules.draw_residual(row, slot, target_probs_JV))
+    ledger.add()
+    return RowVerdict(num_drafted, sample(target_probs_JV[num_drafted], row.uniforms.sample(num_drafted)))
+
+
+def beside(rule: Rule, target_V: Tensor, children: list[int]) -> list[float]:
+    """b_i of each child: the chance that it stands where the target's token is no child and no child before it stands."""
+    if not children:
+        return []
+    ids_N = torch.tensor(children, device=target_V.device)
+    allowed_V, target_N = allowed(rule, target_V), target_V[ids_N]
+    allowed_N = None if allowed_V is None else allowed_V[ids_N]
+    chance_N = chances(rule, target_N, torch.ones_like(target_N), allowed_N)
+    return [
+        max(chance - target, 0.0) / (1.0 - target) if target < 1.0 else 0.0
+        for chance, target in zip(chance_N.tolist(), target_N.tolist(), strict=True)
+    ]
+
+
+def tilt_beside(target_V: Tensor, children: list[int], chance_N: list[float]) -> Tilt:
+    """Of certain drafts: as `tilt`, from the numbers of `beside`."""
+    known = target_V[torch.tensor(children, device=target_V.device)].tolist()
+    outside = max(1.0 - sum(known), 0.0)
+    left = math.prod(1.0 - chance for chance in chance_N)
+
+    def kl() -> float:
+        total, before = outside * left * math.log(left) if left > 0 else 0.0, 1.0
+        for target, chance in zip(known, chance_N, strict=True):
+            said = target + outside * chance * before
+            before *= 1.0 - chance
+            total += said * math.log(said / target) if said > 0 and target > 0 else 0.0
+        return max(total, 0.0)
+
+    return Tilt(outside * (1.0 - left), kl)
+
+
+class Followed(NamedTuple):
+    """Which nodes stand, root to leaf, and the token behind them."""
+
+    kept: list[int]
+    next_token: int
+
+
+def follow(
+    asked: Lossy,
+    tokens: list[int],
+    parents: Iterable[int],
+    own: Callable[[list[int]], int],
+    probs: Callable[[list[int]], Tensor],
+    coin: Callable[[int], float],
+    ledger: Ledger,
+    is_greedy: bool,
+) -> Followed:
+    """A tree of certain drafts (a chain is one); what is said is added to the ledger.
+
+    `own` is the target's own token behind the nodes that stand, `probs` its distribution there, [V], of a greedy request at
+    temperature 1; `coin` the draw for a slot. At lossless values this is `rules.match` along the tree, bit for bit.
+    """
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    kept, node = list[int](), -1
+    step = _greedy_step if is_greedy else _drawn_step
+    while True:
+        here, token = children.get(node, []), own(kept)
+        said = [tokens[each] for each in here]
+        found = step(asked.rule, said, token, lambda: probs(kept), lambda: coin(len(kept)), ledger) if token >= 0 else None
+        if found is None:
+            return Followed(kept, token)
+        node = here[found]
+        kept.append(node)
+
+
+Step = Callable[[Rule, list[int], int, Callable[[], Tensor], Callable[[], float], Ledger], int | None]
+
+
+def _greedy_step(
+    rule: Rule, children: list[int], token: int, probs: Callable[[], Tensor], coin: Callable[[], float], ledger: Ledger
+) -> int | None:
+    """Which child is said behind a node, None for the target's own `token`."""
+    if token in children or not children or not ledger.holds(1.0):
+        ledger.add()
+        return children.index(token) if token in children else None
+    model_V = probs()
+    allowed_V, best = allowed(rule, model_V), float(model_V[token])
+    for place, child in enumerate(children):
+        if stands_greedily(rule, float(model_V[child]), best, allowed_V is not None and bool(allowed_V[child])):
+            ledger.add(1.0, math.log(best / float(model_V[child])), True)
+            return place
+    ledger.add()
+    return None
+
+
+def stands_greedily(rule: Rule, prob: float, best: float, is_allowed: bool) -> bool:
+    """Whether a draft that is not the likeliest token stands, from the model's probabilities of both at temperature 1."""
+    if isinstance(rule, Lenience | Threshold):
+        part = rule.l if isinstance(rule, Lenience) else rule.acc
+        return prob > 0 and (is_allowed or prob > part * best)
+    if isinstance(rule, Mixture):
+        return prob > 0 and rule.lam * prob + (1.0 - rule.lam) > rule.lam * best
+    return prob > 0 and is_allowed
+
+
+def _drawn_step(
+    rule: Rule, children: list[int], token: int, probs: Callable[[], Tensor], coin: Callable[[], float], ledger: Ledger
+) -> int | None:
+    own = children.index(token) if token in children else None
+    if not children:
+        ledger.add()
+        return None
+    target_V = probs()
+    chance_N = beside(rule, target_V, children)
+    cost = tilt_beside(target_V, children, chance_N) if any(chance_N) else None
+    if cost is None or not ledger.holds(cost.tv):
+        ledger.add()
+        return own
+    found = own
+    if own is None:
+        draw, reached, left = coin(), 0.0, 1.0
+        for place, chance in enumerate(chance_N):
+            reached, left = reached + left * chance, left * (1.0 - chance)
+            if draw < reached:
+                found = place
+                break
+    ledger.add(cost.tv, cost.kl(), found != own)
+    return found

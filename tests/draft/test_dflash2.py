@@ -1,0 +1,426 @@
+"""DFlash 2 against the authors' package, on disk and in rounds; and its text against plain decoding's."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from round_loop import admit, generate, ready
+from safetensors.torch import load_file, save_file
+from tiny_dflash import HIDDEN, KINDS, PROMPT, TARGET_LAYERS, VARIANTS, VOCAB, loud_, raw_config, targets, tiny_target
+
+from paceline.draft import dflash2
+from paceline.draft.base import NoDrafter
+from paceline.draft.checkpoint import DFlashConfig, as_dflash2, new_config
+from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
+from paceline.draft.dflash2 import DFlash2Drafter, DFlash2Network, WalkedReading, read_drafter
+from paceline.draft.registry import make_drafter
+from paceline.errors import ModelFileError, UnsupportedModelError
+from paceline.model.target import ForwardBatch, head_weight
+from paceline.train.attention import Layout, make_attention
+from paceline.train.config import DrafterShape, LoopConfig, OptimConfig
+from paceline.train.dataset import Corpus, Document
+from paceline.train.features import OnlineFeatures
+from paceline.train.loop import Trainer
+from paceline.train.losses import Head
+from paceline.train.selector import trainable_of
+from paceline.train.start import network_for
+from paceline.types import Batch, SamplingParams, Take
+
+GROUP = 4
+
+
+def raw_2(top_k: int = 6, **keys: Any) -> dict[str, Any]:
+    """VOCAB is 11, so that 6 candidates leave some out."""
+    raw = as_dflash2(raw_config(**keys), rank=5, top_k=top_k)
+    raw["dflash_config"]["conv_group_size"] = GROUP
+    return raw
+
+
+def network_2(raw: dict[str, Any], seed: int = 0) -> DFlash2Network:
+    built = DFlash2Network.random(DFlashConfig.from_json(raw))
+    loud_(built, seed)
+    for name, parameter in built.named_parameters():
+        if name.endswith("base_kernel"):
+            parameter.data[:, 0] += 1
+        elif name.endswith("kernel_projection.weight"):
+            parameter.data *= 0.3  # as loud as the others it would make large numbers of rounding
+    return built
+
+
+class Recording2(DFlash2Drafter):
+    """Keeps every round's logits and drafts."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.logits: list[torch.Tensor] = []
+        self.drafts: list[list[int]] = []
+
+    def _make_path(self, target: Any) -> Any:
+        path = super()._make_path(target)
+        read = path.read
+
+        def recorded(*args: Any) -> Any:
+            hidden, logits = read(*args)
+            self.logits += list(logits.clone())
+            return hidden, logits
+
+        path.read = recorded  # pyright: ignore[reportAttributeAccessIssue]
+        return path
+
+    def propose(self, batch: Batch) -> Any:
+        block = super().propose(batch)
+        self.drafts += [tokens for tokens in block.tokens_B if tokens]
+        return block
+
+
+def reference_of(raw: dict[str, Any], network: DFlash2Network) -> Any:
+    """The authors' module with these weights."""
+    authors = pytest.importorskip("dflash.model", reason="pip install --no-deps dflash==0.1.0")
+    from transformers import Qwen3Config
+
+    reference = authors.DFlash2DraftModel(Qwen3Config(**raw)).eval()
+    network.codebook_suffix = ".weight"
+    reference.load_state_dict(network.of_file())
+    return authors, reference
+
+
+def reference_rounds(raw: dict[str, Any], network: DFlash2Network, model: Any, max_tokens: int, temperature: float) -> Any:
+    """(rounds, all tokens) of the authors' loop; a round: anchor's place, logits, path, candidates, q."""
+    authors, reference = reference_of(raw, network)
+    rounds, select = [], reference.candidate_selector.select
+
+    def record(hidden: Any, logits: Any, anchors: Any, heat: float) -> Any:
+        path, candidates, q = select(hidden, logits, anchors, heat)
+        rounds.append((logits[0], path[0].tolist(), candidates[0], None if q is None else q[0]))
+        return path, candidates, q
+
+    reference.candidate_selector.select = record
+    authors._cuda_time = time.perf_counter
+    prompt = torch.tensor([PROMPT])
+    told = authors.dflash_generate(reference, model, prompt, max_tokens, None, temperature=temperature, return_stats=True)
+    starts = accumulate(told.acceptance_lengths, initial=len(PROMPT))
+    return [(start, *each) for start, each in zip(starts, rounds, strict=False)], told.output_ids[0].tolist()
+
+
+NAMES = sorted(VARIANTS.keys() - {"sliding-unused", "sliding"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_fifty_rounds_as_the_reference(name: str, kind: Any) -> None:
+    model, target = targets(kind=kind)
+    raw = raw_2(**VARIANTS[name])
+    drafter = assert_same_rounds(raw, network_2(raw), model, target, 90, 50)
+    assert selects(drafter), "the test needs a selector that changes drafts"
+
+
+def selects(drafter: Recording2) -> bool:
+    """Whether any draft is not the most likely token."""
+    greedy = [logits.argmax(-1).tolist()[: len(drafts)] for logits, drafts in zip(drafter.logits, drafter.drafts, strict=True)]
+    return greedy != drafter.drafts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_medium_shape_as_the_reference(kind: Any) -> None:
+    model, target = targets(hidden=192, vocab=40, kind=kind)
+    raw = as_dflash2(new_config(192, 40, TARGET_LAYERS, num_layers=5, block_size=16, head_dim=32), rank=24)
+    assert_same_rounds(raw, network_2(raw), model, target, 40, 15)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fifty_rounds_of_trained_weights_as_the_reference(kind: Any, tmp_path: Path) -> None:
+    """Weights that a training made, convolution and selector too; free codebooks, as a checkpoint has them."""
+    model, target = targets(kind=kind)
+    shape = DrafterShape(num_layers=2, block_size=4, num_taps=2, kind="dflash2", selector_rank=6, codebooks="free")
+    raw, network = network_for(teacher := tiny_target(), "none", shape, None, 0)
+    assert isinstance(network, DFlash2Network)
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(0, VOCAB, 4).tolist() for _ in range(12)]
+    texts = [prompt + generate(tiny_target(), NoDrafter(), [prompt], 24)[0][0] for prompt in prompts]
+    texts = [Document(f"{number}@0/0", np.array(text, dtype=np.int32), 4) for number, text in enumerate(texts)]
+    features = OnlineFeatures(teacher, texts, network.config.target_layer_ids, False)
+    settings = LoopConfig(max_steps=40, blocks_per_step=16, anchors=8, autocast=False, selector_from=0.1)
+    settings = replace(settings, optim=OptimConfig(lr=2e-2), serve_share=0.0)
+    embedding_VD = teacher.embed(torch.arange(VOCAB)).clone()
+    drafter = trainable_of(network, raw)
+    Trainer(drafter, Corpus(texts, []), features, embedding_VD, Head(head_weight(teacher)), settings, folder=tmp_path).run()
+    fresh = DFlash2Network.random(network.config).state_dict()
+    for name in ("layers.0.mlp_conv.kernel_projection.weight", "candidate_selector.successor_codebook"):
+        assert (network.state_dict()[name] - fresh[name]).abs().max() > 1e-2, "the test needs parts that learned"
+    raw["dflash_config"]["selector_top_k"] = 6  # the package wants as many tokens as candidates
+    trained = DFlash2Network.of(DFlashConfig.from_json(raw), network.state_dict())
+    assert_same_rounds(raw, trained, model, target, 230, 50)
+
+
+def assert_same_rounds(
+    raw: dict[str, Any], network: DFlash2Network, model: Any, target: Any, most: int, least: int
+) -> Recording2:
+    theirs, tokens = reference_rounds(raw, network, model, most, 0.0)
+    drafter = Recording2(network)
+    (answer,), _ = generate(target, drafter, [PROMPT], most, chunk=5)
+    assert PROMPT + answer == tokens[: len(PROMPT) + most]
+    full = [each for each in theirs if len(each[1]) == drafter.num_drafted]  # the reference shrinks its last blocks
+    assert len(full) >= least
+    for (_, logits, path, _, _), mine, drafts in zip(full, drafter.logits, drafter.drafts, strict=False):
+        assert (logits[: len(mine)] - mine).abs().max() < 1e-4
+        assert path[: len(drafts)] == drafts
+    return drafter
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["full", "sliding-both-ways", "scaled"])
+def test_fifty_sampled_proposals_as_the_reference(name: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Along the path that the package drew, the distribution of each draft is the package's."""
+    model, target = targets(kind=kind)
+    raw = raw_2(**VARIANTS[name])
+    network = network_2(raw)
+    torch.manual_seed(3)
+    theirs, tokens = reference_rounds(raw, network, model, 120, 0.8)
+    drafter = DFlash2Drafter(network)
+    ready(target, drafter)
+    full = [each for each in theirs if len(each[2]) == drafter.num_drafted]
+    assert len(full) >= 50
+    plain, drawing = WalkedReading.drawn, iter(list[int]())
+
+    def follow(self: WalkedReading, slot: int, limit: int, seq: Any) -> Any:
+        candidates = iter(self._tokens_BKM[slot])
+        monkeypatch.setattr(dflash2, "sample", lambda row, draw: next(candidates).index(next(drawing)))
+        return plain(self, slot, limit, seq)
+
+    monkeypatch.setattr(WalkedReading, "drawn", follow)
+    for start, _, path, candidates, q in full:
+        drawing = iter(path)
+        seq = admit(target, drafter, tokens[:start], SamplingParams(max_tokens=60, temperature=0.8))
+        seq.tokens[-1] = tokens[start]
+        block = drafter.propose(Batch([seq]))
+        drafter.drop(seq)
+        target.cache.free(seq.row)
+        probs = block.probs_B[0]
+        assert block.tokens_B[0] == path and probs is not None
+        expected = torch.zeros(len(path), VOCAB).scatter(1, candidates, q)
+        assert (probs - expected).abs().max() < 1e-4
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chosen", [None, 2])
+@pytest.mark.parametrize("name", ["full", "sliding", "biased", "yarn"])
+def test_decode_path_equals_the_trainable_network(name: str, kind: Any, chosen: int | None) -> None:
+    target = tiny_target(kind=kind)
+    drafter = Recording2(network_2(raw_2(**VARIANTS[name])))
+    ready(target, drafter)
+    seq = admit(target, drafter, PROMPT, SamplingParams(max_tokens=40))
+    takes = None if chosen is None else [Take("dflash2", chosen)]
+    drafter.propose(Batch([seq], takes, whole_blocks=chosen is None))
+    config, size = drafter.config, drafter.config.block_size if chosen is None else 1 + chosen
+    twin = tiny_target()
+    twin.set_taps(drafter.tap_layers)
+    taps = twin.forward(ForwardBatch([twin.cache.allocate()], [0], [len(PROMPT)], PROMPT, "none")).taps_TF
+    block = torch.tensor([seq.tokens[-1]] + [config.mask_token_id] * (size - 1))
+    layout = Layout((len(PROMPT),), (torch.tensor([len(PROMPT)]),), size)
+    hidden = drafter.network(target.embed(block), taps, make_attention("split", config, layout, torch.float32), size)
+    torch.testing.assert_close(drafter.logits[0], target.head(hidden[1:]), atol=1e-4, rtol=1e-4)
+
+
+def test_a_new_one_says_what_its_v1_body_says() -> None:
+    """Identity at the start: logits and drafts of the v1 drafter, bit for bit where nothing is rounded."""
+    raw = raw_2()
+    network = DFlash2Network.random(DFlashConfig.from_json(raw))
+    body = DFlashNetwork.of(
+        DFlashConfig.from_json(raw_config()),
+        {name: network.state_dict()[name] for name in DFlashNetwork.random(DFlashConfig.from_json(raw_config())).state_dict()},
+    )
+    loud_(body)
+    network.load_state_dict(body.state_dict(), strict=False)
+    block, taps = torch.randn(16, HIDDEN), torch.randn(9, len(body.config.target_layer_ids) * HIDDEN)
+    layout = Layout((9,), (torch.tensor([4, 9]),), 8)
+    attend = make_attention("split", body.config, layout, torch.float32)
+    torch.testing.assert_close(network(block, taps, attend), body(block, taps, attend), atol=1e-6, rtol=1e-6)
+    target = tiny_target()
+    assert (
+        generate(target, drafter := Recording2(network), [PROMPT], 30)[0]
+        == generate(target, DFlashDrafter(body), [PROMPT], 30)[0]
+    )
+    assert drafter.drafts == [
+        logits.argmax(-1).tolist()[: len(each)] for logits, each in zip(drafter.logits, drafter.drafts, strict=True)
+    ]
+
+
+def test_batched_rounds_equal_row_by_row() -> None:
+    target = tiny_target()
+    prompts = [PROMPT, PROMPT[:3], PROMPT[4:11]]
+    drafter = Recording2(network_2(raw_2()))
+    answers, first = [], []
+    for prompt in prompts:
+        drafter.drafts = []
+        answers += generate(target, drafter, [prompt], 30)[0]
+        first.append(drafter.drafts[0])
+    drafter.drafts = []
+    assert generate(target, drafter, prompts, 30, chunk=4)[0] == answers
+    assert drafter.drafts[:3] == first
+
+
+def books_of(network: DFlash2Network) -> list[torch.Tensor]:
+    return [network.candidate_selector.get_parameter(book) for book in dflash2.BOOKS]
+
+
+def slots_of(drafter: DFlash2Drafter, seq: Any) -> torch.Tensor:
+    """Hidden states that the row's drafts were read from."""
+    path = drafter._path
+    assert isinstance(path, dflash2.DFlash2Path)
+    return path.slots([seq.row], [seq.tokens[-1]], 7, 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tree_has_the_scores_of_each_branchs_parent(kind: Any) -> None:
+    target = tiny_target(kind=kind)
+    drafter = Recording2(network_2(raw_2()))
+    ready(target, drafter)
+    seq = admit(target, drafter, PROMPT, SamplingParams(max_tokens=40, temperature=0.7, seed=1))
+    block = drafter.propose(Batch([seq], num_candidates=4))
+    assert block.candidates_B is not None
+    candidates = block.candidates_B[0]
+    assert candidates is not None
+    network, logits = drafter.network, drafter.logits[0]
+    reading = drafter._read([seq.row], [seq.tokens[-1]], 7, 8, True)
+    assert isinstance(reading, WalkedReading)
+    hidden = slots_of(drafter, seq)
+    selector, (before_book, behind_book) = network.candidate_selector, books_of(network)
+    for slot in (1, 4):
+        for before in candidates.tokens_KM[slot - 1]:
+            tokens, logprobs = candidates.at(slot, before)
+            unary, ids = logits[slot].topk(6)
+            gated = before_book[before] * selector.hidden_projection(hidden[slot])
+            expected = torch.log_softmax((unary + behind_book[ids] @ gated) / 0.7, dim=-1).sort(descending=True)
+            assert tokens == ids[expected.indices[:4]].tolist()
+            torch.testing.assert_close(torch.tensor(logprobs), expected.values[:4], atol=1e-4, rtol=1e-4)
+    seen = {tuple(candidates.at(4, before)[0]) for before in candidates.tokens_KM[3]}
+    assert len(seen) > 1, "the test needs parents that matter"
+
+
+def test_a_draft_vocabulary_keeps_codebook_rows() -> None:
+    """Candidates are rows of a smaller head; codebooks are asked for their tokens."""
+    ids = torch.tensor([1, 2, 4, 5, 8, 9])
+    target = tiny_target()
+    drafter = Recording2(network_2(raw_2()), draft_ids=ids)
+    ready(target, drafter)
+    rows = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8)]
+    block = drafter.propose(Batch([admit(target, drafter, PROMPT, params) for params in rows]))
+    full = Recording2(drafter.network)
+    ready(target, full)
+    seq = admit(target, full, PROMPT, rows[0])
+    full.propose(Batch([seq]))
+    selector, before, path = drafter.network.candidate_selector, seq.tokens[-1], []
+    before_book, behind_book = books_of(drafter.network)
+    for slot, hidden in enumerate(slots_of(full, seq)):
+        gated = before_book[before] * selector.hidden_projection(hidden)
+        scores = full.logits[0][slot][ids] + behind_book[ids] @ gated
+        path.append(before := int(ids[scores.argmax()]))
+    assert block.tokens_B[0] == path
+    assert block.probs_B[1] is not None and block.probs_B[1].shape == (7, VOCAB)
+    assert not block.probs_B[1][:, [0, 3, 6, 7, 10]].any()
+
+
+class TestFiles:
+    @pytest.mark.parametrize("suffix", ["", ".weight"])
+    def test_read_and_written_unchanged(self, tmp_path: Path, suffix: str) -> None:
+        raw = raw_2(unknown_key=[1, 2])
+        network = network_2(raw)
+        network.codebook_suffix = suffix
+        DFlash2Drafter(network).save(tmp_path / "one")
+        drafter = make_drafter(str(tmp_path / "one"), tiny_target())
+        assert isinstance(drafter, DFlash2Drafter) and drafter.num_drafted == 7
+        drafter.save(tmp_path / "two")
+        assert (tmp_path / "one/config.json").read_bytes() == (tmp_path / "two/config.json").read_bytes()
+        first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+        assert f"candidate_selector.successor_codebook{suffix}" in first and first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+    def test_the_package_reads_what_is_written(self, tmp_path: Path) -> None:
+        raw = raw_2()
+        authors, reference = reference_of(raw, network := network_2(raw))
+        network.codebook_suffix = ""
+        DFlash2Drafter(network).save(tmp_path / "drafter")
+        loaded = authors.DFlash2DraftModel.from_pretrained(tmp_path / "drafter")
+        for name, tensor in reference.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], tensor), name
+
+    def test_it_is_not_run_as_v1(self, tmp_path: Path) -> None:
+        raw = raw_2()
+        DFlash2Drafter(network_2(raw)).save(tmp_path / "drafter")
+        with pytest.raises(UnsupportedModelError, match="read it with dflash2.read_drafter"):
+            DFlashDrafter.from_folder(tmp_path / "drafter")
+        with pytest.raises(ModelFileError, match="conv_kernel_size is of DFlash 2, the architecture is DFlashDraftModel"):
+            DFlashConfig.from_json({**raw, "architectures": ["DFlashDraftModel"]})
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"selector_top_k": None}, "'selector_top_k' as a whole number"),
+            ({"conv_group_size": 5}, "conv_group_size 5 does not divide hidden_size 32"),
+            ({"sample_from_anchor": True, "shift_label": False}, "sample_from_anchor and shift_label must be true or false"),
+        ],
+    )
+    def test_impossible_configs(self, changes: dict[str, Any], message: str) -> None:
+        raw = raw_2()
+        with pytest.raises(ModelFileError, match=message):
+            DFlashConfig.from_json({**raw, "dflash_config": {**raw["dflash_config"], **changes}})
+
+    def test_a_missing_codebook_is_named(self, tmp_path: Path) -> None:
+        DFlash2Drafter(network_2(raw_2())).save(tmp_path / "drafter")
+        tensors = load_file(file := tmp_path / "drafter/model.safetensors")
+        save_file({name: tensor for name, tensor in tensors.items() if "predecessor" not in name}, file)
+        with pytest.raises(ModelFileError, match=r"'candidate_selector.predecessor_codebook' has shape None"):
+            read_drafter(tmp_path / "drafter")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("version", [1, 2])
+def test_slots_that_say_the_token_behind_them(version: int, kind: Any) -> None:
+    """With the flag a block of 8 drafts 8, the first from the anchor's own slot: the same hidden states, one slot earlier."""
+    target = tiny_target(kind=kind)
+    blocks = []
+    for flag in (False, True):
+        raw = (raw_2 if version == 2 else raw_config)(sample_from_anchor=flag)
+        network = (
+            DFlashNetwork.random(DFlashConfig.from_json(raw))
+            if version == 1
+            else DFlash2Network.random(DFlashConfig.from_json(raw))
+        )
+        loud_(network)
+        if isinstance(network, DFlash2Network):
+            books_of(network)[1].data.zero_()
+        drafter = dflash2.drafter_of(network)
+        ready(target, drafter)
+        blocks.append(drafter.propose(Batch([admit(target, drafter, PROMPT, SamplingParams(max_tokens=40))])).tokens_B[0])
+        assert generate(target, drafter, [PROMPT], 30)[0] == generate(target, NoDrafter(), [PROMPT], 30)[0]
+    assert len(blocks[1]) == 8 and blocks[1][1:] == blocks[0]
+
+
+def test_nothing_is_drafted_from_scores_that_are_not_finite() -> None:
+    target = tiny_target()
+    broken = network_2(raw_2())
+    with torch.no_grad():
+        broken.norm.weight[0] = float("nan")
+    drafter = DFlash2Drafter(broken)
+    ready(target, drafter)
+    rows = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8)]
+    block = drafter.propose(Batch([admit(target, drafter, PROMPT, params) for params in rows]))
+    assert block.tokens_B == [[], []] and block.probs_B == [None, None]
+
+
+def test_random_drafters_have_the_right_shape(tmp_path: Path) -> None:
+    target = tiny_target()
+    drafter = make_drafter("random-dflash2", target, head_dim=8, conv_group_size=None)
+    assert isinstance(drafter, DFlash2Drafter) and drafter.config.second is not None
+    drafter.save(tmp_path / "drafter")
+    config = json.loads((tmp_path / "drafter/config.json").read_text())
+    assert config["architectures"] == ["DFlash2DraftModel"] and config["dflash_config"]["selector_rank"] == 64

@@ -1,0 +1,161 @@
+"""DFlash 2 in the engine: plain decoding's text in chains, trees and batches; sampled answers have its distribution."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from doubles import ByteTokenizer
+from engine_runs import run
+from scipy.stats import chisquare
+from tiny_dflash import PROMPT, VOCAB, loud_, raw_config, tiny_target
+
+from paceline import types
+from paceline.draft.checkpoint import DFlashConfig, as_dflash2
+from paceline.draft.dflash2 import DFlash2Drafter, DFlash2Network, WalkedReading
+from paceline.engine.engine import Engine
+from paceline.engine.round import RuleJudge
+from paceline.model import native_lib
+from paceline.model.decoder import Decoder
+from paceline.model.logits import target_probs
+from paceline.model.native_decoder import NativeDecoder
+from paceline.model.target import ForwardBatch
+from paceline.plan import FixedPlanner
+from paceline.types import Batch, SamplingParams, Sequence
+from paceline.verify.rules import RULES
+
+PROMPTS = [PROMPT, PROMPT[:3], PROMPT[4:11], PROMPT[::-1]]
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "greedy, penalised": {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    "seeded": {"temperature": 1.0, "seed": 5},
+    "seeded, filtered": {"temperature": 0.8, "top_p": 0.9, "top_k": 5, "presence_penalty": 0.5, "seed": 7},
+}
+
+
+BUILT = pytest.mark.skipif(native_lib.load() is None, reason="the native library is not built")
+PAIRS = [
+    ("always", Decoder),
+    ("sometimes", Decoder),
+    ("never", Decoder),
+    ("its own", Decoder),
+    pytest.param("sometimes", NativeDecoder, marks=BUILT),
+]
+
+
+class Agreeing(DFlash2Drafter):
+    """Says what the texts say, at a share of the places; at the others what they do not say. The pass is the drafter's own."""
+
+    texts: dict[tuple[int, ...], list[int]]
+    """By prompt."""
+    share = 1.0
+
+    def propose(self, batch: Batch) -> Any:
+        self.told = {seq.row: self.texts[tuple(seq.tokens[: seq.prompt_len])] for seq in batch.sequences}
+        return super().propose(batch)
+
+    def _make_path(self, target: Any) -> Any:
+        path = super()._make_path(target)
+        read = path.read
+
+        def told(rows: list[int], anchors: list[int], width: int, size: int) -> Any:
+            hidden, logits = read(rows, anchors, width, size)
+            for index, row in enumerate(rows):
+                at = path.cache.lengths[row] + 1
+                for slot, token in enumerate(self.told[row][at : at + width]):
+                    is_wrong = random.Random(31 * at + slot).random() >= self.share
+                    logits[index, slot, (token + is_wrong) % VOCAB] += 1e4
+            return hidden, logits
+
+        path.read = told
+        return path
+
+
+def network() -> DFlash2Network:
+    raw = as_dflash2(raw_config(), rank=5, top_k=6)
+    built = DFlash2Network.random(DFlashConfig.from_json(raw))
+    loud_(built)
+    return built
+
+
+def answers(kind: Any, params: SamplingParams, planner: FixedPlanner, drafter: Any = None) -> list[Sequence]:
+    engine = Engine(tiny_target(num_rows=4, kind=kind), ByteTokenizer(), drafter, planner=planner)
+    return run(engine, PROMPTS, params)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("agrees", "kind"), PAIRS)
+@pytest.mark.parametrize("num_nodes", [0, 12])
+def test_the_text_is_plain_decodings(num_nodes: int, agrees: str, kind: Any, way: str) -> None:
+    params = SamplingParams(max_tokens=24, **WAYS[way])
+    plain = answers(kind, params, FixedPlanner(0))
+    drafter = DFlash2Drafter(network())
+    if agrees != "its own":
+        drafter = Agreeing(network())
+        drafter.share = {"always": 1.0, "sometimes": 0.6, "never": 0.0}[agrees]
+        drafter.texts = {tuple(prompt): seq.tokens for prompt, seq in zip(PROMPTS, plain, strict=True)}
+    given = answers(kind, params, FixedPlanner(num_nodes=num_nodes), drafter)
+    assert [seq.output_ids for seq in given] == [seq.output_ids for seq in plain]
+    accepted, drafted = (
+        sum(getattr(each, name) for seq in given for each in seq.rounds) for name in ("num_accepted", "num_drafted")
+    )
+    assert drafted > 0 and all(seq.lossless for seq in given)
+    if agrees == "always" and way == "greedy":
+        assert accepted == drafted
+    elif agrees == "never" and way == "greedy" and not num_nodes:
+        assert accepted == 0
+    else:
+        assert accepted < drafted or agrees == "always"
+
+
+def expected_answers(params: SamplingParams, depth: int) -> dict[tuple[int, ...], float]:
+    """Probability of every answer, by enumeration."""
+    target = tiny_target()
+    masses: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(depth):
+        longer = {}
+        for answer, mass in masses.items():
+            tokens, row = PROMPT + list(answer), target.cache.allocate()
+            logits_TV = target.forward(ForwardBatch([row], [0], [len(tokens)], tokens, "last")).logits_TV
+            target.cache.free(row)
+            for token, share in enumerate(target_probs(logits_TV[-1:], params)[0].tolist()):
+                if share > 0:
+                    longer[(*answer, token)] = mass * share
+        masses = longer
+    return masses
+
+
+def p_value(rule: str, monkeypatch: pytest.MonkeyPatch, num_samples: int = 900) -> float:
+    """Chi-square of answers without a seed, whose drafts are drawn from the selector's own distribution."""
+    numbers = random.Random(4)
+    monkeypatch.setattr(types.os, "urandom", numbers.randbytes)
+    params = SamplingParams(temperature=0.7, top_k=3, max_tokens=4)
+    drafter = DFlash2Drafter(network())
+    engine = Engine(tiny_target(num_rows=30), ByteTokenizer(), drafter, judge=RuleJudge(RULES[rule]))
+    found = run(engine, [PROMPT] * num_samples, params)
+    assert sum(each.num_accepted for seq in found for each in seq.rounds) > num_samples / 8, "the test needs drafts that stand"
+    counts, expected = Counter(tuple(seq.output_ids) for seq in found), expected_answers(params, 4)
+    assert set(counts) <= set(expected)
+    common = [answer for answer, mass in expected.items() if mass * num_samples >= 5]
+    observed, masses = [counts[each] for each in common], [expected[each] * num_samples for each in common]
+    observed, masses = [*observed, num_samples - sum(observed)], [*masses, num_samples - sum(masses)]
+    return float(chisquare(observed, masses).pvalue)
+
+
+@pytest.mark.parametrize("rule", ["block", "rejection"])
+def test_sampled_answers_have_the_targets_distribution(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert p_value(rule, monkeypatch) > 0.001
+
+
+def test_a_proposal_that_drafts_were_not_drawn_from_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = WalkedReading.drawn
+
+    def wrong(self: WalkedReading, slot: int, limit: int, seq: Sequence) -> Any:
+        tokens, probs_KV, sure = drawn(self, slot, limit, seq)
+        return tokens, None if probs_KV is None else torch.full_like(probs_KV, 1.0 / VOCAB), sure
+
+    monkeypatch.setattr(WalkedReading, "drawn", wrong)
+    assert p_value("block", monkeypatch) < 1e-6

@@ -1,0 +1,169 @@
+"""Rounds with trees: the text is plain decoding's, whatever the tree; mistakes on purpose are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from doubles import ByteTokenizer, FakeTarget, TreeDrafter
+from engine_runs import run
+from torch import Tensor
+
+from paceline.engine import round as decode
+from paceline.engine.engine import Engine
+from paceline.engine.round import RuleJudge
+from paceline.learned import PassCosts
+from paceline.model.target import ForwardBatch
+from paceline.plan import AdaptivePlanner, FixedPlanner, Planner
+from paceline.types import GrammarSpec, SamplingParams, Sequence
+from paceline.verify.rules import RULES, Uniforms
+
+PROMPTS = [[1, 2], [3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7]]
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "greedy, penalised": {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    "greedy, biased": {"logit_bias": {3: 2.0, 7: -float("inf")}},
+    "sampled": {"temperature": 1.0},
+    "filtered": {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02, "top_k": 9},
+    "everything": {
+        "temperature": 1.3,
+        "top_p": 0.95,
+        "presence_penalty": 0.5,
+        "repetition_penalty": 1.4,
+        "logit_bias": {1: 0.6},
+    },
+    "with logprobs": {"temperature": 1.0, "logprobs": 3},
+}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "always": {"accuracy": 1.0},
+    "sometimes": {"accuracy": 0.7},
+    "never": {"accuracy": 0.0},
+    "wide": {"accuracy": 0.9, "width": 8, "num_drafted": 6},
+}
+
+
+def answers(planner: Planner, way: dict[str, Any], num_seeds: int = 4, **drafter: Any) -> list[Sequence]:
+    """All prompts with some seeds, several rows at a time. An answer of 24 tokens fills its row of the cache."""
+    target = FakeTarget(vocab_size=24, sharpness=1.5, num_rows=3, max_len=32)
+    draws = TreeDrafter(target, **({"accuracy": 1.0, "tap_layers": (0, 2)} | drafter))
+    engine = Engine(target, ByteTokenizer(), draws, planner=planner)
+    prompts = [prompt for prompt in PROMPTS for _ in range(num_seeds)]
+    params = [SamplingParams(seed=seed, max_tokens=24, **way) for _ in PROMPTS for seed in range(num_seeds)]
+    return run(engine, prompts, params)
+
+
+def plain(way: dict[str, Any]) -> list[Sequence]:
+    return answers(FixedPlanner(0), way)
+
+
+def tokens(sequences: list[Sequence]) -> list[list[int]]:
+    return [seq.output_ids for seq in sequences]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("num_nodes", [1, 6, 40])
+def test_the_text_is_plain_decodings(num_nodes: int, name: str, way: str) -> None:
+    expected = plain(WAYS[way])
+    given = answers(FixedPlanner(num_nodes=num_nodes), WAYS[way], **DRAFTERS[name])
+    assert tokens(given) == tokens(expected)
+    for one, other in zip(given, expected, strict=True):
+        assert one.logprobs == other.logprobs
+        assert one.lossless and len(one.logprobs) in (0, len(one.output_ids))
+    accepted = sum(each.num_accepted for seq in given for each in seq.rounds)
+    assert (accepted == 0) == (name == "never" and way == "greedy") or name == "never" or accepted > 0
+
+
+def test_a_tree_keeps_more_than_its_spine() -> None:
+    """The target's token is among three at any rank: one path finds it a third of the time, a tree of them nearly always."""
+    rounds = {}
+    for name, planner in (("chain", FixedPlanner()), ("tree", FixedPlanner(num_nodes=40))):
+        done = answers(planner, {}, accuracy=1.0, num_drafted=3) if name == "tree" else answers(planner, {}, accuracy=1 / 3)
+        rounds[name] = sum(len(seq.rounds) for seq in done)
+    assert rounds["tree"] * 1.5 < rounds["chain"]
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampled"])
+def test_an_adaptive_planner_grows_trees_where_passes_are_cheap(way: str) -> None:
+    cheap = AdaptivePlanner(PassCosts([(1, 1e-3), (64, 1.05e-3)]), grows_trees=True)
+    given = answers(cheap, WAYS[way], accuracy=0.9)
+    assert tokens(given) == tokens(plain(WAYS[way]))
+
+
+def test_rows_with_a_grammar_keep_chains_beside_trees() -> None:
+    def ask(planner: Planner) -> list[list[int]]:
+        target = FakeTarget(vocab_size=258, sharpness=1.5, num_rows=2, max_len=64)
+        drafter = TreeDrafter(target, accuracy=0.8)
+        engine = Engine(target, ByteTokenizer(), drafter, planner=planner, eos_token_ids=(257,))
+        digits = SamplingParams(max_tokens=20, grammar=GrammarSpec("regex", "[0-9]{3,8}"))
+        return tokens(run(engine, [[1, 2], [3, 4]], [digits, SamplingParams(max_tokens=20)]))
+
+    assert ask(FixedPlanner(num_nodes=12)) == ask(FixedPlanner(0))
+
+
+def test_rules_that_weigh_probabilities_and_targets_without_trees_get_chains() -> None:
+    for rule, takes in (("auto", True), ("match", True), ("rejection", False), ("block", False)):
+        assert RuleJudge(RULES[rule]).takes_trees is takes
+    target = FakeTarget(vocab_size=24, num_rows=1)
+    target.takes_trees = False
+    engine = Engine(target, ByteTokenizer(), TreeDrafter(target), planner=FixedPlanner(num_nodes=8))
+    run(engine, [[1, 2]], SamplingParams(max_tokens=9))
+    assert all(batch.parents is None for batch in target.calls)
+
+
+def by_node(judge: RuleJudge, seq: Sequence, path: list[int], slots: list[int], logits_JV: Tensor) -> int:
+    """Wrong: the number is another one at each draft of the tree, not at each position."""
+    other = Uniforms(seq.seed + 7 * sum(path), len(seq.tokens) - 1)
+    return decode.draw(logits_JV[slots[-1]], seq.params, other.sample(len(path)))
+
+
+def logits_before(judge: RuleJudge, seq: Sequence, path: list[int], slots: list[int], logits_JV: Tensor) -> int:
+    """Wrong: behind a draft it reads the logits of the one before."""
+    return decode.draw(logits_JV[slots[-2:][0]], seq.params, Uniforms.of(seq).sample(len(path)))
+
+
+def siblings_logits(judge: RuleJudge, seq: Sequence, path: list[int], slots: list[int], logits_JV: Tensor) -> int:
+    """Wrong: behind a draft it reads the logits of the node beside it."""
+    slot = min(slots[-1] + (len(slots) > 1), len(logits_JV) - 1)
+    return decode.draw(logits_JV[slot], seq.params, Uniforms.of(seq).sample(len(path)))
+
+
+@pytest.mark.parametrize("mistake", [by_node, logits_before, siblings_logits])
+def test_a_wrong_draw_is_seen(mistake: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tokens(plain(WAYS["sampled"]))
+    monkeypatch.setattr(RuleJudge, "_draw", mistake)
+    assert tokens(answers(FixedPlanner(num_nodes=12), WAYS["sampled"], accuracy=0.9)) != expected
+
+
+def test_wrong_ancestors_and_a_path_left_unmoved_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tokens(plain({}))
+    right = decode.verify_input
+
+    def all_follow_the_one_before(*args: Any, **kwargs: Any) -> ForwardBatch:
+        batch = right(*args, **kwargs)
+        batch.parents = None
+        return batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "verify_input", all_follow_the_one_before)
+        assert tokens(answers(FixedPlanner(num_nodes=12), {}, accuracy=0.9, tap_layers=())) != expected
+    with monkeypatch.context() as patch:
+        patch.setattr("doubles.FakeCache._move", lambda *_: None)
+        patch.setattr("doubles.FakeCache.check", lambda *_: None)
+        assert tokens(answers(FixedPlanner(num_nodes=12), {}, accuracy=0.9, tap_layers=())) != expected
+
+
+def test_a_row_whose_logits_are_not_finite_fails_alone() -> None:
+    target = FakeTarget(vocab_size=24, num_rows=2)
+    sound = target.logits_after
+    target.logits_after = lambda tokens: (
+        torch.full((24,), float("nan")) if len(tokens) > 8 and 3 in tokens[:1] else sound(tokens)
+    )  # pyright: ignore[reportAttributeAccessIssue]
+    drafter = TreeDrafter(target, accuracy=0.9)
+    target.greedy = lambda tokens, count: [1] * count  # pyright: ignore[reportAttributeAccessIssue]
+    engine = Engine(target, ByteTokenizer(), drafter, planner=FixedPlanner(num_nodes=12))
+    bad, good = run(engine, [[3, 1], [4, 1]], SamplingParams(max_tokens=12))
+    assert bad.finish_reason == "error" and "not finite" in str(bad.error)
+    assert good.finish_reason == "length" and len(good.output_ids) == 12

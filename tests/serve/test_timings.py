@@ -1,0 +1,85 @@
+"""`return_timings`: the parts of a request's way through the server, one after the other, are all of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from doubles import ByteTokenizer
+from live_server import Live, asked, serving, talker
+
+from paceline.serve.clock import BEFORE, Clock
+from paceline.turnaround import Timings
+from paceline.types import SamplingParams, Sequence
+
+PARTS = [*BEFORE, "queue", "prefill", "draft", "verify", "engine", "text", "send", "other"]
+PASS_S = 0.01
+
+
+def last_of(text: bytes) -> dict[str, Any]:
+    chunks = [json.loads(event[6:]) for event in text.decode().split("\n\n") if event.startswith("data: {")]
+    assert not any("timings" in chunk for chunk in chunks[:-1])
+    return chunks[-1]["timings"]
+
+
+def timed(live: Live, **more: Any) -> dict[str, float]:
+    status, body, _ = live.post("/v1/chat/completions", asked(max_tokens=20, temperature=0, return_timings=True) | more)
+    assert status == 200
+    return body["timings"] if isinstance(body, dict) else last_of(body)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_parts_add_up_and_say_who_waited(is_stream: bool) -> None:
+    """Five requests at once, two rows: of each the parts are the whole, and nothing of it is unexplained."""
+    with serving(talker(PASS_S)) as live, ThreadPoolExecutor(5) as threads:
+        timed(live)
+        told = list(threads.map(lambda _: timed(live, stream=is_stream), range(5)))
+    for each in told:
+        assert each.keys() == {*(f"{part}_s" for part in PARTS), "first_byte_s", "total_s"}
+        assert sum(each[f"{part}_s"] for part in PARTS) == pytest.approx(each["total_s"])
+        assert abs(each["other_s"]) < 0.02 * each["total_s"]
+        assert min(each.values()) > -1e-3
+        assert each["verify_s"] >= 19 * PASS_S and each["prefill_s"] >= PASS_S and each["draft_s"] < 5 * PASS_S
+        assert (each["first_byte_s"] == each["total_s"]) is not is_stream
+    waited = sorted(each["queue_s"] for each in told)
+    assert waited[-1] > 2 * 19 * PASS_S > 2 * waited[0]  # the last one waits for two others, one after the other
+
+
+def test_what_is_slow_shows_in_its_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowed(own: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*arguments: Any, **options: Any) -> Any:
+            time.sleep(0.2)
+            return own(*arguments, **options)
+
+        return slow
+
+    def slow_parts(told: dict[str, float]) -> set[str]:
+        return {part for part in PARTS if told[f"{part}_s"] > 0.15}
+
+    schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["a", "b"]}}}
+    with serving(talker()) as live:
+        assert slow_parts(timed(live, max_tokens=1, response_format=schema)) <= {"grammar"}
+        for part, owner, name in (
+            ("template", ByteTokenizer, "apply_chat_template"),
+            ("tokenizer", ByteTokenizer, "encode"),
+            ("prefill", type(live.llm.target), "forward"),
+        ):
+            with monkeypatch.context() as patched:
+                patched.setattr(owner, name, slowed(getattr(owner, name)))
+                assert slow_parts(timed(live, max_tokens=1)) == {part}
+        live.worker.info = replace(live.worker.serving(), compile=slowed(live.worker.serving().compile))
+        assert slow_parts(timed(live, max_tokens=1, response_format=schema)) == {"grammar"}
+
+
+def test_an_engine_that_tells_no_times_leaves_them_unexplained() -> None:
+    clock = Clock()
+    seq = Sequence(0, [1, 2], 1, SamplingParams(), timings=Timings(arrival_s=0.0))
+    time.sleep(0.02)
+    told = clock.timings([seq])
+    assert told["other_s"] > 0.015 and told["queue_s"] == 0.0
+    assert sum(told[f"{part}_s"] for part in PARTS) == pytest.approx(told["total_s"])

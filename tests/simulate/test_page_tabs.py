@@ -1,0 +1,208 @@
+"""The calculator page's tabs in headless Chromium: speed-up over tokens a round, and two columns of text at predicted rates.
+
+    pytest tests/simulate/test_page_tabs.py
+
+Skips without playwright or a Chromium; calculator_visit.py says what is checked after every test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench.speedup_chart import made
+from paceline.simulate.calculator import passage
+from paceline.simulate.config import ChartConfig, CostsConfig
+
+api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e .[dev]")
+expect = api.expect
+pytest_plugins = ("calculator_visit",)
+MOCKED = "#model=Qwen3.5-27B&batch=1&context=6144&overhead=rate&plain_rate=75&drafter=autoregressive&tab=tokens"
+WATCH = "#model=Qwen3.5-122B-A10B&weights=float8&experts=float8&batch=1&context=2048&overhead=rate&plain_rate=250&tab=watch"
+RUN = {
+    "model": "mine",
+    "results": [
+        {"drafter": "none", "batch": 1, "tokens_per_round": 1.0, "speedup": 1.0},
+        {"drafter": "d", "batch": 1, "tokens_per_round": 3.0, "speedup": 2.0, "accepted_histogram": [1, 2, 3]},
+        {"drafter": "d", "batch": 8, "tokens_per_round": 3.0, "speedup": 1.2, "accepted_histogram": [1, 2, 3]},
+    ],
+}
+SIZES = {"wide": {"width": 1360, "height": 900}, "narrow": {"width": 390, "height": 844}}
+INK = """() => { const canvas = document.querySelector('#tokens-chart canvas'), c = canvas.getContext('2d');
+    return new Set(new Uint32Array(c.getImageData(0, 0, canvas.width, canvas.height).data.buffer)).size; }"""
+
+
+def rows(tab: Any) -> list[list[str]]:
+    return [row.locator("th, td").all_text_contents() for row in tab.page.locator("#points tbody tr").all()]
+
+
+def test_tabs_are_chosen_by_arrow_keys_and_travel_in_the_link(visit: Any) -> None:
+    tab = visit()
+    names = {name: tab.page.locator(f"#tab-{name}") for name in ("lengths", "tokens", "watch")}
+    names["lengths"].focus()
+    for key, chosen in (
+        ("ArrowRight", "tokens"),
+        ("End", "watch"),
+        ("ArrowRight", "lengths"),
+        ("ArrowLeft", "watch"),
+        ("Home", "lengths"),
+    ):
+        tab.page.keyboard.press(key)
+        expect(names[chosen]).to_be_focused()
+        for name, each in names.items():
+            expect(each).to_have_attribute("aria-selected", str(name == chosen).lower())
+            assert each.get_attribute("tabindex") == ("0" if name == chosen else "-1")
+            panel = tab.page.locator(f"#{each.get_attribute('aria-controls')}")
+            assert panel.is_visible() == (name == chosen) and panel.get_attribute("aria-labelledby") == f"tab-{name}"
+    names["tokens"].click()
+    assert "tab=tokens" in tab.link()
+    assert visit(tab.link()).page.locator("#tokens-chart").is_visible()
+
+
+def test_the_curve_is_the_commands(visit: Any) -> None:
+    tab = visit(MOCKED)
+    chart = made(CostsConfig(model="Qwen3.5-27B", hardware="B200", plain_rate=75.0), ChartConfig(context=6144))
+    tab.page.locator("#tokens-chart .plot").focus()
+    tab.page.keyboard.press("Home")
+    for kept, speedup in chart.curve:
+        expect(tab.page.locator("#tokens-chart .where")).to_have_text(f"at {kept:g} tokens a round")
+        assert tab.page.locator("#tokens-chart output").all_text_contents() == [f"{kept:.2f}×", f"{speedup:.2f}×"]
+        tab.page.keyboard.press("ArrowRight")
+    tab.page.keyboard.press("Escape")
+    expect(tab.page.locator("#tokens-chart .where")).to_contain_text(f"{chart.slopes['roofline']:.2f} for one more")
+
+
+def test_published_points_stand_beside_the_roofline_within_a_tenth(visit: Any) -> None:
+    tab = visit()
+    tab.page.locator("#say-mocked").click()
+    expect(tab.page.locator("#panel-tokens")).to_be_visible()
+    found = [row for row in rows(tab) if "mocked" in row[0]]
+    assert [row[1:3] for row in found] == [["2.00", "1.87×"], ["4.00", "3.57×"], ["8.00", "5.63×"]]
+    assert all(abs(int(row[4].replace("−", "-").rstrip("%"))) <= 10 for row in found)
+    expect(tab.page.locator("#points-note")).to_contain_text("SGLANG_SIMULATE_ACC_LEN")
+    expect(tab.page.locator("#slopes")).to_contain_text("mocked 0.69")
+    assert tab.page.evaluate(INK) > 20
+
+
+def test_pasted_runs_are_points_of_their_batch_and_bad_json_is_told(visit: Any) -> None:
+    tab = visit(MOCKED)
+    before = len(rows(tab))
+    tab.set("runs", json.dumps(RUN))
+    found = rows(tab)
+    assert len(found) == before + 1 and found[-1][:3] == ["1: d (mine)", "3.00", "2.00×"]
+    expect(tab.page.locator("#points-note")).to_contain_text("Points at batch 8 are left out")
+    broken = json.dumps(RUN)[:-2]
+    tab.set("runs", broken)
+    expect(tab.page.locator("#results-fault")).to_contain_text("this is not JSON")
+    assert tab.page.locator("#runs").input_value() == broken and len(rows(tab)) == before
+    tab.set("runs", "")
+    expect(tab.page.locator("#results-fault")).to_be_hidden()
+    tab.set("drafter", "yours")
+    tab.set("recorded", json.dumps(RUN))
+    assert rows(tab)[-1][0] == "1: d (mine)", "what was pasted as a drafter is a point too"
+
+
+def test_built_in_points_are_those_of_the_results_they_name(visit: Any) -> None:
+    tab = visit("#tab=tokens&batch=1&measured=own")
+    kept = [row for row in rows(tab) if re.match(r"\d+: ", row[0])]
+    folder = Path(__file__).parents[2] / "experiments" / "results"
+    told = json.loads((Path(__file__).parents[2] / "paceline" / "simulate" / "measured.json").read_text())
+    expected = []
+    for name in told["sources"]:
+        for result in json.loads((folder / name).read_text())["results"]:
+            for each in result["contenders"] if result["streams"] == 1 else ():
+                if each["name"].startswith("paceline/") and each["name"] != "paceline/none":
+                    expected.append((each["tokens_per_round"], each["decode_over_plain"]["median"]))
+    assert len(kept) == len(expected) >= 8
+    for row, (tokens, speedup) in zip(kept, expected, strict=True):
+        assert float(row[1]) == pytest.approx(tokens, abs=0.0051) and float(row[2][:-1]) == pytest.approx(speedup, abs=0.0051)
+
+
+def watched(tab: Any, side: str) -> int:
+    return int(tab.page.locator(f"#watch-{side}").text_content().split()[0])
+
+
+def comes(tab: Any, count: int) -> None:
+    """Waits until the best side has more tokens than that."""
+    for _ in range(400):
+        if watched(tab, "best") > count:
+            return
+        tab.page.wait_for_timeout(25)
+    raise AssertionError(f"never more than {count} tokens")
+
+
+def test_two_columns_fill_at_predicted_rates(visit: Any) -> None:
+    tab = visit(WATCH)
+    best, count = tab.figure("speedup"), len(passage())
+    expect(tab.page.locator("#watch-note")).to_contain_text(f"250 → {tab.figure('each'):.0f} tokens/s, {best:.2f}×")
+    expect(tab.page.locator("#watch-play")).to_have_text("Play")  # it plays by itself, to its end
+    for side, rate in (("plain", 250.0), ("best", 250.0 * best)):
+        assert watched(tab, side) == count
+        found = re.search(r"([\d.]+) s", tab.page.locator(f"#watch-{side}").text_content())
+        assert found
+        seconds = float(found[1])
+        assert count / seconds == pytest.approx(rate, rel=0.05)
+        assert tab.page.locator(f"#watch-{side}-text").text_content() == "".join(passage())
+
+
+def test_it_is_paused_resumed_and_restarted(visit: Any) -> None:
+    tab = visit(WATCH)
+    play = tab.page.locator("#watch-play")
+    tab.page.locator("#watch-speed").select_option("0.1")
+    tab.page.locator("#watch-restart").click()
+    expect(play).to_have_text("Pause")
+    comes(tab, 20)
+    play.click()
+    stood = watched(tab, "plain"), watched(tab, "best")
+    assert 0 < stood[0] < stood[1]
+    tab.page.wait_for_timeout(300)
+    assert (watched(tab, "plain"), watched(tab, "best")) == stood, "it goes on while paused"
+    play.click()
+    comes(tab, stood[1])
+    play.click()
+    tab.page.locator("#watch-restart").click()
+    assert watched(tab, "best") < stood[1] + 20
+
+
+def test_nothing_plays_by_itself_where_motion_is_unwelcome(visit: Any) -> None:
+    tab = visit(WATCH, reduced_motion="reduce")
+    expect(tab.page.locator("#watch-play")).to_have_text("Play")
+    assert watched(tab, "plain") == watched(tab, "best") == len(passage())
+    tab.set("batch", "2")
+    assert watched(tab, "plain") == len(passage()) and tab.page.locator("#watch-play").text_content() == "Play"
+
+
+def test_a_closed_tab_does_not_play(visit: Any) -> None:
+    tab = visit(WATCH)
+    tab.page.locator("#watch-speed").select_option("0.1")
+    tab.page.locator("#tab-lengths").click()
+    stood = watched(tab, "plain")
+    tab.page.wait_for_timeout(300)
+    assert watched(tab, "plain") == stood
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+def test_every_tab_fits_and_is_photographed(visit: Any, tmp_path: Path, size: str, scheme: str) -> None:
+    shots = Path(os.environ.get("PACELINE_SCREENSHOTS") or tmp_path)
+    shots.mkdir(parents=True, exist_ok=True)
+    for name, link in (("tokens", f"{MOCKED}&measured=own"), ("watch", WATCH)):
+        tab = visit(link, viewport=SIZES[size], color_scheme=scheme, reduced_motion="reduce")
+        assert tab.fits(), name
+        tab.page.screenshot(path=shots / f"calculator-{name}-{size}-{scheme}.png", full_page=True)
+
+
+def test_everything_in_a_tab_is_reached_by_keys(visit: Any) -> None:
+    for link, wanted in ((MOCKED, {"measured", "runs"}), (WATCH, {"watch-play", "watch-restart", "watch-speed"})):
+        tab = visit(link, reduced_motion="reduce")
+        tab.page.locator(f"#tab-{link.rpartition('=')[2]}").focus()
+        reached = set()
+        for _ in range(6):
+            tab.page.keyboard.press("Tab")
+            reached.add(tab.page.evaluate("document.activeElement.id"))
+        assert wanted <= reached

@@ -1,0 +1,229 @@
+"""DFlash 2 in training: a start that changes nothing, the selector's loss against its formula, its stage, its codebooks."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_training import VOCAB, config, documents, embedding, head_of, tiny_decoder
+
+from paceline.cli import app
+from paceline.draft.checkpoint import read_checkpoint, write_checkpoint
+from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash2 import DFlash2Network, materialised, read_drafter
+from paceline.errors import ConfigError
+from paceline.runlog import RunFolder
+from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimConfig
+from paceline.train.dataset import Corpus
+from paceline.train.features import OnlineFeatures
+from paceline.train.loop import Trainer
+from paceline.train.losses import Head
+from paceline.train.packs import DFlashTrainable, Pack
+from paceline.train.selector import DFlash2Trainable, trainable_of
+from paceline.train.start import network_for
+
+TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1")
+SMALL: dict[str, Any] = {"num_layers": 1, "block_size": 4, "num_taps": 2}
+SECOND: dict[str, Any] = {**SMALL, "kind": "dflash2", "selector_rank": 6}
+
+
+def paceline(*words: object) -> None:
+    app([str(word) for word in words], prog_name="paceline", standalone_mode=False)
+
+
+def trainer_2(folder: Path, settings: LoopConfig | None = None, head: Head | None = None, **shape: Any) -> Trainer:
+    settings, target = settings or config(), tiny_decoder()
+    raw, network = network_for(target, "none", DrafterShape(**{**SECOND, **shape}), None, settings.seed)
+    corpus = Corpus(documents(), [])
+    features = OnlineFeatures(target, corpus.train, network.config.target_layer_ids, False)
+    drafter = trainable_of(network, raw)
+    head = head or head_of(target, network)
+    one = Trainer(drafter, corpus, features, embedding(target), head, settings, folder=folder)
+    one.heldout["heldout"] = documents(4), OnlineFeatures(target, documents(4), network.config.target_layer_ids, False)
+    return one
+
+
+def a_pack(one: Trainer) -> Pack:
+    chosen, _, _ = one.planner.step(one.state.place)
+    return one.packer.pack(chosen)
+
+
+@pytest.mark.parametrize("codebooks", ["factored", "free"])
+@pytest.mark.parametrize("is_continued", [False, True])
+def test_it_begins_as_the_v1_drafter(codebooks: str, is_continued: bool, tmp_path: Path) -> None:
+    target = tiny_decoder()
+    raw, body = network_for(target, "none", DrafterShape(**SMALL), None, 3)
+    init = None
+    if is_continued:
+        write_checkpoint(init := tmp_path / "v1", raw, body.state_dict())
+    raw_2, network = network_for(target, "none", DrafterShape(**SECOND, codebooks=codebooks), init, 3)
+    assert raw_2["architectures"] == ["DFlash2DraftModel"] and isinstance(network, DFlash2Network)
+    one = trainer_2(tmp_path)
+    pack, table = a_pack(one), one.embedding_VD
+    v1, v2 = DFlashTrainable(body, raw), trainable_of(network, raw_2)
+    hidden = v2.hidden(pack, table, False)
+    torch.testing.assert_close(hidden, v1.hidden(pack, table, False), atol=1e-6, rtol=1e-6)
+    assert torch.equal(v2.right(hidden, pack, one.head, table), v1.right(hidden, pack, one.head, table))
+
+
+def test_a_block_whose_slots_are_shifted_is_refused(tmp_path: Path) -> None:
+    raw, body = network_for(tiny_decoder(), "none", DrafterShape(**SMALL), None, 3)
+    write_checkpoint(tmp_path / "v1", {**raw, "sample_from_anchor": True}, body.state_dict())
+    with pytest.raises(ConfigError, match="say the token behind them"):
+        network_for(tiny_decoder(), "none", DrafterShape(), tmp_path / "v1", 0)
+
+
+def loud_selector(network: DFlash2Network) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for parameter in network.candidate_selector.parameters():
+        parameter.data.normal_(0, 0.5, generator=generator)
+
+
+@pytest.mark.parametrize("name", ["ce", "d-pace"])
+@pytest.mark.parametrize("columns", [None, torch.tensor([*range(20), 22])])
+def test_loss_and_figures_by_formula(name: str, columns: torch.Tensor | None, tmp_path: Path) -> None:
+    """Slot by slot: gold among the top 16 of 24, weights of all slots, a missed one left out of the sum only."""
+    one = trainer_2(tmp_path)
+    drafter, settings = one.drafter, LossConfig(name, selector=0.7)
+    assert isinstance(drafter, DFlash2Trainable)
+    loud_selector(drafter.network)
+    head = one.head if columns is None else Head(one.head.weight_VD[columns], 1.0, 0.0, columns)
+    selector, pack, table = drafter.network.candidate_selector, a_pack(one), one.embedding_VD
+    hidden_TD = torch.randn(len(pack.anchors_A) * 3, 32, generator=torch.Generator().manual_seed(0))
+    loss, metrics = drafter.selector_loss(hidden_TD, pack, head, table, settings, 11.0, is_measured=True, is_learning=True)
+    books = {each: table @ getattr(selector, f"{each}_factor").T for each in ("predecessor", "successor")}
+    ids = torch.arange(VOCAB) if columns is None else columns
+    expected, missed, right, standing = torch.zeros(()), 0, torch.zeros(3), torch.zeros(3)
+    for block, hidden_KD in enumerate(hidden_TD.unflatten(0, (-1, 3))):
+        before, prefix, all_right, rows = int(pack.anchors_A[block]), 1.0, True, []
+        for slot, hidden_D in enumerate(hidden_KD):
+            gold, valid = int(pack.slots.labels_AK[block, slot]), bool(pack.slots.valid_AK[block, slot])
+            logits_V = head.weight_VD @ hidden_D
+            place = (ids == gold).nonzero()
+            unary, chosen = logits_V.topk(16)
+            scores = unary + books["successor"][ids[chosen]] @ (
+                books["predecessor"][before] * selector.hidden_projection(hidden_D)
+            )
+            own = (ids[chosen] == gold).nonzero()
+            ce = float(
+                -torch.log_softmax(logits_V, 0)[
+                    place[0, 0] if len(place) else min(int(torch.searchsorted(ids, gold)), len(ids) - 1)
+                ]
+            )
+            prefix *= (0.5 * math.exp(-ce) + 0.5) if valid else 0.0
+            rows.append((prefix if valid else 0.0, -torch.log_softmax(scores, 0)[own[0, 0]] if valid and len(own) else None))
+            missed += valid and not len(own)
+            is_right = bool(valid and len(own) and ids[chosen[scores.argmax()]] == gold)
+            all_right = all_right and is_right
+            right[slot] += is_right
+            standing[slot] += all_right
+            before = gold if valid else 0
+        for slot, (_, own_loss) in enumerate(rows):
+            weight = math.exp(-slot / 2.0) if name == "ce" else sum(each for each, _ in rows[slot:]) / 3
+            if own_loss is not None:
+                expected = expected + weight * own_loss
+    assert missed > 0, "the test needs tokens that are not among the candidates"
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()) * 0.7 / 11.0, rel=1e-4)
+    assert metrics.picked_2K[0].tolist() == right.tolist() and metrics.picked_2K[1].tolist() == standing.tolist()
+    assert int(metrics.told_2[1]) == int(pack.slots.valid_AK.sum()) - missed
+
+
+def run_of(one: Trainer) -> tuple[list[dict[str, Any]], list[float]]:
+    """Figures of each step, and how far successors moved from zero."""
+    assert isinstance(one.drafter, DFlash2Trainable)
+    steps, moved, selector = list[dict[str, Any]](), list[float](), one.drafter.network.candidate_selector
+
+    def note(line: dict[str, Any]) -> None:
+        steps.append(line)
+        moved.append(float(selector.get_parameter("successor_factor").detach().abs().max()))
+
+    one.run(note)
+    return steps, moved
+
+
+def test_the_selector_learns_after_its_share_of_the_run(tmp_path: Path) -> None:
+    one = trainer_2(tmp_path, config(max_steps=20, selector_from=0.25, heldout_every=5))
+    steps, moved = run_of(one)
+    assert max(moved[:5]) == 0.0 < min(moved[5:])
+    kernel = one.network.state_dict()["layers.0.attention_conv.base_kernel"]
+    assert (kernel[:, 1] != 0).any(), "convolution learns all along"
+    assert "selector_lift" not in steps[3] and "selector_lift" in steps[10]
+    looks = [line["heldout"] for line in steps if "heldout" in line]
+    assert looks[0]["selector_lift"] == pytest.approx(0.0, abs=1e-6)
+    assert looks[-1]["eal"] == pytest.approx(looks[-1]["base_eal"] + looks[-1]["selector_lift"])
+
+
+def test_it_lifts_a_body_that_stays_as_it_is(tmp_path: Path) -> None:
+    """The texts go through the vocabulary in steps: what comes next is told by what came before."""
+    one = trainer_2(tmp_path, config(max_steps=100, selector_from=0.0, heldout_every=99, optim=OptimConfig(lr=2e-2)))
+    for name, parameter in one.network.named_parameters():
+        if "selector" not in name:
+            parameter.register_hook(torch.zeros_like)
+    steps, _ = run_of(one)
+    look = steps[-1]["heldout"]
+    assert look["selector_lift"] > 0.1 and look["selector_loss"] < 0.8 * math.log(16)
+
+
+def test_the_body_learns_as_without_a_selector(tmp_path: Path) -> None:
+    """Hidden states and logits are taken as they are: the same body, whatever the selector's loss weighs."""
+    bodies = []
+    for weight in (1e-3, 10.0):
+        settings = config(max_steps=6, selector_from=0.0, loss=LossConfig("ce", selector=weight), optim=OptimConfig(clip=1e9))
+        one = trainer_2(tmp_path / str(weight), settings)
+        one.run()
+        bodies.append({name: tensor for name, tensor in one.network.state_dict().items() if "selector" not in name})
+    assert all(torch.equal(bodies[0][name], bodies[1][name]) for name in bodies[0])
+
+
+def test_a_run_is_resumed_with_its_factors(tmp_path: Path) -> None:
+    def losses(one: Trainer) -> dict[int, float]:
+        steps: list[dict[str, Any]] = []
+        one.run(steps.append)
+        return {line["step"]: line["objective"] for line in steps}
+
+    settings: dict[str, Any] = {"max_steps": 6, "selector_from": 0.5}
+    whole = losses(trainer_2(tmp_path / "whole", config(**settings)))
+    part = trainer_2(tmp_path / "part", config(**settings, checkpoint_minutes=-1.0))
+    for _ in range(4):
+        part._step()
+    part.save()
+    again = trainer_2(tmp_path / "part", config(**settings))
+    assert again.resume()
+    assert list(losses(again).values()) == pytest.approx([whole[5], whole[6]], rel=1e-5)
+
+
+def test_codebooks_written_out_score_as_their_factors(tmp_path: Path) -> None:
+    one = trainer_2(tmp_path)
+    assert isinstance(one.drafter, DFlash2Trainable)
+    loud_selector(network := one.drafter.network)
+    whole = DFlash2Network.of(network.config, materialised(network.state_dict(), one.embedding_VD))
+    tokens = torch.tensor([[3, 7], [0, 23]])
+    for book in ("predecessor_codebook", "successor_codebook"):
+        made = network.candidate_selector.rows(book, tokens, one.embedding_VD)
+        torch.testing.assert_close(made, whole.candidate_selector.rows(book, tokens), atol=1e-5, rtol=1e-5)
+    assert whole.candidate_selector.get_parameter("successor_codebook").shape == (VOCAB, 6)
+
+
+def test_the_command_continues_a_v1_drafter(tmp_path: Path) -> None:
+    """v1 in, DFlash 2 out, with a draft vocabulary; served by the engine as it is teacher-forced."""
+    run, second = tmp_path / "v1", tmp_path / "v2"
+    paceline(*TINY, "--max-steps", 10, "--out", run, "--draft-vocab", 200)
+    words = ("--answers", run / "regenerate" / "answers", "--init", run / "drafter", "--out", second)
+    paceline(*TINY, "--max-steps", 30, *words, "--drafter-kind", "dflash2", "--selector-rank", 8, "--selector-from", 0.2)
+    settings, tensors = read_checkpoint(second / "drafter")
+    assert settings.second is not None and settings.second.selector_rank == 8
+    assert tensors["candidate_selector.successor_codebook"].shape == (settings.vocab_size, 8)
+    assert tensors["candidate_selector.successor_codebook"].abs().max() > 0
+    drafter = read_drafter(second / "drafter")
+    assert drafter.name == "dflash2" and drafter.draft_ids is not None
+    served = json.loads((second / "heldout.json").read_text())
+    assert served["served_of_walked"] == pytest.approx(served["teacher_forced"], rel=0.1)
+    last = list(RunFolder(second).metrics())[-1]["heldout"]
+    assert {"selector_lift", "base_eal", "recall16", "selector_loss"} <= last.keys()
+    assert DFlashDrafter.from_folder(run / "drafter").name == "dflash"
+    assert load_file(second / "drafter" / "model.safetensors").keys() == tensors.keys()
