@@ -47,6 +47,7 @@ SCRIPTS = (
     "tokens.js",
     "columns.js",
     "assumptions.js",
+    "problem.js",
     "page.js",
 )
 CHARTS = "vendor/uPlot.iife.min.js"

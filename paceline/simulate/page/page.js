@@ -7,10 +7,11 @@ import { Columns } from "./columns.js";
 import { Control } from "./controls.js";
 import { CurveEditor, curveButtons } from "./editor.js";
 import { PLACEHOLDER, serverFlags, simulateCommand } from "./flags.js";
-import { best, between, InputError, memoryNeed, predict, roundParts, roundTimes, slope, speedups, survival, verifyTimes } from "./formulas.js";
+import { best, between, InputError, slope, survival } from "./formulas.js";
 import { limitsOf, warningsOf } from "./limits.js";
+import { solve } from "./problem.js";
 import { readPoints } from "./results.js";
-import { fault, fieldFor, fieldsOf, fromHash, isUsed, ownOf, PASTED, resolve, standards, suits, toHash } from "./state.js";
+import { fault, fieldFor, fieldsOf, fromHash, isUsed, ownOf, PASTED, standards, suits, toHash } from "./state.js";
 import { Tabs } from "./tabs.js";
 import { pointRow, tokensChart, tokensView } from "./tokens.js";
 
@@ -32,34 +33,6 @@ function later(work, ms) {
 }
 
 // From a problem to what is shown
-
-const BATCHES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024];
-
-/** Of each drafter that can be predicted what `work` makes of it, null of the others. */
-const each = (drafters, work) => DRAFTERS.map(({ key }) => (drafters[key].error ? null : work(drafters[key])));
-
-/** Best speed-up of each drafter at each batch. */
-function overBatches({ shape, deployment, load, drafters }) {
-  const batches = [...new Set([...BATCHES, load.batch])].sort((one, other) => one - other);
-  const rows = batches.map((batch) => {
-    const there = { ...load, batch }, verify = verifyTimes({ shape, deployment }, there);
-    return each(drafters, ({ drafter, acceptance }) => best(speedups(acceptance, roundTimes({ shape, deployment, drafter }, there, verify))));
-  });
-  return { batches, bests: DRAFTERS.map((_, index) => rows.map((row) => row[index])) };
-}
-
-/** Every drafter's curve; the chosen one's prediction, or its error. */
-function solve(state) {
-  const found = resolve(state, fields, data), { shape, deployment, load, drafters } = found, own = drafters[state.drafter];
-  const costs = { shape, deployment, drafter: own.drafter }, verify = verifyTimes(costs, load);
-  const curves = each(drafters, ({ drafter, acceptance }) => speedups(acceptance, roundTimes({ ...costs, drafter }, load, verify)));
-  const prediction = own.error ? null : predict(costs, own.acceptance, load, verify);
-  const isFinite = [...curves.filter(Boolean).flat(), prediction?.tokens_per_s ?? 0].every(Number.isFinite);
-  if (!isFinite) throw new InputError("these sizes have no finite answer: check them");
-  const parts = prediction && verify.map((_, length) => roundParts(costs, load, length, verify[0]));
-  return { ...found, ...own, prediction, curves, parts, memory: memoryNeed(shape, deployment, load), over: overBatches(found),
-    chosen: DRAFTERS.map(({ key }) => key === state.drafter) };
-}
 
 function named() {
   return DRAFTERS.map(({ key, label }) => (key === "block" && state["block.block"] > 1 ? `in blocks of ${state["block.block"]}` : label));
@@ -283,7 +256,7 @@ function showFault(error) {
 
 function solved() {
   try {
-    return { problem: solve(state), error: null };
+    return { problem: solve(state, fields, data), error: null };
   } catch (error) {
     if (!(error instanceof InputError)) throw error;
     return { problem: null, error };
