@@ -158,4 +158,4 @@ def test_a_proposal_that_drafts_were_not_drawn_from_would_be_seen(monkeypatch: p
         return tokens, None if probs_KV is None else torch.full_like(probs_KV, 1.0 / VOCAB), sure
 
     monkeypatch.setattr(WalkedReading, "drawn", wrong)
-    assert p_value("block", monkeypatch) < 1e-6
+    assert p_value("block", monkeypatch, 300) < 1e-6

@@ -323,7 +323,7 @@ def test_greedy_says_nothing_that_cannot_be(name: str) -> None:
     [
         ("drawn", 0.02, 100_000),
         ("certain", 0.02, 5_000),
-        ("tree", 0.02, 100_000),
+        ("tree", 0.02, 20_000),
         ("greedy", 0.02, 100_000),
         ("drawn", 0.0, 2_000),
         ("tree", 0.0, 2_000),
