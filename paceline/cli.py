@@ -14,6 +14,7 @@ import typer
 import paceline
 from paceline.commands.adapt import adapt_check, adapt_gate, adapt_log, adapt_replay, adapt_watch
 from paceline.commands.advise import advise
+from paceline.commands.audit import audit
 from paceline.commands.bench import bench_decode, bench_latency, bench_lossy, bench_serving, bench_steps
 from paceline.commands.chat import chat
 from paceline.commands.compare import compare
@@ -59,7 +60,7 @@ def start(
         print(ctx.get_help())
 
 
-for _each in (generate, chat, compare, train, regenerate, evaluate, report, serve, record, synthesize):
+for _each in (generate, chat, compare, train, regenerate, evaluate, report, serve, record, audit, synthesize):
     app.command()(_each)
 for _each in (advise, simulate_serving, simulate, calculator, models):
     app.command()(_each)
