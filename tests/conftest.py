@@ -80,6 +80,10 @@ SLOW = (
     "draft/test_dflash.py::test_batched_rounds_equal_row_by_row",
     "draft/test_dflash.py::test_fifty_rounds_as_the_reference",
     "draft/test_dflash.py::test_medium_shape_as_the_reference",
+    "draft/test_eagle3.py::test_rounds_are_the_formulas",
+    "draft/test_eagle3.py::test_rounds_whose_drafts_stand_are_the_formulas",
+    "draft/test_eagle3_checkpoint.py::test_an_embedding_of_its_own_is_used",
+    "draft/test_eagle3_checkpoint.py::test_both_styles_are_the_same_drafter",
     "draft/test_training_parity.py",
     "engine/test_grammar.py::test_greedy_answers_are_constrained_plain_decodings",
     "model/test_native_decoder.py",
@@ -113,6 +117,7 @@ SLOW = (
     # the distribution of sampled answers
     "adapt/test_score.py",
     "engine/test_distribution.py",
+    "engine/test_eagle3_rounds.py",
     "engine/test_grammar.py::test_sampled_answers_have_the_constrained_distribution",
     "verify/test_block.py::test_the_real_rule_keeps_eleven_ninths",
     "verify/test_exactness.py::test_enumeration_sees_a_width_chosen_by_the_drawn_tokens",
