@@ -11,6 +11,7 @@ difference of logits by variant, and a JSON line; exit code 1 above 1e-5.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import sys
@@ -51,30 +52,29 @@ def import_package() -> Any:
     for missing in ("hs_connectors", "datasets"):
         if importlib.util.find_spec(missing) is None:
             sys.modules[missing] = _Anything(missing)
-    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    core = importlib.import_module("speculators.models.eagle3")
 
-    return Eagle3DraftModel, Eagle3SpeculatorConfig
+    return core.Eagle3DraftModel, core.Eagle3SpeculatorConfig
 
 
 def package_model(kind: str, flags: dict[str, Any], sizes: dict[str, Any]) -> Any:
-    from speculators.config import SpeculatorsConfig, VerifierConfig
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import LlamaConfig, Qwen3Config
 
     model_class, config_class = import_package()
+    parts, greedy = (importlib.import_module(f"speculators.{name}") for name in ("config", "proposals.greedy"))
     layer = (LlamaConfig if kind == "llama" else Qwen3Config)(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         max_position_embeddings=128, rms_norm_eps=1e-6, **{"num_hidden_layers": 1, **sizes},
     )  # fmt: skip
     layer._attn_implementation = "eager"
-    proposal = GreedyTokenProposalConfig(proposal_type="greedy", speculative_tokens=3)
+    proposal = greedy.GreedyTokenProposalConfig(proposal_type="greedy", speculative_tokens=3)
     config = config_class(
         transformer_layer_config=layer,
         draft_vocab_size=DRAFT_VOCAB,
         eagle_aux_hidden_state_layer_ids=[2, 4, 6],
-        speculators_config=SpeculatorsConfig(
+        speculators_config=parts.SpeculatorsConfig(
             algorithm="eagle3", proposal_methods=[proposal], default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
+            verifier=parts.VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
         ),
         **flags,
     )  # fmt: skip
