@@ -56,6 +56,7 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
     target = config.target.model
     licence = BUILTINS[target].licence.lower() if target in BUILTINS else "other"
     block, is_second = int(raw.get("block_size", 0)), ARCHITECTURE_2 in (raw.get("architectures") or [])
+    named = shlex.quote(target if target in BUILTINS else _base(target))
     kind = "DFlash 2" if is_second else "DFlash v1"
     size = (drafter / "model.safetensors").stat().st_size
     head = ["---", f"license: {licence}", f"base_model: {_base(target)}", "library_name: paceline"]
@@ -82,9 +83,9 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
         "## Use",
         "",
         "```sh",
-        f"paceline serve --model {shlex.quote(target if target in BUILTINS else _base(target))} --drafter {_folder(drafter)}",
+        f"paceline serve --model {named} --drafter {_folder(drafter)}",
         *([] if is_second else _engines(target, drafter, block)),
-        f"paceline export {_folder(drafter)} --format speculators --model {shlex.quote(target)} --out for-vllm",
+        f"paceline export {_folder(drafter)} --format speculators --model {named} --out for-vllm",
         "```",
         "",
         *_limits(raw, drafter),
