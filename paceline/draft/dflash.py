@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.draft.base import Observed
-from paceline.draft.checkpoint import DFlashConfig, check_fit, new_config, read_checkpoint, read_draft_ids, write_checkpoint
+from paceline.draft.checkpoint import DFlashConfig, check_fit, new_config, read_stored, write_checkpoint
 from paceline.draft.dflash_paths import Drafts, NativePath, TorchPath
 from paceline.draft.dflash_reading import Reading, num_finite
 from paceline.draft.tapped import TappedDrafter, features_of
@@ -134,6 +134,10 @@ class DFlashNetwork(nn.Module):
         network.load_state_dict(dict(tensors), assign=True)
         return network
 
+    def of_file(self) -> dict[str, Tensor]:
+        """Tensors by the names that its file has for them."""
+        return dict(self.state_dict())
+
     @classmethod
     def random(cls, config: DFlashConfig, seed: int = 0) -> Self:
         """Float32 weights, normal with deviation 0.02, norms one; the same for the same seed."""
@@ -172,28 +176,36 @@ class DFlashDrafter(TappedDrafter):
     is_parallel = True
     """Whether what is drafted at a slot does not depend on what was drawn before it."""
 
-    def __init__(self, network: DFlashNetwork, *, num_drafted: int | None = None, draft_ids: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        network: DFlashNetwork,
+        *,
+        num_drafted: int | None = None,
+        draft_ids: Tensor | None = None,
+        head_VD: Tensor | None = None,
+    ) -> None:
         """`num_drafted` below block_size - 1 reads fewer slots of the same block; more raise ConfigError. `draft_ids`: the only
-        tokens drafted, for a head of fewer rows."""
+        tokens drafted, for a head of fewer rows. `head_VD`: a head of its own in place of the target's, with these rows."""
         self.network, self.config = network, network.config
         self.block_size = self.config.block_size
         most = self.config.num_slots
         self.num_drafted = most if num_drafted is None else num_drafted
         if not 0 <= self.num_drafted <= most:
             raise ConfigError(f"this drafter's block of {self.block_size} drafts 0 to {most}, not {num_drafted}")
-        self.draft_ids = draft_ids
+        self.draft_ids, self.head_VD = draft_ids, head_VD
         self.tap_layers = self.config.target_layer_ids
         self._target: Target | None = None
         self._bound_cache: object | None = None
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
-        """Read a checkpoint in z-lab's format. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError."""
-        config, tensors = read_checkpoint(folder)
-        if config.second:
+        """Read a checkpoint, as `checkpoint.read_stored` does. Raises UnsupportedModelError for a DFlash 2 drafter."""
+        stored = read_stored(folder)
+        if stored.config.second:
             raise UnsupportedModelError(f"{folder} holds a DFlash 2 drafter: read it with dflash2.read_drafter")
-        network = DFlashNetwork.of(config, tensors, folder)
-        return cls(network, num_drafted=num_drafted, draft_ids=read_draft_ids(folder))
+        network = DFlashNetwork.of(stored.config, stored.tensors, folder)
+        ids, head_VD = stored.vocabulary
+        return cls(network, num_drafted=num_drafted, draft_ids=ids, head_VD=head_VD)
 
     @classmethod
     def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> DFlashDrafter:
@@ -204,12 +216,13 @@ class DFlashDrafter(TappedDrafter):
     def save(self, folder: Path | str, *, in_8_bits: bool = False) -> None:
         """Write the checkpoint; what was loaded is written back unchanged, unless `in_8_bits` rounds the matrices for a file
         that paceline alone reads. Raises CacheError."""
-        write_checkpoint(folder, self.config.raw, self.network.state_dict(), self.draft_ids, in_8_bits=in_8_bits)
+        tensors = self.network.of_file()
+        write_checkpoint(folder, self.config.raw, tensors, self.draft_ids, head_VD=self.head_VD, in_8_bits=in_8_bits)
 
     @torch.no_grad()
     def bind(self, target: Target) -> None:
         """As Drafter.bind. Bound to the same cache again it keeps its packed matrices and forgets all rows."""
-        check_fit(self.config, target, self.draft_ids)
+        check_fit(self.config, target, self.draft_ids, self.head_VD)
         if self._target is target and self._bound_cache is target.cache:
             self._path.cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
         else:
@@ -222,8 +235,8 @@ class DFlashDrafter(TappedDrafter):
     def _make_path(self, target: Target) -> TorchPath | NativePath:
         made_of = self.config, self.network.state_dict()
         if self.has_native_path and isinstance(target, NativeDecoder):
-            return NativePath(*made_of, target, self.draft_ids)
-        return TorchPath(*made_of, target, self.draft_ids)
+            return NativePath(*made_of, target, self.draft_ids, self.head_VD)
+        return TorchPath(*made_of, target, self.draft_ids, self.head_VD)
 
     def cache_bytes(self, target: Target) -> int:
         shape, max_len = self.config.shape, target.cache.max_len
@@ -236,6 +249,10 @@ class DFlashDrafter(TappedDrafter):
     def weight_bytes(self) -> int:
         own = sum(tensor.nbytes for tensor in self.network.state_dict().values())
         return own + (self._path.weight_bytes if self._target else 0)
+
+    def keep_weights(self) -> None:
+        self.head_VD = None if self.head_VD is None else self.head_VD.clone()
+        super().keep_weights()
 
     @property
     def _cache(self) -> KVCache:

@@ -31,12 +31,20 @@ class TorchPath:
     """
 
     def __init__(
-        self, config: DFlashConfig, network: Mapping[str, Tensor], target: Target, draft_ids: Tensor | None = None
+        self,
+        config: DFlashConfig,
+        network: Mapping[str, Tensor],
+        target: Target,
+        draft_ids: Tensor | None = None,
+        head_VD: Tensor | None = None,
     ) -> None:
+        """`head_VD`: a head of the drafter's own, in the place of the target's or of its rows of `draft_ids`."""
         self.config, shape = config, config.shape
         dtype, device, num_rows, max_len = target.dtype, target.device, target.cache.num_rows, target.cache.max_len
         self._target, self._dtype, self._device, self._shape = target, dtype, device, shape
-        self._head = target.head if draft_ids is None else PackedLinear(head_weight(target)[draft_ids.to(device)])
+        if head_VD is None and draft_ids is not None:
+            head_VD = head_weight(target)[draft_ids.to(device)]
+        self._head = target.head if head_VD is None else PackedLinear(head_VD.to(device, dtype))
         self._residual_dtype = torch.float32 if device.type == "cpu" else dtype
         weights = {name: tensor.detach().to(device, dtype) for name, tensor in network.items()}
         self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
@@ -122,7 +130,12 @@ class NativePath:
     """
 
     def __init__(
-        self, config: DFlashConfig, network: Mapping[str, Tensor], target: NativeDecoder, draft_ids: Tensor | None = None
+        self,
+        config: DFlashConfig,
+        network: Mapping[str, Tensor],
+        target: NativeDecoder,
+        draft_ids: Tensor | None = None,
+        head_VD: Tensor | None = None,
     ) -> None:
         self.config, shape, dtype = config, config.shape, target.dtype
         in_blocks = target.weight_format not in ("float32", "bfloat16")
@@ -134,12 +147,18 @@ class NativePath:
 
         layers, _ = build_layers(shape, weights.items(), make_layer, make_other=lambda name, weight: None)
         context = [f"layers.{index}.self_attn.{which}_proj" for which in "kv" for index in range(shape.num_layers)]
-        self._head = target.head_matrix if draft_ids is None else target.head_matrix.select(draft_ids.tolist())
+        if head_VD is not None:
+            own_VD = head_VD.to("cpu", dtype)
+            self._head = pack([quantise(own_VD, "Q8_0") if in_blocks else own_VD], dtype)
+        else:
+            self._head = target.head_matrix if draft_ids is None else target.head_matrix.select(draft_ids.tolist())
         slack, max_len = config.block_size, target.cache.max_len
         fc = pack([weights["fc.weight"]], dtype)
         context_kv = pack([weights[f"{name}.weight"] for name in context], dtype)
         matrices = [fc, context_kv, *(part for layer in layers for part in layer.values() if isinstance(part, Matrix))]
-        self.weight_bytes = sum(matrix.num_bytes for matrix in [*matrices, *([] if draft_ids is None else [self._head])])
+        self.weight_bytes = sum(
+            matrix.num_bytes for matrix in [*matrices, *([] if self._head is target.head_matrix else [self._head])]
+        )
         """As TorchPath's."""
         self._model = native_model(
             shape,

@@ -12,7 +12,7 @@ head says token i + d2t[i]; `t2d` says of every token whether the head has it. T
 from __future__ import annotations
 
 import json
-import warnings
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from paceline.model.checkpoint import check_finite, load_tensors, read_json
 from paceline.model.config import FAMILIES, DecoderConfig, decoder_config, is_whole, short, whole
 from paceline.model.target import Target
 
+log = logging.getLogger("paceline.draft")
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -302,4 +303,4 @@ def _say_unknown(config: Eagle3Config, others: Mapping[str, Tensor], folder: Pat
     keys = (config.raw.keys() | layer.keys()) - {key for name in ("shape", "eagle", "meaningless") for key in known[name]}
     for what, names in (("config.json", sorted(keys)), ("the weights", sorted(others))):
         if names:
-            warnings.warn(f"{folder}: not understood and not used, of {what}: {', '.join(names)}", stacklevel=3)
+            log.warning("%s: not understood and not used, of %s: %s", folder, what, ", ".join(names))

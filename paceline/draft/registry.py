@@ -16,7 +16,7 @@ from paceline.draft.eagle3 import Eagle3Drafter
 from paceline.draft.eagle3_checkpoint import is_eagle3
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
-from paceline.errors import ConfigError, ModelNotFoundError
+from paceline.errors import ConfigError, ModelFileError, ModelNotFoundError
 from paceline.hub import SHIPPED
 from paceline.model.backends import load_target
 from paceline.model.checkpoint import read_json
@@ -69,6 +69,16 @@ def _made(spec: str, target: Target, target_name: str, options: dict[str, Any]) 
     cache, dtype, device = target.cache, str(target.dtype).removeprefix("torch."), str(target.device)
     settings = EngineConfig(str(path), dtype=dtype, device=device, max_batch=cache.num_rows, max_len=cache.max_len)
     return SmallModelDrafter(load_target(settings), **options)
+
+
+def folder_of(name: str) -> Path:
+    """The folder of a drafter's checkpoint: a folder, a hub id, or a built-in model that has a drafter. Raises
+    ModelNotFoundError, ModelFileError for what is no drafter's."""
+    shipped = SHIPPED / name
+    folder = shipped if name == shipped.name and (shipped / "config.json").is_file() else checkpoint_of(name)
+    if not folder.is_dir() or not is_dflash(read_json(folder / "config.json")):
+        raise ModelFileError(f"{folder} holds no DFlash drafter: give a folder with the config.json of one")
+    return folder
 
 
 def checkpoint_of(name: str) -> Path:
