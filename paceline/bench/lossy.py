@@ -28,6 +28,8 @@ PLAIN, LOSSLESS = "plain decoding", "lossless"
 FEWEST = 5
 """Requests that an interval of speeds needs: fewer say nothing sure."""
 STYLE: Any = {"svg.hashsalt": "paceline", "svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
+MARKERS = "oD^vPX"
+"""Of lossy settings: the next one where the colours begin anew."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -222,7 +224,7 @@ def draw(results: list[Result]) -> str:
             for row, (name, sign) in enumerate((("score", 1.0), ("mean_tv", -1.0))):
                 axes = grid[row][column]
                 for number, each in enumerate(own):
-                    marker = "o" if not each.lossless else "s"
+                    marker = "s" if each.lossless else MARKERS[number // len(COLORS) % len(MARKERS)]
                     color = COLORS[number % len(COLORS)]
                     axes.plot(each.tokens_per_s, getattr(each, name), marker, color=color, label=each.setting)
                 best = pareto([(each.tokens_per_s, sign * getattr(each, name)) for each in own])
