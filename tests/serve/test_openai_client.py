@@ -348,26 +348,3 @@ def test_half_surrogates_are_no_text(live: Live) -> None:
     assert live.post("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "\\ud800"}]}')[0] == 400
     assert live.post("/v1/completions", b'{"prompt": "x", "max_tokens": 2, "stop": "\\ud800"}')[0] in (200, 400)
     assert live.post("/v1/completions", b'{"prompt": "x", "max_tokens": 2, "guided_regex": "\\ud800"}')[0] == 400
-
-
-@pytest.mark.parametrize("is_chat", [True, False])
-def test_token_ids_on_request(live: Live, offline: LLM, is_chat: bool) -> None:
-    """As vLLM gives them: whole, and piece by piece; nobody gets them unasked."""
-    asked: dict[str, Any] = {"messages": MESSAGES} if is_chat else {"prompt": "Once", "n": 2}
-    asked |= {"temperature": 1, "seed": 3, "max_tokens": 12}
-    path = "/v1/chat/completions" if is_chat else "/v1/completions"
-    prompt = offline.encode_chat(MESSAGES) if is_chat else offline.tokenizer.encode("Once")
-    _, body, _ = live.post(path, asked | {"return_token_ids": True})
-    for choice in body["choices"]:
-        assert choice["prompt_token_ids"] == prompt
-        said = choice["message"]["content"] if is_chat else choice["text"]
-        assert offline.tokenizer.decode(choice["token_ids"]) == said
-    assert sum(len(choice["token_ids"]) for choice in body["choices"]) == body["usage"]["completion_tokens"]
-    _, raw, _ = live.post(path, asked | {"return_token_ids": True, "stream": True})
-    pieces = [json.loads(line[6:]) for line in raw.decode().split("\n\n") if line.startswith("data: {")]
-    streamed: dict[int, list[int]] = {}
-    for choice in (piece["choices"][0] for piece in pieces):
-        streamed.setdefault(choice["index"], []).extend(choice["token_ids"])
-    assert streamed == {choice["index"]: choice["token_ids"] for choice in body["choices"]}
-    _, plain, _ = live.post(path, asked)
-    assert "token_ids" not in plain["choices"][0] and "prompt_token_ids" not in plain["choices"][0]
