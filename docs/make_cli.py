@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 
-MAKING = (("train",), ("regenerate",), ("synthesize",), ("evaluate",), ("report",))
+MAKING = (("train",), ("regenerate",), ("synthesize",), ("evaluate",), ("report",), ("export",))
 BENCH = (("bench",), ("bench", "decode"), *(("bench", name) for name in ("serving", "latency", "steps", "lossy")))
 ADAPTING = (("adapt",), *(("adapt", name) for name in ("watch", "check", "replay", "log", "gate")))
 PREDICTING = (("advise",), ("simulate",), ("simulate-serving",), ("compare",), ("calculator",))
 DRAFTERS = (("drafters",), *(("drafters", word) for word in ("list", "load", "drain", "unload")))
-SERVING = (("serve",), *DRAFTERS, ("record",), *ADAPTING)
+SERVING = (("serve",), *DRAFTERS, ("record",), ("audit",), *ADAPTING)
 COMMANDS = ((), ("generate",), ("chat",), ("models",), *BENCH, *MAKING, *SERVING, *PREDICTING)
 TARGET = Path(__file__).parent / "cli.md"
 

@@ -14,8 +14,10 @@ import typer
 import paceline
 from paceline.commands.adapt import adapt_check, adapt_gate, adapt_log, adapt_replay, adapt_watch
 from paceline.commands.advise import advise
+from paceline.commands.audit import audit
 from paceline.commands.bench import bench_decode, bench_latency, bench_lossy, bench_serving, bench_steps
 from paceline.commands.chat import chat
+from paceline.commands.checkpoints import export
 from paceline.commands.compare import compare
 from paceline.commands.drafters import drafters_drain, drafters_list, drafters_load, drafters_unload
 from paceline.commands.evaluate import evaluate, report
@@ -59,9 +61,9 @@ def start(
         print(ctx.get_help())
 
 
-for _each in (generate, chat, compare, train, regenerate, evaluate, report, serve, record, synthesize):
+for _each in (generate, chat, compare, train, regenerate, evaluate, report, serve, record, synthesize, export):
     app.command()(_each)
-for _each in (advise, simulate_serving, simulate, calculator, models):
+for _each in (advise, audit, simulate_serving, simulate, calculator, models):
     app.command()(_each)
 for _each in (bench_decode, bench_serving, bench_latency, bench_steps, bench_lossy):
     bench_app.command(_each.__name__.removeprefix("bench_"))(_each)

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 
-from paceline.draft.checkpoint import read_checkpoint, read_draft_ids, write_checkpoint
+from paceline.draft.checkpoint import read_checkpoint, read_stored, write_checkpoint
 from paceline.errors import DrafterMismatchError
-from paceline.model.checkpoint import read_json
 
 
 def blended(before: Path, trained: Path, share: float, out: Path) -> None:
@@ -24,9 +23,11 @@ def blended(before: Path, trained: Path, share: float, out: Path) -> None:
     Raises DrafterMismatchError when the two differ in more than weights, CacheError when `out` cannot be written, and what
     reading a checkpoint raises.
     """
-    (config_of_old, old), (config, new) = read_checkpoint(before), read_checkpoint(trained)
+    stored = read_stored(trained)
+    (config_of_old, old), (config, new) = read_checkpoint(before), (stored.config, stored.tensors)
     shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (old, new)]
     if config_of_old != config or shapes[0] != shapes[1]:
         raise DrafterMismatchError(f"{before} and {trained} differ in more than their weights: there is nothing between them")
     tensors = {name: torch.lerp(old[name].float(), tensor.float(), share).to(tensor.dtype) for name, tensor in new.items()}
-    write_checkpoint(out, read_json(trained / "config.json"), tensors, read_draft_ids(trained))
+    ids, head_VD = stored.vocabulary
+    write_checkpoint(out, config.raw, tensors, ids, head_VD=head_VD)

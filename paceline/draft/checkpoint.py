@@ -1,31 +1,40 @@
-"""DFlash checkpoints on disk, in z-lab's format: config.json and model.safetensors, read and written unchanged.
+"""DFlash checkpoints on disk: config.json and model.safetensors in z-lab's format, read and written unchanged, or in vLLM's
+`speculators` format (`speculators.py`), read in z-lab's words.
 
 `DFlashConfig.from_json` says what a config means (defaults as in the authors' `dflash` package, 0.1.0); the JSON object itself
-is kept, unknown keys included, and is what `write_checkpoint` writes.
+is kept, unknown keys included, and is what `write_checkpoint` writes. Keys that nothing here knows are logged as a warning.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.draft import speculators, vocabulary
 from paceline.draft.packed import PACKED, packed, read_packed
+from paceline.draft.vocabulary import ALL_TOKENS, DRAFT_IDS, Vocabulary
 from paceline.errors import CacheError, DrafterMismatchError, ModelFileError, UnsupportedModelError, reraised
 from paceline.model.checkpoint import check_finite, load_tensors, read_json
 from paceline.model.config import FAMILIES, LARGEST, TABLES, DecoderConfig, decoder_config, fraction, is_whole, short, whole
 from paceline.model.target import Target
 
 ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
-DENSE, DRAFT_IDS = "model.safetensors", "draft_ids.safetensors"
+DENSE, INDEX = "model.safetensors", "model.safetensors.index.json"
+READABLE = 0o644
+"""Of a drafter's files: servers often run as another user than the training."""
+KNOWN_KEYS: dict[str, list[str]] = json.loads(Path(__file__).with_name("known_keys.json").read_text(encoding="utf-8"))
+log = logging.getLogger("paceline.draft")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +172,20 @@ def as_dflash2(raw: Mapping[str, Any], *, rank: int = 256, top_k: int = 16) -> d
     return {**raw, "architectures": [ARCHITECTURE_2], "dflash_config": {**own, **added}}
 
 
-def check_fit(config: DFlashConfig, target: Target, draft_ids: Tensor | None = None) -> None:
+def check_fit(config: DFlashConfig, target: Target, draft_ids: Tensor | None = None, head_VD: Tensor | None = None) -> None:
     """Raises DrafterMismatchError naming both values where a drafter and a target differ."""
     last_id = -1 if draft_ids is None else int(draft_ids.max())
     wrong_layers = [layer for layer in config.target_layer_ids if not 0 <= layer < target.num_layers]
     num_layers, vocab_size = target.num_layers, target.vocab_size
+    rows = vocab_size if draft_ids is None else len(draft_ids)
+    head = [rows, target.hidden_size] if head_VD is None else list(head_VD.shape)
     checks = (
         (config.shape.hidden_size != target.hidden_size, "hidden size", config.shape.hidden_size, target.hidden_size),
         (config.vocab_size not in (None, vocab_size), "vocabulary", config.vocab_size, vocab_size),
         (config.num_target_layers not in (None, num_layers), "target layers", config.num_target_layers, num_layers),
         (config.mask_token_id >= vocab_size, "mask token", config.mask_token_id, f"{vocab_size} tokens"),
         (last_id >= vocab_size, "draft vocabulary", f"token {last_id}", f"{vocab_size} tokens"),
+        (head != [rows, target.hidden_size], "head", f"{head[0]} x {head[-1]}", f"{rows} tokens x {target.hidden_size}"),
         (bool(wrong_layers), "tapped layers", wrong_layers, f"{num_layers} layers"),
     )
     for is_wrong, what, drafter_value, target_value in checks:
@@ -190,22 +202,63 @@ def is_dflash(raw: Mapping[str, Any]) -> bool:
     return "dflash_config" in raw or "dflash" in names.lower()
 
 
-def read_checkpoint(folder: Path | str) -> tuple[DFlashConfig, dict[str, Tensor]]:
-    """Config and memory-mapped tensors of a folder; weights may be sharded, or packed in 8 bits (`packed.py`).
+@dataclass(frozen=True, slots=True)
+class StoredDrafter:
+    """What a drafter's folder holds, whichever format it is in."""
+
+    config: DFlashConfig
+    """Its `raw` is in z-lab's words."""
+    tensors: dict[str, Tensor]
+    """The network's, memory-mapped, by z-lab's names."""
+    vocabulary: Vocabulary = ALL_TOKENS
+    others: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors of the file that nothing here reads; a copy in the same format has them too."""
+    form: str = "z-lab"
+    unread: tuple[str, ...] = ()
+    """Keys of config.json that nothing here knows, and files whose contents are not read."""
+
+
+def read_stored(folder: Path | str) -> StoredDrafter:
+    """A drafter's folder; its weights may be sharded, or packed in 8 bits (`packed.py`). What is not understood is logged.
 
     Raises ModelNotFoundError, ModelFileError or UnsupportedModelError.
     """
     folder = Path(folder).expanduser()
-    config = DFlashConfig.from_json(read_json(folder / "config.json"), folder)
+    own = read_json(folder / "config.json")
+    form = "speculators" if "speculators_model_type" in own else "z-lab"
+    config = DFlashConfig.from_json(speculators.to_z_lab(own, folder) if form == "speculators" else own, folder)
     file = weights_file(folder)
-    tensors = read_packed(file) if file.name == PACKED else dict(load_tensors(folder))
+    stored = read_packed(file) if file.name == PACKED else dict(load_tensors(folder))
+    tensors, within, others = vocabulary.split(stored, folder)
     if config.shape.num_layers > len(tensors):
         raise ModelFileError(
             f"{folder} holds {len(tensors)} tensors for {config.shape.num_layers} layers: fetch the drafter again"
         )
     for name, tensor in tensors.items():
         check_finite(name, tensor, folder)
-    return config, tensors
+    unread = unread_keys(own, form) + tuple(
+        sorted(each.name for kind in ("*.pt", "*.pth", "*.bin") for each in folder.glob(kind))
+    )
+    for what in (unread, tuple(others)):
+        if what:
+            log.warning("%s: not read, as nothing here knows what to do with it: %s", folder, ", ".join(what))
+    return StoredDrafter(config, tensors, vocabulary.read_beside(folder) or within, others, form, unread)
+
+
+def unread_keys(raw: Mapping[str, Any], form: str) -> tuple[str, ...]:
+    """Keys of a config.json in this format that nothing here knows."""
+    harmless = {*KNOWN_KEYS["without effect"]}
+    inner = "dflash_config" if form == "z-lab" else "transformer_layer_config"
+    nested = raw.get(inner)
+    known = {*KNOWN_KEYS["z-lab"], *harmless}
+    found = [name for name in raw if name not in harmless | {*KNOWN_KEYS[form]}]
+    return (*found, *(f"{inner}.{name}" for name in (nested if isinstance(nested, dict) else ()) if name not in known))
+
+
+def read_checkpoint(folder: Path | str) -> tuple[DFlashConfig, dict[str, Tensor]]:
+    """Config and network of a folder, as `read_stored`."""
+    stored = read_stored(folder)
+    return stored.config, stored.tensors
 
 
 def weights_file(folder: Path) -> Path:
@@ -215,20 +268,15 @@ def weights_file(folder: Path) -> Path:
 
 
 def read_draft_ids(folder: Path | str) -> Tensor | None:
-    """The reduced draft vocabulary beside a checkpoint: int64 ids, ascending, or None. Raises ModelFileError on a damaged file.
+    """The reduced draft vocabulary of a drafter: int64 ids, ascending, or None. Raises ModelFileError on a damaged file.
 
-    The format has no place for it, so it is a file of its own, which other readers of the format do not see: they draft with
-    the same weights over the whole head.
+    z-lab's format has no place for it: there it is a file of its own, which other readers do not see. They draft with the same
+    weights over the whole head.
     """
-    file = Path(folder).expanduser() / DRAFT_IDS
-    if not file.is_file():
-        return None
-    remedy = "delete it to draft over the whole vocabulary"
-    with reraised(ModelFileError, f"{file} is damaged", remedy, SafetensorError, KeyError, OSError):
-        ids = load_file(file)["ids"].long()
-    if ids.ndim != 1 or len(ids) < 2 or int(ids[0]) < 0 or not bool((ids[1:] > ids[:-1]).all()):
-        raise ModelFileError(f"{file}: token ids must ascend: {remedy}")
-    return ids
+    folder = Path(folder).expanduser()
+    if beside := vocabulary.read_beside(folder):
+        return beside.ids
+    return None if (folder / PACKED).is_file() else vocabulary.split(dict(load_tensors(folder)), folder)[1].ids
 
 
 def write_checkpoint(
@@ -237,12 +285,14 @@ def write_checkpoint(
     tensors: Mapping[str, Tensor],
     draft_ids: Tensor | None = None,
     *,
+    head_VD: Tensor | None = None,
     in_8_bits: bool = False,
 ) -> None:
     """Write config.json and model.safetensors, or `in_8_bits` the file of `packed.py`, which paceline alone reads; a reader
-    never sees half a file, nor a new folder half filled.
+    never sees half a file, nor a new folder half filled. `head_VD`: the drafter's own head, a row for each of `draft_ids`.
 
-    Into a folder that exists the files are moved one at a time, weights first. Raises CacheError when it cannot be written.
+    Into a folder that exists the files are moved one at a time, weights first. Beside the weights stands an index that names
+    them alone: vLLM and SGLang read every *.safetensors of a folder without one. Raises CacheError when it cannot be written.
     """
     folder = Path(folder).expanduser()
     remedy = "free space or choose another folder"
@@ -251,24 +301,34 @@ def write_checkpoint(
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
             made = Path(scratch) / "drafter"
             made.mkdir()
-            contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-            if in_8_bits:
-                contiguous = packed(contiguous)
-            save_file(contiguous, made / (PACKED if in_8_bits else DENSE), metadata={"format": "pt"})
+            dense = _saved(tensors)
+            save_file(packed(dense) if in_8_bits else dense, made / (PACKED if in_8_bits else DENSE), {"format": "pt"})
+            if not in_8_bits:
+                total = sum(tensor.nbytes for tensor in dense.values())
+                index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(dense, DENSE)}
+                (made / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            if head_VD is not None and draft_ids is None:
+                draft_ids = torch.arange(len(head_VD))
             if draft_ids is not None:
-                save_file({"ids": draft_ids.cpu().contiguous()}, made / DRAFT_IDS)
+                beside = {"ids": draft_ids} if head_VD is None else {"ids": draft_ids, "head": head_VD}
+                save_file(_saved(beside), made / DRAFT_IDS)
             (made / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
             _publish(made, folder)
 
 
+def _saved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
 def _publish(made: Path, folder: Path) -> None:
     for file in made.iterdir():
+        file.chmod(READABLE)
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
     if not folder.exists():
         os.rename(made, folder)
         return
-    for name in (DENSE, PACKED, DRAFT_IDS, "config.json"):
+    for name in (DENSE, PACKED, INDEX, DRAFT_IDS, "config.json"):
         if (made / name).exists():
             os.replace(made / name, folder / name)
         else:
@@ -314,8 +374,7 @@ def _second(raw: Mapping[str, Any], own: dict[str, Any], shape: DecoderConfig, p
 def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
     if "speculators_model_type" in raw:
         raise UnsupportedModelError(
-            f"{path}: drafters in speculators format ({raw['speculators_model_type']}) are not implemented: "
-            "give a checkpoint in z-lab's format (architectures: DFlashDraftModel)"
+            f"{path}: this config is in speculators format: read its folder, which puts it into z-lab's"
         )
     names = raw.get("architectures") or [ARCHITECTURE]
     if not isinstance(names, list):

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline import rng
-from paceline.draft.checkpoint import DFlashConfig, as_dflash2, new_config, read_checkpoint, read_draft_ids, write_checkpoint
+from paceline.draft.checkpoint import DFlashConfig, StoredDrafter, as_dflash2, new_config, read_stored
 from paceline.draft.dflash import Attend, DFlashDrafter, DFlashNetwork, DraftLayer
 from paceline.draft.dflash_paths import LayerAttention, TorchPath
 from paceline.draft.dflash_reading import Reading, inverse_temperature, num_finite, scale_logits
+from paceline.draft.vocabulary import ALL_TOKENS, Vocabulary
 from paceline.errors import ModelFileError
 from paceline.model.decoder import PackedLinear
 from paceline.model.logits import sample
@@ -150,7 +151,6 @@ class DFlash2Network(DFlashNetwork):
         return cls.of(config, body | beginnings(config, seed))
 
     def of_file(self) -> dict[str, Tensor]:
-        """Tensors by the names that its file has for them."""
         names = {f"{SELECTOR}{book}": f"{SELECTOR}{book}{self.codebook_suffix}" for book in BOOKS}
         return {names.get(name, name): tensor for name, tensor in self.state_dict().items()}
 
@@ -233,19 +233,19 @@ def score(
 class DFlash2Path(TorchPath):
     """TorchPath with the convolutions, and hidden states beside the logits for the selector."""
 
-    def __init__(self, config: DFlashConfig, network: DFlash2Network, target: Target, draft_ids: Tensor | None = None) -> None:
+    def __init__(self, config: DFlashConfig, network: DFlash2Network, target: Target, own: Vocabulary = ALL_TOKENS) -> None:
         tensors = network.state_dict()
         added = {name for name in tensors if name.startswith(SELECTOR) or any(f".{conv}." in name for conv in CONVS)}
-        super().__init__(config, {name: tensors[name] for name in tensors.keys() - added}, target, draft_ids)
+        super().__init__(config, {name: tensors[name] for name in tensors.keys() - added}, target, *own)
         self._convs = [
             [self._conv(tensors, f"layers.{index}.{conv}") for conv in CONVS] for index in range(config.shape.num_layers)
         ]
         with torch.device("meta"):
             self.selector = Selector(config)
-        own = {name.removeprefix(SELECTOR): tensors[name] for name in added if name.startswith(SELECTOR)}
+        selecting = {name.removeprefix(SELECTOR): tensors[name] for name in added if name.startswith(SELECTOR)}
         # Where the weights lie on the device already, these are the network's own.
-        self.selector.load_state_dict({name: tensor.to(self._device) for name, tensor in own.items()}, assign=True)
-        self.ids = None if draft_ids is None else draft_ids.to(self._device)
+        self.selector.load_state_dict({name: tensor.to(self._device) for name, tensor in selecting.items()}, assign=True)
+        self.ids = None if own.ids is None else own.ids.to(self._device)
 
     def _conv(self, tensors: Mapping[str, Tensor], name: str) -> tuple[Tensor, PackedLinear]:
         projection = PackedLinear(tensors[f"{name}.kernel_projection.weight"].detach().to(self._device, self._dtype))
@@ -362,11 +362,8 @@ class DFlash2Drafter(DFlashDrafter):
         raw = as_dflash2(new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys), rank=rank)
         return cls(DFlash2Network.random(DFlashConfig.from_json(raw), seed), num_drafted=num_drafted)
 
-    def save(self, folder: Path | str, *, in_8_bits: bool = False) -> None:
-        write_checkpoint(folder, self.config.raw, self.network.of_file(), self.draft_ids, in_8_bits=in_8_bits)
-
     def _make_path(self, target: Target) -> DFlash2Path:
-        return DFlash2Path(self.config, self.network, target, self.draft_ids)
+        return DFlash2Path(self.config, self.network, target, Vocabulary(self.draft_ids, self.head_VD))
 
     @torch.inference_mode()
     def _read(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Reading:
@@ -392,7 +389,11 @@ def drafter_of(network: DFlashNetwork, **options: Any) -> DFlashDrafter:
 
 
 def read_drafter(folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
-    """A DFlash or DFlash 2 drafter from a checkpoint in z-lab's format. Raises ModelNotFoundError, ModelFileError or
-    UnsupportedModelError."""
-    network = network_of(*read_checkpoint(folder), folder)
-    return drafter_of(network, num_drafted=num_drafted, draft_ids=read_draft_ids(folder))
+    """A DFlash or DFlash 2 drafter from a folder. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError."""
+    return drafter_from(read_stored(folder), folder, num_drafted=num_drafted)
+
+
+def drafter_from(stored: StoredDrafter, source: Path | str = "checkpoint", *, num_drafted: int | None = None) -> DFlashDrafter:
+    """The drafter that a folder holds. Raises ModelFileError when config and weights do not fit each other."""
+    network = network_of(stored.config, stored.tensors, source)
+    return drafter_of(network, num_drafted=num_drafted, draft_ids=stored.vocabulary.ids, head_VD=stored.vocabulary.head_VD)

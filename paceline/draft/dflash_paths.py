@@ -1,18 +1,14 @@
-"""DFlash's decode paths, fused and packed for one target, in PyTorch and native; and the features that wait for them."""
+"""DFlash's decode paths, fused and packed for one target, in PyTorch and native."""
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.draft.base import Observed
 from paceline.draft.checkpoint import DFlashConfig
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
 from paceline.model.blocks import Weight, quantise
@@ -35,12 +31,20 @@ class TorchPath:
     """
 
     def __init__(
-        self, config: DFlashConfig, network: Mapping[str, Tensor], target: Target, draft_ids: Tensor | None = None
+        self,
+        config: DFlashConfig,
+        network: Mapping[str, Tensor],
+        target: Target,
+        draft_ids: Tensor | None = None,
+        head_VD: Tensor | None = None,
     ) -> None:
+        """`head_VD`: a head of the drafter's own, in the place of the target's or of its rows of `draft_ids`."""
         self.config, shape = config, config.shape
         dtype, device, num_rows, max_len = target.dtype, target.device, target.cache.num_rows, target.cache.max_len
         self._target, self._dtype, self._device, self._shape = target, dtype, device, shape
-        self._head = target.head if draft_ids is None else PackedLinear(head_weight(target)[draft_ids.to(device)])
+        if head_VD is None and draft_ids is not None:
+            head_VD = head_weight(target)[draft_ids.to(device)]
+        self._head = target.head if head_VD is None else PackedLinear(head_VD.to(device, dtype))
         self._residual_dtype = torch.float32 if device.type == "cpu" else dtype
         weights = {name: tensor.detach().to(device, dtype) for name, tensor in network.items()}
         self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
@@ -126,7 +130,12 @@ class NativePath:
     """
 
     def __init__(
-        self, config: DFlashConfig, network: Mapping[str, Tensor], target: NativeDecoder, draft_ids: Tensor | None = None
+        self,
+        config: DFlashConfig,
+        network: Mapping[str, Tensor],
+        target: NativeDecoder,
+        draft_ids: Tensor | None = None,
+        head_VD: Tensor | None = None,
     ) -> None:
         self.config, shape, dtype = config, config.shape, target.dtype
         in_blocks = target.weight_format not in ("float32", "bfloat16")
@@ -138,12 +147,18 @@ class NativePath:
 
         layers, _ = build_layers(shape, weights.items(), make_layer, make_other=lambda name, weight: None)
         context = [f"layers.{index}.self_attn.{which}_proj" for which in "kv" for index in range(shape.num_layers)]
-        self._head = target.head_matrix if draft_ids is None else target.head_matrix.select(draft_ids.tolist())
+        if head_VD is not None:
+            own_VD = head_VD.to("cpu", dtype)
+            self._head = pack([quantise(own_VD, "Q8_0") if in_blocks else own_VD], dtype)
+        else:
+            self._head = target.head_matrix if draft_ids is None else target.head_matrix.select(draft_ids.tolist())
         slack, max_len = config.block_size, target.cache.max_len
         fc = pack([weights["fc.weight"]], dtype)
         context_kv = pack([weights[f"{name}.weight"] for name in context], dtype)
         matrices = [fc, context_kv, *(part for layer in layers for part in layer.values() if isinstance(part, Matrix))]
-        self.weight_bytes = sum(matrix.num_bytes for matrix in [*matrices, *([] if draft_ids is None else [self._head])])
+        self.weight_bytes = sum(
+            matrix.num_bytes for matrix in [*matrices, *([] if self._head is target.head_matrix else [self._head])]
+        )
         """As TorchPath's."""
         self._model = native_model(
             shape,
@@ -180,42 +195,3 @@ class NativePath:
         self._model.forward(self._view, work)
         best_BK = [best[row * width : (row + 1) * width] for row in range(num_rows)]
         return best_BK, None if logits_TV is None else logits_TV.view(num_rows, width, -1)
-
-
-class PendingFeatures:
-    """Features of observed positions that are not keys and values yet, by row, oldest first and without gaps: a row that never
-    drafts never pays for them."""
-
-    def __init__(self) -> None:
-        self._rows: dict[int, deque[Observed]] = {}
-
-    def count(self, row: int) -> int:
-        waiting = self._rows.get(row)
-        return waiting[-1].start + waiting[-1].count - waiting[0].start if waiting else 0
-
-    def add(self, one: Observed) -> None:
-        """Positions that follow those the row has."""
-        self._rows.setdefault(one.sequence.row, deque()).append(one)
-
-    def take(self, row: int, most: float = math.inf) -> list[Observed]:
-        """The row's oldest `most` positions, or all: they wait no longer."""
-        waiting, taken = self._rows.get(row), list[Observed]()
-        while waiting and most:
-            one = waiting.popleft()
-            if one.count > most:
-                left = int(most)
-                waiting.appendleft(replace(one, start=one.start + left, count=one.count - left, begin=one.begin + left))
-                one = replace(one, count=left)
-            taken.append(one)
-            most -= one.count
-        return taken
-
-    def drop(self, row: int) -> None:
-        self._rows.pop(row, None)
-
-
-def features_of(observed: list[Observed]) -> Tensor:
-    """Those of all these positions, one behind the other; of a single pass from its beginning there may be more behind."""
-    if len(observed) == 1 and observed[0].begin == 0 and observed[0].taps_TF is not None:
-        return observed[0].taps_TF
-    return torch.cat([one.taps_NF for one in observed if one.taps_NF is not None])

@@ -12,9 +12,11 @@ from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.checkpoint import is_dflash
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.dflash2 import DFlash2Drafter, read_drafter
+from paceline.draft.eagle3 import Eagle3Drafter
+from paceline.draft.eagle3_checkpoint import is_eagle3
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
-from paceline.errors import ConfigError, ModelNotFoundError
+from paceline.errors import ConfigError, ModelFileError, ModelNotFoundError
 from paceline.hub import SHIPPED
 from paceline.model.backends import load_target
 from paceline.model.checkpoint import read_json
@@ -34,6 +36,7 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "ngram": lambda target, target_name, **options: NgramDrafter(**options),
     "random-dflash": lambda target, target_name, **options: DFlashDrafter.random(target, **options),
     "random-dflash2": lambda target, target_name, **options: DFlash2Drafter.random(target, **options),
+    "random-eagle3": lambda target, target_name, **options: Eagle3Drafter.random(target, **options),
 }
 
 
@@ -60,10 +63,22 @@ def _made(spec: str, target: Target, target_name: str, options: dict[str, Any]) 
     path = checkpoint_of(spec)
     if path.is_dir() and is_dflash(read_json(path / "config.json")):
         return read_drafter(path, **options)
+    if path.is_dir() and is_eagle3(read_json(path / "config.json")):
+        return Eagle3Drafter.from_folder(path, **options)
     # Whatever else it is, a language model to draft with.
     cache, dtype, device = target.cache, str(target.dtype).removeprefix("torch."), str(target.device)
     settings = EngineConfig(str(path), dtype=dtype, device=device, max_batch=cache.num_rows, max_len=cache.max_len)
     return SmallModelDrafter(load_target(settings), **options)
+
+
+def folder_of(name: str) -> Path:
+    """The folder of a drafter's checkpoint: a folder, a hub id, or a built-in model that has a drafter. Raises
+    ModelNotFoundError, ModelFileError for what is no drafter's."""
+    shipped = SHIPPED / name
+    folder = shipped if name == shipped.name and (shipped / "config.json").is_file() else checkpoint_of(name)
+    if not folder.is_dir() or not is_dflash(read_json(folder / "config.json")):
+        raise ModelFileError(f"{folder} holds no DFlash drafter: give a folder with the config.json of one")
+    return folder
 
 
 def checkpoint_of(name: str) -> Path:

@@ -56,6 +56,7 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
     target = config.target.model
     licence = BUILTINS[target].licence.lower() if target in BUILTINS else "other"
     block, is_second = int(raw.get("block_size", 0)), ARCHITECTURE_2 in (raw.get("architectures") or [])
+    named = shlex.quote(target if target in BUILTINS else _base(target))
     kind = "DFlash 2" if is_second else "DFlash v1"
     size = (drafter / "model.safetensors").stat().st_size
     head = ["---", f"license: {licence}", f"base_model: {_base(target)}", "library_name: paceline"]
@@ -82,8 +83,9 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
         "## Use",
         "",
         "```sh",
-        f"paceline serve --model {shlex.quote(target if target in BUILTINS else _base(target))} --drafter {_folder(drafter)}",
+        f"paceline serve --model {named} --drafter {_folder(drafter)}",
         *([] if is_second else _engines(target, drafter, block)),
+        f"paceline export {_folder(drafter)} --format speculators --model {named} --out for-vllm",
         "```",
         "",
         *_limits(raw, drafter),
@@ -97,6 +99,7 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
 def _engines(target: str, drafter: Path, block: int) -> list[str]:
     """How engines that know DFlash v1 are started."""
     return [
+        "# elsewhere num_speculative_tokens must be given, or SGLang's number with the anchor: there is no default for DFlash",
         f"vllm serve {shlex.quote(_base(target))} --speculative-config "
         + shlex.quote(json.dumps({"method": "dflash", "model": _folder(drafter), "num_speculative_tokens": block - 1})),
         f"python -m sglang.launch_server --model-path {shlex.quote(_base(target))} --speculative-algorithm DFLASH "
@@ -159,7 +162,8 @@ def _limits(raw: dict[str, Any], drafter: Path) -> list[str]:
         said.append("It has biases in its attention (`attention_bias`), as its target: paceline and PyPI's `dflash` read them; "
                     "vLLM and SGLang were not tried.")  # fmt: skip
     if (drafter / "draft_ids.safetensors").is_file():
-        said.append("paceline drafts among the tokens of `draft_ids.safetensors` only; other engines use the whole head.")
+        said.append("paceline drafts among the tokens of `draft_ids.safetensors` only; other engines read the same weights and "
+                    "use the whole head, unless they get what `paceline export --format speculators` writes.")  # fmt: skip
     return ["## Limits", "", " ".join(said), ""] if said else []
 
 

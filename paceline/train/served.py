@@ -121,7 +121,7 @@ def walked(target: Target, drafter: DFlashDrafter, answers: list[Document]) -> f
     trainable = trainable_of(float_network.to(target.device), config.raw)
     features = OnlineFeatures(target, documents, config.target_layer_ids, needs_final=False)
     packer = Packer(config.block_size, documents, features, target.device)
-    head, embedding_VD = head_of(target, config, drafter.draft_ids), _embedding(target)
+    head, embedding_VD = head_of(target, config, drafter.draft_ids, drafter.head_VD), _embedding(target)
     num_rounds = num_tokens = 0
     for number, document in enumerate(documents):
         places = np.arange(document.answer_start, len(document) - 1)

@@ -112,12 +112,14 @@ def init_folder(init: str | None, target_name: str) -> Path | None:
     return folder
 
 
-def head_of(target: Target, config: DFlashConfig, draft_ids: Tensor | None) -> Head:
-    """The target's head as the drafter uses it, or its rows of `draft_ids`."""
+def head_of(target: Target, config: DFlashConfig, draft_ids: Tensor | None, head_VD: Tensor | None = None) -> Head:
+    """The target's head as the drafter uses it, or its rows of `draft_ids`; or a head of the drafter's own."""
     weight_VD = head_weight(target)
     if draft_ids is not None:
         draft_ids = draft_ids.to(weight_VD.device)
         weight_VD = weight_VD[draft_ids]
+    if head_VD is not None:
+        weight_VD = head_VD.to(weight_VD)
     return Head(weight_VD, config.output_multiplier, config.final_logit_softcapping, draft_ids)
 
 

@@ -68,9 +68,9 @@ def test_folders_say_what_they_are(target: FakeTarget, tmp_path: Path) -> None:
         small.bind(FakeTarget(vocab_size=33))
 
 
-def test_a_speculators_folder_is_named_as_such(target: FakeTarget, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "dflash"}))
-    with pytest.raises(UnsupportedModelError, match="speculators format"):
+def test_other_kinds_of_speculators_are_named(target: FakeTarget, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "dflash7"}))
+    with pytest.raises(UnsupportedModelError, match="'dflash7' are not implemented in speculators format"):
         make_drafter(str(tmp_path), target)
 
 

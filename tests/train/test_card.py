@@ -38,6 +38,8 @@ def test_the_card_names_target_data_figures_and_flags(tmp_path: Path) -> None:
     assert '--speculative-config \'{"method": "dflash", "model": "run/drafter", "num_speculative_tokens": 7}\'' in text
     assert "--speculative-algorithm DFLASH" in text and "--speculative-num-draft-tokens 8" in text
     assert "vLLM and SGLang were not tried" in text
+    assert "num_speculative_tokens must be given" in text
+    assert "paceline export run/drafter --format speculators --model tiny --out for-vllm" in text
 
 
 def test_without_held_out_prompts_it_claims_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,129 @@
+"""A drafter's folder in the words of other programs: z-lab's format, or vLLM's `speculators` format.
+
+    export(read_stored(folder), "speculators", out, head_rows=rows, verifier={"name_or_path": ..., "architectures": [...]})
+
+What a format has no place for is returned in words, for whoever asked to be told. What would make another program draft
+something else in silence is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.draft import speculators, vocabulary
+from paceline.draft.checkpoint import DFlashConfig, StoredDrafter, write_checkpoint
+from paceline.errors import CacheError, ConfigError, UnsupportedModelError
+
+FORMATS = ("z-lab", "speculators")
+HeadRows = Callable[[Tensor], Tensor]
+"""Rows [n, D] of the target's head, by token ids."""
+
+
+def export(
+    stored: StoredDrafter,
+    form: str,
+    out: Path,
+    *,
+    head_rows: HeadRows | None = None,
+    verifier: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Write the drafter into a new folder; returns what was left out, or put in a key of its own, in words.
+
+    `head_rows` is needed where the format wants the head's rows of a draft vocabulary; `verifier`: name_or_path and
+    architectures of the target, as far as they are known. Raises ConfigError for a format that is none or a head that is
+    needed, UnsupportedModelError for what the format cannot say, CacheError when `out` has files or cannot be written.
+    """
+    if form not in FORMATS:
+        raise ConfigError(f"format must be one of {', '.join(FORMATS)}, not {form!r}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CacheError(f"{out} is there already: choose another folder")
+    if form == "z-lab":
+        return _as_z_lab(stored, out)
+    return _as_speculators(stored, out, head_rows, verifier or {})
+
+
+def _as_z_lab(stored: StoredDrafter, out: Path) -> list[str]:
+    write_checkpoint(out, stored.config.raw, stored.tensors)
+    ids, head_VD = stored.vocabulary
+    left_out = []
+    if ids is not None:
+        left_out.append(f"the draft vocabulary of {len(ids)} tokens: others draft among all tokens with the target's head")
+    if head_VD is not None:
+        left_out.append("the drafter's own head: others take the target's")
+    return left_out + [f"{name}: the target's own is used" for name in stored.others]
+
+
+def _as_speculators(stored: StoredDrafter, out: Path, head_rows: HeadRows | None, verifier: Mapping[str, Any]) -> list[str]:
+    config, left_out = stored.config, list[str]()
+    _check_sayable(config)
+    kind = "dflash2" if config.second else "dflash"
+    vocab_size = config.vocab_size or 0
+    ids, head_VD = stored.vocabulary
+    if config.second and ids is not None:
+        left_out.append(f"the draft vocabulary of {len(ids)} tokens: the format's DFlash 2 drafts among all tokens")
+        ids, head_VD = None, None
+    tensors = dict(stored.tensors)
+    if ids is not None:
+        if head_VD is None and head_rows is None:
+            raise ConfigError(
+                f"this drafter drafts among {len(ids)} tokens, and the format wants the target's head for them: give model"
+            )
+        rows_VD = head_VD if head_VD is not None else head_rows(ids) if head_rows else None
+        assert rows_VD is not None
+        head_VD = rows_VD.to(tensors["fc.weight"].dtype)
+        tensors |= vocabulary.as_tensors(ids, vocab_size)
+    if head_VD is not None:
+        tensors[vocabulary.HEAD] = head_VD
+    settings = {
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": config.target_layer_ids,
+        "num_slots": config.num_slots,
+        "sample_from_anchor": config.from_anchor,
+        "sliding_window_non_causal": _is_non_causal(config),
+        "draft_vocab_size": vocab_size if ids is None else len(ids),
+    }
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    raw = speculators.from_z_lab(config.raw, kind, settings, verifier, dtype)
+    write_checkpoint(out, raw, {**tensors, **stored.others})
+    if not verifier.get("name_or_path") and not raw["speculators_config"]["verifier"].get("name_or_path"):
+        left_out.append(
+            "the target's name, which was not given: vLLM needs it, as --speculative-config has the target elsewhere"
+        )
+    return left_out
+
+
+def _is_non_causal(config: DFlashConfig) -> bool:
+    """Of the layers with a window: whether a slot sees those behind it."""
+    sliding = [causal for layer, causal in enumerate(config.is_causal) if config.shape.window(layer)]
+    return not any(sliding) if sliding else bool(config.second)
+
+
+def _check_sayable(config: DFlashConfig) -> None:
+    """Raises UnsupportedModelError for a setting that the format has no word for."""
+    if not config.vocab_size:
+        raise UnsupportedModelError(
+            "config.json has no vocab_size, which the speculators format needs: write the target's in it"
+        )
+    full = [causal for layer, causal in enumerate(config.is_causal) if not config.shape.window(layer)]
+    unsayable = {
+        "is_causal on layers without a window": any(full),
+        "input_embedding_scale": config.input_embedding_scale != 1.0,
+        "output_multiplier": config.output_multiplier != 1.0,
+        "final_logit_softcapping": bool(config.final_logit_softcapping),
+    }
+    for what, is_so in unsayable.items():
+        if is_so:
+            raise UnsupportedModelError(
+                f"the speculators format has no place for {what}: others would draft something else; use z-lab's format"
+            )
+
+
+def rows_of(head_VD: Tensor) -> HeadRows:
+    """Of a head that is at hand."""
+    return lambda ids: head_VD[ids.to(head_VD.device)].to("cpu", torch.float32)
