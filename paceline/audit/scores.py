@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 
 import numpy as np
 import torch
@@ -18,8 +19,11 @@ from paceline.model.logits import target_probs
 from paceline.model.target import ForwardBatch
 from paceline.types import SamplingParams
 
+ARRAYS = tuple(each.name for each in fields(Scores) if each.name != "yes")
 CHUNK = 256
 """Positions of a pass."""
+ROWS = 8
+"""Positions that are scored at once: with more of them a large vocabulary takes hundreds of megabytes."""
 LAST_PART = 0.7
 """The cut's part of a nucleus: tokens behind this share of top-p."""
 
@@ -67,6 +71,19 @@ class Reader:
 def scores_of(logits_TV: Tensor, tokens: Sequence[int], temperature: float, top_p: float = 1.0, tie: float = 0.0) -> Scores:
     """Of an answer whose tokens were to be drawn from these logits [T, V]; logits that differ by less than `tie` count as
     equal where order decides. At temperature 0 only `gap_T` and `logprob_T` mean something."""
+    parts = [
+        _scores_of(logits_TV[start : start + ROWS], tokens[start : start + ROWS], temperature, top_p, tie)
+        for start in range(0, max(1, len(tokens)), ROWS)
+    ]
+    arrays = {name: np.concatenate([getattr(each, name) for each in parts]) for name in ARRAYS}
+    yes = {
+        name: (np.concatenate([each.yes[name][0] for each in parts]), np.concatenate([each.yes[name][1] for each in parts]))
+        for name in parts[0].yes
+    }
+    return Scores(**arrays, yes=yes)
+
+
+def _scores_of(logits_TV: Tensor, tokens: Sequence[int], temperature: float, top_p: float, tie: float) -> Scores:
     ids_T1 = torch.tensor(list(tokens), device=logits_TV.device).unsqueeze(-1)
     logits_TV = logits_TV.float()
     own_T1 = logits_TV.gather(-1, ids_T1)
