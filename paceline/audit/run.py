@@ -222,7 +222,7 @@ def _examine(auditor: Auditor) -> tuple[list[Finding], list[Group], list[Trial]]
     groups += [seeded] if seeded else []
     tests = judged(groups, config.tolerance.nats, config.false_alarms)
     findings = [
-        *checks.sampled(groups, tests, config.false_alarms),
+        *checks.sampled(groups, tests, config.false_alarms, config.tolerance.nats),
         *checks.nucleus(groups, config.tolerance),
         *findings,
         seeds,
