@@ -13,24 +13,23 @@ pass's logits into drafts; `dflash2.py` adds what DFlash 2 has more.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from paceline.draft.base import Drafter, Observed
+from paceline.draft.base import Observed
 from paceline.draft.checkpoint import DFlashConfig, check_fit, new_config, read_stored, write_checkpoint
-from paceline.draft.dflash_paths import Drafts, NativePath, PendingFeatures, TorchPath, features_of
+from paceline.draft.dflash_paths import Drafts, NativePath, TorchPath
 from paceline.draft.dflash_reading import Reading, num_finite
+from paceline.draft.tapped import TappedDrafter, features_of
 from paceline.errors import ConfigError, ModelFileError, UnsupportedModelError
 from paceline.model.checkpoint import random_weights
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import rms_norm, swiglu
+from paceline.model.kv_cache import KVCache
 from paceline.model.native_decoder import NativeDecoder, padded
 from paceline.model.target import Target
 from paceline.trees import MOST_NODES, Candidates
@@ -168,15 +167,7 @@ def visible(query_T: Tensor, key_S: Tensor, window: int | None, is_causal: bool)
     return seen if window is None else seen & (distance.abs() < window)
 
 
-MOST_PENDING = 512
-"""Positions of a row that may wait; some megabytes of features."""
-PENDING_PIECE = 32
-"""Positions that go at once when there are more: the other rows' round waits for them."""
-MOST_UNSORTED = 16
-"""Passes whose features wait together."""
-
-
-class DFlashDrafter(Drafter):
+class DFlashDrafter(TappedDrafter):
     """A DFlash v1 drafter. Greedy and seeded requests get certain drafts, sampled ones drafts with their distribution."""
 
     name = "dflash"
@@ -239,11 +230,7 @@ class DFlashDrafter(Drafter):
         self._target, self._bound_cache = target, target.cache
         self._vocab_size, self._overwrites_taps = target.vocab_size, target.overwrites_taps
         self.has_own_threads = isinstance(self._path, NativePath)
-        self._pending = PendingFeatures()
-        self._unsorted: list[list[Observed]] = []
-        """What the latest passes verified."""
-        self._fresh: set[int] = set()
-        """Rows whose sequence has just started: what they hold is another's, which the new one may adopt."""
+        self._forget_rows()
 
     def _make_path(self, target: Target) -> TorchPath | NativePath:
         made_of = self.config, self.network.state_dict()
@@ -265,71 +252,14 @@ class DFlashDrafter(Drafter):
 
     def keep_weights(self) -> None:
         self.head_VD = None if self.head_VD is None else self.head_VD.clone()
-        own = {name: tensor.clone() for name, tensor in self.network.state_dict().items()}
-        self.network.load_state_dict(own, assign=True)
+        super().keep_weights()
 
-    def start(self, seq: Sequence) -> None:
-        self._sort()
-        self._fresh.add(seq.row)
+    @property
+    def _cache(self) -> KVCache:
+        return self._path.cache
 
-    def observe(self, observed: list[Observed]) -> None:
-        """Keeps the features; they become keys and values when their row drafts: a row that does not pays next to nothing."""
-        if self._overwrites_taps:
-            observed = [replace(one, taps_TF=one.taps_NF.clone(), begin=0) for one in observed if one.taps_NF is not None]
-        self._unsorted.append(observed)
-        if len(self._unsorted) >= MOST_UNSORTED:
-            self._sort()
-
-    def _sort(self) -> None:
-        """Give what was observed of late to its rows: of many rounds at once this takes a third of the time."""
-        latest, self._unsorted = self._unsorted, []
-        for one in chain.from_iterable(latest):
-            assert one.taps_TF is not None, "the target was not asked for taps"
-            row = one.sequence.row
-            if row in self._fresh:
-                self._reset(row, 0)
-            assert one.start == self._num_observed(row), "positions must be observed once, in order"
-            self._pending.add(one)
-            if (excess := self._pending.count(row) - MOST_PENDING) > 0:
-                self._inject([row], max(excess, PENDING_PIECE))
-
-    def drop(self, seq: Sequence) -> None:
-        self._sort()
-
-    def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """As Drafter.adopt: keys and values are copied. A row keeps what it has until another sequence observes into it."""
-        self._sort()
-        self._inject([source])
-        length = min(length, self._path.cache.lengths[source])
-        if source == seq.row:
-            self._reset(source, length)
-        else:
-            self._reset(seq.row, 0)
-            self._path.cache.adopt(source, seq.row, length)
-        return length
-
-    def _reset(self, row: int, length: int) -> None:
-        self._path.cache.rollback([row], [length])
-        self._pending.drop(row)
-        self._fresh.discard(row)
-
-    def _inject(self, rows: list[int], most: float = math.inf) -> None:
-        """Make keys and values of the features that wait, of each row's oldest `most` or of all."""
-        waiting = [row for row in rows if self._pending.count(row)]
-        if not waiting:
-            return
-        taken = [self._pending.take(row, most) for row in waiting]
-        starts = [self._path.cache.lengths[row] for row in waiting]
-        counts = [sum(one.count for one in observed) for observed in taken]
-        self._path.inject(waiting, starts, counts, features_of([one for observed in taken for one in observed]))
-
-    def can_draft(self, seq: Sequence) -> bool:
-        """Whether every position before the anchor was observed."""
-        self._sort()
-        return seq.row not in self._fresh and self._num_observed(seq.row) == seq.cached_len
-
-    def _num_observed(self, row: int) -> int:
-        return self._path.cache.lengths[row] + self._pending.count(row)
+    def _take_in(self, rows: list[int], starts: list[int], counts: list[int], observed: list[Observed]) -> None:
+        self._path.inject(rows, starts, counts, features_of(observed))
 
     def propose(self, batch: Batch) -> DraftBlock:
         """As Drafter.propose; a slot whose logits are not finite numbers ends its row's drafts."""

@@ -1,18 +1,14 @@
-"""DFlash's decode paths, fused and packed for one target, in PyTorch and native; and the features that wait for them."""
+"""DFlash's decode paths, fused and packed for one target, in PyTorch and native."""
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.draft.base import Observed
 from paceline.draft.checkpoint import DFlashConfig
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
 from paceline.model.blocks import Weight, quantise
@@ -199,42 +195,3 @@ class NativePath:
         self._model.forward(self._view, work)
         best_BK = [best[row * width : (row + 1) * width] for row in range(num_rows)]
         return best_BK, None if logits_TV is None else logits_TV.view(num_rows, width, -1)
-
-
-class PendingFeatures:
-    """Features of observed positions that are not keys and values yet, by row, oldest first and without gaps: a row that never
-    drafts never pays for them."""
-
-    def __init__(self) -> None:
-        self._rows: dict[int, deque[Observed]] = {}
-
-    def count(self, row: int) -> int:
-        waiting = self._rows.get(row)
-        return waiting[-1].start + waiting[-1].count - waiting[0].start if waiting else 0
-
-    def add(self, one: Observed) -> None:
-        """Positions that follow those the row has."""
-        self._rows.setdefault(one.sequence.row, deque()).append(one)
-
-    def take(self, row: int, most: float = math.inf) -> list[Observed]:
-        """The row's oldest `most` positions, or all: they wait no longer."""
-        waiting, taken = self._rows.get(row), list[Observed]()
-        while waiting and most:
-            one = waiting.popleft()
-            if one.count > most:
-                left = int(most)
-                waiting.appendleft(replace(one, start=one.start + left, count=one.count - left, begin=one.begin + left))
-                one = replace(one, count=left)
-            taken.append(one)
-            most -= one.count
-        return taken
-
-    def drop(self, row: int) -> None:
-        self._rows.pop(row, None)
-
-
-def features_of(observed: list[Observed]) -> Tensor:
-    """Those of all these positions, one behind the other; of a single pass from its beginning there may be more behind."""
-    if len(observed) == 1 and observed[0].begin == 0 and observed[0].taps_TF is not None:
-        return observed[0].taps_TF
-    return torch.cat([one.taps_NF for one in observed if one.taps_NF is not None])

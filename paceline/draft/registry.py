@@ -12,6 +12,8 @@ from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.checkpoint import is_dflash
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.dflash2 import DFlash2Drafter, read_drafter
+from paceline.draft.eagle3 import Eagle3Drafter
+from paceline.draft.eagle3_checkpoint import is_eagle3
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.errors import ConfigError, ModelFileError, ModelNotFoundError
@@ -34,6 +36,7 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "ngram": lambda target, target_name, **options: NgramDrafter(**options),
     "random-dflash": lambda target, target_name, **options: DFlashDrafter.random(target, **options),
     "random-dflash2": lambda target, target_name, **options: DFlash2Drafter.random(target, **options),
+    "random-eagle3": lambda target, target_name, **options: Eagle3Drafter.random(target, **options),
 }
 
 
@@ -60,6 +63,8 @@ def _made(spec: str, target: Target, target_name: str, options: dict[str, Any]) 
     path = checkpoint_of(spec)
     if path.is_dir() and is_dflash(read_json(path / "config.json")):
         return read_drafter(path, **options)
+    if path.is_dir() and is_eagle3(read_json(path / "config.json")):
+        return Eagle3Drafter.from_folder(path, **options)
     # Whatever else it is, a language model to draft with.
     cache, dtype, device = target.cache, str(target.dtype).removeprefix("torch."), str(target.device)
     settings = EngineConfig(str(path), dtype=dtype, device=device, max_batch=cache.num_rows, max_len=cache.max_len)

@@ -23,7 +23,7 @@ from tiny_dflash import (
     tiny_target,
 )
 
-from paceline.draft import dflash
+from paceline.draft import tapped
 from paceline.draft.base import Observed
 from paceline.draft.checkpoint import new_config
 from paceline.draft.dflash import DFlashDrafter
@@ -145,7 +145,7 @@ def test_a_row_is_clean_after_reuse() -> None:
 
 
 def test_a_row_that_never_drafts_keeps_few_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dflash, "MOST_PENDING", 40)
+    monkeypatch.setattr(tapped, "MOST_PENDING", 40)
     target = tiny_target()
     target.overwrites_taps = False  # so that no copies are kept, which could not be counted
     drafter = DFlashDrafter(network(raw_config()))
@@ -159,7 +159,7 @@ def test_a_row_that_never_drafts_keeps_few_features(monkeypatch: pytest.MonkeyPa
         seq.tokens.append(0)
         seq.cached_len += 1
         del taps_TF
-        assert sum(each() is not None for each in kept) <= 40 + dflash.MOST_UNSORTED
+        assert sum(each() is not None for each in kept) <= 40 + tapped.MOST_UNSORTED
     assert drafter.can_draft(seq)
 
 

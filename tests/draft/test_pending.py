@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from paceline.draft.base import Observed
-from paceline.draft.dflash import PendingFeatures
+from paceline.draft.tapped import PendingFeatures
 
 
 def observed(row: int, start: int, count: int, begin: int = 0) -> Observed:

@@ -1,0 +1,273 @@
+"""EAGLE-3 against its formulas, draft by draft; rows that are shared, batched, cancelled and begun again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from round_loop import admit, generate, ready
+from tiny_dflash import HIDDEN, KINDS, PROMPT, VOCAB, tiny_target
+from tiny_eagle3 import IDS, VARIANTS, Formulas, drafter_of, loud_network, raw_eagle3
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from paceline.draft import tapped
+from paceline.draft.base import NoDrafter
+from paceline.draft.eagle3 import Eagle3Drafter
+from paceline.draft.eagle3_checkpoint import Eagle3Config, default_taps
+from paceline.draft.registry import make_drafter
+from paceline.errors import ConfigError, DrafterMismatchError
+from paceline.model.attention import Rope, rope_tables
+from paceline.model.target import ForwardBatch
+from paceline.types import Batch, SamplingParams, Take
+
+LONG = SamplingParams(max_tokens=60)
+
+
+class Recording(Eagle3Drafter):
+    """Keeps what each draft was told from: the text before it, the drafts, the logits."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.rounds: list[tuple[list[int], list[int], list[Tensor]]] = []
+
+    def propose(self, batch: Batch) -> Any:
+        self.now: dict[int, list[Tensor]] = {}
+        block = super().propose(batch)
+        for seq, tokens in zip(batch.sequences, block.tokens_B, strict=True):
+            if tokens:
+                self.rounds.append((list(seq.tokens), tokens, self.now[seq.row]))
+        return block
+
+    def _extend(self, chains: Any, logits_BV: Tensor) -> list[int]:
+        for chain, logits_V in zip(chains, logits_BV, strict=True):
+            self.now.setdefault(chain.seq.row, []).append(logits_V.clone())
+        return super()._extend(chains, logits_BV)
+
+
+def recording(raw: dict[str, Any], **options: Any) -> Recording:
+    network = loud_network(raw)
+    ids = IDS if network.config.draft_vocab_size == len(IDS) else None
+    return Recording(network, ids=ids, **options)
+
+
+def assert_formulas(drafter: Recording, kind: Any, least: int, are_best: bool = True) -> None:
+    """Every recorded draft is what the formulas say of the target's features of its text."""
+    twin = tiny_target(kind=kind)
+    twin.set_taps(drafter.tap_layers)
+    formulas = Formulas(drafter.network, twin.embed(torch.arange(VOCAB)))
+    row = twin.cache.allocate()
+    assert len(drafter.rounds) >= least
+    for tokens, drafts, logits in drafter.rounds:
+        taps = twin.forward(ForwardBatch([row], [0], [len(tokens) - 1], tokens[:-1], "none")).taps_TF.clone()
+        twin.cache.rollback([row], [0])
+        for mine, expected in zip(logits, formulas.chain(tokens, taps, drafts), strict=True):
+            torch.testing.assert_close(mine.double(), expected, atol=2e-4, rtol=2e-4)
+        assert not are_best or drafts == [int(drafter.ids[each.argmax()]) for each in logits]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rounds_are_the_formulas(name: str, kind: Any) -> None:
+    drafter = recording(raw_eagle3(**VARIANTS[name]), num_drafted=3)
+    target = tiny_target(kind=kind)
+    (answer,), rounds = generate(target, drafter, [PROMPT[:6]], 12, chunk=4)
+    assert (answer,) == tuple(generate(target, NoDrafter(), [PROMPT[:6]], 12)[0])
+    assert all(each <= 3 for found in rounds for each in found.num_drafted_B)
+    assert_formulas(drafter, kind, least=3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_whose_drafts_stand_are_the_formulas(kind: Any) -> None:
+    """Accepted drafts are read again with true features: taking the drafts' own keys would show in the next round's logits."""
+    target, drafter = tiny_target(kind=kind), recording(raw_eagle3(num_hidden_layers=2), num_drafted=4)
+    prompt = PROMPT[:5]
+    expected = generate(target, NoDrafter(), [prompt], 22)[0][0]
+    text, extend = [*prompt, *expected], drafter._extend
+
+    def knowing(chains: Any, logits_BV: Tensor) -> list[int]:
+        going = extend(chains, logits_BV)
+        for chain in chains:
+            at = len(chain.seq.tokens) + len(chain.tokens) - 1
+            chain.tokens[-1] = text[at] if at < len(text) else 0
+        return going
+
+    drafter._extend = knowing  # pyright: ignore[reportAttributeAccessIssue]
+    (answer,), rounds = generate(target, drafter, [prompt], 22)
+    assert answer == expected and sum(sum(found.num_accepted_B) for found in rounds) > 14
+    assert_formulas(drafter, kind, least=4, are_best=False)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_network_is_the_formulas(name: str) -> None:
+    """What training trains: all positions at once, and a second step behind each row's last."""
+    network = loud_network(raw_eagle3(**VARIANTS[name]))
+    config, generator = network.config, torch.Generator().manual_seed(4)
+    embedding_VD = torch.randn(VOCAB, HIDDEN, generator=generator)
+    taps_NF = torch.randn(9, config.num_taps * HIDDEN, generator=generator)
+    formulas, tokens = Formulas(network, embedding_VD), [3, 1, 4, 1, 5, 9, 2, 6, 5]
+    rope = Rope(*rope_tables(config.shape, 16))
+
+    def attend(layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> Tensor:
+        tables, window = rope.tables(list(range(1, len(query_THD) + 1))), config.shape.window(layer)
+        heads = [rope.rotate(query_THD, tables), rope.rotate(key_THD, tables), value_THD]
+        distance = torch.arange(len(query_THD))[:, None] - torch.arange(len(query_THD))
+        mask = (distance >= 0) & (distance < (window or 99))
+        out = scaled_dot_product_attention(*(each.transpose(0, 1)[None] for each in heads), attn_mask=mask, enable_gqa=True)
+        return out[0].transpose(0, 1).flatten(1)
+
+    hidden_TD = network.features(taps_NF)
+    torch.testing.assert_close(hidden_TD.double(), formulas.features(taps_NF), atol=1e-5, rtol=1e-5)
+    embedded = network.embed_tokens(torch.tensor(tokens)) if hasattr(network, "embed_tokens") else embedding_VD[tokens]
+    told_TD, normed_TD = network(embedded, hidden_TD, attend)
+    expected = formulas.run(tokens, formulas.features(taps_NF))
+    normed = formulas.norm("norm.weight", expected)
+    torch.testing.assert_close(normed_TD.double(), normed, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(told_TD.double(), normed if config.norm_output else expected, atol=1e-4, rtol=1e-4)
+
+
+def test_batched_rows_of_different_lengths_draft_what_they_draft_alone() -> None:
+    target, prompts = tiny_target(), [PROMPT, PROMPT[:3], PROMPT[4:11]]
+    drafter = recording(raw_eagle3(), num_drafted=4)
+    alone = [generate(target, drafter, [prompt], 20)[0][0] for prompt in prompts]
+    apart, drafter.rounds = sorted(drafter.rounds, key=lambda each: each[0]), []
+    together, rounds = generate(target, drafter, prompts, 20, chunk=4)
+    assert together == alone and any(len(set(found.num_drafted_B)) > 1 for found in rounds), "rows that end at different places"
+    for mine, other in zip(sorted(drafter.rounds, key=lambda each: each[0]), apart, strict=True):
+        assert mine[:2] == other[:2]
+        torch.testing.assert_close(torch.stack(mine[2]), torch.stack(other[2]), atol=1e-4, rtol=1e-3)
+
+
+def test_how_many_are_drafted_follows_what_is_asked() -> None:
+    target, drafter = tiny_target(), drafter_of(loud_network(raw_eagle3()))
+    ready(target, drafter)
+    rows = [admit(target, drafter, prompt, LONG) for prompt in (PROMPT, PROMPT[:4], PROMPT[2:9])]
+    takes = [Take("eagle3", 2), Take("eagle3", 0), Take("eagle3", 9)]
+    assert [len(tokens) for tokens in drafter.propose(Batch(rows, takes)).tokens_B] == [2, 0, 5]
+    assert drafter.num_drafted == 5
+
+
+def test_tokens_outside_the_draft_vocabulary_are_not_proposed() -> None:
+    """d2t: rows of the head are other tokens; a drawn proposal gives the others no chance."""
+    target, drafter = tiny_target(), recording(raw_eagle3(draft_vocab_size=len(IDS)))
+    ready(target, drafter)
+    greedy = admit(target, drafter, PROMPT, LONG)
+    drawn = admit(target, drafter, PROMPT, SamplingParams(max_tokens=60, temperature=0.9))
+    block = drafter.propose(Batch([greedy, drawn]))
+    assert block.tokens_B[0] == [int(IDS[each.argmax()]) for each in drafter.now[greedy.row]]
+    assert block.probs_B[0] is None and block.probs_B[1] is not None
+    outside = [token for token in range(VOCAB) if token not in IDS]
+    probs_KV = block.probs_B[1]
+    assert len(probs_KV) == 5 and float(probs_KV[:, outside].sum()) == 0.0
+    for token, probs_V, logits in zip(block.tokens_B[1], probs_KV, drafter.now[drawn.row], strict=True):
+        assert float(probs_V[token]) > 0
+        torch.testing.assert_close(probs_V[IDS], torch.softmax(logits / 0.9, -1))
+
+
+def test_a_row_is_clean_after_reuse() -> None:
+    target, drafter = tiny_target(num_rows=1), recording(raw_eagle3())
+    first = generate(target, drafter, [PROMPT], 20)
+    drafts, drafter.rounds = drafter.rounds, []
+    generate(target, drafter, [PROMPT[::-1]], 30)
+    drafter.rounds = []
+    assert generate(target, drafter, [PROMPT], 20)[0] == first[0]
+    assert [each[1] for each in drafter.rounds] == [each[1] for each in drafts]
+
+
+@pytest.mark.parametrize("source", ["another row", "its own"])
+def test_a_shared_beginning_is_taken_over_but_for_its_last_position(source: str) -> None:
+    """The last position's entry holds the token behind it, which is another here."""
+    target, drafter = tiny_target(num_rows=2), recording(raw_eagle3())
+    ready(target, drafter)
+    before = admit(target, drafter, PROMPT, LONG)
+    if source == "its own":
+        drafter.drop(before)
+        target.cache.free(before.row)
+    shared = 9
+    prompt = [*PROMPT[:shared], 10, 2, 2]
+    alone = tiny_target(num_rows=1)
+    ready(alone, other := recording(raw_eagle3()))
+    other.propose(Batch([admit(alone, other, prompt, LONG)]))
+    seq = admit_adopting(target, drafter, prompt, before.row, shared)
+    drafter.propose(Batch([seq]))
+    assert drafter.rounds[-1][:2] == other.rounds[-1][:2]
+    torch.testing.assert_close(torch.stack(drafter.rounds[-1][2]), torch.stack(other.rounds[-1][2]), atol=1e-4, rtol=1e-3)
+    if source == "another row":
+        drafter.propose(Batch([before]))  # what it lent it still has
+        assert len(drafter.rounds[-1][1]) == 5
+
+
+def admit_adopting(target: Any, drafter: Eagle3Drafter, prompt: list[int], source: int, length: int) -> Any:
+    """As the engine's prefix reuse."""
+    from paceline.draft.base import Observed
+    from paceline.types import Sequence
+
+    seq = Sequence(1, list(prompt), len(prompt), LONG)
+    seq.row = target.cache.allocate()
+    drafter.start(seq)
+    taken = drafter.adopt(seq, source, length)
+    assert taken == length - 1
+    target.cache.adopt(source, seq.row, taken)
+    out = target.forward(ForwardBatch([seq.row], [taken], [len(prompt) - taken], prompt[taken:], "last"))
+    seq.cached_len = len(prompt)
+    seq.accept([int(out.logits_TV[-1].argmax())])
+    drafter.observe([Observed(seq, taken, len(prompt) - taken, out.taps_TF)])
+    return seq
+
+
+def test_a_row_that_waits_long_drafts_as_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = []
+    for most in (512, 8):
+        monkeypatch.setattr(tapped, "MOST_PENDING", most)
+        monkeypatch.setattr(tapped, "PENDING_PIECE", 3)
+        target, drafter = tiny_target(), recording(raw_eagle3())
+        ready(target, drafter)
+        drafts.append(drafter.propose(Batch([admit(target, drafter, PROMPT * 4, LONG, chunk=5)])).tokens_B)
+    assert drafts[0] == drafts[1]
+
+
+def test_nothing_is_drafted_from_logits_that_are_not_finite() -> None:
+    broken = loud_network(raw_eagle3())
+    with torch.no_grad():
+        broken.norm.weight[0] = float("nan")
+    target, drafter = tiny_target(), drafter_of(broken)
+    ready(target, drafter)
+    rows = [admit(target, drafter, PROMPT, SamplingParams(max_tokens=9, temperature=heat)) for heat in (0.0, 0.8)]
+    block = drafter.propose(Batch(rows))
+    assert block.tokens_B == [[], []] and block.probs_B == [None, None]
+
+
+def test_taps_that_a_config_leaves_out_are_those_of_the_engines() -> None:
+    raw = {key: value for key, value in raw_eagle3().items() if "eagle" not in key or key == "architectures"}
+    assert Eagle3Config.from_json(raw).tap_layers == ()
+    drafter = drafter_of(loud_network(raw))
+    drafter.bind(tiny_target())
+    assert drafter.tap_layers == default_taps(6) == (0, 2, 4)
+    assert default_taps(36) == (1, 17, 32), "inputs of layers 2, 18 and 33, as SGLang and vLLM say"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 12}, "vocabulary: the drafter says 12, the target has 11"),
+        ({"hidden_size": 24}, "hidden size: the drafter says 24, the target has 32"),
+        ({"tap_layers": [1, 6]}, r"tapped layers: the drafter says \[6\], the target has 6 layers"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DrafterMismatchError, match=message):
+        drafter_of(loud_network(raw_eagle3(**changes))).bind(tiny_target())
+
+
+def test_random_ones_and_their_sizes() -> None:
+    target = tiny_target()
+    drafter = make_drafter("random-eagle3", target, num_drafted=2, head_dim=8)
+    assert isinstance(drafter, Eagle3Drafter) and drafter.num_drafted == 2
+    drafter.bind(target)
+    assert drafter.cache_bytes(target) == drafter._path.cache.num_bytes
+    own = sum(tensor.nbytes for tensor in drafter.network.state_dict().values())
+    assert drafter.weight_bytes == 2 * own
+    drafter.keep_weights()
+    with pytest.raises(ConfigError, match="num_drafted must be 0 or more, not -1"):
+        make_drafter("random-eagle3", target, num_drafted=-1)

@@ -1,0 +1,165 @@
+"""EAGLE-3 in the engine: plain decoding's text, in batches that come and go; sampled answers have its distribution."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from doubles import ByteTokenizer
+from engine_runs import run
+from scipy.stats import chisquare
+from tiny_dflash import KINDS, PROMPT, VOCAB, tiny_target
+from tiny_eagle3 import IDS, drafter_of, loud_network, raw_eagle3
+
+from paceline import types
+from paceline.draft.eagle3 import Eagle3Drafter
+from paceline.engine.engine import Engine
+from paceline.engine.round import RuleJudge
+from paceline.learned import PassCosts
+from paceline.model.logits import target_probs
+from paceline.model.native_decoder import NativeDecoder
+from paceline.model.target import ForwardBatch
+from paceline.plan import AdaptivePlanner, FixedPlanner, Planner
+from paceline.types import SamplingParams, Sequence
+from paceline.verify.rules import RULES
+
+PROMPTS = [PROMPT, PROMPT[:3], PROMPT[4:11], PROMPT[::-1], PROMPT[2:], PROMPT * 2]
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "greedy, penalised": {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    "seeded": {"temperature": 1.0, "seed": 5},
+    "seeded, filtered": {"temperature": 0.8, "top_p": 0.9, "top_k": 5, "presence_penalty": 0.5, "seed": 7},
+}
+
+
+def small(**keys: Any) -> Eagle3Drafter:
+    return drafter_of(loud_network(raw_eagle3(draft_vocab_size=len(IDS), **keys)))
+
+
+def answers(kind: Any, params: SamplingParams, planner: Planner, drafter: Any = None) -> list[Sequence]:
+    engine = Engine(tiny_target(num_rows=4, kind=kind), ByteTokenizer(), drafter, planner=planner)
+    return run(engine, PROMPTS, params)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_is_plain_decodings(kind: Any, way: str) -> None:
+    params = SamplingParams(max_tokens=20, **WAYS[way])
+    plain = answers(kind, params, FixedPlanner(0))
+    for planner in (FixedPlanner(most_chunk=4), AdaptivePlanner(PassCosts([(1, 1e-2), (64, 2e-2)]))):
+        given = answers(kind, params, planner, small())
+        assert [seq.output_ids for seq in given] == [seq.output_ids for seq in plain]
+        assert all(seq.lossless for seq in given)
+    assert sum(each.num_drafted for seq in answers(kind, params, FixedPlanner(), small()) for each in seq.rounds) > 100
+
+
+class Recording(Eagle3Drafter):
+    drafts: dict[tuple[int, ...], list[int]]
+
+    def propose(self, batch: Any) -> Any:
+        block = super().propose(batch)
+        self.drafts |= {
+            tuple(seq.tokens): tokens for seq, tokens in zip(batch.sequences, block.tokens_B, strict=True) if tokens
+        }
+        return block
+
+
+def conversations(engine: Engine) -> dict[int, list[int]]:
+    """Turns of conversations over few rows, shared beginnings, and requests that are cancelled in the middle."""
+    luck, texts, prompts = random.Random(3), dict[int, list[int]](), list[list[int]]()
+    base = [luck.randrange(VOCAB) for _ in range(40)]
+
+    def step() -> None:
+        for chunk in engine.step():
+            texts.setdefault(chunk.sequence.request_id, []).extend(chunk.token_ids)
+        engine.check_integrity()
+
+    for _ in range(14):
+        start = luck.choice([base, base[:25], *prompts[-2:]])
+        prompts.append(
+            [*start[: luck.randrange(20, len(start) + 1)], *(luck.randrange(VOCAB) for _ in range(luck.randrange(1, 5)))]
+        )
+        engine.add(prompts[-1], SamplingParams(max_tokens=8))
+        unwanted = engine.add([*prompts[-1], 1], SamplingParams(max_tokens=40))
+        step()
+        step()
+        engine.abort(unwanted)
+        texts.pop(unwanted, None)
+        for _ in range(luck.randrange(6)):
+            step()
+    while engine.has_work:
+        step()
+    return texts
+
+
+@pytest.mark.skipif(len(KINDS) < 2, reason="prefixes are reused beside the native pass")
+def test_rows_that_share_beginnings_and_are_cancelled_draft_as_fresh_ones() -> None:
+    """Text and drafts: what a sequence takes over is what it would have computed."""
+    found = []
+    for reuses in (True, False):
+        drafter = Recording(loud_network(raw_eagle3(draft_vocab_size=len(IDS))), ids=IDS, num_drafted=3)
+        drafter.drafts = {}
+        target = tiny_target(num_rows=3, kind=NativeDecoder)
+        engine = Engine(target, ByteTokenizer(), drafter, prefill_chunk=16)
+        engine.prefix = engine.prefix if reuses else None
+        texts = conversations(engine)
+        assert not reuses or (engine.prefix is not None and engine.prefix.num_reused > 100)
+        assert target.cache.num_free == 3
+        found.append((texts, drafter.drafts))
+    assert found[0][0] == found[1][0]
+    common = found[0][1].keys() & found[1][1].keys()
+    assert len(common) > 40
+    for text in common:
+        length = min(len(found[0][1][text]), len(found[1][1][text]))
+        assert found[0][1][text][:length] == found[1][1][text][:length]
+
+
+def expected_answers(params: SamplingParams, depth: int) -> dict[tuple[int, ...], float]:
+    """Probability of every answer, by enumeration."""
+    target = tiny_target()
+    masses: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(depth):
+        longer = {}
+        for answer, mass in masses.items():
+            tokens, row = PROMPT + list(answer), target.cache.allocate()
+            logits_TV = target.forward(ForwardBatch([row], [0], [len(tokens)], tokens, "last")).logits_TV
+            target.cache.free(row)
+            for token, share in enumerate(target_probs(logits_TV[-1:], params)[0].tolist()):
+                if share > 0:
+                    longer[(*answer, token)] = mass * share
+        masses = longer
+    return masses
+
+
+def p_value(rule: str, drafter: Eagle3Drafter, monkeypatch: pytest.MonkeyPatch, num_samples: int = 300) -> float:
+    """Chi-square of answers without a seed, whose drafts are drawn from the drafter's own distribution."""
+    numbers = random.Random(4)
+    monkeypatch.setattr(types.os, "urandom", numbers.randbytes)
+    params = SamplingParams(temperature=0.8, max_tokens=3)
+    engine = Engine(tiny_target(num_rows=30), ByteTokenizer(), drafter, judge=RuleJudge(RULES[rule]))
+    found = run(engine, [PROMPT] * num_samples, params)
+    assert sum(each.num_accepted for seq in found for each in seq.rounds) > num_samples / 12, "the test needs drafts that stand"
+    counts, expected = Counter(tuple(seq.output_ids) for seq in found), expected_answers(params, 3)
+    assert set(counts) <= set(expected)
+    common = [answer for answer, mass in expected.items() if mass * num_samples >= 5]
+    observed, masses = [counts[each] for each in common], [expected[each] * num_samples for each in common]
+    observed, masses = [*observed, num_samples - sum(observed)], [*masses, num_samples - sum(masses)]
+    return float(chisquare(observed, masses).pvalue)
+
+
+def test_sampled_answers_have_the_targets_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert p_value("block", small(), monkeypatch) > 0.001
+
+
+def test_a_proposal_that_drafts_were_not_drawn_from_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lying(Eagle3Drafter):
+        def propose(self, batch: Any) -> Any:
+            block = super().propose(batch)
+            block.probs_B = [None if each is None else torch.full_like(each, 1e-6) for each in block.probs_B]
+            return block
+
+    network = loud_network(raw_eagle3(draft_vocab_size=len(IDS)))
+    assert p_value("block", Lying(network, ids=IDS), monkeypatch) < 1e-6
