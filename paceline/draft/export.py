@@ -71,7 +71,8 @@ def _as_speculators(stored: StoredDrafter, out: Path, head_rows: HeadRows | None
     if ids is not None:
         if head_VD is None and head_rows is None:
             raise ConfigError(
-                f"this drafter drafts among {len(ids)} tokens, and the format wants the target's head for them: name it (--model)"
+                f"this drafter drafts among {len(ids)} tokens, and the format wants the target's head for them: "
+                "name it (--model)"
             )
         rows_VD = head_VD if head_VD is not None else head_rows(ids) if head_rows else None
         assert rows_VD is not None

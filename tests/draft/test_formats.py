@@ -96,7 +96,7 @@ def test_the_config_is_that_of_speculators(tmp_path: Path) -> None:
     exported(written(tmp_path / "own", raw_config(**BOTH_WAYS)), "speculators", tmp_path / "spec")
     made = json.loads((tmp_path / "spec/config.json").read_text())
     assert made.keys() == RECORDED | {"z_lab"}
-    assert made["architectures"] == ["DFlashSpeculator"] and made["aux_hidden_state_layer_ids"] == [2, 3, 4]
+    assert made["architectures"] == ["DFlashDraftModel"] and made["aux_hidden_state_layer_ids"] == [2, 3, 4]
     assert made["speculators_config"] == {
         "algorithm": "dflash",
         "default_proposal_method": "greedy",
