@@ -38,6 +38,11 @@ def export(
     architectures of the target, as far as they are known. Raises ConfigError for a format that is none or a head that is
     needed, UnsupportedModelError for what the format cannot say, CacheError when `out` has files or cannot be written.
     """
+    if form == "gguf":
+        raise UnsupportedModelError(
+            "GGUF is not written here: export z-lab's format, then convert that folder with llama.cpp's convert_hf_to_gguf.py, "
+            "whose --target-model-dir takes the target's folder"
+        )
     if form not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, not {form!r}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

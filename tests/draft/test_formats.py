@@ -140,6 +140,8 @@ def test_what_a_format_has_no_place_for_is_said_or_refused(tmp_path: Path) -> No
         exported(source, "z-lab", tmp_path / "z")
     with pytest.raises(ConfigError, match="format must be one of"):
         exported(source, "onnx", tmp_path / "onnx")
+    with pytest.raises(UnsupportedModelError, match="convert_hf_to_gguf.py"):
+        exported(source, "gguf", tmp_path / "gguf")
     for keys in ({"output_multiplier": 2.0}, {"final_logit_softcapping": 3.0}, {"is_causal": True}):
         bent = written(tmp_path / next(iter(keys)), raw_config(**keys))
         with pytest.raises(UnsupportedModelError, match="has no place for"):
