@@ -62,7 +62,7 @@ def test_what_is_left_out_is_said(drafter: Path, tmp_path: Path) -> None:
     assert "left out: the draft vocabulary of 129 tokens" in said
     with pytest.raises(ConfigError, match="target's head for them: name it"):
         run("export", str(drafter), "--out", str(tmp_path / "none"))
-    with pytest.raises(ModelFileError, match="holds no DFlash drafter"):
+    with pytest.raises(ModelFileError, match="config.json is missing"):
         run("export", str(tmp_path), "--out", str(tmp_path / "none"))
 
 
