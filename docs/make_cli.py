@@ -14,7 +14,7 @@ BENCH = (("bench",), ("bench", "decode"), *(("bench", name) for name in ("servin
 ADAPTING = (("adapt",), *(("adapt", name) for name in ("watch", "check", "replay", "log", "gate")))
 PREDICTING = (("advise",), ("simulate",), ("simulate-serving",), ("compare",), ("calculator",))
 DRAFTERS = (("drafters",), *(("drafters", word) for word in ("list", "load", "drain", "unload")))
-SERVING = (("serve",), *DRAFTERS, ("record",), *ADAPTING)
+SERVING = (("serve",), *DRAFTERS, ("record",), ("audit",), *ADAPTING)
 COMMANDS = ((), ("generate",), ("chat",), ("models",), *BENCH, *MAKING, *SERVING, *PREDICTING)
 TARGET = Path(__file__).parent / "cli.md"
 

@@ -14,6 +14,7 @@ import typer
 import paceline
 from paceline.commands.adapt import adapt_check, adapt_gate, adapt_log, adapt_replay, adapt_watch
 from paceline.commands.advise import advise
+from paceline.commands.audit import audit
 from paceline.commands.bench import bench_decode, bench_latency, bench_lossy, bench_serving, bench_steps
 from paceline.commands.chat import chat
 from paceline.commands.checkpoints import export
@@ -62,7 +63,7 @@ def start(
 
 for _each in (generate, chat, compare, train, regenerate, evaluate, report, serve, record, synthesize, export):
     app.command()(_each)
-for _each in (advise, simulate_serving, simulate, calculator, models):
+for _each in (advise, audit, simulate_serving, simulate, calculator, models):
     app.command()(_each)
 for _each in (bench_decode, bench_serving, bench_latency, bench_steps, bench_lossy):
     bench_app.command(_each.__name__.removeprefix("bench_"))(_each)

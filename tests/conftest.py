@@ -116,6 +116,8 @@ SLOW = (
     "adapt/test_real_pool.py",
     "adapt/test_drift.py::TestSeries::test_false_alarms_are_as_rare_as_theory_says",
     # the distribution of sampled answers
+    "audit/test_audit.py",
+    "audit/test_evidence.py",
     "adapt/test_score.py",
     "engine/test_distribution.py",
     "engine/test_eagle3_rounds.py",

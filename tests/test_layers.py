@@ -35,7 +35,7 @@ LAYERS = [
     {"draft", "verify"},
     {"engine"},
     {"bench", "train", "serve"},
-    {"adapt", "record"},
+    {"adapt", "audit", "record"},
     {
         "commands",
         "cli",

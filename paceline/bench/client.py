@@ -72,6 +72,7 @@ class Client:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._host, self._prefix = parts.hostname, parts.path.rstrip("/").removesuffix("/v1")
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self.has_key = key is not None
         self._headers = {"User-Agent": "paceline-bench", "Content-Type": "application/json"}
         if key is not None:
             if not key.isascii() or not key.isprintable():

@@ -45,7 +45,11 @@ class Reply(ABC):
         self._logprobs: list[TokenLogprob] = []
         self.pieces: list[dict[str, Any]] = []
         """Text and origin of each token that was not sent yet, when these are asked for."""
-        self._has_logprobs = has_logprobs
+        self._has_logprobs, self._has_ids = has_logprobs, bool(request.return_token_ids)
+        self._ids: list[int] = []
+        """Tokens that were not sent yet."""
+        self.prompt_ids: list[int] | None = None
+        """The prompt's tokens, until they are sent."""
         self._detokenizer = tokenizer.stream() if request.paceline_timings and request.stream else None
 
     def take(self, event: Event) -> None:
@@ -53,6 +57,8 @@ class Reply(ABC):
         chunk = event.chunk
         self._text += chunk.text
         self._logprobs += event.logprobs
+        if self._has_ids:
+            self._ids += chunk.token_ids
         if chunk.finish_reason is not None:
             self.sequence = chunk.sequence
         if self._detokenizer:
@@ -67,7 +73,12 @@ class Reply(ABC):
             return None
         logprobs, self._logprobs = self._logprobs, []
         told = self._shown_logprobs(logprobs) if self._has_logprobs else None
-        return {"index": self.index, **choice, "logprobs": told, "finish_reason": self._reason()}
+        shown = {"index": self.index, **choice, "logprobs": told, "finish_reason": self._reason()}
+        if not self._has_ids:
+            return shown
+        prompt, self.prompt_ids = self.prompt_ids, None
+        ids, self._ids = self._ids, []
+        return shown | {"token_ids": ids} | ({} if prompt is None else {"prompt_token_ids": prompt})
 
     def token_text(self, token: int) -> str:
         return self.tokenizer.decode([token], skip_special=False)
@@ -101,6 +112,8 @@ class Exchange:
         self._ticket, self._replies, self._request = ticket, replies, request
         self.is_stream = bool(request.stream)
         self._num_each = len(replies) // num_prompts
+        for reply, job in zip(replies, ticket.jobs, strict=True):
+            reply.prompt_ids = job.prompt_ids
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
         if not lossless or any(job.params.lossy for job in ticket.jobs):
             self._head["lossless"] = False

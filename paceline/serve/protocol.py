@@ -110,6 +110,8 @@ class Sampling(Open):
     return_metrics: bool | None = False
     """Adds `metrics.speculative_decoding`: mean_acceptance_length, draft_acceptance_rate, acceptance_histogram, drafter (the
     member of the pool that the answer had), and rounds_by_source with the figures of each source of drafts."""
+    return_token_ids: bool | None = False
+    """Adds `token_ids` to each choice, and the prompt's as `prompt_token_ids`, as vLLM does."""
     return_timings: bool | None = False
     """Adds `timings`: seconds of each part of the request's way through the server, which together are total_s. When streaming,
     in the last chunk."""

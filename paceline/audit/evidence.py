@@ -1,0 +1,243 @@
+"""Sampled answers as evidence: scores in, tests out. Pure arithmetic; no model, no server.
+
+At each position the target's distribution p, given what the server itself said before, is known. An honest server draws from
+it, so every statistic x of the drawn token has a known mean, variance and moments there, whatever the text:
+
+    surprisal    -log p(token), whose mean is the entropy; what flattens, sharpens or mixes a distribution moves it
+    likeliest    is it the likeliest token?
+    rare         is its probability below RARE?
+    cut          with top-p: does it stand in the last part of the nucleus?
+
+x - mean, summed over any positions, is a martingale, and so is
+
+    E = product over positions of exp(l * x) / sum over tokens v of p(v) exp(l * x(v))
+
+which has the expectation 1 for every l. By Markov's inequality it reaches 1 / a with a chance of at most a: **exact**, for any
+number of tokens and any shape of distribution, where "within three standard errors" would only be so in the long run. For the
+surprisal it is the likelihood ratio of the target at temperature 1 / (1 - l); the mean over several l, and over mixtures in
+which only a share of the tokens comes from elsewhere (a token slipped in now and then), is again such a number. All tests of an
+audit share its rate of false alarms (Bonferroni). Rounding is allowed for: |l| * tolerance is taken from log E at every token.
+
+Answers that are the same, token for token, are tested likewise: 1 / p(answer) for each equal pair, over all pairs of draws
+from one prompt, has an expectation of at most 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+SLOPES = (-0.4, -0.15, -0.05, 0.05, 0.15, 0.4, 1.0)
+"""l for the surprisal: temperatures 0.71, 0.87, 0.95, 1.05, 1.18, 1.67, and a uniform draw."""
+FOREIGN = ((0.01, 0.4), (0.01, 1.0), (0.1, 1.0))
+"""Mixtures: this share of the tokens comes from the target tilted by this l."""
+ODDS = (-2.0, -0.7, -0.25, 0.25, 0.7, 2.0)
+"""l for a yes or no: the odds are multiplied by exp(l)."""
+RARE = 1e-3
+Z95 = 1.96
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """One answer under the target, by teacher forcing; arrays of T tokens. Natural logarithms."""
+
+    nll_T: Floats
+    """-log of the token's probability under the request's distribution; inf where that is 0."""
+    entropy_T: Floats
+    variance_T: Floats
+    """Of the surprisal, under the request's distribution."""
+    cgf_TL: Floats
+    """log sum over v of p(v) ** (1 - l), for each l of SLOPES."""
+    yes: dict[str, tuple[Floats, Floats]]
+    """likeliest, rare, cut -> (whether the token is, the chance that it would be)."""
+    before_T: Floats
+    """Probability, before top-p, of all tokens that are surely likelier than this one."""
+    gap_T: Floats
+    """How much larger the largest logit is."""
+    logprob_T: Floats
+    """log-probability at temperature 1, without filters."""
+
+    def __len__(self) -> int:
+        return len(self.nll_T)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """An answer of the server, with its scores."""
+
+    prompt: int
+    """Which prompt it answers."""
+    tokens: tuple[int, ...]
+    scores: Scores
+
+
+@dataclass(slots=True)
+class Group:
+    """Answers that were asked for in the same way."""
+
+    name: str
+    temperature: float
+    top_p: float = 1.0
+    draws: list[Draw] = field(default_factory=list)
+    num_lost: int = 0
+    """Answers whose tokens could not be known."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(draw.tokens) for draw in self.draws)
+
+    @property
+    def lost_share(self) -> float:
+        return self.num_lost / max(1, self.num_lost + len(self.draws))
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One test of the sampled answers."""
+
+    group: str
+    statistic: str
+    positions: str
+    """Which tokens of the answers: "all", or "4-7"."""
+    num_tokens: int
+    expected: float
+    """What an honest server has on average."""
+    seen: float
+    low: float
+    """Of the difference seen - expected: 95%."""
+    high: float
+    log_evidence: float
+    """log E: how many times likelier something else has made these answers."""
+    is_fault: bool = False
+
+    @property
+    def difference(self) -> float:
+        return self.seen - self.expected
+
+    @property
+    def chance(self) -> float:
+        """An honest server's, of evidence that is as strong; at most."""
+        return min(1.0, math.exp(-max(self.log_evidence, 0.0)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A statistic of many tokens."""
+
+    seen_N: Floats
+    expected_N: Floats
+    variance_N: Floats
+    slopes: tuple[float, ...]
+    log_ratio_NL: Floats
+    """For each slope the token's part of log E, tolerance taken off."""
+
+    def of(self, chosen_N: NDArray[np.bool_]) -> _Column:
+        parts = (self.seen_N[chosen_N], self.expected_N[chosen_N], self.variance_N[chosen_N])
+        return _Column(*parts, self.slopes, self.log_ratio_NL[chosen_N])
+
+    def log_evidence(self, mixtures: Iterable[tuple[float, float]] = ()) -> float:
+        logs = list(self.log_ratio_NL.sum(0))
+        for share, slope in mixtures:
+            ratio_N = self.log_ratio_NL[:, self.slopes.index(slope)]
+            logs.append(np.logaddexp(math.log1p(-share), math.log(share) + ratio_N).sum())
+        return float(np.logaddexp.reduce(np.array(logs)) - math.log(len(logs)))
+
+    def test(self, group: str, statistic: str, positions: str, mixtures: Iterable[tuple[float, float]] = ()) -> Trial:
+        num = len(self.seen_N)
+        expected, seen = float(self.expected_N.mean()), float(self.seen_N.mean())
+        half = Z95 * math.sqrt(float(self.variance_N.sum())) / num
+        known = (num, expected, seen, seen - expected - half, seen - expected + half)
+        return Trial(group, statistic, positions, *known, self.log_evidence(mixtures))
+
+
+def _surprisal(scores: Scores, tolerance: float) -> _Column:
+    """Of the tokens that are possible; what is not possible is judged by `before_T`."""
+    is_possible = np.isfinite(scores.nll_T)
+    nll_N, slopes = scores.nll_T[is_possible], np.array(SLOPES)
+    ratio_NL = slopes * nll_N[:, None] - scores.cgf_TL[is_possible] - np.abs(slopes) * tolerance
+    return _Column(nll_N, scores.entropy_T[is_possible], scores.variance_T[is_possible], SLOPES, ratio_NL)
+
+
+def _yes(scores: Scores, name: str, tolerance: float) -> _Column:
+    is_so_T, chance_T = scores.yes[name]
+    chance_T, slopes = np.clip(chance_T, 0.0, 1.0), np.array(ODDS)
+    ratio_TL = slopes * is_so_T[:, None] - np.log1p(chance_T[:, None] * np.expm1(slopes)) - np.abs(slopes) * tolerance
+    return _Column(is_so_T, chance_T, chance_T * (1 - chance_T), ODDS, ratio_TL)
+
+
+def _join(columns: Sequence[_Column]) -> _Column:
+    return _Column(
+        np.concatenate([each.seen_N for each in columns]),
+        np.concatenate([each.expected_N for each in columns]),
+        np.concatenate([each.variance_N for each in columns]),
+        columns[0].slopes,
+        np.concatenate([each.log_ratio_NL for each in columns]),
+    )
+
+
+def buckets(longest: int) -> list[tuple[int, int]]:
+    """Places of an answer, from first to last: (0, 0), (1, 1), (2, 3), (4, 7), ..."""
+    found, first = [(0, 0)], 1
+    while first < longest:
+        found.append((first, min(2 * first, longest) - 1))
+        first *= 2
+    return found
+
+
+def tests_of(group: Group, tolerance: float) -> list[Trial]:
+    """Every test of a group; `tolerance` is in nats. None of them is judged yet."""
+    draws = [draw for draw in group.draws if len(draw.tokens)]
+    if not draws:
+        return []
+    tolerance += group.lost_share  # who is lost may have been a nat more surprising than who is not
+    tests: list[Trial] = []
+    surprisal = _join([_surprisal(draw.scores, tolerance) for draw in draws])
+    place_N = np.concatenate([np.flatnonzero(np.isfinite(draw.scores.nll_T)) for draw in draws])
+    if not len(place_N):
+        return []
+    tests.append(surprisal.test(group.name, "surprisal", "all", FOREIGN))
+    for first, last in buckets(int(place_N.max()) + 1):
+        chosen_N = (place_N >= first) & (place_N <= last)
+        if chosen_N.any():
+            positions = f"{first + 1}-{last + 1}" if last > first else f"{first + 1}"
+            tests.append(surprisal.of(chosen_N).test(group.name, "surprisal", positions))
+    for name in draws[0].scores.yes:
+        tests.append(_join([_yes(draw.scores, name, tolerance) for draw in draws]).test(group.name, name, "all"))
+    repeated = _repeats(group.name, draws)
+    return [*tests, repeated] if repeated else tests
+
+
+def _repeats(name: str, draws: Sequence[Draw]) -> Trial | None:
+    """Answers to one prompt that are the same to the last token."""
+    by_prompt: dict[int, list[Draw]] = {}
+    for draw in draws:
+        by_prompt.setdefault(draw.prompt, []).append(draw)
+    num_pairs, logs = 0, list[float]()
+    expected = 0.0
+    for each in by_prompt.values():
+        surprise = [float(draw.scores.nll_T.sum()) for draw in each]
+        for (one, nll), (other, _) in combinations(zip(each, surprise, strict=True), 2):
+            num_pairs += 1
+            expected += math.exp(-nll)
+            if one.tokens == other.tokens and math.isfinite(nll):
+                logs.append(nll)
+    if not num_pairs:
+        return None
+    log_evidence = float(np.logaddexp.reduce(np.array(logs))) - math.log(num_pairs) if logs else -math.inf
+    seen, expected = len(logs) / num_pairs, expected / num_pairs
+    half = Z95 * math.sqrt(max(expected * (1 - expected), 0.0) / num_pairs)
+    difference = seen - expected
+    return Trial(name, "equal answers", "pairs", num_pairs, expected, seen, difference - half, difference + half, log_evidence)
+
+
+def judged(groups: Sequence[Group], tolerance: float, false_alarms: float) -> list[Trial]:
+    """All tests of all groups, each at its part of the rate of false alarms, which holds for all together."""
+    tests = [test for group in groups for test in tests_of(group, tolerance)]
+    limit = math.log(len(tests) / false_alarms) if tests else math.inf
+    return [replace(test, is_fault=test.log_evidence >= limit) for test in tests]

@@ -1,0 +1,115 @@
+"""The whole audit over HTTP: servers of a tiny model, honest ones and such that have a fault."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from live_server import serving
+from safetensors.torch import load_file, save_file
+from small_llm import tiny_model
+
+from paceline.audit.config import AuditConfig
+from paceline.audit.run import Audited, audit
+from paceline.bench.client import Client
+from paceline.config import EngineConfig
+from paceline.engine.llm import LLM
+from paceline.model.tokenizer import Tokenizer
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+SMALL = AuditConfig(answers=48, max_tokens=16, greedy_tokens=24, server_precision="float32", temperatures=(1.0,))
+ENGINE: dict[str, Any] = {"dtype": "float32", "max_batch": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sharp(tmp_path_factory.mktemp("model"))
+
+
+def sharp(folder: Path, noise: float = 0.0) -> Path:
+    """A tiny model that is as sure as a real one, and one that is a little different."""
+    file = tiny_model(folder) / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"] *= 12.0
+    draw = torch.Generator().manual_seed(0)
+    for name, weight in weights.items():
+        if weight.ndim == 2:
+            weights[name] = weight + noise * weight.std() * torch.randn(weight.shape, generator=draw)
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sharp(tmp_path_factory.mktemp("other"), noise=0.4)
+
+
+@pytest.fixture(scope="module")
+def url(model: Path, other: Path) -> Iterator[str]:
+    """Our own server, with a drafter that is often wrong."""
+    with serving(
+        lambda: LLM(str(model), drafter=str(other), plan="fixed:3", allow_lossy=True, **ENGINE), allow_lossy=True
+    ) as live:
+        yield live.url
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    return importlib.import_module("audit_faults")
+
+
+def examined(url: str, model: Path, out: Path, config: AuditConfig = SMALL, **options: Any) -> Audited:
+    return audit(url, EngineConfig(model=str(model), dtype="float32"), config, out=out, **options)
+
+
+def outcomes(done: Audited) -> dict[str, str]:
+    return {each.check: each.outcome for each in done.findings}
+
+
+def test_our_own_server_passes(url: str, model: Path, tmp_path: Path) -> None:
+    done = examined(url, model, tmp_path)
+    assert done.verdict == "honest", [each.text for each in done.findings]
+    assert set(outcomes(done).values()) == {"passed"} and len(outcomes(done)) == 7
+    told = json.loads((tmp_path / "results.json").read_text())
+    assert told["verdict"] == "honest" and len(told["tests"]) > 20
+    page = (tmp_path / "report.html").read_text()
+    assert "No fault found" in page and "<svg" in page and "surprisal" in page
+
+
+def test_our_own_server_passes_without_a_drafter(model: Path, tmp_path: Path) -> None:
+    with serving(lambda: LLM(str(model), drafter="none", **ENGINE)) as live:
+        assert examined(live.url, model, tmp_path).verdict == "honest"
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [("flattened", "sampled"), ("top-p", "nucleus"), ("lossy", "sampled"), ("slipped", "greedy"), ("another", "greedy")],
+)
+def test_planted_faults(
+    script: ModuleType,
+    url: str,
+    model: Path,
+    other: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    check: str,
+) -> None:
+    monkeypatch.setattr("paceline.audit.report.ranges", lambda title, *_, **__: (title, ""))  # drawing takes longest
+    wrong = serving(lambda: LLM(str(other), drafter="none", **ENGINE))
+    with wrong as live, contextlib.closing(Client(url)) as ours, contextlib.closing(Client(live.url)) as theirs:
+        kinds = script.planted(script.asking(ours), script.asking(theirs), Tokenizer.from_path(model))
+        with script.proxy(kinds[name]) as faulty:
+            done = examined(faulty, model, tmp_path)
+    assert done.verdict == "faulty" and any(each.check == check and each.outcome == "fault" for each in done.findings), [
+        each.text for each in done.findings
+    ]
+    assert "FAULT" in (tmp_path / "report.html").read_text()
