@@ -133,11 +133,13 @@ class Choice:
 
 def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> Iterator[Choice]:
     """What is chosen where nothing was asked for. The caller leaves out what was given."""
-    yield from _shape_choices(config, target, machine)
+    is_eagle3 = config.shape.kind == "eagle3"  # whose shape is the published one, and its head its own
+    if not is_eagle3:
+        yield from _shape_choices(config, target, machine)
     hidden, is_large = target.shape.hidden_size, target.shape.vocab_size > SMALL_HEAD
-    if target.is_llama_shaped and not config.elsewhere.features_from:  # a target elsewhere has no layers here
+    if not is_eagle3 and target.is_llama_shaped and not config.elsewhere.features_from:  # a target elsewhere has no layers here
         yield Choice("shape.start", "copied", "layers of the target know how to attend already")
-    if is_large and not config.loop.loss.needs_target_probs:
+    if not is_eagle3 and is_large and not config.loop.loss.needs_target_probs:
         why = "a sample of the vocabulary: the whole head would take most of a step"
         yield Choice("loop.loss.vocab", 8192, why)
     rate = max(LEAST_RATE, RECIPE_RATE * math.sqrt(RECIPE_SIZE / hidden))
