@@ -13,7 +13,6 @@ vocabulary teach nothing, and count as missed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,13 @@ from torch.nn import functional as F
 
 from paceline.draft.eagle3 import Eagle3Network
 from paceline.draft.eagle3_checkpoint import Eagle3Config, check_eagle3_fit, default_taps, new_config, read_eagle3
-from paceline.errors import ConfigError, refuse
+from paceline.errors import ConfigError
 from paceline.model.attention import Rope, rope_tables
 from paceline.model.config import TABLES, DecoderConfig
 from paceline.model.decoder import rotate
 from paceline.model.target import Target, head_weight
 from paceline.train.attention import Layout
-from paceline.train.config import DrafterShape, LossConfig, TrainConfig
+from paceline.train.config import DrafterShape, LossConfig
 from paceline.train.dataset import Corpus
 from paceline.train.features import begin_without_mean, train_in_scaled_units
 from paceline.train.losses import Head, SlotMetrics, distance, measure, slot_weights
@@ -39,32 +38,6 @@ from paceline.train.start import most_frequent, own_sizes
 KeyValue = tuple[Tensor, Tensor]
 DECAY = 0.8
 """Weight of each step over that of the step before it."""
-DRAFT_VOCAB = 32000
-MEANS_NOTHING = ("is_causal", "sliding_window", "mask_token_id", "num_taps")
-
-
-def for_eagle3(config: TrainConfig) -> TrainConfig:
-    """With what an EAGLE-3 drafter has otherwise where nothing was asked for: one layer, blocks of its steps, a part of the
-    vocabulary, cross entropy. Raises ConfigError for settings that mean nothing to it."""
-    shape, loop = config.shape, config.loop
-    if shape.kind != "eagle3":
-        return config
-    meant = {name: getattr(shape, name) is not None for name in MEANS_NOTHING}
-    refuse(
-        ConfigError,
-        *((is_set, f"{name} means nothing for an eagle3 drafter: leave it out") for name, is_set in meant.items()),
-        (shape.is_copied, "start copied is not implemented for eagle3 drafters: leave it out"),
-        (loop.loss.vocab is not None, "the loss vocabulary means nothing for an eagle3 drafter: give draft_vocab"),
-        (loop.gradient_checkpointing, "gradient_checkpointing is not implemented for eagle3 drafters: leave it out"),
-    )
-    changes: dict[str, Any] = {"block_size": 1 + shape.ttt_steps}
-    if not config.is_given("shape.num_layers"):
-        changes["num_layers"] = 1
-    if shape.draft_vocab is None:
-        changes["draft_vocab"] = DRAFT_VOCAB
-    if not config.is_given("loop.loss.name"):
-        loop = replace(loop, loss=replace(loop.loss, name="ce"))
-    return replace(config, shape=replace(shape, **changes), loop=loop)
 
 
 def drafted_ids(shape: DrafterShape, init: Path | None, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor:

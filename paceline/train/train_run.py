@@ -28,10 +28,11 @@ from paceline.runlog import RunFolder, write_whole
 from paceline.tables import Progress, ignore
 from paceline.train.card import push, write_card
 from paceline.train.checkpoint import best_checkpoint
+from paceline.train.choices import for_eagle3
 from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
 from paceline.train.copied import settle_units
 from paceline.train.dataset import Corpus, check_answers, check_vocabulary, read_corpus
-from paceline.train.eagle3 import Eagle3Trainable, drafted_ids, eagle3_for, for_eagle3, settle_eagle3_units, teacher_of
+from paceline.train.eagle3 import Eagle3Trainable, drafted_ids, eagle3_for, settle_eagle3_units, teacher_of
 from paceline.train.ends import light_folder, load_ends
 from paceline.train.facts import MachineFacts
 from paceline.train.features import ScaledFeatures

@@ -14,19 +14,23 @@ from round_loop import admit, generate, ready
 from tiny_dflash import VOCAB, tiny_target
 from tiny_eagle3 import IDS, Formulas, loud_network, raw_eagle3
 
+from paceline.config import EngineConfig
 from paceline.draft.base import NoDrafter
 from paceline.draft.eagle3 import Eagle3Drafter, Eagle3Network
 from paceline.draft.eagle3_checkpoint import Eagle3Config
 from paceline.errors import ConfigError
 from paceline.model.target import ForwardBatch
 from paceline.train import train
+from paceline.train.choices import for_eagle3
 from paceline.train.config import AnswerConfig, DrafterShape, LoopConfig, LossConfig, OptimConfig, TrainConfig
 from paceline.train.dataset import Corpus, Document
-from paceline.train.eagle3 import Eagle3Trainable, eagle3_for, for_eagle3, settle_eagle3_units, teacher_of
+from paceline.train.eagle3 import Eagle3Trainable, eagle3_for, settle_eagle3_units, teacher_of
 from paceline.train.features import OnlineFeatures, ScaledFeatures, measure_scale
 from paceline.train.loop import Trainer
 from paceline.train.packs import Packer
+from paceline.train.planning import make_plan
 from paceline.train.served import finished_drafter
+from paceline.train.tiny import write_tiny_target
 from paceline.types import Batch, SamplingParams
 
 STEPS = 3
@@ -202,6 +206,14 @@ def test_what_is_not_asked_for() -> None:
     assert of(TrainConfig(shape=DrafterShape(kind="eagle3"))) == (1, 4, 32000, "ce")
     shape = DrafterShape(kind="eagle3", num_layers=2, draft_vocab=0, ttt_steps=5)
     assert of(TrainConfig(shape=shape, loop=LoopConfig(loss=LossConfig("kl")))) == (2, 6, 0, "kl")
+
+
+def test_the_plan_is_of_an_eagle3_drafter(tmp_path: Path) -> None:
+    """Its own shape, and no expectation from a DFlash drafter's curve."""
+    config = TrainConfig(shape=DrafterShape(kind="eagle3"), target=EngineConfig(str(write_tiny_target(tmp_path / "target"))))
+    plan = make_plan(config)
+    assert (plan.sizes.num_layers, plan.sizes.block_size, plan.sizes.num_taps, plan.expected) == (1, 4, 3, None)
+    assert not any(name.startswith("shape.") or name == "loop.loss.vocab" for name in plan.chosen)
 
 
 def test_the_whole_run_and_one_that_goes_on_from_it(tmp_path: Path) -> None:
