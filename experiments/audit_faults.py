@@ -82,9 +82,9 @@ def wrong_top_p(ask: Ask) -> Ask:
     return lambda body: ask(body | ({"top_p": TOP_P} if body.get("top_p", 1.0) < 1 else {}))
 
 
-def lossy(ask: Ask) -> Ask:
+def lossy(ask: Ask, rule: str) -> Ask:
     def asked(body: JSON) -> JSON:
-        told = ask(body | ({"lossy": LOSSY} if body["temperature"] else {}))
+        told = ask(body | ({"lossy": rule} if body["temperature"] else {}))
         return {name: value for name, value in told.items() if name not in ("lossy", "lossless")}
 
     return asked
@@ -165,12 +165,12 @@ def proxy(ask: Ask, name: str = "model") -> Iterator[str]:
             made.shutdown()
 
 
-def planted(ask: Ask, other: Ask, tokenizer: Tokenizer) -> dict[str, Ask]:
+def planted(ask: Ask, other: Ask, tokenizer: Tokenizer, rule: str = LOSSY) -> dict[str, Ask]:
     """Every kind of server, by name; the first one is honest."""
     return {
         "honest": ask,
         "flattened": flattened(ask),
-        "lossy": lossy(ask),
+        "lossy": lossy(ask, rule),
         "top-p": wrong_top_p(ask),
         "slipped": Slipping(ask, other, tokenizer),
         "another": another(ask, other),
@@ -189,12 +189,19 @@ def noised(model: str, folder: Path, noise: float) -> Path:
     return folder
 
 
+def counted(runs: list[JSON]) -> tuple[int, int]:
+    """Honest servers that were called faulty, and faulty ones that were not."""
+    alarms = sum(run["server"] == "honest" and run["verdict"] == "faulty" for run in runs)
+    return alarms, sum(run["server"] != "honest" and run["verdict"] != "faulty" for run in runs)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--drafter", default="default")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--only", default="", help="names, a comma between them")
+    parser.add_argument("--lossy", default=LOSSY, help="the lossy rule")
     parser.add_argument("--noise", type=float, default=0.15, help="of the other model, in deviations of its weights")
     parser.add_argument("--answers", type=int, default=AuditConfig().answers)
     parser.add_argument("--greedy-tokens", type=int, default=AuditConfig().greedy_tokens)
@@ -217,7 +224,7 @@ def main() -> int:
             )
         ]
         ask, other = (asking(Client(f"http://{HOST}:{port}", timeout_s=600)) for _, port, _ in started)
-        kinds = planted(ask, other, Tokenizer.from_path(resolve(args.model)))
+        kinds = planted(ask, other, Tokenizer.from_path(resolve(args.model)), args.lossy)
         chosen = args.only.split(",") if args.only else list(kinds)
         for seed, name in itertools.product(range(args.seeds), chosen):
             began = time.monotonic()
@@ -226,10 +233,10 @@ def main() -> int:
             faults = [each.text for each in done.findings if each.outcome == "fault"]
             runs.append({"server": name, "seed": seed, "verdict": done.verdict, "faults": faults})
             print(f"{name} {seed}: {done.verdict} in {time.monotonic() - began:.0f} s; {'; '.join(faults)}", flush=True)
-    alarms = sum(run["server"] == "honest" and run["verdict"] == "faulty" for run in runs)
-    missed = sum(run["server"] != "honest" and run["verdict"] != "faulty" for run in runs)
-    figures = {"alarms": alarms, "missed": missed, "seeds": args.seeds, "runs": runs, "config": asdict(config)}
-    write_results(args.out / "results.json", figures | {"model": args.model, "drafter": args.drafter})
+            alarms, missed = counted(runs)
+            figures = {"alarms": alarms, "missed": missed, "seeds": args.seeds, "runs": runs, "config": asdict(config)}
+            write_results(args.out / "results.json", figures | {"model": args.model, "drafter": args.drafter})
+    alarms, missed = counted(runs)
     print(f"false alarms: {alarms} of {sum(run['server'] == 'honest' for run in runs)}; missed: {missed} of {len(runs)} in all")
     return int(missed > 0 or alarms > 1)
 

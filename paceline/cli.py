@@ -17,7 +17,7 @@ from paceline.commands.advise import advise
 from paceline.commands.audit import audit
 from paceline.commands.bench import bench_decode, bench_latency, bench_lossy, bench_serving, bench_steps
 from paceline.commands.chat import chat
-from paceline.commands.checkpoints import export
+from paceline.commands.checkpoints import export, inspect
 from paceline.commands.compare import compare
 from paceline.commands.drafters import drafters_drain, drafters_list, drafters_load, drafters_unload
 from paceline.commands.evaluate import evaluate, report
@@ -61,7 +61,7 @@ def start(
         print(ctx.get_help())
 
 
-for _each in (generate, chat, compare, train, regenerate, evaluate, report, serve, record, synthesize, export):
+for _each in (generate, chat, compare, train, regenerate, evaluate, report, serve, record, synthesize, export, inspect):
     app.command()(_each)
 for _each in (advise, audit, simulate_serving, simulate, calculator, models):
     app.command()(_each)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from paceline.audit.config import Tolerance
-from paceline.audit.evidence import Draw, Group, Trial
+from paceline.audit.evidence import Draw, Group, Trial, detectable
 
 Outcome = Literal["passed", "fault", "note", "not offered", "not judged"]
 Verdict = Literal["honest", "faulty", "unsure"]
@@ -68,8 +68,8 @@ def verdict_of(findings: Iterable[Finding]) -> Verdict:
     return "honest" if is_known else "unsure"
 
 
-def sampled(groups: Sequence[Group], tests: Sequence[Trial], false_alarms: float) -> list[Finding]:
-    """One finding for each way of asking."""
+def sampled(groups: Sequence[Group], tests: Sequence[Trial], false_alarms: float, tolerance: float = 0.0) -> list[Finding]:
+    """One finding for each way of asking; `tolerance` as of the tests."""
     found = []
     for group in groups:
         own = [test for test in tests if test.group == group.name]
@@ -84,10 +84,12 @@ def sampled(groups: Sequence[Group], tests: Sequence[Trial], false_alarms: float
             found.append(Finding("sampled", "not judged", text, figures))
         else:
             first = own[0]
+            least = detectable(first, len(tests), tolerance + group.lost_share, false_alarms)
+            figures["detectable_nats"] = least
             text = (
                 f"{group.name}: surprisal minus entropy {first.difference:+.3f} nats "
                 f"[{first.low:+.3f}, {first.high:+.3f}] over {group.num_tokens:,} tokens; {len(own)} tests, none beyond a "
-                f"rate of {false_alarms:g} false alarms for all"
+                f"rate of {false_alarms:g} false alarms for all; a shift of {least:.2f} nats would have been found"
             )
             found.append(Finding("sampled", "passed", text, figures))
     return found

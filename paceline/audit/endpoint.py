@@ -35,10 +35,15 @@ class AuditPrompt:
     """A prompt in every form that a server may take."""
 
     ids: tuple[int, ...]
-    text: str | None
-    """None where the text does not encode to these tokens."""
+    text: str
+    text_ids: tuple[int, ...]
+    """What the text encodes to, with the tokens that a server puts before it: often `ids`."""
     messages: list[dict[str, Any]] | None
     """None for a text that is no conversation."""
+
+    def tokens(self, kind: str) -> tuple[int, ...]:
+        """What the model is given when the prompt is sent in this way."""
+        return self.text_ids if kind == "text" else self.ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,10 @@ class Endpoint:
         plain = self._told(self._post(probe), probe)
         self.gives_ids = plain is not None and plain.has_ids
 
+    def prompt_ids(self, index: int) -> tuple[int, ...]:
+        """What the model is given of a prompt."""
+        return self.prompts[index].tokens(self.kind)
+
     def ask(self, requests: Sequence[Request], num_at_once: int) -> Iterator[tuple[Request, Told | None]]:
         """Answers in the order asked, None for what failed. Raises DownloadError when the server is gone."""
         with ThreadPoolExecutor(num_at_once) as pool:
@@ -148,7 +157,7 @@ class Endpoint:
         body |= {"logprobs": 1} if request.logprobs else {}
         if self.kind == "ids":
             return body | {"prompt": list(prompt.ids)}
-        return None if prompt.text is None else body | {"prompt": prompt.text}
+        return body | {"prompt": prompt.text}
 
 
 def served_name(client: Client, asked: str | None) -> str:
@@ -181,7 +190,7 @@ def check_key(url: str, status: int, has_key: bool) -> None:
 
 def sendable(prompts: Iterable[AuditPrompt], longest: int) -> list[AuditPrompt]:
     """Those that leave room for an answer."""
-    return [each for each in prompts if 1 < len(each.ids) <= longest]
+    return [each for each in prompts if all(1 < len(ids) <= longest for ids in (each.ids, each.text_ids))]
 
 
 def _words(stream: Stream) -> str:

@@ -213,6 +213,13 @@ def tests_of(group: Group, tolerance: float) -> list[Trial]:
     return [*tests, repeated] if repeated else tests
 
 
+def detectable(test: Trial, num_tests: int, tolerance: float, false_alarms: float) -> float:
+    """The mean shift of a surprisal, in nats, from which on such a test is likely to call a fault: by the normal approximation
+    of its evidence, and what the mean over the slopes costs."""
+    deviation = (test.high - test.low) / (2 * Z95)
+    return tolerance + deviation * math.sqrt(2 * math.log(num_tests * (len(SLOPES) + len(FOREIGN)) / false_alarms))
+
+
 def _repeats(name: str, draws: Sequence[Draw]) -> Trial | None:
     """Answers to one prompt that are the same to the last token."""
     by_prompt: dict[int, list[Draw]] = {}

@@ -93,7 +93,7 @@ class Auditor:
         return told
 
     def _counted(self, request: Request, told: Told) -> Usage:
-        prompt = self.endpoint.prompts[request.prompt].ids
+        prompt = self.endpoint.prompt_ids(request.prompt)
         is_other = told.prompt_ids is not None and told.prompt_ids != list(prompt)
         prompt_told = len(told.prompt_ids or ()) if is_other else told.prompt_tokens
         num_tokens = None if told.token_ids is None else len(told.token_ids)
@@ -109,7 +109,7 @@ class Auditor:
         with self.progress.bar("scoring", len(by_prompt)) as advance:
             for prompt, answers in sorted(by_prompt.items()):
                 known = [answer.token_ids or [] for answer in answers]
-                logits = reader.read(self.endpoint.prompts[prompt].ids, known)
+                logits = reader.read(self.endpoint.prompt_ids(prompt), known)
                 for answer, tokens, logits_TV in zip(answers, known, logits, strict=True):
                     scores = scores_of(logits_TV, tokens, temperature, top_p, tie)
                     draws.append(Draw(prompt, tuple(tokens), scores))
@@ -222,7 +222,7 @@ def _examine(auditor: Auditor) -> tuple[list[Finding], list[Group], list[Trial]]
     groups += [seeded] if seeded else []
     tests = judged(groups, config.tolerance.nats, config.false_alarms)
     findings = [
-        *checks.sampled(groups, tests, config.false_alarms),
+        *checks.sampled(groups, tests, config.false_alarms, config.tolerance.nats),
         *checks.nucleus(groups, config.tolerance),
         *findings,
         seeds,
@@ -243,17 +243,15 @@ def audit_prompt(llm: LLM, prompt: Prompt) -> AuditPrompt:
     else:
         ids = llm.encode_chat(prompt.messages, prompt.tools, dict(prompt.variables))
         messages = None if prompt.tools or prompt.variables else prompt.messages
-    return AuditPrompt(tuple(ids), _text_of(llm.tokenizer, ids), messages)
+    text = _text_of(llm.tokenizer, ids)
+    return AuditPrompt(tuple(ids), text, tuple(llm.tokenizer.encode(text)), messages)
 
 
-def _text_of(tokenizer: Tokenizer, ids: list[int]) -> str | None:
-    """A text that a server, which may put its own first token before it, encodes to these."""
+def _text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The prompt as a text; without its first token where the tokenizer itself puts that before a text."""
     whole = tokenizer.decode(ids, skip_special=False)
-    bos = tokenizer.special_tokens.get("bos_token", "")
-    for text in (whole, whole.removeprefix(bos)):
-        if text and tokenizer.encode(text) == ids:
-            return text
-    return None
+    rest = whole.removeprefix(tokenizer.special_tokens.get("bos_token", ""))
+    return rest if tokenizer.encode(rest) == ids else whole
 
 
 def stop_in(text: str) -> str | None:

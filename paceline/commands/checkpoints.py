@@ -1,20 +1,26 @@
-"""`paceline export`: a drafter's folder for other programs."""
+"""`paceline export`: a drafter's folder for other programs. `paceline inspect`: what one is, and why it drafts badly."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.commands.options import options
-from paceline.commands.shared import Json, say
+from paceline.commands.options import Only, options
+from paceline.commands.shared import Json, TerminalProgress, say, starting
 from paceline.config import EngineConfig, resolve
+from paceline.errors import ConfigError
+from paceline.tables import Column, Table
 
 if TYPE_CHECKING:
+    from paceline.draft.checkpoint import StoredDrafter
     from paceline.draft.export import HeadRows
+    from paceline.engine.llm import LLM
 
+SHOWN = 8
+"""Variations in the table; --json has them all."""
 Folder = Annotated[
     str, typer.Argument(metavar="DRAFTER", help="A drafter's folder, a hub id, or a built-in model that has one.")
 ]
@@ -71,3 +77,88 @@ def _target(model: str | None, needs_head: bool) -> tuple[HeadRows | None, dict[
         return None, verifier
     settings = resolve(replace(EngineConfig(), model=model, dtype="float32", device="cpu", max_batch=1, max_len=2))
     return rows_of(head_weight(load_ends(settings))), verifier
+
+
+@options
+def inspect(
+    drafter: Folder,
+    engine: Annotated[EngineConfig, Only("dtype", "device", "max_len", "threads")],
+    model: Annotated[str | None, typer.Option(help="The target: measures what the drafter brings for it.")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, max=20, help="Built-in prompts that are answered.")] = 20,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 48,
+    vary: Annotated[
+        bool | None,
+        typer.Option(
+            "--vary/--no-vary", help="Try each setting as it could have been meant [default: where acceptance is low]."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """Say what a drafter is, for which target it was made, and what its flags mean; with --model, what it brings, or why not.
+
+    A drafter that reads the wrong layer, mask token or slot raises no error: it only drafts badly. With the target at hand
+    twenty prompts are answered, greedy. Below 2.0 tokens a round each setting is put as it could have been meant, one at a
+    time, and ranked: layer ids, mask token, rotary style and length, window flags, head, anchor slot, norm flags.
+    Example: paceline inspect runs/mine/drafter --model smollm2-135m
+    """
+    from paceline.draft.checkpoint import read_stored
+    from paceline.draft.described import described
+    from paceline.draft.registry import folder_of
+
+    folder = folder_of(drafter)
+    stored = read_stored(folder)
+    facts = described(stored, folder)
+    for fact in facts:
+        print(f"{fact.what:17s} {fact.value}" + (f"  ({fact.meaning})" if fact.meaning else ""))
+    told: dict[str, Any] = {"drafter": str(folder), "facts": [fact._asdict() for fact in facts]}
+    if model is None:
+        return told
+    return told | _measured(stored, replace(engine, model=model, drafter="none", max_batch=8), num_prompts, max_tokens, vary)
+
+
+def _measured(
+    stored: StoredDrafter, engine: EngineConfig, num_prompts: int, max_tokens: int, vary: bool | None
+) -> dict[str, Any]:
+    """What the drafter brings for the target, and if that is little, or if it is asked, what each variation would."""
+    starting(engine.model)
+    from paceline.adapt import mismatch
+    from paceline.draft.dflash2 import drafter_from
+    from paceline.engine.llm import LLM
+
+    llm = LLM.of(engine)
+    llm.use_drafter(drafter_from(stored))
+    prompts = [encode(llm, prompt) for prompt in mismatch.PROMPTS[:num_prompts]]
+    say(f"answering {len(prompts)} prompts")
+    requests = mismatch.ask(llm, prompts, max_tokens)
+    if not requests:
+        raise ConfigError("the target's answers are empty: inspect needs a model that answers the built-in prompts")
+    found = mismatch.measure(llm, llm.drafter, requests)
+    print(f"{'brings':17s} {found:.2f} tokens a round  ({len(requests)} answers, greedy; 1 is plain decoding)")
+    told: dict[str, Any] = {"tokens_per_round": found, "num_prompts": len(requests)}
+    if vary is False or (vary is None and found >= mismatch.LOW):
+        return told
+    with TerminalProgress().bar("variations", len(list(mismatch.variations(stored, llm.target)))) as advance:
+        ranked = mismatch.rank(llm, stored, requests, advance)
+    columns = (
+        Column("setting", lambda each: each.kind),
+        Column("change", lambda each: each.change),
+        Column("tokens/round", lambda each: each.tokens_per_round, "{:.2f}", align="right"),
+        Column("prompts", lambda each: each.num_prompts, align="right"),
+    )
+    Table(columns, ranked[: 1 + SHOWN]).show()
+    best = mismatch.named(ranked)
+    verdict = (
+        f"most likely: {best.kind}. {best.change}: {best.tokens_per_round:.2f} tokens a round in place of "
+        f"{ranked[0].tokens_per_round:.2f}"
+        if best
+        else "no single setting mends it: the drafter was hardly trained, or for another target or another kind of text"
+    )
+    print(verdict)
+    return told | {"variations": [asdict(each) for each in ranked], "named": best.kind if best else None}
+
+
+def encode(llm: LLM, prompt: str) -> list[int]:
+    """As a chat, where the target has a template for one."""
+    if llm.tokenizer.chat_template is None:
+        return llm.tokenizer.encode(prompt)
+    return llm.encode_chat([{"role": "user", "content": prompt}])

@@ -38,6 +38,11 @@ def export(
     architectures of the target, as far as they are known. Raises ConfigError for a format that is none or a head that is
     needed, UnsupportedModelError for what the format cannot say, CacheError when `out` has files or cannot be written.
     """
+    if form == "gguf":
+        raise UnsupportedModelError(
+            "GGUF is not written here: export z-lab's format, then convert that folder with llama.cpp's convert_hf_to_gguf.py, "
+            "whose --target-model-dir takes the target's folder"
+        )
     if form not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, not {form!r}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -71,7 +76,8 @@ def _as_speculators(stored: StoredDrafter, out: Path, head_rows: HeadRows | None
     if ids is not None:
         if head_VD is None and head_rows is None:
             raise ConfigError(
-                f"this drafter drafts among {len(ids)} tokens, and the format wants the target's head for them: give model"
+                f"this drafter drafts among {len(ids)} tokens, and the format wants the target's head for them: "
+                "name it (--model)"
             )
         rows_VD = head_VD if head_VD is not None else head_rows(ids) if head_rows else None
         assert rows_VD is not None

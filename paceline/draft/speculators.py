@@ -25,9 +25,7 @@ from paceline.model.config import is_whole, short
 
 log = logging.getLogger("paceline.draft")
 KINDS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
-"""z-lab's architecture by speculators_model_type."""
-ARCHITECTURES = {"dflash": "DFlashSpeculator", "dflash2": "DFlash2DraftModel"}
-"""The names that `speculators` itself writes."""
+"""The architecture by speculators_model_type, which both formats write."""
 VERSION = "0.9.0"
 OUTSIDE = ("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers", "speculators", "draft_vocab_size")
 """z-lab's keys that are none of the decoder's."""
@@ -121,7 +119,7 @@ def from_z_lab(
     said = {**said, "verifier": {**said.get("verifier", {}), **told}}
     nested = raw.get("dflash_config") or {}
     return {
-        "architectures": [ARCHITECTURES[kind]],
+        "architectures": [KINDS[kind]],
         "speculators_model_type": kind,
         "speculators_version": VERSION,
         "dtype": dtype,

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.draft.checkpoint import ARCHITECTURE_2
+from paceline.draft.eagle3 import DEFAULT_DRAFTED
+from paceline.draft.eagle3_checkpoint import LAYER_IDS
 from paceline.errors import ConfigError, DownloadError, PacelineError, reraised
 from paceline.hub import BUILTINS, resolve
 from paceline.runlog import write_whole
@@ -53,18 +55,21 @@ def write_card(config: TrainConfig, drafter: Path, figures: dict[str, Any], serv
 def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], served: dict[str, Any]) -> str:
     """The card as Markdown, with the header that the hub reads."""
     raw = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
+    is_eagle = config.shape.kind == "eagle3"
     target = config.target.model
     licence = BUILTINS[target].licence.lower() if target in BUILTINS else "other"
-    block, is_second = int(raw.get("block_size", 0)), ARCHITECTURE_2 in (raw.get("architectures") or [])
+    block, is_second = int(raw.get("block_size", 0)) or 1 + DEFAULT_DRAFTED, ARCHITECTURE_2 in (raw.get("architectures") or [])
     named = shlex.quote(target if target in BUILTINS else _base(target))
-    kind = "DFlash 2" if is_second else "DFlash v1"
+    kind = "DFlash 2 in z-lab's" if is_second else "EAGLE-3 in SpecForge's" if is_eagle else "DFlash v1 in z-lab's"
     size = (drafter / "model.safetensors").stat().st_size
     head = ["---", f"license: {licence}", f"base_model: {_base(target)}", "library_name: paceline"]
-    head += ["tags: [dflash, speculative-decoding, drafter]", "---", f"# DFlash drafter for {_base(target)}", ""]
+    head += [f"tags: [{'eagle3' if is_eagle else 'dflash'}, speculative-decoding, drafter]", "---"]
+    head += [f"# {'EAGLE-3' if is_eagle else 'DFlash'} drafter for {_base(target)}", ""]
+    head_of = "The embedding is" if is_eagle else "Embedding and head are"
     body = [
-        f"Drafts {block - 1} tokens a round for `{_base(target)}` ({_hash(config)}). {kind} in z-lab's format: "
-        f"{raw.get('num_hidden_layers')} layers, features of target layers {_taps(raw)}, {size / 1e6:.1f} MB. Embedding and "
-        "head are the target's. What is drafted is checked by the target, so its text stays the target's.",
+        f"Drafts {block - 1} tokens a round for `{_base(target)}` ({_hash(config)}). {kind} format: "
+        f"{raw.get('num_hidden_layers')} layers, features of target layers {_taps(raw)}, {size / 1e6:.1f} MB. {head_of} "
+        "the target's. What is drafted is checked by the target, so its text stays the target's.",
         "",
         "## Data",
         "",
@@ -84,8 +89,8 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
         "",
         "```sh",
         f"paceline serve --model {named} --drafter {_folder(drafter)}",
-        *([] if is_second else _engines(target, drafter, block)),
-        f"paceline export {_folder(drafter)} --format speculators --model {named} --out for-vllm",
+        *([] if is_second or is_eagle else _engines(target, drafter, block)),
+        *([] if is_eagle else [f"paceline export {_folder(drafter)} --format speculators --model {named} --out for-vllm"]),
         "```",
         "",
         *_limits(raw, drafter),
@@ -125,7 +130,8 @@ def _hash(config: TrainConfig) -> str:
 
 
 def _taps(raw: dict[str, Any]) -> str:
-    return ", ".join(map(str, raw.get("dflash_config", {}).get("target_layer_ids", [])))
+    of_eagle3 = (raw.get("eagle_config") or {}).get(LAYER_IDS, [])
+    return ", ".join(map(str, raw.get("dflash_config", {}).get("target_layer_ids", of_eagle3)))
 
 
 def _folder(drafter: Path) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline.errors import ConfigError, refuse
 from paceline.simulate.roofline import Deployment, pass_seconds
 from paceline.simulate.shapes import FORMATS, Precisions
 from paceline.train.config import TrainConfig
@@ -27,6 +28,34 @@ SMALL_HEAD = 16384
 RECIPE_SIZE, RECIPE_RATE, LEAST_RATE = 576, 2e-3, 6e-4
 """Hidden size and learning rate of the default drafter; the paper's rate, for models of 2,560 and 4,096."""
 WIDTHS = (1.0, 0.75, 0.5, 0.25)
+EAGLE3_VOCAB, EAGLE3_TAPS = 32000, 3
+"""What published EAGLE-3 drafters have."""
+MEANS_NOTHING = ("is_causal", "sliding_window", "mask_token_id", "num_taps")
+"""To an EAGLE-3 drafter."""
+
+
+def for_eagle3(config: TrainConfig) -> TrainConfig:
+    """With what an EAGLE-3 drafter has otherwise where nothing was asked for: one layer, blocks of its steps, a part of the
+    vocabulary, cross entropy. Raises ConfigError for settings that mean nothing to it."""
+    shape, loop = config.shape, config.loop
+    if shape.kind != "eagle3":
+        return config
+    meant = {name: getattr(shape, name) is not None for name in MEANS_NOTHING}
+    refuse(
+        ConfigError,
+        *((is_set, f"{name} means nothing for an eagle3 drafter: leave it out") for name, is_set in meant.items()),
+        (shape.is_copied, "start copied is not implemented for eagle3 drafters: leave it out"),
+        (loop.loss.vocab is not None, "the loss vocabulary means nothing for an eagle3 drafter: give draft_vocab"),
+        (loop.gradient_checkpointing, "gradient_checkpointing is not implemented for eagle3 drafters: leave it out"),
+    )
+    changes: dict[str, Any] = {"block_size": 1 + shape.ttt_steps}
+    if not config.is_given("shape.num_layers"):
+        changes["num_layers"] = 1
+    if shape.draft_vocab is None:
+        changes["draft_vocab"] = EAGLE3_VOCAB
+    if not config.is_given("loop.loss.name"):
+        loop = replace(loop, loss=replace(loop.loss, name="ce"))
+    return replace(config, shape=replace(shape, **changes), loop=loop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +96,8 @@ def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
     heads, kv_heads, head_dim, inner = _of_target(target)
     num_heads = shape.num_heads or heads
     num_kv_heads = shape.num_kv_heads or max(1, num_heads * kv_heads // heads)
-    taps = (
-        len(shape.tap_layers) if shape.tap_layers else min(shape.num_taps or max(5, shape.num_layers), target.shape.num_layers)
-    )
+    wanted = EAGLE3_TAPS if shape.kind == "eagle3" else shape.num_taps or max(5, shape.num_layers)
+    taps = len(shape.tap_layers) if shape.tap_layers else min(wanted, target.shape.num_layers)
     vocab = target.shape.vocab_size
     return Sizes(
         shape.num_layers, shape.block_size, shape.intermediate_size or inner, num_heads, num_kv_heads, head_dim, taps,
@@ -133,11 +161,13 @@ class Choice:
 
 def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> Iterator[Choice]:
     """What is chosen where nothing was asked for. The caller leaves out what was given."""
-    yield from _shape_choices(config, target, machine)
+    is_eagle3 = config.shape.kind == "eagle3"  # whose shape is the published one, and its head its own
+    if not is_eagle3:
+        yield from _shape_choices(config, target, machine)
     hidden, is_large = target.shape.hidden_size, target.shape.vocab_size > SMALL_HEAD
-    if target.is_llama_shaped and not config.elsewhere.features_from:  # a target elsewhere has no layers here
+    if not is_eagle3 and target.is_llama_shaped and not config.elsewhere.features_from:  # a target elsewhere has no layers here
         yield Choice("shape.start", "copied", "layers of the target know how to attend already")
-    if is_large and not config.loop.loss.needs_target_probs:
+    if not is_eagle3 and is_large and not config.loop.loss.needs_target_probs:
         why = "a sample of the vocabulary: the whole head would take most of a step"
         yield Choice("loop.loss.vocab", 8192, why)
     rate = max(LEAST_RATE, RECIPE_RATE * math.sqrt(RECIPE_SIZE / hidden))

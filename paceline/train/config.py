@@ -271,8 +271,12 @@ class DrafterShape:
     """Token id that stands for a slot to be drafted [default: the last]."""
     draft_vocab: SomeTokens | None = None
     """Draft among the most frequent tokens only, this many; 0 for all."""
-    kind: Annotated[str, ("dflash", "dflash2")] = "dflash"
-    """dflash2 adds convolutions and a selector, to a new drafter or to the one that --init names."""
+    kind: Annotated[str, ("dflash", "dflash2", "eagle3")] = "dflash"
+    """dflash2 adds convolutions and a selector, to a new drafter or to the one that --init names; eagle3 is of another kind."""
+    ttt_steps: Count = 3
+    """Drafts one behind the other that an eagle3 drafter learns at once: its blocks are these and the anchor."""
+    eagle_version: Annotated[str, ("3.1", "3")] = "3.1"
+    """Of a new eagle3 drafter: 3.1 norms each layer's features, and what the next draft is told."""
     selector_rank: Count = 64
     """Numbers a token in the codebooks of a new dflash2 selector."""
     codebooks: Annotated[str, ("factored", "free")] = "factored"

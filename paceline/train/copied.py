@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.draft.dflash import DFlashNetwork
 from paceline.errors import ConfigError
 from paceline.model.config import DecoderConfig
+from paceline.train.features import begin_without_mean, train_in_scaled_units
 
 NOISE = 0.1
 """Share of the random weights that `fc` keeps, so that no two of its rows learn alike."""
@@ -134,3 +135,12 @@ def head_size(projection: Any, norm_D: Tensor, head_dim: int) -> float:
     if projection.bias is not None:
         square_X = square_X + projection.bias.square()
     return float(square_X.unflatten(0, (-1, head_dim)).mean(1).sqrt().clamp(min=1e-6).log().mean().exp())
+
+
+def settle_units(network: DFlashNetwork, scale_F: Tensor, mean_F: Tensor, *, is_new: bool, is_copied: bool) -> None:
+    """From now on `fc` is trained in scaled units; first weights of a new drafter's."""
+    if is_new and is_copied:
+        fuse_taps(network, scale_F)
+    train_in_scaled_units(network, scale_F)
+    if is_new and not is_copied:
+        begin_without_mean(network, mean_F)

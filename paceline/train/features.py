@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.draft.dflash import DFlashNetwork
+from paceline.draft.eagle3 import Eagle3Network
 from paceline.errors import CacheError, reraised
 from paceline.figures import num_common
 from paceline.model.target import ForwardBatch, Target
@@ -284,7 +285,7 @@ def stored_scale(file: Path, source: FeatureSource, documents: Sequence[Document
 
 
 @torch.no_grad()
-def train_in_scaled_units(network: DFlashNetwork, scale_F: Tensor) -> None:
+def train_in_scaled_units(network: DFlashNetwork | Eagle3Network, scale_F: Tensor) -> None:
     """From now on `fc.weight` reads scaled features, while `state_dict` gives and `load_state_dict` takes the real one."""
     fc = network.fc
     scale_F = scale_F.to(fc.weight.device)
@@ -301,7 +302,7 @@ def train_in_scaled_units(network: DFlashNetwork, scale_F: Tensor) -> None:
 
 
 @torch.no_grad()
-def begin_without_mean(network: DFlashNetwork, mean_F: Tensor) -> None:
+def begin_without_mean(network: DFlashNetwork | Eagle3Network, mean_F: Tensor) -> None:
     """First weights of `fc`, in scaled units: alike for all features, and blind to their mean."""
     weight, mean_F = network.fc.weight, mean_F.to(network.fc.weight.device)
     weight.mul_(0.02 / weight.std(dim=0, keepdim=True).clamp(min=1e-12))

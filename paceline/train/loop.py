@@ -26,6 +26,7 @@ from paceline.tables import ignore
 from paceline.train.checkpoint import check_same, latest_checkpoint, save_best, save_checkpoint
 from paceline.train.config import LoopConfig, LossConfig
 from paceline.train.dataset import Corpus, Document, Place, StepPlanner
+from paceline.train.eagle3 import Eagle3Trainable
 from paceline.train.features import FeatureSource
 from paceline.train.losses import Head, LossVocabulary, SlotMetrics, Slots, head_loss
 from paceline.train.optimisers import Optimisers, learning_rate_share
@@ -36,6 +37,8 @@ from paceline.train.ranks import Ranks
 from paceline.train.selector import DFlash2Trainable
 
 HELDOUT_ANCHORS = 8
+WHOLE = (DFlash2Trainable, Eagle3Trainable)
+"""Kinds that every process must hold whole."""
 REGRESSION = 0.97
 """An out-of-distribution eal below this share of its best is warned of."""
 
@@ -95,8 +98,8 @@ class Trainer:
         self.parallel = make_parallel(config.parallel, self.ranks, self.device)
         if config.gradient_checkpointing:
             recompute_layers(drafter.layers)
-        if config.parallel == "sharded" and self.ranks.world > 1 and isinstance(drafter, DFlash2Trainable):
-            raise ConfigError("a DFlash 2 drafter is not trained in parts: use --parallel replicated")
+        if config.parallel == "sharded" and self.ranks.world > 1 and isinstance(drafter, WHOLE):
+            raise ConfigError("DFlash 2 and EAGLE-3 drafters are not trained in parts: use --parallel replicated")
         self.parallel.prepare(drafter, config.autocast)
         self.optimisers = Optimisers(self.network, config.optim)
         self.vocabulary = self._loss_vocabulary()
@@ -257,6 +260,9 @@ class Trainer:
 
     def pack_loss(self, pack: Pack, head: Head, num_slots: float, is_measured: bool = True) -> tuple[Tensor, SlotMetrics]:
         """Loss of one pack as its share of a step of `num_slots` slots, and its metrics."""
+        if isinstance(self.drafter, Eagle3Trainable):
+            own = pack, self.embedding_VD, head, self.config.loss, num_slots
+            return self.drafter.loss(*own, is_autocast=self.config.autocast, is_measured=is_measured)
         hidden_TD, config = self.drafter.hidden(pack, self.embedding_VD, self.config.autocast), self.config
         loss, metrics = head_loss(hidden_TD, pack.slots, head, config.loss, num_slots, is_measured)
         if isinstance(self.drafter, DFlash2Trainable):

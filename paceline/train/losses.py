@@ -177,7 +177,7 @@ def _cross_entropy(
     """By hand: the softmax is written over the logits, and its gradient over the softmax."""
     logits_RV = head.logits(hidden_RD)
     label_R = slots.labels_AK.flatten()[:, None]
-    metrics = _measure(logits_RV, label_R, slots.valid_AK) if is_measured else None
+    metrics = measure(logits_RV, label_R, slots.valid_AK) if is_measured else None
     probs_RV = torch.softmax(logits_RV, dim=-1)
     del logits_RV
     chosen_R = probs_RV.gather(1, label_R).float().clamp_(min=1e-30)
@@ -208,7 +208,7 @@ def _by_autograd(
             with torch.no_grad():
                 final_RD = slots.final_AKD.flatten(0, 1).to(head.weight_VD.dtype)
                 target_RV = torch.log_softmax((final_RD @ head.weight_VD.T).float(), dim=-1)
-            each_AK = _distance(config.name, log_probs_RV, target_RV).view(ce_AK.shape)
+            each_AK = distance(config.name, log_probs_RV, target_RV).view(ce_AK.shape)
         else:
             each_AK = ce_AK
         weight_AK = slot_weights(config, ce_AK.detach(), slots.valid_AK)
@@ -216,13 +216,13 @@ def _by_autograd(
     grad = torch.autograd.grad(loss, hidden_RD)[0] if needs_grad else None
     metrics = None
     if is_measured:
-        metrics = _measure(logits_RV.detach(), label_R, slots.valid_AK)
+        metrics = measure(logits_RV.detach(), label_R, slots.valid_AK)
         metrics.flat[0] = (each_AK.detach() * slots.valid_AK).sum(dtype=torch.float64)
     return loss.detach().double(), grad, metrics
 
 
-def _distance(name: str, draft_RV: Tensor, target_RV: Tensor) -> Tensor:
-    """[R] from log-probabilities of drafter and target."""
+def distance(name: str, draft_RV: Tensor, target_RV: Tensor) -> Tensor:
+    """[R] from log-probabilities of drafter and target, by a loss's name."""
     target_probs_RV = target_RV.exp()
     kl_R = (target_probs_RV * (target_RV - draft_RV)).sum(-1)
     if name == "kl":
@@ -257,7 +257,7 @@ def default_gamma(block_size: int) -> float:
     return 5.0 + (block_size - 10) / 3
 
 
-def _measure(logits_RV: Tensor, label_R1: Tensor, valid_AK: Tensor) -> SlotMetrics:
+def measure(logits_RV: Tensor, label_R1: Tensor, valid_AK: Tensor) -> SlotMetrics:
     """Whether each label would be drafted (of equal logits, frequent in bfloat16, drafting takes one), or comes near."""
     rank_AK = _count(logits_RV > logits_RV.gather(1, label_R1)).view(valid_AK.shape)
     first_AK = (logits_RV.max(-1).indices == label_R1[:, 0]).view(valid_AK.shape) & valid_AK

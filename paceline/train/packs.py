@@ -1,7 +1,7 @@
 """A pack: blocks of one or several documents as tensors, ready for one forward and backward of the network; and the network.
 
 Linear layers see all slots of a pack at once; attention knows where documents begin and end. The loop itself knows blocks and
-slots: which document, which anchor, which tokens come behind it. Another kind of drafter (EAGLE-3, DFlash 2) is trained by the
+slots: which document, which anchor, which tokens come behind it. Another kind of drafter (DFlash 2, EAGLE-3) is trained by the
 same loop as soon as one class says for it the five things of `Trainable`.
 """
 
@@ -37,6 +37,8 @@ class Pack:
     taps_NF: Tensor
     """Features of all contexts: what the blocks see of each document, up to its last anchor here."""
     slots: Slots
+    behind_N: Tensor
+    """Token ids behind the contexts' positions: what a drafter is told beside their features that reads embeddings too."""
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Pack:
         """The same pack of other tensors: those on another device, for one."""
@@ -46,12 +48,13 @@ class Pack:
             change(self.anchors_A),
             change(self.taps_NF),
             Slots(change(slots.labels_AK), change(slots.valid_AK), None if final is None else change(final)),
+            change(self.behind_N),
         )
 
     def tensors(self) -> Iterator[Tensor]:
         """All of them."""
         slots = self.slots
-        yield from (*self.layout.anchors, self.anchors_A, self.taps_NF, slots.labels_AK, slots.valid_AK)
+        yield from (*self.layout.anchors, self.anchors_A, self.taps_NF, slots.labels_AK, slots.valid_AK, self.behind_N)
         if slots.final_AKD is not None:
             yield slots.final_AKD
 
@@ -70,7 +73,7 @@ class Packer:
     def pack(self, chosen: list[Chosen]) -> Pack:
         """One pack of these documents and anchors."""
         size, device, anchors = self.block_size, self.device, [anchors_A for _, anchors_A in chosen]
-        labels, valid, taps, finals, tokens, starts = [], [], [], [], [], []
+        labels, valid, taps, finals, tokens, behind, starts = [], [], [], [], [], [], []
         for number, anchors_A in chosen:
             document, features = self.documents[number], self.features.of(number)
             labels_AK, valid_AK = labels_of(document, anchors_A, size)
@@ -83,6 +86,7 @@ class Packer:
                 before_AK = np.minimum(anchors_A[:, None] + np.arange(size - 1), len(document) - 1)
                 finals.append(features.final_SD[torch.from_numpy(before_AK)])
             tokens.append(document.tokens[anchors_A])
+            behind.append(document.tokens[context.start + 1 : context.stop + 1])
         anchors = tuple(torch.from_numpy(each).to(device) for each in anchors)
         layout = Layout(tuple(map(len, taps)), anchors, size, tuple(starts) if any(starts) else ())
         slots = Slots(
@@ -90,7 +94,8 @@ class Packer:
             torch.from_numpy(np.concatenate(valid)).to(device),
             torch.cat(finals).to(device) if finals else None,
         )
-        return Pack(layout, torch.from_numpy(np.concatenate(tokens)).long().to(device), torch.cat(taps).to(device), slots)
+        said, told = (torch.from_numpy(np.concatenate(each)).long().to(device) for each in (tokens, behind))
+        return Pack(layout, said, torch.cat(taps).to(device), slots, told)
 
 
 def context_of(anchors_A: NDArray[np.int64], window: int | None) -> range:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,13 @@ from paceline.draft.base import Drafter
 from paceline.draft.checkpoint import DFlashConfig
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.dflash2 import drafter_of, network_of, read_drafter
+from paceline.draft.eagle3 import Eagle3Drafter, Eagle3Network
+from paceline.draft.eagle3_checkpoint import Eagle3Config, is_eagle3
 from paceline.engine.llm import LLM
 from paceline.figures import Rounds
 from paceline.hardware import free_bytes
 from paceline.hub import SHIPPED
+from paceline.model.checkpoint import read_json
 from paceline.model.target import Target
 from paceline.plan import FixedPlanner
 from paceline.train.dataset import Document
@@ -34,6 +38,7 @@ from paceline.train.selector import trainable_of
 from paceline.train.start import head_of
 from paceline.types import SamplingParams
 
+Finished = DFlashDrafter | Eagle3Drafter
 AGREE = 0.03
 """Most that served and teacher-forced tokens a round should differ."""
 SERVED_BATCH = 8
@@ -83,13 +88,26 @@ def _served(
     return figures, said
 
 
+def finished_drafter(raw: dict[str, Any], weights: dict[str, Tensor], draft_ids: Tensor | None) -> Finished:
+    """The drafter of a training's weights, in bfloat16."""
+    halved = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    if is_eagle3(raw):
+        return Eagle3Drafter(Eagle3Network.of(Eagle3Config.from_json(raw), halved), ids=draft_ids)
+    return drafter_of(network_of(DFlashConfig.from_json(raw), halved), draft_ids=draft_ids)
+
+
+def read_finished(folder: Path) -> Finished:
+    """A drafter that a training has written. Raises what reading it does."""
+    return Eagle3Drafter.from_folder(folder) if is_eagle3(read_json(folder / "config.json")) else read_drafter(folder)
+
+
 class HeldoutServer:
     """Serves a few held-out prompts with the weights of the moment; loads the model a second time when it is first asked."""
 
     def __init__(
         self, target: EngineConfig, raw: dict[str, Any], documents: list[Document], max_tokens: int, draft_ids: Tensor | None
     ) -> None:
-        self._config, self._documents, self._max_tokens = DFlashConfig.from_json(raw), documents, max_tokens
+        self._raw, self._documents, self._max_tokens = raw, documents, max_tokens
         longest = max(document.answer_start for document in documents) + max_tokens
         self._settings = replace(target, drafter="none", max_batch=SERVED_BATCH, max_len=longest)
         self._draft_ids = draft_ids
@@ -98,8 +116,7 @@ class HeldoutServer:
     def __call__(self, weights: dict[str, Tensor]) -> float:
         """Tokens a round with these weights, rounded as the finished drafter's are."""
         self._llm = self._llm or LLM.of(self._settings)
-        network = network_of(self._config, {name: tensor.bfloat16() for name, tensor in weights.items()})
-        drafter = drafter_of(network, draft_ids=self._draft_ids)
+        drafter = finished_drafter(self._raw, weights, self._draft_ids)
         found = serve_heldout(self._llm, drafter, self._documents, self._max_tokens).tokens_per_round
         self._llm.use_drafter("none")
         return found
@@ -142,7 +159,7 @@ def _embedding(target: Target) -> Tensor:
     return target.embed(torch.arange(target.vocab_size, device=target.device)).clone()
 
 
-def final_figures(target: EngineConfig, drafter: DFlashDrafter, documents: list[Document], max_tokens: int) -> dict[str, Any]:
+def final_figures(target: EngineConfig, drafter: Drafter, documents: list[Document], max_tokens: int) -> dict[str, Any]:
     """Everything that is measured at the end of a run, for heldout.json.
 
     tokens_per_round and its parts, served; `teacher_forced`, of the same answers; tokens/s of one stream without a drafter,
@@ -165,7 +182,8 @@ def final_figures(target: EngineConfig, drafter: DFlashDrafter, documents: list[
             "tokens_per_s": _tokens_per_s(llm, shipped, documents, max_tokens),
         }
     llm.use_drafter("none")
-    told["teacher_forced"] = walked(llm.target, drafter, few)
+    if isinstance(drafter, DFlashDrafter):
+        told["teacher_forced"] = walked(llm.target, drafter, few)
     return told
 
 

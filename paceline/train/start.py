@@ -27,6 +27,7 @@ from paceline.draft.checkpoint import (
 )
 from paceline.draft.dflash import DFlashNetwork
 from paceline.draft.dflash2 import DFlash2Network, beginnings, network_of
+from paceline.draft.eagle3 import Eagle3Network
 from paceline.draft.registry import SHIPPED
 from paceline.errors import ConfigError
 from paceline.hub import resolve
@@ -56,7 +57,7 @@ def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
             has_bias = shape.is_copied and (decoder.qkv_bias or decoder.output_bias)
     if has_bias:
         keys["attention_bias"] = True
-    keys |= _own_sizes(shape, keys)
+    keys |= own_sizes(shape, keys)
     if shape.is_causal is not None:
         keys["is_causal"] = shape.is_causal
     if shape.sliding_window is not None:
@@ -76,7 +77,7 @@ def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
     return raw
 
 
-def _own_sizes(shape: DrafterShape, keys: dict[str, Any]) -> dict[str, int]:
+def own_sizes(shape: DrafterShape, keys: dict[str, Any]) -> dict[str, int]:
     """Widths that were asked for in place of the target's. Raises ConfigError for heads that do not divide evenly."""
     sizes = {"intermediate_size": shape.intermediate_size, "num_attention_heads": shape.num_heads}
     heads, kv_heads = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
@@ -186,7 +187,7 @@ def _with_selector(
 
 
 @torch.no_grad()
-def scale_first_logits(network: DFlashNetwork, head: Head, hidden_TD: Tensor, slots: Slots) -> float:
+def scale_first_logits(network: DFlashNetwork | Eagle3Network, head: Head, hidden_TD: Tensor, slots: Slots) -> float:
     """Scale the final norm so that the first loss is near log(vocabulary); returns the factor.
 
     hidden_TD [T, D]: hidden states of the first blocks' slots. Logits get a standard deviation of about one. A new drafter says

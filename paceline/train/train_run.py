@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.draft.checkpoint import write_checkpoint
-from paceline.draft.dflash2 import materialised, read_drafter
+from paceline.draft.dflash2 import materialised
+from paceline.draft.eagle3 import Eagle3Network
 from paceline.errors import ModelNotFoundError, PromptError, UnsupportedModelError
 from paceline.hardware import this_machine
 from paceline.model.backends import load_target, settle
@@ -28,12 +28,14 @@ from paceline.runlog import RunFolder, write_whole
 from paceline.tables import Progress, ignore
 from paceline.train.card import push, write_card
 from paceline.train.checkpoint import best_checkpoint
+from paceline.train.choices import for_eagle3
 from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
-from paceline.train.copied import fuse_taps
+from paceline.train.copied import settle_units
 from paceline.train.dataset import Corpus, check_answers, check_vocabulary, read_corpus
+from paceline.train.eagle3 import Eagle3Trainable, drafted_ids, eagle3_for, settle_eagle3_units, teacher_of
 from paceline.train.ends import light_folder, load_ends
 from paceline.train.facts import MachineFacts
-from paceline.train.features import ScaledFeatures, begin_without_mean, train_in_scaled_units
+from paceline.train.features import ScaledFeatures
 from paceline.train.group import process_group
 from paceline.train.loop import Trainer
 from paceline.train.mixture import read_mixture
@@ -42,7 +44,7 @@ from paceline.train.ranks import Ranks, only_run
 from paceline.train.regenerate_run import run as regenerate
 from paceline.train.run_file import with_value, write_run_file
 from paceline.train.selector import trainable_of
-from paceline.train.served import HeldoutServer, disagreement, final_figures, has_room
+from paceline.train.served import HeldoutServer, disagreement, final_figures, finished_drafter, has_room, read_finished
 from paceline.train.sources import Sources
 from paceline.train.start import continued_draft_ids, head_of, init_folder, most_frequent, network_for, scale_first_logits
 from paceline.train.stopping import Stop, stopped_by_signal
@@ -84,7 +86,7 @@ def run(config: TrainConfig, progress: Progress) -> TrainResult:
         only_run(config.out, "training", ranks, progress.say),
         process_group(ranks, config.target.device, config.step_timeout_minutes) as wait,
     ):
-        config = _planned(_at_scale(config, ranks), ranks, wait, progress if ranks.is_first else Progress())
+        config = _planned(_at_scale(for_eagle3(config), ranks), ranks, wait, progress if ranks.is_first else Progress())
         with stopped_by_signal(progress.say if ranks.is_first else Progress().say) as stop:
             return _Stages(config, ranks, wait, progress, stop).run()
 
@@ -150,7 +152,7 @@ def _at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
         target=replace(config.target, model=str(folder)),
         asked=replace(config.asked, prompts=prompts),
         loop=replace(config.loop, epochs=2.0, max_steps=steps, blocks_per_step=128, anchors=16, heldout_every=10),
-        shape=replace(config.shape, num_layers=2, num_taps=2),
+        shape=config.shape if config.shape.kind == "eagle3" else replace(config.shape, num_layers=2, num_taps=2),
         answering=replace(config.answering, max_tokens=48, max_prompt_tokens=128),
         max_len=256,
     )
@@ -252,7 +254,7 @@ class _Stages:
     def _train(self, corpus: Corpus, ood: Path | None, target: Target, run: RunFolder) -> TrainResult:
         """The loop, its figures into metrics.jsonl; the finished drafter in `out/drafter`."""
         config, progress = self.config, self.progress
-        draft_ids = most_frequent(config.shape.draft_vocab, corpus, target, progress.say)
+        draft_ids = self._draft_ids(corpus, target)
         trainer = self._trainer(corpus, ood, target, draft_ids)
         if config.loop.loss.vocab and trainer.vocabulary is None:
             progress.say("note: the loss vocabulary has no effect: it is not smaller than the target's")
@@ -277,10 +279,15 @@ class _Stages:
                 weights, rates["eal"] = best
             if draft_ids is None:
                 draft_ids = continued_draft_ids(init_folder(config.init, config.target.model), corpus, target)
-            whole = materialised(weights, trainer.embedding_VD.cpu())
-            halved = {name: tensor.bfloat16() for name, tensor in whole.items()}
-            write_checkpoint(folder, trainer.drafter.raw, halved, draft_ids)
+            finished_drafter(trainer.drafter.raw, materialised(weights, trainer.embedding_VD.cpu()), draft_ids).save(folder)
         return TrainResult(folder, run.path, trainer.state.step, trainer.state.num_blocks, **rates)
+
+    def _draft_ids(self, corpus: Corpus, target: Target) -> Tensor | None:
+        """The tokens of a new drafter's draft vocabulary, or of any that has a head of its own."""
+        config, say = self.config, self.progress.say
+        if config.shape.kind == "eagle3":
+            return drafted_ids(config.shape, init_folder(config.init, config.target.model), corpus, target, say)
+        return most_frequent(config.shape.draft_vocab, corpus, target, say)
 
     def _settle_length(self, trainer: Trainer) -> None:
         """Steps get what answers and features have left of --minutes, which may be other than planned; later starts keep it."""
@@ -316,20 +323,25 @@ class _Stages:
         """A new drafter, `init`, or the newest checkpoint; with features of the documents in one scale."""
         config, loop = self.config, self.config.loop
         init = init_folder(config.init, config.target.model)
-        raw, network = network_for(target, config.target.model, config.shape, init, loop.seed)
-        network.to(target.device)
-        drafting = head_of(target, network.config, draft_ids)
-        head = drafting if draft_ids is None or not loop.loss.vocab else head_of(target, network.config, None)
+        if config.shape.kind == "eagle3":
+            assert draft_ids is not None
+            raw, network = eagle3_for(target, config.shape, init, draft_ids, loop.seed)
+            head = drafting = teacher_of(target, draft_ids)
+            drafter = Eagle3Trainable(network.to(target.device), raw, config.shape.block_size)
+        else:
+            raw, network = network_for(target, config.target.model, config.shape, init, loop.seed)
+            drafting = head_of(target, network.config, draft_ids)
+            head = drafting if draft_ids is None or not loop.loss.vocab else head_of(target, network.config, None)
+            drafter = trainable_of(network.to(target.device), raw, loop.attention)
         embedding_VD = target.embed(torch.arange(target.vocab_size, device=target.device)).clone()
-        taps = network.config.target_layer_ids
+        taps = network.config.tap_layers if isinstance(network, Eagle3Network) else network.config.target_layer_ids
         self.sources = sources = Sources(config, target, taps, corpus.train, self.ranks, self.progress, self.wait)
         features = sources.of(corpus.train)
         scale_F, mean_F = sources.scale(features)
-        if init is None and config.shape.is_copied:
-            fuse_taps(network, scale_F)
-        train_in_scaled_units(network, scale_F)
-        if init is None and not config.shape.is_copied:
-            begin_without_mean(network, mean_F)
+        if isinstance(network, Eagle3Network):
+            scale_F = settle_eagle3_units(network, scale_F, mean_F, is_new=init is None)
+        else:
+            settle_units(network, scale_F, mean_F, is_new=init is None, is_copied=config.shape.is_copied)
         here = MachineFacts(this_machine(target.device.type))
         if loop.autocast and here.is_slow_in_bfloat16:
             self.progress.say(
@@ -337,7 +349,7 @@ class _Stages:
             )
         flops_per_s = here.machine.flops_per_s.get("bfloat16" if loop.autocast else "float32")
         trainer = Trainer(
-            trainable_of(network, raw, loop.attention), corpus, ScaledFeatures(features, scale_F), embedding_VD, head, loop,
+            drafter, corpus, ScaledFeatures(features, scale_F), embedding_VD, head, loop,
             folder=config.out / "checkpoints", peak_flops=flops_per_s, ranks=self.ranks, heldout_head=drafting,
             wait=self.wait,
         )  # fmt: skip
@@ -374,7 +386,7 @@ class _Stages:
             progress.say("note: held-out prompts are not served: the target is elsewhere; give its server the drafter")
             return {}
         progress.say(f"serving {len(documents)} held-out prompts")
-        told = final_figures(self.config.target, read_drafter(drafter), documents, self.config.answering.max_tokens)
+        told = final_figures(self.config.target, read_finished(drafter), documents, self.config.answering.max_tokens)
         run.write_json("heldout.json", told)
         progress.say(
             f"held-out prompts, served: {told['tokens_per_round']:.2f} tokens per round over {told['num_rounds']} rounds"

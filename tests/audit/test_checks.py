@@ -17,7 +17,7 @@ from paceline.audit.answers import AnswerReader
 from paceline.audit.checks import Finding, Stop, Usage
 from paceline.audit.config import TOLERANCES, AuditConfig
 from paceline.audit.endpoint import served_name
-from paceline.audit.evidence import SLOPES, Draw, Group, buckets, judged
+from paceline.audit.evidence import SLOPES, Draw, Group, buckets, detectable, judged
 from paceline.audit.run import audit, stop_in
 from paceline.audit.scores import scores_of
 from paceline.bench.client import Client
@@ -66,6 +66,16 @@ def test_buckets_cover_every_place_once() -> None:
     for longest in (1, 2, 3, 17, 32):
         places = [place for first, last in buckets(longest) for place in range(first, last + 1)]
         assert places == list(range(longest))
+
+
+def test_a_shift_that_would_have_been_found_shrinks_with_the_answers() -> None:
+    few, many = (Group("one", 1.0, draws=[draw_of([index % 20, 11, 3]) for index in range(count)]) for count in (20, 80))
+    shifts = []
+    for group in (few, many):
+        tests = judged([group], 0.0, 0.01)
+        assert (tests[0].statistic, tests[0].positions) == ("surprisal", "all")
+        shifts.append(detectable(tests[0], 10, 0.0, 0.01))
+    assert shifts[1] == pytest.approx(shifts[0] / 2) and detectable(tests[0], 10, 0.05, 0.01) == pytest.approx(shifts[1] + 0.05)
 
 
 def test_greedy_near_ties_are_told_and_no_fault() -> None:

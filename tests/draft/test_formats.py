@@ -96,7 +96,7 @@ def test_the_config_is_that_of_speculators(tmp_path: Path) -> None:
     exported(written(tmp_path / "own", raw_config(**BOTH_WAYS)), "speculators", tmp_path / "spec")
     made = json.loads((tmp_path / "spec/config.json").read_text())
     assert made.keys() == RECORDED | {"z_lab"}
-    assert made["architectures"] == ["DFlashSpeculator"] and made["aux_hidden_state_layer_ids"] == [2, 3, 4]
+    assert made["architectures"] == ["DFlashDraftModel"] and made["aux_hidden_state_layer_ids"] == [2, 3, 4]
     assert made["speculators_config"] == {
         "algorithm": "dflash",
         "default_proposal_method": "greedy",
@@ -132,7 +132,7 @@ def test_the_export_drafts_the_same(tmp_path: Path, raw: dict[str, Any], kind: A
 
 def test_what_a_format_has_no_place_for_is_said_or_refused(tmp_path: Path) -> None:
     source = written(tmp_path / "own", raw_config(), IDS)
-    with pytest.raises(ConfigError, match="drafts among 4 tokens, and the format wants the target's head for them: give model"):
+    with pytest.raises(ConfigError, match="drafts among 4 tokens, and the format wants the target's head for them: name it"):
         exported(source, "speculators", tmp_path / "spec")
     assert "draft vocabulary of 4 tokens" in exported(source, "z-lab", tmp_path / "z")[0]
     assert ids_of(tmp_path / "z") is None
@@ -140,6 +140,8 @@ def test_what_a_format_has_no_place_for_is_said_or_refused(tmp_path: Path) -> No
         exported(source, "z-lab", tmp_path / "z")
     with pytest.raises(ConfigError, match="format must be one of"):
         exported(source, "onnx", tmp_path / "onnx")
+    with pytest.raises(UnsupportedModelError, match="convert_hf_to_gguf.py"):
+        exported(source, "gguf", tmp_path / "gguf")
     for keys in ({"output_multiplier": 2.0}, {"final_logit_softcapping": 3.0}, {"is_causal": True}):
         bent = written(tmp_path / next(iter(keys)), raw_config(**keys))
         with pytest.raises(UnsupportedModelError, match="has no place for"):

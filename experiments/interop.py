@@ -1,0 +1,213 @@
+"""Our checkpoints beside PyPI's `speculators` 0.9.0 and `dflash` 0.1.0: logits on the same features, configs key by key.
+
+    python -m venv /tmp/interop && /tmp/interop/bin/pip install -e '.[hf]' dflash==0.1.0 speculators==0.9.0
+    /tmp/interop/bin/python experiments/interop.py --out experiments/results/interop.json
+
+Tiny random networks in float32. For each shape: our export is read by `speculators`, which makes a block's logits from
+features; `dflash` makes them of z-lab's folder; ours are the network's own. Then `speculators`' own converter makes its folder
+of ours, and both configs are compared as `speculators` reads them.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from tiny_dflash import HIDDEN, MIXED, TARGET_LAYERS, VOCAB, loud_, raw_config, target_shape, target_weights
+
+from paceline.draft.checkpoint import DFlashConfig, as_dflash2, read_stored, write_checkpoint
+from paceline.draft.dflash import DFlashNetwork
+from paceline.draft.dflash2 import DFlash2Network, network_of, score
+from paceline.draft.export import export, rows_of
+from paceline.runlog import write_results
+from paceline.train.attention import Layout, make_attention
+
+CONTEXT, WINDOW = 12, 32
+"""Positions before the anchor; the window is wider than context and block together, since `speculators` counts it otherwise."""
+SLIDING = {"sliding_window": WINDOW, "use_sliding_window": True, "layer_types": MIXED}
+ENOUGH = 1e-5
+
+
+def raw_2(**keys: Any) -> dict[str, Any]:
+    raw = as_dflash2(raw_config(**keys), rank=5, top_k=6)
+    raw["dflash_config"]["conv_group_size"] = 4
+    return raw
+
+
+CASES: dict[str, tuple[dict[str, Any], list[int] | None]] = {
+    "full": (raw_config(), None),
+    "draft vocabulary": (raw_config(), [1, 4, 5, 9]),
+    "window, causal": (raw_config(**SLIDING), None),
+    "window, both ways": (raw_config(**SLIDING, is_causal=False), None),
+    "from the anchor": (raw_config(sample_from_anchor=True), None),
+    "yarn": (raw_config(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}), None),
+    "tap of the last layer": (
+        raw_config() | {"dflash_config": {"mask_token_id": 10, "target_layer_ids": [1, TARGET_LAYERS - 1]}}, None
+    ),
+    "DFlash 2": (raw_2(), None),
+    "DFlash 2, window": (raw_2(**SLIDING, is_causal=False), None),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        target = written_target(Path(scratch) / "target")
+        for name, (raw, ids) in CASES.items():
+            rows.append({"case": name, **compared(raw, ids, target, Path(scratch) / name.replace(" ", "-"))})
+            print(json.dumps(rows[-1]))
+    worst = max(row[key] for row in rows for key in ("speculators", "dflash") if row[key] is not None)
+    print(f"largest difference of logits: {worst:.1e}")
+    if given.out:
+        peers = {name: version(name) for name in ("speculators", "dflash")}
+        write_results(given.out, {"rows": rows, "worst": worst}, peers)
+    sys.exit(worst > ENOUGH)
+
+
+def written_target(folder: Path) -> Path:
+    shape = target_shape(HIDDEN, VOCAB)
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": TARGET_LAYERS, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, architectures=["LlamaForCausalLM"], **sizes)
+    config.save_pretrained(folder)
+    save_file(dict(target_weights(shape)), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def compared(raw: dict[str, Any], ids: list[int] | None, target: Path, out: Path) -> dict[str, Any]:
+    config = DFlashConfig.from_json(raw)
+    network = (DFlash2Network if config.second else DFlashNetwork).random(config)
+    loud_(network)
+    for name, parameter in network.named_parameters():
+        if name.endswith("kernel_projection.weight"):
+            parameter.data *= 0.3  # as loud as the others it would make large numbers of rounding
+    own, spec = out / "own", out / "spec"
+    draft_ids = None if ids is None else torch.tensor(ids)
+    write_checkpoint(own, raw, network.of_file(), draft_ids)
+    weights = dict(target_weights(target_shape(HIDDEN, VOCAB)))
+    head_VD, embedding_VD = weights["lm_head.weight"], weights["model.embed_tokens.weight"]
+    verifier = {"name_or_path": str(target), "architectures": ["LlamaForCausalLM"]}
+    export(read_stored(own), "speculators", spec, head_rows=rows_of(head_VD), verifier=verifier)
+    draw = torch.Generator().manual_seed(7)
+    length = CONTEXT + 2 * config.block_size  # `speculators` lets no block begin in the last ones
+    features = torch.randn(length, len(config.target_layer_ids) * HIDDEN, generator=draw)
+    tokens = torch.randint(VOCAB, (length,), generator=draw)
+    rows_VD = head_VD if draft_ids is None else head_VD[draft_ids]
+    ours = our_logits(own, features, tokens, embedding_VD, rows_VD)
+    read_back = our_logits(spec, features, tokens, embedding_VD, rows_VD)
+    assert all(torch.equal(first, second) for first, second in zip(ours, read_back, strict=True))
+    theirs = speculators_logits(spec, features, tokens)
+    reference = dflash_logits(own, features, tokens, embedding_VD, rows_VD)
+    return {
+        "speculators": worst_of(ours, theirs),
+        "dflash": worst_of(ours[:1], reference),
+        "config": config_differences(spec, own, target, out / "converted") if config.second is None else None,
+    }
+
+
+def worst_of(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    return max(float((first - second).abs().max()) for first, second in zip(ours, theirs, strict=True))
+
+
+@torch.no_grad()
+def our_logits(folder: Path, features: Tensor, tokens: Tensor, embedding_VD: Tensor, head_VD: Tensor) -> list[Tensor]:
+    """Logits of every slot of the block at CONTEXT; of DFlash 2 also the selector's scores behind the true tokens."""
+    stored = read_stored(folder)
+    config, network = stored.config, network_of(stored.config, stored.tensors, folder)
+    block = torch.full((config.block_size,), config.mask_token_id)
+    block[0] = tokens[CONTEXT]
+    layout = Layout((CONTEXT,), (torch.tensor([CONTEXT]),), config.block_size)
+    attend = make_attention("split", config, layout, torch.float32)
+    hidden = network(embedding_VD[block], features[:CONTEXT], attend)
+    logits = hidden @ head_VD.T
+    if not isinstance(network, DFlash2Network):
+        return [logits]
+    before = torch.cat([tokens[CONTEXT : CONTEXT + 1], tokens[CONTEXT : CONTEXT + config.block_size - 1]])
+    picks = score(network.candidate_selector, hidden[None], logits[None], before[:1], before_BK=before[None])
+    return [logits, picks.scores_BKPM[0, :, 0]]
+
+
+@torch.no_grad()
+def speculators_logits(folder: Path, features: Tensor, tokens: Tensor) -> list[Tensor]:
+    from speculators import SpeculatorModel
+
+    model: Any = SpeculatorModel.from_pretrained(str(folder), attn_implementation="eager").eval().float()
+    model._attn_impl, length = "eager", len(tokens)
+    from speculators.models.attention import create_float_mask
+
+    model._create_mask_fn = create_float_mask
+    for layer in model.layers:
+        layer.self_attn.config._attn_implementation = "eager"
+    mask = torch.zeros(1, length)
+    mask[0, CONTEXT] = 1  # the only place where a block may begin
+    hidden, logits, *_ = model._backbone_forward(
+        features[None],
+        tokens[None],
+        mask,
+        torch.zeros(1, length, HIDDEN),
+        torch.zeros(1, length, dtype=torch.long),
+        max_anchors=1,
+    )
+    if not hasattr(model, "candidate_selector"):
+        return [logits[0]]
+    places = torch.arange(CONTEXT, CONTEXT + model.block_size)
+    before = model._predecessor_ids(tokens[None], places).reshape(1, -1)
+    candidates = logits.topk(model.candidate_selector.top_k, dim=-1).indices
+    return [logits[0], model.candidate_selector.score_candidates(logits, hidden, before, candidates)[0]]
+
+
+@torch.no_grad()
+def dflash_logits(folder: Path, features: Tensor, tokens: Tensor, embedding_VD: Tensor, head_VD: Tensor) -> list[Tensor]:
+    from dflash import model as dflash
+
+    raw = json.loads((folder / "config.json").read_text())
+    kind = getattr(dflash, raw["architectures"][0])
+    network: Any = kind.from_pretrained(str(folder), attn_implementation="eager", dtype=torch.float32).eval()
+    block = torch.full((1, read_stored(folder).config.block_size), network.mask_token_id)
+    block[0, 0] = tokens[CONTEXT]
+    places = torch.arange(CONTEXT + block.shape[1])[None]
+    hidden = network(
+        position_ids=places, noise_embedding=embedding_VD[block], target_hidden=features[None, :CONTEXT],
+        past_key_values=None, use_cache=False,
+    )  # fmt: skip
+    return [hidden[0] @ head_VD.T]
+
+
+def config_differences(spec: Path, own: Path, target: Path, out: Path) -> dict[str, Any]:
+    """Keys in which our export differs from what the converter of `speculators` makes, as it reads both."""
+    from speculators import SpeculatorModelConfig
+    from speculators.convert.dflash import DFlashConverter
+
+    try:
+        DFlashConverter().convert(own, out, str(target), validate=False)
+    except RuntimeError as error:
+        return {"their converter fails": str(error).splitlines()[-1].strip()}
+    ours, theirs = (flat(SpeculatorModelConfig.from_pretrained(str(each)).to_dict()) for each in (spec, out))
+    found = {key for key in ours | theirs if ours.get(key) != theirs.get(key) and not key.startswith(("z_lab", "auto_map"))}
+    return {key: [ours.get(key), theirs.get(key)] for key in sorted(found)}
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if hasattr(value, "to_dict"):
+        value = value.to_dict()
+    if not isinstance(value, dict) or not value:
+        return {prefix.rstrip("."): value}
+    return {name: each for key, inner in value.items() for name, each in flat(inner, f"{prefix}{key}.").items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Eight settings that are read wrongly, one at a time: each is named.
+
+The answers are made by the drafter itself: a random token, then the whole block that the right drafter drafts behind it, and so
+on. So the right drafter brings a whole block a round, and whatever else is read brings little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from scored import tiny_llm
+from tiny_dflash import HIDDEN, TARGET_LAYERS, network, tiny_target
+
+from paceline.adapt.mismatch import LOW, measure, named, rank
+from paceline.adapt.stored import Request
+from paceline.draft.base import Observed
+from paceline.draft.checkpoint import DFlashConfig, StoredDrafter, as_dflash2, new_config
+from paceline.draft.dflash2 import DFlash2Network, drafter_from
+from paceline.draft.vocabulary import Vocabulary
+from paceline.engine.llm import LLM
+from paceline.model.decoder import Decoder
+from paceline.model.target import ForwardBatch
+from paceline.types import Batch, SamplingParams, Sequence
+
+VOCAB, BLOCK, ROUNDS, PROMPT = 67, 6, 7, 40
+SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "is_causal": False}
+Spoil = Callable[[StoredDrafter], StoredDrafter]
+
+
+def right(**keys: Any) -> StoredDrafter:
+    raw = new_config(HIDDEN, VOCAB, TARGET_LAYERS, num_layers=2, block_size=BLOCK, head_dim=8, intermediate_size=48, **keys)
+    raw["dflash_config"]["target_layer_ids"] = [2, 4]
+    tensors = {name: tensor.detach() for name, tensor in network(raw).state_dict().items()}
+    return StoredDrafter(DFlashConfig.from_json(raw), tensors)
+
+
+def with_keys(stored: StoredDrafter, **keys: Any) -> StoredDrafter:
+    raw = {**stored.config.raw, **{name: value for name, value in keys.items() if name != "nested"}}
+    raw["dflash_config"] = {**raw["dflash_config"], **keys.get("nested", {})}
+    return replace(stored, config=DFlashConfig.from_json(raw))
+
+
+def with_tensors(stored: StoredDrafter, change: Callable[[str, torch.Tensor], torch.Tensor]) -> StoredDrafter:
+    return replace(stored, tensors={name: change(name, tensor) for name, tensor in stored.tensors.items()})
+
+
+def interleaved(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Queries and keys with the two halves of each head's channels in turns, as other programs store them."""
+    if not any(f".{which}." in name for which in ("q_proj", "k_proj", "q_norm", "k_norm")):
+        return tensor
+    order = torch.stack([torch.arange(4), torch.arange(4, 8)], dim=1).flatten()
+    return tensor.unflatten(0, (-1, 8))[:, order].flatten(0, 1)
+
+
+def norms_less_one(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor - 1 if name.endswith("norm.weight") else tensor
+
+
+def right_2() -> StoredDrafter:
+    body = right()
+    raw = as_dflash2(body.config.raw, rank=5, top_k=6)
+    raw["dflash_config"]["conv_group_size"] = 4
+    config = DFlashConfig.from_json(raw)
+    more = DFlash2Network.random(config).state_dict()
+    return StoredDrafter(config, {**{name: tensor.detach() for name, tensor in more.items()}, **body.tensors})
+
+
+SEEDED = torch.Generator().manual_seed(3)
+IDS = torch.arange(0, 2 * VOCAB // 3, 2)
+CASES: dict[str, tuple[StoredDrafter, Spoil]] = {
+    "layer ids off by one": (right(), lambda stored: with_keys(stored, nested={"target_layer_ids": [3, 5]})),
+    "mask token": (right(), lambda stored: with_keys(stored, nested={"mask_token_id": 20})),
+    "rotary length": (right(rope_theta=1e6), lambda stored: with_keys(stored, rope_theta=1e4)),
+    "rotary style": (right(), lambda stored: with_tensors(stored, interleaved)),
+    "window flag": (right(**SLIDING), lambda stored: with_keys(stored, use_sliding_window=False)),
+    "head": (
+        right(),
+        lambda stored: replace(stored, vocabulary=Vocabulary(None, torch.randn(VOCAB, HIDDEN, generator=SEEDED))),
+    ),
+    "head: d2t with ids in it": (
+        replace(right(), vocabulary=Vocabulary(IDS, None)),
+        lambda stored: replace(stored, vocabulary=Vocabulary(IDS + torch.arange(len(IDS)), None)),
+    ),
+    "anchor slot": (right(sample_from_anchor=True), lambda stored: with_keys(stored, sample_from_anchor=False)),
+    "norm flags": (right(), lambda stored: with_tensors(stored, norms_less_one)),
+    "mask token: of DFlash 2": (right_2(), lambda stored: with_keys(stored, nested={"mask_token_id": 20})),
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    made = tiny_llm(Decoder)
+    made.target = tiny_target(4, vocab=VOCAB)
+    made.engine = made.new_engine(made.drafter)
+    return made
+
+
+def answers(llm: LLM, stored: StoredDrafter, count: int = 2) -> list[Request]:
+    """Texts of which this drafter drafts every token but the first of each round."""
+    target, drafter = llm.target, drafter_from(stored)
+    draw = torch.Generator().manual_seed(5)
+    requests = []
+    for number in range(count):
+        target.set_taps(drafter.tap_layers)
+        drafter.bind(target)
+        row = target.cache.allocate()
+        assert row is not None
+        prompt = torch.randint(VOCAB, (PROMPT,), generator=draw).tolist()
+        seq = Sequence(0, list(prompt), PROMPT, SamplingParams())
+        seq.row = row
+        drafter.start(seq)
+        read = prompt
+        for _ in range(ROUNDS):
+            out = target.forward(ForwardBatch([row], [seq.cached_len], [len(read)], read, "none"))
+            drafter.observe([Observed(seq, seq.cached_len, len(read), out.taps_TF)])
+            seq.cached_len += len(read)
+            seq.tokens.append(int(torch.randint(VOCAB, (1,), generator=draw)))
+            drafts = drafter.propose(Batch([seq])).tokens_B[0]
+            seq.tokens += drafts
+            read = seq.tokens[seq.cached_len :]
+        target.cache.free(row)
+        said = [*seq.tokens[PROMPT:], 0]
+        requests.append(Request(str(number), "", 0, prompt, said, SamplingParams(), 0, "length", 0, 0))
+    return requests
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_each_mismatch_is_named(llm: LLM, kind: str) -> None:
+    stored, spoil = CASES[kind]
+    requests = answers(llm, stored)
+    whole = measure(llm, drafter_from(stored), requests)
+    assert whole == pytest.approx(stored.config.num_slots + 1)
+    ranked = rank(llm, spoil(stored), requests)
+    assert ranked[0].kind == "as it is" and ranked[0].tokens_per_round < LOW
+    found = named(ranked)
+    assert found is not None and found.kind == kind.partition(":")[0], ranked[:4]
+    assert found.tokens_per_round == pytest.approx(whole)
+    figures = [each.tokens_per_round for each in ranked[1:]]
+    assert figures == sorted(figures, reverse=True) and len(figures) > 10

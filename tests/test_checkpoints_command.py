@@ -1,0 +1,96 @@
+"""`paceline export` and `paceline inspect`, as they are called."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small_llm import tiny_model
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from paceline.draft.checkpoint import DFlashConfig, new_config, read_stored
+from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
+from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError
+from paceline.model.checkpoint import load_tensors
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def made(folder: Path, hidden: int = 32) -> Path:
+    raw = new_config(hidden, 258, 2, num_layers=1, block_size=4, head_dim=8)
+    raw["dflash_config"]["target_layer_ids"] = [0]
+    ids = torch.arange(0, 258, 2)
+    DFlashDrafter(DFlashNetwork.random(DFlashConfig.from_json(raw)), draft_ids=ids).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("drafters") / "own")
+
+
+def run(*words: str) -> tuple[str, str]:
+    result = CliRunner().invoke(app, list(words), catch_exceptions=False, standalone_mode=False)
+    if result.exception:
+        raise result.exception
+    return result.stdout, result.stderr
+
+
+def test_an_export_with_the_targets_name_and_rows(target: Path, drafter: Path, tmp_path: Path) -> None:
+    out = tmp_path / "for-vllm"
+    shown, said = run("export", str(drafter), "--model", str(target), "--out", str(out), "--json")
+    told = json.loads(shown.splitlines()[-1])
+    assert (told["from"], told["format"], told["left_out"]) == ("z-lab", "speculators", [])
+    assert f"is in {out}, in speculators format" in said
+    raw = json.loads((out / "config.json").read_text())
+    verifier = raw["speculators_config"]["verifier"]
+    assert verifier == {"architectures": ["LlamaForCausalLM"], "name_or_path": str(target)}
+    assert raw["draft_vocab_size"] == 129
+    head = dict(load_tensors(target))["lm_head.weight"]
+    ids, own = read_stored(out).vocabulary
+    assert ids is not None and own is not None and torch.equal(own.float(), head.float()[ids])
+
+
+def test_what_is_left_out_is_said(drafter: Path, tmp_path: Path) -> None:
+    _, said = run("export", str(drafter), "--format", "z-lab", "--out", str(tmp_path / "plain"))
+    assert "left out: the draft vocabulary of 129 tokens" in said
+    with pytest.raises(ConfigError, match="target's head for them: name it"):
+        run("export", str(drafter), "--out", str(tmp_path / "none"))
+    with pytest.raises(ModelFileError, match="config.json is missing"):
+        run("export", str(tmp_path), "--out", str(tmp_path / "none"))
+
+
+def test_what_it_is(drafter: Path) -> None:
+    shown, _ = run("inspect", str(drafter))
+    for words in (
+        "DFlash v1",
+        "hidden size 32, 2 layers, 258 tokens",
+        "drafts 3 tokens a round",
+        "129 tokens",
+        "hidden_states[1]",
+    ):
+        assert words in shown, words
+
+
+def test_a_drafter_that_never_learned_is_no_mismatch(target: Path, drafter: Path) -> None:
+    shown, _ = run("inspect", str(drafter), "--model", str(target), "--num-prompts", "2", "--max-tokens", "9", "--json")
+    told = json.loads(shown.splitlines()[-1])
+    assert told["tokens_per_round"] < 2.0 and told["num_prompts"] == 2
+    kinds = {each["kind"] for each in told["variations"]}
+    assert {"as it is", "layer ids off by one", "mask token", "rotary length", "rotary style", "head", "anchor slot"} <= kinds
+    shown, _ = run(
+        "inspect", str(drafter), "--model", str(target), "--num-prompts", "1", "--max-tokens", "5", "--no-vary", "--json"
+    )
+    assert "variations" not in json.loads(shown.splitlines()[-1])
+
+
+def test_another_targets_drafter_is_refused(target: Path, tmp_path: Path) -> None:
+    made(tmp_path / "other", hidden=64)
+    with pytest.raises(DrafterMismatchError, match="the target has"):
+        run("inspect", str(tmp_path / "other"), "--model", str(target))
