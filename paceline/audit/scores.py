@@ -22,8 +22,8 @@ from paceline.types import SamplingParams
 ARRAYS = tuple(each.name for each in fields(Scores) if each.name != "yes")
 CHUNK = 256
 """Positions of a pass."""
-ROWS = 8
-"""Positions that are scored at once: with more of them a large vocabulary takes hundreds of megabytes."""
+LOGITS = 2**19
+"""So many are scored at once, some positions of a large vocabulary: whole answers would take hundreds of megabytes."""
 LAST_PART = 0.7
 """The cut's part of a nucleus: tokens behind this share of top-p."""
 
@@ -71,9 +71,10 @@ class Reader:
 def scores_of(logits_TV: Tensor, tokens: Sequence[int], temperature: float, top_p: float = 1.0, tie: float = 0.0) -> Scores:
     """Of an answer whose tokens were to be drawn from these logits [T, V]; logits that differ by less than `tie` count as
     equal where order decides. At temperature 0 only `gap_T` and `logprob_T` mean something."""
+    rows = max(1, LOGITS // logits_TV.shape[1])
     parts = [
-        _scores_of(logits_TV[start : start + ROWS], tokens[start : start + ROWS], temperature, top_p, tie)
-        for start in range(0, max(1, len(tokens)), ROWS)
+        _scores_of(logits_TV[start : start + rows], tokens[start : start + rows], temperature, top_p, tie)
+        for start in range(0, max(1, len(tokens)), rows)
     ]
     arrays = {name: np.concatenate([getattr(each, name) for each in parts]) for name in ARRAYS}
     yes = {

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 FEWEST, MOST = 8, 64
 """Tokens a round to which the axis goes at least, and at most."""
 STYLE: Any = {"svg.hashsalt": "paceline", "svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
+TITLE_CHARACTERS = 95
+"""Of one line of the chart's title."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
@@ -149,7 +152,8 @@ def _fill(axes: Axes, chart: Chart) -> None:
             color=COLORS[number % len(COLORS)],
             label=label if found is None else f"{label} (slope {found:.2f})",
         )
-    axes.set(xlabel="tokens a round", ylabel="speed-up over plain decoding", title=chart.title, xlim=(1, None), ylim=(0, None))
+    title = textwrap.fill(chart.title, TITLE_CHARACTERS)
+    axes.set(xlabel="tokens a round", ylabel="speed-up over plain decoding", title=title, xlim=(1, None), ylim=(0, None))
     axes.title.set_fontsize(8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2)

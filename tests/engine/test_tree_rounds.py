@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -54,8 +55,9 @@ def answers(planner: Planner, way: dict[str, Any], num_seeds: int = 4, **drafter
     return run(engine, prompts, params)
 
 
-def plain(way: dict[str, Any]) -> list[Sequence]:
-    return answers(FixedPlanner(0), way)
+@cache
+def plain(way: str) -> list[Sequence]:
+    return answers(FixedPlanner(0), WAYS[way])
 
 
 def tokens(sequences: list[Sequence]) -> list[list[int]]:
@@ -66,7 +68,7 @@ def tokens(sequences: list[Sequence]) -> list[list[int]]:
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("num_nodes", [1, 6, 40])
 def test_the_text_is_plain_decodings(num_nodes: int, name: str, way: str) -> None:
-    expected = plain(WAYS[way])
+    expected = plain(way)
     given = answers(FixedPlanner(num_nodes=num_nodes), WAYS[way], **DRAFTERS[name])
     assert tokens(given) == tokens(expected)
     for one, other in zip(given, expected, strict=True):
@@ -89,7 +91,7 @@ def test_a_tree_keeps_more_than_its_spine() -> None:
 def test_an_adaptive_planner_grows_trees_where_passes_are_cheap(way: str) -> None:
     cheap = AdaptivePlanner(PassCosts([(1, 1e-3), (64, 1.05e-3)]), grows_trees=True)
     given = answers(cheap, WAYS[way], accuracy=0.9)
-    assert tokens(given) == tokens(plain(WAYS[way]))
+    assert tokens(given) == tokens(plain(way))
 
 
 def test_rows_with_a_grammar_keep_chains_beside_trees() -> None:
@@ -132,13 +134,13 @@ def siblings_logits(judge: RuleJudge, seq: Sequence, path: list[int], slots: lis
 
 @pytest.mark.parametrize("mistake", [by_node, logits_before, siblings_logits])
 def test_a_wrong_draw_is_seen(mistake: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = tokens(plain(WAYS["sampled"]))
+    expected = tokens(plain("sampled"))
     monkeypatch.setattr(RuleJudge, "_draw", mistake)
     assert tokens(answers(FixedPlanner(num_nodes=12), WAYS["sampled"], accuracy=0.9)) != expected
 
 
 def test_wrong_ancestors_and_a_path_left_unmoved_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = tokens(plain({}))
+    expected = tokens(plain("greedy"))
     right = decode.verify_input
 
     def all_follow_the_one_before(*args: Any, **kwargs: Any) -> ForwardBatch:
