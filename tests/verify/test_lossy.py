@@ -77,7 +77,7 @@ class Given(Uniforms):
         return self.again
 
 
-def measures(outcome: Callable[[float], T], pieces: int = 200) -> dict[T, float]:
+def measures(outcome: Callable[[float], T], pieces: int = 100) -> dict[T, float]:
     """How much of [0, 1) leads to each outcome of a piecewise constant function; pieces must be longer than 1 / `pieces`."""
     found: dict[T, float] = defaultdict(float)
     edges = [place / pieces for place in range(pieces)]
