@@ -44,8 +44,9 @@ from paceline.train.stream import StreamedFeatures, upcoming
 HIDDEN, VOCAB, TAPS, STEPS, KILLED_AT = 32, 96, (1, 3), 6, 4
 PATIENCE = 300
 """Seconds, on a machine with other work too, after which processes count as deadlocked and say where they are."""
-STEP_TIMEOUT_S = 2.0
-"""Of the groups that are to fail."""
+STEP_TIMEOUT_S = 8.0
+"""Of the groups that are to fail; within it four processes must also find each other on two busy cores."""
+TOO_LATE_S = 10.0
 
 BASE = LoopConfig(max_steps=STEPS, blocks_per_step=24, anchors=5, blocks_per_pack=10, autocast=False, checkpoint_minutes=1e6)
 SCENARIOS = {
@@ -263,7 +264,7 @@ def refused(trainer: Trainer, on_step: Any = lambda seen: None) -> str:
 def uneven(ranks: Ranks, wait: Any) -> None:
     """A stage that takes one process longer than a step may take; then a step."""
     if ranks.is_first:
-        time.sleep(2 * STEP_TIMEOUT_S)
+        time.sleep(TOO_LATE_S)
     wait()
     total = torch.ones(1)
     dist.all_reduce(total)
@@ -280,7 +281,7 @@ def raising(ranks: Ranks, wait: Any) -> None:
 def late(ranks: Ranks, wait: Any) -> None:
     """A process that lives, and is late in a step."""
     if ranks.rank == 1:
-        time.sleep(2 * STEP_TIMEOUT_S)
+        time.sleep(TOO_LATE_S)
     dist.all_reduce(torch.ones(1))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from many_processes import BASE, KILLED_AT, OF_FOUR, SCENARIOS, WAYS, make_trainer, run, started
+from many_processes import BASE, KILLED_AT, OF_FOUR, SCENARIOS, STEP_TIMEOUT_S, WAYS, make_trainer, run, started
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -175,7 +175,7 @@ def test_all_begin_with_the_first_ones_weights_and_are_told_when_they_differ(gro
 def test_a_stage_may_last_longer_than_a_step(groups: dict[int, Path], world: int) -> None:
     for rank in range(world):
         told, seconds = figures_of(groups[world], "uneven", rank)
-        assert told == "no error" and seconds > 4.0
+        assert told == "no error" and seconds > STEP_TIMEOUT_S
 
 
 @pytest.mark.parametrize("world", [2, 4])
