@@ -1,7 +1,7 @@
 """Our checkpoints beside PyPI's `speculators` 0.9.0 and `dflash` 0.1.0: logits on the same features, configs key by key.
 
-    python -m venv /tmp/interop && /tmp/interop/bin/pip install -e '.[hf]' dflash==0.1.0 speculators==0.9.0
-    /tmp/interop/bin/python experiments/interop.py --out experiments/results/interop.json
+    python -m venv build/interop && build/interop/bin/pip install -e '.[hf]' dflash==0.1.0 speculators==0.9.0
+    build/interop/bin/python experiments/interop.py --out experiments/results/interop.json
 
 Tiny random networks in float32. For each shape: our export is read by `speculators`, which makes a block's logits from
 features; `dflash` makes them of z-lab's folder; ours are the network's own. Then `speculators`' own converter makes its folder
