@@ -46,7 +46,9 @@ class Attend(Protocol):
     def __call__(self, layer: int, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor: ...
 
 
-class _Norm(nn.Module):
+class Norm(nn.Module):
+    """RMSNorm with a trainable weight."""
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
@@ -64,8 +66,8 @@ class _Attention(nn.Module):
         self.k_proj = nn.Linear(shape.hidden_size, keys, bias=shape.qkv_bias)
         self.v_proj = nn.Linear(shape.hidden_size, keys, bias=shape.qkv_bias)
         self.o_proj = nn.Linear(queries, shape.hidden_size, bias=shape.output_bias)
-        self.q_norm = _Norm(shape.head_dim, shape.rms_norm_eps)
-        self.k_norm = _Norm(shape.head_dim, shape.rms_norm_eps)
+        self.q_norm = Norm(shape.head_dim, shape.rms_norm_eps)
+        self.k_norm = Norm(shape.head_dim, shape.rms_norm_eps)
 
     def forward(self, layer: int, block_TD: Tensor, context_ND: Tensor, attend: Attend) -> Tensor:
         query = self.q_norm(self._heads(self.q_proj(block_TD)))
@@ -94,8 +96,8 @@ class DraftLayer(nn.Module):
         super().__init__()
         self.self_attn = _Attention(shape)
         self.mlp = _MLP(shape)
-        self.input_layernorm = _Norm(shape.hidden_size, shape.rms_norm_eps)
-        self.post_attention_layernorm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, layer: int, block_TD: Tensor, context_ND: Tensor, attend: Attend) -> Tensor:
         block_TD = block_TD + self.self_attn(layer, self.input_layernorm(block_TD), context_ND, attend)
@@ -110,9 +112,9 @@ class DFlashNetwork(nn.Module):
         self.config = config
         shape = config.shape
         self.fc = nn.Linear(len(config.target_layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
-        self.hidden_norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.hidden_norm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(self.make_layer(config) for _ in range(shape.num_layers))
-        self.norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
     @staticmethod
     def make_layer(config: DFlashConfig) -> nn.Module:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from paceline import rng
 from paceline.draft.base import Observed
+from paceline.draft.dflash import Norm
 from paceline.draft.eagle3_checkpoint import (
     Eagle3Checkpoint,
     Eagle3Config,
@@ -41,7 +42,7 @@ from paceline.draft.tapped import TappedDrafter, features_of
 from paceline.errors import ConfigError, ModelFileError, refuse
 from paceline.model.checkpoint import random_weights
 from paceline.model.config import DecoderConfig
-from paceline.model.decoder import rms_norm, swiglu
+from paceline.model.decoder import swiglu
 from paceline.model.kv_cache import KVCache
 from paceline.model.logits import sample, target_probs
 from paceline.model.target import Target
@@ -57,15 +58,6 @@ class Attend(Protocol):
     def __call__(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> Tensor: ...
 
 
-class _Norm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return rms_norm(inputs, self.weight, self.eps)
-
-
 class _Attention(nn.Module):
     def __init__(self, shape: DecoderConfig, input_size: int) -> None:
         super().__init__()
@@ -76,8 +68,8 @@ class _Attention(nn.Module):
         self.v_proj = nn.Linear(input_size, keys, bias=shape.qkv_bias)
         self.o_proj = nn.Linear(queries, shape.hidden_size, bias=shape.output_bias)
         if shape.qk_norm:
-            self.q_norm = _Norm(shape.head_dim, shape.rms_norm_eps)
-            self.k_norm = _Norm(shape.head_dim, shape.rms_norm_eps)
+            self.q_norm = Norm(shape.head_dim, shape.rms_norm_eps)
+            self.k_norm = Norm(shape.head_dim, shape.rms_norm_eps)
         self.has_norm = shape.qk_norm
 
     def forward(self, layer: int, inputs_TX: Tensor, attend: Attend) -> Tensor:
@@ -109,9 +101,9 @@ class Eagle3Layer(nn.Module):
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.self_attn = _Attention(shape, 2 * size if is_first else size)
         self.mlp = _MLP(shape)
-        self.input_layernorm, self.post_attention_layernorm = _Norm(size, eps), _Norm(size, eps)
+        self.input_layernorm, self.post_attention_layernorm = Norm(size, eps), Norm(size, eps)
         if is_first:
-            self.hidden_norm = _Norm(size, eps)
+            self.hidden_norm = Norm(size, eps)
         self.is_first, self.adds_to_normed = is_first, config.norm_before_residual
 
     def forward(self, layer: int, embedded_TD: Tensor, hidden_TD: Tensor, attend: Attend) -> Tensor:
@@ -133,12 +125,12 @@ class Eagle3Network(nn.Module):
         self.config, shape = config, config.shape
         size, eps, num_features = shape.hidden_size, shape.rms_norm_eps, config.num_taps * config.target_hidden_size
         if config.norm_before_fc:
-            self.input_norm = _Norm(num_features, eps)
+            self.input_norm = Norm(num_features, eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(_Norm(config.target_hidden_size, eps) for _ in range(config.num_taps))
+            self.fc_norm = nn.ModuleList(Norm(config.target_hidden_size, eps) for _ in range(config.num_taps))
         self.fc = nn.Linear(num_features, size, bias=False)
         self.layers = nn.ModuleList(Eagle3Layer(config, index == 0) for index in range(shape.num_layers))
-        self.norm = _Norm(size, eps)
+        self.norm = Norm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         if has_embedding:
             self.embed_tokens = nn.Embedding(shape.vocab_size, size)
