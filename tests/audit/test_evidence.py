@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from doubles import FakeTarget
 from torch import Tensor
 
-from paceline.audit import checks
+from paceline.audit import checks, scores
 from paceline.audit.config import TOLERANCES
 from paceline.audit.evidence import Draw, Group, judged
 from paceline.audit.scores import scores_of
@@ -129,3 +130,17 @@ def test_honest_servers_pass() -> None:
     """Twenty audits, and at most one false alarm; the stated rate is one in a hundred."""
     verdicts = [checks.verdict_of(audited(Server(honest, seed))) for seed in SEEDS]
     assert verdicts.count("faulty") <= 1 and verdicts.count("unsure") == 0
+
+
+def test_scores_of_a_few_positions_at_a_time_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of 3, 3 and 1 positions."""
+    tokens = [1, 5, 0, 7, 7, 2, 9]
+    whole = scores_of(MODEL[:7], tokens, 0.8, 0.9, 0.02)
+    monkeypatch.setattr(scores, "LOGITS", 3 * MODEL.shape[1])
+    pieces = scores_of(MODEL[:7], tokens, 0.8, 0.9, 0.02)
+    assert len(whole) == len(pieces) == 7
+    for name in scores.ARRAYS:
+        np.testing.assert_array_equal(getattr(pieces, name), getattr(whole, name), name)
+    assert pieces.yes.keys() == whole.yes.keys()
+    for name, pair in whole.yes.items():
+        np.testing.assert_array_equal(pieces.yes[name], pair, name)
