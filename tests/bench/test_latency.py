@@ -170,6 +170,8 @@ def test_mocked_answers_are_never_told_as_a_gain(tmp_path: Path) -> None:
 class OtherServer(BaseHTTPRequestHandler):
     """Takes a schema as llama-cpp-python's server does, says nothing of its time, and closes connections."""
 
+    refusal: ClassVar[int] = 422
+    """The status of a schema that it cannot take; llama-cpp-python says 500."""
     forms: ClassVar[list[dict[str, Any]]] = []
 
     def do_GET(self) -> None:
@@ -179,7 +181,7 @@ class OtherServer(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.forms.append(body["response_format"])
         if body["response_format"]["type"] == "json_schema":
-            self._send(422, b'{"error": {"message": "unknown type"}}')
+            self._send(self.refusal, b'{"error": {"message": "unknown type"}}')
         else:
             time.sleep(0.2)  # so that a busy machine's connecting does not take longer
             self._send(200, said("yes") + LAST + event(b"[DONE]"))
@@ -193,7 +195,12 @@ class OtherServer(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
 
-def test_another_server_is_asked_in_its_own_words_and_shown_as_one_part(tmp_path: Path) -> None:
+@pytest.mark.parametrize("refusal", [400, 422, 500])
+def test_another_server_is_asked_in_its_own_words_and_shown_as_one_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int
+) -> None:
+    monkeypatch.setattr(OtherServer, "refusal", refusal)
+    monkeypatch.setattr(OtherServer, "forms", [])
     with answering(OtherServer) as url:
         arms = ArmsConfig(urls=(f"llama={url}",))
         line = latency_run.bench_latency(arms, LatencyConfig(repeat=1, rate=100.0), ("voice",), limit=3, out=tmp_path / "run")
