@@ -11,13 +11,17 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from paceline.draft.checkpoint import DFlashConfig, is_dflash, read_draft_ids
 from paceline.errors import ConfigError, refuse
+from paceline.model.checkpoint import read_json
 from paceline.simulate.roofline import Deployment, pass_seconds
 from paceline.simulate.shapes import FORMATS, Precisions
 from paceline.train.config import TrainConfig
 from paceline.train.facts import BLOCK_BYTES, MachineFacts, TargetFacts
+from paceline.train.start import init_folder
 
 MOST_SHARE = 0.15
 """Of the target's pass, that drafting should cost at most."""
@@ -91,8 +95,14 @@ class Sizes:
 
 
 def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
-    """The shape of a config, what it leaves to the target filled in."""
+    """The shape of a config, what it leaves to the target filled in; or of the DFlash drafter that --init names.
+
+    Raises ConfigError and ModelFileError when there is no such drafter.
+    """
     shape, hidden = config.shape, target.shape.hidden_size
+    folder = init_folder(config.init, config.target.model)
+    if folder is not None and is_dflash(read_json(folder / "config.json")):
+        return _stored_sizes(folder, target.shape.vocab_size)
     heads, kv_heads, head_dim, inner = _of_target(target)
     num_heads = shape.num_heads or heads
     num_kv_heads = shape.num_kv_heads or max(1, num_heads * kv_heads // heads)
@@ -102,6 +112,15 @@ def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
     return Sizes(
         shape.num_layers, shape.block_size, shape.intermediate_size or inner, num_heads, num_kv_heads, head_dim, taps,
         min(shape.draft_vocab or vocab, vocab), hidden,
+    )  # fmt: skip
+
+
+def _stored_sizes(folder: Path, vocab_size: int) -> Sizes:
+    drafter, draft_ids = DFlashConfig.from_json(read_json(folder / "config.json")), read_draft_ids(folder)
+    shape = drafter.shape
+    return Sizes(
+        shape.num_layers, drafter.block_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads, shape.head_dim,
+        len(drafter.target_layer_ids), vocab_size if draft_ids is None else len(draft_ids), shape.hidden_size,
     )  # fmt: skip
 
 

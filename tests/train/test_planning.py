@@ -89,7 +89,12 @@ def test_what_was_asked_for_wins_and_who_chose_is_told(tmp_path: Path) -> None:
     assert "yours      loop.loss.vocab None, shape.block_size 8" in plan.text
     off = make_plan(asked(tmp_path, plan="off"))
     assert off.chosen == {} and off.config.shape == DrafterShape()
-    assert make_plan(asked(tmp_path, init="default")).chosen == {}, "a drafter that goes on keeps its shape and recipe"
+    further = make_plan(asked(tmp_path, init="default"))
+    assert further.chosen == {}, "a drafter that goes on keeps its shape and recipe"
+    assert (further.sizes.num_layers, further.sizes.num_heads, further.sizes.block_size) == (2, 14, 8)
+    assert 16384 <= further.sizes.draft_vocab < 20000 and further.share_of_pass < MOST_SHARE
+    with pytest.raises(ConfigError, match="there is no drafter in"):
+        make_plan(asked(tmp_path, init=str(tmp_path / "nothing")))
 
 
 def test_a_processor_without_products_of_bfloat16_trains_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
