@@ -105,15 +105,15 @@ def written_signatures(llm: LLM, number: int, known: list[dict[str, Any]], file:
     drop_cut_line(file)
     rows = list(rows_of(file)) if file.exists() else []
     names = {name for row in [*known, *rows] for name in re.findall(r"def (\w+)", row["prompt"])}
-    prefix, tries = user_turn(llm.tokenizer).prefix, 0
+    prefix, tries = user_turn(llm.tokenizer).prefix, 2 * len(rows)
     with file.open("a", encoding="utf-8") as lines:
         while len(rows) < number and tries < 20 * number:
             stubs, tries = stubs_of(llm, prefix, tries), tries + PER_BATCH
             for stub in stubs:
-                found = re.findall(r"def (\w+)\(", stub)
-                if len(found) != 1 or found[0] in names or not stub.isascii() or not is_python(stub):
+                name = name_of(stub)
+                if name is None or name in names:
                     continue
-                names.add(found[0])
+                names.add(name)
                 rows.append({"id": f"signature-{len(rows)}", "prompt": stub})
                 lines.write(json.dumps(rows[-1]) + "\n")
                 lines.flush()
@@ -151,12 +151,14 @@ def continued(llm: LLM, prefix: str, beginnings: list[str], stop: str, max_token
     ]
 
 
-def is_python(stub: str) -> bool:
+def name_of(stub: str) -> str | None:
+    """Of the one function that a stub begins; None for what is no Python in English."""
+    found = re.findall(r"def (\w+)\(", stub)
     try:
         ast.parse(stub)
     except SyntaxError:
-        return False
-    return True
+        return None
+    return found[0] if len(found) == 1 and stub.isascii() else None
 
 
 def main() -> None:
@@ -175,6 +177,8 @@ def main() -> None:
     functions = functions_from_mbpp(given.mbpp) + functions_from_parts()
     random.Random(0).shuffle(functions)
     write_lines(given.out / "functions.jsonl", kept(functions, unseen, "functions"))
+    if not given.signatures and not given.self_written:
+        return
     llm = LLM(given.target, drafter="none", max_batch=PER_BATCH, max_len=512)
     if given.signatures:
         written = given.out / "written-signatures.jsonl"

@@ -12,7 +12,9 @@ from dflash import model as dflash
 
 from paceline import LLM, SamplingParams
 from paceline.bench.beside import transformers_model
+from paceline.draft.checkpoint import read_draft_ids, read_stored, weights_file
 from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.packed import PACKED
 from paceline.draft.registry import SHIPPED
 from paceline.hub import resolve
 from paceline.types import Batch, DraftBlock
@@ -34,6 +36,16 @@ def test_it_is_the_default_and_small(llm: LLM) -> None:
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 40e6
     assert {tensor.dtype for tensor in llm.drafter.network.state_dict().values()} == {torch.bfloat16}
     assert json.loads((FOLDER / "config.json").read_text())["architectures"] == ["DFlashDraftModel"]
+
+
+def test_the_coder_s_is_small_and_drafts_among_few() -> None:
+    """In 8 bits; the folder reads without its target."""
+    folder = SHIPPED / "qwen2.5-coder-0.5b"
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 40e6
+    stored, ids = read_stored(folder), read_draft_ids(folder)
+    assert weights_file(folder).name == PACKED and stored.config.shape.hidden_size == 896
+    assert ids is not None and 16384 <= len(ids) < 20000 and bool((ids.diff() > 0).all()) and int(ids[-1]) < 151936
+    assert all(bool(tensor.isfinite().all()) for tensor in stored.tensors.values())
 
 
 def test_the_text_is_plain_decodings_in_fewer_passes(llm: LLM) -> None:

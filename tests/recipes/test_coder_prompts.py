@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
+
+from paceline import SamplingParams
 
 SCRIPT = Path(__file__).parents[2] / "recipes" / "coder_prompts.py"
 TASK = {
@@ -56,11 +60,63 @@ def test_the_script_writes_tasks_and_functions_and_counts_what_it_leaves_out(tmp
     other["test_list"] = ["assert first([1]) == 1"]
     (tmp_path / "mbpp.jsonl").write_text(json.dumps(TASK) + "\n" + json.dumps(other) + "\n")
     (tmp_path / "unseen.jsonl").write_text(json.dumps({"text": TASK["text"], "code": TASK["code"]}) + "\n")
-    words = ["--mbpp", tmp_path / "mbpp.jsonl", "--unseen", tmp_path / "unseen.jsonl", "--self-written", "0", "--out", tmp_path]
-    done = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True, check=True)
+    words = ["--mbpp", tmp_path / "mbpp.jsonl", "--unseen", tmp_path / "unseen.jsonl", "--out", tmp_path]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *words, "--self-written", "0", "--signatures", "0"], capture_output=True, text=True, check=True
+    )
     tasks = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
     assert [task["id"] for task in tasks] == ["mbpp-602"]
     functions = [json.loads(line) for line in (tmp_path / "functions.jsonl").read_text().splitlines()]
     names = {function["entry_point"] for function in functions}
     assert "first" in names and "larger" not in names and len(names) > 100
     assert "tasks: 1 kept, left out {'words of an unseen prompt': 1}" in done.stdout
+
+
+class Writer:
+    """Stands for the target: goes on with what it is given, by the string that it is to stop at."""
+
+    goes_on: ClassVar[dict[str, str]] = {":\n": "thing(a)", "\n": " sum of a.", '"""': " result.\n    "}
+
+    def __init__(self) -> None:
+        self.tokenizer = SimpleNamespace(
+            encode=lambda text, add_special_tokens: [text],
+            apply_chat_template=lambda messages, variables=None: f"<user>{messages[-1]['content']}</user>",
+            decode=lambda ids, skip_special=True: ids[0],
+        )
+        self.asked: list[str] = []
+
+    def generate_ids(self, prompts: list[list[str]], params: list[SamplingParams]) -> list[Any]:
+        self.asked += [prompt[0] for prompt in prompts]
+        finish = ["length" if place == 0 else "stop" for place in range(len(prompts))]
+        return [
+            SimpleNamespace(text=self.goes_on[each.stop[0]], finish_reason=reason, token_ids=[0])
+            for each, reason in zip(params, finish, strict=True)
+        ]
+
+
+def test_signatures_are_written_in_pieces_and_go_on_where_they_stopped(script: dict[str, Any], tmp_path: Path) -> None:
+    file, llm = tmp_path / "written.jsonl", Writer()
+    script["written_signatures"](llm, 8, [{"prompt": "def is_thing(a):"}], file)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert all(asked.startswith("<user>") and "def " in asked for asked in llm.asked)
+    names = [re.findall(r"def (\w+)", row["prompt"]) for row in rows]
+    assert len(rows) >= 8 and len({name[0] for name in names}) == len(rows) and ["is_thing"] not in names
+    assert [row["id"] for row in rows] == [f"signature-{number}" for number in range(len(rows))]
+    assert all(row["prompt"].endswith('\n    """\n') for row in rows)
+    with_example = [row["prompt"] for row in rows if ">>>" in row["prompt"]]
+    assert 0 < len(with_example) < len(rows)
+    pattern = r'def (\w+)\(a\):\n    """ .* sum of a\.\n    >>> \1\( result'
+    assert all(re.search(pattern, prompt) for prompt in with_example)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows[:3]) + '{"id": "cut of')
+    script["written_signatures"](Writer(), 5, [], file)
+    more = [json.loads(line) for line in file.read_text().splitlines()]
+    assert more[:3] == rows[:3] and len(more) >= 5
+
+
+STUBS = ('def a(:\n    """ A. """\n', "def a():\n    '''\u4e00'''\n", "def a():\n  '''def b(): 1'''\n")
+
+
+@pytest.mark.parametrize("stub", STUBS)
+def test_what_is_no_one_function_in_english_is_no_stub(script: dict[str, Any], stub: str) -> None:
+    assert script["name_of"](stub) is None
+    assert script["name_of"]("def a():\n    '''One.'''\n") == "a"
