@@ -11,17 +11,13 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from paceline.draft.checkpoint import DFlashConfig, is_dflash, read_draft_ids
 from paceline.errors import ConfigError, refuse
-from paceline.model.checkpoint import read_json
 from paceline.simulate.roofline import Deployment, pass_seconds
 from paceline.simulate.shapes import FORMATS, Precisions
 from paceline.train.config import TrainConfig
 from paceline.train.facts import BLOCK_BYTES, MachineFacts, TargetFacts
-from paceline.train.start import init_folder
 
 MOST_SHARE = 0.15
 """Of the target's pass, that drafting should cost at most."""
@@ -100,9 +96,9 @@ def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
     Raises ConfigError and ModelFileError when there is no such drafter.
     """
     shape, hidden = config.shape, target.shape.hidden_size
-    folder = init_folder(config.init, config.target.model)
-    if folder is not None and is_dflash(read_json(folder / "config.json")):
-        return _stored_sizes(folder, target.shape.vocab_size)
+    stored = None if config.init is None else _stored_sizes(config.init, config.target.model, target.shape.vocab_size)
+    if stored is not None:
+        return stored
     heads, kv_heads, head_dim, inner = _of_target(target)
     num_heads = shape.num_heads or heads
     num_kv_heads = shape.num_kv_heads or max(1, num_heads * kv_heads // heads)
@@ -115,7 +111,15 @@ def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
     )  # fmt: skip
 
 
-def _stored_sizes(folder: Path, vocab_size: int) -> Sizes:
+def _stored_sizes(init: str, target_name: str, vocab_size: int) -> Sizes | None:
+    """None for a drafter that is no DFlash's. Only here is PyTorch needed: a plan of a new drafter does without."""
+    from paceline.draft.checkpoint import DFlashConfig, is_dflash, read_draft_ids
+    from paceline.model.checkpoint import read_json
+    from paceline.train.start import init_folder
+
+    folder = init_folder(init, target_name)
+    if folder is None or not is_dflash(read_json(folder / "config.json")):
+        return None
     drafter, draft_ids = DFlashConfig.from_json(read_json(folder / "config.json")), read_draft_ids(folder)
     shape = drafter.shape
     return Sizes(
