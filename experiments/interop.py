@@ -29,7 +29,8 @@ from tiny_dflash import HIDDEN, MIXED, TARGET_LAYERS, VOCAB, loud_, raw_config, 
 
 from paceline.draft.checkpoint import DFlashConfig, as_dflash2, read_stored, write_checkpoint
 from paceline.draft.dflash import DFlashNetwork
-from paceline.draft.dflash2 import DFlash2Network, network_of, score
+from paceline.draft.dflash2 import DFlash2Network, network_of
+from paceline.draft.dflash2_selector import score
 from paceline.draft.export import export, rows_of
 from paceline.runlog import write_results
 from paceline.train.attention import Layout, make_attention

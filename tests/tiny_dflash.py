@@ -79,9 +79,11 @@ def targets(num_rows: int = 3, hidden: int = HIDDEN, vocab: int = VOCAB, kind: A
     return model, tiny_target(num_rows, hidden, vocab, kind)
 
 
-def tiny_target(num_rows: int = 3, hidden: int = HIDDEN, vocab: int = VOCAB, kind: Any = Decoder) -> Any:
+def tiny_target(
+    num_rows: int = 3, hidden: int = HIDDEN, vocab: int = VOCAB, kind: Any = Decoder, dtype: torch.dtype = torch.float32
+) -> Any:
     shape = target_shape(hidden, vocab)
-    return kind(shape, target_weights(shape), num_rows=num_rows, max_len=256)
+    return kind(shape, target_weights(shape), num_rows=num_rows, max_len=256, dtype=dtype)
 
 
 def target_shape(hidden: int, vocab: int) -> DecoderConfig:

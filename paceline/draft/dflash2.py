@@ -9,8 +9,8 @@ Two things are added to `dflash.py`, whose context, cache and round these drafte
   largest; for sampled ones softmax(S / T) over the candidates is the proposal itself, so that it is judged exactly. A tree's
   branches get the scores of their own parent.
 
-Formulas, names and order of the PyPI package `dflash` 0.1.0 (MIT), with which `tests/draft/test_dflash2.py` compares. Runs in
-PyTorch, whatever the target runs in.
+Formulas, names and order of the PyPI package `dflash` 0.1.0 (MIT), with which `tests/draft/test_dflash2.py` compares.
+`dflash2_selector.py` is the selector and what is read off it, `dflash2_paths.py` how a pass runs, in PyTorch and native.
 """
 
 from __future__ import annotations
@@ -18,45 +18,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from paceline import rng
 from paceline.draft.checkpoint import DFlashConfig, StoredDrafter, as_dflash2, new_config, read_stored
 from paceline.draft.dflash import Attend, DFlashDrafter, DFlashNetwork, DraftLayer
-from paceline.draft.dflash_paths import LayerAttention, TorchPath
-from paceline.draft.dflash_reading import Reading, inverse_temperature, num_finite, scale_logits
-from paceline.draft.vocabulary import ALL_TOKENS, Vocabulary
+from paceline.draft.dflash2_paths import SELECTOR, DFlash2NativePath, DFlash2Path, can_mix, convolve
+from paceline.draft.dflash2_selector import BOOKS, Selector, WalkedReading
+from paceline.draft.dflash_reading import Reading
+from paceline.draft.vocabulary import Vocabulary
 from paceline.errors import ModelFileError
-from paceline.model.decoder import PackedLinear
-from paceline.model.logits import sample
+from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import Target
-from paceline.trees import Candidates
-from paceline.types import Sequence
 
-BOOKS = ("predecessor_codebook", "successor_codebook")
-SELECTOR, CONVS = "candidate_selector.", ("attention_conv", "mlp_conv")
 DEVIATION = 0.02
 """Of what a new selector's weights begin with."""
-
-
-def convolve(hidden_TD: Tensor, added_TKG: Tensor, base_KD: Tensor, size: int) -> Tensor:
-    """out[i, c] = sum over t < K of (base[t, c] + added[i, t, group of c]) * hidden[i - t, c], within blocks of `size` slots.
-
-    hidden_TD [T, D]: blocks one behind another; nothing comes from before a block's first slot. Returns [T, D].
-    """
-    num_taps, groups = added_TKG.shape[1:]
-    blocks = hidden_TD.unflatten(0, (-1, size)).unflatten(-1, (groups, -1))  # [A, size, G, D / G]
-    added = added_TKG.unflatten(0, (-1, size))[..., None]
-    out = torch.zeros_like(blocks)
-    for tap in range(num_taps):
-        values = F.pad(blocks, (0, 0, 0, 0, tap, 0))[:, :size] if tap else blocks
-        out = out + base_KD[tap].view(groups, -1).to(blocks.dtype) * values
-        out = torch.addcmul(out, added[:, :, tap], values)
-    return out.flatten(2).flatten(0, 1)
 
 
 class Convolution(nn.Module):
@@ -94,32 +72,6 @@ class ConvolvedLayer(DraftLayer):
         block_TD = block_TD + self.attention_conv.finish(self.self_attn(layer, inputs_TD, context_ND, attend), kernel, size)
         inputs_TD, kernel = self.mlp_conv.prepare(self.post_attention_layernorm(block_TD), size)
         return block_TD + self.mlp_conv.finish(self.mlp(inputs_TD), kernel, size)
-
-
-class Selector(nn.Module):
-    """Codebooks A and B [V, rank] of tokens that come before and after each other, and W [rank, D].
-
-    While it learns, codebooks may be factored: A = E P, with E the target's embedding, frozen, and P [rank, D] learned in place
-    of V * rank numbers (`factored`); `materialised` makes a checkpoint's codebooks of them.
-    """
-
-    def __init__(self, config: DFlashConfig, factored: bool = False) -> None:
-        super().__init__()
-        assert config.second is not None and config.vocab_size is not None
-        rank, hidden_size = config.second.selector_rank, config.shape.hidden_size
-        self.top_k, self.is_factored = config.second.selector_top_k, factored
-        rows = (rank, hidden_size) if factored else (config.vocab_size, rank)
-        for name in BOOKS:
-            self.register_parameter(name.replace("codebook", "factor") if factored else name, nn.Parameter(torch.empty(rows)))
-        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
-
-    def rows(self, book: str, tokens: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
-        """Rows of a codebook, [*tokens.shape, rank]; of factored ones with the target's embedding."""
-        if not self.is_factored:
-            return F.embedding(tokens, self.get_parameter(book))
-        assert embedding_VD is not None, "factored codebooks are made of the target's embedding"
-        factor = self.get_parameter(book.replace("codebook", "factor"))
-        return F.linear(F.embedding(tokens, embedding_VD).to(factor.dtype), factor)
 
 
 class DFlash2Network(DFlashNetwork):
@@ -193,162 +145,16 @@ def materialised(tensors: Mapping[str, Tensor], embedding_VD: Tensor) -> dict[st
     return made
 
 
-class Picks(NamedTuple):
-    """Candidates of slots and their scores."""
-
-    chosen_BKM: Tensor
-    """Columns of the head, the most likely first."""
-    scores_BKPM: Tensor
-    """Of each behind the P tokens that could stand before it, float32."""
-
-
-def score(
-    selector: Selector,
-    hidden_BKD: Tensor,
-    logits_BKV: Tensor,
-    anchors_B: Tensor,
-    ids: Tensor | None = None,
-    before_BK: Tensor | None = None,
-    embedding_VD: Tensor | None = None,
-) -> Picks:
-    """Scores S of the `top_k` most likely tokens of each slot, behind each candidate of the slot before, or behind `before_BK`
-    alone (P = 1). The first slot follows the anchor, whatever P is.
-
-    hidden_BKD: final normed. logits_BKV: scaled and capped. ids [V]: tokens of the head's rows; None: all of the vocabulary.
-    """
-    unary_BKM, chosen_BKM = logits_BKV.float().topk(min(selector.top_k, logits_BKV.shape[-1]), dim=-1)
-    tokens_BKM = chosen_BKM if ids is None else ids[chosen_BKM]
-    if before_BK is None:
-        first_BP = anchors_B[:, None, None].expand(-1, 1, tokens_BKM.shape[-1])
-        before_BKP = torch.cat([first_BP, tokens_BKM[:, :-1]], dim=1)
-    else:
-        before_BKP = before_BK[:, :, None]
-    projection = selector.hidden_projection.weight
-    gate_BKR = F.linear(hidden_BKD.to(projection.dtype), projection).float()
-    predecessors = selector.rows(BOOKS[0], before_BKP, embedding_VD).float() * gate_BKR[:, :, None]
-    successors = selector.rows(BOOKS[1], tokens_BKM, embedding_VD).float()
-    return Picks(chosen_BKM, unary_BKM[:, :, None] + predecessors @ successors.transpose(-1, -2))
-
-
-class DFlash2Path(TorchPath):
-    """TorchPath with the convolutions, and hidden states beside the logits for the selector."""
-
-    def __init__(self, config: DFlashConfig, network: DFlash2Network, target: Target, own: Vocabulary = ALL_TOKENS) -> None:
-        tensors = network.state_dict()
-        added = {name for name in tensors if name.startswith(SELECTOR) or any(f".{conv}." in name for conv in CONVS)}
-        super().__init__(config, {name: tensors[name] for name in tensors.keys() - added}, target, *own)
-        self._convs = [
-            [self._conv(tensors, f"layers.{index}.{conv}") for conv in CONVS] for index in range(config.shape.num_layers)
-        ]
-        with torch.device("meta"):
-            self.selector = Selector(config)
-        selecting = {name.removeprefix(SELECTOR): tensors[name] for name in added if name.startswith(SELECTOR)}
-        # Where the weights lie on the device already, these are the network's own.
-        self.selector.load_state_dict({name: tensor.to(self._device) for name, tensor in selecting.items()}, assign=True)
-        self.ids = None if own.ids is None else own.ids.to(self._device)
-
-    def _conv(self, tensors: Mapping[str, Tensor], name: str) -> tuple[Tensor, PackedLinear]:
-        projection = PackedLinear(tensors[f"{name}.kernel_projection.weight"].detach().to(self._device, self._dtype))
-        base = tensors[f"{name}.base_kernel"].detach().to(self._device, self._dtype)
-        self.weight_bytes += projection.num_bytes + base.nbytes
-        return base, projection
-
-    def run_layer(self, index: int, hidden_TD: Tensor, size: int, attention: LayerAttention) -> None:
-        layer = self._layers[index]
-        sublayers = ((layer.input_norm, lambda inputs: layer.attend(inputs, *attention)), (layer.mlp_norm, layer.mlp))
-        for (norm, run), (base, project) in zip(sublayers, self._convs[index], strict=True):
-            inputs_TD = norm(hidden_TD)
-            added = project(inputs_TD).view(len(inputs_TD), 2, base.shape[1], -1)
-            outputs_TD = run(convolve(inputs_TD, added[:, 0], base[0], size))
-            hidden_TD.add_(convolve(outputs_TD, added[:, 1], base[1], size))
-
-    @torch.inference_mode()
-    def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
-        """Hidden states [B, width, D] and scaled logits [B, width, V] of each row's first `width` drafts."""
-        slots_TD = self.slots(rows, anchors, width, size)
-        logits_TV = scale_logits(self._head(slots_TD), self.config)
-        return slots_TD.unflatten(0, (len(rows), width)), logits_TV.unflatten(0, (len(rows), width))
-
-
-class WalkedReading(Reading):
-    """What the selector makes of a pass: every slot's drafts depend on those before them."""
-
-    def __init__(self, picks: Picks, ids: Tensor | None, vocab_size: int) -> None:
-        self._scores_BKPM, self._vocab_size = picks.scores_BKPM, vocab_size
-        self._tokens_BKM: list[list[list[int]]] = (picks.chosen_BKM if ids is None else ids[picks.chosen_BKM]).tolist()
-        best = picks.scores_BKPM.max(-1)
-        finite = best.values.isfinite()
-        self._best_BKP: list[list[list[int]]] = best.indices.masked_fill(~finite, -1).tolist()
-
-    def certain(self, slot: int, limit: int, says_sure: bool) -> tuple[list[int], list[float] | None]:
-        places = self._walk(slot, limit)
-        tokens = [candidates[place] for candidates, place in zip(self._tokens_BKM[slot], places, strict=False)]
-        return tokens, self._sure(slot, places, 1.0) if says_sure else None
-
-    def drawn(self, slot: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
-        """As Reading.drawn, from softmax(S / T) over the candidates behind what was drawn before. How sure the slots are is
-        told along the walk of the largest scores: it may not depend on what is drawn."""
-        inverse = inverse_temperature(seq)
-        probs_KPM = torch.softmax(self._scores_BKPM[slot, :limit] * inverse, dim=-1)
-        tokens, places, rows = list[int](), list[int](), list[Tensor]()
-        before = 0
-        for place, candidates in enumerate(self._tokens_BKM[slot][:limit]):
-            if self._best_BKP[slot][place][before] < 0:
-                break
-            rows.append(probs_KPM[place, before])
-            places.append(sample(rows[-1], rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, place)))
-            before = places[-1]
-            tokens.append(candidates[before])
-        sure = self._sure(slot, self._walk(slot, limit), inverse)
-        if not tokens:
-            return tokens, None, sure
-        probs_KV = rows[0].new_zeros(len(tokens), self._vocab_size)
-        ids_KM = torch.tensor(self._tokens_BKM[slot][: len(tokens)], device=probs_KV.device)
-        return tokens, probs_KV.scatter_(1, ids_KM, torch.stack(rows)), sure
-
-    def candidates(self, slot: int, limit: int, seq: Sequence, count: int, most: int) -> Candidates:
-        """As Reading.candidates, along the walk of the largest scores; `behind` says them behind any other candidate."""
-        logprobs_KPM = torch.log_softmax(self._scores_BKPM[slot, :limit] * inverse_temperature(seq), dim=-1)
-        order = logprobs_KPM.sort(dim=-1, descending=True)
-        ranked, ranks = order.values[..., :count].tolist(), order.indices[..., :count].tolist()
-        tokens_KM = self._tokens_BKM[slot]
-
-        def at(place: int, before: int) -> tuple[list[int], list[float]]:
-            return [tokens_KM[place][each] for each in ranks[place][before]], ranked[place][before]
-
-        def behind(place: int, token: int) -> tuple[list[int], list[float]]:
-            return at(place, tokens_KM[place - 1].index(token))
-
-        places = self._walk(slot, limit)
-        told = [at(place, before) for place, before in enumerate([0, *places][: len(places)])]
-        return Candidates([tokens for tokens, _ in told], [logprobs for _, logprobs in told], most, behind)
-
-    def _walk(self, slot: int, limit: int) -> list[int]:
-        """Places of the drafts with the largest scores among the candidates; a score that is not finite ends them."""
-        places, before = list[int](), 0
-        for best_P in self._best_BKP[slot][:limit]:
-            if (before := best_P[before]) < 0:
-                break
-            places.append(before)
-        return places
-
-    def _sure(self, slot: int, places: list[int], inverse: float) -> list[float]:
-        """Log-probability of the largest score along the walk."""
-        if not places:
-            return []
-        before = torch.tensor([0, *places[:-1]], device=self._scores_BKPM.device)
-        along_KM = self._scores_BKPM[slot, torch.arange(len(places), device=before.device), before] * inverse
-        sure = (along_KM.amax(-1) - along_KM.logsumexp(-1)).tolist()
-        return sure[: num_finite(sure)]
-
-
 class DFlash2Drafter(DFlashDrafter):
     """A DFlash 2 drafter."""
 
     name = "dflash2"
-    has_native_path = False
     is_parallel = False
     network: DFlash2Network
+
+    @property
+    def has_native_path(self) -> bool:
+        return can_mix(self.config)
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
@@ -362,16 +168,16 @@ class DFlash2Drafter(DFlashDrafter):
         raw = as_dflash2(new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys), rank=rank)
         return cls(DFlash2Network.random(DFlashConfig.from_json(raw), seed), num_drafted=num_drafted)
 
-    def _make_path(self, target: Target) -> DFlash2Path:
-        return DFlash2Path(self.config, self.network, target, Vocabulary(self.draft_ids, self.head_VD))
+    def _make_path(self, target: Target) -> DFlash2Path | DFlash2NativePath:
+        own = Vocabulary(self.draft_ids, self.head_VD)
+        if isinstance(target, NativeDecoder) and self.has_native_path:
+            return DFlash2NativePath(self.config, self.network.state_dict(), target, own)
+        return DFlash2Path(self.config, self.network.state_dict(), target, own)
 
     @torch.inference_mode()
     def _read(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Reading:
-        assert isinstance(self._path, DFlash2Path)
-        hidden_BKD, logits_BKV = self._path.read(rows, anchors, width, size)
-        anchors_B = torch.tensor(anchors, device=logits_BKV.device)
-        picks = score(self._path.selector, hidden_BKD, logits_BKV, anchors_B, self._path.ids)
-        return WalkedReading(picks, self._path.ids, self._vocab_size)
+        assert isinstance(self._path, DFlash2Path | DFlash2NativePath)
+        return WalkedReading(self._path.pick(rows, anchors, width, size), self._path.ids, self._vocab_size)
 
 
 def network_of(config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> DFlashNetwork:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -136,14 +136,17 @@ class NativePath:
         target: NativeDecoder,
         draft_ids: Tensor | None = None,
         head_VD: Tensor | None = None,
+        more: Callable[[int], dict[str, Any]] | None = None,
     ) -> None:
+        """`more`: other fields of a CLayer by the layer's number, of a drafter that has such."""
         self.config, shape, dtype = config, config.shape, target.dtype
-        in_blocks = target.weight_format not in ("float32", "bfloat16")
+        in_blocks = target.has_blocks
         rounded = {name: tensor.detach().to("cpu", dtype) for name, tensor in network.items()}
         weights = {name: quantise(tensor, "Q8_0") if in_blocks else tensor for name, tensor in rounded.items()}
 
         def make_layer(index: int, own: dict[str, Weight]) -> dict[str, Any]:
-            return {**layer_parts(shape, index, own, dtype), "is_causal": int(config.is_causal[index])}
+            fields = {**layer_parts(shape, index, own, dtype), "is_causal": int(config.is_causal[index])}
+            return fields | (more(index) if more else {})
 
         layers, _ = build_layers(shape, weights.items(), make_layer, make_other=lambda name, weight: None)
         context = [f"layers.{index}.self_attn.{which}_proj" for which in "kv" for index in range(shape.num_layers)]
@@ -182,15 +185,28 @@ class NativePath:
         self.cache.append(rows, counts)
 
     def draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
+        return self.run(rows, anchors, width, size, with_logits)
+
+    def run(
+        self,
+        rows: list[int],
+        anchors: list[int],
+        width: int,
+        size: int,
+        with_logits: bool = True,
+        taps_TD: Tensor | None = None,
+    ) -> Drafts:
+        """As TorchPath.draft; `taps_TD` [B * size, D] in the target's dtype gets all slots' final normed hidden states."""
         num_rows, masks = len(rows), [self.config.mask_token_id] * (size - 1)
         first = 0 if self.config.from_anchor else 1
         wanted = [row * size + slot for row in range(num_rows) for slot in range(first, first + width)]
         logits_TV = torch.empty(len(wanted), self._head.rows) if with_logits else None
         work = self._buffers.work
-        work.num_rows, work.num_logit_rows = num_rows, len(wanted)
-        work.logits, work.logits_stride = pointer(logits_TV), self._head.rows
+        work.num_rows, work.num_logit_rows, work.num_taps = num_rows, len(wanted), int(taps_TD is not None)
+        work.logits, work.logits_stride, work.taps = pointer(logits_TV), self._head.rows, pointer(taps_TD)
         self._buffers.fill(rows=rows, starts=[self.cache.lengths[row] for row in rows], counts=[size] * num_rows)
         self._buffers.fill(tokens=[token for anchor in anchors for token in (anchor, *masks)], logit_rows=wanted)
+        self._buffers.fill(tap_layers=[self.config.shape.num_layers - 1])
         best = self._buffers.room("argmax", len(wanted))
         self._model.forward(self._view, work)
         best_BK = [best[row * width : (row + 1) * width] for row in range(num_rows)]

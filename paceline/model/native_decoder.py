@@ -65,6 +65,8 @@ class NativeDecoder(Target):
         matrices.append(self.head_matrix)  # with all layers, what a pass reads whole
         self.weight_bytes = sum(matrix.num_bytes for matrix in matrices)
         self.weight_format = "+".join(sorted({name for matrix in matrices for name in matrix.formats}))
+        self.has_blocks = self.weight_format not in ("float32", "bfloat16")
+        """Whether it reads quantised weights as the file has them: drafters beside it are rounded to blocks too."""
         self._logits = torch.empty(0, self.vocab_size)
         self._buffers = Buffers()
         self.allocate_cache(num_rows, max_len)

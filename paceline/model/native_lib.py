@@ -22,7 +22,7 @@ from torch import Tensor
 from paceline.errors import NativeError
 from paceline.types import SamplingParams
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 FORMAT_NAMES: list[str] = ["float32", "bfloat16", "Q8_0", "Q4_1", "float16", "Q4_0", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
 FORMAT_NAMES += ["IQ4_NL", "IQ4_XS"]
 """In the order of the library's PnFormat."""
@@ -41,6 +41,8 @@ class CLayer(Structure):
         *((name, c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm", "qkv", "output", "gate_up", "down")),
         *((name, c_void_p) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
         *((name, c_int32) for name in ("window", "is_causal")),
+        *((name, c_void_p) for name in ("attention_mix", "mlp_mix", "attention_base", "mlp_base")),
+        ("mix_taps", c_int32),
     ]
 
 
@@ -96,6 +98,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pn_matrix_multiply": (c_int32, (c_void_p, c_int32, c_void_p, c_int32, c_void_p)),
     "pn_draw": (c_int32, (c_void_p, c_int32, c_float, c_float, c_int32, c_float, c_double)),
     "pn_likeliest": (c_int32, (c_void_p, c_int32, c_int32, c_int32, c_float, c_void_p, c_void_p)),
+    "pn_pick": (c_int32, (c_void_p, *(c_int32,) * 4, c_void_p, c_void_p, *(c_int32,) * 3, *(c_void_p,) * 5)),
     "pn_model_new": (c_void_p, (POINTER(CConfig),)),
     "pn_model_free": (None, (c_void_p,)),
     "pn_forward": (c_int32, (c_void_p, POINTER(CCache), POINTER(CPass))),
@@ -291,6 +294,29 @@ def likeliest(logits_KV: Tensor, count: int, inverse_temperature: float) -> tupl
     check(require().pn_likeliest(pointer(logits_KV), rows, size, count, inverse_temperature, ids, logprobs))
     places = range(0, rows * count, count)
     return [ids[at : at + count] for at in places], [logprobs[at : at + count] for at in places]
+
+
+def pick(
+    logits_TV: Tensor,
+    count: int,
+    slots: int,
+    anchors: list[int],
+    ids_V: Tensor | None,
+    predecessors: Tensor,
+    successors: Tensor,
+    gates_TR: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """DFlash 2's candidates: the `count` likeliest columns of each row, int32 [T, M], and their scores behind each candidate of
+    the row before, or behind the anchor in the first row of each block of `slots`, [T, M, M].
+
+    logits_TV float32; ids_V int32, the token of each column; codebooks [vocabulary, rank], both float32 or bfloat16.
+    """
+    (rows, size), (vocabulary, rank) = logits_TV.shape, predecessors.shape
+    chosen, scores = torch.empty(rows, count, dtype=torch.int32), torch.empty(rows, count, count)
+    tables = (vocabulary, rank, FORMATS[predecessors.dtype], pointer(predecessors), pointer(successors))
+    given = (pointer(logits_TV), rows, size, count, slots, int32s(anchors), pointer(ids_V))
+    check(require().pn_pick(*given, *tables, pointer(gates_TR), pointer(chosen), pointer(scores)))
+    return chosen, scores
 
 
 def use(isa: str) -> None:

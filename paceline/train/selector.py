@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from paceline.draft.dflash import DFlashNetwork
-from paceline.draft.dflash2 import DFlash2Network, score
+from paceline.draft.dflash2 import DFlash2Network
+from paceline.draft.dflash2_selector import score
 from paceline.train.config import LossConfig
 from paceline.train.losses import CHUNK_ROWS, Head, SlotMetrics, Slots, slot_weights
 from paceline.train.packs import DFlashTrainable, Pack

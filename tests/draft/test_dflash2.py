@@ -12,17 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from native_models import ISAS, restored, use
 from round_loop import admit, generate, ready
 from safetensors.torch import load_file, save_file
 from tiny_dflash import HIDDEN, KINDS, PROMPT, TARGET_LAYERS, VARIANTS, VOCAB, loud_, raw_config, targets, tiny_target
 
-from paceline.draft import dflash2
+from paceline.draft import dflash2_selector
 from paceline.draft.base import NoDrafter
 from paceline.draft.checkpoint import DFlashConfig, as_dflash2, new_config
 from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
-from paceline.draft.dflash2 import DFlash2Drafter, DFlash2Network, WalkedReading, read_drafter
+from paceline.draft.dflash2 import DFlash2Drafter, DFlash2Network, drafter_of, read_drafter
+from paceline.draft.dflash2_paths import DFlash2NativePath, DFlash2Path
+from paceline.draft.dflash2_selector import WalkedReading, score
 from paceline.draft.registry import make_drafter
 from paceline.errors import ModelFileError, UnsupportedModelError
+from paceline.model import native_lib
+from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import ForwardBatch, head_weight
 from paceline.train.attention import Layout, make_attention
 from paceline.train.config import DrafterShape, LoopConfig, OptimConfig
@@ -34,7 +39,7 @@ from paceline.train.selector import trainable_of
 from paceline.train.start import network_for
 from paceline.types import Batch, SamplingParams, Take
 
-GROUP = 4
+GROUP = 16
 
 
 def raw_2(top_k: int = 6, **keys: Any) -> dict[str, Any]:
@@ -192,7 +197,7 @@ def test_fifty_sampled_proposals_as_the_reference(name: str, kind: Any, monkeypa
 
     def follow(self: WalkedReading, slot: int, limit: int, seq: Any) -> Any:
         candidates = iter(self._tokens_BKM[slot])
-        monkeypatch.setattr(dflash2, "sample", lambda row, draw: next(candidates).index(next(drawing)))
+        monkeypatch.setattr(dflash2_selector, "sample", lambda row, draw: next(candidates).index(next(drawing)))
         return plain(self, slot, limit, seq)
 
     monkeypatch.setattr(WalkedReading, "drawn", follow)
@@ -268,15 +273,49 @@ def test_batched_rounds_equal_row_by_row() -> None:
     assert drafter.drafts[:3] == first
 
 
+needs_native = pytest.mark.skipif(native_lib.load() is None, reason="the native library is not built")
+
+
+@needs_native
+def test_native_calls_where_channels_are_grouped_by_sixteen() -> None:
+    """Other groups run in PyTorch beside a native target, to the same text."""
+    target = tiny_target(kind=NativeDecoder)
+    by_16, raw = Recording2(network_2(raw_2())), raw_2()
+    raw["dflash_config"]["conv_group_size"] = 4
+    by_4 = Recording2(network_2(raw))
+    texts = [generate(target, drafter, [PROMPT], 30)[0] for drafter in (by_16, by_4, NoDrafter())]
+    assert isinstance(by_16._path, DFlash2NativePath) and isinstance(by_4._path, DFlash2Path)
+    assert texts[0] == texts[1] == texts[2]
+    assert by_16.cache_bytes(target) == by_16._path.cache.num_bytes and by_4.cache_bytes(target) == by_4._path.cache.num_bytes
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_of_many_rows_do_not_touch(dtype: str) -> None:
+    """Three blocks of eight are more tokens than a thread makes inputs of by itself: mixed together, yet each for itself."""
+    target = tiny_target(kind=NativeDecoder, dtype=getattr(torch, dtype))
+    drafter = Recording2(network_2(raw_2()))
+    ready(target, drafter)
+    prompts = [PROMPT, PROMPT[::-1], PROMPT[3:] + PROMPT]
+    rows = [admit(target, drafter, prompt, SamplingParams(max_tokens=40)) for prompt in prompts]
+    drafter.propose(Batch(rows))
+    together, alone = drafter.logits, []
+    for row in rows:
+        drafter.logits = []
+        drafter.propose(Batch([row]))
+        alone += drafter.logits
+    assert len(together) == 3 and all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
+
+
 def books_of(network: DFlash2Network) -> list[torch.Tensor]:
-    return [network.candidate_selector.get_parameter(book) for book in dflash2.BOOKS]
+    return [network.candidate_selector.get_parameter(book) for book in dflash2_selector.BOOKS]
 
 
 def slots_of(drafter: DFlash2Drafter, seq: Any) -> torch.Tensor:
     """Hidden states that the row's drafts were read from."""
     path = drafter._path
-    assert isinstance(path, dflash2.DFlash2Path)
-    return path.slots([seq.row], [seq.tokens[-1]], 7, 8)
+    assert isinstance(path, DFlash2Path | DFlash2NativePath)
+    return path.read([seq.row], [seq.tokens[-1]], 7, 8)[0].flatten(0, -2).clone()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -306,10 +345,11 @@ def test_a_tree_has_the_scores_of_each_branchs_parent(kind: Any) -> None:
     assert len(seen) > 1, "the test needs parents that matter"
 
 
-def test_a_draft_vocabulary_keeps_codebook_rows() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_vocabulary_keeps_codebook_rows(kind: Any) -> None:
     """Candidates are rows of a smaller head; codebooks are asked for their tokens."""
     ids = torch.tensor([1, 2, 4, 5, 8, 9])
-    target = tiny_target()
+    target = tiny_target(kind=kind)
     drafter = Recording2(network_2(raw_2()), draft_ids=ids)
     ready(target, drafter)
     rows = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8)]
@@ -398,7 +438,7 @@ def test_slots_that_say_the_token_behind_them(version: int, kind: Any) -> None:
         loud_(network)
         if isinstance(network, DFlash2Network):
             books_of(network)[1].data.zero_()
-        drafter = dflash2.drafter_of(network)
+        drafter = drafter_of(network)
         ready(target, drafter)
         blocks.append(drafter.propose(Batch([admit(target, drafter, PROMPT, SamplingParams(max_tokens=40))])).tokens_B[0])
         assert generate(target, drafter, [PROMPT], 30)[0] == generate(target, NoDrafter(), [PROMPT], 30)[0]
@@ -424,3 +464,37 @@ def test_random_drafters_have_the_right_shape(tmp_path: Path) -> None:
     drafter.save(tmp_path / "drafter")
     config = json.loads((tmp_path / "drafter/config.json").read_text())
     assert config["architectures"] == ["DFlash2DraftModel"] and config["dflash_config"]["selector_rank"] == 64
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_instruction_set_scores_alike(isa: str, dtype: str) -> None:
+    """Convolutions and selector on each against PyTorch, one row and three (another way through the pass)."""
+    target, drafter = tiny_target(kind=NativeDecoder, dtype=getattr(torch, dtype)), Recording2(network_2(raw_2()))
+    with restored():
+        use(isa, 2)
+        ready(target, drafter)
+        rows = [admit(target, drafter, prompt, SamplingParams(max_tokens=40)) for prompt in (PROMPT, PROMPT[::-1], PROMPT[3:])]
+        for batch in (rows[:1], rows):
+            drafter.propose(Batch(batch))
+            numbers = [row.row for row in batch], [row.tokens[-1] for row in batch]
+            assert isinstance(drafter._path, DFlash2NativePath)
+            hidden_BKD, logits_BKV = drafter._path.read(*numbers, 7, 8)
+            picks = drafter._path.pick(*numbers, 7, 8)
+            anchors = torch.tensor(numbers[1])
+            selector = drafter.network.candidate_selector
+            expected = score(selector, hidden_BKD, torch.log_softmax(logits_BKV, dim=-1), anchors)
+            assert torch.equal(picks.chosen_BKM.long(), expected.chosen_BKM)
+            close = {"atol": 1e-4, "rtol": 1e-4} if dtype == "float32" else {"atol": 0.05, "rtol": 0.05}
+            torch.testing.assert_close(picks.scores_BKPM, expected.scores_BKPM, **close)
+            if dtype == "float32":
+                twin = tiny_target()
+                plain = DFlash2Drafter(drafter.network)
+                ready(twin, plain)
+                own = [admit(twin, plain, row.tokens[: row.prompt_len], SamplingParams(max_tokens=40)) for row in batch]
+                plain.propose(Batch(own))
+                assert isinstance(plain._path, DFlash2Path)
+                told = plain._path.read([row.row for row in own], numbers[1], 7, 8)
+                torch.testing.assert_close(hidden_BKD, told[0], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(logits_BKV, told[1], atol=1e-4, rtol=1e-4)

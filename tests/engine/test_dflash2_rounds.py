@@ -15,7 +15,8 @@ from tiny_dflash import PROMPT, VOCAB, loud_, raw_config, tiny_target
 
 from paceline import types
 from paceline.draft.checkpoint import DFlashConfig, as_dflash2
-from paceline.draft.dflash2 import DFlash2Drafter, DFlash2Network, WalkedReading
+from paceline.draft.dflash2 import DFlash2Drafter, DFlash2Network
+from paceline.draft.dflash2_selector import WalkedReading
 from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
 from paceline.model import native_lib

@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 #define PN_API extern "C" __attribute__((visibility("default")))
-#define PN_ABI_VERSION 4
+#define PN_ABI_VERSION 5
 
 enum PnFormat {
     PN_F32,
@@ -45,6 +45,14 @@ struct PnLayer {
     const float* down_bias;     // [hidden] or null
     int32_t window;             // 0: sees everything
     int32_t is_causal;          // 0: new tokens of a row see each other both ways
+    // DFlash 2: what goes into a sublayer, and what comes out, is mixed with the tokens before it in its row of the pass,
+    //   out[i][c] = sum over t < mix_taps of (base[side][t][c] + added[i][side][t][c / 16]) * x[i - t][c],
+    // side 0 going in and 1 coming out, `added` a product of the sublayer's input. Null otherwise.
+    const PnMatrix* attention_mix;  // [2 * mix_taps * hidden / 16, hidden]
+    const PnMatrix* mlp_mix;
+    const float* attention_base;  // [2, mix_taps, hidden]
+    const float* mlp_base;
+    int32_t mix_taps;
 };
 
 struct PnConfig {
@@ -152,6 +160,16 @@ PN_API int32_t pn_draw(const float* logits, int32_t size, float temperature, flo
 // finite the logs are NaN.
 PN_API int32_t pn_likeliest(const float* logits, int32_t rows, int32_t size, int32_t count, float inverse, int32_t* ids,
                             float* logs);
+
+// DFlash 2's candidates: of each of `rows` rows of logits [rows, size], `slots` to a block, the `count` likeliest, and their scores
+// behind each token p that may stand before them, log-probability + <predecessors[p] * gates[row], successors[token]>. What
+// stands before is the anchor of the block for its first slot, the candidates of the slot before for the others. `tokens`: of
+// each column of the logits, or null where they are the columns. Codebooks [vocabulary, rank] of `dtype`, gates [rows, rank].
+// chosen [rows, count] columns, best first; scores [rows, count (before), count]. A row as in pn_likeliest whose logs are NaN has
+// scores that are NaN.
+PN_API int32_t pn_pick(const float* logits, int32_t rows, int32_t size, int32_t count, int32_t slots, const int32_t* anchors,
+                       const int32_t* tokens, int32_t vocabulary, int32_t rank, int32_t dtype, const void* predecessors,
+                       const void* successors, const float* gates, int32_t* chosen, float* scores);
 
 PN_API PnModel* pn_model_new(const PnConfig* config);
 PN_API void pn_model_free(PnModel* model);

@@ -14,7 +14,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kStagesPerLayer = 12;
+constexpr int kStagesPerLayer = 20;
 constexpr int kAskedFor = 8192;      // bytes of the next weights
 constexpr int kLeastHeadPieces = 4;  // sixteen rows each, that a thread takes at a time
 constexpr int kOwnInputs = 16;       // tokens up to which every thread norms all of them
@@ -33,10 +33,19 @@ public:
     void finish();
 
 private:
+    // A matrix that a later stage begins with; gate and up are two parts that are walked through side by side.
+    struct Next {
+        const PnMatrix* matrix;
+        int least, parts;
+    };
     int32_t reserve();
     void layer(int thread, int index);
     void embed(int token);
     const Buffer& normed_input(int thread, const float* weight, int tapped_layer);
+    const Buffer& mixed_input(int thread, const PnMatrix* mix, const float* base, const Buffer& normed);
+    void sublayer_output(int thread, PnStage stage, const PnMatrix& matrix, const float* bias, Rows input, const float* base,
+                         Next next);
+    Mix mix_of(int token, const float* base, int side) const;
     Rows rows_for(int thread, const PnMatrix& matrix, const Buffer& x, int cols, int count);
     void rotate(int index, int item);
     void attend(int thread, int index, const Task& task);
@@ -46,11 +55,6 @@ private:
     void product(int thread, const PnMatrix& matrix, int begin, int end, Rows x, float* y, int columns, bool accumulate,
                  const float* bias);
 
-    // A matrix that a later stage begins with; gate and up are two parts that are walked through side by side.
-    struct Next {
-        const PnMatrix* matrix;
-        int least, parts;
-    };
     template <class Work>
     void share(int thread, PnStage stage, int count, int least, Work work, Next next = {nullptr, 0, 0});
     void ask_for(const Next& next, int thread) const;
@@ -84,7 +88,7 @@ private:
 
 int32_t Forward::prepare() {
     model_.token_row.clear(), model_.token_position.clear(), model_.token_slot.clear(), model_.tasks.clear();
-    model_.paths.clear(), model_.path_slots.clear();
+    model_.paths.clear(), model_.path_slots.clear(), model_.token_offset.clear();
     for (int index = 0; index < pass_.num_rows; ++index) {
         const int start = pass_.starts[index], count = pass_.counts[index];
         if (pass_.rows[index] < 0 || pass_.rows[index] >= cache_.num_rows || start < 0 || count < 1 ||
@@ -122,6 +126,7 @@ int32_t Forward::place_tokens(int index) {
         const int parent = pass_.parents ? pass_.parents[first + offset] : offset - 1;
         if (parent < -1 || parent >= offset) return fail("a token's parent does not come before it");
         model_.token_row.push_back(index), model_.token_slot.push_back(start + offset);
+        model_.token_offset.push_back(offset);
         model_.token_position.push_back(parent < 0 ? start : model_.token_position[size_t(first + parent)] + 1);
         if (!pass_.parents) continue;
         const int size = model_.token_position.back() - start + 1;
@@ -145,6 +150,9 @@ int32_t Forward::reserve() {
     ok &= model_.logit_input.at_least(size_t(pass_.num_logit_rows) * size_t(padded_cols(config_.hidden_size)) * element) !=
               nullptr ||
           !pass_.num_logit_rows;
+    const size_t row_bytes = size_t(padded_cols(config_.hidden_size)) * element, mix_columns = size_t(model_.mix_columns());
+    ok &= !mix_columns || (model_.mixed.at_least(tokens * row_bytes) && model_.mix_added.at_least(tokens * mix_columns * 4) &&
+                           model_.unmixed.at_least(tokens * size_t(config_.hidden_size) * 4));
     int widest = std::max({padded_cols(config_.hidden_size), padded_cols(queries), padded_cols(config_.inner_size)});
     while (int(model_.threads.size()) < pool_.size()) model_.threads.push_back(std::make_unique<ThreadBuffers>());
     const size_t columns = std::max(tokens * 2 * size_t(gate_pieces()), size_t(pass_.num_logit_rows) * kHeadPieces) * kWide;
@@ -156,8 +164,8 @@ int32_t Forward::reserve() {
         ok &= own.scores.at_least(round_up(size_t(max_end_), 64) * kMaxQueries * 4) != nullptr;
         ok &= own.columns.at_least(columns * 4) != nullptr;
         ok &= own.planes.at_least(size_t(kOwnInputs + kSpareRows) * size_t(plane_bytes(widest))) != nullptr;
-        ok &= own.input.at_least(size_t(std::min(num_tokens_, kOwnInputs)) * size_t(padded_cols(config_.hidden_size)) *
-                                 element) != nullptr;
+        ok &= own.input.at_least(size_t(std::min(num_tokens_, kOwnInputs)) * row_bytes) != nullptr;
+        ok &= !mix_columns || own.mixed.at_least(size_t(std::min(num_tokens_, kOwnInputs)) * row_bytes);
     }
     if (!ok) return fail("out of memory");
     const size_t stages = model_.layers.size() * kStagesPerLayer + 4;
@@ -228,8 +236,9 @@ Forward::Next Forward::after(int index) const {
 void Forward::layer(int thread, int index) {
     const PnLayer& layer = model_.layers[size_t(index)];
     const int hidden_size = config_.hidden_size, columns = model_.query_rows() + 2 * model_.kv_rows();
-    const Rows input =
-        rows_for(thread, *layer.qkv, normed_input(thread, layer.input_norm, index - 1), hidden_size, num_tokens_);
+    const Buffer& normed = normed_input(thread, layer.input_norm, index - 1);
+    const Rows input = rows_for(thread, *layer.qkv, mixed_input(thread, layer.attention_mix, layer.attention_base, normed),
+                                hidden_size, num_tokens_);
     share(thread, PN_STAGE_QKV, layer.qkv->num_pieces(), 1, [&](int begin, int end) {
         product(thread, *layer.qkv, begin, end, input, model_.qkv.as<float>(), columns, false, layer.qkv_bias);
     });
@@ -242,14 +251,11 @@ void Forward::layer(int thread, int index) {
           },
           {layer.output, 1, 1});
     const Rows attended = rows_for(thread, *layer.output, model_.attended, config_.num_heads * config_.head_dim, num_tokens_);
-    share(thread, PN_STAGE_OUTPUT, layer.output->num_pieces(), 1,
-          [&](int begin, int end) {
-              product(thread, *layer.output, begin, end, attended, model_.hidden.as<float>(), hidden_size, true,
-                      layer.output_bias);
-          },
-          {layer.gate_up, 1, 2});
-    const Rows gated_input =
-        rows_for(thread, *layer.gate_up, normed_input(thread, layer.mlp_norm, -1), hidden_size, num_tokens_);
+    sublayer_output(thread, PN_STAGE_OUTPUT, *layer.output, layer.output_bias, attended,
+                    layer.attention_mix ? layer.attention_base : nullptr, {layer.gate_up, 1, 2});
+    const Buffer& mlp_normed = normed_input(thread, layer.mlp_norm, -1);
+    const Rows gated_input = rows_for(thread, *layer.gate_up, mixed_input(thread, layer.mlp_mix, layer.mlp_base, mlp_normed),
+                                      hidden_size, num_tokens_);
     share(thread, PN_STAGE_GATE_UP, layer.gate_up->num_pieces() / 2, 1,
           [&](int begin, int end) {
               for (int first = begin; first < end; first += gate_pieces())
@@ -257,12 +263,26 @@ void Forward::layer(int thread, int index) {
           },
           {layer.down, 1, 1});
     const Rows gated = rows_for(thread, *layer.down, model_.gated, config_.inner_size, num_tokens_);
+    sublayer_output(thread, PN_STAGE_DOWN, *layer.down, layer.down_bias, gated, layer.mlp_mix ? layer.mlp_base : nullptr,
+                    after(index));
+}
+
+// What comes out of a sublayer, added to the hidden states; mixed before that where it has a `base`.
+void Forward::sublayer_output(int thread, PnStage stage, const PnMatrix& matrix, const float* bias, Rows input,
+                              const float* base, Next next) {
+    const int size = config_.hidden_size;
+    float* to = (base ? model_.unmixed : model_.hidden).as<float>();
     share(
-        thread, PN_STAGE_DOWN, layer.down->num_pieces(), 1,
-        [&](int begin, int end) {
-            product(thread, *layer.down, begin, end, gated, model_.hidden.as<float>(), hidden_size, true, layer.down_bias);
-        },
-        after(index));
+        thread, stage, matrix.num_pieces(), 1,
+        [&](int begin, int end) { product(thread, matrix, begin, end, input, to, size, !base, bias); }, next);
+    if (!base) return;
+    share(thread, stage, num_tokens_, 1, [&](int begin, int end) {
+        for (int token = begin; token < end; ++token) {
+            Mix mix = mix_of(token, base, 1);
+            mix.x = to + int64_t(token) * size, mix.row_stride = size;
+            kernels_.add_mixed(mix, hidden(token));
+        }
+    });
 }
 
 // Pieces [begin, end) of a matrix times every token; y is [tokens, columns].
@@ -316,6 +336,36 @@ const Buffer& Forward::normed_input(int thread, const float* weight, int tapped_
     if (is_shared) share(thread, PN_STAGE_NORM, num_tokens_, 1, norm);
     else fetch(hidden(0), int64_t(num_tokens_) * config_.hidden_size * 4), norm(0, num_tokens_);
     return to;
+}
+
+// Mixed inputs of a sublayer, or `normed` itself where there is no mix. As with the norm every thread makes its own of few tokens.
+const Buffer& Forward::mixed_input(int thread, const PnMatrix* mix, const float* base, const Buffer& normed) {
+    if (!mix) return normed;
+    const Rows input = rows_for(thread, *mix, normed, config_.hidden_size, num_tokens_);
+    const int columns = model_.mix_columns(), padded = padded_cols(config_.hidden_size);
+    share(thread, PN_STAGE_NORM, mix->num_pieces(), 1, [&](int begin, int end) {
+        product(thread, *mix, begin, end, input, model_.mix_added.as<float>(), columns, false, nullptr);
+    });
+    const bool is_shared = num_tokens_ > kOwnInputs;
+    const Buffer& to = is_shared ? model_.mixed : model_.threads[size_t(thread)]->mixed;
+    const auto make = [&](int begin, int end) {
+        for (int token = begin; token < end; ++token) {
+            Mix row = mix_of(token, base, 0);
+            row.x = element(normed, int64_t(token) * padded), row.row_stride = padded;
+            kernels_.mix(row, padded, element(to, int64_t(token) * padded));
+        }
+    };
+    if (is_shared) share(thread, PN_STAGE_NORM, num_tokens_, 1, make);
+    else make(0, num_tokens_);
+    return to;
+}
+
+// Of one side of a sublayer, but for what is mixed.
+Mix Forward::mix_of(int token, const float* base, int side) const {
+    const int taps = model_.layers[0].mix_taps, size = config_.hidden_size, columns = model_.mix_columns();
+    const float* added = model_.mix_added.as<float>() + int64_t(token) * columns + side * columns / 2;
+    const int reach = std::min(taps, model_.token_offset[size_t(token)] + 1);
+    return {nullptr, 0, base + int64_t(side) * taps * size, added, reach, size};
 }
 
 // The last layer is tapped behind the final norm, as Transformers' hidden_states[-1].

@@ -80,6 +80,17 @@ struct HeadInput {
     int head_dim;
 };
 
+// A token of a block mixed with those before it, `row_stride` elements apart: tap t of column c counts base[t][c] +
+// added[t][c / kWide].
+struct Mix {
+    const void* x;
+    int64_t row_stride;
+    const float* base;   // [num_taps, size]
+    const float* added;  // [num_taps, size / kWide]
+    int num_taps;        // that do not reach beyond the block's first token
+    int size;
+};
+
 // All pointers to activations are of the dtype the table was asked for.
 struct Kernels {
     const char* name;
@@ -97,6 +108,10 @@ struct Kernels {
     void (*chunk_planes)(const void* x, int padded_cols, int chunk_rows, int index, void* chunk);
     // out[i] = silu(gate[i]) * up[i]
     void (*gate)(const float* gate, const float* up, int size, void* out);
+    // x in the model's dtype to a row of inputs, zeros from size to padded
+    void (*mix)(const Mix& mix, int padded, void* out);
+    // x as floats, added to `out`
+    void (*add_mixed)(const Mix& mix, float* out);
     // A query: zeros behind head_dim
     void (*query)(const HeadInput& in, int padded, void* out);
     // Into the cache of one row and head. clear_next: nothing of this pass stands at the next position, which shares a pair

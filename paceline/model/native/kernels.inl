@@ -419,6 +419,29 @@ void gate(const float* gate, const float* up, int size, void* out) {
     }
 }
 
+template <class X>
+vf mixed(const Mix& mix, int at) {
+    const X* x = static_cast<const X*>(mix.x) + at;
+    vf sum = {};
+    for (int tap = 0; tap < mix.num_taps; ++tap) {
+        const vf weight =
+            load(mix.base + int64_t(tap) * mix.size + at) + splat(mix.added[int64_t(tap) * (mix.size / kWide) + at / kWide]);
+        sum = fused(weight, get_upto(x - tap * mix.row_stride, kWidth), sum);
+    }
+    return sum;
+}
+
+template <class T>
+void mix(const Mix& mix, int padded, void* out) {
+    T* to = static_cast<T*>(out);
+    for (int at = 0; at < mix.size; at += kWidth) put_upto(to + at, mixed<T>(mix, at), kWidth);
+    for (int at = mix.size; at < padded; ++at) put(to, at, 0.0f);
+}
+
+inline void add_mixed(const Mix& mix, float* out) {
+    for (int at = 0; at < mix.size; at += kWidth) store(out + at, load(out + at) + mixed<float>(mix, at));
+}
+
 // Normed when there is a weight, rotated when there are tables; `values` has room for head_dim floats.
 inline void rotated(const HeadInput& in, float* values) {
     const float* from = in.x;
@@ -546,9 +569,10 @@ void row(const PnPart& part, int row, float* out) {
 
 template <class T, class Tiled = NoTiles, auto Planes = kPlanes<T>>
 const Kernels* table(const char* name) {
-    static const Kernels kernels = {
-        name,    multiply<T, Tiled>, attend<T>,  norm<T>,      convert<T>, Planes,       Tiled::chunk_rows, Tiled::planes,
-        gate<T>, put_query<T>,       put_key<T>, put_value<T>, argmax,     exponentials, move_position<T>,  row<T>};
+    static const Kernels kernels = {name,         multiply<T, Tiled>, attend<T>,     norm<T>,      convert<T>,
+                                    Planes,       Tiled::chunk_rows,  Tiled::planes, gate<T>,      mix<T>,
+                                    add_mixed,    put_query<T>,       put_key<T>,    put_value<T>, argmax,
+                                    exponentials, move_position<T>,   row<T>};
     return &kernels;
 }
 

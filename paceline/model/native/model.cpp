@@ -25,6 +25,18 @@ const char* fault_of(const PnMatrix* matrix, int rows, int cols, int dtype) {
                                                                                   : "a matrix does not have the config's shape";
 }
 
+// All layers of a model are mixed, with as many taps, or none.
+const char* mix_fault_of(const PnModel& model, const PnLayer& layer) {
+    const PnConfig& config = model.config;
+    if (layer.mix_taps != model.layers[0].mix_taps || layer.mix_taps < 0) return "layers must be mixed with as many taps";
+    if (!layer.mix_taps) return layer.attention_mix || layer.mlp_mix ? "a mix needs taps" : nullptr;
+    if (config.hidden_size % kWide) return "only hidden sizes that are multiples of 16 can be mixed";
+    if (!layer.attention_base || !layer.mlp_base) return "a mix is incomplete";
+    for (const PnMatrix* matrix : {layer.attention_mix, layer.mlp_mix})
+        if (const char* fault = fault_of(matrix, model.mix_columns(), config.hidden_size, config.dtype)) return fault;
+    return nullptr;
+}
+
 const char* fault_of(const PnModel& model) {
     const PnConfig& config = model.config;
     if (config.num_layers < 1 || config.hidden_size < 1 || config.inner_size < 1 || config.num_heads < 1 ||
@@ -43,6 +55,7 @@ const char* fault_of(const PnModel& model) {
               fault_of(layer.gate_up, 2 * padded_rows(config.inner_size), config.hidden_size, config.dtype),
               fault_of(layer.down, config.hidden_size, config.inner_size, config.dtype)})
             if (fault) return fault;
+        if (const char* fault = mix_fault_of(model, layer)) return fault;
     }
     if (!config.final_norm || !config.cos || !config.sin) return "norm or rotary tables are missing";
     if (config.embedding && config.embedding->cols != config.hidden_size)

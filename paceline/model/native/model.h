@@ -33,7 +33,7 @@ struct Task {  // one head's queries of one row
 };
 
 struct ThreadBuffers {
-    Buffer expanded, scores, columns, input, planes;
+    Buffer expanded, scores, columns, input, mixed, planes;
 };
 
 struct Best {
@@ -128,10 +128,12 @@ struct PnModel {
     PnConfig config;
     std::vector<PnLayer> layers;
     pn::Buffer hidden, input, qkv, query, attended, gated, logit_input, features, planes;
+    pn::Buffer mixed, mix_added, unmixed;  // of mixed sublayers: inputs, what is added to taps, outputs
     std::vector<std::unique_ptr<pn::ThreadBuffers>> threads;
     std::vector<pn::Share> shares;
     std::vector<pn::Task> tasks;
     std::vector<int> token_row, token_position;  // of every token of the pass
+    std::vector<int> token_offset;               // among its row's tokens
     std::vector<int> token_slot;                 // where it stands in the cache: its position, but in a tree
     std::vector<pn::TreePath> paths;             // of every token of a tree
     std::vector<int> path_slots;
@@ -140,6 +142,9 @@ struct PnModel {
     int element_bytes() const { return config.dtype == PN_F32 ? 4 : 2; }
     int query_rows() const { return padded_rows_of(config.num_heads); }
     int kv_rows() const { return padded_rows_of(config.num_kv_heads); }
+    int mix_columns() const {  // of `mix_added`; 0: no layer is mixed
+        return layers[0].mix_taps * 2 * (config.hidden_size / kWide);
+    }
     int padded_head_dim() const { return pn::padded_cols(config.head_dim); }
 
 private:

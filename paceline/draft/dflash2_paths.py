@@ -1,0 +1,150 @@
+"""DFlash 2's decode paths: `dflash_paths.py` with the convolutions, down to the scores of each slot's candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.draft.checkpoint import DFlashConfig
+from paceline.draft.dflash2_selector import BOOKS, Picks, Selector, score
+from paceline.draft.dflash_paths import LayerAttention, NativePath, TorchPath
+from paceline.draft.dflash_reading import scale_logits
+from paceline.draft.vocabulary import ALL_TOKENS, Vocabulary
+from paceline.model.blocks import quantise
+from paceline.model.decoder import PackedLinear
+from paceline.model.native_decoder import NativeDecoder, pack
+from paceline.model.native_lib import FORMATS, GROUP, pick
+from paceline.model.target import Target
+
+SELECTOR, CONVS = "candidate_selector.", ("attention_conv", "mlp_conv")
+
+
+def convolve(hidden_TD: Tensor, added_TKG: Tensor, base_KD: Tensor, size: int) -> Tensor:
+    """out[i, c] = sum over t < K of (base[t, c] + added[i, t, group of c]) * hidden[i - t, c], within blocks of `size` slots.
+
+    hidden_TD [T, D]: blocks one behind another; nothing comes from before a block's first slot. Returns [T, D].
+    """
+    num_taps, groups = added_TKG.shape[1:]
+    blocks = hidden_TD.unflatten(0, (-1, size)).unflatten(-1, (groups, -1))  # [A, size, G, D / G]
+    added = added_TKG.unflatten(0, (-1, size))[..., None]
+    out = torch.zeros_like(blocks)
+    for tap in range(num_taps):
+        values = F.pad(blocks, (0, 0, 0, 0, tap, 0))[:, :size] if tap else blocks
+        out = out + base_KD[tap].view(groups, -1).to(blocks.dtype) * values
+        out = torch.addcmul(out, added[:, :, tap], values)
+    return out.flatten(2).flatten(0, 1)
+
+
+class DFlash2Path(TorchPath):
+    """TorchPath with the convolutions, down to the selector's scores."""
+
+    def __init__(
+        self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: Target, own: Vocabulary = ALL_TOKENS
+    ) -> None:
+        super().__init__(config, body_of(tensors), target, *own)
+        self._convs = [
+            [self._conv(tensors, f"layers.{index}.{conv}") for conv in CONVS] for index in range(config.shape.num_layers)
+        ]
+        self.selector = selector_of(config, tensors, self._device)
+        self.ids = None if own.ids is None else own.ids.to(self._device)
+
+    def _conv(self, tensors: Mapping[str, Tensor], name: str) -> tuple[Tensor, PackedLinear]:
+        projection = PackedLinear(tensors[f"{name}.kernel_projection.weight"].detach().to(self._device, self._dtype))
+        base = tensors[f"{name}.base_kernel"].detach().to(self._device, self._dtype)
+        self.weight_bytes += projection.num_bytes + base.nbytes
+        return base, projection
+
+    def run_layer(self, index: int, hidden_TD: Tensor, size: int, attention: LayerAttention) -> None:
+        layer = self._layers[index]
+        sublayers = ((layer.input_norm, lambda inputs: layer.attend(inputs, *attention)), (layer.mlp_norm, layer.mlp))
+        for (norm, run), (base, project) in zip(sublayers, self._convs[index], strict=True):
+            inputs_TD = norm(hidden_TD)
+            added = project(inputs_TD).view(len(inputs_TD), 2, base.shape[1], -1)
+            outputs_TD = run(convolve(inputs_TD, added[:, 0], base[0], size))
+            hidden_TD.add_(convolve(outputs_TD, added[:, 1], base[1], size))
+
+    def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
+        """Candidates of each row's first `width` drafts and their scores."""
+        hidden_BKD, logits_BKV = self.read(rows, anchors, width, size)
+        return score(self.selector, hidden_BKD, logits_BKV, torch.tensor(anchors, device=logits_BKV.device), self.ids)
+
+    @torch.inference_mode()
+    def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
+        """Hidden states [B, width, D] and scaled logits [B, width, V] of each row's first `width` drafts."""
+        slots_TD = self.slots(rows, anchors, width, size)
+        logits_TV = scale_logits(self._head(slots_TD), self.config)
+        return slots_TD.unflatten(0, (len(rows), width)), logits_TV.unflatten(0, (len(rows), width))
+
+
+class DFlash2NativePath(NativePath):
+    """NativePath with the convolutions, and the candidates' scores by one native call more."""
+
+    def __init__(
+        self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: NativeDecoder, own: Vocabulary = ALL_TOKENS
+    ) -> None:
+        super().__init__(config, body_of(tensors), target, *own, more=partial(_mixes, config, tensors, target))
+        self.ids = own.ids
+        self._ids = None if own.ids is None else own.ids.to(torch.int32).contiguous()
+        self.selector = selector_of(config, tensors, torch.device("cpu"))
+        before, after = (self.selector.get_parameter(book).detach() for book in BOOKS)
+        is_known = before.dtype == after.dtype and before.dtype in FORMATS
+        self._books = (before, after) if is_known else (before.float(), after.float())
+        self._gate = self.selector.hidden_projection.weight.detach().to(target.dtype).float()
+
+    def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
+        """As DFlash2Path.pick; scores are those of log-probabilities, which differ from logits by one number a slot."""
+        hidden_BKD, logits_BKV = self.read(rows, anchors, width, size)
+        gates_TR = F.linear(hidden_BKD.flatten(0, 1).float(), self._gate)
+        logits_TV = logits_BKV.flatten(0, 1)
+        chosen_TM, scores_TPM = pick(logits_TV, self.selector.top_k, width, anchors, self._ids, *self._books, gates_TR)
+        shape = (len(rows), width)
+        return Picks(chosen_TM.unflatten(0, shape), scores_TPM.unflatten(0, shape))
+
+    def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
+        """As DFlash2Path.read."""
+        taps_TD = torch.empty(len(rows) * size, self.config.shape.hidden_size, dtype=self.cache.keys.dtype)
+        logits_BKV = self.run(rows, anchors, width, size, taps_TD=taps_TD)[1]
+        assert logits_BKV is not None
+        first = 0 if self.config.from_anchor else 1
+        hidden_BKD = taps_TD.unflatten(0, (len(rows), size))[:, first : first + width]
+        return hidden_BKD, scale_logits(logits_BKV, self.config)
+
+
+def can_mix(config: DFlashConfig) -> bool:
+    """Whether the native pass has the drafter's convolutions: it mixes groups of sixteen channels."""
+    return config.second is not None and config.second.conv_group_size == GROUP and config.shape.hidden_size % GROUP == 0
+
+
+def body_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that DFlash v1 has too."""
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(SELECTOR) and not any(f".{conv}." in name for conv in CONVS)
+    }
+
+
+def selector_of(config: DFlashConfig, tensors: Mapping[str, Tensor], device: torch.device) -> Selector:
+    """The selector on `device`; where the weights lie there already, these are the network's own."""
+    with torch.device("meta"):
+        selector = Selector(config)
+    weights = {name.removeprefix(SELECTOR): tensor.to(device) for name, tensor in tensors.items() if name.startswith(SELECTOR)}
+    selector.load_state_dict(weights, assign=True)
+    return selector
+
+
+def _mixes(config: DFlashConfig, tensors: Mapping[str, Tensor], target: NativeDecoder, index: int) -> dict[str, Any]:
+    """Fields of a CLayer that a layer's convolutions have."""
+    assert config.second is not None
+    fields: dict[str, Any] = {"mix_taps": config.second.conv_kernel_size}
+    for name, conv in zip(("attention", "mlp"), CONVS, strict=True):
+        projection, base = (tensors[f"layers.{index}.{conv}.{part}"] for part in ("kernel_projection.weight", "base_kernel"))
+        rounded = projection.detach().to("cpu", target.dtype)
+        fields[f"{name}_mix"] = pack([quantise(rounded, "Q8_0") if target.has_blocks else rounded], target.dtype)
+        fields[f"{name}_base"] = base.detach().to("cpu", target.dtype).float().contiguous()
+    return fields

@@ -1,0 +1,157 @@
+"""DFlash 2's candidate selector: which of a slot's likeliest tokens is drafted, behind the token drafted before it.
+
+Candidates b of a slot are scored behind a token a, S(a, b) = logit(b) + <A[a] * W h, B[b]>, with h the slot's final normed
+hidden state. `dflash2.py` says where it stands in the network.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline import rng
+from paceline.draft.checkpoint import DFlashConfig
+from paceline.draft.dflash_reading import Reading, inverse_temperature, num_finite
+from paceline.model.logits import sample
+from paceline.trees import Candidates
+from paceline.types import Sequence
+
+BOOKS = ("predecessor_codebook", "successor_codebook")
+
+
+class Selector(nn.Module):
+    """Codebooks A and B [V, rank] of tokens that come before and after each other, and W [rank, D].
+
+    While it learns, codebooks may be factored: A = E P, with E the target's embedding, frozen, and P [rank, D] learned in place
+    of V * rank numbers (`factored`); `materialised` makes a checkpoint's codebooks of them.
+    """
+
+    def __init__(self, config: DFlashConfig, factored: bool = False) -> None:
+        super().__init__()
+        assert config.second is not None and config.vocab_size is not None
+        rank, hidden_size = config.second.selector_rank, config.shape.hidden_size
+        self.top_k, self.is_factored = config.second.selector_top_k, factored
+        rows = (rank, hidden_size) if factored else (config.vocab_size, rank)
+        for name in BOOKS:
+            self.register_parameter(name.replace("codebook", "factor") if factored else name, nn.Parameter(torch.empty(rows)))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+
+    def rows(self, book: str, tokens: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
+        """Rows of a codebook, [*tokens.shape, rank]; of factored ones with the target's embedding."""
+        if not self.is_factored:
+            return F.embedding(tokens, self.get_parameter(book))
+        assert embedding_VD is not None, "factored codebooks are made of the target's embedding"
+        factor = self.get_parameter(book.replace("codebook", "factor"))
+        return F.linear(F.embedding(tokens, embedding_VD).to(factor.dtype), factor)
+
+
+class Picks(NamedTuple):
+    """Candidates of slots and their scores."""
+
+    chosen_BKM: Tensor
+    """Columns of the head, the most likely first."""
+    scores_BKPM: Tensor
+    """Of each behind the P tokens that could stand before it, float32."""
+
+
+def score(
+    selector: Selector,
+    hidden_BKD: Tensor,
+    logits_BKV: Tensor,
+    anchors_B: Tensor,
+    ids: Tensor | None = None,
+    before_BK: Tensor | None = None,
+    embedding_VD: Tensor | None = None,
+) -> Picks:
+    """Scores S of the `top_k` most likely tokens of each slot, behind each candidate of the slot before, or behind `before_BK`
+    alone (P = 1). The first slot follows the anchor, whatever P is.
+
+    hidden_BKD: final normed. logits_BKV: scaled and capped. ids [V]: tokens of the head's rows; None: all of the vocabulary.
+    """
+    unary_BKM, chosen_BKM = logits_BKV.float().topk(min(selector.top_k, logits_BKV.shape[-1]), dim=-1)
+    tokens_BKM = chosen_BKM if ids is None else ids[chosen_BKM]
+    if before_BK is None:
+        first_BP = anchors_B[:, None, None].expand(-1, 1, tokens_BKM.shape[-1])
+        before_BKP = torch.cat([first_BP, tokens_BKM[:, :-1]], dim=1)
+    else:
+        before_BKP = before_BK[:, :, None]
+    projection = selector.hidden_projection.weight
+    gate_BKR = F.linear(hidden_BKD.to(projection.dtype), projection).float()
+    predecessors = selector.rows(BOOKS[0], before_BKP, embedding_VD).float() * gate_BKR[:, :, None]
+    successors = selector.rows(BOOKS[1], tokens_BKM, embedding_VD).float()
+    return Picks(chosen_BKM, unary_BKM[:, :, None] + predecessors @ successors.transpose(-1, -2))
+
+
+class WalkedReading(Reading):
+    """What the selector makes of a pass: every slot's drafts depend on those before them."""
+
+    def __init__(self, picks: Picks, ids: Tensor | None, vocab_size: int) -> None:
+        self._scores_BKPM, self._vocab_size = picks.scores_BKPM, vocab_size
+        self._tokens_BKM: list[list[list[int]]] = (picks.chosen_BKM if ids is None else ids[picks.chosen_BKM]).tolist()
+        best = picks.scores_BKPM.max(-1)
+        finite = best.values.isfinite()
+        self._best_BKP: list[list[list[int]]] = best.indices.masked_fill(~finite, -1).tolist()
+
+    def certain(self, slot: int, limit: int, says_sure: bool) -> tuple[list[int], list[float] | None]:
+        places = self._walk(slot, limit)
+        tokens = [candidates[place] for candidates, place in zip(self._tokens_BKM[slot], places, strict=False)]
+        return tokens, self._sure(slot, places, 1.0) if says_sure else None
+
+    def drawn(self, slot: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
+        """As Reading.drawn, from softmax(S / T) over the candidates behind what was drawn before. How sure the slots are is
+        told along the walk of the largest scores: it may not depend on what is drawn."""
+        inverse = inverse_temperature(seq)
+        probs_KPM = torch.softmax(self._scores_BKPM[slot, :limit] * inverse, dim=-1)
+        tokens, places, rows = list[int](), list[int](), list[Tensor]()
+        before = 0
+        for place, candidates in enumerate(self._tokens_BKM[slot][:limit]):
+            if self._best_BKP[slot][place][before] < 0:
+                break
+            rows.append(probs_KPM[place, before])
+            places.append(sample(rows[-1], rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, place)))
+            before = places[-1]
+            tokens.append(candidates[before])
+        sure = self._sure(slot, self._walk(slot, limit), inverse)
+        if not tokens:
+            return tokens, None, sure
+        probs_KV = rows[0].new_zeros(len(tokens), self._vocab_size)
+        ids_KM = torch.tensor(self._tokens_BKM[slot][: len(tokens)], device=probs_KV.device)
+        return tokens, probs_KV.scatter_(1, ids_KM, torch.stack(rows)), sure
+
+    def candidates(self, slot: int, limit: int, seq: Sequence, count: int, most: int) -> Candidates:
+        """As Reading.candidates, along the walk of the largest scores; `behind` says them behind any other candidate."""
+        logprobs_KPM = torch.log_softmax(self._scores_BKPM[slot, :limit] * inverse_temperature(seq), dim=-1)
+        order = logprobs_KPM.sort(dim=-1, descending=True)
+        ranked, ranks = order.values[..., :count].tolist(), order.indices[..., :count].tolist()
+        tokens_KM = self._tokens_BKM[slot]
+
+        def at(place: int, before: int) -> tuple[list[int], list[float]]:
+            return [tokens_KM[place][each] for each in ranks[place][before]], ranked[place][before]
+
+        def behind(place: int, token: int) -> tuple[list[int], list[float]]:
+            return at(place, tokens_KM[place - 1].index(token))
+
+        places = self._walk(slot, limit)
+        told = [at(place, before) for place, before in enumerate([0, *places][: len(places)])]
+        return Candidates([tokens for tokens, _ in told], [logprobs for _, logprobs in told], most, behind)
+
+    def _walk(self, slot: int, limit: int) -> list[int]:
+        """Places of the drafts with the largest scores among the candidates; a score that is not finite ends them."""
+        places, before = list[int](), 0
+        for best_P in self._best_BKP[slot][:limit]:
+            if (before := best_P[before]) < 0:
+                break
+            places.append(before)
+        return places
+
+    def _sure(self, slot: int, places: list[int], inverse: float) -> list[float]:
+        """Log-probability of the largest score along the walk."""
+        if not places:
+            return []
+        before = torch.tensor([0, *places[:-1]], device=self._scores_BKPM.device)
+        along_KM = self._scores_BKPM[slot, torch.arange(len(places), device=before.device), before] * inverse
+        sure = (along_KM.amax(-1) - along_KM.logsumexp(-1)).tolist()
+        return sure[: num_finite(sure)]
