@@ -58,6 +58,8 @@ ABSURD: list[tuple[dict[str, Any] | bytes, set[int]]] = [
     (b"{", {400}),
     (b"\xff\xfe", {400}),
 ]
+LONGER = 8
+"""So many times as many tokens are asked for by those who will leave."""
 UNKNOWN = {"no_such_field": [1, {"deep": None}], "user": 5}
 """Fields nobody knows are ignored, as OpenAI's server does."""
 
@@ -136,8 +138,10 @@ class Soak:
         return "refused"
 
     def _hang_up(self, body: dict[str, Any], kind: str, luck: random.Random) -> str:
-        """At a random moment: while the answer is waited for, or after some of its events."""
-        data = json.dumps(body | {"stream": kind != GONE[0] or luck.random() < 0.5}).encode()
+        """At a random moment: while the answer is waited for, or after some of its events. More tokens are asked for than are
+        waited for, so that a fast server is still writing when its client leaves."""
+        longer = {"max_tokens": LONGER * self.max_tokens, "ignore_eos": True}
+        data = json.dumps(body | longer | {"stream": kind != GONE[0] or luck.random() < 0.5}).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         with socket.create_connection((HOST, self.port), timeout=TIMEOUT_S) as connection:
             connection.sendall(head.encode() + data)
