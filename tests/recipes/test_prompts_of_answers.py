@@ -1,0 +1,23 @@
+"""Prompts as text from answers that keep them as token ids."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def test_the_last_message_of_the_user() -> None:
+    told = runpy.run_path(str(RECIPES / "prompts_of_answers.py"))["last_user_message"]
+    first = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nadd(\n1)<|im_end|>\n<|im_start|>assistant\n"
+    assert told(first) == "add(\n1)"
+    assert told(first + "2<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n") == "again"
+    assert told("plain text") is None
+
+
+def test_the_stored_prompts_are_there_once() -> None:
+    lines = (RECIPES / "prompts" / "code.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    assert len(prompts) == len(set(prompts)) == 2660 and all("<|im_" not in prompt for prompt in prompts)
