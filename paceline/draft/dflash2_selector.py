@@ -6,6 +6,7 @@ hidden state. `dflash2.py` says where it stands in the network.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from paceline import rng
 from paceline.draft.checkpoint import DFlashConfig
-from paceline.draft.dflash_reading import Reading, inverse_temperature, num_finite
+from paceline.draft.dflash_reading import Reading, inverse_temperature
 from paceline.model.logits import sample
 from paceline.trees import Candidates
 from paceline.types import Sequence
@@ -86,14 +87,15 @@ def score(
 
 
 class WalkedReading(Reading):
-    """What the selector makes of a pass: every slot's drafts depend on those before them."""
+    """What the selector makes of a pass: every slot's drafts depend on those before them.
+
+    A row's scores are a few hundred numbers, which plain Python walks through faster than PyTorch's operations begin.
+    """
 
     def __init__(self, picks: Picks, ids: Tensor | None, vocab_size: int) -> None:
         self._scores_BKPM, self._vocab_size = picks.scores_BKPM, vocab_size
         self._tokens_BKM: list[list[list[int]]] = (picks.chosen_BKM if ids is None else ids[picks.chosen_BKM]).tolist()
-        best = picks.scores_BKPM.max(-1)
-        finite = best.values.isfinite()
-        self._best_BKP: list[list[list[int]]] = best.indices.masked_fill(~finite, -1).tolist()
+        self._scores: dict[int, list[list[list[float]]]] = {}
 
     def certain(self, slot: int, limit: int, says_sure: bool) -> tuple[list[int], list[float] | None]:
         places = self._walk(slot, limit)
@@ -103,16 +105,14 @@ class WalkedReading(Reading):
     def drawn(self, slot: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
         """As Reading.drawn, from softmax(S / T) over the candidates behind what was drawn before. How sure the slots are is
         told along the walk of the largest scores: it may not depend on what is drawn."""
-        inverse = inverse_temperature(seq)
+        inverse, scores_KPM = inverse_temperature(seq), self._scores_of(slot)
         probs_KPM = torch.softmax(self._scores_BKPM[slot, :limit] * inverse, dim=-1)
-        tokens, places, rows = list[int](), list[int](), list[Tensor]()
-        before = 0
+        tokens, rows, before = list[int](), list[Tensor](), 0
         for place, candidates in enumerate(self._tokens_BKM[slot][:limit]):
-            if self._best_BKP[slot][place][before] < 0:
+            if best_of(scores_KPM[place][before]) < 0:
                 break
             rows.append(probs_KPM[place, before])
-            places.append(sample(rows[-1], rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, place)))
-            before = places[-1]
+            before = sample(rows[-1], rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, place))
             tokens.append(candidates[before])
         sure = self._sure(slot, self._walk(slot, limit), inverse)
         if not tokens:
@@ -123,13 +123,12 @@ class WalkedReading(Reading):
 
     def candidates(self, slot: int, limit: int, seq: Sequence, count: int, most: int) -> Candidates:
         """As Reading.candidates, along the walk of the largest scores; `behind` says them behind any other candidate."""
-        logprobs_KPM = torch.log_softmax(self._scores_BKPM[slot, :limit] * inverse_temperature(seq), dim=-1)
-        order = logprobs_KPM.sort(dim=-1, descending=True)
-        ranked, ranks = order.values[..., :count].tolist(), order.indices[..., :count].tolist()
-        tokens_KM = self._tokens_BKM[slot]
+        inverse, scores_KPM, tokens_KM = inverse_temperature(seq), self._scores_of(slot), self._tokens_BKM[slot]
 
         def at(place: int, before: int) -> tuple[list[int], list[float]]:
-            return [tokens_KM[place][each] for each in ranks[place][before]], ranked[place][before]
+            logprobs = log_softmax(scores_KPM[place][before], inverse)
+            ranks = sorted(range(len(logprobs)), key=logprobs.__getitem__, reverse=True)[:count]
+            return [tokens_KM[place][each] for each in ranks], [logprobs[each] for each in ranks]
 
         def behind(place: int, token: int) -> tuple[list[int], list[float]]:
             return at(place, tokens_KM[place - 1].index(token))
@@ -138,20 +137,36 @@ class WalkedReading(Reading):
         told = [at(place, before) for place, before in enumerate([0, *places][: len(places)])]
         return Candidates([tokens for tokens, _ in told], [logprobs for _, logprobs in told], most, behind)
 
+    def _scores_of(self, slot: int) -> list[list[list[float]]]:
+        """Of one row, [K, P, M]."""
+        if slot not in self._scores:
+            self._scores[slot] = self._scores_BKPM[slot].tolist()
+        return self._scores[slot]
+
     def _walk(self, slot: int, limit: int) -> list[int]:
         """Places of the drafts with the largest scores among the candidates; a score that is not finite ends them."""
         places, before = list[int](), 0
-        for best_P in self._best_BKP[slot][:limit]:
-            if (before := best_P[before]) < 0:
+        for scores_PM in self._scores_of(slot)[:limit]:
+            if (before := best_of(scores_PM[before])) < 0:
                 break
             places.append(before)
         return places
 
     def _sure(self, slot: int, places: list[int], inverse: float) -> list[float]:
         """Log-probability of the largest score along the walk."""
-        if not places:
-            return []
-        before = torch.tensor([0, *places[:-1]], device=self._scores_BKPM.device)
-        along_KM = self._scores_BKPM[slot, torch.arange(len(places), device=before.device), before] * inverse
-        sure = (along_KM.amax(-1) - along_KM.logsumexp(-1)).tolist()
-        return sure[: num_finite(sure)]
+        along = zip(self._scores_of(slot), [0, *places], places, strict=False)
+        return [log_softmax(scores_PM[before], inverse)[place] for scores_PM, before, place in along]
+
+
+def best_of(scores_M: list[float]) -> int:
+    """Place of the largest, the first of equals; -1 where it is not finite or one of them is not a number."""
+    best = max(scores_M)
+    return scores_M.index(best) if math.isfinite(best) and not any(map(math.isnan, scores_M)) else -1
+
+
+def log_softmax(scores_M: list[float], inverse: float) -> list[float]:
+    """Log-probabilities in softmax(scores * inverse); the largest score is finite."""
+    most = max(scores_M)
+    shifted = [(each - most) * inverse for each in scores_M]
+    total = math.log(sum(map(math.exp, shifted)))
+    return [each - total for each in shifted]
