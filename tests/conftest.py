@@ -104,6 +104,8 @@ SLOW = (
     "train/test_loop.py::TestKeepBest::test_the_weights_of_the_best_look_stay",
     "train/test_loop.py::test_every_loss_and_optimiser_learns",
     "train/test_loop.py::test_packs_and_ways_of_attending_change_nothing",
+    "train/test_round_starts.py::TestLoop::test_a_resumed_run_follows_the_uninterrupted_one",
+    "train/test_round_starts.py::test_the_command_continues_a_drafter_where_its_rounds_begin",
     "train/test_served.py::test_one_sample_of_200_steps_is_drafted_almost_whole",
     "train/test_trainable.py::test_another_network_learns",
     # virtual fortnights, and candidates judged by a model

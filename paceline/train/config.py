@@ -204,6 +204,9 @@ class LoopConfig:
     """Blocks between two updates."""
     anchors: Count = 64
     """Blocks per document and epoch, at random places. The paper has 512 in 3,072 tokens."""
+    round_starts: Share = 0.0
+    """Share of the blocks that begin where served rounds do: behind the drafts that --init, gone through each answer, gets
+    wrong. What is left begins at random places."""
     blocks_per_pack: Count = 128
     """Blocks computed at once; a step adds up its packs."""
     tokens_per_pack: Annotated[int, at_least(16)] | None = 4096

@@ -25,7 +25,7 @@ from paceline.errors import ConfigError, TrainingError
 from paceline.tables import ignore
 from paceline.train.checkpoint import check_same, latest_checkpoint, save_best, save_checkpoint
 from paceline.train.config import LoopConfig, LossConfig
-from paceline.train.dataset import Corpus, Document, Place, StepPlanner
+from paceline.train.dataset import Corpus, Document, Place, RoundStarts, StepPlanner
 from paceline.train.eagle3 import Eagle3Trainable
 from paceline.train.features import FeatureSource
 from paceline.train.losses import Head, LossVocabulary, SlotMetrics, Slots, head_loss
@@ -77,20 +77,23 @@ class Trainer:
         ranks: Ranks | None = None,
         heldout_head: Head | None = None,
         wait: Callable[[], None] = ignore,
+        starts: RoundStarts | None = None,
     ) -> None:
         """`heldout_head`: what held-out documents are drafted with, when that is not `head`: a draft vocabulary. `wait`: until
-        all processes are there, however long the first one serves or writes."""
+        all processes are there, however long the first one serves or writes. `starts`: of config.round_starts above 0."""
+        assert (starts.share if starts else 0.0) == config.round_starts
         self.drafter, self.network, self.config, self.folder = drafter, drafter.network, config, folder
         self.embedding_VD, self.head, self.ranks = embedding_VD, head, ranks or Ranks()
         self.heldout_head, self.wait = heldout_head or head, wait
         self.device = embedding_VD.device
-        self.corpus, self.state = corpus, _State()
+        self.corpus, self.state, self.starts = corpus, _State(), starts
         self.planner = StepPlanner(
             corpus.train,
             blocks_per_step=config.blocks_per_step,
             anchors=config.anchors,
             block_size=drafter.block_size,
             seed=config.seed,
+            starts=starts,
         )
         window = getattr(drafter, "context_window", None)
         self.budget = PackBudget(config.blocks_per_pack, config.tokens_per_pack, drafter.block_size, window)
@@ -196,6 +199,7 @@ class Trainer:
             "num_documents": len(self.corpus.train),
             "documents": self._documents,
             **({"codebooks": self.drafter.codebooks} if isinstance(self.drafter, DFlash2Trainable) else {}),
+            **({"places": self.starts.mark} if self.starts else {}),
         }
 
     @functools.cached_property
@@ -376,5 +380,5 @@ class Trainer:
 
 def _of_now(identity: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint says it was begun with; settings that came later had their defaults."""
-    later = {"selector_from": LoopConfig().selector_from}
+    later = {"selector_from": LoopConfig().selector_from, "round_starts": LoopConfig().round_starts}
     return {**later, **identity, "loss": {"selector": LossConfig().selector, **identity["loss"]}}

@@ -34,6 +34,7 @@ from paceline.plan import FixedPlanner
 from paceline.train.dataset import Document
 from paceline.train.features import OnlineFeatures
 from paceline.train.packs import Packer
+from paceline.train.round_starts import Look, starts_of
 from paceline.train.selector import trainable_of
 from paceline.train.start import head_of
 from paceline.types import SamplingParams
@@ -44,7 +45,6 @@ AGREE = 0.03
 SERVED_BATCH = 8
 WALKED = 8
 """Answers that are gone through teacher-forced."""
-BLOCKS_AT_ONCE = 32
 TIMED, TIMED_TOKENS = 4, 64
 """Prompts whose speed is measured, one after the other, and tokens of each."""
 
@@ -139,20 +139,10 @@ def walked(target: Target, drafter: DFlashDrafter, answers: list[Document]) -> f
     features = OnlineFeatures(target, documents, config.target_layer_ids, needs_final=False)
     packer = Packer(config.block_size, documents, features, target.device)
     head, embedding_VD = head_of(target, config, drafter.draft_ids, drafter.head_VD), _embedding(target)
-    num_rounds = num_tokens = 0
-    for number, document in enumerate(documents):
-        places = np.arange(document.answer_start, len(document) - 1)
-        standing: list[int] = []
-        for first in range(0, len(places), BLOCKS_AT_ONCE):
-            pack = packer.pack([(number, places[first : first + BLOCKS_AT_ONCE])])
-            right_AK = trainable.right(trainable.hidden(pack, embedding_VD, False), pack, head, embedding_VD)
-            standing += right_AK.long().cumprod(dim=1).sum(1).tolist()
-        at = 0
-        while at < len(places):
-            accepted = standing[at]
-            num_rounds, num_tokens = num_rounds + 1, num_tokens + min(accepted + 1, len(places) - at)
-            at += accepted + 1
-    return num_tokens / num_rounds if num_rounds else 0.0
+    look = Look(trainable, packer, head, embedding_VD)
+    kept = [look.standing(number) for number in range(len(documents))]
+    num_rounds = sum(len(starts_of(standing_P)) for standing_P in kept)
+    return sum(map(len, kept)) / num_rounds if num_rounds else 0.0
 
 
 def _embedding(target: Target) -> Tensor:
@@ -187,14 +177,17 @@ def final_figures(target: EngineConfig, drafter: Drafter, documents: list[Docume
     return told
 
 
-def disagreement(told: dict[str, Any]) -> str | None:
-    """A warning with both figures when teacher-forced and served tokens a round are too far apart."""
+def agreement(told: dict[str, Any]) -> str | None:
+    """Teacher-forced and served tokens a round of the same answers, as a line; a warning where they are too far apart."""
     forced, served = told.get("teacher_forced"), told.get("served_of_walked")
-    if not forced or not served or abs(served / forced - 1.0) <= AGREE:
+    if not forced or not served:
         return None
+    apart = abs(served / forced - 1.0)
+    both = f"teacher-forced blocks give {forced:.2f} tokens a round, the engine {served:.2f} on the same {WALKED} answers"
+    if apart <= AGREE:
+        return f"{both}, {apart:.1%} apart"
     return (
-        f"warning: teacher-forced blocks give {forced:.2f} tokens a round, the engine {served:.2f} on the same "
-        f"{WALKED} answers, more than {AGREE:.0%} apart: training and serving do not compute the same, so report this with the "
+        f"warning: {both}, more than {AGREE:.0%} apart: training and serving do not compute the same, so report this with the "
         "run's folder"
     )
 

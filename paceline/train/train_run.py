@@ -42,9 +42,10 @@ from paceline.train.mixture import read_mixture
 from paceline.train.planning import apply_stored, make_plan, stored_plan
 from paceline.train.ranks import Ranks, only_run
 from paceline.train.regenerate_run import run as regenerate
+from paceline.train.round_starts import check_round_starts, find_starts
 from paceline.train.run_file import with_value, write_run_file
 from paceline.train.selector import trainable_of
-from paceline.train.served import HeldoutServer, disagreement, final_figures, finished_drafter, has_room, read_finished
+from paceline.train.served import HeldoutServer, agreement, final_figures, finished_drafter, has_room, read_finished
 from paceline.train.sources import Sources
 from paceline.train.start import continued_draft_ids, head_of, init_folder, most_frequent, network_for, scale_first_logits
 from paceline.train.stopping import Stop, stopped_by_signal
@@ -122,6 +123,7 @@ def _check_inputs(config: TrainConfig) -> None:
     """What can be known to be wrong before hours are spent on it."""
     check_tracker(config.log_to)
     init_folder(config.init, config.target.model)
+    check_round_starts(config)
     for prompts in (config.ood, config.heldout):
         read_mixture(_others(config, prompts), config.answering.seed, ignore)
     if config.answers:
@@ -348,10 +350,11 @@ class _Stages:
                 "note: this processor multiplies faster in float32 than in bfloat16: --full-precision trains faster"
             )
         flops_per_s = here.machine.flops_per_s.get("bfloat16" if loop.autocast else "float32")
+        scaled = ScaledFeatures(features, scale_F)
         trainer = Trainer(
-            drafter, corpus, ScaledFeatures(features, scale_F), embedding_VD, head, loop,
+            drafter, corpus, scaled, embedding_VD, head, loop,
             folder=config.out / "checkpoints", peak_flops=flops_per_s, ranks=self.ranks, heldout_head=drafting,
-            wait=self.wait,
+            wait=self.wait, starts=find_starts(sources, corpus, drafter, scaled, embedding_VD, draft_ids),
         )  # fmt: skip
         watched = {"heldout": corpus.heldout, "ood": read_corpus([ood], config.max_len, 0.0).train[:MAX_HELDOUT] if ood else []}
         for name, documents in watched.items():
@@ -391,6 +394,6 @@ class _Stages:
         progress.say(
             f"held-out prompts, served: {told['tokens_per_round']:.2f} tokens per round over {told['num_rounds']} rounds"
         )
-        if warning := disagreement(told):
-            progress.say(warning)
+        if line := agreement(told):
+            progress.say(line)
         return {"heldout": told["tokens_per_round"]}
