@@ -42,4 +42,16 @@ done
 "${many[@]}" train --target "$target" "${answers[@]}" --out "$out/again" --init "$out/run/drafter" --max-len 512 --max-tokens 128 \
     --epochs 30 --max-minutes "${MORE_MINUTES:-75}" --blocks-per-step 192 --anchors 48 --lr 1.5e-3 --loss d-pace \
     --loss-vocab 8192 --features cached --heldout-every 250 --ood paceline/bench/prompts.jsonl
-echo "drafter: $out/again/drafter"
+
+# 5. More answers: other questions, and programming prompts that another model learned from.
+"${answer[@]}" --prompts "$data/gsm8k_train.jsonl" --limit 4500 --out "$out/arithmetic"
+"${answer[@]}" --prompts "$out/prompts/kinds.jsonl" --limit 1600 --out "$out/kinds"
+"${answer[@]}" --prompts recipes/prompts/code.jsonl --out "$out/code"
+
+# 6. From there on DFlash 2, with all answers.
+"${many[@]}" train --target "$target" "${answers[@]}" --answers "$out/code/answers" --out "$out/second" --init "$out/again/drafter" \
+    --drafter-kind dflash2 --max-len 512 --max-tokens 128 --epochs 30 --max-minutes "${SECOND_MINUTES:-60}" --blocks-per-step 192 \
+    --anchors 48 --lr 1.5e-3 --loss d-pace --loss-vocab 8192 --features cached --heldout-every 500 --keep best \
+    --ood paceline/bench/prompts.jsonl
+python recipes/pack_drafter.py "$out/second/drafter" --out "$out/packed"
+echo "drafter: $out/packed"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 
-from paceline.hardware import Machine, this_machine
+import pytest
+
+from paceline.hardware import BusyClock, Machine, this_machine
 from paceline.simulate import catalogue
 
 
@@ -35,3 +38,21 @@ def test_the_ceiling_counts_what_caches_hold() -> None:
     assert machine.ceiling_tokens_per_s(20_000) == 6e9 / 20_000
     assert machine.ceiling_tokens_per_s(64_000) == 1e9 / 64_000
     assert Machine("test", 1e9, {}, 1, 1).ceiling_tokens_per_s(10) == 1e8
+
+
+def test_what_others_take_of_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(clock, all processors at work, this process) in seconds; this process's own work is not others'."""
+    times = iter([(10.0, 100.0, 5.0), (12.0, 103.0, 6.0)])
+    monkeypatch.setattr(BusyClock, "_now", staticmethod(lambda: next(times)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert BusyClock().others_share() == pytest.approx((3.0 - 1.0) / (4 * 2.0))
+
+
+def test_working_alone_is_not_disturbed_by_oneself() -> None:
+    clock = BusyClock()
+    began, busy, own = clock._began
+    until = time.process_time() + 0.3
+    while time.process_time() < until:
+        pass
+    now = clock._now()
+    assert now[2] - own >= 0.25 and now[0] > began and (busy == 0.0 or now[1] - busy >= 0.2)

@@ -95,6 +95,10 @@ def make_plan(config: TrainConfig, device_name: str | None = None) -> Plan:
     config = for_eagle3(config)
     target, machine = read_target(config.target), machine_of(device_name, config.target.device)
     notes: list[str] = []
+    if machine.is_busy:
+        notes.append(
+            "other programs kept this machine busy while its speeds were measured: a plan made when it is idle may differ"
+        )
     chosen: dict[str, str] = {}
     if config.plan == "auto":
         wanted = choices(config, target, machine) if config.init is None else machine_choices(machine)

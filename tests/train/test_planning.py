@@ -35,7 +35,7 @@ GIVEN = ("answering.temperatures", "answering.samples")
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(facts, "_measured_once", lambda device: LAPTOP)
+    monkeypatch.setattr(facts, "_measured_once", lambda device: facts.MachineFacts(LAPTOP))
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
 
 
@@ -102,7 +102,7 @@ def test_a_processor_without_products_of_bfloat16_trains_in_float32(tmp_path: Pa
     fast = make_plan(asked(tmp_path, minutes=60.0))
     assert fast.config.loop.autocast and "loop.autocast" not in fast.chosen
     slow = replace(LAPTOP, flops_per_s={"bfloat16": 1e11, "float32": 5e11})
-    monkeypatch.setattr(facts, "_measured_once", lambda device: slow)
+    monkeypatch.setattr(facts, "_measured_once", lambda device: facts.MachineFacts(slow))
     plan = make_plan(asked(tmp_path, minutes=60.0))
     assert not plan.config.loop.autocast
     assert plan.chosen["loop.autocast"] == "this processor has no products of bfloat16: float32 is 5.0 times as fast"

@@ -168,7 +168,7 @@ def test_a_whole_run_elsewhere_gives_the_same_drafter(
 ) -> None:
     """Prompts in, drafter out, with answers and hidden states of a server; of the target here only the ends are loaded."""
     machine = Machine("some processor", 3e10, {"bfloat16": 5e11, "float32": 2e11}, 1, 16 * 2**30)
-    monkeypatch.setattr(facts, "_measured_once", lambda device: machine)
+    monkeypatch.setattr(facts, "_measured_once", lambda device: facts.MachineFacts(machine))
     one, fake = vllm
     fake.llm = LLM.of(replace(engine, drafter="none", max_batch=2, max_len=128))
     fake.other = lambda method, path, body: one(method, path, body) if body.get("max_tokens", 1) == 1 else None

@@ -184,7 +184,7 @@ def test_a_planned_and_streamed_run_goes_on_after_it_was_killed(
     finished: tuple[Path, dict[str, Any], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine("some processor", 3e10, {"bfloat16": 5e11, "float32": 2e11}, 1, 16 * 2**30)
-    monkeypatch.setattr(facts, "_measured_once", lambda device: machine)
+    monkeypatch.setattr(facts, "_measured_once", lambda device: facts.MachineFacts(machine))
     target = EngineConfig(str(finished[0] / "target"), device="cpu", dtype="float32", threads=1)
     loop = LoopConfig(max_steps=8, checkpoint_minutes=0.0, serve_share=0.0)
     given = {"answers": (finished[0] / "regenerate" / "answers",), "answering": AnswerConfig(max_tokens=16), "max_len": 256}
