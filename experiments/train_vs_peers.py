@@ -10,7 +10,10 @@ tool with its own recipe (`RECIPES` in train_vs_peers_sides.py; paceline's plann
 2. features. Ours: within `paceline train`. The peers ask the same servers; a Transformers forward stands in, in each one's own
    environment, into its own files.
 3. steps. Ours: `paceline train`. Theirs: their own trainers, by their own loaders. All learn from the same documents, token for
-   token, which are our answers, and make a drafter of the same shape: layers, block, taps, width, all tokens drafted.
+   token, which are our answers, and make a drafter of the same shape: layers, block, taps, width, all tokens drafted. First
+   weights (the peers' are random, ours copies of layers of the target), loss, optimiser and rate are each tool's own. On a CPU
+   the peers attend over a dense mask in which every block meets every other, so that many anchors at once are slow: `--anchors`
+   and `--row` are smaller than their 512 and 8192.
 4. the figure. Weights are kept every so often, the clock stopped; at the end one judge looks at all of them
    (train_vs_peers_judge.py): the same held-out blocks, paceline's target and engine.
 
@@ -234,8 +237,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--block", type=int, default=8)
     parser.add_argument("--answers-by", choices=("vllm", "transformers"), default="vllm", help="in place of the peers' servers")
-    parser.add_argument("--anchors", type=int, default=512, help="of the peers: most blocks of a document, or of a row")
-    parser.add_argument("--row", type=int, default=1024, help="of speculators: tokens of a packed row")
+    parser.add_argument("--anchors", type=int, default=128, help="of the peers: most blocks of a document, or of a row")
+    parser.add_argument("--row", type=int, default=512, help="of speculators: tokens of a packed row")
     parser.add_argument("--seed", type=int, default=0)
     change = "of a peer's recipe, as speculators.optimizer=adamw; RECIPES in train_vs_peers_sides.py has them"
     parser.add_argument("--change", dest="changed", nargs="+", default=[], help=change)
