@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from paceline.draft.dflash import DFlashNetwork
 from paceline.errors import CacheError, ConfigError, refuse, reraised
 from paceline.runlog import whole_file
 from paceline.tables import SILENT, Progress
@@ -152,14 +153,15 @@ def find_starts(
     config, progress, target = sources.config, sources.progress, sources.target
     if not config.loop.round_starts:
         return None
-    assert isinstance(drafter, DFlashTrainable)
+    network = drafter.network
+    assert isinstance(drafter, DFlashTrainable) and isinstance(network, DFlashNetwork)
     if draft_ids is None:
         draft_ids = continued_draft_ids(init_folder(config.init, config.target.model), corpus, target)
     packer = Packer(drafter.block_size, corpus.train, features, embedding_VD.device, drafter.context_window)
-    head = head_of(target, drafter.network.config, draft_ids)
+    head = head_of(target, network.config, draft_ids)
     look = Look(drafter, packer, head, embedding_VD, config.loop.autocast)
     what = fingerprint(config.target.model, target.dtype, corpus.train, sources.taps, needs_final=False)
-    folder = config.out / f"round-starts-{_mark(drafter.network, what)}"
+    folder = config.out / f"round-starts-{_mark(network, what)}"
     progress.say(f"going through {len(corpus.train)} documents as {config.init} drafts: where do rounds begin?")
     write_starts(folder, look, sources.ranks, progress)
     sources.wait()
