@@ -1,10 +1,12 @@
 """Do answers that keep to a schema stay the same with drafts? All must parse, fit, and equal constrained plain decoding.
 
     .venv/bin/python experiments/grammar.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.jsonl --answers 200
+    .venv/bin/python experiments/grammar.py --prompts gsm8k.jsonl --answers 200 --drafters default --plan tree:16 --beside 50
 
 Prompts and schemas take turns; requests with different schemas run in one batch. An answer fails that is cut off, is no JSON,
 breaks its schema (checked here, not by the grammar library), or has another token than without a drafter. One failure makes
-the script exit with 1. Last line: one JSON object.
+the script exit with 1. With --plan tree:N rows without a grammar check trees; `--beside` puts so many such requests among the
+others, in the same batches, and their tokens too must be those without a drafter. Last line: one JSON object.
 """
 
 from __future__ import annotations
@@ -74,18 +76,21 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
     return value is None if schema["type"] == "null" else isinstance(value, bool)
 
 
-def is_right(answer: Completion, schema: dict[str, Any]) -> bool:
+def is_right(answer: Completion, schema: dict[str, Any] | None) -> bool:
+    if schema is None:
+        return True
     try:
         return answer.finish_reason == "stop" and fits(json.loads(answer.text), schema)
     except json.JSONDecodeError:
         return False
 
 
-def requests(llm: LLM, args: argparse.Namespace) -> tuple[list[list[int]], list[SamplingParams], list[dict[str, Any]]]:
-    """Prompts of the files in turn, each with the next schema."""
+def requests(llm: LLM, args: argparse.Namespace) -> tuple[list[list[int]], list[SamplingParams], list[dict[str, Any] | None]]:
+    """Prompts of the files in turn, each with the next schema; among them, evenly, those that have none."""
     share = -(-args.answers // len(args.prompts))
     conversations = [prompt.messages for path in args.prompts for prompt in read_prompts(path, limit=share)]
-    prompts, params, schemas = [], [], []
+    prompts, params = list[list[int]](), list[SamplingParams]()
+    schemas: list[dict[str, Any] | None] = []
     for index, schema in zip(range(args.answers), cycle(SCHEMAS.values()), strict=False):
         *before, last = conversations[index % len(conversations)]
         asked = f"{last['content']}\n\nAnswer with JSON of this schema: {json.dumps(schema)}"
@@ -94,6 +99,12 @@ def requests(llm: LLM, args: argparse.Namespace) -> tuple[list[list[int]], list[
         sampled = {"temperature": args.temperature, "seed": index}
         params.append(SamplingParams(max_tokens=args.max_tokens, grammar=grammar, **sampled))
         schemas.append(schema)
+    for number in range(args.beside):
+        place = (number + 1) * args.answers // args.beside + number
+        prompts.insert(place, llm.encode_chat(list(conversations[number % len(conversations)])))
+        sampled = {"temperature": args.temperature, "seed": args.answers + number}
+        params.insert(place, SamplingParams(max_tokens=args.max_tokens, **sampled))
+        schemas.insert(place, None)
     return prompts, params, schemas
 
 
@@ -106,7 +117,8 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0 every answer has a seed of its own")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--plan", default="fixed", help="auto: the drafts that pay; fixed: all in every round; fixed:K")
+    parser.add_argument("--plan", default="fixed", help="auto: the drafts that pay; fixed: all; fixed:K; tree:N")
+    parser.add_argument("--beside", type=int, default=0, help="requests without a grammar among the others")
     parser.add_argument("--drafters", default="default,ngram", help="comma-separated")
     args = parser.parse_args()
     llm = LLM(args.model, drafter="none", dtype=args.dtype, max_batch=args.batch, plan=args.plan)
@@ -121,10 +133,15 @@ def main() -> None:
         wrong = [index for index, answer in enumerate(answers) if not is_right(answer, schemas[index])]
         different = [index for index, answer in enumerate(answers) if answer.token_ids != plain[index]]
         rounds = sum(answer.stats.num_rounds for answer in answers)
+        free = [answer.stats for answer, schema in zip(answers, schemas, strict=True) if schema is None]
         results.append(
             {
                 "drafter": name,
-                "answers": len(answers),
+                "answers": len(answers) - len(free),
+                "beside": len(free),
+                "tokens_per_round_beside": round(
+                    1 + sum(each.num_accepted for each in free) / max(sum(each.num_rounds for each in free), 1), 3
+                ),
                 "tokens": sum(len(answer.token_ids) for answer in answers),
                 "wrong": wrong,
                 "different": different,
@@ -135,7 +152,13 @@ def main() -> None:
         log.print(results[-1])
         for index in wrong[:5]:
             log.print(f"{index}: {answers[index].finish_reason} {answers[index].text!r}", markup=False)
-    figures = {"dtype": args.dtype, "temperature": args.temperature, "schemas": list(SCHEMAS), "results": results}
+    figures = {
+        "dtype": args.dtype,
+        "plan": args.plan,
+        "temperature": args.temperature,
+        "schemas": list(SCHEMAS),
+        "results": results,
+    }
     print(json.dumps(record_of(figures)))
     if any(result["wrong"] or result["different"] for result in results):
         raise SystemExit(1)

@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--weight-format", default="auto")
-    parser.add_argument("--plan", default="fixed", help="auto: the drafts that pay; fixed: all in every round; fixed:K")
+    parser.add_argument("--plan", default="fixed", help="auto: the drafts that pay; fixed: all in every round; fixed:K; tree:N")
     parser.add_argument("--drafters", default="", help="comma-separated; all when empty")
     parser.add_argument("--own-reading", action="store_true", help="Transformers reads the GGUF file by itself")
     args = parser.parse_args()

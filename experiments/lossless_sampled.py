@@ -1,39 +1,64 @@
 """Is sampled decoding drawn from the target's distribution? The mean of (NLL - entropy) must be zero at every position.
 
     .venv/bin/python experiments/lossless_sampled.py --prompts gsm8k.jsonl --drafters ngram,dflash=random
+    .venv/bin/python experiments/lossless_sampled.py --prompts gsm8k.jsonl --drafters default --plan tree:16 --no-seed
 
 Samples many short completions at temperature 1, scores each token under the target by teacher forcing, and compares its
 negative log-likelihood with the entropy there: for samples of the target the mean difference is 0 within 3 standard errors.
-Necessary, not sufficient; the chi-square tests on small vocabularies stand beside it. Last line: one JSON object.
+
+And a chi-square test at each position: put the target's tokens side by side, the likeliest first, each as wide as it is likely;
+a random point within the drawn token's part is then equally likely anywhere between 0 and 1, whatever the context. The test
+counts points in 20 equal parts. `--plan tree:N` checks trees; `--top-p`, `--top-k`, `--min-p` and `--temperature` are applied
+to the target that is tested against too. The script exits with 1 if a mean is more than 4 standard errors off, or a
+p-value below 1e-5. Necessary, not sufficient: tests/engine has the proofs on small vocabularies. Last line: one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
+from collections import Counter
 
 import torch
 from lossless_greedy import drafters, log
+from scipy.stats import chisquare
 
 from paceline import LLM, SamplingParams
+from paceline.model.logits import target_probs
 from paceline.model.target import ForwardBatch
 from paceline.prompts import read_prompts
 from paceline.runlog import record_of
 
+NUM_PARTS = 20
+LEAST_P, MOST_ERRORS = 1e-5, 4.0
+
 
 @torch.inference_mode()
-def excess(llm: LLM, prompt: list[int], answer: list[int]) -> list[float]:
-    """NLL minus entropy of each answer token under the target, by one teacher-forced pass."""
+def scored(
+    llm: LLM, prompt: list[int], answer: list[int], params: SamplingParams, luck: random.Random
+) -> tuple[list[float], list[float]]:
+    """Of each answer token, by one teacher-forced pass: NLL minus entropy under the target's distribution as the request has
+    it, and its point between 0 and 1."""
     row = llm.target.cache.allocate()
     assert row is not None
     tokens = prompt + answer
     out = llm.target.forward(ForwardBatch([row], [0], [len(tokens)], tokens))
     llm.target.cache.free(row)
     assert out.logits_TV is not None
-    logprobs = out.logits_TV[len(prompt) - 1 : -1].float().log_softmax(-1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    chosen = logprobs.gather(-1, torch.tensor(answer)[:, None])[:, 0]
-    return (-chosen - entropy).tolist()
+    probs = target_probs(out.logits_TV[len(prompt) - 1 : -1].float(), params).double()
+    probs = probs / probs.sum(-1, keepdim=True)
+    entropy = torch.special.entr(probs).sum(-1)
+    chosen = probs.gather(-1, torch.tensor(answer)[:, None])
+    likelier = torch.where(probs > chosen, probs, 0.0).sum(-1)
+    points = [float(before + luck.random() * own) for before, own in zip(likelier, chosen[:, 0], strict=True)]
+    return (-chosen[:, 0].log() - entropy).tolist(), points
+
+
+def p_value(points: list[float]) -> float:
+    """Of a chi-square test that they are equally likely anywhere between 0 and 1."""
+    counts = Counter(min(int(NUM_PARTS * point), NUM_PARTS - 1) for point in points)
+    return float(chisquare([counts[part] for part in range(NUM_PARTS)]).pvalue)
 
 
 def main() -> None:
@@ -45,19 +70,36 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--drafters", default="ngram,dflash=random")
     parser.add_argument("--rule", default="auto")
+    parser.add_argument("--plan", default="fixed", help="fixed, fixed:K, tree:N, or auto, which goes by the clock")
+    parser.add_argument("--no-seed", action="store_true", help="requests without a seed: drafts of a chain may then be drawn")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--min-p", type=float, default=0.0)
     args = parser.parse_args()
-    llm = LLM(args.model, drafter="none", dtype=args.dtype, rule=args.rule)
+    llm = LLM(args.model, drafter="none", dtype=args.dtype, rule=args.rule, plan=args.plan)
     messages = [prompt.messages for path in args.prompts for prompt in read_prompts(path, limit=32)]
     prompts = [llm.encode_chat(list(messages[index % len(messages)])) for index in range(args.completions)]
     params = [
-        SamplingParams(temperature=1.0, max_tokens=args.max_tokens, seed=seed, ignore_eos=True)
+        SamplingParams(
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p,
+            max_tokens=args.max_tokens,
+            seed=None if args.no_seed else seed,
+            ignore_eos=True,
+        )
         for seed in range(args.completions)
     ]
     results = []
     for name, make in drafters(llm, args.drafters.split(",")).items():
         llm.use_drafter(make())
         answers = llm.generate_ids(prompts, params)
-        table = torch.tensor([excess(llm, prompt, out.token_ids) for prompt, out in zip(prompts, answers, strict=True)])
+        luck, rows = random.Random(0), zip(prompts, answers, params, strict=True)
+        pairs = [scored(llm, prompt, out.token_ids, own, luck) for prompt, out, own in rows]
+        table = torch.tensor([excess for excess, _ in pairs])
+        by_position = list(zip(*(points for _, points in pairs), strict=True))
         mean, error = table.mean(0), table.std(0) / len(table) ** 0.5
         accepted = sum(out.stats.num_accepted for out in answers)
         rounds = sum(out.stats.num_rounds for out in answers)
@@ -67,11 +109,18 @@ def main() -> None:
                 "mean_excess": [round(value, 4) for value in mean.tolist()],
                 "standard_errors_off": [round(value, 2) for value in (mean / error).tolist()],
                 "within_3": bool(((mean / error).abs() <= 3).all()),
+                "chi_square_p": [round(p_value(list(points)), 4) for points in by_position],
+                "chi_square_p_of_all": p_value([point for points in by_position for point in points]),
+                "is_right": bool(((mean / error).abs() <= MOST_ERRORS).all())
+                and min(p_value(list(points)) for points in by_position) >= LEAST_P,
                 "tokens_per_round": round(1 + accepted / max(rounds, 1), 3),
             }
         )
         log.print(results[-1])
-    print(json.dumps(record_of({"completions": args.completions, "rule": args.rule, "results": results})))
+    asked = {name: getattr(args, name) for name in ("completions", "rule", "plan", "temperature", "top_p", "top_k", "min_p")}
+    print(json.dumps(record_of({**asked, "has_seeds": not args.no_seed, "results": results})))
+    if not all(result["is_right"] for result in results):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

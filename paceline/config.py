@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from paceline.bounds import Count, Share, Whole, at_least, check, within
 from paceline.errors import ConfigError, refuse, reraised
+from paceline.marginals import Marginals
 from paceline.plan import fixed_planner
 
 YIELD = "at least 1, the target's own token of every round"
@@ -65,6 +66,9 @@ class EngineConfig:
     """Accept drafts at this rate, bonus token included, whatever the target says: NOT lossless, for modelling only."""
     mocked_survival: tuple[Share, ...] = ()
     """The same by a curve: shares of rounds whose first 1, 2, ... drafts stand, drawn for each row and round."""
+    mocked_marginals: tuple[tuple[float, ...], ...] = ()
+    """The same for trees: by slot and rank, how often this candidate stands where the likeliest tokens before it do
+    (`simulate.marginals.read_marginals`). With plan tree:N a tree of N drafts stands by it, else a chain."""
     prefill_chunk: Count = 256
     """Prompt tokens per step, so that a long prompt does not stall the others."""
     threads: Count | None = None
@@ -73,12 +77,18 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check(self)
         rises = any(later > sooner for sooner, later in pairwise(self.mocked_survival))
-        is_double = bool(self.mocked_survival) and self.mocked_tokens_per_round is not None
+        mocks = bool(self.mocked_survival), bool(self.mocked_marginals), self.mocked_tokens_per_round is not None
         refuse(
             ConfigError,
             (rises, "mocked_survival must fall: what stood for two drafts stood for one, as in 0.8, 0.6, 0.4"),
-            (is_double, "mocked_tokens_per_round and mocked_survival say the same in two ways: leave one out"),
+            (sum(mocks) > 1, "mocked_tokens_per_round, mocked_survival and mocked_marginals exclude each other: give one"),
+            (
+                self.plan.startswith("tree:") and any(mocks) and not self.mocked_marginals,
+                f"plan {self.plan} needs to know how often other tokens than the likeliest stand: mock it by mocked_marginals",
+            ),
         )
+        if self.mocked_marginals:
+            Marginals(self.mocked_marginals)
         if self.plan != "auto":
             fixed_planner(self.plan)
             refuse(
@@ -90,13 +100,18 @@ class EngineConfig:
             )
 
     @property
-    def mocked(self) -> float | tuple[float, ...] | None:
-        """Tokens a round, or a survival curve, where acceptance is mocked; None where it is the target's."""
+    def mocked(self) -> float | tuple[float, ...] | Marginals | None:
+        """Tokens a round, a survival curve or marginals where acceptance is mocked; None where it is the target's."""
+        if self.mocked_marginals:
+            return Marginals(self.mocked_marginals)
         return self.mocked_tokens_per_round if self.mocked_tokens_per_round is not None else self.mocked_survival or None
 
     @property
     def mocked_as(self) -> str:
         """For people: what acceptance is mocked; empty where it is not."""
+        if self.mocked_marginals:
+            firsts = ", ".join(f"{each:.3g}" for each in Marginals(self.mocked_marginals).firsts)
+            return f"marginals of {len(self.mocked_marginals)} slots, the likeliest token's {firsts}"
         if self.mocked_survival:
             return "survival " + ", ".join(f"{share:g}" for share in self.mocked_survival)
         return "" if self.mocked_tokens_per_round is None else f"{self.mocked_tokens_per_round:g} tokens a round"

@@ -25,7 +25,7 @@ from paceline.chunks import ChunkSizes
 from paceline.errors import ConfigError
 from paceline.learned import PRIORS, RECENT, Chances, PassCosts, RoundCosts, RoundRecord, Truth
 from paceline.shares import Objective, Want, gains_of, share_out, spared_by, surplus_of
-from paceline.trees import MOST_NODES, Candidates, Tree, as_told, grow
+from paceline.trees import MOST_NODES, Candidates, Tree, Weigh, as_told, grow
 from paceline.types import Offer, RoundStats, Row, RowKind, Take
 
 MARGIN = 0.02
@@ -113,10 +113,12 @@ class FixedPlanner:
     whole_blocks: bool = True
     num_nodes: int = 0
     """Of a tree that each row checks in place of a chain, where its drafter says what is likely; 0: chains."""
+    num_named: int = 0
+    """Tokens of each slot that are asked for at least, so that `RoundStats.said_B` tells of them beside chains too."""
 
     @property
     def num_candidates(self) -> int:
-        return min(self.num_nodes, MOST_CANDIDATES)
+        return min(max(self.num_nodes, self.num_named), MOST_CANDIDATES)
 
     def offer(self, source: str, kind: RowKind, most: int) -> Offer:
         return Offer(source, (1.0,) * most)
@@ -147,9 +149,12 @@ class FixedPlanner:
         candidates_B: Sequence[Candidates | None] | None = None,
     ) -> list[int | Tree]:
         return [
-            take.count if candidates is None else grow(candidates, as_told, self.num_nodes)
-            for take, candidates in zip(plan.drafts, candidates_B or [None] * len(plan.drafts), strict=True)
+            grow(candidates, self.weigh(row, candidates), self.num_nodes) if candidates and self.num_nodes else take.count
+            for row, take, candidates in zip(plan.rows, plan.drafts, candidates_B or [None] * len(plan.rows), strict=True)
         ]
+
+    def weigh(self, row: Row, candidates: Candidates) -> Weigh:
+        return as_told
 
     def learn(self, plan: Plan, stats: RoundStats) -> None: ...
 

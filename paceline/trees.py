@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MOST_NODES = 128
 """Of one row's tree."""
 LEAST_GAIN = 0.005
 """Chance to stand below which a node is left out."""
+NONE_OF_THEM = -1
+"""Rank of a token that is not among a slot's candidates."""
 
 
 @dataclass(slots=True)
@@ -150,3 +153,23 @@ class Outcome:
             for node, (parent, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True))
             if rank and parent in reached
         ]
+
+
+class Said(NamedTuple):
+    """What the target said in a round, beside its drafter's candidates."""
+
+    num_first: int
+    """Slots, from the first on, at which it said the likeliest token."""
+    rank: int | None
+    """Which candidate it said at the next slot, NONE_OF_THEM, or None where it said no more or there is no such slot."""
+
+
+def said_of(candidates: Candidates, tokens: Sequence[int]) -> Said:
+    """`tokens`: what the target said behind the anchor, as far as it is known."""
+    before = NONE_OF_THEM
+    for slot, token in enumerate(tokens[: len(candidates.tokens_KM)]):
+        likely = candidates.at(slot, before)[0]
+        if likely[0] != token:
+            return Said(slot, likely.index(token) if token in likely else NONE_OF_THEM)
+        before = token
+    return Said(min(len(tokens), len(candidates.tokens_KM)), None)

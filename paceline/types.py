@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol
 from paceline.bounds import Count, Must, Share, check, within
 from paceline.errors import SamplingError
 from paceline.lossy import Ledger, Lossy
-from paceline.trees import Candidates, Outcome, Tree
+from paceline.trees import Candidates, Outcome, Said, Tree
 from paceline.turnaround import Timings
 
 if TYPE_CHECKING:  # tensors are only named here, so that `import paceline.types` stays cheap
@@ -381,3 +381,5 @@ class RoundStats:
     """The member of the pool that each row has."""
     trees_B: list[Outcome | None] | None = None
     """What became of the tree of each row, None where it had none; None when no row had one."""
+    said_B: list[Said | None] | None = None
+    """What the target said beside the candidates of each row, None where none were named or the rule is not lossless."""

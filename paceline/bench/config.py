@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from paceline.bounds import Amount, Count, Positive, Rate, at_least, check, within
 from paceline.errors import ConfigError, refuse
 from paceline.lossy import Lossy
+from paceline.simulate.marginals import read_marginals
+from paceline.trees import MOST_NODES
 from paceline.types import SamplingParams
 
 Yield = Annotated[float, within("at least 1, the bonus token included", least=1)]
@@ -46,6 +48,9 @@ class BenchConfig:
     """Most tokens drafted per round [default: the drafter's own number]."""
     seed: int | None = 0
     """Base of the requests' seeds."""
+    marginals: bool = False
+    """With plan fixed, also count how often each slot's candidates stand, for `paceline simulate --marginals`; it takes time.
+    With plan tree:N they are counted anyway."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -67,6 +72,16 @@ def check_peers(names: Sequence[str]) -> None:
     )
 
 
+class MockSetting(NamedTuple):
+    """One of the mocked acceptances that are measured."""
+
+    batch: int
+    tokens_per_round: float
+    """Of a tree, those that its marginals make expected."""
+    num_nodes: int = 0
+    """Drafts of a tree; 0: a chain."""
+
+
 @dataclass(frozen=True, slots=True)
 class MockConfig:
     """What `bench decode` measures with mocked acceptance. Raises ConfigError on impossible values."""
@@ -82,18 +97,29 @@ class MockConfig:
     num_drafted: int | None = None
     """Drafts of every round; None drafts no more than stand, the least work for the yield."""
     drafter: str = "random-dflash"
+    trees: tuple[Annotated[int, within(f"between 1 and {MOST_NODES}", least=1, most=MOST_NODES)], ...] = ()
+    """Also trees of so many drafts in every round, which keep what trees of that size keep by `marginals`."""
+    marginals: str = "greedy"
+    """How often a tree's nodes stand, as of `paceline simulate --marginals`."""
 
     def __post_init__(self) -> None:
         check(self)
+        if self.trees:
+            read_marginals(self.marginals)
         most = max(self.tokens_per_round, default=PLAIN)
         if self.num_drafted is not None and self.num_drafted + 1 < most:
             raise ConfigError(f"num_drafted {self.num_drafted} drafts cannot yield {most:g} tokens a round")
 
     @property
-    def settings(self) -> list[tuple[int, float]]:
-        """(batch, tokens per round), plain decoding first."""
+    def settings(self) -> list[MockSetting]:
+        """Plain decoding first, trees last."""
         values = sorted({PLAIN, *self.tokens_per_round})
-        return [(batch, value) for batch in self.batches for value in values]
+        trees, most = sorted(set(self.trees)), max(self.trees, default=0)
+        kept = read_marginals(self.marginals).expected(most) if trees else []
+        return [
+            *(MockSetting(batch, value) for batch in self.batches for value in values),
+            *(MockSetting(batch, kept[size].tokens, size) for batch in self.batches for size in trees),
+        ]
 
     def drafts(self, tokens_per_round: float) -> int:
         if tokens_per_round == PLAIN:
@@ -103,7 +129,8 @@ class MockConfig:
     @property
     def needed_len(self) -> int:
         """Tokens a cache row has to hold."""
-        return self.prompt_tokens + self.max_tokens + max(map(self.drafts, self.tokens_per_round)) + 1
+        widest = max([*map(self.drafts, self.tokens_per_round), *self.trees, 0])
+        return self.prompt_tokens + self.max_tokens + widest + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,9 @@ from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.figures import Interval, Rounds, bootstrap, is_loop, ratio_of_sums, repetition, survival
 from paceline.hardware import Machine
+from paceline.marginals import Tally
 from paceline.model.target import Target
+from paceline.plan import MOST_CANDIDATES, FixedPlanner
 from paceline.prompts import Prompt
 from paceline.runlog import plain
 from paceline.tables import Column, Table, ignore
@@ -130,6 +132,8 @@ class Result(Drafting):
     repetition: float
     num_answers: int
     num_output_tokens: int
+    marginals: Tally | None = None
+    """What the target said beside the drafter's candidates, for `simulate --marginals`; None where the plan asked for none."""
     differences: list[Difference] = field(default_factory=list)
 
     @property
@@ -183,6 +187,8 @@ class Bench:
         params = self._params(setting.temperature)
         warm_up = [replace(each, max_tokens=min(WARM_UP_TOKENS, config.max_tokens)) for each in params]
         engine = self._engines.use(setting.drafter)
+        if config.marginals and isinstance(engine.planner, FixedPlanner):
+            engine.planner.num_named = MOST_CANDIDATES
         run_pass(engine, self.requests[: setting.batch], warm_up[: setting.batch], setting.batch)
         return run_pass(self._engines.use(setting.drafter), self.requests, params, setting.batch, on_answer)
 
@@ -231,6 +237,7 @@ class Bench:
             repetition=repetition([answer.token_ids for answer in first.answers]),
             num_answers=len(first.answers),
             num_output_tokens=first.num_tokens,
+            marginals=first.marginals if first.marginals.num_rounds else None,
             differences=differ,
         )
 

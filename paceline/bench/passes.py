@@ -18,6 +18,7 @@ from paceline.engine.round import RuleJudge
 from paceline.errors import ContextLengthError
 from paceline.figures import first_difference
 from paceline.lossy import Price
+from paceline.marginals import Marginals, MockedPlanner, Tally
 from paceline.model.backends import form_of
 from paceline.model.target import ForwardBatch, Target
 from paceline.prompts import Prompt
@@ -40,10 +41,13 @@ def described(llm: LLM) -> dict[str, Any]:
     }
 
 
-def mocked_engine(llm: LLM, drafter: Drafter, tokens_per_round: float) -> Engine:
-    """An engine whose rounds keep so many tokens, whatever the target says."""
-    judge = RuleJudge(mocked(tokens_per_round))
-    return Engine(llm.target, llm.tokenizer, drafter, judge=judge, prefill_chunk=llm.config.prefill_chunk)
+def mocked_engine(llm: LLM, drafter: Drafter, kept: float | Marginals, num_nodes: int = 0) -> Engine:
+    """An engine whose rounds keep so many tokens, or what trees of `num_nodes` drafts keep by these marginals, whatever the
+    target says."""
+    chunk, planner = llm.config.prefill_chunk, None
+    if isinstance(kept, Marginals):
+        planner = MockedPlanner(most_chunk=chunk, num_nodes=num_nodes, marginals=kept)
+    return Engine(llm.target, llm.tokenizer, drafter, judge=RuleJudge(mocked(kept)), planner=planner, prefill_chunk=chunk)
 
 
 def random_prompt(seed: int | str, length: int, vocab_size: int) -> list[int]:
@@ -85,6 +89,8 @@ class Pass:
     verify_s: float = 0.0
     num_passes: int = 0
     """Target passes that decoded; each reads all weights."""
+    marginals: Tally = field(default_factory=Tally)
+    """What the target said beside its drafter's candidates, where a plan asks for them."""
 
     @property
     def num_tokens(self) -> int:
@@ -137,6 +143,9 @@ def run_pass(
                     done.draft_s += each.draft_s
                     done.verify_s += each.verify_s
                     done.num_passes += 1
+                    for said in each.said_B or ():
+                        if said:
+                            done.marginals.add(said)
                 for chunk in chunks:
                     seq = chunk.sequence
                     texts[seq.request_id].append(chunk.text)

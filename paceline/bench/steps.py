@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from paceline.bench.config import PLAIN, WARM_UP_TOKENS, MockConfig, StepsConfig
+from paceline.bench.config import PLAIN, WARM_UP_TOKENS, MockConfig, MockSetting, StepsConfig
 from paceline.bench.passes import Pass, Request, described, mocked_engine, random_prompt, run_pass
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.dflash import DFlashDrafter
@@ -34,6 +34,7 @@ from paceline.hardware import Machine
 from paceline.plan import FixedPlanner
 from paceline.simulate.calibrate import precisions_of
 from paceline.simulate.costs import NO_COST, RooflineCosts, ShapeDrafter
+from paceline.simulate.marginals import read_marginals
 from paceline.simulate.roofline import Deployment
 from paceline.simulate.shapes import ModelShape
 from paceline.tables import ignore
@@ -206,9 +207,19 @@ class MockBench:
 
     def __init__(self, llm: LLM, config: MockConfig, shape: ModelShape, machine: Machine) -> None:
         self.llm, self.config = llm, config
-        self.passes: dict[tuple[int, float], list[Pass]] = {setting: [] for setting in config.settings}
-        self._drafters = {value: self._drafter(config.drafts(value)) for _, value in config.settings}
+        self.settings = config.settings
+        self.passes: dict[MockSetting, list[Pass]] = {setting: [] for setting in self.settings}
+        self._marginals = read_marginals(config.marginals) if config.trees else None
+        self._drafters = {
+            each[1:]: self._drafter(self._num_slots(each)) for each in self.settings if each.batch == config.batches[0]
+        }
         self._shape, self._machine = shape, machine
+
+    def _num_slots(self, setting: MockSetting) -> int:
+        """Drafts of a drafter's pass: of a tree as many slots as its marginals have."""
+        if setting.num_nodes and self._marginals:
+            return len(self._marginals.chances_KM)
+        return self.config.drafts(setting.tokens_per_round)
 
     def _drafter(self, num_drafted: int) -> Drafter:
         if num_drafted == 0:
@@ -225,35 +236,39 @@ class MockBench:
     def run(self, on_pass: Callable[[str], None] = ignore) -> None:
         """All settings, `repeat` times, in an order that turns around; a short pass of each before them warms up."""
         for number in range(-1, self.config.repeat):
-            for setting in self.config.settings[:: -1 if number % 2 else 1]:
-                done = self._pass(*setting, number)
+            for setting in self.settings[:: -1 if number % 2 else 1]:
+                done = self._pass(setting, number)
                 if number >= 0:
                     self.passes[setting].append(done)
-                on_pass(f"batch {setting[0]}, {setting[1]:g} tokens per round")
+                on_pass(f"batch {setting.batch}, {setting.tokens_per_round:.3g} tokens per round")
 
-    def _pass(self, batch: int, tokens_per_round: float, number: int) -> Pass:
-        llm, length = self.llm, self.config.prompt_tokens
-        engine = mocked_engine(llm, self._drafters[tokens_per_round], tokens_per_round)
+    def _pass(self, setting: MockSetting, number: int) -> Pass:
+        llm, length, (batch, tokens_per_round, num_nodes) = self.llm, self.config.prompt_tokens, setting
+        kept = self._marginals if num_nodes and self._marginals else tokens_per_round
+        engine = mocked_engine(llm, self._drafters[setting[1:]], kept, num_nodes)
         seeds = [f"{batch} {tokens_per_round} {number} {row}" for row in range(batch)]
         requests = [Request(seed, random_prompt(seed, length, llm.target.vocab_size)) for seed in seeds]
         max_tokens = self.config.max_tokens if number >= 0 else min(self.config.max_tokens, WARM_UP_TOKENS)
         return run_pass(engine, requests, [SamplingParams(max_tokens=max_tokens, ignore_eos=True)] * batch, batch)
 
     def results(self) -> list[dict[str, Any]]:
-        return [self._result(batch, value) for batch, value in self.config.settings]
+        return [self._result(setting) for setting in self.settings]
 
-    def _result(self, batch: int, value: float) -> dict[str, Any]:
+    def _result(self, setting: MockSetting) -> dict[str, Any]:
         """Medians over the repetitions of a setting. "kept_tokens_per_round" is as it came out: an answer's last round may be
         cut short. "tokens_per_s" is of all rows, prefill apart, "speedup" over plain decoding of the same repetition."""
-        own, plain = self.passes[batch, value], self.passes[batch, PLAIN]
+        batch, value, num_nodes = setting
+        plain_setting = MockSetting(batch, PLAIN)
+        own, plain = self.passes[setting], self.passes[plain_setting]
         rounds = Rounds.counted(one for each in own for answer in each.answers for one in answer.rounds)
         steps_s = [(each.wall_s - (each.prefill_s or 0.0)) / each.num_passes for each in own]
         rates, plain_rates = ([each.decode_tokens_per_s or 0.0 for each in passes] for passes in (own, plain))
-        predicted_s, plain_s = self._roofline_s(batch, value), self._roofline_s(batch, PLAIN)
+        predicted_s, plain_s = self._roofline_s(setting), self._roofline_s(plain_setting)
         return {
             "batch": batch,
             "tokens_per_round": value,
-            "num_drafted": self.config.drafts(value),
+            "num_drafted": num_nodes or self.config.drafts(value),
+            "is_tree": num_nodes > 0,
             "kept_tokens_per_round": rounds.tokens_per_round,
             "step_ms": 1e3 * statistics.median(steps_s),
             "tokens_per_s": statistics.median(rates),
@@ -263,19 +278,20 @@ class MockBench:
             "lossless": False,
         }
 
-    def _roofline_s(self, batch: int, value: float) -> float:
+    def _roofline_s(self, setting: MockSetting) -> float:
         """Seconds of a round at the machine's full rates, the cache half full of the answer.
 
         A DFlash drafter takes what its parameters and the target's head do; others are taken for free.
         """
         deployment = Deployment(self._machine, precisions_of(described(self.llm), self._shape.precisions))
-        drafter, cost = self._drafters[value], NO_COST
+        drafter, cost, num_slots = self._drafters[setting[1:]], NO_COST, self._num_slots(setting)
         if isinstance(drafter, DFlashDrafter):
             dtype, head = self.llm.config.dtype, self._shape.hidden_size * self.llm.target.vocab_size
             rates, num_bytes = (deployment.flops_per_s(dtype), deployment.bytes_per_s), 4.0 if dtype == "float32" else 2.0
             cost = ShapeDrafter(num_parameters(drafter) + head, *rates, num_bytes, block=drafter.num_drafted + 1)
-        costs = RooflineCosts(self._shape, deployment, cost)
-        return costs.round_s(batch, self.config.drafts(value), self.config.prompt_tokens + self.config.max_tokens / 2)
+        costs, context = RooflineCosts(self._shape, deployment, cost), self.config.prompt_tokens + self.config.max_tokens / 2
+        verify_s = costs.verify_s(setting.batch, 1 + (setting.num_nodes or num_slots), context)
+        return verify_s + costs.draft_s(setting.batch, num_slots, context) + costs.host_s
 
     def as_line(self) -> dict[str, Any]:
         config = self.config
@@ -290,4 +306,5 @@ class MockBench:
             "prompt_tokens": config.prompt_tokens,
             "max_tokens": config.max_tokens,
             "repeat": config.repeat,
+            "marginals": config.marginals if config.trees else None,
         }

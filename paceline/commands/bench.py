@@ -32,9 +32,14 @@ NAMES = Changed(
     temperatures=Opt("--temperature"),
     seed=Opt(default=None, help="Base of the requests' seeds; without, each is drawn."),
 )
-MOCK_NAMES = Changed(tokens_per_round=Opt("--mock-tokens-per-round", default=()), prompt_tokens=Opt("--mock-prompt-tokens"))
+MOCK_NAMES = Changed(
+    tokens_per_round=Opt("--mock-tokens-per-round", default=()),
+    prompt_tokens=Opt("--mock-prompt-tokens"),
+    trees=Opt("--mock-trees"),
+    marginals=Opt("--mock-marginals"),
+)
 MEASURED = Opt(help="As --drafter of generate; random-dflash drafts as many as are measured.")
-NO_MOCK = "does not go with --mock-tokens-per-round: leave one of them out"
+NO_MOCK = "does not go with --mock-tokens-per-round and --mock-trees: leave one of them out"
 
 LOAD_NAMES = Changed(
     concurrencies=Opt("--concurrency"),
@@ -42,16 +47,18 @@ LOAD_NAMES = Changed(
     num_requests=Opt("--requests"),
     timeout_s=Opt("--timeout"),
 )
-NOT_ASKED = Without("model", "num_drafted", "plan", "rule", "mocked_tokens_per_round", "mocked_survival", "prefill_chunk")
+NOT_ASKED = Without(
+    "model", "num_drafted", "plan", "rule", "mocked_tokens_per_round", "mocked_survival", "mocked_marginals", "prefill_chunk"
+)
 
-NO_ENGINE = ("drafter", "max_batch", "kv_memory", "num_drafted", "prefill_chunk", "mocked_survival")
+NO_ENGINE = ("drafter", "max_batch", "kv_memory", "num_drafted", "prefill_chunk", "mocked_survival", "mocked_marginals")
 
 
 @options
 def bench_decode(
     engine: Annotated[EngineConfig, Without(*NO_ENGINE), MOCK],
     config: Annotated[BenchConfig, NAMES],
-    mocked: Annotated[MockConfig, Only("tokens_per_round", "prompt_tokens"), MOCK_NAMES],
+    mocked: Annotated[MockConfig, Only("tokens_per_round", "prompt_tokens", "trees", "marginals"), MOCK_NAMES],
     prompts: PromptSource = None,
     limit: Limit = None,
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-decode-<time>].")] = None,
@@ -65,7 +72,7 @@ def bench_decode(
     starting(engine.model)
     from paceline.bench import runs
 
-    if mocked.tokens_per_round:
+    if mocked.tokens_per_round or mocked.trees:
         refused = {
             "prompts": prompts,
             "limit": limit,
@@ -101,6 +108,7 @@ def bench_steps(
             "rule",
             "mocked_tokens_per_round",
             "mocked_survival",
+            "mocked_marginals",
             "prefill_chunk",
         ),
         Changed(drafter=MEASURED),
@@ -124,7 +132,8 @@ def bench_steps(
 @options
 def bench_lossy(
     engine: Annotated[
-        EngineConfig, Without("max_batch", "kv_memory", "prefill_chunk", "mocked_tokens_per_round", "mocked_survival")
+        EngineConfig,
+        Without("max_batch", "kv_memory", "prefill_chunk", "mocked_tokens_per_round", "mocked_survival", "mocked_marginals"),
     ],
     config: Annotated[LossyConfig, Changed(tasks=Opt(comma=True))],
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-lossy-<time>].")] = None,

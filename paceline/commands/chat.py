@@ -36,7 +36,8 @@ NOT_ASKED = Without(
 @options
 def chat(
     engine: Annotated[
-        EngineConfig, Without("max_batch", "prefill_chunk", "weights", "mocked_tokens_per_round", "mocked_survival")
+        EngineConfig,
+        Without("max_batch", "prefill_chunk", "weights", "mocked_tokens_per_round", "mocked_survival", "mocked_marginals"),
     ],
     sampling: Annotated[SamplingParams, NOT_ASKED, Changed(max_tokens=Opt(default=512))],
     name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.")] = None,

@@ -31,7 +31,9 @@ COSTS = ("hardware", "gpus", "precision", "drafter_cost", "block", "table", "cal
 
 @options
 def compare(
-    engine: Annotated[EngineConfig, Without("max_batch", "mocked_survival", "prefill_chunk", "kv_memory", "rule"), MOCK],
+    engine: Annotated[
+        EngineConfig, Without("max_batch", "mocked_survival", "mocked_marginals", "prefill_chunk", "kv_memory", "rule"), MOCK
+    ],
     sampling: Annotated[SamplingParams, Only("temperature", "max_tokens", "seed", "ignore_eos")],
     prompt: Annotated[str | None, typer.Argument(help="What to ask; - is stdin.")] = None,
     recorded: Annotated[

@@ -23,7 +23,7 @@ NAMES = Changed(batches=Opt("--batch", default=(1, 8)), temperatures=Opt("--temp
 def evaluate(
     drafter: Annotated[str, typer.Argument(help="A drafter's folder, default, ngram, or a hub id.")],
     engine: Annotated[EngineConfig, ASKED, TARGET],
-    config: Annotated[BenchConfig, Without("drafters", "against"), NAMES],
+    config: Annotated[BenchConfig, Without("drafters", "against", "marginals"), NAMES],
     prompts: Annotated[
         list[str] | None, typer.Option(help="JSON lines, Parquet, folder of traces or data set id; may be repeated.")
     ] = None,

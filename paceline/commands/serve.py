@@ -65,7 +65,10 @@ def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
 
 @options
 def serve(
-    engine: Annotated[EngineConfig, Without("drafter", "prefill_chunk", "plan", "mocked_tokens_per_round", "mocked_survival")],
+    engine: Annotated[
+        EngineConfig,
+        Without("drafter", "prefill_chunk", "plan", "mocked_tokens_per_round", "mocked_survival", "mocked_marginals"),
+    ],
     serving: Annotated[ServeConfig, Without("body_seconds", "header_seconds", "write_seconds"), Changed(**NAMES)],
     tracing: Annotated[TraceConfig, Changed(**TRACE_NAMES)],
     config: Annotated[
@@ -73,15 +76,16 @@ def serve(
         typer.Option(callback=_read_config, is_eager=True, help="YAML file of these options; the command line wins."),
     ] = None,
     speculate: Annotated[
-        str, typer.Option(help="auto: draft as many tokens as pay; full: as many as may; off; or a number, always.")
+        str, typer.Option(help="auto: draft as many tokens as pay; full: as many as may; off; a number, or tree:N, always.")
     ] = "auto",
     mock: Annotated[
         str | None,
         typer.Option(
-            metavar="TOKENS_PER_ROUND|CURVE|FILE",
+            metavar="TOKENS_PER_ROUND|CURVE|MARGINALS|FILE",
             help="A load test before there is a drafter: keep so many tokens a round (4), or drafts by a survival curve "
-            "(.8,.6,.4, or a file), whatever the model says. --model may then be a config.json or a name of simulate --list, "
-            "with random weights. Answers mean nothing: lossless is false in each, and in every metric; never with --traces.",
+            "(.8,.6,.4, or a file), or by marginals for --speculate tree:N (greedy, or a file), whatever the model says. "
+            "--model may then be a config.json or a name of simulate --list, with random weights. Answers mean nothing: "
+            "lossless is false in each, and in every metric; never with --traces.",
         ),
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File of keys, one a line.")] = None,

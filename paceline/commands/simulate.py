@@ -102,6 +102,8 @@ def simulate(
 
     Example: paceline bench steps --out runs/steps && paceline simulate --calibrate runs/steps
 
+    Example: paceline simulate --model Qwen3-8B --hardware H100 --block 7 --tree 8,32
+
     Example: paceline simulate --model Qwen3.5-27B --hardware B200 --plain-rate 75 --acceptance 0.8
 
     Example: paceline simulate --model Qwen3-8B --hardware H100 --batch 8,32 --price-per-hour 2.5 --slo p90-total=2s
@@ -114,6 +116,8 @@ def simulate(
 
     answer = predict_all(costs, config)
     _show(answer, stderr=as_json)
+    if answer.trees:
+        _show_trees(answer, stderr=as_json)
     line = answer.as_json()
     if price.is_asked:
         line["price"] = _price(answer, config, price, stderr=as_json)
@@ -160,6 +164,24 @@ def _show(answer: Answer, *, stderr: bool) -> None:
         Column("", lambda point: _bar(found, *point)),
     ]
     Table(columns, found.curve, notes=changes).show(stderr=stderr)
+
+
+def _show_trees(answer: Answer, *, stderr: bool) -> None:
+    """Of each batch the best chain, the trees that were asked for, and the best one."""
+    rows: list[tuple[int, str, Any, float]] = []
+    for chain, trees in zip(answer.predictions, answer.trees, strict=True):
+        rows.append((chain.batch, f"chain of {chain.best_draft_length}", chain, 1.0))
+        rows += [(chain.batch, f"tree of {each.nodes}", each, each.over_chain) for each in trees.points]
+        rows.append((chain.batch, f"tree of {trees.best_nodes}, the best", trees.best, trees.best.over_chain))
+    columns = [
+        Column("batch", lambda row: row[0]),
+        Column("checked", lambda row: row[1]),
+        Column("tokens/round", lambda row: row[2].tokens_per_round, "{:.2f}"),
+        Column("speed-up", lambda row: row[2].speedup, "{:.2f}x"),
+        Column("tokens/s", lambda row: row[2].tokens_per_s, "{:,.0f}"),
+        Column("over the chain", lambda row: row[3], "{:.2f}x"),
+    ]
+    Table(columns, rows, title="Trees beside the best chain").show(stderr=stderr)
 
 
 def _overhead_notes(answer: Answer) -> list[str]:

@@ -29,6 +29,7 @@ from paceline.figures import Rounds
 from paceline.hub import resolve as resolve_model
 from paceline.learned import PassCosts
 from paceline.lossy import Price
+from paceline.marginals import Marginals, MockedPlanner
 from paceline.model import native_lib
 from paceline.model.backends import load_target, settle
 from paceline.model.target import DEFAULT_MAX_LEN, Target, measure_passes
@@ -181,7 +182,9 @@ class LLM:
         """What it has learned of a drafter, the first of several, stays with the drafter."""
         chunk = self.config.prefill_chunk
         if self.config.plan != "auto":
-            return fixed_planner(self.config.plan, chunk)
+            fixed, mock = fixed_planner(self.config.plan, chunk), self.config.mocked
+            has_trees = fixed.num_nodes and isinstance(mock, Marginals)
+            return MockedPlanner(most_chunk=chunk, num_nodes=fixed.num_nodes, marginals=mock) if has_trees else fixed
         if self.config.mocked is not None:
             return FixedPlanner(most_chunk=chunk)
         most = max((drafter.num_drafted for drafter in drafters), default=0) or (LATER if self.router else 0)

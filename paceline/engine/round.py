@@ -21,7 +21,7 @@ from paceline.errors import NumericsError
 from paceline.lossy import LOSSY
 from paceline.model.logits import draw, logprobs_of, penalise, target_probs
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
-from paceline.trees import Candidates, Outcome, Tree
+from paceline.trees import Candidates, Outcome, Said, Tree, said_of
 from paceline.types import NONE, Batch, DraftBlock, RoundStats, Sequence, Take, Verdict
 from paceline.verify.rules import RULES, CheckedRow, RowVerdict, Rule, Uniforms, match_prefix
 
@@ -64,6 +64,7 @@ def decode_round(
         source_s=proposed.source_s,
         drafter_B=[LOSSY if seq.params.lossy else seq.drafter for seq in batch.sequences],
         trees_B=_outcomes(draft, verdict),
+        said_B=_said(batch, proposed, num_committed_B) if verdict.lossless else None,
     )
 
 
@@ -104,6 +105,16 @@ def _slots(verdict: Verdict, num_committed_B: list[int]) -> list[list[int]]:
 def _lengths(block: DraftBlock) -> list[int]:
     trees_B = block.trees_B or [None] * len(block.tokens_B)
     return [tree.depth if tree else len(tokens) for tokens, tree in zip(block.tokens_B, trees_B, strict=True)]
+
+
+def _said(batch: Batch, proposed: DraftBlock, num_committed_B: list[int]) -> list[Said | None] | None:
+    if not proposed.candidates_B:
+        return None
+    rows = zip(batch.sequences, proposed.candidates_B, num_committed_B, strict=True)
+    return [
+        said_of(candidates, seq.tokens[-count:]) if candidates and count and not seq.params.lossy else None
+        for seq, candidates, count in rows
+    ]
 
 
 def _outcomes(draft: DraftBlock, verdict: Verdict) -> list[Outcome | None] | None:
@@ -156,8 +167,7 @@ class RuleJudge:
 
     @property
     def takes_trees(self) -> bool:
-        """Whether it can judge trees: the target's own draws follow a path, which is the rule `match`."""
-        return self.rule.name in ("auto", "match")
+        return self.rule.takes_trees
 
     def only_argmax(self, batch: Batch) -> bool:
         """Whether the largest logit of each position is all it will look at."""
@@ -210,9 +220,12 @@ class RuleJudge:
     def _judge_tree(
         self, seq: Sequence, tree: Tree, argmax_J: list[int] | None, logits_JV: Tensor | None
     ) -> tuple[RowVerdict, list[int]]:
-        """The path that the target's own draws follow, each with the number of its position, and the token behind it."""
-        children, kept, node = tree.children(), list[int](), -1
+        """The path that the target's own draws follow, each with the number of its position, and the token behind it; a rule
+        that walks by itself has the target draw only the last."""
+        children = {} if self.rule.walk else tree.children()
+        kept = self.rule.walk(tree, Uniforms.of(seq)) if self.rule.walk else []
         while True:
+            node = kept[-1] if kept else -1
             if argmax_J is not None:
                 token = argmax_J[node + 1]
             else:
@@ -222,7 +235,6 @@ class RuleJudge:
             if child is None:
                 return RowVerdict(len(kept), token), kept
             kept.append(child)
-            node = child
 
     def _draw(self, seq: Sequence, path: list[int], slots: list[int], logits_JV: Tensor) -> int:
         """The target's token behind drafts that stand; `slots`: the anchor's row of the logits, and theirs. -1: none left."""

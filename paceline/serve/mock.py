@@ -18,27 +18,35 @@ from typing import Any
 from paceline import hub
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, reraised
+from paceline.marginals import Marginals
 from paceline.model.config import FAMILIES
 from paceline.simulate import catalogue
 from paceline.simulate.files import read_json
+from paceline.simulate.marginals import built_in, marginals_in, read_marginals
 from paceline.simulate.speedup import read_acceptance
 from paceline.types import LOOKUP, NONE
 
 CURVE = "survival:"
 REMEDY = (
     "give the mean tokens kept a round, such as 4, a survival curve such as .8,.6,.4, or a file: a JSON list of its shares, or "
-    "whatever --acceptance of simulate reads"
+    "whatever --acceptance of simulate reads; for trees marginals: greedy, sampled, or a JSON file that has some"
 )
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
-def read_mock(text: str) -> float | tuple[float, ...]:
-    """Tokens a round, or a survival curve, of what a person wrote. Raises ConfigError.
+Mock = float | tuple[float, ...] | Marginals
+
+
+def read_mock(text: str) -> Mock:
+    """Tokens a round, a survival curve or marginals, of what a person wrote. Raises ConfigError.
 
     A number below 1 is none; a curve is written .8,.6,.4 (survival:.8,.6,.4 too), or read from a file: a JSON list, an object
-    with a list "survival", or a run, a trace or a log as `paceline simulate --acceptance` takes them.
+    with a list "survival", or a run, a trace or a log as `paceline simulate --acceptance` takes them. Marginals are those built
+    in, or a file: a JSON list of lists, or an object with "marginals".
     """
     path = Path(text).expanduser()
+    if text in built_in():
+        return read_marginals(text)
     if text and path.exists():
         return _curve_of(path)
     with reraised(ConfigError, f"--mock {text!r} is no number, no curve and no file", REMEDY, ValueError):
@@ -50,9 +58,12 @@ def read_mock(text: str) -> float | tuple[float, ...]:
     return _checked(values)
 
 
-def _curve_of(path: Path) -> tuple[float, ...]:
+def _curve_of(path: Path) -> tuple[float, ...] | Marginals:
     if path.suffix == ".json":
         told = read_json(path, REMEDY)
+        is_nested = isinstance(told, list) and bool(told) and all(isinstance(own, list) for own in told)
+        if is_nested or (isinstance(told, dict) and "marginals" in told):
+            return marginals_in(told, f"--mock {path}")
         shares = told.get("survival") if isinstance(told, dict) else told
         if isinstance(shares, list):
             with reraised(ConfigError, f"--mock {path} holds no curve of numbers", REMEDY, TypeError, ValueError):
@@ -73,6 +84,8 @@ def mocked_engine(engine: EngineConfig, mock: str, scratch: Path) -> EngineConfi
     becomes a folder in `scratch`, called as the model. Raises ConfigError, ModelNotFoundError or UnsupportedModelError."""
     kept, path = read_mock(mock), Path(engine.model).expanduser()
     mocked: dict[str, Any] = {"mocked_survival": kept} if isinstance(kept, tuple) else {"mocked_tokens_per_round": kept}
+    if isinstance(kept, Marginals):
+        mocked = {"mocked_marginals": kept.chances_KM}
     engine = replace(engine, **mocked)
     if path.is_dir():
         has_weights = any(True for pattern in WEIGHTS for _ in path.glob(pattern))
@@ -112,8 +125,9 @@ def mocked_drafter(name: str, model: str, most_kept: float) -> str:
     return name
 
 
-def check_yield(kept: float | tuple[float, ...], num_drafted: int) -> None:
+def check_yield(kept: Mock, num_drafted: int) -> None:
     """Raises ConfigError when a drafter of so many drafts cannot bring what is mocked."""
+    kept = kept.survival if isinstance(kept, Marginals) else kept
     most = len(kept) + 1 if isinstance(kept, tuple) else kept
     if most > num_drafted + 1:
         what = f"a curve of {most - 1} drafts" if isinstance(kept, tuple) else f"{kept:g} tokens a round"

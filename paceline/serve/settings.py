@@ -152,7 +152,8 @@ class TraceConfig:
 
 
 def speculation(text: str, num_drafted: int | None, drafter: str) -> dict[str, object]:
-    """`--speculate` as settings of the engine: auto; full; off; or a number, drafted in every round. Raises ConfigError."""
+    """`--speculate` as settings of the engine: auto; full; off; a number, drafted in every round; or tree:N. Raises
+    ConfigError."""
     if text in ("auto", "full"):
         return {"plan": "auto" if text == "auto" else "fixed", "num_drafted": num_drafted, "drafter": drafter}
     if text in ("off", "0"):
@@ -161,4 +162,6 @@ def speculation(text: str, num_drafted: int | None, drafter: str) -> dict[str, o
         if num_drafted is not None:
             raise ConfigError("--num-drafted and --speculate N both say how much to draft: leave one out")
         return {"plan": "fixed", "num_drafted": int(text), "drafter": drafter}
-    raise ConfigError(f"--speculate {text!r} is not known: choose auto, full, off or a number of drafts")
+    if text.startswith("tree:"):
+        return {"plan": text, "num_drafted": num_drafted, "drafter": drafter}
+    raise ConfigError(f"--speculate {text!r} is not known: choose auto, full, off, a number of drafts, or tree:N")

@@ -22,6 +22,7 @@ from typing import Any
 from paceline.config import EngineConfig, resolve
 from paceline.errors import ConfigError
 from paceline.hardware import Machine, this_machine
+from paceline.marginals import Marginals
 from paceline.simulate import catalogue, limits
 from paceline.simulate.config import CostsConfig, PredictConfig, ServingConfig
 from paceline.simulate.costs import (
@@ -37,12 +38,14 @@ from paceline.simulate.costs import (
     read_table,
 )
 from paceline.simulate.load import LoadFigures, capacity, parse_lengths, sweep, workload
+from paceline.simulate.marginals import read_marginals
 from paceline.simulate.overhead import Overhead, overhead_of, with_overhead
 from paceline.simulate.replay import Compared, compare, read_passes, recorded_survival, rows_of
 from paceline.simulate.roofline import Deployment, memory_need
 from paceline.simulate.serving import Case, ServerShape, Survival
 from paceline.simulate.shapes import ModelShape, Precisions, with_precisions
 from paceline.simulate.speedup import Acceptance, Load, Prediction, parse_acceptance, predict
+from paceline.simulate.trees import BEST, TreePrediction, acceptance_of, expected_of, parse_sizes, predict_trees, told_firsts
 
 MAX_ROWS, MAX_DRAFT, ACCEPTANCE = 8, 16, "0.8"
 SHARES = (0.3, 0.6, 0.8, 0.95, 1.2)
@@ -198,6 +201,8 @@ class Answer:
     """Server -> command line for the first batch."""
     without: list[tuple[int, float]] = field(default_factory=list)
     """(best draft length, speed-up) of each batch without the overhead; empty where there is none."""
+    trees: list[TreePrediction] = field(default_factory=list)
+    """Of each batch, where trees were asked for."""
 
     def as_json(self) -> dict[str, Any]:
         """The first batch's prediction on top, all of a sweep below."""
@@ -215,6 +220,7 @@ class Answer:
             "limits": self.setup.limits,
             "flags": self.flags,
             "overhead": self._overhead(),
+            "trees": [asdict(each) for each in self.trees] or None,
         }
 
     def _overhead(self) -> dict[str, Any] | None:
@@ -228,15 +234,34 @@ class Answer:
 
 def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
     """Predict each batch. Raises PacelineError."""
-    acceptance = parse_acceptance(config.acceptance)
-    loads = [Load(batch, config.context, config.max_draft) for batch in config.batch]
+    marginals = read_marginals(config.marginals or "greedy") if config.tree else None
+    acceptance = acceptance_of(marginals) if marginals and not config.acceptance else None
+    max_draft = min(config.max_draft, acceptance.depth) if acceptance else config.max_draft
+    acceptance = acceptance or parse_acceptance(config.acceptance or ACCEPTANCE)
+    loads = [Load(batch, config.context, max_draft) for batch in config.batch]
     setup = set_up(costs, loads)
     predictions = [predict(setup.costs, acceptance, load, setup.kind != "toy") for load in loads]
     bare = [predict(setup.bare, acceptance, load) for load in loads] if setup.bare else []
     setup.limits += limits.acceptance_limits(acceptance, loads[0])
     setup.warnings += _load_warnings(setup, loads)
     flags = server_flags(_serving(costs, config, setup, predictions[0]))
-    return Answer(setup, acceptance, predictions, flags, [(each.best_draft_length, each.speedup) for each in bare])
+    trees = _trees(costs, config, setup, marginals, loads, predictions) if marginals else []
+    return Answer(setup, acceptance, predictions, flags, [(each.best_draft_length, each.speedup) for each in bare], trees)
+
+
+def _trees(
+    costs: CostsConfig, config: PredictConfig, setup: Setup, marginals: Marginals, loads: list[Load], chains: list[Prediction]
+) -> list[TreePrediction]:
+    """Of each load; says in the limits what they take for granted."""
+    sizes, num_slots = parse_sizes(config.tree or BEST), loads[0].max_draft
+    if config.acceptance:
+        num_slots = min(num_slots, costs.block or num_slots)
+        marginals = told_firsts(marginals, parse_acceptance(config.acceptance), num_slots)
+        setup.limits.append(limits.TEXTS["tree_shares"])
+    setup.limits.append(limits.TEXTS["trees"].format(slots=num_slots))
+    expected, has_unit = expected_of(marginals, num_slots), setup.kind != "toy"
+    pairs = zip(loads, chains, strict=True)
+    return [predict_trees(setup.costs, expected, load, chain, sizes, has_unit) for load, chain in pairs]
 
 
 def _load_warnings(setup: Setup, loads: list[Load]) -> list[str]:

@@ -69,11 +69,16 @@ class PredictConfig:
     """Sequences that decode together; several, comma-separated, make a sweep."""
     context: Count = 4096
     """Tokens in each sequence's cache."""
-    acceptance: str = "0.8"
+    acceptance: str | None = None
     """One chance (0.8), a chance for each place (0.8,0.75,0.7), survival:.77,.57,.42, histogram:20,10,5, or a bench decode run,
-    its results.json, a trace, or a log or the metrics of vLLM or SGLang."""
+    its results.json, a trace, or a log or the metrics of vLLM or SGLang [default: 0.8, with --tree that of the marginals]."""
     max_draft: DraftLength = 16
     """Longest draft considered."""
+    tree: str | None = None
+    """Also trees of so many drafts beside chains: 32, or 8,16,32; the best size is always told, best tells it alone."""
+    marginals: str | None = None
+    """With --tree, how often the second, third, ... likeliest token of a slot stands: greedy or sampled, measured on GSM8K, or
+    a bench decode run with --plan tree:32 [default: greedy]."""
     method: str | None = None
     """For the flags: dflash, mtp, eagle3, draft-model, ngram [default: dflash with --block, else mtp]."""
     drafter: str | None = None
@@ -83,6 +88,8 @@ class PredictConfig:
         check(self)
         if not self.batch:
             raise ConfigError("--batch is empty: write it as 1, or 1,8,32 for a sweep")
+        if self.marginals and not self.tree:
+            raise ConfigError("--marginals are of trees: add --tree best, or leave them out")
 
 
 @dataclass(frozen=True, slots=True)

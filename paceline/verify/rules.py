@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -29,8 +29,10 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ConfigError
+from paceline.marginals import Marginals, path_that_stands
 from paceline.model.logits import sample
 from paceline.rng import ACCEPT, RESIDUAL, SAMPLE, uniform
+from paceline.trees import Tree
 from paceline.types import Sequence as Request
 
 
@@ -90,6 +92,10 @@ class Rule:
     """Whether the answers are distributed as plain decoding's, for any drafter. Every figure that a rule makes carries it."""
     needs_probs: bool
     """Whether it uses what the drafts were drawn from; a rule that does not takes all drafts as certain."""
+    takes_trees: bool = False
+    """Whether it can judge trees: along the target's own draws, or along `walk`."""
+    walk: Callable[[Tree, Uniforms], list[int]] | None = None
+    """Which nodes of a tree stand, root to leaf, of a rule that does not ask the target."""
 
 
 def match_prefix(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerdict:
@@ -194,8 +200,8 @@ def _draw_residual(row: CheckedRow, num_accepted: int, weights_V: Tensor, target
 
 
 _RULES = (
-    Rule("auto", auto, lossless=True, needs_probs=True),
-    Rule("match", match, lossless=True, needs_probs=False),
+    Rule("auto", auto, lossless=True, needs_probs=True, takes_trees=True),
+    Rule("match", match, lossless=True, needs_probs=False, takes_trees=True),
     Rule("rejection", rejection, lossless=True, needs_probs=True),
     Rule("block", block, lossless=True, needs_probs=True),
 )
@@ -207,13 +213,17 @@ MOCKED = "mocked"
 """Name of the rule that is made here."""
 
 
-def mocked(kept: float | Sequence[float]) -> Rule:
+def mocked(kept: float | Sequence[float] | Marginals) -> Rule:
     """Accepts drafts whatever the target says, never more than were drafted.
 
     A number: `kept` - 1 drafts of a round on average, in rounds as equal as they can be. A survival curve: at least i drafts
     in a share kept[i - 1] of the rounds, drawn for each row and round by the row's own number, as the simulated server does
-    (`simulate/serving.py`). Raises ConfigError for a number below 1, and for a curve that is none.
+    (`simulate/serving.py`). Marginals: a chain by the curve of each slot's likeliest token; of a tree a path that stands by the
+    tree's own gains, so that a round keeps 1 + their sum on average. Whoever grows trees grows them by these marginals
+    (`marginals.MockedPlanner`). Raises ConfigError for a number below 1, and for a curve that is none.
     """
+    if isinstance(kept, Marginals):
+        return replace(mocked(kept.survival), takes_trees=True, walk=_walk)
     survives = _drawn(tuple(kept)) if isinstance(kept, Sequence) else _even(kept)
 
     def verify(row: CheckedRow) -> RowVerdict:
@@ -221,6 +231,10 @@ def mocked(kept: float | Sequence[float]) -> Rule:
         return RowVerdict(num_accepted, row.draw(num_accepted))
 
     return Rule(MOCKED, verify, lossless=False, needs_probs=False)
+
+
+def _walk(tree: Tree, uniforms: Uniforms) -> list[int]:
+    return path_that_stands(tree.parents, tree.gains, [uniforms.accept(slot) for slot in range(tree.depth)])
 
 
 def _even(tokens_per_round: float) -> Callable[[Uniforms], int]:

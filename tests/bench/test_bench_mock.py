@@ -10,13 +10,14 @@ import pytest
 from small_llm import tiny_model
 from typer.testing import CliRunner
 
-from paceline.bench.config import MockConfig
+from paceline.bench.config import MockConfig, MockSetting
 from paceline.bench.steps import MockBench
 from paceline.cli import app
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
 from paceline.simulate.catalogue import find
+from paceline.simulate.marginals import read_marginals
 
 MACHINE = Machine("test", 1e9, {"float32": 1e8, "bfloat16": 1e8}, 1, 1)
 
@@ -49,11 +50,22 @@ def test_rounds_keep_what_was_asked_for(config_only: Path) -> None:
     for each in results:
         assert each["kept_tokens_per_round"] == pytest.approx(each["tokens_per_round"], rel=0.1)
         assert each["step_ms"] > 0 and each["tokens_per_s"] > 0 and not each["lossless"]
-        one = bench.passes[each["batch"], each["tokens_per_round"]][0]
+        one = bench.passes[MockSetting(each["batch"], each["tokens_per_round"])][0]
         assert one.num_passes == pytest.approx(32 / each["tokens_per_round"], abs=1 + each["batch"])
         assert [len(answer.token_ids) for answer in one.answers] == [33] * each["batch"]
     assert results[0]["speedup"] == 1.0 and results[0]["roofline_speedup"] == pytest.approx(1.0)
     assert results[2]["roofline_speedup"] == pytest.approx(4 * results[0]["roofline_step_ms"] / results[2]["roofline_step_ms"])
+
+
+def test_trees_keep_what_marginals_make_expected(config_only: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text("[[0.7, 0.12, 0.05], [0.6, 0.2, 0.05], [0.65, 0.1, 0.05]]")
+    marginals = str(tmp_path / "mine.json")
+    config = MockConfig((2.0,), (4,), prompt_tokens=8, max_tokens=200, repeat=2, trees=(8,), marginals=marginals)
+    plain, chain, tree = measured(config_only, config).results()
+    assert [each["is_tree"] for each in (plain, chain, tree)] == [False, False, True] and tree["num_drafted"] == 8
+    assert tree["tokens_per_round"] == pytest.approx(read_marginals(marginals).expected(8)[8].tokens)
+    assert tree["kept_tokens_per_round"] == pytest.approx(tree["tokens_per_round"], rel=0.1) and not tree["lossless"]
+    assert tree["roofline_step_ms"] > chain["roofline_step_ms"] > plain["roofline_step_ms"]
 
 
 def test_a_fixed_number_of_drafts_makes_every_round_as_wide(config_only: Path) -> None:
@@ -61,7 +73,8 @@ def test_a_fixed_number_of_drafts_makes_every_round_as_wide(config_only: Path) -
     result = bench.results()[1]
     assert (result["num_drafted"], result["kept_tokens_per_round"]) == (5, pytest.approx(2.0, rel=0.1))
     assert all(
-        sum(each.num_drafted for each in answer.rounds) >= 4 * len(answer.rounds) for answer in bench.passes[1, 2.0][0].answers
+        sum(each.num_drafted for each in answer.rounds) >= 4 * len(answer.rounds)
+        for answer in bench.passes[MockSetting(1, 2.0)][0].answers
     )
     narrow = measured(config_only, MockConfig((2.0,), prompt_tokens=20, max_tokens=17, repeat=1)).results()[1]
     assert result["roofline_step_ms"] > narrow["roofline_step_ms"], "a wider pass has more to do"
@@ -75,6 +88,8 @@ def test_a_fixed_number_of_drafts_makes_every_round_as_wide(config_only: Path) -
         ({"batches": (0,)}, "batches must"),
         ({"num_drafted": 3}, "cannot yield 8"),
         ({"prompt_tokens": 0}, "prompt_tokens must"),
+        ({"trees": (0,)}, "trees must be between 1 and 128"),
+        ({"trees": (8,), "marginals": "nowhere"}, "nowhere"),
     ],
 )
 def test_nonsense_is_refused(options: dict[str, Any], told: str) -> None:
@@ -84,11 +99,13 @@ def test_nonsense_is_refused(options: dict[str, Any], told: str) -> None:
 
 def test_the_command_needs_a_config_only(config_only: Path, tmp_path: Path) -> None:
     words = ["bench", "decode", "--model", str(config_only), "--weights", "random", "--mock-tokens-per-round", "1,2", "--json"]
+    words += ["--mock-trees", "3"]
     words += ["--mock-prompt-tokens", "16", "--max-tokens", "12", "--repeat", "1", "--device", "cpu", "--dtype", "float32"]
     run = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "run")])
     assert run.exit_code == 0, run.output
     line = json.loads(run.stdout.splitlines()[-1])
-    assert [each["tokens_per_round"] for each in line["results"]] == [1, 2]
+    assert [each["tokens_per_round"] for each in line["results"][:2]] == [1, 2] and line["results"][2]["num_drafted"] == 3
+    assert line["marginals"] == "greedy" and "tree of 3" in (tmp_path / "run" / "report.md").read_text()
     assert line["lossless"] is False and line["drafter"] == "dflash"
     assert "NOT lossless" in (tmp_path / "run" / "report.md").read_text()
     refused = CliRunner().invoke(app, [*words, "--limit", "3"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,10 @@ from native_models import ISAS, SHAPES, blocks_of, native_decoder, needs_library
 from torch import Tensor
 
 from paceline.errors import NativeError, UnsupportedModelError
+from paceline.model.attention import ancestors
 from paceline.model.blocks import BlockKind
 from paceline.model.decoder import Decoder
-from paceline.model.graphs import GraphDecoder
+from paceline.model.graphs import GraphDecoder, StaticPass
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import ForwardBatch
@@ -224,3 +226,75 @@ def test_a_fake_cache_keeps_a_path() -> None:
     target.forward(ForwardBatch([0], [0], [8], list(range(8))))
     target.cache.keep([0], [3], [[0, 2, 4]])
     assert target.fake_cache.tokens[0][:7] == [0, 1, 2, 3, 5, 7, -1]
+
+
+def siblings_parent(parents: list[int]) -> tuple[Tensor, list[int]]:
+    """Wrong on purpose: a token whose parent has a sibling before it sees that one in the place of its parent."""
+    moved = [
+        next((each for each in range(1, parent) if parents[each] == parents[parent]), parent) if parent > 0 else parent
+        for parent in parents
+    ]
+    _, depths = ancestors(parents)
+    return ancestors(moved)[0], depths
+
+
+def siblings_seen(parents: list[int]) -> tuple[Tensor, list[int]]:
+    """Wrong on purpose: every token sees all those before it, as in a chain."""
+    _, depths = ancestors(parents)
+    return torch.ones(len(parents), len(parents), dtype=torch.bool).tril(), depths
+
+
+def places_for_positions(parents: list[int]) -> tuple[Tensor, list[int]]:
+    """Wrong on purpose: a token stands at its place in the pass, not at its place in the text."""
+    return ancestors(parents)[0], list(range(len(parents)))
+
+
+@pytest.mark.parametrize("mistake", [siblings_parent, siblings_seen])
+def test_a_mask_with_a_wrong_ancestor_is_seen(
+    mistake: Callable[[list[int]], tuple[Tensor, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the comparison with passes over nothing but a node's path; without the mistake it holds."""
+    config = SHAPES["llama"]
+    decoder = Decoder(config, random_weights(config).items(), num_rows=4, max_len=128)
+    decoder.set_taps((0, 2))
+    expected = along_chains(decoder)
+    torch.testing.assert_close(as_trees(decoder)[0], expected[0], atol=1e-4, rtol=1e-4)
+    for row in ROWS:
+        decoder.cache.free(row)
+    monkeypatch.setattr("paceline.model.attention.ancestors", mistake)
+    assert not torch.allclose(as_trees(decoder)[0], expected[0], atol=1e-2)
+
+
+@pytest.mark.parametrize("mistake", [siblings_parent, places_for_positions])
+def test_a_mistake_in_passes_of_fixed_shape_is_seen(
+    mistake: Callable[[list[int]], tuple[Tensor, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SHAPES["llama"]
+    static = GraphDecoder(config, random_weights(config).items(), num_rows=4, max_len=128)
+    static.set_taps((0, 2))
+    expected = along_chains(static)
+    torch.testing.assert_close(as_trees(static)[0], expected[0], atol=1e-4, rtol=1e-4)
+    for row in ROWS:
+        static.cache.free(row)
+    monkeypatch.setattr("paceline.model.graphs.ancestors", mistake)
+    assert not torch.allclose(as_trees(static)[0], expected[0], atol=1e-2)
+
+
+def test_padding_that_can_be_seen_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of fixed shape fills a row of five tokens up to eight; nobody may attend to the three."""
+    config = SHAPES["llama"]
+    static = GraphDecoder(config, random_weights(config).items(), num_rows=4, max_len=128)
+    static.set_taps((0, 2))
+    expected = along_chains(static)
+    right = StaticPass.set_parents
+
+    def wrong(self: StaticPass, rows: list[int], counts: list[int], parents: list[int] | None) -> None:
+        right(self, rows, counts, parents)
+        for row, count in zip(rows, counts, strict=True):
+            self.seen_BJJ[row, :, count:] = True
+
+    monkeypatch.setattr(StaticPass, "set_parents", wrong)
+    first = len(PARENTS[0])
+    found = as_trees(static)[0]
+    torch.testing.assert_close(found[:first], expected[0][:first], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(found[first:], expected[0][first:], atol=1e-2)

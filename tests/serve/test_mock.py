@@ -21,9 +21,11 @@ from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from paceline.figures import add_histograms, survival
+from paceline.marginals import Marginals
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.metrics import Metrics
 from paceline.serve.mock import check_yield, mocked_drafter, mocked_engine, read_mock
+from paceline.simulate.marginals import read_marginals
 from paceline.types import SamplingParams
 
 SHAPE = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -255,3 +257,31 @@ def test_the_engine_keeps_a_curve(config_only: Path, temperature: float) -> None
     rounds = add_histograms([one.stats.accepted_histogram for one in found])
     assert survival(rounds) == pytest.approx([0.8, 0.5, 0.2], abs=0.06) and sum(rounds) > 500
     assert not any(one.stats.lossless for one in found)
+
+
+def test_the_engine_keeps_what_trees_of_marginals_keep(config_only: Path) -> None:
+    """Random weights: what the drafter itself holds likely would grow no tree at all."""
+    marginals = Marginals(((0.7, 0.12, 0.05), (0.6, 0.2, 0.05), (0.65, 0.1, 0.05)))
+    settings = {"device": "cpu", "dtype": "float32", "weights": "random", "max_batch": 4, "plan": "tree:8"}
+    llm = LLM(str(config_only), drafter="random-dflash", mocked_marginals=marginals.chances_KM, **settings)
+    params = [SamplingParams(max_tokens=400, ignore_eos=True, seed=seed) for seed in range(4)]
+    found = llm.generate_ids([[number + 1] * 4 for number in range(4)], params)
+    rounds = add_histograms([one.stats.accepted_histogram for one in found])
+    kept = 1 + sum(count * number for number, count in enumerate(rounds)) / sum(rounds)
+    assert kept == pytest.approx(marginals.expected(8)[8].tokens, rel=0.06) and sum(rounds) > 400
+    assert not any(one.stats.lossless for one in found)
+
+
+def test_marginals_for_trees(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text("[[0.7, 0.1], [0.5, 0.2]]")
+    expected = Marginals(((0.7, 0.1), (0.5, 0.2)))
+    assert read_mock(str(file)) == expected and read_mock("greedy") == read_marginals("greedy")
+    engine = mocked_engine(EngineConfig(plan="tree:4"), str(file), tmp_path)
+    assert engine.mocked == expected and engine.mocked_as.startswith("marginals of 2 slots")
+    check_yield(expected, 2)
+    with pytest.raises(ConfigError, match="the drafter drafts 1"):
+        check_yield(expected, 1)
+    file.write_text("[[0.7, 0.4]]")
+    with pytest.raises(ConfigError, match="sum up to 1"):
+        read_mock(str(file))

@@ -218,6 +218,7 @@ def test_no_field_takes_the_server_down(live: Live, more: dict[str, Any]) -> Non
 def test_how_much_is_drafted() -> None:
     assert speculation("auto", 4, "ngram") == {"plan": "auto", "num_drafted": 4, "drafter": "ngram"}
     assert speculation("off", 4, "ngram")["drafter"] == "none"
+    assert speculation("tree:8", 4, "mine") == {"plan": "tree:8", "num_drafted": 4, "drafter": "mine"}
     assert speculation("3", None, "ngram") == {"plan": "fixed", "num_drafted": 3, "drafter": "ngram"}
     for wrong in ("sometimes", "-1", "٣"):
         with pytest.raises(ConfigError, match="speculate"):

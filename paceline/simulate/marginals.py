@@ -1,0 +1,59 @@
+"""Where marginals come from: built in, or counted by `paceline bench decode --plan tree:32`.
+
+read_marginals("greedy")                 # or sampled: `marginals.json`, of the drafter that ships for smollm2-135m
+read_marginals("runs/bench-decode-1")    # of the setting with the most rounds, or runs/bench-decode-1:default's
+read_marginals("mine.json")              # {"marginals": {"tried": [...], "stood": [[...], ...]}} or [[0.7, 0.1], ...]
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError
+from paceline.marginals import Marginals, Tally
+from paceline.simulate.files import is_amount, read_json
+
+BUILT_IN = Path(__file__).with_name("marginals.json")
+REMEDY = (
+    'give greedy, sampled, a run of paceline bench decode --plan tree:32, or a JSON file with its counts under "marginals" '
+    "or with chances by slot and rank"
+)
+
+
+def built_in() -> dict[str, dict[str, Any]]:
+    """What was measured, by name: "about", "tried" and "stood"."""
+    return read_json(BUILT_IN, "install paceline again")
+
+
+def read_marginals(text: str) -> Marginals:
+    """Raises ConfigError for what is neither."""
+    if text in (known := built_in()):
+        return Marginals.of(Tally.of(known[text]))
+    path, _, drafter = text.rpartition(":") if not os.path.exists(text) and ":" in text else (text, "", "")
+    file = Path(path).expanduser()
+    if not path or not file.exists():
+        raise ConfigError(f"--marginals {text!r} is not known: {REMEDY}")
+    return marginals_in(read_json(file / "results.json" if file.is_dir() else file, REMEDY), text, drafter)
+
+
+def marginals_in(told: Any, name: str, drafter: str = "") -> Marginals:
+    """Of a file's content; `name` is for errors. Raises ConfigError."""
+    if isinstance(told, dict) and isinstance(told.get("results"), list):
+        return Marginals.of(Tally.of(_of_run(told["results"], name, drafter)))
+    found = told.get("marginals") if isinstance(told, dict) else told
+    if isinstance(found, dict):
+        return Marginals.of(Tally.of(found))
+    if not isinstance(found, list) or not all(isinstance(own, list) and all(map(is_amount, own)) for own in found):
+        raise ConfigError(f"{name} holds no marginals: {REMEDY}")
+    return Marginals(tuple(tuple(map(float, own)) for own in found))
+
+
+def _of_run(results: list[dict[str, Any]], name: str, drafter: str) -> dict[str, Any]:
+    known = [each for each in results if each.get("marginals")]
+    chosen = [each for each in known if not drafter or drafter in (each.get("drafter"), each.get("drafter_name"))]
+    if not chosen:
+        names = ", ".join(dict.fromkeys(str(each.get("drafter")) for each in known)) or "none that was asked for candidates"
+        raise ConfigError(f"{name} has no marginals{f' of {drafter!r}' if drafter else ''}: it holds {names}; {REMEDY}")
+    return max(chosen, key=lambda each: each["marginals"]["tried"][0])["marginals"]

@@ -1,0 +1,95 @@
+"""Trees beside chains: what a round keeps that checks a tree of n drafts, by measured marginals, and what follows at its cost.
+
+speed-up(tree of n) = E[tokens of n] * round(0) / round(tree of n), where round(tree of n) = target pass of n + 1 positions +
+drafting + host. A block drafter's pass tells of all slots at once and costs the same for any tree; one that drafts token by
+token is taken to draft as many passes as the tree is deep. E[tokens of n] is `Marginals.expected`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.errors import ConfigError
+from paceline.marginals import Expected, Marginals
+from paceline.simulate.costs import StepCosts
+from paceline.simulate.speedup import Acceptance, Load, Prediction
+from paceline.trees import MOST_NODES
+
+BEST = "best"
+
+
+@dataclass(frozen=True, slots=True)
+class TreePoint:
+    """A tree of so many drafts in every round of every sequence."""
+
+    nodes: int
+    tokens_per_round: float
+    speedup: float
+    tokens_per_s: float | None
+    """All sequences together; None where times have no unit."""
+    round_s: float
+    over_chain: float
+    """Tokens per second over those of the best chain."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreePrediction:
+    """Trees of one load, beside the best chain of the same marginals."""
+
+    batch: int
+    best_nodes: int
+    """The smallest tree of the highest speed-up, of up to MOST_NODES drafts; 0: plain decoding is faster than any."""
+    best: TreePoint
+    points: list[TreePoint]
+    """Those that were asked for."""
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """ "8,32" -> (8, 32), "best" -> (). Raises ConfigError."""
+    if text.strip() == BEST:
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and 1 <= int(part) <= MOST_NODES for part in parts):
+        raise ConfigError(
+            f"--tree {text!r} is no size of a tree: write {BEST}, 32, or 8,16,32, each between 1 and {MOST_NODES}"
+        )
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def acceptance_of(marginals: Marginals) -> Acceptance:
+    """That of a chain of the likeliest tokens."""
+    kind = "histogram" if marginals.num_rounds else "conditional"
+    return Acceptance(tuple(marginals.firsts), kind, marginals.num_rounds)
+
+
+def told_firsts(marginals: Marginals, acceptance: Acceptance, num_slots: int) -> Marginals:
+    """With chances of the likeliest tokens that were told: the marginals say only how the others share what is left."""
+    return marginals.with_firsts([acceptance.at(place) for place in range(1, num_slots + 1)]) if num_slots else marginals
+
+
+def expected_of(marginals: Marginals, num_slots: int) -> list[Expected]:
+    """Of trees of 0 .. MOST_NODES drafts over the first slots."""
+    if not num_slots:
+        return [Expected(1.0, 0.0)] * (MOST_NODES + 1)
+    return marginals.first_slots(num_slots).expected(MOST_NODES)
+
+
+def predict_trees(
+    costs: StepCosts, expected: Sequence[Expected], load: Load, chain: Prediction, sizes: Sequence[int], has_unit: bool = True
+) -> TreePrediction:
+    """`expected` as `expected_of`; `chain`: the prediction of the same load."""
+
+    def point(nodes: int) -> TreePoint:
+        tokens, depth = expected[nodes]
+        verify_s, draft_s = costs.verify_s(load.batch, nodes + 1, load.context), 0.0
+        if nodes:
+            draft_s = costs.draft_s(load.batch, max(math.ceil(depth), 1), load.context)
+        round_s = verify_s + draft_s + costs.host_s
+        speedup = tokens * chain.plain_round_s / round_s
+        rate = load.batch * tokens / round_s if has_unit else None
+        return TreePoint(nodes, tokens, speedup, rate, round_s, speedup / chain.speedup)
+
+    best = max(map(point, range(len(expected))), key=lambda each: (each.speedup, -each.nodes))
+    return TreePrediction(load.batch, best.nodes, best, [point(nodes) for nodes in sizes])
