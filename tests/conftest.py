@@ -23,6 +23,8 @@ SLOW = (
     # a compiler, or a wheel
     "model/test_native_build.py",
     # commands and servers in processes of their own
+    "adapt/test_engines.py::test_it_is_checked_and_a_signal_ends_both",
+    "adapt/test_engines.py::test_one_that_drafts_badly_is_stopped",
     "bench/test_bench_serving.py",
     "bench/test_bench_steps.py::test_the_command_and_what_follows_it",
     "bench/test_mock_serving_script.py::test_the_whole_of_it",

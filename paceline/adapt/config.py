@@ -202,3 +202,24 @@ class DeployConfig:
                 "sglang needs --restart or --draft-field",
             ),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class OtherEngineConfig:
+    """Another engine started in the place of our own, with a drafter, and how it is checked."""
+
+    engine: Annotated[str, ENGINES] = "paceline"
+    """Which engine serves: our own, or vllm or sglang, started with this drafter; what stands behind -- are its own options."""
+    engine_command: str | None = None
+    """How that engine is started [default: vllm serve, or python -m sglang.launch_server]."""
+    ready_minutes: Positive = 30.0
+    """Longest start of that engine."""
+    check: bool = True
+    """Compare that engine's tokens a round on twenty prompts with ours once it is ready."""
+    expected: Annotated[float, within("at least 1", least=1)] | None = None
+    """Tokens a round that it should bring [default: measured here, with the target, before it is started]."""
+    strict: bool = False
+    """Stop that engine when it brings clearly less, in place of saying so."""
+
+    def __post_init__(self) -> None:
+        check(self)

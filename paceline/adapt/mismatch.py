@@ -28,6 +28,7 @@ from paceline.draft.vocabulary import Vocabulary
 from paceline.engine.llm import LLM
 from paceline.errors import PacelineError
 from paceline.model.target import Target
+from paceline.model.tokenizer import Tokenizer
 from paceline.types import SamplingParams
 
 LOW = 2.0
@@ -67,6 +68,13 @@ class Ranked:
     change: str
     tokens_per_round: float
     num_prompts: int
+
+
+def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """As a chat, where the target has a template for one."""
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(prompt)
+    return tokenizer.encode_chat([{"role": "user", "content": prompt}])
 
 
 def ask(llm: LLM, prompts: Sequence[list[int]], max_tokens: int = 48) -> list[Request]:

@@ -17,7 +17,6 @@ from paceline.tables import Column, Table
 if TYPE_CHECKING:
     from paceline.draft.checkpoint import StoredDrafter
     from paceline.draft.export import HeadRows
-    from paceline.engine.llm import LLM
 
 SHOWN = 8
 """Variations in the table; --json has them all."""
@@ -127,7 +126,7 @@ def _measured(
 
     llm = LLM.of(engine)
     llm.use_drafter(drafter_from(stored))
-    prompts = [encode(llm, prompt) for prompt in mismatch.PROMPTS[:num_prompts]]
+    prompts = [mismatch.encode(llm.tokenizer, prompt) for prompt in mismatch.PROMPTS[:num_prompts]]
     say(f"answering {len(prompts)} prompts")
     requests = mismatch.ask(llm, prompts, max_tokens)
     if not requests:
@@ -155,10 +154,3 @@ def _measured(
     )
     print(verdict)
     return told | {"variations": [asdict(each) for each in ranked], "named": best.kind if best else None}
-
-
-def encode(llm: LLM, prompt: str) -> list[int]:
-    """As a chat, where the target has a template for one."""
-    if llm.tokenizer.chat_template is None:
-        return llm.tokenizer.encode(prompt)
-    return llm.encode_chat([{"role": "user", "content": prompt}])

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.adapt.config import OtherEngineConfig
 from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.shared import introduce, say, starting
+from paceline.commands.start_engine import check_own, serve_with_other
 from paceline.config import EngineConfig, read_api_keys
 from paceline.errors import ConfigError, needing, refuse, reraised
 from paceline.routes import Router
@@ -65,12 +67,13 @@ def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
 
 @options
 def serve(
-    engine: Annotated[
+    llm: Annotated[
         EngineConfig,
         Without("drafter", "prefill_chunk", "plan", "mocked_tokens_per_round", "mocked_survival", "mocked_marginals"),
     ],
     serving: Annotated[ServeConfig, Without("body_seconds", "header_seconds", "write_seconds"), Changed(**NAMES)],
     tracing: Annotated[TraceConfig, Changed(**TRACE_NAMES)],
+    other: OtherEngineConfig,
     config: Annotated[
         Path | None,
         typer.Option(callback=_read_config, is_eager=True, help="YAML file of these options; the command line wins."),
@@ -89,28 +92,40 @@ def serve(
         ),
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File of keys, one a line.")] = None,
-) -> None:
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- OPTIONS]", show_default=False, help="With --engine: that engine's own options."),
+    ] = None,
+    context: typer.Context = None,  # pyright: ignore[reportArgumentType]  (typer gives it)
+) -> int | None:
     """Serve the model to OpenAI clients: chat and text completions, streamed, with a page to try it.
 
     Example: paceline serve --port 8000, or with two drafters, each for its requests: paceline serve --drafter general=default
     --drafter tickets=runs/tickets
 
     Example: paceline serve --mock 4 --model Qwen3-0.6B, and paceline bench serving --url http://127.0.0.1:8000 --ignore-eos
+
+    Example, vLLM in our place: paceline serve --engine vllm --model Qwen/Qwen3-8B --drafter runs/mine/drafter
+    -- --tensor-parallel-size 8
     """
+    if other.engine != "paceline":
+        return serve_with_other(llm, _with_keys(serving, api_key_file), other, tuple(words or ()), context)
+    check_own(words or (), context)
     named = serving.named_drafters()
     serving = _with_keys(serving, api_key_file)
     with tempfile.TemporaryDirectory(prefix="paceline-mock-") as scratch:
         if mock is not None:
             _check_mock(serving, tracing)
-            engine, named = _mocked(engine, mock, named, speculate, Path(scratch))
-        engine = replace(engine, **speculation(speculate, engine.num_drafted, next(iter(named.values()))))
-        drafters = None if "" in named or engine.drafter == NONE else named
-        adapts = engine.plan == "auto" and serving.route == "auto" and mock is None
+            llm, named = _mocked(llm, mock, named, speculate, Path(scratch))
+        llm = replace(llm, **speculation(speculate, llm.num_drafted, next(iter(named.values()))))
+        drafters = None if "" in named or llm.drafter == NONE else named
+        adapts = llm.plan == "auto" and serving.route == "auto" and mock is None
         if drafters and len(drafters) > 1 and serving.route == "auto" and not adapts:
             needed = "--speculate auto, and no --mock" if mock else "--speculate auto"
             raise ConfigError(f"route auto goes by what rounds have taught: it needs {needed}; or give --route tag")
-        starting(engine.model)
-        _run(engine, serving, tracing, drafters, Router() if adapts else None)
+        starting(llm.model)
+        _run(llm, serving, tracing, drafters, Router() if adapts else None)
+    return None
 
 
 def _check_mock(serving: ServeConfig, tracing: TraceConfig) -> None:

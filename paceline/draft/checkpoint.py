@@ -27,7 +27,7 @@ from paceline.draft.vocabulary import ALL_TOKENS, DRAFT_IDS, Vocabulary
 from paceline.errors import CacheError, DrafterMismatchError, ModelFileError, UnsupportedModelError, reraised
 from paceline.model.checkpoint import check_finite, load_tensors, read_json
 from paceline.model.config import FAMILIES, LARGEST, TABLES, DecoderConfig, decoder_config, fraction, is_whole, short, whole
-from paceline.model.target import Target
+from paceline.model.target import Sizes
 
 ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
 DENSE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -172,7 +172,7 @@ def as_dflash2(raw: Mapping[str, Any], *, rank: int = 256, top_k: int = 16) -> d
     return {**raw, "architectures": [ARCHITECTURE_2], "dflash_config": {**own, **added}}
 
 
-def check_fit(config: DFlashConfig, target: Target, draft_ids: Tensor | None = None, head_VD: Tensor | None = None) -> None:
+def check_fit(config: DFlashConfig, target: Sizes, draft_ids: Tensor | None = None, head_VD: Tensor | None = None) -> None:
     """Raises DrafterMismatchError naming both values where a drafter and a target differ."""
     last_id = -1 if draft_ids is None else int(draft_ids.max())
     wrong_layers = [layer for layer in config.target_layer_ids if not 0 <= layer < target.num_layers]

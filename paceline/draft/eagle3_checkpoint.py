@@ -25,7 +25,7 @@ from paceline.draft.checkpoint import write_checkpoint
 from paceline.errors import DrafterMismatchError, ModelFileError, UnsupportedModelError
 from paceline.model.checkpoint import check_finite, load_tensors, read_json
 from paceline.model.config import FAMILIES, DecoderConfig, decoder_config, is_whole, short, whole
-from paceline.model.target import Target
+from paceline.model.target import Sizes
 
 log = logging.getLogger("paceline.draft")
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -204,7 +204,7 @@ def specforge_json(config: Eagle3Config) -> dict[str, Any]:
     return {**raw["transformer_layer_config"], **kept, "architectures": [ARCHITECTURE], "eagle_config": taps}
 
 
-def check_eagle3_fit(config: Eagle3Config, target: Target, taps: Iterable[int], has_embedding: bool) -> None:
+def check_eagle3_fit(config: Eagle3Config, target: Sizes, taps: Iterable[int], has_embedding: bool) -> None:
     """Raises DrafterMismatchError naming both values where a drafter and a target differ."""
     wrong = [layer for layer in taps if not 0 <= layer < target.num_layers]
     size, hidden_size = config.shape.hidden_size, target.hidden_size

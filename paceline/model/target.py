@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,14 @@ from paceline.model.kv_cache import KVCache
 
 DEFAULT_MAX_LEN = 2048
 """Tokens of context a cache row holds when nobody says otherwise."""
+
+
+class Sizes(Protocol):
+    """What a drafter must agree with: of a target that is loaded, or of a config alone."""
+
+    num_layers: int
+    vocab_size: int
+    hidden_size: int
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from paceline.tables import Progress
 from paceline.train.config import RegenerateConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from paceline.train.regenerate_run import Regenerated
+    from paceline.train.conversation import Regenerated
     from paceline.train.train_run import TrainResult
 
 
@@ -36,6 +36,6 @@ def regenerate(config: RegenerateConfig, *, progress: Progress | None = None) ->
     Raises ConfigError when the folder was begun with other settings or another run is at work there, PromptError on prompts
     that cannot be read or used, CacheError when the disk refuses, NumericsError when the model fails at a prompt.
     """
-    from paceline.train.regenerate_run import run
+    from paceline.train.ray_answers import run
 
     return run(config, progress or Progress())

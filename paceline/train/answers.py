@@ -14,12 +14,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Protocol
 
 from paceline.errors import ConfigError, PromptError, needing, reraised
 from paceline.runlog import whole_file
 from paceline.train.journal import Answer, Journal, read_journals
 
-__all__ = ["SCHEMA", "Answer", "AnswerShards", "read_answers"]
+__all__ = ["SCHEMA", "Answer", "AnswerShards", "Kept", "read_answers"]
 
 with needing(ConfigError, "answers are kept as Parquet, which needs pyarrow: pip install 'paceline[train]'"):
     import pyarrow as pa
@@ -37,6 +38,17 @@ SCHEMA = pa.schema(
         ("text", pa.string()),
     ]
 )
+
+
+class Kept(Protocol):
+    """What a Regenerator needs to know and to have written of answers."""
+
+    folder: Path
+
+    def recover(self) -> dict[str, list[Answer]]: ...
+    def keys(self) -> set[str]: ...
+    def note(self, answer: Answer, is_over: bool) -> None: ...
+    def write(self, answers: list[Answer]) -> object: ...
 
 
 class AnswerShards:

@@ -121,7 +121,7 @@ def _base(target: str) -> str:
 
 
 def _hash(config: TrainConfig) -> str:
-    if config.elsewhere.features_from:
+    if config.elsewhere.features_at:
         return "its hash is not known: it ran elsewhere"
     try:
         return target_hash(config.target.model)

@@ -188,7 +188,7 @@ def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> 
     if not is_eagle3:
         yield from _shape_choices(config, target, machine)
     hidden, is_large = target.shape.hidden_size, target.shape.vocab_size > SMALL_HEAD
-    if not is_eagle3 and target.is_llama_shaped and not config.elsewhere.features_from:  # a target elsewhere has no layers here
+    if not is_eagle3 and target.is_llama_shaped and not config.elsewhere.features_at:  # a target elsewhere has no layers here
         yield Choice("shape.start", "copied", "layers of the target know how to attend already")
     if not is_eagle3 and is_large and not config.loop.loss.needs_target_probs:
         why = "a sample of the vocabulary: the whole head would take most of a step"

@@ -114,7 +114,8 @@ class PromptsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ElsewhereConfig:
-    """A server that runs the target in place of this machine. Its key: PACELINE_ELSEWHERE_KEY, in the environment only."""
+    """What runs the target in place of this machine: a server, whose key is PACELINE_ELSEWHERE_KEY, in the environment only; or
+    the workers of a Ray cluster."""
 
     answers_from: str | None = None
     """Address of an OpenAI-compatible server of the target, which writes the answers [default: this machine does]."""
@@ -128,9 +129,27 @@ class ElsewhereConfig:
     """Requests under way at once."""
     patience_minutes: Positive = 15.0
     """Give up when the server has answered nothing for so long; what is done stays."""
+    ray: str | None = None
+    """Ray cluster whose workers run the target, for answers and hidden states: auto, HOST:PORT, ray://HOST:PORT, or local."""
+    ray_workers: Count | None = None
+    """How many of them [default: one for each GPU of the cluster, else for each machine]."""
 
     def __post_init__(self) -> None:
         check(self)
+        for name in ("answers_from", "features_from"):
+            both = self.ray is not None and getattr(self, name) is not None
+            refuse(ConfigError, (both, f"ray and {name} both say who runs the target: leave one out"))
+        refuse(ConfigError, (self.ray_workers is not None and self.ray is None, "ray_workers needs ray: give its address"))
+
+    @property
+    def answers_at(self) -> str | None:
+        """For people: what answers in place of this machine, if anything does."""
+        return f"Ray ({self.ray})" if self.ray else self.answers_from
+
+    @property
+    def features_at(self) -> str | None:
+        """The same of hidden states."""
+        return f"Ray ({self.ray})" if self.ray else self.features_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +363,14 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        is_kept = self.features in ("auto", "cached") and self.feature_dtype == "model"
+        refuse(
+            ConfigError,
+            (
+                self.elsewhere.ray is not None and not is_kept,
+                "ray keeps hidden states on disk, as the model gives them: leave features and feature_dtype out",
+            ),
+        )
 
     def is_given(self, name: str) -> bool:
         """Whether this field, as shape.num_layers, was asked for."""

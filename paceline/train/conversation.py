@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.prompts import Message, Prompt
 from paceline.train.answers import Answer
+from paceline.train.config import AnswerConfig
 from paceline.types import SamplingParams
 
 
@@ -53,6 +54,16 @@ class Regenerated:
     """Conversations whose later turns were not asked: an answer had not come to its end, or the next prompt was too long."""
     lost: dict[str, int] = field(default_factory=dict)
     """Answers of a server elsewhere that were left out, by reason: their tokens could not be known."""
+
+
+def asked_of(prompts: list[Prompt], answering: AnswerConfig) -> dict[str, tuple[Prompt, float]]:
+    """Key -> prompt and temperature, of every conversation that these prompts are asked for; one of a key."""
+    return {
+        key_of(prompt, temperature, sample): (prompt, temperature)
+        for prompt in prompts
+        for temperature in answering.temperatures
+        for sample in range(answering.samples if temperature else 1)
+    }
 
 
 def key_of(prompt: Prompt, temperature: float, sample: int = 0) -> str:

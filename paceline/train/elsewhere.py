@@ -25,6 +25,7 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.model.tokenizer import Tokenizer
 from paceline.prompts import Message
 from paceline.train.client import KEY, Client, Refused
+from paceline.train.config import RegenerateConfig
 from paceline.train.ends import light_folder
 from paceline.types import SamplingParams, Sequence
 
@@ -78,6 +79,36 @@ class RemoteLLM:
     @property
     def introduction(self) -> str:
         return f"{self.engine.client.url} answers, as {self.engine.served_name}"
+
+    def close(self) -> None:
+        """As RemoteEngine.close."""
+        self.engine.close()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerAlone:
+    """What is here of a target that the workers of a Ray cluster run."""
+
+    tokenizer: Tokenizer
+    introduction: str
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def stand_in(config: RegenerateConfig) -> RemoteLLM | TokenizerAlone | None:
+    """What stands in the target's place where it answers elsewhere, None where it answers here. Raises ConfigError for what
+    cannot be asked there, and what reaching it raises."""
+    where, model = config.elsewhere, config.target.model
+    if where.ray:
+        if config.asked.num_self_written:
+            raise ConfigError("ray: prompts that the target writes itself are written on one machine: give prompts (--prompts)")
+        return TokenizerAlone(Tokenizer.from_path(light_folder(model)), f"the workers of Ray at {where.ray} answer")
+    if not where.answers_from:
+        return None
+    if config.answering.grammar is not None:
+        raise ConfigError("answers_from: servers differ in how they take grammars: leave the schema or regex out")
+    return RemoteLLM.of(model, where.answers_from, where.served_name, where.at_once, 60 * where.patience_minutes)
 
 
 def _first_model(client: Client) -> str:

@@ -154,7 +154,7 @@ def _data(config: TrainConfig, notes: list[str]) -> Data:
     mean = sum(letters) / len(letters) / LETTERS_PER_TOKEN + 30 if letters else 60.0
     if config.answers:
         notes.append("answers that exist already are read when the run begins: they are not in these hours")
-    for what, address in (("answers", config.elsewhere.answers_from), ("hidden states", config.elsewhere.features_from)):
+    for what, address in (("answers", config.elsewhere.answers_at), ("hidden states", config.elsewhere.features_at)):
         if address:
             notes.append(f"the {what} are of {address}: what they take there is not in these hours")
     return Data(len(found) + own, min(mean, config.answering.max_prompt_tokens), bool(found))
@@ -182,7 +182,7 @@ def _more_answers(
     """Several answers to each prompt, where the minutes would teach the same few of them over and over."""
     names = ("answering.temperatures", "answering.samples")
     is_asked = config.minutes is not None and config.plan != "off" and config.asked.prompts
-    if not is_asked or config.elsewhere.answers_from or any(map(config.is_given, names)):
+    if not is_asked or config.elsewhere.answers_at or any(map(config.is_given, names)):
         return config, {}
     assert config.minutes is not None
     epochs = _epochs(config, target, machine, data, sizes)[0]
@@ -219,8 +219,8 @@ def _stage_seconds(config: TrainConfig, target: TargetFacts, machine: MachineFac
     answers_s = number * (answer * pass_s / batch + data.prompt_tokens * prefill_s)
     times = config.loop.epochs if config.features in NOT_KEPT else 1.0
     return {
-        "answers": 0.0 if config.elsewhere.answers_from else answers_s / reached["answers"],
-        "features": 0.0 if config.elsewhere.features_from else times * documents_s / reached["features"],
+        "answers": 0.0 if config.elsewhere.answers_at else answers_s / reached["answers"],
+        "features": 0.0 if config.elsewhere.features_at else times * documents_s / reached["features"],
     }
 
 
@@ -271,7 +271,7 @@ def _disk(config: TrainConfig, target: TargetFacts, data: Data, sizes: Sizes) ->
 def _memory(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
     """At most, in the training stage: target, its embedding and head as matrices, weights with their optimiser, one pack. Of a
     target elsewhere only these two matrices are here."""
-    is_elsewhere = config.elsewhere.features_from is not None
+    is_elsewhere = config.elsewhere.features_at is not None
     matrix = 2.0 * 4 * target.shape.vocab_size * sizes.hidden_size if target.is_quantised or is_elsewhere else 0.0
     rows = config.loop.blocks_per_pack * sizes.block_size
     kept = sizes.num_layers * (30 * sizes.hidden_size + 6 * sizes.intermediate_size) * 4.0 * rows

@@ -33,12 +33,12 @@ from paceline.prompts import Message, Prompt, read_prompts
 from paceline.rows import Dropped
 from paceline.runlog import RunFolder, plain
 from paceline.tables import Progress, ignore
-from paceline.train.answers import Answer, AnswerShards
+from paceline.train.answers import Answer, AnswerShards, Kept
 from paceline.train.asked import check_same_run, extend, identity
 from paceline.train.config import AnswerConfig, RegenerateConfig
-from paceline.train.conversation import Conversation, Regenerated, key_of
+from paceline.train.conversation import Conversation, Regenerated, asked_of
 from paceline.train.dataset import check_answers
-from paceline.train.elsewhere import Lost, RemoteLLM, Talk
+from paceline.train.elsewhere import Lost, RemoteLLM, Talk, stand_in
 from paceline.train.mixture import read_mixture
 from paceline.train.ranks import Ranks, only_run
 from paceline.train.self_written import MAX_TOKENS as MAX_PROMPT_WRITTEN
@@ -57,14 +57,7 @@ def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
     with prepared(config, progress) as job:
         shards = AnswerShards(config.out / "answers", job.ranks.rank)
         done = Regenerator(job.llm, shards, config.answering).run(job.prompts, job.bars)
-        job.folder.log(
-            stage="regenerate",
-            rank=job.ranks.rank,
-            dropped=job.written.dropped,
-            rows_dropped=job.dropped.counts,
-            **asdict(done),
-        )
-    _report(config, done, job.written, job.ranks, progress)
+        job.conclude(config, done, progress)
     return done
 
 
@@ -82,6 +75,12 @@ class Prepared:
     dropped: Dropped
     """Rows of the prompts that were left out."""
 
+    def conclude(self, config: RegenerateConfig, done: Regenerated, progress: Progress) -> None:
+        """Into the run's log, and in words. Raises PromptError where every prompt was too long."""
+        dropped = {"dropped": self.written.dropped, "rows_dropped": self.dropped.counts}
+        self.folder.log(stage="regenerate", rank=self.ranks.rank, **dropped, **asdict(done))
+        _report(config, done, self.written, self.ranks, progress)
+
 
 @contextlib.contextmanager
 def prepared(
@@ -97,7 +96,7 @@ def prepared(
     `paceline.train.regenerate` does.
     """
     ranks = Ranks.here()
-    engine = _engine(config, ranks)
+    engine = engine_for(config, ranks)
     settings = identity(config, engine, ranks) | plain(dict(more or {}))
     is_extended = check_same_run(config.out, what, settings)
     openers = _openers(config, progress)
@@ -109,7 +108,7 @@ def prepared(
         elif ranks.is_first and is_extended:
             extend(folder, what, settings)
             progress.say("the run is extended: what it had stays, what is new is asked")
-        remote = _elsewhere(config) if config.elsewhere.answers_from else None
+        remote = stand_in(config)
         llm = cast(LLM, remote) if remote else _load(engine)
         check_answers(given.traced, llm.tokenizer.decode)
         if ranks.is_first and remote:
@@ -118,15 +117,15 @@ def prepared(
             progress.loaded(llm)
         bars = progress if ranks.is_first else Progress()
         written, own = _write_own(llm, config, ranks, openers, fill, bars)
-        prompts = _share(given.prompts, own, config.answering.seed, ranks)
+        prompts = _share(given.prompts, own, config.answering.seed, Ranks() if config.elsewhere.ray else ranks)
         try:
             yield Prepared(llm, prompts, written, folder, ranks, bars, given.dropped)
         finally:
             if remote:
-                remote.engine.close()
+                remote.close()
 
 
-def _engine(config: RegenerateConfig, ranks: Ranks) -> EngineConfig:
+def engine_for(config: RegenerateConfig, ranks: Ranks) -> EngineConfig:
     """The target without a drafter, with room for the longest prompt and answer."""
     target, answering = config.target, config.answering
     longest = max(answering.max_tokens, MAX_PROMPT_WRITTEN) if config.asked.num_self_written else answering.max_tokens
@@ -147,15 +146,6 @@ def _openers(config: RegenerateConfig, progress: Progress) -> tuple[str, ...]:
         progress.say("note: openers have no effect without self-written prompts")
     openers = read_openers(config.asked.openers)
     return ("",) * max(1, len(openers) // 3) + openers
-
-
-def _elsewhere(config: RegenerateConfig) -> RemoteLLM:
-    if config.answering.grammar is not None:
-        raise ConfigError("answers_from: servers differ in how they take grammars: leave the schema or regex out")
-    where = config.elsewhere
-    assert where.answers_from
-    patience_s = 60 * where.patience_minutes
-    return RemoteLLM.of(config.target.model, where.answers_from, where.served_name, where.at_once, patience_s)
 
 
 def _load(engine: EngineConfig) -> LLM:
@@ -220,7 +210,7 @@ def _report(config: RegenerateConfig, done: Regenerated, written: SelfWritten, r
 class Regenerator:
     """Answers prompts into shards; `run` may be called again after a crash, with the same prompts and config."""
 
-    def __init__(self, llm: LLM | RemoteLLM, shards: AnswerShards, config: AnswerConfig) -> None:
+    def __init__(self, llm: LLM | RemoteLLM, shards: Kept, config: AnswerConfig) -> None:
         self.llm, self.shards, self.config = llm, shards, config
         self._opening, self._tools, self._variables = config.read_opening(), config.read_tools(), config.template_variables()
         self.done = Regenerated(shards.folder)
@@ -237,7 +227,7 @@ class Regenerator:
         damaged, and what made the model fail at a conversation, which the next run asks again; finished ones are kept.
         """
         self.done, self._started_at = Regenerated(self.shards.folder), time.perf_counter()
-        asked = {key_of(*each): each[:2] for prompt in prompts for each in self._samples(prompt)}
+        asked = asked_of(prompts, self.config)
         waiting = self._missing(asked)
         in_flight = self.llm.target.cache.num_rows * IN_FLIGHT_PER_ROW
         with (bars or Progress()).bar("answering", len(asked)) as self._advance:
@@ -264,11 +254,6 @@ class Regenerator:
         self.done.wall_s = time.perf_counter() - self._started_at
         self.done.tokens_per_s = self.done.num_tokens / self.done.wall_s
         return self.done
-
-    def _samples(self, prompt: Prompt) -> Iterator[tuple[Prompt, float, int]]:
-        for temperature in self.config.temperatures:
-            for sample in range(self.config.samples if temperature else 1):
-                yield prompt, temperature, sample
 
     def _missing(self, asked: dict[str, tuple[Prompt, float]]) -> Iterator[Conversation]:
         begun = self.shards.recover()

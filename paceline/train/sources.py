@@ -36,12 +36,12 @@ from paceline.train.features import (
     OnlineFeatures,
     cache_features,
     check_room,
-    fingerprint,
     stored_scale,
 )
 from paceline.train.parallel import Replicated
 from paceline.train.quantised import Int8
 from paceline.train.ranks import Ranks
+from paceline.train.ray_features import cache_on_ray, features_folder
 from paceline.train.remote_features import RemoteFeatures
 from paceline.train.stream import StreamedFeatures, upcoming
 
@@ -92,6 +92,8 @@ class Sources:
 
     def of(self, documents: Sequence[Document], name: str = LEARNED) -> FeatureSource:
         """Features of these documents; held-out ones, which are few, are kept where others are streamed."""
+        if self.config.elsewhere.ray:
+            return self._of_ray(documents, name)
         source, form, kind = self._computed(documents), self._form(), self._kind(documents)
         self._is_cached = self._is_cached or (kind == "cached" and name == LEARNED)
         if kind == "online":
@@ -120,6 +122,14 @@ class Sources:
             if self._is_cached or (self.stream is not None and trainer.device.type == "cuda"):
                 stack.enter_context(packs_ahead(trainer))
             yield
+
+    def _of_ray(self, documents: Sequence[Document], name: str) -> FeatureSource:
+        """The first process has the cluster; the others find the files."""
+        self._is_cached = self._is_cached or name == LEARNED
+        if self.ranks.is_first:
+            cache_on_ray(self.config, self.target, documents, self.taps, name, self.progress)
+        self.wait()
+        return CachedFeatures(features_folder(self.config, self.target, documents, self.taps, name))
 
     def _computed(self, documents: Sequence[Document]) -> MeasuredSource:
         elsewhere, needs_final = self.config.elsewhere, self.config.loop.loss.needs_target_probs
@@ -184,9 +194,8 @@ class Sources:
             stream.close()
 
     def _cached(self, documents: Sequence[Document], source: MeasuredSource, form: Form, name: str) -> FeatureSource:
-        config, needs_final = self.config, self.config.loop.loss.needs_target_probs
-        mark = fingerprint(config.target.model, self.target.dtype, documents, self.taps, needs_final)
-        folder = config.out / f"{name}-{mark}{'' if form is PLAIN else '-int8'}"
+        config = self.config
+        folder = features_folder(config, self.target, documents, self.taps, name, "" if form is PLAIN else "-int8")
         num_bytes = self._num_bytes(documents, source)
         self.progress.say(f"features of {len(documents)} documents: {num_bytes / 1e9:.2f} GB in {folder}")
         bar = self.progress.bar("features", len(self.ranks.share_of(len(documents))))

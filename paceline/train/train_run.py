@@ -41,7 +41,7 @@ from paceline.train.loop import Trainer
 from paceline.train.mixture import read_mixture
 from paceline.train.planning import apply_stored, make_plan, stored_plan
 from paceline.train.ranks import Ranks, only_run
-from paceline.train.regenerate_run import run as regenerate
+from paceline.train.ray_answers import run as regenerate
 from paceline.train.round_starts import check_round_starts, find_starts
 from paceline.train.run_file import with_value, write_run_file
 from paceline.train.selector import trainable_of
@@ -251,7 +251,7 @@ class _Stages:
             torch.set_num_threads(settings.threads or 1)
         device = f"cuda:{self.ranks.local}" if settings.device == "cuda" and self.ranks.world > 1 else settings.device
         settings = replace(settings, device=device, max_batch=1, max_len=self.config.max_len)
-        return load_ends(settings) if self.config.elsewhere.features_from else load_target(settings)
+        return load_ends(settings) if self.config.elsewhere.features_at else load_target(settings)
 
     def _train(self, corpus: Corpus, ood: Path | None, target: Target, run: RunFolder) -> TrainResult:
         """The loop, its figures into metrics.jsonl; the finished drafter in `out/drafter`."""
@@ -368,7 +368,7 @@ class _Stages:
         """Have the trainer keep the weights that serve best, where every process has room for the model a second time; all
         processes must decide alike, the first one serves. A target elsewhere cannot be served here."""
         config, documents = self.config, corpus.heldout[:SERVED_ON_THE_WAY]
-        if not documents or not config.loop.serve_share or config.elsewhere.features_from:
+        if not documents or not config.loop.serve_share or config.elsewhere.features_at:
             return
         if trainer.parallel.most(float(not has_room(target))) > 0:
             self.progress.say(
@@ -385,7 +385,7 @@ class _Stages:
         documents, progress = corpus.heldout[:SERVED_PROMPTS], self.progress
         if not documents:
             return {}
-        if self.config.elsewhere.features_from:
+        if self.config.elsewhere.features_at:
             progress.say("note: held-out prompts are not served: the target is elsewhere; give its server the drafter")
             return {}
         progress.say(f"serving {len(documents)} held-out prompts")

@@ -1,0 +1,245 @@
+"""vLLM or SGLang for a drafter of ours: the folder that it reads, the words that it is started with, and whether they fit.
+
+    start = Start("vllm", "Qwen/Qwen3-8B", "runs/mine/drafter", port=8000, words=("--tensor-parallel-size", "8"))
+    given = given_to(start, Path("scratch"))       # checks the fit; written anew where the engine would not read it
+    command_of(start, given)
+
+| drafter | vLLM | SGLang |
+|---|---|---|
+| DFlash | method dflash, K drafts | DFLASH, a block of K + 1 |
+| EAGLE-3 | method eagle3, K drafts | EAGLE3, K steps, one branch, K + 1 tokens |
+
+Weights in 8 bits are written dense. A draft vocabulary goes to vLLM in the `speculators` format; for SGLang it is left out,
+which then drafts among all tokens. `docs/engines.md` has the whole of it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.config import EngineConfig, resolve
+from paceline.draft.checkpoint import PACKED, StoredDrafter, check_fit, is_dflash, read_stored, weights_file
+from paceline.draft.eagle3_checkpoint import check_eagle3_fit, default_taps, is_eagle3, read_eagle3, write_eagle3
+from paceline.draft.export import HeadRows, export, rows_of
+from paceline.draft.registry import DRAFTERS, checkpoint_of
+from paceline.errors import ConfigError, ModelFileError, UnsupportedModelError, refuse
+from paceline.hub import BUILTINS, SHIPPED
+from paceline.model.checkpoint import config_json, read_json
+from paceline.model.gguf_file import is_gguf
+from paceline.model.target import head_weight
+from paceline.train.ends import light_folder, load_ends
+
+COMMANDS = {"vllm": "vllm serve", "sglang": f"{sys.executable} -m sglang.launch_server"}
+EAGLE3_DRAFTS = 5
+"""Drafts of a round, where nobody says how many: as our own engine drafts."""
+OURS = {
+    "vllm": ("--speculative-config", "--speculative_config", "-sc", "--model", "--port", "--host", "--served-model-name"),
+    "sglang": (
+        "--speculative-algorithm",
+        "--speculative-draft-model-path",
+        "--speculative-num-draft-tokens",
+        "--speculative-num-steps",
+        "--speculative-eagle-topk",
+        "--model-path",
+        "--model",
+        "--port",
+        "--host",
+        "--served-model-name",
+    ),
+}
+"""Options that are made here: nobody may say something else behind --."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """An engine that is to be started."""
+
+    engine: str
+    """vllm or sglang."""
+    model: str
+    """Folder or hub id of the target."""
+    drafter: str
+    """Folder, hub id, or the built-in model that has one."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    num_drafted: int | None = None
+    """Drafts of a round [default: the drafter's own number]."""
+    dtype: str = "auto"
+    max_batch: int | None = None
+    max_len: int | None = None
+    served_names: tuple[str, ...] = ()
+    api_key: str | None = None
+    command: str | None = None
+    """In place of COMMANDS."""
+    words: tuple[str, ...] = ()
+    """The engine's own options, as they are."""
+
+    def __post_init__(self) -> None:
+        taken = [word.split("=")[0] for word in self.words if word.split("=")[0] in OURS[self.engine]]
+        refuse(
+            ConfigError,
+            (bool(taken), f"{taken[0] if taken else ''} is made here for {self.engine}: leave it out behind --"),
+            (self.model in BUILTINS, f"{self.engine} does not read the built-in {self.model}: give the original's hub id"),
+            (self.drafter in DRAFTERS, f"{self.engine} has no drafter {self.drafter!r} of ours: give --drafter a folder"),
+        )
+
+    @property
+    def url(self) -> str:
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The drafter as the engine gets it."""
+
+    folder: Path
+    method: str
+    """dflash or eagle3."""
+    num_drafted: int
+    notes: list[str] = field(default_factory=list)
+    """What was changed for the engine, or left out, in words."""
+
+
+@dataclass(frozen=True)
+class ConfigSizes:
+    """Of a target's config.json."""
+
+    num_layers: int
+    vocab_size: int
+    hidden_size: int
+
+
+def sizes_of(model: str) -> ConfigSizes:
+    """Read from the config alone; no weight is fetched. Raises ModelNotFoundError, ModelFileError, UnsupportedModelError."""
+    path = light_folder(model)
+    if is_gguf(path):
+        raise UnsupportedModelError(f"{model} is a GGUF file, for paceline serve alone: give the original's folder or hub id")
+    raw = config_json(path)
+    raw = raw.get("text_config", raw)
+    names = ("num_hidden_layers", "vocab_size", "hidden_size")
+    if missing := [name for name in names if not isinstance(raw.get(name), int)]:
+        raise ModelFileError(f"{path}: config.json says nothing of {missing[0]}: is this the folder of a language model?")
+    return ConfigSizes(*(raw[name] for name in names))
+
+
+def given_to(start: Start, scratch: Path) -> Given:
+    """The drafter for this engine; what it would not read as it is, is written into `scratch`.
+
+    Raises DrafterMismatchError where it is another target's, ConfigError for drafts that it does not have, and what reading
+    and exporting it raises.
+    """
+    shipped = SHIPPED / start.drafter
+    is_shipped = start.drafter == shipped.name and (shipped / "config.json").is_file()
+    folder, sizes = shipped if is_shipped else checkpoint_of(start.drafter), sizes_of(start.model)
+    raw = read_json(folder / "config.json") if folder.is_dir() else {}
+    if is_dflash(raw):
+        return _dflash(start, folder, sizes, scratch)
+    if is_eagle3(raw):
+        return _eagle3(start, folder, sizes, scratch)
+    raise UnsupportedModelError(f"{folder} holds no DFlash and no EAGLE-3 drafter: start {start.engine} by hand for others")
+
+
+def _dflash(start: Start, folder: Path, sizes: ConfigSizes, scratch: Path) -> Given:
+    stored = read_stored(folder)
+    ids, head_VD = stored.vocabulary
+    check_fit(stored.config, sizes, ids, head_VD)
+    most, notes = stored.config.num_slots, list[str]()
+    num_drafted = most if start.num_drafted is None else start.num_drafted
+    if not 1 <= num_drafted <= most:
+        raise ConfigError(f"num_drafted must be between 1 and {most}, what this drafter drafts in a block, not {num_drafted}")
+    if stored.config.second:
+        notes.append(f"a DFlash 2 drafter: {start.engine} must be a version that knows DFlash2DraftModel")
+    wanted = _form_for(start.engine, stored)
+    if stored.form != wanted or ids is not None or weights_file(folder).name == PACKED:
+        needs_head = wanted == "speculators" and ids is not None and head_VD is None
+        left_out = export(
+            stored, wanted, scratch / "drafter", head_rows=_head_rows(start) if needs_head else None, verifier=_verifier(start)
+        )
+        notes += [f"left out for {start.engine}: {each}" for each in left_out]
+        folder = scratch / "drafter"
+    return Given(folder, "dflash", num_drafted, notes)
+
+
+def _form_for(engine: str, stored: StoredDrafter) -> str:
+    """The format that says most of this drafter to the engine."""
+    if engine == "sglang":
+        return "z-lab"
+    return "speculators" if stored.vocabulary.ids is not None else stored.form
+
+
+def _head_rows(start: Start) -> HeadRows:
+    settings = EngineConfig(model=start.model, dtype="float32", device="cpu", max_batch=1, max_len=2)
+    return rows_of(head_weight(load_ends(resolve(settings))))
+
+
+def _verifier(start: Start) -> dict[str, Any]:
+    architectures = config_json(light_folder(start.model)).get("architectures") or []
+    return {"name_or_path": start.model, "architectures": architectures}
+
+
+def _eagle3(start: Start, folder: Path, sizes: ConfigSizes, scratch: Path) -> Given:
+    found = read_eagle3(folder)
+    taps = found.config.tap_layers or default_taps(sizes.num_layers)
+    check_eagle3_fit(found.config, sizes, taps, "embed_tokens.weight" in found.tensors)
+    num_drafted = EAGLE3_DRAFTS if start.num_drafted is None else start.num_drafted
+    refuse(ConfigError, (num_drafted < 1, f"num_drafted must be at least 1, not {num_drafted}"))
+    if start.engine == "sglang" and "transformer_layer_config" in found.config.raw:
+        write_eagle3(scratch / "drafter", found)
+        return Given(scratch / "drafter", "eagle3", num_drafted, ["written anew in SpecForge's style, which SGLang reads"])
+    return Given(folder, "eagle3", num_drafted)
+
+
+def command_of(start: Start, given: Given) -> list[str]:
+    """What is run. The key is not in it for vLLM, which takes it from the environment."""
+    command = shlex.split(start.command or COMMANDS[start.engine])
+    return [*command, *(_vllm if start.engine == "vllm" else _sglang)(start, given, command[-1:]), *start.words]
+
+
+def environment_of(start: Start) -> dict[str, str]:
+    """What is added to the engine's environment."""
+    return {"VLLM_API_KEY": start.api_key} if start.engine == "vllm" and start.api_key else {}
+
+
+def _vllm(start: Start, given: Given, ends: Sequence[str]) -> list[str]:
+    speculative = {"method": given.method, "model": str(given.folder), "num_speculative_tokens": given.num_drafted}
+    return [
+        *([start.model] if list(ends) == ["serve"] else ["--model", start.model]),
+        *_named("--served-model-name", *start.served_names),
+        *("--host", start.host, "--port", str(start.port)),
+        *(_named("--dtype", start.dtype) if start.dtype != "auto" else ()),
+        *_named("--max-num-seqs", *_told(start.max_batch)),
+        *_named("--max-model-len", *_told(start.max_len)),
+        *("--speculative-config", json.dumps(speculative)),
+    ]
+
+
+def _sglang(start: Start, given: Given, ends: Sequence[str]) -> list[str]:
+    steps = ("--speculative-num-steps", str(given.num_drafted), "--speculative-eagle-topk", "1")
+    return [
+        *("--model-path", start.model),
+        *_named("--served-model-name", *start.served_names[:1]),
+        *("--host", start.host, "--port", str(start.port)),
+        *(_named("--dtype", start.dtype) if start.dtype != "auto" else ()),
+        *_named("--max-running-requests", *_told(start.max_batch)),
+        *_named("--context-length", *_told(start.max_len)),
+        *_named("--api-key", *_told(start.api_key)),
+        *("--speculative-algorithm", given.method.upper(), "--speculative-draft-model-path", str(given.folder)),
+        *(steps if given.method == "eagle3" else ()),
+        *("--speculative-num-draft-tokens", str(given.num_drafted + 1)),
+    ]
+
+
+def _told(value: object) -> tuple[str, ...]:
+    return () if value is None else (str(value),)
+
+
+def _named(option: str, *values: str) -> list[str]:
+    """The option with these values; nothing without any."""
+    return [option, *values] if values else []

@@ -1,0 +1,80 @@
+"""`paceline serve --engine vllm|sglang`: which options of `serve` another engine takes, and how they are told to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import typer
+
+from paceline.adapt.config import OtherEngineConfig
+from paceline.commands.shared import say
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError, refuse
+from paceline.serve.settings import ServeConfig
+
+TAKEN = (
+    *("config", "model", "drafter", "num_drafted", "dtype", "max_batch", "max_len", "host", "port"),
+    *("served_name", "api_key", "api_key_file", "words"),
+)
+"""Options that are told to another engine, or read here for it."""
+OTHERS = ("engine_command", "ready_minutes", "check", "expected", "strict")
+"""Options that only another engine has."""
+
+
+def given(context: typer.Context | None) -> list[str]:
+    """Options from the command line or the --config file, by parameter; none where the function was called as such."""
+    if context is None:
+        return []
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")]
+
+
+def check_own(words: Sequence[str], context: typer.Context | None) -> None:
+    """Raises ConfigError for what our own engine knows nothing of."""
+    refuse(
+        ConfigError, (bool(words), f"what is {' '.join(words)!r}? Options behind -- are another engine's: give --engine too")
+    )
+    for name in given(context):
+        if name in OTHERS:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for another engine: give --engine vllm or sglang, or leave it out"
+            )
+
+
+def serve_with_other(
+    engine: EngineConfig, serving: ServeConfig, other: OtherEngineConfig, words: tuple[str, ...], context: typer.Context | None
+) -> int:
+    """Until it ends. Raises ConfigError for options that it would not hear of."""
+    options = given(context)
+    for name in options:
+        if name not in (*TAKEN, *OTHERS, "engine"):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option} is our own engine's: give {other.engine} an option of its own behind --, or leave it out"
+            )
+    drafters = serving.named_drafters()
+    refuse(
+        ConfigError,
+        (len(drafters) > 1, f"{other.engine} has one drafter: give --drafter once"),
+        (len(serving.api_keys) > 1, f"{other.engine} has one API key: give one"),
+        (serving.port == 0, f"{other.engine} wants a port: give --port"),
+    )
+    from paceline.adapt.engine_run import serve_with
+    from paceline.adapt.engines import Start
+
+    start = Start(
+        other.engine,
+        engine.model,
+        next(iter(drafters.values())),
+        serving.host,
+        serving.port,
+        engine.num_drafted,
+        engine.dtype,
+        engine.max_batch if "max_batch" in options else None,
+        engine.max_len,
+        serving.served_names,
+        next(iter(serving.api_keys), None),
+        other.engine_command,
+        words,
+    )
+    return serve_with(start, other, say)

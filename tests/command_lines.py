@@ -1,0 +1,42 @@
+"""Command lines of ours, read and not run: of documents and of what is rendered."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from paceline.cli import app
+
+
+def parse(words: list[str]) -> dict[str, Any]:
+    """The values of a command's options, by parameter. Raises the usage error that the command would raise."""
+    command: Any = typer.main.get_command(app)
+    context = command.make_context("paceline", [], resilient_parsing=True)
+    while hasattr(command, "commands"):
+        name, command, words = command.resolve_command(context, words)
+    return command.make_context(name, list(words)).params
+
+
+def in_blocks(file: Path) -> Iterator[str]:
+    """Lines of shell of a Markdown page that call paceline: continued ones whole, without comments."""
+    fenced = re.findall(r"^```(?:sh|bash)?\n(.*?)^```", file.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    for block in fenced:
+        for line in block.replace("\\\n", " ").splitlines():
+            if re.match(r"(\S+=\S+ )*(\S*/)?paceline ", line):
+                yield line
+
+
+def words_of(line: str) -> list[str]:
+    """What paceline is told in such a line: up to a pipe, a semicolon, or a program that follows."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|;&<>")
+    lexer.whitespace_split = True
+    lexer.commenters = "#"
+    words = list(lexer)
+    begin = next(place for place, word in enumerate(words) if word.rsplit("/", 1)[-1] == "paceline") + 1
+    end = next((place for place, word in enumerate(words) if word and set(word) <= set("|;&<>") and place >= begin), len(words))
+    return words[begin:end]

@@ -1,0 +1,141 @@
+"""deploy/jobs: what is rendered for Slurm, KubeRay, vLLM's production stack and SGLang is valid, and asks for what there is."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from command_lines import parse
+
+JOBS = Path(__file__).parents[2] / "deploy" / "jobs"
+VERSION = "1.34"
+WORDS = (
+    "--model",
+    "Qwen/Qwen3-8B",
+    "--prompts",
+    "/work/prompts.jsonl",
+    "--out",
+    "/work/runs/mine",
+    "--drafter",
+    "/work/drafter",
+)
+STACK_KEYS = {
+    *("name", "repository", "tag", "modelURL", "replicaCount", "requestCPU", "requestMemory", "requestGPU", "vllmConfig"),
+    *("extraVolumes", "extraVolumeMounts"),
+}
+"""Of the chart's values.schema.json (vllm-project/production-stack a6c01db), as far as they are used here."""
+
+
+@pytest.fixture(scope="module")
+def jobs() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("render_jobs", JOBS / "render.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def rendered(jobs: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(jobs, "ray_version", lambda: "2.60.0")
+
+    def render(kind: str, *more: str) -> str:
+        assert jobs.main([kind, *WORDS, *more]) == 0
+        return capsys.readouterr().out
+
+    return render
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """Commands of a script, continued lines put together."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return [shlex.split(line) for line in lines if line.strip() and not line.startswith("#")]
+
+
+def paceline_of(words: list[str]) -> list[str]:
+    """What paceline is told, in a line that others start."""
+    return words[words.index("paceline") + 1 :]
+
+
+def test_slurms_script(rendered: Any, tmp_path: Path) -> None:
+    text = rendered("slurm", "--nodes", "4")
+    (tmp_path / "slurm.sh").write_text(text)
+    subprocess.run(["bash", "-n", tmp_path / "slurm.sh"], check=True)
+    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", text, re.MULTILINE))
+    assert asked["nodes"] == "4" and asked["gpus-per-node"] == "8" and asked["ntasks-per-node"] == "1"
+    ray, torch = [words for words in commands_in(text) if words[0] == "srun"]
+    assert ray[1:3] == ["ray", "symmetric-run"] and "--min-nodes" in ray and ray[ray.index("--") + 1] == "paceline"
+    first, second = parse(paceline_of(ray)), parse(paceline_of(torch))
+    assert first["ray"] == "auto" and first["prompts"] == ["/work/prompts.jsonl"]
+    assert second["answers"] == [Path(first["out"]) / "answers"], "training takes the answers that Ray had made"
+    known = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--help"], capture_output=True, text=True).stdout
+    for option in [word for word in torch[: torch.index("-m")] if word.startswith("--")]:
+        assert option in known, option
+
+
+def test_kuberays_job(rendered: Any) -> None:
+    job = yaml.safe_load(rendered("kuberay", "--nodes", "2", "--gpus", "4"))
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    asked = parse(shlex.split(job["spec"]["entrypoint"])[1:])
+    cluster = job["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    assert asked["ray"] == "auto" and workers["replicas"] == workers["maxReplicas"] == 8
+    assert cluster["rayVersion"] == "2.60.0" and cluster["headGroupSpec"]["rayStartParams"]["num-gpus"] == "0"
+    for template in (cluster["headGroupSpec"]["template"], workers["template"]):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": template["spec"]}
+        kubernetes_validate.validate(pod, VERSION, strict=True)
+        (one,) = template["spec"]["containers"]
+        assert one["resources"]["limits"]["nvidia.com/gpu"] == "1" and template["spec"]["securityContext"]["runAsNonRoot"]
+        assert asked["out"].is_relative_to(one["volumeMounts"][0]["mountPath"])
+    head, worker = (each["spec"]["volumes"][0] for each in (cluster["headGroupSpec"]["template"], workers["template"]))
+    assert "readOnly" not in head["persistentVolumeClaim"] and worker["persistentVolumeClaim"]["readOnly"]
+
+
+def test_vllms_stack(rendered: Any) -> None:
+    values = yaml.safe_load(rendered("vllm-stack", "--gpus", "4", "--num-drafted", "5"))
+    (model,) = values["servingEngineSpec"]["modelSpec"]
+    assert model.keys() <= STACK_KEYS and model["vllmConfig"]["tensorParallelSize"] == model["requestGPU"] == 4
+    option, config = model["vllmConfig"]["extraArgs"]
+    told = {"method": "dflash", "model": "/work/drafter", "num_speculative_tokens": 5}
+    assert option == "--speculative-config" and json.loads(config) == told
+    assert told["model"].startswith(model["extraVolumeMounts"][0]["mountPath"])
+
+
+def test_sglang(rendered: Any) -> None:
+    deployment, service = yaml.safe_load_all(rendered("sglang", "--method", "eagle3"))
+    for each in (deployment, service):
+        kubernetes_validate.validate(each, VERSION, strict=True)
+    (one,) = deployment["spec"]["template"]["spec"]["containers"]
+    words = one["args"]
+    found = {name: words[words.index(f"--{name}") + 1] for name in ("model-path", "tp-size", "port", "speculative-algorithm")}
+    assert found == {"model-path": "Qwen/Qwen3-8B", "tp-size": "8", "port": "8000", "speculative-algorithm": "EAGLE3"}
+    assert one["ports"][0]["containerPort"] == 8000 and all(isinstance(word, str) for word in words)
+    assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("slurm", "--model", "m"), "slurm needs --prompts"),
+        (("sglang", "--model", "m"), "sglang needs --drafter"),
+        (("sglang", "--model", "m; rm", "--drafter", "/a/b"), "--model 'm; rm' is no name"),
+        (("slurm", "--model", "m", "--prompts", "p.jsonl", "--out", "/a/b"), "write a whole path"),
+        (("kuberay", "--model", "m", "--prompts", "/a/p", "--out", "/b/c"), "one volume"),
+    ],
+)
+def test_what_cannot_be_written(
+    jobs: ModuleType, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert jobs.main([*words]) == 2
+    assert said in capsys.readouterr().err

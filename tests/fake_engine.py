@@ -1,0 +1,34 @@
+"""vLLM or SGLang as `paceline serve --engine` sees them: `python fake_engine.py vllm|sglang|dies|deaf OPTIONS`.
+
+vllm is our own server in its place, with the drafter of --speculative-config and all its drafts checked in every round: its
+completions and counters have the same words. Its command line is left in the file that WORDS names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+
+def named(words: list[str], option: str) -> str:
+    return words[words.index(option) + 1]
+
+
+def main(kind: str, words: list[str]) -> None:
+    if "WORDS" in os.environ:
+        Path(os.environ["WORDS"]).write_text(json.dumps(words))
+    if kind == "dies":
+        sys.exit(3)
+    if kind == "deaf":
+        time.sleep(600)
+    asked = json.loads(named(words, "--speculative-config"))
+    ours = ["serve", "--model", words[0] if "--model" not in words else named(words, "--model"), "--dtype", "float32"]
+    ours += ["--port", named(words, "--port"), "--drafter", asked["model"], "--speculate", str(asked["num_speculative_tokens"])]
+    os.execv(sys.executable, [sys.executable, "-m", "paceline", *ours])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

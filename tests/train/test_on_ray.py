@@ -1,0 +1,215 @@
+"""`--ray`: two workers of a local Ray cluster make the answers, hidden states and drafter of one process, though one dies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_llm import tiny_model
+
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError, DownloadError, PromptError
+from paceline.tables import Progress
+from paceline.train import on_ray, ray_answers, ray_features, regenerate, train
+from paceline.train.answers import AnswerShards
+from paceline.train.config import AnswerConfig, ElsewhereConfig, LoopConfig, PromptsConfig, RegenerateConfig, TrainConfig
+from paceline.train.on_ray import LOCAL, Job, Share, Work, Worker, connected, shared_out
+
+RAY = ElsewhereConfig(ray=LOCAL, ray_workers=2)
+TARGET = EngineConfig(device="cpu", dtype="float32", threads=1)
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own warnings
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two processors, whatever this machine has; calls with --ray use it and leave it."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20, logging_level="ERROR")
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not see this file
+    yield ray
+    ray.shutdown()
+
+
+@dataclass(frozen=True)
+class Dying:
+    """A job whose worker is killed once, with its first batch done and nothing of it sent."""
+
+    job: Any
+    died: Path
+
+    def begin(self, num_threads: int | None) -> Work:
+        work = self.job.begin(num_threads)
+
+        def made(batch: list[Any]) -> list[Any]:
+            found = work(batch)
+            try:
+                self.died.touch(exist_ok=False)
+            except FileExistsError:
+                return found
+            os.kill(os.getpid(), signal.SIGKILL)
+            return found
+
+        return made
+
+
+def answers_of(folder: Path) -> str:
+    """A hash in which their order does not count."""
+    lines = sorted(json.dumps(astuple(each)) for each in AnswerShards(folder))
+    assert lines and len(lines) == len({*lines})
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def files_of(run: Path, kind: str) -> dict[str, str]:
+    found = sorted(run.glob(f"{kind}-*/*.safetensors"))
+    return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+
+
+def test_a_whole_run_with_a_worker_killed_in_each_stage(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = LoopConfig(max_steps=2, autocast=False)
+    config = TrainConfig(out=tmp_path / "one", target=TARGET, scale="tiny", loop=loop, features="cached")
+    one = train(config)
+    for module, name in ((ray_answers, "Answering"), (ray_features, "Reading")):
+        job = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, job=job, name=name: Dying(job(*given), tmp_path / name))
+    prompts = tmp_path / "one" / "prompts.jsonl"
+    model = replace(TARGET, model=str(tmp_path / "one" / "target"))
+    two = train(replace(config, out=tmp_path / "two", target=model, asked=PromptsConfig((str(prompts),)), elsewhere=RAY))
+    assert (tmp_path / "Answering").exists() and (tmp_path / "Reading").exists(), "a worker was killed in each stage"
+    assert answers_of(one.run / "regenerate" / "answers") == answers_of(two.run / "regenerate" / "answers")
+    learned = files_of(one.run, "features")
+    assert learned and {Path(name).name: each for name, each in learned.items()} == {
+        Path(name).name: each for name, each in files_of(two.run, "features").items()
+    }
+    weights = [(each.drafter / "model.safetensors").read_bytes() for each in (one, two)]
+    assert weights[0] == weights[1] and not two.heldout
+
+
+QUESTIONS = [("Hi.", "And then?"), ("Name a colour.",), ("Sing!", "Louder.", "Stop."), ("Count to ten.",), ("Why?",)]
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> RegenerateConfig:
+    """Conversations of several turns, twice at a temperature; one prompt is too long."""
+    folder = tmp_path_factory.mktemp("asked")
+    lines = [{"turns": turns} for turns in [*QUESTIONS, ("too long " * 40,)]]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    target = replace(TARGET, model=str(tiny_model(folder / "tiny")))
+    answering = AnswerConfig(temperatures=(0.0, 0.9), samples=2, max_tokens=12, max_prompt_tokens=150)
+    return RegenerateConfig(folder / "one", target, PromptsConfig((str(folder / "prompts.jsonl"),)), answering)
+
+
+def test_conversations_of_several_turns_and_a_run_that_goes_on(cluster: Any, asked: RegenerateConfig, tmp_path: Path) -> None:
+    one = regenerate(asked)
+    first = replace(asked, out=tmp_path / "two", asked=replace(asked.asked, limit=2))
+    assert regenerate(first).num_answers
+    told: list[str] = []
+
+    class Told(Progress):
+        def say(self, text: str) -> None:
+            told.append(text)
+
+    two = regenerate(replace(asked, out=tmp_path / "two", elsewhere=RAY), progress=Told())
+    assert answers_of(one.answers) == answers_of(two.answers)
+    assert two.num_found == 6 and two.num_answers + 3 * 3 == one.num_answers
+    assert (two.num_too_long, two.num_tokens_too_long) == (one.num_too_long, one.num_tokens_too_long) and two.num_too_long
+    assert any("the workers of Ray at local answer" in each for each in told)
+    again = regenerate(replace(asked, out=tmp_path / "two", elsewhere=RAY))
+    assert (again.num_found, again.num_answers) == (15, 0)
+
+
+@dataclass(frozen=True)
+class Refusing:
+    def begin(self, num_threads: int | None) -> Work:
+        def refuse(batch: list[Any]) -> list[Any]:
+            raise PromptError(f"no template for {batch[0]} with {num_threads} threads")
+
+        return refuse
+
+
+def test_what_a_worker_refuses_is_raised_here(cluster: Any) -> None:
+    with connected(RAY) as ray, pytest.raises(PromptError, match="no template for a with 1 threads"):
+        list(shared_out(ray, RAY, Refusing(), ["a"], 4))
+
+
+class TestWithoutACluster:
+    @pytest.mark.parametrize(
+        ("resources", "machines", "given", "share"),
+        [
+            ({"CPU": 64.0, "GPU": 8.0}, 2, None, Share(8, 1.0, 1.0)),
+            ({"CPU": 64.0, "GPU": 8.0}, 2, 3, Share(3, 1.0, 1.0)),
+            ({"CPU": 48.0}, 3, None, Share(3, 16.0, 0.0)),
+            ({"CPU": 2.0}, 1, 4, Share(4, 0.5, 0.0)),
+        ],
+    )
+    def test_shares(self, resources: dict[str, float], machines: int, given: int | None, share: Share) -> None:
+        assert Share.of(resources, machines, given) == share
+
+    def test_more_workers_than_gpus(self) -> None:
+        with pytest.raises(ConfigError, match="the cluster has 2 GPUs"):
+            Share.of({"GPU": 2.0}, 1, 3)
+
+    def test_an_error_of_ours_is_a_result(self) -> None:
+        job: Job = Refusing()
+        (made,) = Worker(job, 3)({"asked": ["q"]})["made"]
+        assert made.error == ("PromptError", "no template for q with 3 threads")
+
+    def test_no_cluster_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ray = pytest.importorskip("ray")
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+        def init(**given: Any) -> None:
+            raise ConnectionError("Could not find any running Ray instance")
+
+        monkeypatch.setattr(ray, "init", init)
+        with pytest.raises(DownloadError, match="ray start --head"), connected(ElsewhereConfig(ray="auto")):
+            pass
+
+    def test_without_ray(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "ray", None)
+        with pytest.raises(ConfigError, match=r"pip install 'paceline\[ray\]'"), connected(RAY):
+            pass
+
+    @pytest.mark.parametrize(
+        ("given", "said"),
+        [
+            ({"ray": "auto", "answers_from": "http://a:1"}, "ray and answers_from"),
+            ({"ray": "auto", "features_from": "http://a:1"}, "ray and features_from"),
+            ({"ray_workers": 2}, "ray_workers needs ray"),
+        ],
+    )
+    def test_what_does_not_go_together(self, given: dict[str, Any], said: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            ElsewhereConfig(**given)
+
+    @pytest.mark.parametrize("changes", [{"features": "streamed"}, {"features": "online"}, {"feature_dtype": "int8"}])
+    def test_hidden_states_are_kept(self, changes: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError, match="ray keeps hidden states on disk"):
+            TrainConfig(elsewhere=RAY, **changes)
+
+    def test_prompts_are_given(self, asked: RegenerateConfig, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="give prompts"):
+            regenerate(replace(asked, out=tmp_path / "x", asked=PromptsConfig(), elsewhere=RAY))
+
+    def test_others_of_torchrun_ask_nobody(
+        self, asked: RegenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setattr(on_ray, "connected", None)
+        done = regenerate(replace(asked, out=tmp_path / "x", elsewhere=RAY))
+        assert done.num_answers == 0 and not (tmp_path / "x").exists()
