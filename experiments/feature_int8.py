@@ -69,7 +69,7 @@ def main() -> None:
     source = OnlineFeatures(target, documents, taps, needs_final=False)
     scale_F, _ = measure_scale(source, documents)
     train_in_scaled_units(network, scale_F)
-    embedding_VD = target.embed(torch.arange(target.vocab_size)).clone()
+    embedding_VD = target.matrix_embed(torch.arange(target.vocab_size)).clone()
     head = head_of(target, network.config, read_draft_ids(init))
     drafter, scaled = DFlashTrainable(network, raw), ScaledFeatures(source, scale_F)
     trainer = loop.Trainer(drafter, Corpus(documents, []), scaled, embedding_VD, head, LoopConfig(), folder=Path("unused"))

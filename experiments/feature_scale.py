@@ -64,7 +64,7 @@ def run(target: Target, corpus: Corpus, folder: Path, given: argparse.Namespace,
         heldout_every=max(1, given.steps // 6),
         checkpoint_minutes=1e9,
     )
-    embedding_VD, head = target.embed(torch.arange(target.vocab_size)).clone(), Head(head_weight(target))
+    embedding_VD, head = target.matrix_embed(torch.arange(target.vocab_size)).clone(), Head(head_weight(target))
     trainer = Trainer(
         DFlashTrainable(network, raw), corpus, train, embedding_VD, head, config, folder=folder / f"{start}-{is_scaled}"
     )

@@ -172,10 +172,10 @@ class FakeTarget(Target):
                 taps += [self.taps_of(path[-1:], start + len(path) - 1) for path in paths]
         return ForwardOutput(torch.stack(logits) if logits else None, torch.cat(taps) if taps else None)
 
-    def embed(self, tokens_T: Tensor) -> Tensor:
+    def matrix_embed(self, tokens_T: Tensor) -> Tensor:
         return self.embedding_VD[tokens_T]
 
-    def head(self, hidden_TD: Tensor) -> Tensor:
+    def matrix_head(self, hidden_TD: Tensor) -> Tensor:
         return hidden_TD @ self.embedding_VD.T
 
 

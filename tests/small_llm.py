@@ -69,6 +69,16 @@ def fake_llm(target: Target | None = None, *, tokenizer: Any = None, plan: str =
 def tiny_model(folder: Path, max_position: int = 512) -> Path:
     """A random Llama of two layers, with a byte-level tokenizer and a ChatML template."""
     folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(folder)
+    shape = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": max_position}
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape}))
+    save_file(dict(random_tensors(load_config(folder), seed=1)), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Bytes and the two marks of ChatML: 258 tokens."""
     backend = tokenizers.Tokenizer(
         models.BPE(vocab={char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
     )
@@ -78,8 +88,3 @@ def tiny_model(folder: Path, max_position: int = 512) -> Path:
     backend.save(str(folder / "tokenizer.json"))
     special = {"eos_token": "<|im_end|>", "chat_template": CHATML}
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
-    shape = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": max_position}
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape}))
-    save_file(dict(random_tensors(load_config(folder), seed=1)), folder / "model.safetensors", metadata={"format": "pt"})
-    return folder

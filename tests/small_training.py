@@ -12,7 +12,7 @@ from paceline.draft.dflash import DFlashNetwork
 from paceline.model.checkpoint import random_tensors
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
-from paceline.model.target import head_weight
+from paceline.model.target import Target, head_weight
 from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimConfig
 from paceline.train.dataset import Corpus, Document
 from paceline.train.features import Features, FeatureSource, OnlineFeatures
@@ -65,13 +65,21 @@ def config(**changes: Any) -> LoopConfig:
     return LoopConfig(**values)
 
 
-def trainer(folder: Path, settings: LoopConfig | None = None, *, poisoned: int | None = None, **options: Any) -> Trainer:
-    """A new drafter of one layer and blocks of four over ten documents; `options` as Trainer's."""
+def trainer(
+    folder: Path,
+    settings: LoopConfig | None = None,
+    *,
+    poisoned: int | None = None,
+    target: Target | None = None,
+    learned: list[Document] | None = None,
+    **options: Any,
+) -> Trainer:
+    """A new drafter of one layer and blocks of four over ten documents, or those `learned`; `options` as Trainer's."""
     settings = settings or config()
-    target = tiny_decoder()
+    target = target or tiny_decoder()
     shape = DrafterShape(num_layers=1, block_size=4, num_taps=2)
     raw, network = network_for(target, "none", shape, None, settings.seed)
-    corpus = Corpus(documents(), [])
+    corpus = Corpus(learned or documents(), [])
     features: FeatureSource = OnlineFeatures(
         target, corpus.train, network.config.target_layer_ids, settings.loss.needs_target_probs
     )
@@ -81,9 +89,9 @@ def trainer(folder: Path, settings: LoopConfig | None = None, *, poisoned: int |
     return Trainer(drafter, corpus, features, embedding(target), head_of(target, network), settings, folder=folder, **options)
 
 
-def embedding(target: Decoder) -> torch.Tensor:
-    return target.embed(torch.arange(target.vocab_size)).clone()
+def embedding(target: Target) -> torch.Tensor:
+    return target.matrix_embed(torch.arange(target.vocab_size)).clone()
 
 
-def head_of(target: Decoder, network: DFlashNetwork) -> Head:
+def head_of(target: Target, network: DFlashNetwork) -> Head:
     return Head(head_weight(target), network.config.output_multiplier, network.config.final_logit_softcapping)

@@ -161,6 +161,8 @@ def _rotary(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
         if each != shape.rope_theta:
             yield _rope(stored, f"rope_theta {each:g}", each, shape.rope_scaling)
     scaling = getattr(of_target, "rope_scaling", None)
+    if scaling and scaling["rope_type"] == "longrope":  # for the target's lengths, and maybe a part of its heads
+        scaling = shape.rope_scaling
     for each, said in ((None, "no rope_scaling"), (scaling, "the target's rope_scaling")):
         if each != shape.rope_scaling:
             yield _rope(stored, said, shape.rope_theta, each)

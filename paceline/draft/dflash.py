@@ -28,7 +28,7 @@ from paceline.draft.tapped import TappedDrafter, features_of
 from paceline.errors import ConfigError, ModelFileError, UnsupportedModelError
 from paceline.model.checkpoint import random_weights
 from paceline.model.config import DecoderConfig
-from paceline.model.decoder import rms_norm, swiglu
+from paceline.model.fused import rms_norm, swiglu
 from paceline.model.kv_cache import KVCache
 from paceline.model.native_decoder import NativeDecoder, padded
 from paceline.model.target import Target

@@ -44,7 +44,7 @@ class TorchPath:
         self._target, self._dtype, self._device, self._shape = target, dtype, device, shape
         if head_VD is None and draft_ids is not None:
             head_VD = head_weight(target)[draft_ids.to(device)]
-        self._head = target.head if head_VD is None else PackedLinear(head_VD.to(device, dtype))
+        self._head = target.matrix_head if head_VD is None else PackedLinear(head_VD.to(device, dtype))
         self._residual_dtype = torch.float32 if device.type == "cpu" else dtype
         weights = {name: tensor.detach().to(device, dtype) for name, tensor in network.items()}
         self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
@@ -96,7 +96,7 @@ class TorchPath:
         """Final normed hidden states [B * width, D] of the slots that the first `width` drafts of each row are read from."""
         masks = [self.config.mask_token_id] * (size - 1)
         tokens = [token for anchor in anchors for token in (anchor, *masks)]
-        embedded_TD = self._target.embed(torch.tensor(tokens, device=self._device))
+        embedded_TD = self._target.matrix_embed(torch.tensor(tokens, device=self._device))
         if self.config.input_embedding_scale != 1.0:
             embedded_TD = embedded_TD * self.config.input_embedding_scale
         hidden_BJD = self.run_block(rows, embedded_TD).unflatten(0, (len(rows), size))

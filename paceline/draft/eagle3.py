@@ -42,7 +42,7 @@ from paceline.draft.tapped import TappedDrafter, features_of
 from paceline.errors import ConfigError, ModelFileError, refuse
 from paceline.model.checkpoint import random_weights
 from paceline.model.config import DecoderConfig
-from paceline.model.decoder import swiglu
+from paceline.model.fused import swiglu
 from paceline.model.kv_cache import KVCache
 from paceline.model.logits import sample, target_probs
 from paceline.model.target import Target

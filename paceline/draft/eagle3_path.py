@@ -122,7 +122,7 @@ class Eagle3Path:
 
     def _embed(self, tokens: list[int]) -> Tensor:
         tokens_T = torch.tensor(tokens, device=self._device)
-        return self._target.embed(tokens_T) if self._embedding is None else F.embedding(tokens_T, self._embedding)
+        return self._target.matrix_embed(tokens_T) if self._embedding is None else F.embedding(tokens_T, self._embedding)
 
 
 def _is_outer_norm(name: str) -> bool:

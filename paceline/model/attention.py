@@ -21,7 +21,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.model.config import DecoderConfig, check_rope
+from paceline.model.config import DecoderConfig, RopeKind, check_rope
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How queries times keys become weights."""
+
+    scale: float | None = None
+    """None: one over the root of the head size."""
+    cap: float = 0.0
+    """They are kept within it, by tanh, before the mask; 0 is off."""
+    sinks_H: Tensor | None = None
+    """Of each head the score of a key that is always seen and has no value (gpt-oss)."""
+
+
+PLAIN = Scores()
 
 
 @dataclass(slots=True)
@@ -106,23 +121,23 @@ class AttentionPlan:
         mask = torch.zeros(visible.shape, dtype=self._dtype, device=self._device).masked_fill_(~visible, float("-inf"))
         return mask.repeat(1, self._group, 1)[:, None]
 
-    def attend(self, query_THD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, query_THD: Tensor, keys: Tensor, values: Tensor, scores: Scores = PLAIN) -> Tensor:
         """Attention output [T, heads * head_dim] of queries [T, heads, head_dim].
 
         keys, values: one layer of the cache, [rows, kv_heads, max_len, head_dim], new tokens already written.
         """
         if len(self.spans) == 1:
-            return self._attend_span(self.spans[0], query_THD, keys, values)
+            return self._attend_span(self.spans[0], query_THD, keys, values, scores)
         queries = query_THD.split([span.num_rows * span.count for span in self.spans])
         parts = zip(self.spans, queries, strict=True)
-        return torch.cat([self._attend_span(span, query, keys, values) for span, query in parts])
+        return torch.cat([self._attend_span(span, query, keys, values, scores) for span, query in parts])
 
-    def _attend_span(self, span: _Span, query_THD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend_span(self, span: _Span, query_THD: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
         rows, seen = slice(span.row, span.row + span.num_rows), slice(span.begin, span.end)
-        return attend_rows(query_THD, keys[rows, :, seen], values[rows, :, seen], span.mask)
+        return attend_rows(query_THD, keys[rows, :, seen], values[rows, :, seen], span.mask, scores)
 
 
-def attend_rows(query_THD: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def attend_rows(query_THD: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores = PLAIN) -> Tensor:
     """Attention output [T, heads * head_dim] of rows with equally many queries each, one row after another.
 
     keys, values: what the rows may see, [rows, kv_heads, positions, head_dim]; mask as `AttentionPlan._mask` makes it.
@@ -133,10 +148,27 @@ def attend_rows(query_THD: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
     if count > 1:
         stacked = stacked.permute(0, 2, 3, 1, 4)
     stacked = stacked.reshape(num_rows, kv_heads, group * count, head_dim)
-    out = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask)
+    if scores.cap or scores.sinks_H is not None:
+        out = _weigh(stacked, keys, mask, scores, count) @ values
+    else:
+        out = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask, scale=scores.scale)
     if count > 1:
         out = out.view(num_rows, kv_heads, group, count, head_dim).permute(0, 3, 1, 2, 4)
     return out.reshape(len(query_THD), -1)
+
+
+def _weigh(stacked: Tensor, keys: Tensor, mask: Tensor | None, scores: Scores, count: int) -> Tensor:
+    """Weights [rows, kv_heads, group * count, positions] of the keys, softmax in float32, where they are not plain."""
+    scale = stacked.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+    weights = stacked @ keys.transpose(-1, -2) * scale
+    if scores.cap:
+        weights = torch.tanh(weights / scores.cap) * scores.cap
+    if mask is not None:
+        weights = weights + mask
+    if scores.sinks_H is None:
+        return weights.softmax(-1, torch.float32).to(keys.dtype)
+    sinks = scores.sinks_H.view(1, keys.shape[1], -1, 1).repeat_interleave(count, 2).expand(len(keys), -1, -1, -1)
+    return torch.cat([weights, sinks.to(weights.dtype)], -1).softmax(-1, torch.float32)[..., :-1].to(keys.dtype)
 
 
 def ancestors(parents: list[int]) -> tuple[Tensor, list[int]]:
@@ -185,16 +217,16 @@ def positions_of(starts: list[int], counts: list[int]) -> list[int]:
 
 
 class Rope:
-    """Rotary embedding in the half-split layout, from tables [max_len, head_dim]."""
+    """Rotary embedding in the half-split layout, from tables [max_len, R]: of R numbers of each head, from the first on."""
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         half = cos.shape[-1] // 2
-        self._half = half
+        self._half, self._size = half, cos.shape[-1]
         self._cos = cos
         self._signed_sin = torch.cat([-sin[:, :half], sin[:, half:]], dim=-1)
 
     def tables(self, positions: list[int]) -> tuple[Tensor, Tensor]:
-        """cos and signed sin [T, 1, head_dim] for these positions."""
+        """cos and signed sin [T, 1, R] for these positions."""
         if len(positions) == 1:
             at = positions[0]
             return self._cos[at : at + 1, None], self._signed_sin[at : at + 1, None]
@@ -206,38 +238,59 @@ class Rope:
 
     def rotate(self, heads_THD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         """x * cos + rotate_half(x) * sin; swapping the halves is a roll, the sign is in the table."""
+        if self._size < heads_THD.shape[-1]:
+            rotated, rest = heads_THD.tensor_split([self._size], dim=-1)
+            return torch.cat([self.rotate(rotated, tables), rest], dim=-1)
         cos, signed_sin = tables
         return torch.addcmul(heads_THD * cos, heads_THD.roll(self._half, -1), signed_sin)
 
 
-def rope_tables(config: DecoderConfig, max_len: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, float32 [max_len, head_dim] each; yarn's attention factor is folded in.
+def rope_tables(
+    config: DecoderConfig, max_len: int, kind: RopeKind = "main", longest: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of `max_len` positions, float32 [max_len, R] each; yarn's attention factor is folded in.
 
+    longest: of texts, where a few positions more have tables; longrope chooses its factors by it, for all positions alike:
+    were they chosen by each pass's last one, drafts would decide how accepted tokens are rotated.
     Raises UnsupportedModelError for a rope type we do not know, ModelFileError when its numbers are missing.
     """
-    inv_freq, attention_factor = inverse_frequencies(config)
+    inv_freq, attention_factor = inverse_frequencies(config, kind, max_len if longest is None else longest)
     angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inv_freq
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos() * attention_factor, angles.sin() * attention_factor
 
 
-def inverse_frequencies(config: DecoderConfig) -> tuple[Tensor, float]:
-    """Angle per position, float32 [head_dim / 2], and the factor that multiplies cosine and sine."""
-    scaling = config.rope_scaling or {"rope_type": "default"}
+def inverse_frequencies(config: DecoderConfig, kind: RopeKind = "main", longest: int = 0) -> tuple[Tensor, float]:
+    """Angle per position, float32 [R / 2], and the factor that multiplies cosine and sine."""
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if kind == "local":
+        theta, scaling = config.local_rope_theta, config.local_rope_scaling
+    scaling = scaling or {"rope_type": "default"}
     check_rope(scaling)
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    plain = 1.0 / (config.rope_theta**exponents)
+    size = config.rotary_dim or config.head_dim
+    plain = 1.0 / (theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
     match scaling["rope_type"]:
         case "linear":
             return plain / scaling["factor"], 1.0
         case "llama3":
             return _llama3(plain, scaling), 1.0
         case "yarn":
-            return _yarn(plain, scaling, config), _yarn_attention_factor(scaling)
+            return _yarn(plain, scaling, theta), _yarn_attention_factor(scaling)
+        case "longrope":
+            which = "long_factor" if longest > scaling["original_max_position_embeddings"] else "short_factor"
+            return plain / torch.tensor(scaling[which], dtype=torch.float32), _longrope_attention_factor(scaling)
         case "factors":
             return plain / torch.tensor(scaling["factors"], dtype=torch.float32), 1.0
         case _:
             return plain, 1.0
+
+
+def _longrope_attention_factor(scaling: dict[str, Any]) -> float:
+    """LongRoPE (arXiv 2402.13753): the root of 1 + log(factor) / log(original length), unless the config says it."""
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
+    return 1.0 if factor <= 1 or original <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:
@@ -252,12 +305,12 @@ def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:
     return torch.where(between, blended, stretched)
 
 
-def _yarn(plain: Tensor, scaling: dict[str, Any], config: DecoderConfig) -> Tensor:
+def _yarn(plain: Tensor, scaling: dict[str, Any], theta: float) -> Tensor:
     """YaRN (arXiv 2309.00071, section 3.2): slow dimensions are interpolated, fast ones kept, a ramp between."""
-    dim, context = config.head_dim, scaling["original_max_position_embeddings"]
+    dim, context = 2 * len(plain), scaling["original_max_position_embeddings"]
 
     def dimension_turning(times: float) -> float:
-        return dim * math.log(context / (times * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+        return dim * math.log(context / (times * 2 * math.pi)) / (2 * math.log(theta))
 
     low = dimension_turning(scaling.get("beta_fast") or 32)
     high = dimension_turning(scaling.get("beta_slow") or 1)

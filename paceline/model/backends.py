@@ -80,7 +80,8 @@ def load_target(settings: EngineConfig) -> Target:
         if is_rounded:
             raise NativeError(f"weights in {weight_format} need the native pass: leave --backend or --weight-format out")
         dense = random_tensors(config) if weights == "random" else load_tensors(path)
-        decoder = GraphDecoder if device.type == "cuda" else Decoder
+        # Which expert gets how many tokens is not known when a pass is recorded.
+        decoder = GraphDecoder if device.type == "cuda" and not config.num_experts else Decoder
         tensors = check_tensors(config, dense, path)
         target = decoder(config, tensors, num_rows=num_rows, max_len=max_len, dtype=dtype, device=device)
     _return_freed_memory()
@@ -111,6 +112,7 @@ def _is_native(backend: str, config: DecoderConfig, dtype: torch.dtype, device: 
             f"knows float32 and bfloat16, not {str(dtype).removeprefix('torch.')}: use --dtype, or leave --backend out",
         ),
         (config.head_dim > native_lib.MAX_HEAD_DIM, f"has no heads of {config.head_dim} numbers: leave --backend out"),
+        (bool(lacking(config)), f"lacks {', '.join(lacking(config))}: leave --backend and --weight-format out"),
     )
     obstacle = next((text for is_so, text in obstacles if is_so), None)
     if backend == "auto":
@@ -119,6 +121,26 @@ def _is_native(backend: str, config: DecoderConfig, dtype: torch.dtype, device: 
         raise NativeError(f"the native pass {obstacle}")
     native_lib.require()
     return True
+
+
+def lacking(config: DecoderConfig) -> list[str]:
+    """What a model computes that the native pass cannot, in words; nothing for one that it runs."""
+    local = "local" in config.ropes
+    parts = (
+        (config.norms != "before", "norms behind attention and MLP"),
+        (config.is_qk_norm_whole, "norms of all heads together"),
+        (bool(config.norm_offset), "norms with an offset"),
+        (config.activation == "gelu_tanh", "GELU"),
+        (config.num_experts > 0, "experts"),
+        (config.has_sinks, "sinks of attention"),
+        (bool(config.attention_cap or config.logit_cap), "soft caps"),
+        (bool({config.embedding_scale, config.residual_scale, config.logit_scale} - {1.0}), "scaled sublayers and ends"),
+        (config.attention_scale is not None, "a scale of attention"),
+        (config.rotary_dim is not None, "partly rotated heads"),
+        ("none" in config.ropes or local, f"layers {'with two kinds of' if local else 'without'} rotary positions"),
+        ((config.rope_scaling or {}).get("rope_type") == "longrope", "LongRoPE"),
+    )
+    return [words for is_so, words in parts if is_so]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +153,19 @@ class Form:
     """The native pass's instruction set, a name of `--isa`."""
     weight_format: str
     """bfloat16, float32, or the blocks of a GGUF file such as Q4_1+Q8_0."""
+    lacking: tuple[str, ...] = ()
+    """What the native pass, which would be faster here, lacks for this model."""
 
     def __str__(self) -> str:
-        return f"weights {self.weight_format}, {self.backend}" + (f" {self.isa}" if self.isa else "")
+        reason = f": the native pass lacks {', '.join(self.lacking)}" if self.lacking else ""
+        return f"weights {self.weight_format}, {self.backend}" + (f" {self.isa}" if self.isa else "") + reason
 
 
 def form_of(target: Target) -> Form:
     if isinstance(target, NativeDecoder):
         return Form("native", native_lib.require().pn_in_use().decode(), target.weight_format)
-    return Form("torch", None, str(target.dtype).removeprefix("torch."))
+    is_slower = isinstance(target, Decoder) and target.device.type == "cpu"
+    return Form("torch", None, str(target.dtype).removeprefix("torch."), tuple(lacking(target.config)) if is_slower else ())
 
 
 def _return_freed_memory() -> None:

@@ -21,6 +21,7 @@ from paceline.model import gguf
 from paceline.model.blocks import Blocks, Weight
 from paceline.model.config import MAX_SIZE, DecoderConfig, decoder_config, is_whole, short
 from paceline.model.gguf_file import is_gguf
+from paceline.model.layout import as_ours, layer_shapes
 
 
 def load_config(path: Path | str) -> DecoderConfig:
@@ -58,7 +59,8 @@ def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[
 
 def random_tensors(config: DecoderConfig, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
     """Weights for mocking (`--weights random`)."""
-    return random_weights(expected_shapes(config), seed)
+    for name, tensor in random_weights(expected_shapes(config), seed):
+        yield name, tensor - config.norm_offset if name.endswith("norm.weight") and config.norm_offset else tensor
 
 
 def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -75,7 +77,7 @@ def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor the decoder needs, by Hugging Face name. A tied head is not among them."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in _layer_shapes(config).items()}
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer_shapes(config, index).items()}
     shapes["model.norm.weight"] = (config.hidden_size,)
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
@@ -88,13 +90,14 @@ AnyWeight = TypeVar("AnyWeight", Tensor, Weight)
 def check_tensors(
     config: DecoderConfig, tensors: Iterable[tuple[str, AnyWeight]], source: Path | str
 ) -> Iterator[tuple[str, AnyWeight]]:
-    """Pass `tensors` on while checking names and shapes; what a tied or old checkpoint stores twice is dropped.
+    """Pass `tensors` on while checking names and shapes; what a tied or old checkpoint stores twice is dropped, and what is
+    stored as one is given in its parts.
 
     Raises ModelFileError naming the tensor that is unknown, of a wrong shape or, at the end, missing.
     """
     expected = expected_shapes(config)
     missing = dict.fromkeys(expected)
-    for name, tensor in tensors:
+    for name, tensor in as_ours(config, expected, tensors, source):
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings):
             continue
         if name not in expected:
@@ -160,28 +163,6 @@ def existing(path: Path | str) -> Path:
     if not path.exists():
         raise ModelNotFoundError(f"no folder or file {path}: give a Hugging Face model folder or a .gguf file")
     return path
-
-
-def _layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    linears = {
-        "self_attn.q_proj": (queries, hidden, config.qkv_bias),
-        "self_attn.k_proj": (keys, hidden, config.qkv_bias),
-        "self_attn.v_proj": (keys, hidden, config.qkv_bias),
-        "self_attn.o_proj": (hidden, queries, config.output_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    for name, (rows, columns, biased) in linears.items():
-        shapes[f"{name}.weight"] = (rows, columns)
-        if biased:
-            shapes[f"{name}.bias"] = (rows,)
-    if config.qk_norm:
-        shapes |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
-    return shapes
 
 
 def _shards(folder: Path) -> dict[Path, list[str]]:

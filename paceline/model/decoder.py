@@ -1,9 +1,9 @@
-"""Our own decoder for Llama 2/3, Mistral, Qwen2 and Qwen3, written for the decode step.
+"""Our own decoder for the families of families.json, written for the decode step.
 
 Weights are fused (q, k, v in one matrix; gate and up in one) and packed for the device; keys and values go into a static
 cache; one call runs a ragged batch and hands out taps on the way. Plain functions on tensors rather than modules: at one
-row the time is in the calls, not in the arithmetic. `model/checkpoint.py` brings the tensors; `tests/model/test_decoder.py`
-compares every family with Transformers.
+row the time is in the calls, not in the arithmetic. `model/checkpoint.py` brings the tensors; what families do differently are
+fields of DecoderConfig. `tests/families/` compares every family with Transformers.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.model.attention import AttentionPlan, CacheWriter, Rope, rope_tables
+from paceline.model.attention import AttentionPlan, CacheWriter, Rope, Scores, rope_tables
 from paceline.model.blocks import Weight
-from paceline.model.config import DecoderConfig
+from paceline.model.config import DecoderConfig, RopeKind
+from paceline.model.experts import Experts, gating
 from paceline.model.kv_cache import StaticKVCache
-from paceline.model.target import ForwardBatch, ForwardOutput, Target
+from paceline.model.layout import NORMS, layer_shapes
+from paceline.model.target import EndScales, ForwardBatch, ForwardOutput, Target
 
+Tables = tuple[Tensor, Tensor]
+"""Cosines and signed sines of a pass's positions, as `Rope.tables` gives them."""
 _DECODE_ROWS = 8
 """Row count oneDNN is told to expect when it chooses the blocked layout; measured to suit 1 to 32."""
 
@@ -60,58 +64,114 @@ def can_pack(weight: Tensor) -> bool:
 
 
 class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * w over the last dimension, result in the weight's dtype.
+    """x / sqrt(mean(x^2) + eps) * (w + offset) over the last dimension, result in the weight's dtype.
 
     On CPU it is computed by vector_norm and hypot, exactly and in half the time of `F.rms_norm` at one row.
     """
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    def __init__(self, weight: Tensor, eps: float, offset: float = 0.0) -> None:
         self._dtype = weight.dtype
         self._eps = eps
         self._is_cpu = weight.device.type == "cpu"
+        self._is_wide = self._is_cpu or bool(offset)
+        """Whether it multiplies by the weight in float32, as Transformers does where there is an offset."""
         size = weight.shape[-1]
-        self._weight = weight.float() * size**0.5 if self._is_cpu else weight
+        self._weight = weight.float() + offset if self._is_wide else weight
+        if self._is_cpu:
+            self._weight = self._weight * size**0.5
         self._floor = torch.tensor((size * eps) ** 0.5, device=weight.device)
 
     def __call__(self, inputs: Tensor) -> Tensor:
         if not self._is_cpu:
-            return F.rms_norm(inputs, inputs.shape[-1:], eps=self._eps).to(self._dtype) * self._weight
+            normed = F.rms_norm(inputs.float() if self._is_wide else inputs, inputs.shape[-1:], eps=self._eps)
+            return (normed * self._weight).to(self._dtype) if self._is_wide else normed.to(self._dtype) * self._weight
         scale = torch.hypot(torch.linalg.vector_norm(inputs, dim=-1, keepdim=True, dtype=torch.float32), self._floor)
         return inputs.div(scale).mul_(self._weight).to(self._dtype)
+
+
+class NoNorm:
+    """In the place of a norm that a layer does not have: only the dtype changes."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return inputs.to(self._dtype)
+
+
+class WholeNorm:
+    """Norms of all queries of a token together, and of all its keys: heads [T, num_heads + num_kv_heads, head_dim]."""
+
+    def __init__(self, query_norm: RMSNorm, key_norm: RMSNorm, num_heads: int) -> None:
+        self._query_norm, self._key_norm, self._num_heads = query_norm, key_norm, num_heads
+
+    def __call__(self, heads_THD: Tensor) -> Tensor:
+        query_THD, key_THD = heads_THD.tensor_split([self._num_heads], dim=1)
+        queries, keys = self._query_norm(query_THD.flatten(1)), self._key_norm(key_THD.flatten(1))
+        return torch.cat([queries, keys], dim=1).view(heads_THD.shape)
+
+
+Norm = RMSNorm | NoNorm
+
+
+class GatedMLP:
+    """down(activation(gate(x)) * up(x)), or what the config has in the place of that product."""
+
+    def __init__(self, config: DecoderConfig, parts: dict[str, Tensor], name: str) -> None:
+        """Takes the weights called `name` out of `parts`."""
+        self._gate_up = fuse(parts, f"{name}.gate_proj", f"{name}.up_proj")
+        self._down = fuse(parts, f"{name}.down_proj")
+        self._multiply = gating(config)
+        self.num_bytes = self._gate_up.num_bytes + self._down.num_bytes
+
+    def __call__(self, normed_TD: Tensor) -> Tensor:
+        gate, up = self._gate_up(normed_TD).chunk(2, dim=-1)
+        return self._down(self._multiply(gate, up))
 
 
 @dataclass(slots=True)
 class Layer:
     config: DecoderConfig
-    input_norm: RMSNorm
+    input_norm: Norm
     qkv: PackedLinear
-    qk_norm: RMSNorm | None
-    """One weight row per query and key head, so that both are normed at once."""
+    qk_norm: RMSNorm | WholeNorm | None
+    """Of heads by themselves with one weight row per query and key head, so that both are normed at once."""
     output: PackedLinear
-    mlp_norm: RMSNorm
-    gate_up: PackedLinear
-    down: PackedLinear
+    attention_out_norm: Norm
+    mlp_norm: Norm
+    mlp: GatedMLP | Experts
+    mlp_out_norm: Norm
     window: int | None
+    rope: RopeKind
+    scores: Scores
 
     @classmethod
     def of(cls, config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> Layer:
         """Norms, and the projections that have the same input as one matrix. Takes the weights out of `parts`."""
-        qk_norm = None
-        if config.qk_norm:
-            query, key = (parts[f"self_attn.{which}_norm.weight"] for which in "qk")
-            heads = torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
-            qk_norm = RMSNorm(heads, config.rms_norm_eps)
+        names, dtype = NORMS[config.norms], next(iter(parts.values())).dtype
+        norms: dict[str, Norm] = {
+            field: RMSNorm(parts[f"{names[field]}.weight"], config.rms_norm_eps, config.norm_offset)
+            if field in names
+            else NoNorm(dtype)
+            for field in ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+        }
+        sinks = parts["self_attn.sinks"].float() if config.has_sinks else None
         return cls(
             config,
-            input_norm=RMSNorm(parts["input_layernorm.weight"], config.rms_norm_eps),
             qkv=fuse(parts, *(f"self_attn.{which}_proj" for which in "qkv")),
-            qk_norm=qk_norm,
+            qk_norm=_qk_norm(config, parts) if config.qk_norm else None,
             output=fuse(parts, "self_attn.o_proj"),
-            mlp_norm=RMSNorm(parts["post_attention_layernorm.weight"], config.rms_norm_eps),
-            gate_up=fuse(parts, "mlp.gate_proj", "mlp.up_proj"),
-            down=fuse(parts, "mlp.down_proj"),
+            mlp=_experts(config, parts) if config.has_experts(index) else GatedMLP(config, parts, "mlp"),
             window=config.window(index),
+            rope=config.rope(index),
+            scores=Scores(config.attention_scale, config.attention_cap, sinks),
+            **norms,
         )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of matrices that a pass of one position reads."""
+        return self.qkv.num_bytes + self.output.num_bytes + self.mlp.num_bytes
 
     def run(
         self,
@@ -120,12 +180,14 @@ class Layer:
         values: Tensor,
         plan: AttentionPlan,
         writer: CacheWriter,
-        rope: Rope,
-        tables: tuple[Tensor, Tensor],
+        rope: Rope | None,
+        tables: Tables | None,
     ) -> None:
         """Add to the hidden states what attention and MLP make of them; keys and values are the layer's part of the cache."""
-        hidden_TD.add_(self.attend(self.input_norm(hidden_TD), keys, values, plan, writer, rope, tables))
-        hidden_TD.add_(self.mlp(self.mlp_norm(hidden_TD)))
+        scale = self.config.residual_scale
+        attended_TD = self.attend(self.input_norm(hidden_TD), keys, values, plan, writer, rope, tables)
+        hidden_TD.add_(self.attention_out_norm(attended_TD), alpha=scale)
+        hidden_TD.add_(self.mlp_out_norm(self.mlp(self.mlp_norm(hidden_TD))), alpha=scale)
 
     def attend(
         self,
@@ -134,24 +196,35 @@ class Layer:
         values: Tensor,
         plan: AttentionPlan,
         writer: CacheWriter,
-        rope: Rope,
-        tables: tuple[Tensor, Tensor],
+        rope: Rope | None,
+        tables: Tables | None,
     ) -> Tensor:
-        """What attention makes of normed hidden states."""
+        """What attention makes of normed hidden states. Without `rope` nothing is rotated."""
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
         num_qk_heads = num_heads + num_kv_heads
         heads = self.qkv(normed_TD).view(-1, num_qk_heads + num_kv_heads, self.config.head_dim)
         qk_heads = heads[:, :num_qk_heads]
         if self.qk_norm is not None:
             qk_heads = self.qk_norm(qk_heads)
-        qk_heads = rope.rotate(qk_heads, tables)
+        if rope is not None and tables is not None:
+            qk_heads = rope.rotate(qk_heads, tables)
         writer.write(keys, qk_heads[:, num_heads:])
         writer.write(values, heads[:, num_qk_heads:])
-        return self.output(plan.attend(qk_heads[:, :num_heads], keys, values))
+        return self.output(plan.attend(qk_heads[:, :num_heads], keys, values, self.scores))
 
-    def mlp(self, normed_TD: Tensor) -> Tensor:
-        gate, up = self.gate_up(normed_TD).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up))
+
+def _experts(config: DecoderConfig, parts: dict[str, Tensor]) -> Experts:
+    experts = [GatedMLP(config, parts, f"mlp.experts.{expert}") for expert in range(config.num_experts)]
+    return Experts(fuse(parts, "mlp.gate"), experts, config.experts_per_token, config.normed_experts)
+
+
+def _qk_norm(config: DecoderConfig, parts: dict[str, Tensor]) -> RMSNorm | WholeNorm:
+    query, key = (parts[f"self_attn.{which}_norm.weight"] for which in "qk")
+    eps, offset = config.rms_norm_eps, config.norm_offset
+    if config.is_qk_norm_whole:
+        return WholeNorm(RMSNorm(query, eps, offset), RMSNorm(key, eps, offset), config.num_heads)
+    heads = torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
+    return RMSNorm(heads, eps, offset)
 
 
 def fuse(weights: dict[str, Tensor], *names: str) -> PackedLinear:
@@ -162,7 +235,7 @@ def fuse(weights: dict[str, Tensor], *names: str) -> PackedLinear:
 
 
 class Decoder(Target):
-    """Llama-family target with a static KV cache of `num_rows` rows of `max_len` tokens."""
+    """Target of a known family with a static KV cache of `num_rows` rows of `max_len` tokens."""
 
     kv: StaticKVCache
     """`cache`, by its own type."""
@@ -192,24 +265,29 @@ class Decoder(Target):
         make_layer = partial(Layer.of, self.config)
         self.layers, rest = build_layers(self.config, copies, make_layer, make_other=lambda name, tensor: tensor)
         self.embedding = rest["model.embed_tokens.weight"]
-        self.final_norm = RMSNorm(rest["model.norm.weight"], self.config.rms_norm_eps)
-        self._head = PackedLinear(self.embedding if self.config.tie_embeddings else rest["lm_head.weight"])
-        matrices = [matrix for layer in self.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        self.weight_bytes = sum(matrix.num_bytes for matrix in (*matrices, self._head))
+        self.final_norm = RMSNorm(rest["model.norm.weight"], config.rms_norm_eps, config.norm_offset)
+        self._head = PackedLinear(self.embedding if config.tie_embeddings else rest["lm_head.weight"])
+        self.weight_bytes = sum(layer.num_bytes for layer in self.layers) + self._head.num_bytes
+        self.ends = end_scales(config, dtype)
         self.allocate_cache(num_rows, max_len)
         self.windows = sorted({layer.window for layer in self.layers}, key=lambda window: window or 0)
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
         config = self.config
         self.check_len(max_len)
-        self.rope = Rope(*(table.to(self.device, self.dtype) for table in rope_tables(config, max_len + self.slack)))
+        kinds = {config.rope(layer) for layer in range(config.num_layers)} - {"none"}
+        self.ropes = {kind: self._rope(kind, max_len) for kind in kinds}
         shape = (config.num_layers, num_rows, config.num_kv_heads, max_len, config.head_dim)
         self.kv = self.cache = StaticKVCache(*shape, self.dtype, self.device, slack=self.slack)
 
-    def embed(self, tokens_T: Tensor) -> Tensor:
+    def _rope(self, kind: RopeKind, max_len: int) -> Rope:
+        tables = rope_tables(self.config, max_len + self.slack, kind, longest=max_len)
+        return Rope(*(table.to(self.device, self.dtype) for table in tables))
+
+    def matrix_embed(self, tokens_T: Tensor) -> Tensor:
         return F.embedding(tokens_T, self.embedding)
 
-    def head(self, hidden_TD: Tensor) -> Tensor:
+    def matrix_head(self, hidden_TD: Tensor) -> Tensor:
         return self._head(hidden_TD)
 
     @torch.inference_mode()
@@ -218,28 +296,42 @@ class Decoder(Target):
         kind: dict[str, Any] = {"group": self.group, "dtype": self.dtype, "device": self.device, "parents": batch.parents}
         plans = {window: AttentionPlan(*rows, window=window, **kind) for window in self.windows}
         writer = CacheWriter(*rows, self.device)
-        tables = self.rope.tables(batch.positions)
+        positions = batch.positions
+        tables = {kind: rope.tables(positions) for kind, rope in self.ropes.items()}
         hidden_TD, taps_TF = self.run_layers(torch.tensor(batch.tokens, device=self.device), plans, writer, tables)
         self.cache.append(batch.rows, batch.counts)
         if batch.logits == "none":
             return ForwardOutput(None, taps_TF)
         if batch.logits == "last" and batch.num_tokens > len(batch.rows):
             hidden_TD = hidden_TD[torch.tensor(batch.logit_rows, device=self.device)]
-        return ForwardOutput(self._head(self.final_norm(hidden_TD)), taps_TF)
+        return ForwardOutput(self.head(self.final_norm(hidden_TD)), taps_TF)
 
     def run_layers(
-        self, tokens_T: Tensor, plans: Mapping[int | None, AttentionPlan], writer: CacheWriter, tables: tuple[Tensor, Tensor]
+        self,
+        tokens_T: Tensor,
+        plans: Mapping[int | None, AttentionPlan],
+        writer: CacheWriter,
+        tables: Mapping[RopeKind, Tables],
     ) -> tuple[Tensor, Tensor | None]:
-        """Embedding and all layers: hidden states [T, D] before the final norm, and taps [T, F]."""
+        """Embedding and all layers: hidden states [T, D] before the final norm, and taps [T, F].
+
+        plans by the windows of layers, tables by their kinds of rotary positions.
+        """
         taps_TLD = torch.empty(len(tokens_T), len(self.tap_layers), self.hidden_size, dtype=self.dtype, device=self.device)
         hidden_TD = self.embed(tokens_T).to(self._residual_dtype)
         for index, layer in enumerate(self.layers):
             keys, values = self.kv.keys[index], self.kv.values[index]
-            layer.run(hidden_TD, keys, values, plans[layer.window], writer, self.rope, tables)
+            rope = self.ropes.get(layer.rope)
+            layer.run(hidden_TD, keys, values, plans[layer.window], writer, rope, tables.get(layer.rope))
             if index in self.tap_layers:
                 is_last = index == self.num_layers - 1  # tapped after the final norm, as Transformers' hidden_states[-1]
                 taps_TLD[:, self.tap_layers.index(index)] = self.final_norm(hidden_TD) if is_last else hidden_TD
         return hidden_TD, taps_TLD.flatten(1) if self.tap_layers else None
+
+
+def end_scales(config: DecoderConfig, dtype: torch.dtype) -> EndScales:
+    """The factor of embeddings is rounded to the model's dtype, as Gemma does."""
+    return EndScales(float(torch.tensor(config.embedding_scale, dtype=dtype)), config.logit_scale, config.logit_cap)
 
 
 AnyWeight = TypeVar("AnyWeight", Tensor, Weight)
@@ -254,7 +346,7 @@ def build_layers(
 ) -> tuple[list[AnyLayer], dict[str, Any]]:
     """Layers, each made of its tensors by their names within it as soon as they are all there, so that nothing is held twice;
     and what is made of every other tensor, by its name."""
-    size = 9 + 3 * config.qkv_bias + config.output_bias + 3 * config.mlp_bias + 2 * config.qk_norm
+    sizes = [len(layer_shapes(config, index)) for index in range(config.num_layers)]
     waiting: dict[int, dict[str, AnyWeight]] = {}
     layers: dict[int, AnyLayer] = {}
     others: dict[str, Any] = {}
@@ -265,77 +357,6 @@ def build_layers(
             continue
         parts = waiting.setdefault(int(number), {})
         parts[own_name] = tensor
-        if len(parts) == size:
+        if len(parts) == sizes[int(number)]:
             layers[int(number)] = make_layer(int(number), waiting.pop(int(number)))
     return [layers[index] for index in range(config.num_layers)], others
-
-
-# The decoder's small operations with their gradients written by hand: one pass where autograd would make five. For training on
-# CPU, where they otherwise take as long as the matrix products. Each gives the result of the plain PyTorch operations
-# (tests/model/test_fused.py) and computes in float32 whatever comes in.
-
-
-def autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """What a matrix product of this tensor would run in: autocast's dtype when it is on, else the tensor's own."""
-    kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
-
-
-def rms_norm(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """inputs / sqrt(mean(inputs^2) + eps) * weight over the last dimension, in the dtype the next product wants."""
-    return _RMSNorm.apply(inputs, weight, eps, autocast_dtype(inputs))
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
-    return _SwiGLU.apply(gate, up)
-
-
-def rotate(heads_THD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Rotary embedding, half-split: x * cos + swap_halves(x) * signed_sin; the tables broadcast over heads."""
-    return _Rotate.apply(heads_THD, cos, signed_sin)
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        size = inputs.shape[-1]
-        norm = torch.linalg.vector_norm(inputs, dim=-1, keepdim=True, dtype=torch.float32)
-        scale = (norm.square_().div_(size)).add_(eps).rsqrt_()
-        ctx.save_for_backward(inputs, weight, scale)
-        return (inputs * scale).mul_(weight).to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        inputs, weight, scale = ctx.saved_tensors
-        normed = inputs * scale
-        grad = grad.float()
-        grad_weight = (grad * normed).flatten(0, -2).sum(0)
-        grad = grad * weight
-        along = (grad * normed).mean(-1, keepdim=True)
-        return grad.sub_(normed.mul_(along)).mul_(scale).to(inputs.dtype), grad_weight, None, None
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return torch.nn.functional.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        gate, up = ctx.saved_tensors
-        grad_up = torch.nn.functional.silu(gate).mul_(grad)
-        return torch.ops.aten.silu_backward(grad * up, gate), grad_up
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, heads_THD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, signed_sin)
-        return torch.addcmul(heads_THD * cos, heads_THD.roll(heads_THD.shape[-1] // 2, -1), signed_sin)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        cos, signed_sin = ctx.saved_tensors
-        return (grad * cos).add_((grad * signed_sin).roll(grad.shape[-1] // 2, -1)), None, None

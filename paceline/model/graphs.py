@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.model.attention import AttentionPlan, CacheWriter, ancestors, attend_rows
+from paceline.model.attention import PLAIN, AttentionPlan, CacheWriter, Scores, ancestors, attend_rows
 from paceline.model.decoder import Decoder
 from paceline.model.target import ForwardBatch, ForwardOutput
 
@@ -44,7 +44,7 @@ class StaticPass(CacheWriter):
         self._positions_BJ = self.starts_B[:, None] + self.depths_BJ
         self._rows_T = torch.arange(self._num_rows, device=device).repeat_interleave(self._count)
         plans = {window: _Plan(self._num_rows, self._span, self._mask(window)) for window in decoder.windows}
-        tables = decoder.rope.tables_at(self._positions_BJ.flatten())
+        tables = {kind: rope.tables_at(self._positions_BJ.flatten()) for kind, rope in decoder.ropes.items()}
         hidden, taps = decoder.run_layers(self.tokens_BJ.flatten(), plans, self, tables)
         self.logits, self.taps = decoder.head(decoder.final_norm(hidden)), taps
 
@@ -88,9 +88,9 @@ class _Plan(AttentionPlan):
     def __init__(self, num_rows: int, length: int, seen: Tensor) -> None:
         self._num_rows, self._length, self._seen = num_rows, length, seen
 
-    def attend(self, query_THD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, query_THD: Tensor, keys: Tensor, values: Tensor, scores: Scores = PLAIN) -> Tensor:
         keys, values = (tensor[: self._num_rows, :, : self._length] for tensor in (keys, values))
-        return attend_rows(query_THD, keys, values, self._seen)
+        return attend_rows(query_THD, keys, values, self._seen, scores)
 
 
 class GraphDecoder(Decoder):

@@ -15,10 +15,11 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from paceline.errors import ContextLengthError, ModelFileError, ModelNotFoundError, UnsupportedModelError, needing
 from paceline.model.hf_cache import HFCache, Row, cache_bytes, is_unused, make_cache, poison_recurrent_state, tensor_bytes
-from paceline.model.target import DEFAULT_MAX_LEN, ForwardBatch, ForwardOutput, Target
+from paceline.model.target import DEFAULT_MAX_LEN, EndScales, ForwardBatch, ForwardOutput, Target
 
 _MAX_PENDING = 32
 """Tokens replayed in front of a forward; beyond that they get a pass of their own, after which they are settled."""
@@ -55,7 +56,8 @@ class HFTarget(Target):
         self._decoder, self._layers = _find_layers(self.model.get_decoder(), self.num_layers)
         self._captured: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
-        self._embed_scale, self._token_bytes, self._state_bytes, self._must_step = self._probe()
+        scale, self._token_bytes, self._state_bytes, self._must_step = self._probe()
+        self.ends = EndScales(scale, *_logit_scales(config))
         self.allocate_cache(num_rows, max_len or min(self.max_position, DEFAULT_MAX_LEN))
 
     @classmethod
@@ -195,13 +197,12 @@ class HFTarget(Target):
         return logits_NV[len(logits_NV) - num_logits :], torch.cat(taps, dim=-1) if taps else None
 
     @torch.no_grad()
-    def embed(self, tokens_T: Tensor) -> Tensor:
-        return self._embedding(tokens_T) * self._embed_scale
+    def matrix_embed(self, tokens_T: Tensor) -> Tensor:
+        return F.embedding(tokens_T, self._embedding.weight)
 
     @torch.no_grad()
-    def head(self, hidden_TD: Tensor) -> Tensor:
-        """The head, with the scaling or soft cap that the model applies to its logits."""
-        return _scale_logits(self._lm_head(hidden_TD), self._config)
+    def matrix_head(self, hidden_TD: Tensor) -> Tensor:
+        return self._lm_head(hidden_TD)
 
     @torch.no_grad()
     def _probe(self) -> tuple[float, int, int, bool]:
@@ -219,7 +220,7 @@ class HFTarget(Target):
             ignores_state = has_state and bool(self._pass(tokens, _PROBE_TOKENS, cache, 1)[0].isfinite().all())
         except (TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
             raise UnsupportedModelError(f"{name} does not run with Transformers' DynamicCache: {_first_line(error)}") from error
-        embeddings = self._embedding(torch.tensor([tokens], device=self.device))
+        embeddings = self.matrix_embed(torch.tensor([tokens], device=self.device))
         if first_input is not None and first_input.shape != embeddings.shape:
             self._layers = []  # layers that pass on more than one hidden state per position (Gemma 3n) cannot be tapped
         return _fit_scale(embeddings, first_input), token_bytes, state_bytes, ignores_state
@@ -279,13 +280,12 @@ def _fit_scale(embeddings: Tensor, first_input: Tensor | None) -> float:
     return scale if is_factor and abs(scale - 1) > 1e-3 else 1.0
 
 
-def _scale_logits(logits: Tensor, config: Any) -> Tensor:
-    """What some families do behind the head: Granite, Cohere, Falcon-H1, Gemma 2."""
-    logits = logits / getattr(config, "logits_scaling", 1.0)
+def _logit_scales(config: Any) -> tuple[float, float]:
+    """Factor and soft cap that some families have behind the head: Granite, Cohere, Falcon-H1, Gemma 2."""
+    factor = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     for name in ("logit_scale", "lm_head_multiplier"):
-        logits = logits * getattr(config, name, 1.0)
-    cap = getattr(config, "final_logit_softcapping", None)
-    return torch.tanh(logits / cap) * cap if cap else logits
+        factor *= getattr(config, name, None) or 1.0
+    return factor, float(getattr(config, "final_logit_softcapping", None) or 0.0)
 
 
 def _first_line(error: BaseException) -> str:

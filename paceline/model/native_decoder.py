@@ -80,10 +80,10 @@ class NativeDecoder(Target):
         self._native_cache = cache_view(cache)
         cache.mover = partial(self._model.keep, self._native_cache)
 
-    def embed(self, tokens_T: Tensor) -> Tensor:
+    def matrix_embed(self, tokens_T: Tensor) -> Tensor:
         return self.embedding_matrix.rows_of(tokens_T.tolist(), self.dtype)
 
-    def head(self, hidden_TD: Tensor) -> Tensor:
+    def matrix_head(self, hidden_TD: Tensor) -> Tensor:
         return self.head_matrix.multiply(hidden_TD, self.dtype)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:

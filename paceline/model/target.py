@@ -97,6 +97,27 @@ class ForwardOutput:
         return best_T1.masked_fill(~logits_TV.gather(-1, best_T1).isfinite(), -1).flatten().tolist()
 
 
+@dataclass(frozen=True, slots=True)
+class EndScales:
+    """What a model does at its two ends besides its two matrices."""
+
+    embedding: float = 1.0
+    """Rows of the embedding are multiplied by it."""
+    logits: float = 1.0
+    """What the head's matrix gives is multiplied by it,"""
+    cap: float = 0.0
+    """and then kept within it, by tanh; 0 is off."""
+
+    def of_logits(self, product_TV: Tensor) -> Tensor:
+        """Logits of what the head's matrix gives."""
+        if self.logits != 1.0:
+            product_TV = product_TV * self.logits
+        return torch.tanh(product_TV / self.cap) * self.cap if self.cap else product_TV
+
+
+PLAIN_ENDS = EndScales()
+
+
 class Target(ABC):
     """A causal language model with its KV cache, ready to verify drafts."""
 
@@ -123,6 +144,9 @@ class Target(ABC):
     overwrites_taps: bool = True
     """Whether the next pass may overwrite the taps of this one: what keeps them longer must copy them."""
 
+    ends: EndScales = PLAIN_ENDS
+    """Factors at both ends that the matrices do not hold. Drafters read the matrices, and have factors of their own."""
+
     def set_taps(self, tap_layers: tuple[int, ...]) -> None:
         """Choose the layers (0-based; layer l is Transformers' hidden_states[l + 1]) whose outputs `forward` returns."""
         self.tap_layers = tuple(tap_layers)
@@ -141,28 +165,37 @@ class Target(ABC):
         """Run the tokens, append their keys and values to the cache, return logits and taps."""
 
     @abstractmethod
-    def embed(self, tokens_T: Tensor) -> Tensor:
-        """Input embeddings [T, D] of token ids [T], as the first layer receives them."""
+    def matrix_embed(self, tokens_T: Tensor) -> Tensor:
+        """Rows of the embedding's matrix [T, D]."""
 
     @abstractmethod
+    def matrix_head(self, hidden_TD: Tensor) -> Tensor:
+        """What the head's matrix makes [T, V] of final hidden states [T, D] that are already normed."""
+
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        """Input embeddings [T, D] of token ids [T], as the first layer receives them."""
+        embedded_TD = self.matrix_embed(tokens_T)
+        return embedded_TD if self.ends.embedding == 1.0 else embedded_TD * self.ends.embedding
+
     def head(self, hidden_TD: Tensor) -> Tensor:
         """Logits [T, V] of final hidden states [T, D] that are already normed."""
+        return self.ends.of_logits(self.matrix_head(hidden_TD))
 
 
 def head_weight(target: Target) -> Tensor:
     """The target's head as a matrix [V, D], found by applying it to the unit vectors.
 
-    Raises UnsupportedModelError for a head that is no plain matrix.
+    Without the target's own factors (`Target.ends`). Raises UnsupportedModelError for a head that is no plain matrix.
     """
     with torch.no_grad():  # not inference mode: losses keep this matrix for their backward
         eye = torch.eye(target.hidden_size, dtype=target.dtype, device=target.device)
-        weight_VD = target.head(eye).T.to(target.dtype, copy=True)  # exact: each logit is one weight
+        weight_VD = target.matrix_head(eye).T.to(target.dtype, copy=True)  # exact: each logit is one weight
         probe = torch.randn(2, target.hidden_size, generator=torch.Generator().manual_seed(0))
         probe = probe.to(target.device, target.dtype)
         expected = probe.float() @ weight_VD.float().T
-        if (target.head(probe).float() - expected).abs().max() > 0.05 * expected.abs().max():
+        if (target.matrix_head(probe).float() - expected).abs().max() > 0.05 * expected.abs().max():
             raise UnsupportedModelError(
-                "this target's head is no plain matrix (bias or soft cap): training a drafter for it, and drafting over a part "
+                "this target's head is no plain matrix, it has a bias: training a drafter for it, and drafting over a part "
                 "of the vocabulary, are not implemented"
             )
     return weight_VD

@@ -183,9 +183,9 @@ class ConfigReader:
 
     @property
     def is_tied(self) -> bool:
-        """Gemma's default is tied, others' is not."""
+        """The default of a few families is tied, others' is not."""
         value = self.config.get("tie_word_embeddings", self.whole_config.get("tie_word_embeddings"))
-        return self.family.startswith("gemma") if value is None else bool(value)
+        return self.family.startswith(tuple(KEYS["tied"])) if value is None else bool(value)
 
     @property
     def num_experts(self) -> int:
@@ -196,7 +196,7 @@ class ConfigReader:
         return self.whole(next(filter(self.has, KEYS["per_token"]), KEYS["per_token"][0]))
 
     def layer_kind(self, layer: int) -> str:
-        """Without layer types: Gemma 3 slides but for each sixth, Gemma 2 each other, Mistral and its kin all or none."""
+        """Without layer types: Gemma 3 slides but for each sixth, others by their patterns, Mistral and its kin all or none."""
         kinds = self.config.get("layer_types")
         if isinstance(kinds, list) and len(kinds) > layer:
             kind, known = str(kinds[layer]), KEYS["layer_kinds"]
@@ -206,10 +206,9 @@ class ConfigReader:
         if self.has("linear_num_value_heads"):
             return "full_attention" if (layer + 1) % self.whole("full_attention_interval", 4) == 0 else "linear_attention"
         slides = self.has("sliding_window") and self.flag("use_sliding_window", True)
-        if slides and self.family.startswith("gemma3"):
-            slides = (layer + 1) % self.whole("sliding_window_pattern", 6) != 0
-        elif slides and self.family.startswith("gemma2"):
-            slides = layer % 2 == 0
+        pattern = next((every for family, every in KEYS["patterns"].items() if self.family.startswith(family)), None)
+        if slides and pattern is not None:
+            slides = (layer + 1) % self.whole("sliding_window_pattern", pattern) != 0
         elif slides and self.family.startswith("qwen"):
             slides = layer >= self.whole("max_window_layers", 0)
         return "sliding_attention" if slides else "full_attention"

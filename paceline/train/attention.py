@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from paceline.draft.checkpoint import DFlashConfig
 from paceline.draft.dflash import Attend, visible
 from paceline.model.attention import Rope, rope_tables
-from paceline.model.decoder import rotate
+from paceline.model.fused import rotate
 
 
 @dataclass(frozen=True, slots=True)

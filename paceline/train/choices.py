@@ -131,7 +131,7 @@ def _stored_sizes(init: str, target_name: str, vocab_size: int) -> Sizes | None:
 def _of_target(target: TargetFacts) -> tuple[int, int, int, int]:
     """Query heads, key heads, size of a head, width of the MLP: as `start.config_for` takes them."""
     hidden = target.shape.hidden_size
-    if not target.is_llama_shaped:  # as checkpoint.new_config
+    if target.family is None:  # as checkpoint.new_config
         heads = max(1, hidden // 64)
         group = next(group for group in (4, 3, 2, 1) if heads % group == 0)
         return heads, heads // group, 64, -(-hidden * 8 // 3 // 64) * 64
@@ -188,7 +188,7 @@ def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> 
     if not is_eagle3:
         yield from _shape_choices(config, target, machine)
     hidden, is_large = target.shape.hidden_size, target.shape.vocab_size > SMALL_HEAD
-    if not is_eagle3 and target.is_llama_shaped and not config.elsewhere.features_at:  # a target elsewhere has no layers here
+    if not is_eagle3 and target.is_copyable and not config.elsewhere.features_at:  # a target elsewhere has no layers here
         yield Choice("shape.start", "copied", "layers of the target know how to attend already")
     if not is_eagle3 and is_large and not config.loop.loss.needs_target_probs:
         why = "a sample of the vocabulary: the whole head would take most of a step"

@@ -1,4 +1,4 @@
-"""A drafter's first layers as copies of the target's, for every Llama-shaped target: biases, norms and head sizes as they are.
+"""A drafter's first layers as copies of the target's, where its layers are Llama's: biases, norms and head sizes as they are.
 
 A draft layer is a Qwen3 layer: biases where the config says `attention_bias`, and RMS norms of each query and key head. Where
 the target has neither norm (Llama, Qwen2), the norm's weight becomes the size that heads have in the target, so that queries
@@ -20,7 +20,9 @@ from torch import Tensor
 
 from paceline.draft.dflash import DFlashNetwork
 from paceline.errors import ConfigError
-from paceline.model.config import DecoderConfig
+from paceline.model.checkpoint import expected_shapes
+from paceline.model.config import DecoderConfig, has_llama_layers
+from paceline.model.layout import as_ours
 from paceline.train.features import begin_without_mean, train_in_scaled_units
 
 NOISE = 0.1
@@ -44,7 +46,11 @@ def copy_layers(network: DFlashNetwork, tensors: Iterable[tuple[str, Tensor]], t
     wanted: dict[int, list[int]] = {}
     for index in range(shape.num_layers):
         wanted.setdefault(round((index + 0.5) * num_layers / shape.num_layers - 0.5), []).append(index)
-    source = target if isinstance(target, DecoderConfig) else shape
+    source = shape
+    if isinstance(target, DecoderConfig):
+        source, tensors = target, as_ours(target, expected_shapes(target), tensors, "the target")
+        if not has_llama_layers(target.family):
+            raise ConfigError(f"layers of {target.family} compute otherwise than a draft layer and cannot be copied: {REMEDY}")
     found: dict[int, dict[str, Tensor]] = {layer: {} for layer in wanted}
     for name, tensor in tensors:
         pieces = name.split(".")

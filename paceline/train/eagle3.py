@@ -24,8 +24,8 @@ from paceline.draft.eagle3 import Eagle3Network
 from paceline.draft.eagle3_checkpoint import Eagle3Config, check_eagle3_fit, default_taps, new_config, read_eagle3
 from paceline.errors import ConfigError
 from paceline.model.attention import Rope, rope_tables
-from paceline.model.config import TABLES, DecoderConfig
-from paceline.model.decoder import rotate
+from paceline.model.config import DecoderConfig
+from paceline.model.fused import rotate
 from paceline.model.target import Target, head_weight
 from paceline.train.attention import Layout
 from paceline.train.config import DrafterShape, LossConfig
@@ -33,7 +33,7 @@ from paceline.train.dataset import Corpus
 from paceline.train.features import begin_without_mean, train_in_scaled_units
 from paceline.train.losses import Head, SlotMetrics, distance, measure, slot_weights
 from paceline.train.packs import Pack, Trainable
-from paceline.train.start import most_frequent, own_sizes
+from paceline.train.start import keys_from, most_frequent, own_sizes
 
 KeyValue = tuple[Tensor, Tensor]
 DECAY = 0.8
@@ -80,7 +80,7 @@ def config_for(target: Target, shape: DrafterShape, draft_vocab: int) -> dict[st
     """config.json of a new drafter for this target, SpecForge's style."""
     decoder, keys = getattr(target, "config", None), dict[str, Any]()
     if isinstance(decoder, DecoderConfig):
-        keys = {key: getattr(decoder, field) for key, field in TABLES["drafter"]["from_target"].items()}
+        keys = keys_from(decoder)
     keys |= own_sizes(shape, keys)
     if shape.attention_bias:
         keys["attention_bias"] = True
@@ -122,7 +122,7 @@ def settle_eagle3_units(network: Eagle3Network, scale_F: Tensor, mean_F: Tensor,
 def teacher_of(target: Target, ids: Tensor) -> Head:
     """The target's own head over the draft vocabulary."""
     ids = ids.to(target.device)
-    return Head(head_weight(target)[ids], columns=ids)
+    return Head(head_weight(target)[ids], columns=ids, target=target.ends)
 
 
 class ChainAttention:
@@ -231,7 +231,7 @@ class Eagle3Trainable(Trainable):
             if config.needs_target_probs:
                 assert slots.final_AKD is not None
                 with torch.no_grad():
-                    target_RV = torch.log_softmax(head.logits(slots.final_AKD.flatten(0, 1)).float(), dim=-1)
+                    target_RV = torch.log_softmax(head.target_logits(slots.final_AKD.flatten(0, 1)).float(), dim=-1)
                 each_AK = distance(config.name, log_probs_RV, target_RV).view(learned_AK.shape)
         if config.name == "d-pace":
             weight_AK = slot_weights(config, ce_AK.detach(), learned_AK)

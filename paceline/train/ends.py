@@ -22,12 +22,14 @@ from paceline.errors import DownloadError, ModelFileError, UnsupportedModelError
 from paceline.hub import HUB_ID, resolve
 from paceline.model.backends import load_target
 from paceline.model.checkpoint import load_config, read_json
+from paceline.model.config import DecoderConfig
+from paceline.model.decoder import end_scales
 from paceline.model.gguf_file import is_gguf
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 SCALED = ("embedding_multiplier", "scale_emb", "logits_scaling", "logit_scale", "final_logit_softcapping")
-"""Keys of configs whose ends are more than two matrices."""
+"""Keys of configs whose ends are more than two matrices: of families that our decoder does not run nobody here knows how."""
 LIGHT = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
@@ -48,10 +50,10 @@ class Ends(Target):
         """Raises UnsupportedModelError."""
         raise UnsupportedModelError("this target runs elsewhere: only its embedding and head are here")
 
-    def embed(self, tokens_T: Tensor) -> Tensor:
+    def matrix_embed(self, tokens_T: Tensor) -> Tensor:
         return F.embedding(tokens_T, self.embedding)
 
-    def head(self, hidden_TD: Tensor) -> Tensor:
+    def matrix_head(self, hidden_TD: Tensor) -> Tensor:
         return F.linear(hidden_TD, self._head)
 
 
@@ -81,13 +83,16 @@ def load_ends(settings: EngineConfig) -> Target:
         return load_target(settings)
     raw = read_json(folder / "config.json")
     raw = raw.get("text_config", raw)
+    config: DecoderConfig | None = None
+    with contextlib.suppress(UnsupportedModelError):  # of an architecture that we do not run, the drafter gets its usual shape
+        config = load_config(folder)
     scaled = [key for key in SCALED if raw.get(key) not in (None, 1, 1.0)]
-    if scaled or str(raw.get("model_type", "")).startswith("gemma"):
+    if config is None and (scaled or str(raw.get("model_type", "")).startswith("gemma")):
         what = scaled[0] if scaled else str(raw["model_type"])
         raise UnsupportedModelError(f"a target elsewhere with {what} is not implemented: its embedding or head is scaled")
     if HUB_ID.fullmatch(settings.model) and not Path(settings.model).exists():
         folder = _fetched(settings.model, (*LIGHT, *_files_of_ends(folder)))
-    is_tied = bool(raw.get("tie_word_embeddings", False))
+    is_tied = bool(raw.get("tie_word_embeddings", False)) if config is None else config.tie_embeddings
     found = dict(_read(folder, (EMBEDDING,) if is_tied else (EMBEDDING, HEAD)))
     if EMBEDDING not in found:
         raise ModelFileError(f"{folder} holds no tensor that ends in {EMBEDDING}: give the target's own folder")
@@ -95,8 +100,8 @@ def load_ends(settings: EngineConfig) -> Target:
     embedding = found[EMBEDDING].to(device, dtype)
     head = found[HEAD].to(device, dtype) if HEAD in found else embedding
     ends = Ends(raw, embedding, head, int(raw.get("max_position_embeddings", 2**31)))
-    with contextlib.suppress(UnsupportedModelError):  # of an architecture that we do not run, the drafter gets its usual shape
-        ends.config = load_config(folder)  # type: ignore[attr-defined]
+    if config is not None:
+        ends.config, ends.ends = config, end_scales(config, dtype)  # type: ignore[attr-defined]
     return ends
 
 

@@ -20,7 +20,7 @@ from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PacelineError
 from paceline.hardware import BusyClock, Machine, cpu_name, processor, this_machine
 from paceline.hub import BUILTINS, cache_home
-from paceline.model.config import FAMILIES
+from paceline.model.config import FAMILIES, has_llama_layers
 from paceline.runlog import write_whole
 from paceline.simulate import catalogue
 from paceline.simulate.files import read_json
@@ -54,9 +54,15 @@ class TargetFacts:
         return default if value is None else int(value)
 
     @property
-    def is_llama_shaped(self) -> bool:
+    def family(self) -> str | None:
+        """One that our decoder runs: then a new drafter has its heads and widths."""
+        names = self.raw.get("architectures") or [_architecture(self.raw)]
+        return next((FAMILIES[name]["family"] for name in names if name in FAMILIES), None)
+
+    @property
+    def is_copyable(self) -> bool:
         """Whether draft layers can be copies of its own."""
-        return any(name in FAMILIES for name in self.raw.get("architectures") or [_architecture(self.raw)])
+        return self.family is not None and has_llama_layers(self.family)
 
     @property
     def value_bytes(self) -> float:
@@ -119,7 +125,9 @@ def _hub_config(name: str) -> dict[str, Any] | None:
 
 
 def _architecture(raw: dict[str, Any]) -> str:
-    return f"{str(raw.get('model_type', '')).capitalize()}ForCausalLM"
+    """The name in families.json, where a config says its model_type alone, as those of the catalogue."""
+    named = (name for name, told in FAMILIES.items() if told["family"] == raw.get("model_type"))
+    return next(named, f"{str(raw.get('model_type', '')).capitalize()}ForCausalLM")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.model.target import PLAIN_ENDS, EndScales
 from paceline.train.config import LossConfig
 
 CHUNK_ROWS = 256
@@ -52,6 +53,8 @@ class Head:
     """Token ids of the rows of `weight_VD` when they are a part of the vocabulary, ascending."""
     offset_V: Tensor | None = None
     """Added to the logits: how many unsampled tokens each sampled one stands for, as a logarithm."""
+    target: EndScales = PLAIN_ENDS
+    """What the target itself does with the same product."""
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         logits_RV = hidden_RD.to(self.weight_VD.dtype) @ self.weight_VD.T
@@ -60,6 +63,10 @@ class Head:
         if self.cap > 0.0:
             logits_RV = torch.tanh(logits_RV / self.cap) * self.cap
         return logits_RV if self.offset_V is None else logits_RV + self.offset_V
+
+    def target_logits(self, final_RD: Tensor) -> Tensor:
+        """What the target says of its own final hidden states."""
+        return self.target.of_logits(final_RD.to(self.weight_VD.dtype) @ self.weight_VD.T)
 
     def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Row numbers of these token ids, and whether the head has them at all."""
@@ -206,8 +213,7 @@ def _by_autograd(
         if config.needs_target_probs:
             assert slots.final_AKD is not None
             with torch.no_grad():
-                final_RD = slots.final_AKD.flatten(0, 1).to(head.weight_VD.dtype)
-                target_RV = torch.log_softmax((final_RD @ head.weight_VD.T).float(), dim=-1)
+                target_RV = torch.log_softmax(head.target_logits(slots.final_AKD.flatten(0, 1)).float(), dim=-1)
             each_AK = distance(config.name, log_probs_RV, target_RV).view(ce_AK.shape)
         else:
             each_AK = ce_AK

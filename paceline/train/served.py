@@ -146,7 +146,7 @@ def walked(target: Target, drafter: DFlashDrafter, answers: list[Document]) -> f
 
 
 def _embedding(target: Target) -> Tensor:
-    return target.embed(torch.arange(target.vocab_size, device=target.device)).clone()
+    return target.matrix_embed(torch.arange(target.vocab_size, device=target.device)).clone()
 
 
 def final_figures(target: EngineConfig, drafter: Drafter, documents: list[Document], max_tokens: int) -> dict[str, Any]:

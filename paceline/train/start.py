@@ -52,7 +52,7 @@ def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     has_bias = shape.attention_bias
     if isinstance(decoder, DecoderConfig):
-        keys = {key: getattr(decoder, field) for key, field in TABLES["drafter"]["from_target"].items()}
+        keys = keys_from(decoder)
         if has_bias is None:
             has_bias = shape.is_copied and (decoder.qkv_bias or decoder.output_bias)
     if has_bias:
@@ -74,7 +74,31 @@ def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
         **{name: value for name, value in keys.items() if value is not None},
     )
     raw["dflash_config"]["target_layer_ids"] = list(_tap_layers(target.num_layers, shape))
+    raw["dflash_config"] |= end_keys(target)
     return raw
+
+
+def keys_from(decoder: DecoderConfig) -> dict[str, Any]:
+    """Keys of a new drafter's config that it has from its target. A drafter rotates whole heads, at plain frequencies where the
+    target has those of LongRoPE, which belong to lengths of its texts."""
+    keys = {key: getattr(decoder, field) for key, field in TABLES["drafter"]["from_target"].items()}
+    scaling = keys["rope_scaling"]
+    if scaling and (decoder.rotary_dim or scaling["rope_type"] == "longrope"):
+        keys["rope_scaling"] = None
+    return keys
+
+
+def end_keys(target: Target) -> dict[str, float]:
+    """What a drafter's config says of the factors that its target has beside embedding and head: it reads the matrices alone,
+    as the authors' `dflash` does."""
+    ends, found = target.ends, dict[str, float]()
+    if ends.embedding != 1.0:
+        found["input_embedding_scale"] = ends.embedding
+    if ends.logits != 1.0:
+        found["output_multiplier"] = ends.logits
+    if ends.cap:
+        found["final_logit_softcapping"] = ends.cap
+    return found
 
 
 def own_sizes(shape: DrafterShape, keys: dict[str, Any]) -> dict[str, int]:
@@ -121,7 +145,7 @@ def head_of(target: Target, config: DFlashConfig, draft_ids: Tensor | None, head
         weight_VD = weight_VD[draft_ids]
     if head_VD is not None:
         weight_VD = head_VD.to(weight_VD)
-    return Head(weight_VD, config.output_multiplier, config.final_logit_softcapping, draft_ids)
+    return Head(weight_VD, config.output_multiplier, config.final_logit_softcapping, draft_ids, target=target.ends)
 
 
 def most_frequent(number: int | None, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:

@@ -335,7 +335,7 @@ class _Stages:
             drafting = head_of(target, network.config, draft_ids)
             head = drafting if draft_ids is None or not loop.loss.vocab else head_of(target, network.config, None)
             drafter = trainable_of(network.to(target.device), raw, loop.attention)
-        embedding_VD = target.embed(torch.arange(target.vocab_size, device=target.device)).clone()
+        embedding_VD = target.matrix_embed(torch.arange(target.vocab_size, device=target.device)).clone()
         taps = network.config.tap_layers if isinstance(network, Eagle3Network) else network.config.target_layer_ids
         self.sources = sources = Sources(config, target, taps, corpus.train, self.ranks, self.progress, self.wait)
         features = sources.of(corpus.train)

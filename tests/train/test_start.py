@@ -110,8 +110,8 @@ def test_init_takes_a_drafter_of_this_target_only(tmp_path: Path) -> None:
 
 
 class Biased(Decoder):
-    def head(self, hidden_TD: Tensor) -> Tensor:
-        return super().head(hidden_TD) + 1.0
+    def matrix_head(self, hidden_TD: Tensor) -> Tensor:
+        return super().matrix_head(hidden_TD) + 1.0
 
 
 def test_the_head_as_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:

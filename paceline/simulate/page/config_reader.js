@@ -83,7 +83,7 @@ export class ConfigReader {
 
   get isTied() {
     const value = [this.get("tie_word_embeddings"), this.get("tie_word_embeddings", false)].find((each) => each !== undefined);
-    return value == null ? this.family.startsWith("gemma") : isTrue(value);
+    return value == null ? CONFIG_KEYS.tied.some((family) => this.family.startsWith(family)) : isTrue(value);
   }
 
   layerKind(layer) {
@@ -100,8 +100,8 @@ export class ConfigReader {
 
   #slides(layer) {
     if (!this.has("sliding_window") || !this.flag("use_sliding_window", true)) return false;
-    if (this.family.startsWith("gemma3")) return (layer + 1) % this.#every("sliding_window_pattern", 6) !== 0;
-    if (this.family.startsWith("gemma2")) return layer % 2 === 0;
+    const pattern = Object.entries(CONFIG_KEYS.patterns).find(([family]) => this.family.startsWith(family));
+    if (pattern) return (layer + 1) % this.#every("sliding_window_pattern", pattern[1]) !== 0;
     return !(this.family.startsWith("qwen") && layer < this.whole("max_window_layers", 0));
   }
 

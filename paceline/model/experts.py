@@ -1,0 +1,66 @@
+"""What stands within an MLP: the product of its two halves, and the choice among several of them for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.model.config import DecoderConfig
+
+
+def gating(config: DecoderConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    """What comes of gate and up [T, inner], by `DecoderConfig.activation`."""
+
+    def silu(gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate).mul_(up)
+
+    def gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.clamp(max=config.swiglu_limit), up.clamp(-config.swiglu_limit, config.swiglu_limit)
+        return gate * torch.sigmoid(gate * config.swiglu_alpha) * (up + 1)
+
+    return {"silu": silu, "gelu_tanh": gelu_tanh, "clamped_swiglu": clamped_swiglu}[config.activation]
+
+
+class Part(Protocol):
+    """A function of hidden states [T, D] with weights of its own."""
+
+    num_bytes: int
+
+    def __call__(self, inputs: Tensor) -> Tensor: ...
+
+
+class Experts:
+    """A few of many MLPs for each token, those with the largest scores of a router; their outputs are added by its weights.
+
+    Tokens are sorted by expert: each one that is chosen at all runs once a pass, over all of its tokens.
+    """
+
+    def __init__(self, router: Part, experts: Sequence[Part], per_token: int, is_normed: bool) -> None:
+        """is_normed: the weights of a token's experts are divided by their sum."""
+        self._router, self._experts = router, experts
+        self._per_token, self._is_normed = per_token, is_normed
+        read = sum(expert.num_bytes for expert in experts) * per_token // len(experts)
+        self.num_bytes = router.num_bytes + read
+        """Of what one token reads."""
+
+    def __call__(self, normed_TD: Tensor) -> Tensor:
+        probs_TE = self._router(normed_TD).softmax(-1, torch.float32)
+        weights_TK, chosen_TK = probs_TE.topk(self._per_token, dim=-1)
+        if self._is_normed:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        chosen_S = chosen_TK.flatten()
+        order_S = chosen_S.argsort(stable=True)
+        token_S = order_S // self._per_token
+        counts = torch.bincount(chosen_S, minlength=len(self._experts)).tolist()
+        shares = zip(self._experts, normed_TD[token_S].split(counts), strict=True)
+        outputs_SD = torch.cat([expert(inputs) for expert, inputs in shares if len(inputs)])
+        outputs_SD = outputs_SD.float().mul_(weights_TK.flatten()[order_S, None])
+        summed_TD = torch.zeros(normed_TD.shape, dtype=torch.float32, device=normed_TD.device)
+        return summed_TD.index_add_(0, token_S, outputs_SD).to(normed_TD.dtype)

@@ -1,0 +1,92 @@
+"""What a layer's tensors are called, their shapes, and files that hold several of them as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
+
+from torch import Tensor
+
+from paceline.errors import ModelFileError
+from paceline.model.blocks import Weight
+from paceline.model.config import TABLES, DecoderConfig
+from paceline.model.stored_experts import taken_apart
+
+AnyWeight = TypeVar("AnyWeight", Tensor, Weight)
+
+NORMS: dict[str, dict[str, str]] = TABLES["norms"]
+"""By where they stand (`DecoderConfig.norms`): fields of a layer, and what files call the norm."""
+FUSED: dict[str, list[str]] = TABLES["fused"]
+"""Matrices that a file may hold as one, and the parts that its rows are."""
+
+
+def layer_shapes(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a layer, by its Hugging Face name within it."""
+    hidden = config.hidden_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    linears = {
+        "self_attn.q_proj": (queries, hidden, config.qkv_bias),
+        "self_attn.k_proj": (keys, hidden, config.qkv_bias),
+        "self_attn.v_proj": (keys, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, queries, config.output_bias),
+    }
+    for owner, inner, biased in _mlps(config, index):
+        linears[f"{owner}.gate_proj"] = linears[f"{owner}.up_proj"] = (inner, hidden, biased)
+        linears[f"{owner}.down_proj"] = (hidden, inner, biased)
+    if config.has_experts(index):
+        linears["mlp.gate"] = (config.num_experts, hidden, config.has_expert_biases)
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in NORMS[config.norms].values()}
+    for name, (rows, columns, biased) in linears.items():
+        shapes[f"{name}.weight"] = (rows, columns)
+        if biased:
+            shapes[f"{name}.bias"] = (rows,)
+    if config.qk_norm:
+        whole = (queries, keys) if config.is_qk_norm_whole else (config.head_dim, config.head_dim)
+        shapes |= {f"self_attn.{which}_norm.weight": (size,) for which, size in zip("qk", whole, strict=True)}
+    if config.has_sinks:
+        shapes["self_attn.sinks"] = (config.num_heads,)
+    return shapes
+
+
+def _mlps(config: DecoderConfig, index: int) -> list[tuple[str, int, bool]]:
+    """Names of a layer's MLPs, their widths, and whether they have biases."""
+    if not config.has_experts(index):
+        return [("mlp", config.intermediate_size, config.mlp_bias)]
+    return [(f"mlp.experts.{expert}", config.expert_size, config.has_expert_biases) for expert in range(config.num_experts)]
+
+
+def as_ours(
+    config: DecoderConfig, expected: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, AnyWeight]], source: object
+) -> Iterator[tuple[str, AnyWeight]]:
+    """The tensors by the names of `expected`: those that a file calls otherwise, and those that hold several of them, as views.
+
+    Raises ModelFileError for one with other rows than its parts have together.
+    """
+    for name, tensor in taken_apart(config, _renamed(config, tensors), source):
+        if name in expected or not isinstance(tensor, Tensor):
+            yield name, tensor
+        elif names := _rows_of(name):
+            sizes = [expected.get(part, (0,))[0] for part in names]
+            if sum(sizes) != len(tensor):
+                raise ModelFileError(
+                    f"{source}: tensor {name!r} has {len(tensor)} rows, the config asks for {sum(sizes)}: "
+                    "config and weights are of different models, fetch the model again"
+                )
+            yield from zip(names, tensor.split(sizes), strict=True)
+        else:
+            yield name, tensor
+
+
+def _renamed(config: DecoderConfig, tensors: Iterable[tuple[str, AnyWeight]]) -> Iterator[tuple[str, AnyWeight]]:
+    renames = TABLES["renames"].get(config.family, [])
+    for name, tensor in tensors:
+        for theirs, ours in renames:
+            name = name.replace(theirs, ours)
+        yield name, tensor
+
+
+def _rows_of(name: str) -> list[str]:
+    """Names of the parts of which a tensor has the rows; none for one that is no such tensor."""
+    owner, _, kind = name.rpartition(".")
+    found = ((owner.removesuffix(fused), parts) for fused, parts in FUSED.items() if owner.endswith(f".{fused}"))
+    return next(([f"{layer}{part}.{kind}" for part in parts] for layer, parts in found), [])

@@ -1,0 +1,124 @@
+"""Each family's pass is Transformers': whole, in chunks with drafts taken back, ragged, as a tree, and of fixed shape."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_models import FAMILIES, VOCAB, Written, model_of, reference, target_of, text
+from torch import Tensor
+
+from paceline.model.backends import form_of, lacking
+from paceline.model.checkpoint import check_tensors, load_config, load_tensors
+from paceline.model.decoder import Decoder
+from paceline.model.graphs import GraphDecoder
+from paceline.model.native_decoder import NativeDecoder
+from paceline.model.native_lib import load as native_library
+from paceline.model.target import ForwardBatch, ForwardOutput, Target
+
+Made = tuple[Path, Any]
+LENGTH = 40
+
+
+def close(found: Tensor | None, expected: Tensor) -> None:
+    assert found is not None
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def feed(target: Target, row: int, tokens: list[int], parents: list[int] | None = None) -> ForwardOutput:
+    start = target.cache.lengths[row]
+    return target.forward(ForwardBatch([row], [start], [len(tokens)], tokens, parents=parents))
+
+
+def taken(target: Target) -> int:
+    row = target.cache.allocate()
+    assert row is not None
+    return row
+
+
+def test_logits_taps_and_ends(name: str, made: Made) -> None:
+    folder, model = made
+    target, tokens = target_of(folder, backend="torch"), text(LENGTH)
+    assert isinstance(target, Decoder)
+    target.set_taps((0, 2, 3))
+    logits_TV, hidden = reference(model, tokens)
+    out = feed(target, taken(target), tokens)
+    close(out.logits_TV, logits_TV)
+    close(out.taps_TF, torch.cat([hidden[layer] for layer in (0, 2, 3)], dim=-1))
+    assert (logits_TV.std(0) > 0.01).all() and logits_TV.argmax(-1).unique().numel() > 5, (
+        "the test needs a model that says things"
+    )
+    close(target.head(hidden[3]), logits_TV)
+    with torch.no_grad():
+        first = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states[0][0]
+        raw_TV = hidden[3] @ model.lm_head.weight.T
+    close(target.embed(torch.tensor(tokens)), first)
+    close(target.matrix_embed(torch.tensor(tokens)), model.get_input_embeddings().weight[tokens])
+    close(target.matrix_head(hidden[3]), raw_TV)
+
+
+def test_chunks_with_refused_drafts_and_another_row(name: str, made: Made) -> None:
+    folder, model = made
+    target, rng = target_of(folder), random.Random(3)
+    texts = [text(LENGTH, 1), text(LENGTH, 2)]
+    expected = [reference(model, tokens)[0] for tokens in texts]
+    rows = [taken(target), taken(target)]
+    while max(target.cache.lengths) < LENGTH:
+        starts, counts, keeps, fed = list(target.cache.lengths), list[int](), list[int](), list[int]()
+        for row in rows:
+            counts.append(rng.randint(1, 8))
+            keeps.append(min(rng.randint(1, counts[-1]), LENGTH - starts[row]))
+            noise = [rng.randrange(VOCAB) for _ in range(counts[-1] - keeps[-1])]
+            fed += texts[row][starts[row] :][: keeps[-1]] + noise
+        out = target.forward(ForwardBatch(rows, starts, counts, fed))
+        assert out.logits_TV is not None
+        for row, found in zip(rows, out.logits_TV.split(counts), strict=True):
+            close(found[: keeps[row]], expected[row][starts[row] : starts[row] + keeps[row]])
+        target.cache.rollback(rows, [start + keep for start, keep in zip(starts, keeps, strict=True)])
+
+
+def test_longrope_has_other_factors_for_long_texts(written: Written, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """From the first position on, by what a row of the cache may hold: Transformers chooses by the last one of each pass."""
+    folder, model = model_of("phi4-mini", written, tmp_path_factory)
+    tokens = text(90)
+    target = target_of(folder, max_len=128)
+    close(feed(target, taken(target), tokens).logits_TV, reference(model, tokens)[0])
+    target = target_of(folder, max_len=128)
+    assert not torch.allclose(feed(target, taken(target), tokens[:60]).logits_TV, reference(model, tokens[:60])[0], atol=1e-2)
+
+
+def test_a_tree_says_what_its_paths_say(name: str, made: Made) -> None:
+    folder, model = made
+    target, tokens = target_of(folder), text(20)
+    row = taken(target)
+    feed(target, row, tokens)
+    drafts, parents = text(6, seed=5), [-1, 0, 0, 1, 2, 2]
+    out = feed(target, row, drafts, parents)
+    assert out.logits_TV is not None
+    for path in ([0, 1, 3], [0, 2, 4], [0, 2, 5]):
+        logits_TV, _ = reference(model, [*tokens, *(drafts[place] for place in path)])
+        close(out.logits_TV[path], logits_TV[-3:])
+
+
+def test_passes_of_fixed_shape(name: str, made: Made) -> None:
+    """As CUDA graphs record them."""
+    folder, model = made
+    config, tokens = load_config(folder), text(24)
+    tensors = check_tensors(config, load_tensors(folder), folder)
+    target = GraphDecoder(config, tensors, num_rows=2, max_len=64)
+    row = taken(target)
+    feed(target, row, tokens[:17])
+    out = feed(target, row, tokens[17:])
+    close(out.logits_TV, reference(model, tokens)[0][17:])
+
+
+@pytest.mark.skipif(native_library() is None, reason="the native library is not built: run make native")
+def test_auto_takes_the_native_pass_where_it_computes_the_same(name: str, made: Made) -> None:
+    target = target_of(made[0])
+    form, is_native = form_of(target), FAMILIES[name].is_native
+    assert isinstance(target, NativeDecoder) == is_native
+    assert (not lacking(load_config(made[0]))) == is_native
+    assert is_native or str(form).startswith("weights float32, torch: the native pass lacks ")

@@ -1,0 +1,57 @@
+"""Each family's greedy text is Transformers' `generate`, token for token, with every drafter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from doubles import ByteTokenizer
+from engine_runs import run
+from family_models import target_of, text
+
+from paceline.draft.ngram import NgramDrafter
+from paceline.draft.registry import make_drafter
+from paceline.draft.small_model import SmallModelDrafter
+from paceline.engine.engine import Engine
+from paceline.plan import FixedPlanner
+from paceline.types import SamplingParams
+
+NUM_TOKENS = 24
+PROMPTS = [text(5), text(19, 1), text(4, 2) * 3]
+PARAMS = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+@torch.no_grad()
+def generated(model: Any, prompt: list[int]) -> list[int]:
+    """By Transformers."""
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=NUM_TOKENS,
+        do_sample=False,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def test_the_text_is_generate_s(name: str, made: tuple[Path, Any]) -> None:
+    folder, model = made
+    expected = [generated(model, prompt) for prompt in PROMPTS]
+    assert len({token for answer in expected for token in answer}) > 5, "the test needs texts that wander"
+    target, tokenizer = target_of(folder, num_rows=3, max_len=64), ByteTokenizer()
+    drafters = {
+        "none": None,
+        "ngram": NgramDrafter(min_match=1),
+        "small_model": SmallModelDrafter(target_of(folder, num_rows=3, max_len=64), num_drafted=3),
+        **{kind: make_drafter(f"random-{kind}", target) for kind in ("dflash", "dflash2", "eagle3")},
+    }
+    drafted, accepted = dict[str, int](), dict[str, int]()
+    for kind, drafter in drafters.items():
+        engine = Engine(target, tokenizer, drafter, planner=FixedPlanner(0 if drafter is None else None, most_chunk=8))
+        sequences = run(engine, PROMPTS, PARAMS)
+        assert [seq.output_ids for seq in sequences] == expected, kind
+        drafted[kind] = sum(each.num_drafted for seq in sequences for each in seq.rounds)
+        accepted[kind] = sum(each.num_accepted for seq in sequences for each in seq.rounds)
+    assert all(drafted[kind] > 0 for kind in drafters if kind != "none")
+    assert accepted["small_model"] == drafted["small_model"], "the target's twin is always right"
+    assert accepted["dflash"] < drafted["dflash"], "refused drafts are taken back"

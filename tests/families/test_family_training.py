@@ -1,0 +1,77 @@
+"""Of each family a new drafter learns: what is expected of held-out documents rises, and it drafts so in the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from doubles import ByteTokenizer
+from engine_runs import run
+from family_models import target_of, text
+from small_training import config, trainer
+
+from paceline.config import EngineConfig
+from paceline.draft.checkpoint import read_stored
+from paceline.draft.dflash import DFlashDrafter
+from paceline.engine.engine import Engine
+from paceline.model.checkpoint import load_config
+from paceline.plan import FixedPlanner
+from paceline.train.config import OptimConfig
+from paceline.train.dataset import Document
+from paceline.train.ends import Ends, load_ends
+from paceline.train.features import OnlineFeatures
+from paceline.types import SamplingParams
+
+NUM_STEPS = 60
+TURN = 6
+
+
+def counting(number: int) -> Document:
+    """A random prompt, then a count through the first few tokens, round and round: what one shows is true of all."""
+    tokens = np.concatenate([text(3 + number % 4, number), (number + np.arange(10 + number % 7)) % TURN])
+    return Document(f"doc-{number}@0/0", tokens.astype(np.int32), 3 + number % 4)
+
+
+DOCUMENTS = [counting(number) for number in range(40)]
+
+
+def test_training_raises_the_heldout_figure(name: str, made: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, _ = made
+    target = target_of(folder, max_len=64)
+    settings = config(max_steps=NUM_STEPS, blocks_per_step=16, blocks_per_pack=16, optim=OptimConfig(lr=1e-2))
+    one = trainer(tmp_path, settings, target=target, learned=DOCUMENTS[8:])
+    others = DOCUMENTS[:8]
+    features = OnlineFeatures(target, others, one.network.config.target_layer_ids, needs_final=False)
+    before = one.evaluate(others, features)
+    one.run()
+    after = one.evaluate(others, features)
+    assert after["eal"] > before["eal"] + 0.8 and after["loss"] < before["loss"] - 1.0, (before, after)
+
+
+def test_the_two_ends_alone(name: str, made: tuple[Path, Any]) -> None:
+    """Of a target whose layers run elsewhere."""
+    settings = EngineConfig(str(made[0]), dtype="float32", device="cpu")
+    whole, ends = target_of(made[0]), load_ends(settings)
+    assert isinstance(ends, Ends) and ends.ends == whole.ends
+    ids, hidden = torch.arange(10), torch.randn(3, 32)
+    torch.testing.assert_close(ends.embed(ids), whole.embed(ids))
+    torch.testing.assert_close(ends.head(hidden), whole.head(hidden), atol=1e-5, rtol=1e-5)
+
+
+def test_the_drafter_has_the_factors_of_both_ends(name: str, made: tuple[Path, Any], tmp_path: Path) -> None:
+    """Its file says them in the words of the authors' `dflash`, and it drafts the same tokens when it is read back."""
+    folder, shape = made[0], load_config(made[0])
+    target = target_of(folder, max_len=64)
+    one = trainer(tmp_path / "run", config(max_steps=2), target=target)
+    DFlashDrafter(one.network).save(tmp_path / "drafter")
+    stored = read_stored(tmp_path / "drafter").config
+    scales = stored.input_embedding_scale, stored.output_multiplier, stored.final_logit_softcapping
+    assert scales == (target.ends.embedding, shape.logit_scale, shape.logit_cap)
+    params, prompts = SamplingParams(max_tokens=12, ignore_eos=True), [list(range(1, 9))]
+    texts = []
+    for drafter in (None, DFlashDrafter(one.network), DFlashDrafter.from_folder(tmp_path / "drafter")):
+        engine = Engine(target, ByteTokenizer(), drafter, planner=FixedPlanner(0 if drafter is None else None))
+        texts.append([seq.output_ids for seq in run(engine, prompts, params)])
+    assert texts[0] == texts[1] == texts[2]
