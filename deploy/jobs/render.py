@@ -1,9 +1,9 @@
-"""Jobs and servers on many machines: a batch script for Slurm, a RayJob for KubeRay, values for vLLM's production stack, and SGLang.
+"""Jobs and servers on many machines: a script for Slurm, a RayJob for KubeRay, values for vLLM's production stack, and SGLang.
 
-    python deploy/jobs/render.py slurm --model Qwen/Qwen3-8B --prompts /shared/prompts.jsonl --out /shared/runs/mine --nodes 4 > slurm.sh
-    python deploy/jobs/render.py kuberay --model Qwen/Qwen3-8B --prompts /work/prompts.jsonl --out /work/runs/mine > kuberay.yaml
-    python deploy/jobs/render.py vllm-stack --model Qwen/Qwen3-8B --drafter /work/for-vllm --num-drafted 7 > vllm-stack.yaml
-    python deploy/jobs/render.py sglang --model Qwen/Qwen3-8B --drafter /work/plain --num-drafted 7 > sglang.yaml
+    python deploy/jobs/render.py slurm --model Qwen/Qwen3-8B --prompts /shared/prompts.jsonl --out /shared/mine --nodes 4 > slurm.sh
+    python deploy/jobs/render.py kuberay --model Qwen/Qwen3-8B --prompts /data/prompts.jsonl --out /data/runs/mine > kuberay.yaml
+    python deploy/jobs/render.py vllm-stack --model Qwen/Qwen3-8B --drafter /data/for-vllm --num-drafted 7 > vllm-stack.yaml
+    python deploy/jobs/render.py sglang --model Qwen/Qwen3-8B --drafter /data/plain --num-drafted 7 > sglang.yaml
 
 Ray, torchrun, Slurm, KubeRay and the engines share the work out; nothing here does. Speculative options are those of
 `paceline serve --engine`. docs/deploy.md says more.

@@ -23,11 +23,11 @@ WORDS = (
     "--model",
     "Qwen/Qwen3-8B",
     "--prompts",
-    "/work/prompts.jsonl",
+    "/data/prompts.jsonl",
     "--out",
-    "/work/runs/mine",
+    "/data/runs/mine",
     "--drafter",
-    "/work/drafter",
+    "/data/drafter",
 )
 STACK_KEYS = {
     *("name", "repository", "tag", "modelURL", "replicaCount", "requestCPU", "requestMemory", "requestGPU", "vllmConfig"),
@@ -77,7 +77,7 @@ def test_slurms_script(rendered: Any, tmp_path: Path) -> None:
     ray, torch = [words for words in commands_in(text) if words[0] == "srun"]
     assert ray[1:3] == ["ray", "symmetric-run"] and "--min-nodes" in ray and ray[ray.index("--") + 1] == "paceline"
     first, second = parse(paceline_of(ray)), parse(paceline_of(torch))
-    assert first["ray"] == "auto" and first["prompts"] == ["/work/prompts.jsonl"]
+    assert first["ray"] == "auto" and first["prompts"] == ["/data/prompts.jsonl"]
     assert second["answers"] == [Path(first["out"]) / "answers"], "training takes the answers that Ray had made"
     known = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--help"], capture_output=True, text=True).stdout
     for option in [word for word in torch[: torch.index("-m")] if word.startswith("--")]:
@@ -107,7 +107,7 @@ def test_vllms_stack(rendered: Any) -> None:
     (model,) = values["servingEngineSpec"]["modelSpec"]
     assert model.keys() <= STACK_KEYS and model["vllmConfig"]["tensorParallelSize"] == model["requestGPU"] == 4
     option, config = model["vllmConfig"]["extraArgs"]
-    told = {"method": "dflash", "model": "/work/drafter", "num_speculative_tokens": 5}
+    told = {"method": "dflash", "model": "/data/drafter", "num_speculative_tokens": 5}
     assert option == "--speculative-config" and json.loads(config) == told
     assert told["model"].startswith(model["extraVolumeMounts"][0]["mountPath"])
 
