@@ -1,7 +1,7 @@
 """Jobs and servers on many machines: a script for Slurm, a RayJob for KubeRay, values for vLLM's production stack, and SGLang.
 
-    python deploy/jobs/render.py slurm --model Qwen/Qwen3-8B --prompts /shared/prompts.jsonl --out /shared/mine --nodes 4 > slurm.sh
-    python deploy/jobs/render.py kuberay --model Qwen/Qwen3-8B --prompts /data/prompts.jsonl --out /data/runs/mine > kuberay.yaml
+    python deploy/jobs/render.py slurm --model Qwen/Qwen3-8B --prompts /shared/prompts.jsonl --out /shared/mine > slurm.sh
+    python deploy/jobs/render.py kuberay --model Qwen/Qwen3-8B --prompts /data/prompts.jsonl --out /data/mine > kuberay.yaml
     python deploy/jobs/render.py vllm-stack --model Qwen/Qwen3-8B --drafter /data/for-vllm --num-drafted 7 > vllm-stack.yaml
     python deploy/jobs/render.py sglang --model Qwen/Qwen3-8B --drafter /data/plain --num-drafted 7 > sglang.yaml
 
