@@ -60,6 +60,8 @@ class Plan:
 class Planner(Protocol):
     """Decides what the steps of one engine do; the module's docstring has the order of calls."""
 
+    tells_said: bool  # whether rounds tell which candidates the target said: for measurements
+
     @property
     def num_candidates(self) -> int:
         """Tokens of a slot that it wants to know, to make trees of; 0: it makes none."""
@@ -103,18 +105,17 @@ class Planner(Protocol):
 
 @dataclass(slots=True)
 class FixedPlanner:
-    """As many drafts in every round, the first offer's, and chunks of one size: nothing depends on the clock.
-
-    `num_drafted` None checks all that is offered.
-    """
+    """As many drafts in every round, the first offer's, and chunks of one size: nothing depends on the clock."""
 
     num_drafted: int | None = None
+    """None: all that is offered."""
     most_chunk: int = 256
     whole_blocks: bool = True
     num_nodes: int = 0
     """Of a tree that each row checks in place of a chain, where its drafter says what is likely; 0: chains."""
     num_named: int = 0
     """Tokens of each slot that are asked for at least, so that `RoundStats.said_B` tells of them beside chains too."""
+    tells_said: bool = True
 
     @property
     def num_candidates(self) -> int:
@@ -198,7 +199,7 @@ class AdaptivePlanner:
         the `objective` latency rounds are for each row's next token (`shares.share_sooner`), not for all rows' together."""
         self._is_for_latency = objective == "latency"
         self._share_out = partial(share_out, sooner=self._is_for_latency)
-        self.num_candidates = FEW_CANDIDATES if grows_trees else 0
+        self.num_candidates, self.tells_said = FEW_CANDIDATES if grows_trees else 0, False
         self._kinds = {name: RoundRecord(RoundCosts(passes)) for name in ("greedy", "drawn")}
         self._chances: dict[tuple[str, str], Chances] = {}
         """By source and kind of row."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from doubles import ByteTokenizer, FakeTarget, TreeDrafter
 from engine_runs import run
+from simulated_rounds import FLAT
 
 from paceline import marginals as module
 from paceline.config import EngineConfig
@@ -18,7 +19,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
 from paceline.errors import ConfigError
 from paceline.marginals import Marginals, MockedPlanner, Tally, path_that_stands
-from paceline.plan import FixedPlanner
+from paceline.plan import AdaptivePlanner, FixedPlanner
 from paceline.trees import NONE_OF_THEM, Candidates, Said, grow, said_of
 from paceline.types import SamplingParams, Sequence
 from paceline.verify.rules import MOCKED, mocked
@@ -195,6 +196,17 @@ def test_rounds_tell_what_the_target_said(planner: FixedPlanner) -> None:
     assert found.num_rounds > 500
     assert found.chances_KM[0][:3] == pytest.approx([0.3, 0.3, 0.3], abs=0.06)
     assert found.firsts == pytest.approx([0.3] * len(found.firsts), abs=0.15)
+
+
+def test_a_planner_that_measures_nothing_is_not_told() -> None:
+    target = FakeTarget(vocab_size=64, num_rows=1, max_len=256)
+    engine = Engine(
+        target, ByteTokenizer(), TreeDrafter(target, tap_layers=(1,)), planner=AdaptivePlanner(FLAT, grows_trees=True)
+    )
+    engine.add([3, 5], SamplingParams(max_tokens=30, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+        assert all(each.said_B is None for each in engine.rounds)
 
 
 def test_settings_of_a_mocked_tree() -> None:

@@ -64,7 +64,7 @@ def decode_round(
         source_s=proposed.source_s,
         drafter_B=[LOSSY if seq.params.lossy else seq.drafter for seq in batch.sequences],
         trees_B=_outcomes(draft, verdict),
-        said_B=_said(batch, proposed, num_committed_B) if verdict.lossless else None,
+        said_B=_said(batch, proposed, num_committed_B) if batch.tells_said and verdict.lossless else None,
     )
 
 
