@@ -176,7 +176,10 @@ def specforge_run(job: Job, num_steps: int, on_step: Step) -> None:
 
 
 def specforge_model(job: Job) -> nn.Module:
-    """As its `build_dflash_draft` and `build_dflash_model` do: weights in bfloat16, float32 masters in the optimiser."""
+    """As its `build_dflash_draft` and `build_dflash_model` do: weights in bfloat16, float32 masters in the optimiser.
+
+    Theirs rounds the rotary frequencies to bfloat16 too, which whoever serves the drafter does not; here they stay exact.
+    """
     from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
     from specforge.modeling.draft.dflash import DFlashDraftModel
     from transformers import Qwen3Config
@@ -190,7 +193,8 @@ def specforge_model(job: Job) -> nn.Module:
     embedding = nn.Embedding.from_pretrained(weight, freeze=True)
     head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     head.weight = embedding.weight
-    return OnlineDFlashModel(
+    exact = draft.rotary_emb.inv_freq.clone()
+    model = OnlineDFlashModel(
         draft_model=draft,
         target_lm_head=head,
         target_embed_tokens=embedding,
@@ -201,6 +205,8 @@ def specforge_model(job: Job) -> nn.Module:
         loss_decay_gamma=recipe["loss_decay_gamma"],
         objective_chunk_blocks=recipe["objective_chunk_blocks"],
     ).to(dtype=torch.bfloat16)
+    draft.rotary_emb.inv_freq = exact
+    return model
 
 
 def speculators_run(job: Job, num_steps: int, on_step: Step) -> None:
