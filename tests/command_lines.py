@@ -16,7 +16,7 @@ from paceline.cli import app
 def parse(words: list[str]) -> dict[str, Any]:
     """The values of a command's options, by parameter. Raises the usage error that the command would raise."""
     command: Any = typer.main.get_command(app)
-    context = command.make_context("paceline", [], resilient_parsing=True)
+    context = command.context_class(command, info_name="paceline")
     while hasattr(command, "commands"):
         name, command, words = command.resolve_command(context, words)
     return command.make_context(name, list(words)).params

@@ -107,7 +107,7 @@ class Given:
     """What was changed for the engine, or left out, in words."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ConfigSizes:
     """Of a target's config.json."""
 

@@ -26,9 +26,12 @@ DEFAULT_MAX_LEN = 2048
 class Sizes(Protocol):
     """What a drafter must agree with: of a target that is loaded, or of a config alone."""
 
-    num_layers: int
-    vocab_size: int
-    hidden_size: int
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
 
 
 @dataclass(slots=True)

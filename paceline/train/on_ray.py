@@ -1,11 +1,11 @@
 """Ray Data shares work among the machines of a cluster: actors that hold the target, batches of prompts or documents to them.
 
     with connected(where) as ray:
-        for found in shared_out(ray, where, job, asked, at_once=64): ...
+        for found in shared_out(ray, where, job, asked, at_most=64): ...
 
 A Job says what a worker loads and what it makes of a batch. What Ray does by itself is left to it: batches go to workers that
 are free, a worker that dies is started again and its batch given to another one, and a batch that was lost with a machine is
-made again. Errors of ours do not come by themselves better: they are raised here, and end the work.
+made again. Errors of ours would only come again: they are raised here, and end the work.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
@@ -26,7 +26,8 @@ from paceline.train.config import ElsewhereConfig
 LOCAL = "local"
 BATCHES_PER_WORKER = 4
 """At least, as far as there is work for so many: a slow worker leaves the others less to wait for."""
-
+MOST_DEATHS = 8
+"""Of one worker, and of the workers that had one batch; beyond, something kills them all, as a model too large for memory."""
 
 Work = Callable[[list[Any]], list[Any]]
 """What makes results of a batch."""
@@ -49,15 +50,19 @@ class Share:
     num_gpus: float
 
     @classmethod
-    def of(cls, resources: dict[str, float], num_machines: int, asked: int | None) -> Share:
-        """One worker for each GPU, else for each machine, unless so many are asked for. Raises ConfigError where GPUs lack."""
-        gpus, cpus = int(resources.get("GPU", 0)), resources.get("CPU", 0.0)
-        number = asked or gpus or num_machines
+    def of(cls, machines: Sequence[Mapping[str, float]], asked: int | None) -> Share:
+        """One worker for each GPU, else for each machine, unless so many are asked for. `machines`: the resources of each, of
+        which those without a processor for Ray count nothing. Raises ConfigError where there are too few."""
+        useful = [each for each in machines if each.get("CPU", 0) > 0]
+        if not useful:
+            raise ConfigError("the Ray cluster has no machine with processors: start workers (ray start --address ...)")
+        gpus = sum(int(each.get("GPU", 0)) for each in useful)
         if gpus:
-            if number > gpus:
-                raise ConfigError(f"ray_workers {number}: the cluster has {gpus} GPUs, and each worker takes one")
-            return cls(number, 1.0, 1.0)
-        each = cpus / number
+            if (asked or gpus) > gpus:
+                raise ConfigError(f"ray_workers {asked}: the cluster has {gpus} GPUs, and each worker takes one")
+            return cls(asked or gpus, 1.0, 1.0)
+        number = asked or len(useful)
+        each = min(machine["CPU"] for machine in useful) / -(-number // len(useful))
         return cls(number, float(int(each)) if each >= 1 else each, 0.0)
 
 
@@ -99,7 +104,7 @@ def connected(where: ElsewhereConfig) -> Iterator[ModuleType]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody unasked
         import ray
         import ray.data
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     if ray.is_initialized():
         yield ray
         return
@@ -119,23 +124,24 @@ def shared_out(ray: ModuleType, where: ElsewhereConfig, job: Job, asked: Sequenc
     DownloadError when the cluster fails."""
     if not asked:
         return
-    machines = [each for each in ray.nodes() if each["Alive"]]
-    share = Share.of(ray.cluster_resources(), len(machines), where.ray_workers)
+    share = Share.of([each["Resources"] for each in ray.nodes() if each["Alive"]], where.ray_workers)
     size = max(1, min(at_most, len(asked) // (BATCHES_PER_WORKER * share.num_workers)))
     ray.data.DataContext.get_current().enable_progress_bars = False
     threads = None if share.num_gpus else max(1, int(share.num_cpus))
-    failed = reraised(DownloadError, "the Ray cluster failed", "run again: what is done stays", ray.exceptions.RayError)
-    with failed, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray's own, of what it will call otherwise in later versions
+    remedy = "see its logs, and run again: what is done stays"
+    with reraised(DownloadError, "the Ray cluster failed", remedy, ray.exceptions.RayError):
         rows = ray.data.from_items([{"asked": each} for each in asked], override_num_blocks=-(-len(asked) // size))
-        made = rows.map_batches(
-            Worker,
-            fn_constructor_kwargs={"job": job, "num_threads": threads},
-            compute=ray.data.ActorPoolStrategy(size=share.num_workers),
-            num_cpus=share.num_cpus,
-            num_gpus=share.num_gpus,
-            batch_size=size,
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of ray_remote_args_fn, which goes with 2.64
+            made = rows.map_batches(
+                Worker,
+                fn_constructor_kwargs={"job": job, "num_threads": threads},
+                compute=ray.data.ActorPoolStrategy(size=share.num_workers),
+                num_cpus=share.num_cpus,
+                num_gpus=share.num_gpus,
+                batch_size=size,
+                ray_remote_args_fn=lambda deaths=MOST_DEATHS: {"max_restarts": deaths, "max_task_retries": deaths},
+            )
         for row in made.iter_rows():
             if row["made"].error:
                 name, text = row["made"].error
