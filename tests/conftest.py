@@ -80,6 +80,9 @@ SLOW = (
     # pictures
     "bench/test_html.py",
     # one path beside its slow reference, shape by shape
+    "families/test_family_serving.py",
+    "families/test_family_text.py",
+    "families/test_family_training.py",
     "draft/test_dflash.py::test_decode_path_equals_the_trainable_network",
     "draft/test_dflash.py::test_batched_rounds_equal_row_by_row",
     "draft/test_dflash.py::test_fifty_rounds_as_the_reference",

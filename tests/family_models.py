@@ -79,7 +79,7 @@ FAMILIES = {
             "sliding_window": WINDOW,
             "query_pre_attn_scalar": 5,
             "attn_logit_softcapping": 3.0,
-            "final_logit_softcapping": 4.0,
+            "final_logit_softcapping": 8.0,
             "attn_implementation": "eager",
         },
         embedding_std=0.12,

@@ -164,8 +164,8 @@ class Form:
 def form_of(target: Target) -> Form:
     if isinstance(target, NativeDecoder):
         return Form("native", native_lib.require().pn_in_use().decode(), target.weight_format)
-    is_slower = isinstance(target, Decoder) and target.device.type == "cpu"
-    return Form("torch", None, str(target.dtype).removeprefix("torch."), tuple(lacking(target.config)) if is_slower else ())
+    reasons = lacking(target.config) if isinstance(target, Decoder) and target.device.type == "cpu" else []
+    return Form("torch", None, str(target.dtype).removeprefix("torch."), tuple(reasons))
 
 
 def _return_freed_memory() -> None:

@@ -198,10 +198,11 @@ def _ropes(values: dict[str, Any], traits: dict[str, Any], max_position: int, he
         if not 2 <= fields["rotary_dim"] <= head_dim or fields["rotary_dim"] % 2:
             raise ModelFileError(f"{path}: {short(part)} of heads of {head_dim} cannot be rotated: correct config.json")
     theta, scaling = _rope(kinds[0], values, traits, max_position, path)
-    for key in ("short_factor", "long_factor") if scaling and scaling["rope_type"] == "longrope" else ():
+    if scaling and scaling["rope_type"] == "longrope":
         expected = fields.get("rotary_dim", head_dim) // 2
-        if len(scaling[key]) != expected:
-            raise ModelFileError(f"{path}: {key} has {len(scaling[key])} numbers, not {expected}: correct config.json")
+        for key in ("short_factor", "long_factor"):
+            if len(scaling[key]) != expected:
+                raise ModelFileError(f"{path}: {key} has {len(scaling[key])} numbers, not {expected}: correct config.json")
     fields |= {"rope_theta": theta, "rope_scaling": scaling}
     if local_key is not None:
         own = values if by_kind else {**values, "rope_theta": values.get(local_key)}
@@ -259,8 +260,8 @@ def _rotated(values: dict[str, Any], path: Path) -> list[bool]:
 def _windows(values: dict[str, Any], traits: dict[str, Any], path: Path) -> tuple[int | None, ...]:
     """`DecoderConfig.windows`, by the family's rule for windows or by layer_types."""
     num_layers, rule = values["num_hidden_layers"], traits.get("windows")
-    is_off = rule is None or (traits.get("window_flag") and values.get("use_sliding_window") is not True)
-    if is_off or values.get("sliding_window") is None:
+    is_off = traits.get("window_flag") and values.get("use_sliding_window") is not True
+    if rule is None or is_off or values.get("sliding_window") is None:
         return ()
     window = whole(values, "sliding_window", path)
     if rule == "all":
@@ -289,8 +290,9 @@ def _architecture(raw: dict[str, Any], path: Path) -> str:
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else f"model_type {raw.get('model_type')!r}"
     if not isinstance(name, str) or name not in FAMILIES:
+        known = ", ".join(told["family"] for told in FAMILIES.values())
         raise UnsupportedModelError(
-            f"{path}: architecture {name!s:.80} is not implemented (known: {', '.join(FAMILIES)}): "
+            f"{path}: architecture {name!s:.80} is not implemented (known: {known}): "
             "the Transformers fallback runs it from a safetensors folder"
         )
     traits = FAMILIES[name]["traits"]

@@ -275,8 +275,8 @@ class Decoder(Target):
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
         config = self.config
         self.check_len(max_len)
-        kinds = {config.rope(layer) for layer in range(config.num_layers)} - {"none"}
-        self.ropes = {kind: self._rope(kind, max_len) for kind in kinds}
+        kinds: set[RopeKind] = {config.rope(layer) for layer in range(config.num_layers)}
+        self.ropes: dict[RopeKind, Rope] = {kind: self._rope(kind, max_len) for kind in kinds if kind != "none"}
         shape = (config.num_layers, num_rows, config.num_kv_heads, max_len, config.head_dim)
         self.kv = self.cache = StaticKVCache(*shape, self.dtype, self.device, slack=self.slack)
 

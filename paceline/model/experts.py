@@ -33,7 +33,7 @@ class Part(Protocol):
 
     num_bytes: int
 
-    def __call__(self, inputs: Tensor) -> Tensor: ...
+    def __call__(self, inputs: Tensor, /) -> Tensor: ...
 
 
 class Experts:

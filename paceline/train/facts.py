@@ -61,8 +61,8 @@ class TargetFacts:
 
     @property
     def is_copyable(self) -> bool:
-        """Whether draft layers can be copies of its own."""
-        return self.family is not None and has_llama_layers(self.family)
+        """Whether draft layers can be copies of its own, as a whole: of experts there is no one MLP to copy."""
+        return self.family is not None and has_llama_layers(self.family) and self.shape.experts is None
 
     @property
     def value_bytes(self) -> float:

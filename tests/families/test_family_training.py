@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import pytest
 import torch
 from doubles import ByteTokenizer
 from engine_runs import run
@@ -16,15 +17,18 @@ from paceline.config import EngineConfig
 from paceline.draft.checkpoint import read_stored
 from paceline.draft.dflash import DFlashDrafter
 from paceline.engine.engine import Engine
+from paceline.errors import ConfigError
 from paceline.model.checkpoint import load_config
+from paceline.model.config import has_llama_layers
 from paceline.plan import FixedPlanner
-from paceline.train.config import OptimConfig
+from paceline.train.config import DrafterShape, OptimConfig
 from paceline.train.dataset import Document
 from paceline.train.ends import Ends, load_ends
 from paceline.train.features import OnlineFeatures
+from paceline.train.start import network_for
 from paceline.types import SamplingParams
 
-NUM_STEPS = 60
+NUM_STEPS = 80
 TURN = 6
 
 
@@ -47,7 +51,21 @@ def test_training_raises_the_heldout_figure(name: str, made: tuple[Path, Any], t
     before = one.evaluate(others, features)
     one.run()
     after = one.evaluate(others, features)
-    assert after["eal"] > before["eal"] + 0.8 and after["loss"] < before["loss"] - 1.0, (before, after)
+    assert after["eal"] > before["eal"] + 0.6 and after["loss"] < before["loss"] - 1.0, (before, after)
+
+
+def test_first_layers_are_copied_or_refused(name: str, made: tuple[Path, Any]) -> None:
+    """Copied where a draft layer computes what a target layer does; also of files that hold matrices together."""
+    folder, model = made
+    target, shape = target_of(folder), DrafterShape(num_layers=1, num_taps=2, start="copied")
+    if not has_llama_layers(load_config(folder).family):
+        with pytest.raises(ConfigError, match="cannot be copied: start from random layers"):
+            network_for(target, str(folder), shape, None, 0)
+        return
+    _, network = network_for(target, str(folder), shape, None, 0)
+    theirs = model.model.layers[2].self_attn
+    query = theirs.qkv_proj.weight[:32] if hasattr(theirs, "qkv_proj") else theirs.q_proj.weight
+    assert torch.equal(cast(Any, network.layers)[0].self_attn.q_proj.weight, query)
 
 
 def test_the_two_ends_alone(name: str, made: tuple[Path, Any]) -> None:

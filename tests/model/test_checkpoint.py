@@ -22,10 +22,9 @@ from paceline.model.checkpoint import (
     load_tensors,
     random_tensors,
 )
-from paceline.model.config import FAMILIES
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", [f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")])
 @pytest.mark.parametrize("tied", [False, True])
 def test_saved_by_transformers(architecture: str, tied: bool, tmp_path: Path) -> None:
     """Whatever Transformers saves we find whole: every tensor, name and shape."""
