@@ -28,12 +28,12 @@ CHART = Changed(
 )
 COSTS = ("hardware", "gpus", "precision", "drafter_cost", "block", "table", "calibration", "overhead_ms", "plain_rate")
 
+NOT_ASKED = Without("max_batch", "mocked_survival", "mocked_marginals", "prefill_chunk", "kv_memory", "rule")
+
 
 @options
 def compare(
-    engine: Annotated[
-        EngineConfig, Without("max_batch", "mocked_survival", "mocked_marginals", "prefill_chunk", "kv_memory", "rule"), MOCK
-    ],
+    engine: Annotated[EngineConfig, NOT_ASKED, MOCK],
     sampling: Annotated[SamplingParams, Only("temperature", "max_tokens", "seed", "ignore_eos")],
     prompt: Annotated[str | None, typer.Argument(help="What to ask; - is stdin.")] = None,
     recorded: Annotated[

@@ -37,12 +37,13 @@ from paceline.simulate.costs import (
     read_calibration,
     read_table,
 )
+from paceline.simulate.drafts import Survival
 from paceline.simulate.load import LoadFigures, capacity, parse_lengths, sweep, workload
 from paceline.simulate.marginals import read_marginals
 from paceline.simulate.overhead import Overhead, overhead_of, with_overhead
 from paceline.simulate.replay import Compared, compare, read_passes, recorded_survival, rows_of
 from paceline.simulate.roofline import Deployment, memory_need
-from paceline.simulate.serving import Case, ServerShape, Survival
+from paceline.simulate.serving import Case, ServerShape
 from paceline.simulate.shapes import ModelShape, Precisions, with_precisions
 from paceline.simulate.speedup import Acceptance, Load, Prediction, parse_acceptance, predict
 from paceline.simulate.trees import BEST, TreePrediction, acceptance_of, expected_of, parse_sizes, predict_trees, told_firsts
@@ -378,7 +379,11 @@ def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
     else:
         setup = set_up(costs, [Load(config.max_rows or MAX_ROWS, context, config.max_draft or 1)])
     setup.limits[:0] = limits.TEXTS["server"]
-    if passes and not config.acceptance:
+    marginals = read_marginals(config.marginals) if config.marginals else None
+    if marginals:
+        marginals = marginals.first_slots(config.max_draft or len(marginals.chances_KM))
+        survival = marginals.survival
+    elif passes and not config.acceptance:
         survival = recorded_survival(passes)[: config.max_draft]
     else:
         most = config.max_draft or setup.costs.max_draft or MAX_DRAFT
@@ -388,7 +393,7 @@ def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
     if passes:
         compared = compare(passes, None if has_own else setup.costs, server, survival, seed=config.seed)
         return ServerAnswer(setup, server, survival, compared=compared)
-    case, rates = Case(jobs, setup.costs, server, survival, config.seed), config.rate
+    case, rates = Case(jobs, setup.costs, server, survival, config.seed, marginals=marginals), config.rate
     if not rates and not config.concurrency:
         most_per_s = capacity(case, "off")
         rates = tuple(float(f"{share * most_per_s:.2g}") for share in SHARES)

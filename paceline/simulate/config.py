@@ -111,7 +111,10 @@ class ServingConfig:
     answer_tokens: str = "128"
     """Of each request, as `prompt_tokens`."""
     policy: tuple[str, ...] = ("off", "best", "adaptive")
-    """Draft lengths compared: off, best (for the batch), adaptive (learned), or numbers."""
+    """Draft lengths compared: off, best (for the batch), adaptive (learned), numbers, or tree:N with --marginals."""
+    marginals: str | None = None
+    """Of a block drafter: with adaptive, trees too where they pay; as of simulate: greedy, sampled or a run. Then they are also
+    the acceptance of chains."""
     max_rows: Count | None = None
     """Requests that decode together [default: 8, or as many as the server of --against had]."""
     prefill_chunk: Whole = 256
@@ -127,6 +130,8 @@ class ServingConfig:
         check(self)
         if self.against and (self.rate or self.concurrency):
             raise ConfigError("--against has its own loads: leave --rate and --concurrency out")
+        if self.marginals and (self.acceptance or self.against):
+            raise ConfigError("--marginals say what stands, as --acceptance and --against do: leave one of them out")
 
 
 @dataclass(frozen=True, slots=True)

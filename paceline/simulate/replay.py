@@ -25,9 +25,10 @@ from paceline.errors import ConfigError, reraised
 from paceline.figures import Rounds
 from paceline.plan import Planner
 from paceline.simulate.costs import MeasuredCosts, StepCosts, TimeTable
+from paceline.simulate.drafts import Survival
 from paceline.simulate.files import is_amount, read_objects
 from paceline.simulate.load import Arrivals, share
-from paceline.simulate.serving import Case, Job, Lookups, Outcome, ServerShape, Simulation, Survival
+from paceline.simulate.serving import Case, Job, Lookups, Outcome, ServerShape, Simulation
 from paceline.types import LOOKUP, NONE
 
 THROUGHPUT_WITHIN, FIRST_TOKEN_WITHIN = 0.10, 0.30

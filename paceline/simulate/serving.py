@@ -26,19 +26,16 @@ from dataclasses import dataclass, field
 
 from paceline.errors import ConfigError
 from paceline.learned import PassCosts
-from paceline.plan import AdaptivePlanner, FixedPlanner, Offer, Plan, Planner, Row
+from paceline.marginals import Marginals
+from paceline.plan import AdaptivePlanner, FixedPlanner, Offer, Plan, Planner, Row, fixed_planner
 from paceline.simulate.costs import StepCosts
-from paceline.types import LOOKUP, RoundStats, RowKind
+from paceline.simulate.drafts import Drafted, Survival, drafted, drafted_candidates
+from paceline.types import LOOKUP, RoundStats, RowKind, Take
 
 SOURCE = "drafter"
 """Whose drafts a simulated row checks, unless they were found in the text so far (LOOKUP), which takes no time."""
-SURENESS = 1.5
-"""Sum of both parameters of the Beta distribution of a drafter's probabilities: small when it is sure or knows that it is not.
-Of the shipped drafter on 12 GSM8K questions: slots of a mean of 0.80 had a variance of 0.06."""
 MEASURED = tuple(1 << power for power in range(11))
 """Positions of the passes whose time an adaptive planner is told, as an engine measures them at its start."""
-Survival = tuple[float, ...]
-"""survival[i]: share of rounds whose first i + 1 drafts would all stand; one for each draft that may be made, 0 beyond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +87,8 @@ class Case:
     seed: int = 0
     lookups: Lookups | None = None
     """Of the policy adaptive, as a server has them."""
+    marginals: Marginals | None = None
+    """Of a block drafter whose drafts may be checked as trees, by the policies adaptive and tree:N; in place of the curve."""
 
     @property
     def context(self) -> float:
@@ -103,7 +102,7 @@ class Case:
     def planner(self, policy: str) -> Planner:
         """A fresh one. Raises ConfigError."""
         chunk = self.server.prefill_chunk or max((job.prompt_tokens for job in self.jobs), default=1)
-        return make_planner(policy, self.survival, self.costs, self.context, chunk)
+        return make_planner(policy, self.survival, self.costs, self.context, chunk, self.marginals is not None)
 
 
 @dataclass(slots=True, eq=False)
@@ -193,6 +192,7 @@ class Simulation:
         if any(not 0 <= job.arrives_at < math.inf or job.prompt_tokens < 1 or job.answer_tokens < 1 for job in jobs):
             raise ConfigError("every request needs an arrival time of 0 or later, and at least one token of prompt and answer")
         self._costs, self._server, self._planner, self._survival = case.costs, case.server, planner, case.survival
+        self._marginals = case.marginals
         self._lookups = case.lookups if type(planner) is AdaptivePlanner else None
         is_closed = concurrency is not None
         self._all = [
@@ -272,63 +272,36 @@ class Simulation:
     def _round(self, rows: list[SimulatedRequest], plan: Plan) -> list[tuple[SimulatedRequest, int]]:
         """One decode round; returns the tokens of each row. The first token of a row that joins is not in `num_tokens` yet."""
         says_sure = not plan.whole_blocks and self._is_block
-        drafts = [
-            drafted(self._survival, each.luck, take.count, says_sure)
-            if take.source != LOOKUP or not self._lookups
-            else drafted(self._lookups.survival, each.luck, take.count, says_sure=False)
-            for each, take in zip(rows, plan.drafts, strict=True)
-        ]
+        asks = self._planner.num_candidates if self._is_block else 0
+        drafts = [self._drafted(each, take, says_sure, asks) for each, take in zip(rows, plan.drafts, strict=True)]
         counts = [take.count for take in plan.drafts if take.count and take.source != LOOKUP]
-        chosen = self._planner.narrow(plan, [each.sure for each in drafts])
-        widths = [
-            width if isinstance(width, int) else width.depth for width in chosen
-        ]  # nothing is said that trees are made of
-        accepted = [min(each.num_right, width) for each, width in zip(drafts, widths, strict=True)]
+        chosen = self._planner.narrow(plan, [each.sure for each in drafts], [each.candidates for each in drafts])
+        outcomes = [each.checked(width) for each, width in zip(drafts, chosen, strict=True)]
+        widths = [each if isinstance(each, int) else len(each.tokens) for each in chosen]
+        depths = [each if isinstance(each, int) else each.depth for each in chosen]
+        accepted = [num_kept for num_kept, _ in outcomes]
         context = statistics.fmean(each.job.prompt_tokens + max(each.num_tokens, 1) for each in rows)
-        for each, width, num_accepted in zip(rows, widths, accepted, strict=True):
+        for each, depth, num_accepted in zip(rows, depths, accepted, strict=True):
             each.num_rounds += 1
-            each.num_drafted_total += width
+            each.num_drafted_total += depth
             each.num_accepted_total += num_accepted
         verify_s = self._costs.verify_s(len(rows), 1 + sum(widths) / len(rows), context)
         draft_s = self._costs.draft_s(len(counts), max(counts), context) if counts else 0.0
-        stats = RoundStats(widths, accepted, True, draft_s, verify_s, self._costs.host_s, num_checked_B=widths)
+        stats = RoundStats(depths, accepted, True, draft_s, verify_s, self._costs.host_s, num_checked_B=widths)
         stats.sure_B = [each.sure for each in drafts]
+        stats.trees_B = [outcome for _, outcome in outcomes]
         self._planner.learn(plan, stats)
         spent_s = verify_s + draft_s + self._costs.host_s
         self._now += spent_s
         self._row_seconds += spent_s * len(rows)
         return [(each, count + 1) for each, count in zip(rows, accepted, strict=True)]
 
-
-def num_accepted(survival: Survival, luck: float, num_drafted: int) -> int:
-    """Of a round's drafts those that stand; `luck` in [0, 1) decides, and more drafts never make fewer stand."""
-    return sum(luck < share for share in survival[:num_drafted])
-
-
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """One row's drafts of a round."""
-
-    num_right: int
-    """How many would stand if all were checked."""
-    sure: list[float] | None = None
-    """As DraftBlock.sure_B: the log-probability of the drafter's best token at each slot."""
-
-
-def drafted(survival: Survival, luck: random.Random, count: int, says_sure: bool) -> Drafted:
-    """A draw of so many drafts. A drafter that says how sure it is of a slot is right as often as it says, and the survival
-    curve is what its rounds come to: its probabilities are Beta distributed around the curve's chances."""
-    if not says_sure or not count:
-        return Drafted(num_accepted(survival, luck.random(), count) if count else 0)
-    sure, num_right, is_right, before = [], 0, True, 1.0
-    for share in survival[:count]:
-        chance = min(max(share / before if before else 0.0, 1e-4), 1 - 1e-4)
-        probability = min(max(luck.betavariate(SURENESS * chance, SURENESS * (1 - chance)), 1e-6), 1 - 1e-6)
-        is_right = luck.random() < probability and is_right
-        num_right += is_right
-        sure.append(math.log(probability))
-        before = share
-    return Drafted(num_right, sure)
+    def _drafted(self, each: SimulatedRequest, take: Take, says_sure: bool, num_candidates: int) -> Drafted:
+        if take.source == LOOKUP and self._lookups:
+            return drafted(self._lookups.survival, each.luck, take.count, says_sure=False)
+        if self._marginals and num_candidates and take.count:
+            return drafted_candidates(self._marginals, each.luck, take.count, num_candidates)
+        return drafted(self._survival, each.luck, take.count, says_sure)
 
 
 @dataclass(slots=True)
@@ -359,20 +332,28 @@ class OffPlanner(AdaptivePlanner):
         return Offer(source, ())
 
 
-def make_planner(name: str, survival: Survival, costs: StepCosts, context: float, most_chunk: int) -> Planner:
-    """A fresh planner, which has seen nothing yet, for off, best, adaptive or a number of drafts. Raises ConfigError.
+def make_planner(
+    name: str, survival: Survival, costs: StepCosts, context: float, most_chunk: int, grows_trees: bool = False
+) -> Planner:
+    """A fresh planner, which has seen nothing yet, for off, best, adaptive, a number of drafts or tree:N. Raises ConfigError.
 
-    `context`: tokens of a row on average, at which costs are told.
+    `context`: tokens of a row on average, at which costs are told. `grows_trees`: whether it is known what trees are made of.
     """
     if name == "off":
         return OffPlanner(PassCosts([(1, 1.0)]), most_chunk=most_chunk, adapts_chunks=costs.prefill_adapts)
     passes = PassCosts([(size, costs.verify_s(1, size, context) + costs.host_s) for size in MEASURED])
     if name == "adaptive":
-        return AdaptivePlanner(passes, most_chunk=most_chunk, adapts_chunks=costs.prefill_adapts)
+        return AdaptivePlanner(passes, most_chunk=most_chunk, adapts_chunks=costs.prefill_adapts, grows_trees=grows_trees)
+    if name.startswith("tree:"):
+        if not grows_trees:
+            raise ConfigError(f"--policy {name} needs to know how often other tokens than the likeliest stand: add --marginals")
+        return fixed_planner(name, most_chunk)
     if name == "best":
         return BestPlanner(0, most_chunk, survival=survival, round_s=lambda rows, count: costs.round_s(rows, count, context))
     if not (name.isascii() and name.isdecimal()):
-        raise ConfigError(f"--policy {name!r} is not known: choose from off, best, adaptive or a number of drafts")
+        raise ConfigError(
+            f"--policy {name!r} is not known: choose from off, best, adaptive, a number of drafts, or tree:N with --marginals"
+        )
     if int(name) > len(survival):
         raise ConfigError(f"--policy {name} drafts more than the drafter can: at most {len(survival)}")
     return FixedPlanner(int(name), most_chunk)

@@ -12,9 +12,12 @@ import pytest
 from paceline.chunks import LEAST_CHUNK
 from paceline.errors import ConfigError
 from paceline.figures import Spread
+from paceline.marginals import Marginals
 from paceline.plan import FixedPlanner
-from paceline.simulate.config import ServingConfig
+from paceline.simulate.answer import simulate_server
+from paceline.simulate.config import CostsConfig, ServingConfig
 from paceline.simulate.costs import StepCosts
+from paceline.simulate.drafts import Survival, drafted, num_accepted
 from paceline.simulate.load import (
     Lengths,
     LoadFigures,
@@ -26,6 +29,7 @@ from paceline.simulate.load import (
     sweep,
     workload,
 )
+from paceline.simulate.marginals import read_marginals
 from paceline.simulate.serving import (
     BestPlanner,
     Case,
@@ -33,10 +37,7 @@ from paceline.simulate.serving import (
     Outcome,
     ServerShape,
     Simulation,
-    Survival,
-    drafted,
     make_planner,
-    num_accepted,
 )
 
 ONE_ROW = ServerShape(max_rows=1, prefill_chunk=None)
@@ -355,3 +356,44 @@ def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
 
 def test_nobody_asks() -> None:
     assert Simulation(Case([], COSTS, ServerShape(), HALF), FixedPlanner(0), []).run().wall_s == 0.0
+
+
+THREE = Marginals(((0.7, 0.12, 0.05), (0.6, 0.2, 0.05), (0.65, 0.1, 0.05)))
+
+
+@dataclass(frozen=True)
+class BlockCosts(Costs):
+    """A drafter whose pass drafts a block, and passes that hardly get dearer."""
+
+    position_s: float = 0.00002
+
+    def draft_s(self, batch: float, num_drafted: int, context: float) -> float:
+        return self.draft
+
+
+def tokens_per_round(case: Case, policy: str) -> float:
+    done = case.run(policy).requests
+    return 1 + sum(each.num_accepted_total for each in done) / sum(each.num_rounds for each in done)
+
+
+def test_trees_of_a_simulated_server_keep_what_marginals_make_expected() -> None:
+    case = Case(jobs_of(60, answer=200), BlockCosts(), ServerShape(max_rows=4), THREE.survival, marginals=THREE)
+    for policy, nodes in (("tree:4", 4), ("tree:12", 12)):
+        assert tokens_per_round(case, policy) == pytest.approx(THREE.expected(nodes)[nodes].tokens, rel=0.03)
+    assert tokens_per_round(case, "3") == pytest.approx(1 + sum(THREE.survival), rel=0.03)
+
+
+def test_an_adaptive_server_grows_trees_where_passes_are_cheap() -> None:
+    case = Case(jobs_of(60, answer=200), BlockCosts(), ServerShape(max_rows=4), THREE.survival, marginals=THREE)
+    chains, trees = (tokens_per_round(each, "adaptive") for each in (replace(case, marginals=None), case))
+    assert trees > 1.08 * chains
+    assert replace(case, marginals=None).run("adaptive").wall_s > case.run("adaptive").wall_s
+
+
+def test_trees_need_to_know_what_they_are_made_of() -> None:
+    with pytest.raises(ConfigError, match="add --marginals"):
+        make_planner("tree:4", HALF, COSTS, 100, 256)
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        ServingConfig(marginals="greedy", acceptance="0.8")
+    found = simulate_server(CostsConfig(toy=True), ServingConfig(marginals="greedy", requests=5, policy=("off",), rate=(1.0,)))
+    assert found.survival == read_marginals("greedy").survival
