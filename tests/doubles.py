@@ -187,8 +187,6 @@ class ScriptedDrafter(Drafter):
     """
 
     name = "scripted"
-    is_parallel = True
-    """As DFlashDrafter has it: no draft of a block depends on another."""
 
     def __init__(
         self,

@@ -10,9 +10,10 @@ these drafts would have stood follows from the stored text:
 greedy, or with a seed   drafts are certain, and stand as far as they agree with the text: exact to the token
 sampled without a seed   drafts are drawn, slot by slot from q. Given that the text x was said, at least i of them stand with
                          probability s_i = s_(i-1) min(1, q_i / (p_i w_(i-1))), q_i and p_i being the drafter's and the target's
-                         probability of x_i; w is 1 for `rejection`, for `block` w_i = min(1, w_(i-1) p_i / q_i), w_0 = 1: by
-                         Bayes, from P(the first i stand and are x) = q_1..q_i w_i (Sun et al. 2403.10444, section 4). How
-                         many stand is then drawn with the request's own numbers: a sample as good as the one that was served.
+                         probability of x_i behind those before it; w is 1 for `rejection`, for `block`
+                         w_i = min(1, w_(i-1) p_i / q_i), w_0 = 1: by Bayes, from P(the first i stand and are x) = q_1..q_i w_i
+                         (Sun et al. 2403.10444, section 4). How many stand is then drawn with the request's own numbers: a
+                         sample as good as the one that was served.
 
 Every round checks all that the drafter may draft, as with `--plan fixed`; with `fixed:K` give the drafter K (`num_drafted`). A
 planner that follows the clock checks fewer where that is faster: then `survival` says what any width would bring (`gate.py`).
@@ -170,12 +171,12 @@ class Scorer:
 
     def _num_drawn(self, answer: _Answer, tokens: list[int], draft_probs_KV: Tensor) -> int:
         """How many of these drawn drafts stand, given what the text says there: the module's s_i against one number."""
-        if not isinstance(self._drafter, DFlashDrafter) or not self._drafter.is_parallel:
+        if not isinstance(self._drafter, DFlashDrafter):
             raise ConfigError(
                 f"drafts of {self._drafter.name} depend on those before them: score requests at temperature 0 or with a seed"
             )
         said = answer.rest[: len(tokens)]
-        targets, drafts = self._chances(answer, said), drafted_probs(said, draft_probs_KV)
+        targets, drafts = self._chances(answer, said), self._drafter.chances_of(answer.seq, said, draft_probs_KV)
         drawn = uniform(answer.seq.seed, ACCEPT, answer.seq.cached_len)
         survival, weight = 1.0, 1.0
         for place, (target, draft) in enumerate(zip(targets, drafts, strict=True)):

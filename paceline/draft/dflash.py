@@ -175,8 +175,6 @@ class DFlashDrafter(TappedDrafter):
     name = "dflash"
     has_native_path = True
     """Whether it runs in native calls beside a target that does."""
-    is_parallel = True
-    """Whether what is drafted at a slot does not depend on what was drawn before it."""
 
     def __init__(
         self,
@@ -298,6 +296,11 @@ class DFlashDrafter(TappedDrafter):
                 block.tokens_B[index], sure = reading.certain(slot, limits[index], says_sure)
             sure_B[index] = sure[: num_finite(sure)] if sure and says_sure else None
         return block
+
+    def chances_of(self, seq: Sequence, said: list[int], probs_KV: Tensor) -> list[float]:
+        """Probability that each of these tokens is drafted behind the row's anchor, if those before it were. `probs_KV`: what
+        the row's latest drafts were drawn from, at least as many slots."""
+        return probs_KV[torch.arange(len(said)), torch.tensor(said, dtype=torch.int64)].tolist()
 
     def _cache_room(self, seq: Sequence) -> int:
         """Drafts that fit the target's cache behind the row's anchor."""

@@ -27,11 +27,11 @@ from paceline.draft.checkpoint import DFlashConfig, StoredDrafter, as_dflash2, n
 from paceline.draft.dflash import Attend, DFlashDrafter, DFlashNetwork, DraftLayer
 from paceline.draft.dflash2_paths import SELECTOR, DFlash2NativePath, DFlash2Path, can_mix, convolve
 from paceline.draft.dflash2_selector import BOOKS, Selector, WalkedReading
-from paceline.draft.dflash_reading import Reading
 from paceline.draft.vocabulary import Vocabulary
 from paceline.errors import ModelFileError
 from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import Target
+from paceline.types import Sequence
 
 DEVIATION = 0.02
 """Of what a new selector's weights begin with."""
@@ -149,7 +149,6 @@ class DFlash2Drafter(DFlashDrafter):
     """A DFlash 2 drafter."""
 
     name = "dflash2"
-    is_parallel = False
     network: DFlash2Network
 
     @property
@@ -174,8 +173,13 @@ class DFlash2Drafter(DFlashDrafter):
             return DFlash2NativePath(self.config, self.network.state_dict(), target, own)
         return DFlash2Path(self.config, self.network.state_dict(), target, own)
 
+    def chances_of(self, seq: Sequence, said: list[int], probs_KV: Tensor) -> list[float]:
+        """As DFlashDrafter.chances_of, by one more pass: what is drafted depends on what was drafted before."""
+        reading = self._read([seq.row], [seq.tokens[-1]], len(said), self.block_size, True) if said else None
+        return reading.along(0, said, seq) if reading else []
+
     @torch.inference_mode()
-    def _read(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Reading:
+    def _read(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> WalkedReading:
         assert isinstance(self._path, DFlash2Path | DFlash2NativePath)
         return WalkedReading(self._path.pick(rows, anchors, width, size), self._path.ids, self._vocab_size)
 

@@ -121,6 +121,19 @@ class WalkedReading(Reading):
         ids_KM = torch.tensor(self._tokens_BKM[slot][: len(tokens)], device=probs_KV.device)
         return tokens, probs_KV.scatter_(1, ids_KM, torch.stack(rows)), sure
 
+    def along(self, slot: int, tokens: list[int], seq: Sequence) -> list[float]:
+        """Probability that `drawn` draws each of these tokens behind those before it; 0 of one that is no candidate, and of
+        all behind it."""
+        inverse, chances, before = inverse_temperature(seq), [0.0] * len(tokens), 0
+        for place, token in enumerate(tokens):
+            candidates = self._tokens_BKM[slot][place]
+            scores_M = self._scores_of(slot)[place][before]
+            if token not in candidates or best_of(scores_M) < 0:
+                break
+            before = candidates.index(token)
+            chances[place] = math.exp(log_softmax(scores_M, inverse)[before])
+        return chances
+
     def candidates(self, slot: int, limit: int, seq: Sequence, count: int, most: int) -> Candidates:
         """As Reading.candidates, along the walk of the largest scores; `behind` says them behind any other candidate."""
         inverse, scores_KPM, tokens_KM = inverse_temperature(seq), self._scores_of(slot), self._tokens_BKM[slot]

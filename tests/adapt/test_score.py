@@ -10,11 +10,13 @@ from adapt_requests import request
 from doubles import ScriptedDrafter
 from scored import FASTEST, dflash, prompts, served, tiny_llm
 from small_llm import Talker, fake_llm
-from tiny_dflash import KINDS, network, raw_config
+from tiny_dflash import KINDS, loud_, network, raw_config
 
 from paceline.adapt.score import Scorer, score, summary
 from paceline.adapt.stored import read_requests
+from paceline.draft.checkpoint import DFlashConfig, as_dflash2
 from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash2 import DFlash2Drafter, DFlash2Network
 from paceline.draft.ngram import NgramDrafter
 from paceline.errors import ConfigError
 from paceline.figures import Rounds
@@ -61,8 +63,57 @@ def test_fewer_drafts_are_predicted_too(tmp_path: Path) -> None:
     ]
 
 
+def dflash2(seed: int) -> DFlash2Drafter:
+    """Whose selector matters: five of eleven tokens are never candidates."""
+    made = DFlash2Network.random(DFlashConfig.from_json(as_dflash2(raw_config(), rank=5, top_k=6)), seed)
+    loud_(made, seed)
+    for name, parameter in made.named_parameters():
+        if name.endswith("base_kernel"):
+            parameter.data[:, 0] += 1
+        elif name.endswith("kernel_projection.weight"):
+            parameter.data *= 0.3
+    return DFlash2Drafter(made)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chances_of_drafts_that_depend_on_each_other(kind: Any) -> None:
+    """Of the drafts that were drawn they are those they were drawn with; behind one that is no candidate nothing is drawn."""
+    llm, drafter = tiny_llm(kind), dflash2(3)
+    drafter.bind(llm.target)
+    llm.target.set_taps(drafter.tap_layers)
+    drawing = Recorded(llm, drafter)
+    drawing.score(
+        [
+            request(
+                prompt_ids=[3, 1, 4],
+                answer_ids=[1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9],
+                params=SamplingParams(temperature=0.8),
+                seed=5,
+            )
+        ]
+    )
+    assert len(drawing.told) > 3 and all(own == pytest.approx(chances, abs=1e-5) for own, chances in drawing.told)
+
+
+class Recorded(Scorer):
+    """Keeps, of every round, what the drawn drafts were drawn with, and what `chances_of` says of them."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.told: list[tuple[list[float], list[float]]] = []
+
+    def _num_drawn(self, answer: Any, tokens: list[int], draft_probs_KV: Any) -> int:
+        drafter = cast(DFlash2Drafter, self._drafter)
+        own = [float(probs_V[token]) for probs_V, token in zip(draft_probs_KV, tokens, strict=True)]
+        self.told.append((own, drafter.chances_of(answer.seq, tokens, draft_probs_KV)))
+        never = next(token for token in range(11) if not draft_probs_KV[0, token])
+        assert drafter.chances_of(answer.seq, [never, *tokens[1:]], draft_probs_KV) == [0.0] * len(tokens)
+        return super()._num_drawn(answer, tokens, draft_probs_KV)
+
+
+@pytest.mark.parametrize("make", [dflash, dflash2])
 @pytest.mark.parametrize("rule", ["auto", "rejection", "match"])
-def test_sampled_requests_are_predicted_within_the_interval(rule: str, tmp_path: Path) -> None:
+def test_sampled_requests_are_predicted_within_the_interval(make: Any, rule: str, tmp_path: Path) -> None:
     """Drafts are drawn, and stand by chance: tokens a round agree within four standard errors."""
     llm = tiny_llm(FASTEST, rule=rule)
     params = SamplingParams(max_tokens=24, temperature=1.0, top_p=0.95)
@@ -70,8 +121,8 @@ def test_sampled_requests_are_predicted_within_the_interval(rule: str, tmp_path:
     served(llm, dflash(0), asked, tmp_path)
     requests, _ = read_requests(tmp_path)
     requests = list({each.key: each for each in requests}.values())
-    predicted = score(llm, dflash(3), requests)
-    second = served(llm, dflash(3), asked)
+    predicted = score(llm, make(3), requests)
+    second = served(llm, make(3), asked)
     ours = Rounds.sum(each.figures for each in predicted)
     theirs = Rounds.sum(Rounds.counted(seq.rounds) for seq in second)
     error = (_variance(ours) / ours.num_rounds + _variance(theirs) / theirs.num_rounds) ** 0.5
