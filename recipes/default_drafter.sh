@@ -4,7 +4,7 @@
 #   DATA=path/to/prompt/sets bash recipes/default_drafter.sh
 #
 # Killed, the same command goes on. DATA holds gsm8k_train.jsonl, mbpp_train.jsonl, t0_tasks.jsonl, user_instructions.jsonl and
-# seed_tasks.jsonl. Nothing of a test set is read. Environment: OUT (run folder), MINUTES and MORE_MINUTES (of training), PROCESSES.
+# seed_tasks.jsonl. Nothing of a test set is read. Environment: OUT (run folder), MINUTES, MORE_MINUTES and SECOND_MINUTES (of training), PROCESSES.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -43,15 +43,19 @@ done
     --epochs 30 --max-minutes "${MORE_MINUTES:-75}" --blocks-per-step 192 --anchors 48 --lr 1.5e-3 --loss d-pace \
     --loss-vocab 8192 --features cached --heldout-every 250 --ood paceline/bench/prompts.jsonl
 
-# 5. More answers: other questions, and programming prompts that another model learned from.
+# 5. More answers: other questions, and programming prompts that another model wrote.
+grep -E '"id": "(signatures|self)' recipes/prompts/code.jsonl > "$out/prompts/code.jsonl"
 "${answer[@]}" --prompts "$data/gsm8k_train.jsonl" --limit 4500 --out "$out/arithmetic"
-"${answer[@]}" --prompts "$out/prompts/kinds.jsonl" --limit 1600 --out "$out/kinds"
-"${answer[@]}" --prompts recipes/prompts/code.jsonl --out "$out/code"
+"${answer[@]}" --prompts "$out/prompts/code.jsonl" --out "$out/code"
+answers+=(--answers "$out/code/answers")
 
 # 6. From there on DFlash 2, with all answers.
-"${many[@]}" train --target "$target" "${answers[@]}" --answers "$out/code/answers" --out "$out/second" --init "$out/again/drafter" \
-    --drafter-kind dflash2 --max-len 512 --max-tokens 128 --epochs 30 --max-minutes "${SECOND_MINUTES:-60}" --blocks-per-step 192 \
-    --anchors 48 --lr 1.5e-3 --loss d-pace --loss-vocab 8192 --features cached --heldout-every 500 --keep best \
-    --ood paceline/bench/prompts.jsonl
+"${many[@]}" train --target "$target" "${answers[@]}" --out "$out/second" --plan off --init "$out/again/drafter" \
+    --drafter-kind dflash2 --max-len 512 --max-tokens 128 --epochs 30 --max-minutes "${SECOND_MINUTES:-26}" --blocks-per-step 192 \
+    --anchors 48 --lr 1.3e-3 --loss d-pace --loss-vocab 8192 --features cached --heldout-every 500 --keep best \
+    --selector-from 0.2 --ood paceline/bench/prompts.jsonl
+
+# 7. The tokens that answers use most, and 8 bits: what the package holds.
+python recipes/draft_vocabulary.py "${answers[@]}" --drafter "$out/second/drafter" --size 12288
 python recipes/pack_drafter.py "$out/second/drafter" --out "$out/packed"
 echo "drafter: $out/packed"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash2 import read_drafter
 from paceline.train.answers import AnswerShards
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--drafter", type=Path, required=True, help="checkpoint to add the tokens to")
     parser.add_argument("--size", type=int, default=12288, help="how many tokens")
     args = parser.parse_args()
-    drafter = DFlashDrafter.from_folder(args.drafter)
+    drafter = read_drafter(args.drafter)
     counts = torch.zeros(drafter.config.shape.vocab_size, dtype=torch.long)
     for folder in args.answers:
         for answer in AnswerShards(folder):

@@ -13,7 +13,7 @@ from dflash import model as dflash
 from paceline import LLM, SamplingParams
 from paceline.bench.beside import transformers_model
 from paceline.draft.checkpoint import read_draft_ids, read_stored, weights_file
-from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash2 import DFlash2Drafter
 from paceline.draft.packed import PACKED
 from paceline.draft.registry import SHIPPED
 from paceline.hub import resolve
@@ -32,10 +32,10 @@ def llm() -> LLM:
 
 
 def test_it_is_the_default_and_small(llm: LLM) -> None:
-    assert isinstance(llm.drafter, DFlashDrafter)
-    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 40e6
+    assert isinstance(llm.drafter, DFlash2Drafter)
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 30e6 and weights_file(FOLDER).name == PACKED
     assert {tensor.dtype for tensor in llm.drafter.network.state_dict().values()} == {torch.bfloat16}
-    assert json.loads((FOLDER / "config.json").read_text())["architectures"] == ["DFlashDraftModel"]
+    assert json.loads((FOLDER / "config.json").read_text())["architectures"] == ["DFlash2DraftModel"]
 
 
 def test_the_coder_s_is_small_and_drafts_among_few() -> None:
@@ -63,9 +63,9 @@ def test_drafts_are_those_of_the_authors_package(llm: LLM, monkeypatch: pytest.M
 
     Its authors' package drafts among all tokens: so does ours here.
     """
-    assert isinstance(llm.drafter, DFlashDrafter)
-    llm.use_drafter(DFlashDrafter(llm.drafter.network))
-    assert isinstance(llm.drafter, DFlashDrafter)
+    assert isinstance(llm.drafter, DFlash2Drafter)
+    llm.use_drafter(DFlash2Drafter(llm.drafter.network))
+    assert isinstance(llm.drafter, DFlash2Drafter)
     prompt = llm.encode_chat([{"role": "user", "content": QUESTION}])
     own: list[list[int]] = []
     propose = llm.drafter.propose
@@ -80,18 +80,19 @@ def test_drafts_are_those_of_the_authors_package(llm: LLM, monkeypatch: pytest.M
         (answer,) = llm.generate_ids([prompt], SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
 
     raw = json.loads((FOLDER / "config.json").read_text())
-    reference = dflash.DFlashDraftModel(transformers.Qwen3Config(**raw)).eval()
-    reference.load_state_dict({name: tensor.float() for name, tensor in llm.drafter.network.state_dict().items()})
+    reference = dflash.DFlash2DraftModel(transformers.Qwen3Config(**raw)).eval()
+    llm.drafter.network.codebook_suffix = ".weight"  # as the package's own state has it
+    reference.load_state_dict({name: tensor.float() for name, tensor in llm.drafter.network.of_file().items()})
     target = transformers_model(resolve(MODEL), torch.float32)
     theirs: list[list[int]] = []
-    compute = reference.compute_logits
+    select = reference.candidate_selector.select
 
-    def keep(hidden: torch.Tensor, head: Any) -> torch.Tensor:
-        logits = compute(hidden, head)
-        theirs.append(logits[0].argmax(-1).tolist())
-        return logits
+    def keep(*given: Any) -> Any:
+        chosen = select(*given)
+        theirs.append(chosen[0][0].tolist())
+        return chosen
 
-    reference.compute_logits = keep
+    reference.candidate_selector.select = keep
     with torch.inference_mode():
         tokens = dflash.dflash_generate(reference, target, torch.tensor([prompt]), MAX_TOKENS, None)[0].tolist()
     assert tokens[: len(prompt) + MAX_TOKENS] == prompt + answer.token_ids

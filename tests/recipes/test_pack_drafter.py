@@ -7,20 +7,22 @@ import sys
 from pathlib import Path
 
 from paceline.draft.checkpoint import weights_file
-from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash2 import read_drafter
 from paceline.hub import SHIPPED
 
 SCRIPT = Path(__file__).parents[2] / "recipes" / "pack_drafter.py"
 
 
 def test_the_drafter_that_ships_in_half_the_bytes(tmp_path: Path) -> None:
-    source = SHIPPED / "smollm2-135m"
+    shipped, source = SHIPPED / "smollm2-135m", tmp_path / "dense"
+    read_drafter(shipped).save(source)
+    (source / "README.md").write_bytes((shipped / "README.md").read_bytes())
     done = subprocess.run(
         [sys.executable, SCRIPT, source, "--out", tmp_path / "small"], capture_output=True, text=True, check=True
     )
     before, after = (weights_file(folder).stat().st_size for folder in (source, tmp_path / "small"))
     assert 0.5 * before < after < 0.55 * before and f"{before / 1e6:.1f} MB" in done.stdout
     assert (tmp_path / "small" / "README.md").read_bytes() == (source / "README.md").read_bytes()
-    dense, small = (DFlashDrafter.from_folder(folder).network.state_dict() for folder in (source, tmp_path / "small"))
+    dense, small = (read_drafter(folder).network.state_dict() for folder in (source, tmp_path / "small"))
     off = [float((small[name].float() - each.float()).norm() / each.float().norm()) for name, each in dense.items()]
     assert dense.keys() == small.keys() and max(off) < 0.012
