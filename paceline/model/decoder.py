@@ -297,7 +297,7 @@ class Decoder(Target):
         plans = {window: AttentionPlan(*rows, window=window, **kind) for window in self.windows}
         writer = CacheWriter(*rows, self.device)
         positions = batch.positions
-        tables = {kind: rope.tables(positions) for kind, rope in self.ropes.items()}
+        tables: dict[RopeKind, Tables] = {kind: rope.tables(positions) for kind, rope in self.ropes.items()}
         hidden_TD, taps_TF = self.run_layers(torch.tensor(batch.tokens, device=self.device), plans, writer, tables)
         self.cache.append(batch.rows, batch.counts)
         if batch.logits == "none":

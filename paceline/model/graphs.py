@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from paceline.model.attention import PLAIN, AttentionPlan, CacheWriter, Scores, ancestors, attend_rows
-from paceline.model.decoder import Decoder
+from paceline.model.config import RopeKind
+from paceline.model.decoder import Decoder, Tables
 from paceline.model.target import ForwardBatch, ForwardOutput
 
 MAX_COUNT = 32
@@ -44,7 +45,8 @@ class StaticPass(CacheWriter):
         self._positions_BJ = self.starts_B[:, None] + self.depths_BJ
         self._rows_T = torch.arange(self._num_rows, device=device).repeat_interleave(self._count)
         plans = {window: _Plan(self._num_rows, self._span, self._mask(window)) for window in decoder.windows}
-        tables = {kind: rope.tables_at(self._positions_BJ.flatten()) for kind, rope in decoder.ropes.items()}
+        positions_T = self._positions_BJ.flatten()
+        tables: dict[RopeKind, Tables] = {kind: rope.tables_at(positions_T) for kind, rope in decoder.ropes.items()}
         hidden, taps = decoder.run_layers(self.tokens_BJ.flatten(), plans, self, tables)
         self.logits, self.taps = decoder.head(decoder.final_norm(hidden)), taps
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -72,7 +72,7 @@ def as_ours(
                     f"{source}: tensor {name!r} has {len(tensor)} rows, the config asks for {sum(sizes)}: "
                     "config and weights are of different models, fetch the model again"
                 )
-            yield from zip(names, tensor.split(sizes), strict=True)
+            yield from zip(names, cast(Any, tensor.split(sizes)), strict=True)
         else:
             yield name, tensor
 

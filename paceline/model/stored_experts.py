@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ def taken_apart(
         yield from _each(config, f"{owner}.", which, "bias" if kind == "_bias" else "weight", tensor)
 
 
-def _each(config: DecoderConfig, owner: str, which: str, kind: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _each(config: DecoderConfig, owner: str, which: str, kind: str, tensor: Tensor) -> Iterator[tuple[str, Any]]:
     """Outputs of gate and up take turns in gpt-oss; elsewhere those of the gate come first."""
     for expert, rows in enumerate(tensor):
         if which == "down":

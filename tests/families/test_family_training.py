@@ -15,7 +15,7 @@ from small_training import config, trainer
 
 from paceline.config import EngineConfig
 from paceline.draft.checkpoint import read_stored
-from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.model.checkpoint import load_config
@@ -47,7 +47,7 @@ def test_training_raises_the_heldout_figure(name: str, made: tuple[Path, Any], t
     settings = config(max_steps=NUM_STEPS, blocks_per_step=16, blocks_per_pack=16, optim=OptimConfig(lr=1e-2))
     one = trainer(tmp_path, settings, target=target, learned=DOCUMENTS[8:])
     others = DOCUMENTS[:8]
-    features = OnlineFeatures(target, others, one.network.config.target_layer_ids, needs_final=False)
+    features = OnlineFeatures(target, others, cast(Any, one.network).config.target_layer_ids, needs_final=False)
     before = one.evaluate(others, features)
     one.run()
     after = one.evaluate(others, features)
@@ -83,13 +83,14 @@ def test_the_drafter_has_the_factors_of_both_ends(name: str, made: tuple[Path, A
     folder, shape = made[0], load_config(made[0])
     target = target_of(folder, max_len=64)
     one = trainer(tmp_path / "run", config(max_steps=2), target=target)
-    DFlashDrafter(one.network).save(tmp_path / "drafter")
+    network = cast(DFlashNetwork, one.network)
+    DFlashDrafter(network).save(tmp_path / "drafter")
     stored = read_stored(tmp_path / "drafter").config
     scales = stored.input_embedding_scale, stored.output_multiplier, stored.final_logit_softcapping
     assert scales == (target.ends.embedding, shape.logit_scale, shape.logit_cap)
     params, prompts = SamplingParams(max_tokens=12, ignore_eos=True), [list(range(1, 9))]
     texts = []
-    for drafter in (None, DFlashDrafter(one.network), DFlashDrafter.from_folder(tmp_path / "drafter")):
+    for drafter in (None, DFlashDrafter(network), DFlashDrafter.from_folder(tmp_path / "drafter")):
         engine = Engine(target, ByteTokenizer(), drafter, planner=FixedPlanner(0 if drafter is None else None))
         texts.append([seq.output_ids for seq in run(engine, prompts, params)])
     assert texts[0] == texts[1] == texts[2]
