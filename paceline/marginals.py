@@ -67,13 +67,16 @@ class Tally:
     def of(cls, told: Any) -> Tally:
         """From {"tried": [...], "stood": [[...], ...]}. Raises ConfigError for what is none."""
         tried, stood = (told.get("tried"), told.get("stood")) if isinstance(told, dict) else (None, None)
-        is_counts = _are_counts(tried) and isinstance(stood, list) and len(stood) == len(tried) and bool(tried)
-        if not is_counts or not all(_are_counts(each) and sum(each) <= count for each, count in zip(stood, tried, strict=True)):
+        if (
+            not (isinstance(tried, list) and isinstance(stood, list) and tried and len(stood) == len(tried))
+            or not all(map(_are_counts, [tried, *stood]))
+            or any(sum(own) > count for own, count in zip(stood, tried, strict=True))
+        ):
             raise ConfigError(
                 'marginals are counts, {"tried": rounds of each slot, "stood": of each slot how many said each rank}: '
                 "write them with paceline bench decode --plan tree:32"
             )
-        return cls(list(tried), [list(each) for each in stood])
+        return cls(list(tried), [list(own) for own in stood])
 
     @property
     def num_rounds(self) -> int:

@@ -135,7 +135,7 @@ def test_a_path_stands_by_its_gains() -> None:
     assert path_that_stands([], [], []) == [] and path_that_stands(tree.parents, tree.gains, [0.0] * 3)[0] == 0
 
 
-def mocked_answers(planner: FixedPlanner, way: dict[str, Any], num_answers: int = 40, accuracy: float = 0.0) -> list[Sequence]:
+def mocked_answers(planner: FixedPlanner, way: dict[str, Any], num_answers: int = 24, accuracy: float = 0.0) -> list[Sequence]:
     """Whatever the drafter and the target say: the drafter never names the target's token."""
     target = FakeTarget(vocab_size=24, num_rows=4, max_len=256)
     drafter = TreeDrafter(target, num_drafted=4, width=3, accuracy=accuracy, tap_layers=(0, 2))

@@ -183,8 +183,9 @@ class LLM:
         chunk = self.config.prefill_chunk
         if self.config.plan != "auto":
             fixed, mock = fixed_planner(self.config.plan, chunk), self.config.mocked
-            has_trees = fixed.num_nodes and isinstance(mock, Marginals)
-            return MockedPlanner(most_chunk=chunk, num_nodes=fixed.num_nodes, marginals=mock) if has_trees else fixed
+            if fixed.num_nodes and isinstance(mock, Marginals):
+                return MockedPlanner(most_chunk=chunk, num_nodes=fixed.num_nodes, marginals=mock)
+            return fixed
         if self.config.mocked is not None:
             return FixedPlanner(most_chunk=chunk)
         most = max((drafter.num_drafted for drafter in drafters), default=0) or (LATER if self.router else 0)
