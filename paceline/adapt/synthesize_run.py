@@ -59,7 +59,8 @@ def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
     with prepared(asked, progress, "synthesize", more, _filled(form, config, progress)) as job:
         if job.ranks.world > 1:
             raise ConfigError("synthesize runs in one process, since what is rare depends on all answers: leave torchrun out")
-        work = Regenerator(job.llm, AnswerShards(config.out / "raw"), answering)
+        raw = AnswerShards(config.out / "raw")
+        work = Regenerator(job.llm, raw, answering)
         done = Synthesized(config.out / "answers", num_compared=len(kept_out))
         prompts = [prompt for prompt in job.prompts if digest(work.first_ids(prompt)) not in kept_out]
         done.num_in_store = len(job.prompts) - len(prompts)
@@ -67,10 +68,10 @@ def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
             raise PromptError("every prompt stands in the store of --not-in: give others with --prompts, or --self-written")
         num_free = round(len(prompts) * (1 - config.steered)) if form.schema else len(prompts)
         parts = [work.run(prompts[:num_free], job.bars)]
-        if steered := list(_steered(form, prompts[num_free:], work.shards, config.answering.seed)):
+        if steered := list(_steered(form, prompts[num_free:], raw, config.answering.seed)):
             parts.append(work.run(steered, job.bars))
         done.wall_s = sum(part.wall_s for part in parts)
-        coverage, left_out = _keep(form, work.shards, done, config.max_overlap)
+        coverage, left_out = _keep(form, raw, done, config.max_overlap)
         done.dropped = dict(left_out + Counter({"prompt too long": sum(part.num_too_long for part in parts)}))
         if not done.num_answers:
             raise PromptError(f"no answer can be kept ({done.dropped}): raise max_tokens, or correct what is asked")
