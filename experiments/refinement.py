@@ -43,7 +43,8 @@ from torch import Tensor
 
 from paceline import LLM, SamplingParams
 from paceline.draft.dflash import DFlashDrafter
-from paceline.draft.dflash2 import DFlash2Path, Picks, score
+from paceline.draft.dflash2_paths import DFlash2NativePath, DFlash2Path
+from paceline.draft.dflash2_selector import Picks, score
 from paceline.draft.dflash_paths import NativePath, TorchPath
 from paceline.draft.dflash_reading import scale_logits
 from paceline.model.native_lib import pointer
@@ -221,7 +222,7 @@ class Block:
     def picks(self) -> Picks:
         hidden_KD, logits_KV = self.read
         path = self.blocks.path
-        assert hidden_KD is not None and isinstance(path, DFlash2Path)
+        assert hidden_KD is not None and isinstance(path, DFlash2Path | DFlash2NativePath)
         anchors_B = torch.tensor([self.anchor], device=logits_KV.device)
         with torch.inference_mode():
             return score(path.selector, hidden_KD[None], logits_KV[None], anchors_B, path.ids)
@@ -330,7 +331,7 @@ class Rig:
 
         found = {"target": timed(verify, repeats), "observe": timed(observe, repeats)}
         found["draft"] = timed(lambda: path.draft(rows, [anchor], width, 1 + width, False), repeats)
-        if isinstance(path, DFlash2Path):
+        if isinstance(path, DFlash2Path | DFlash2NativePath):
             one = Block(self.blocks, anchor, [anchor])
             found["draft"] = timed(lambda: path.read(rows, [anchor], width, 1 + width), repeats)
             assert one.read

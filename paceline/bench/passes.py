@@ -6,7 +6,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,11 +32,14 @@ CHUNK = 256
 
 def described(llm: LLM) -> dict[str, Any]:
     """What model runs, how and where, for records of figures."""
+    form = form_of(llm.target)
     return {
         "model": llm.config.model,
         "device": llm.config.device,
         "dtype": llm.config.dtype,
-        **asdict(form_of(llm.target)),
+        "backend": form.backend,
+        "isa": form.isa,
+        "weight_format": form.weight_format,
         "weight_bytes": llm.target.weight_bytes,
     }
 
