@@ -334,7 +334,7 @@ class Rig:
         if isinstance(path, DFlash2Path | DFlash2NativePath):
             one = Block(self.blocks, anchor, [anchor])
             found["draft"] = timed(lambda: path.read(rows, [anchor], width, 1 + width), repeats)
-            assert one.read
+            assert len(one.read[1])
 
             def select() -> None:
                 one.__dict__.pop("picks", None)
