@@ -48,6 +48,15 @@ class Selector(nn.Module):
         factor = self.get_parameter(book.replace("codebook", "factor"))
         return F.linear(F.embedding(tokens, embedding_VD).to(factor.dtype), factor)
 
+    def linked(self, before_BKPR: Tensor, tokens_BKM: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
+        """Products [B, K, P, M] of gated predecessors with the successor codebook's rows. Of factored ones in another order,
+        (before P) E^T: the few predecessors become as wide as the embedding, and no row of a codebook is made."""
+        if not self.is_factored:
+            return before_BKPR @ self.rows(BOOKS[1], tokens_BKM).float().transpose(-1, -2)
+        assert embedding_VD is not None, "factored codebooks are made of the target's embedding"
+        wide_BKPD = before_BKPR @ self.get_parameter(BOOKS[1].replace("codebook", "factor")).float()
+        return wide_BKPD @ F.embedding(tokens_BKM, embedding_VD).float().transpose(-1, -2)
+
 
 class Picks(NamedTuple):
     """Candidates of slots and their scores."""
@@ -82,8 +91,7 @@ def score(
     projection = selector.hidden_projection.weight
     gate_BKR = F.linear(hidden_BKD.to(projection.dtype), projection).float()
     predecessors = selector.rows(BOOKS[0], before_BKP, embedding_VD).float() * gate_BKR[:, :, None]
-    successors = selector.rows(BOOKS[1], tokens_BKM, embedding_VD).float()
-    return Picks(chosen_BKM, unary_BKM[:, :, None] + predecessors @ successors.transpose(-1, -2))
+    return Picks(chosen_BKM, unary_BKM[:, :, None] + selector.linked(predecessors, tokens_BKM, embedding_VD))
 
 
 class WalkedReading(Reading):

@@ -28,7 +28,8 @@ LENGTH = ("epochs", "max_steps", "max_minutes")
 """A resumed run may go on for longer, or end sooner: the learning rate follows the new length from there."""
 MEMORY = ("gradient_checkpointing", "parallel", "blocks_per_pack", "tokens_per_pack", "attention")
 """They decide how much is held at once; what is learned stays the same up to rounding."""
-FREE_TO_CHANGE = (*LENGTH, *MEMORY, "checkpoint_minutes", "heldout_every", "keep", "keep_last", "serve_share")
+LOOKS = ("checkpoint_minutes", "heldout_every", "keep", "keep_last", "serve_share")
+FREE_TO_CHANGE = (*LENGTH, *MEMORY, *LOOKS, "selector_share")
 """Settings that a resumed run may have otherwise; how a `regenerate` may grow says asked.py."""
 
 

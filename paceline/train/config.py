@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from paceline.bounds import Count, Must, Positive, Share, Whole, at_least, check
+from paceline.bounds import Count, Must, Positive, Share, Whole, at_least, check, within
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PromptError, refuse, reraised
 from paceline.prompts import Message, read_messages, read_tools
@@ -256,6 +256,8 @@ class LoopConfig:
     """Steps between looks at that."""
     selector_from: Share = 0.3
     """Share of the run after which a selector learns too (dflash2); body and convolutions learn all along."""
+    selector_share: Annotated[float, within("above 0 and at most 1", above=0, most=1)] = 0.25
+    """Share of a step's blocks that a selector learns from, others in every step (dflash2): fewer are faster and noisier."""
     parallel: Annotated[str, ("auto", "replicated", "sharded")] = "auto"
     """Several processes (torchrun) each hold the whole network, or a part of it (FSDP2)."""
 

@@ -34,7 +34,7 @@ from paceline.train.packs import Chosen, Pack, PackBudget, Packer, Trainable, he
 from paceline.train.parallel import laid_out, make_parallel, recompute_layers
 from paceline.train.plateau import Plateau, unigram_entropy, watched
 from paceline.train.ranks import Ranks
-from paceline.train.selector import DFlash2Trainable
+from paceline.train.selector import BlockSample, DFlash2Trainable
 
 HELDOUT_ANCHORS = 8
 WHOLE = (DFlash2Trainable, Eagle3Trainable)
@@ -272,7 +272,9 @@ class Trainer:
         if isinstance(self.drafter, DFlash2Trainable):
             given = hidden_TD, pack, self.heldout_head, self.embedding_VD, config.loss, num_slots
             is_learning = self.share_done >= config.selector_from
-            more, walked = self.drafter.selector_loss(*given, is_measured=is_measured, is_learning=is_learning)
+            sample = BlockSample(config.selector_share, f"{config.seed} {self.state.step}")
+            flags = {"is_measured": is_measured, "is_learning": is_learning}
+            more, walked = self.drafter.selector_loss(*given, **flags, sample=sample)
             loss, metrics.flat = loss + more, metrics.flat + walked.flat
         return loss, metrics
 

@@ -81,11 +81,11 @@ class SlotMetrics:
     """Sums over blocks, to be added up over packs and processes; `rates` divides."""
 
     flat: Tensor
-    """[3 + 6 K]: the loss, the slots of `sums_4K`, then `told_2` and the slots of `picked_2K`."""
+    """[3 + 8 K]: the loss, the slots of `sums_4K`, then `told_2` and the slots of `walked_4K`."""
 
     @classmethod
     def zero(cls, num_slots: int) -> SlotMetrics:
-        return cls(torch.zeros(3 + 6 * num_slots, dtype=torch.float64))
+        return cls(torch.zeros(3 + 8 * num_slots, dtype=torch.float64))
 
     @property
     def sums_4K(self) -> Tensor:
@@ -99,24 +99,27 @@ class SlotMetrics:
         return self.flat[1 + 4 * self._num_slots :][:2]
 
     @property
-    def picked_2K(self) -> Tensor:
-        """Of a selector, per slot: whose token it took; and up to which it took every token."""
-        return self.flat[3 + 4 * self._num_slots :].unflatten(0, (2, -1))
+    def walked_4K(self) -> Tensor:
+        """Of the blocks that a selector looked at, per slot: how many were valid; up to which every token was the first
+        candidate; whose token the selector took; and up to which it took every token."""
+        return self.flat[3 + 4 * self._num_slots :].unflatten(0, (4, -1))
 
     @property
     def _num_slots(self) -> int:
-        return (len(self.flat) - 3) // 6
+        return (len(self.flat) - 3) // 8
 
     def rates(self) -> dict[str, Any]:
         """eal = 1 + sum_k P(slots 1..k all right), accuracy, recall@1 and recall@16 per slot; the loss per slot.
 
-        With a selector `eal` is of what it takes, `base_eal` of the most likely tokens, `selector_lift` the difference.
+        With a selector `eal` is of what it takes, `base_eal` of the most likely tokens of the same blocks, `selector_lift` the
+        difference.
         """
         counts_K, first_K, near_K, standing_K = self.sums_4K
         counts_K = counts_K.clamp(min=1)
         eal, walked = 1.0 + float((standing_K / counts_K).sum()), {}
         if self.told_2[1] > 0:
-            base, eal = eal, 1.0 + float((self.picked_2K[1] / counts_K).sum())
+            seen_K, base_K, _, taken_K = self.walked_4K
+            base, eal = (1.0 + float((each_K / seen_K.clamp(min=1)).sum()) for each_K in (base_K, taken_K))
             loss = float(self.told_2[0] / self.told_2[1])
             walked = {"base_eal": base, "selector_lift": eal - base, "selector_loss": loss}
         return {

@@ -24,7 +24,7 @@ from paceline.train.features import OnlineFeatures
 from paceline.train.loop import Trainer
 from paceline.train.losses import Head
 from paceline.train.packs import DFlashTrainable, Pack
-from paceline.train.selector import DFlash2Trainable, trainable_of
+from paceline.train.selector import BlockSample, DFlash2Trainable, trainable_of
 from paceline.train.start import network_for
 
 TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1")
@@ -129,8 +129,61 @@ def test_loss_and_figures_by_formula(name: str, columns: torch.Tensor | None, tm
                 expected = expected + weight * own_loss
     assert missed > 0, "the test needs tokens that are not among the candidates"
     assert float(loss.detach()) == pytest.approx(float(expected.detach()) * 0.7 / 11.0, rel=1e-4)
-    assert metrics.picked_2K[0].tolist() == right.tolist() and metrics.picked_2K[1].tolist() == standing.tolist()
+    assert metrics.walked_4K[2].tolist() == right.tolist() and metrics.walked_4K[3].tolist() == standing.tolist()
+    assert metrics.walked_4K[0].tolist() == pack.slots.valid_AK.sum(0).tolist()
     assert int(metrics.told_2[1]) == int(pack.slots.valid_AK.sum()) - missed
+
+
+def gradients(one: Trainer, pack: Pack, sample: BlockSample) -> torch.Tensor:
+    """Of all of the selector's weights, side by side."""
+    assert isinstance(one.drafter, DFlash2Trainable)
+    selector = one.drafter.network.candidate_selector
+    hidden_TD = torch.randn(len(pack.anchors_A) * 3, 32, generator=torch.Generator().manual_seed(0))
+    own = hidden_TD, pack, one.head, one.embedding_VD, LossConfig(), 11.0
+    loss, _ = one.drafter.selector_loss(*own, is_measured=False, is_learning=True, sample=sample)
+    return torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(selector.parameters()))])
+
+
+def test_a_sample_of_blocks_has_the_gradient_of_all_on_average(tmp_path: Path) -> None:
+    """Each block is in half of the samples, and weighs twice as much there; a sample of everything is everything."""
+    one = trainer_2(tmp_path)
+    loud_selector(one.drafter.network)
+    pack = a_pack(one)
+    whole = gradients(one, pack, BlockSample())
+    assert torch.equal(whole, gradients(one, pack, BlockSample(1.0, "any")))
+    taken = [BlockSample(0.5, str(step)).of(pack).tolist() for step in range(400)]
+    assert len({tuple(each) for each in taken}) > 100, "other blocks in every step"
+    for block in range(len(pack.anchors_A)):
+        assert sum(block in each for each in taken) / 400 == pytest.approx(0.5, abs=0.1)
+    mean = sum((gradients(one, pack, BlockSample(0.5, str(step))) for step in range(400)), torch.zeros(())) / 400
+    assert float((mean - whole).norm() / whole.norm()) < 0.1
+    assert float((mean / 2 - whole).norm() / whole.norm()) > 0.4, "the measure sees a weight that is missing"
+
+
+def test_a_sample_does_not_depend_on_packs(tmp_path: Path) -> None:
+    """One pack of all blocks, or one for each document."""
+    one, sample = trainer_2(tmp_path), BlockSample(0.5, "7")
+    chosen, _, _ = one.planner.step(one.state.place)
+    parts = [one.packer.pack([each]) for each in chosen]
+    counts = [len(each.anchors_A) for each in parts]
+    firsts = [sum(counts[:number]) for number in range(len(counts))]
+    split = [first + block for first, each in zip(firsts, parts, strict=True) for block in sample.of(each).tolist()]
+    assert split == sample.of(one.packer.pack(chosen)).tolist()
+
+
+def test_looks_at_held_out_documents_see_every_block(tmp_path: Path) -> None:
+    looks = []
+    for share in (1.0, 0.1):
+        one = trainer_2(tmp_path / str(share), config(selector_share=share))
+        loud_selector(one.drafter.network)
+        looks.append(one.evaluate(*one.heldout["heldout"]))
+    assert looks[0] == looks[1] and {"selector_lift", "recall16"} <= looks[0].keys()
+
+
+def test_a_step_without_a_sampled_block_has_gradients_of_zero(tmp_path: Path) -> None:
+    one = trainer_2(tmp_path)
+    loud_selector(one.drafter.network)
+    assert gradients(one, a_pack(one), BlockSample(1e-12, "")).abs().max() == 0
 
 
 def run_of(one: Trainer) -> tuple[list[dict[str, Any]], list[float]]:
