@@ -85,12 +85,11 @@ class DFlash2Trainable(DFlashTrainable):
         slots, is_training = pack.slots, torch.is_grad_enabled()
         per_block, sample = slots.labels_AK.shape[1], sample if is_training else WHOLE
         metrics, total = SlotMetrics.zero(per_block), torch.zeros((), device=hidden_TD.device)
-        if is_training:
+        taken_A = sample.of(pack)
+        if is_training and (not is_learning or not len(taken_A)):
             # Every weight gets a gradient: optimisers and other processes count on it.
-            total = sum((each.sum() for each in self.network.candidate_selector.parameters()), total) * 0.0
-            if not is_learning:
-                return total, metrics
-        hidden_AKD, taken_A = hidden_TD.detach().unflatten(0, (-1, per_block)), sample.of(pack)
+            return sum((each.sum() for each in self.network.candidate_selector.parameters()), total) * 0.0, metrics
+        hidden_AKD = hidden_TD.detach().unflatten(0, (-1, per_block))
         for number, blocks_A in enumerate(taken_A.split(max(1, CHUNK_ROWS // per_block))):
             part = Slots(slots.labels_AK[blocks_A], slots.valid_AK[blocks_A])
             with torch.autocast(hidden_TD.device.type, enabled=False):
