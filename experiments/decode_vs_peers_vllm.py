@@ -1,8 +1,8 @@
 """vLLM's CPU build for `decode_vs_peers.py`, in an environment of its own: it pins other versions of our packages.
 
 It reads no K-quants on a CPU, so it gets the same weights expanded, in bfloat16; `--form` names another dtype, and
-`float32-eager` is not compiled. No prefix caching: every contender gets the same prompts. One process a way, because what drafts
-is a setting of its engine.
+`float32-eager` is not compiled. No prefix caching: every contender gets the same prompts. One process a way, because what
+drafts is a setting of its engine.
 """
 
 from __future__ import annotations

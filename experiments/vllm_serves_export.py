@@ -2,12 +2,13 @@
 
     experiments/vllm_serves_export.sh --prompts gsm8k_test.jsonl
 
-(installs vLLM first.) The target is one folder of float32 weights for both, a GGUF file expanded. The drafter is written by
-`paceline export` in both formats, with its draft vocabulary. Each prompt is answered alone, in ours with a fixed number of
-drafts, first by our engine, up to its end token or `--max-tokens`; vLLM then says exactly as many tokens. Compared are the
-token ids, and the tokens a round of all answers together: the tokens behind the first of each, which comes of the prompt's own
-pass, over the rounds that either engine counts. vLLM's counter of accepted drafts has those of the last round beyond the end of an answer too, ours has not;
-what it makes of them stands beside. Exit status 1 where a text or, by more than `--tolerance`, tokens a round differ.
+(installs vLLM first.) The target is one folder of float32 weights for both, a GGUF file expanded. The drafter is
+written by `paceline export` in both formats, with its draft vocabulary. Each prompt is answered alone, in ours with a fixed
+number of drafts, first by our engine, up to its end token or `--max-tokens`; vLLM then says exactly as many tokens. Compared
+are the token ids, and the tokens a round of all answers together: the tokens behind the first of each, which comes of the
+prompt's own pass, over the rounds that either engine counts. Of the last round of an answer vLLM's counter of accepted drafts
+has those beyond its end, too, and ours has not; what either makes of its own counters stands beside. Exit status 1 where a text
+differs, or tokens a round by more than `--tolerance`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,13 @@ FORMATS = ("speculators", "z-lab")
 
 def ours(model: str, drafter: str, prompts: Path, args: argparse.Namespace) -> tuple[Prompts, dict[str, Any]]:
     """The prompts as tokens, and what our engine made of them."""
-    settings = {"dtype": "float32", "plan": "fixed", "num_drafted": NUM_DRAFTED["dflash"], "threads": args.threads, "device": "cpu"}
+    settings = {
+        "dtype": "float32",
+        "plan": "fixed",
+        "num_drafted": NUM_DRAFTED["dflash"],
+        "threads": args.threads,
+        "device": "cpu",
+    }
     llm = LLM(model, drafter=drafter, max_batch=1, max_len=args.max_len, **settings)
     asked = [llm.encode_chat(each.messages) for each in read_prompts(str(prompts), limit=args.limit)]
     answers = [llm.generate_ids([ids], SamplingParams(max_tokens=args.max_tokens))[0] for ids in asked]

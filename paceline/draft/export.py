@@ -55,14 +55,16 @@ def export(
 
 
 def _as_z_lab(stored: StoredDrafter, out: Path, head_rows: HeadRows | None, with_vocabulary: bool) -> list[str]:
-    """A draft vocabulary and a head as vLLM reads them in this format: `draft_vocab_size`, and tensors within the weights, which
-    SGLang and the authors' package pass over."""
+    """A draft vocabulary and a head as vLLM reads them in this format: `draft_vocab_size`, and tensors within the weights,
+    which SGLang and the authors' package pass over."""
     config, left_out = stored.config, list[str]()
     ids, head_VD = stored.vocabulary
     can_say = with_vocabulary and config.second is None and bool(config.vocab_size)
     if ids is not None and not (can_say and (head_VD is not None or head_rows)):
         remedy = "; name the target (--model) to have its head's rows written" if can_say else ""
-        left_out.append(f"the draft vocabulary of {len(ids)} tokens: others draft among all tokens with the target's head{remedy}")
+        left_out.append(
+            f"the draft vocabulary of {len(ids)} tokens: others draft among all tokens with the target's head{remedy}"
+        )
     if head_VD is not None and not can_say:
         left_out.append("the drafter's own head: others take the target's")
     if left_out:
@@ -117,8 +119,8 @@ def _as_speculators(stored: StoredDrafter, out: Path, head_rows: HeadRows | None
 
 
 def _is_non_causal(config: DFlashConfig) -> bool:
-    """Of the layers with a window: whether a slot sees those behind it. Without any it is written as true: vLLM takes it for all
-    layers, full ones too, and would draft with causal attention that nobody has trained (vllm 56692)."""
+    """Of the layers with a window: whether a slot sees those behind it. Without any it is written as true: vLLM takes it for
+    all layers, full ones too, and would draft with causal attention that nobody has trained (vllm 56692)."""
     return not any(causal for layer, causal in enumerate(config.is_causal) if config.shape.window(layer))
 
 
