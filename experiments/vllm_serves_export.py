@@ -53,7 +53,8 @@ def ours(model: str, drafter: str, prompts: Path, args: argparse.Namespace) -> t
     asked = [llm.encode_chat(each.messages) for each in read_prompts(str(prompts), limit=args.limit)]
     answers = [llm.generate_ids([ids], SamplingParams(max_tokens=args.max_tokens))[0] for ids in asked]
     counted = Rounds.sum(answer.stats for answer in answers)
-    return asked, figures([answer.token_ids for answer in answers], counted.num_rounds, counted.tokens_per_round)
+    rounds = [answer.stats.num_rounds for answer in answers]
+    return asked, figures([answer.token_ids for answer in answers], rounds, counted.tokens_per_round)
 
 
 def theirs(model: str, export: Path, asked: Prompts, lengths: list[int], args: argparse.Namespace) -> dict[str, Any]:
@@ -69,16 +70,16 @@ def theirs(model: str, export: Path, asked: Prompts, lengths: list[int], args: a
         ]
     finally:
         worker.close()
-    num_rounds = int(sum(run["num_rounds"] for run in runs))
+    about["settings"]["speculative_config"]["model"] = export.name
+    rounds = [int(run["num_rounds"]) for run in runs]
     accepted = sum(run["num_rounds"] * (run["tokens_per_round"] - 1) for run in runs)
-    counted = figures([run["token_ids"][0] for run in runs], num_rounds, 1 + accepted / max(num_rounds, 1))
-    return counted | {"about": about, "rounds": [int(run["num_rounds"]) for run in runs]}
+    return figures([run["token_ids"][0] for run in runs], rounds, 1 + accepted / max(sum(rounds), 1)) | {"about": about}
 
 
-def figures(token_ids: Prompts, num_rounds: int, counter: float) -> dict[str, Any]:
-    num_tokens = sum(len(ids) - 1 for ids in token_ids)
-    brings = num_tokens / max(num_rounds, 1)
-    return {"token_ids": token_ids, "num_rounds": num_rounds, "tokens_per_round": brings, "of_its_counters": counter}
+def figures(token_ids: Prompts, rounds: list[int], counter: float) -> dict[str, Any]:
+    """`rounds`: of each answer."""
+    brings = sum(len(ids) - 1 for ids in token_ids) / max(sum(rounds), 1)
+    return {"token_ids": token_ids, "rounds": rounds, "tokens_per_round": brings, "of_its_counters": counter}
 
 
 def exported(drafter: str, form: str, model: str, out: Path) -> list[str]:
@@ -108,7 +109,7 @@ def main() -> None:
         Column("engine", lambda row: row[0]),
         Column("tokens", lambda row: sum(len(ids) for ids in row[1]["token_ids"]), align="right"),
         Column("same texts", lambda row: f"{row[1]['num_same']} of {len(asked)}", align="right"),
-        Column("rounds", lambda row: row[1]["num_rounds"], align="right"),
+        Column("rounds", lambda row: sum(row[1]["rounds"]), align="right"),
         Column("tokens/round", lambda row: row[1]["tokens_per_round"], "{:.3f}", align="right"),
         Column("of ours", lambda row: row[1]["of_ours"], "{:.3f}", align="right"),
         Column("by its counters", lambda row: row[1]["of_its_counters"], "{:.3f}", align="right"),
