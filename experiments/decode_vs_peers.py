@@ -38,6 +38,8 @@ from decode_vs_peers_pipe import Prompts, Worker, WorkerError
 from decode_vs_peers_report import PLAIN, figures_of, show
 from gguf_to_folder import folder_of
 
+from paceline.draft.checkpoint import read_stored
+from paceline.draft.export import export
 from paceline.hardware import this_machine
 from paceline.hub import SHIPPED, resolve
 from paceline.model.tokenizer import Tokenizer
@@ -228,11 +230,10 @@ def installed(path: Path, peer: str) -> str:
 
 
 def plain_drafter(shipped: Path, home: Path) -> Path:
-    """Our drafter in z-lab's format and nothing else: other programs draft from the whole vocabulary."""
+    """Our drafter in z-lab's format, dense and without its draft vocabulary."""
     folder = home / f"{shipped.name}-dflash"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(shipped / name, folder / name)
+    shutil.rmtree(folder, ignore_errors=True)
+    export(read_stored(shipped), "z-lab", folder)
     return folder
 
 

@@ -1,7 +1,8 @@
 """vLLM's CPU build for `decode_vs_peers.py`, in an environment of its own: it pins other versions of our packages.
 
-It reads no K-quants on a CPU, so it gets the same weights expanded, in bfloat16. Compiled, no prefix caching: every contender
-gets the same prompts. One process a way, because what drafts is a setting of its engine.
+It reads no K-quants on a CPU, so it gets the same weights expanded, in bfloat16; `--form` names another dtype, and
+`float32-eager` is not compiled. No prefix caching: every contender gets the same prompts. One process a way, because what
+drafts is a setting of its engine.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ class Vllm:
         import torch
         import vllm
 
+        dtype, _, how = args.form.partition("-")
         settings = {
-            "dtype": args.form or "bfloat16",
+            "dtype": dtype or "bfloat16",
+            "enforce_eager": how == "eager",
             "max_model_len": args.max_len,
             "max_num_seqs": args.streams,
             "enable_prefix_caching": False,
@@ -48,7 +51,7 @@ class Vllm:
             "speculative_config": self._drafting(way),
         }
         self._engine = vllm.LLM(model=args.model, **settings)
-        return {"vllm": vllm.__version__, "torch": torch.__version__, "compiled": True, "settings": settings}
+        return {"vllm": vllm.__version__, "torch": torch.__version__, "compiled": how != "eager", "settings": settings}
 
     def run(self, way: str, prompts: Prompts, num_tokens: list[int]) -> dict[str, Any]:
         from vllm import SamplingParams
@@ -59,7 +62,7 @@ class Vllm:
         wall_s = time.perf_counter() - began
         told = {"prefill_s": outputs[0].metrics.first_token_latency} if len(prompts) == 1 else {}
         token_ids = [list(output.outputs[0].token_ids) for output in outputs]
-        return {"token_ids": token_ids, "wall_s": wall_s, "tokens_per_round": self._tokens_per_round(), **told}
+        return {"token_ids": token_ids, "wall_s": wall_s, **self._counted(), **told}
 
     def close(self) -> None:
         pass
@@ -74,13 +77,13 @@ class Vllm:
             return {"method": "dflash", "model": self._args.dflash, **common}
         return {"method": "draft_model", "model": self._args.draft, **common}
 
-    def _tokens_per_round(self) -> float:
-        """Of what was drafted since the last call; 1 without drafts."""
+    def _counted(self) -> dict[str, Any]:
+        """Rounds with drafts since the last call, and tokens of each; 1 without drafts."""
         counts = {each.name: getattr(each, "value", 0) for each in self._engine.get_metrics()}
         now = tuple(counts.get(f"vllm:spec_decode_num_{what}", 0) for what in ("drafts", "accepted_tokens"))
         drafts, accepted = (one - other for one, other in zip(now, self._seen, strict=True))
         self._seen = (int(now[0]), int(now[1]))
-        return 1 + accepted / drafts if drafts else 1.0
+        return {"num_rounds": drafts, "tokens_per_round": 1 + accepted / drafts if drafts else 1.0}
 
 
 if __name__ == "__main__":

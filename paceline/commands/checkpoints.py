@@ -39,9 +39,9 @@ def export(
 ) -> dict[str, Any]:
     """Write a drafter for other programs: vLLM, SGLang, the authors' package.
 
-    Every command reads any of these formats directly; this is for other programs. speculators has a place for a draft
-    vocabulary (d2t, t2d, lm_head): its head's rows are taken from --model. z-lab has none: others then draft among all tokens.
-    What the format has no place for is said. Example:
+    Every command reads any of these formats directly; this is for other programs. A draft vocabulary is written as vLLM reads
+    it in either (d2t, t2d, lm_head): its head's rows are taken from --model, which speculators needs; without, z-lab's format
+    leaves it out. What the format has no place for is said. Example:
     paceline export runs/mine/drafter --format speculators --model smollm2-135m --out for-vllm
     """
     from paceline.draft.checkpoint import read_stored
@@ -50,7 +50,8 @@ def export(
 
     folder = folder_of(drafter)
     stored = read_stored(folder)
-    rows, verifier = _target(model, needs_head=form == "speculators" and stored.vocabulary.ids is not None)
+    ids, head_VD = stored.vocabulary
+    rows, verifier = _target(model, needs_head=ids is not None and head_VD is None and stored.config.second is None)
     left_out = write(stored, form, out, head_rows=rows, verifier=verifier)
     for each in left_out:
         say(f"left out: {each}")

@@ -31,10 +31,12 @@ def export(
     *,
     head_rows: HeadRows | None = None,
     verifier: Mapping[str, Any] | None = None,
+    with_vocabulary: bool = True,
 ) -> list[str]:
     """Write the drafter into a new folder; returns what was left out, or put in a key of its own, in words.
 
-    `head_rows` is needed where the format wants the head's rows of a draft vocabulary; `verifier`: name_or_path and
+    `head_rows` gives the head's rows of a draft vocabulary, which speculators needs and z-lab's format leaves out without;
+    `with_vocabulary` False leaves it and a head out of z-lab's, for programs that read neither. `verifier`: name_or_path and
     architectures of the target, as far as they are known. Raises ConfigError for a format that is none or a head that is
     needed, UnsupportedModelError for what the format cannot say, CacheError when `out` has files or cannot be written.
     """
@@ -48,19 +50,39 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CacheError(f"{out} is there already: choose another folder")
     if form == "z-lab":
-        return _as_z_lab(stored, out)
+        return _as_z_lab(stored, out, head_rows, with_vocabulary)
     return _as_speculators(stored, out, head_rows, verifier or {})
 
 
-def _as_z_lab(stored: StoredDrafter, out: Path) -> list[str]:
-    write_checkpoint(out, stored.config.raw, stored.tensors)
+def _as_z_lab(stored: StoredDrafter, out: Path, head_rows: HeadRows | None, with_vocabulary: bool) -> list[str]:
+    """A draft vocabulary and a head as vLLM reads them in this format: `draft_vocab_size`, and tensors within the weights,
+    which SGLang and the authors' package pass over."""
+    config, left_out = stored.config, list[str]()
     ids, head_VD = stored.vocabulary
-    left_out = []
-    if ids is not None:
-        left_out.append(f"the draft vocabulary of {len(ids)} tokens: others draft among all tokens with the target's head")
-    if head_VD is not None:
+    can_say = with_vocabulary and config.second is None and bool(config.vocab_size)
+    if ids is not None and not (can_say and (head_VD is not None or head_rows)):
+        remedy = "; name the target (--model) to have its head's rows written" if can_say else ""
+        left_out.append(
+            f"the draft vocabulary of {len(ids)} tokens: others draft among all tokens with the target's head{remedy}"
+        )
+    if head_VD is not None and not can_say:
         left_out.append("the drafter's own head: others take the target's")
+    if left_out:
+        ids = head_VD = None
+    raw = {name: value for name, value in config.raw.items() if name != "draft_vocab_size"}
+    raw |= {} if ids is None else {"draft_vocab_size": len(ids)}
+    write_checkpoint(out, raw, {**stored.tensors, **_vocabulary(stored, ids, head_VD, head_rows)})
     return left_out + [f"{name}: the target's own is used" for name in stored.others]
+
+
+def _vocabulary(
+    stored: StoredDrafter, ids: Tensor | None, head_VD: Tensor | None, head_rows: HeadRows | None
+) -> dict[str, Tensor]:
+    """d2t, t2d and the head's rows for these ids, or the drafter's own head, or nothing; dtype of the network's weights."""
+    tensors = {} if ids is None else vocabulary.as_tensors(ids, stored.config.vocab_size or 0)
+    if head_VD is None and ids is not None and head_rows is not None:
+        head_VD = head_rows(ids)
+    return tensors if head_VD is None else tensors | {vocabulary.HEAD: head_VD.to(stored.tensors["fc.weight"].dtype)}
 
 
 def _as_speculators(stored: StoredDrafter, out: Path, head_rows: HeadRows | None, verifier: Mapping[str, Any]) -> list[str]:
@@ -72,19 +94,11 @@ def _as_speculators(stored: StoredDrafter, out: Path, head_rows: HeadRows | None
     if config.second and ids is not None:
         left_out.append(f"the draft vocabulary of {len(ids)} tokens: the format's DFlash 2 drafts among all tokens")
         ids, head_VD = None, None
-    tensors = dict(stored.tensors)
-    if ids is not None:
-        if head_VD is None and head_rows is None:
-            raise ConfigError(
-                f"this drafter drafts among {len(ids)} tokens, and the format wants the target's head for them: "
-                "name it (--model)"
-            )
-        rows_VD = head_VD if head_VD is not None else head_rows(ids) if head_rows else None
-        assert rows_VD is not None
-        head_VD = rows_VD.to(tensors["fc.weight"].dtype)
-        tensors |= vocabulary.as_tensors(ids, vocab_size)
-    if head_VD is not None:
-        tensors[vocabulary.HEAD] = head_VD
+    if ids is not None and head_VD is None and head_rows is None:
+        raise ConfigError(
+            f"this drafter drafts among {len(ids)} tokens, and the format wants the target's head for them: name it (--model)"
+        )
+    tensors = {**stored.tensors, **_vocabulary(stored, ids, head_VD, head_rows)}
     settings = {
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
@@ -105,9 +119,9 @@ def _as_speculators(stored: StoredDrafter, out: Path, head_rows: HeadRows | None
 
 
 def _is_non_causal(config: DFlashConfig) -> bool:
-    """Of the layers with a window: whether a slot sees those behind it."""
-    sliding = [causal for layer, causal in enumerate(config.is_causal) if config.shape.window(layer)]
-    return not any(sliding) if sliding else bool(config.second)
+    """Of the layers with a window: whether a slot sees those behind it. Without any it is written as true: vLLM takes it for
+    all layers, full ones too, and would draft with causal attention that nobody has trained (vllm 56692)."""
+    return not any(causal for layer, causal in enumerate(config.is_causal) if config.shape.window(layer))
 
 
 def _check_sayable(config: DFlashConfig) -> None:

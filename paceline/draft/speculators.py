@@ -4,10 +4,10 @@
     transformer_layer_config.*             the same keys, at the top
     aux_hidden_state_layer_ids             dflash_config.target_layer_ids + 1: hidden_states[id], where 0 is the embedding
     mask_token_id, block_size              dflash_config.mask_token_id, block_size
-    sliding_window_non_causal              is_causal: false; full layers are never causal
+    sliding_window_non_causal              is_causal: false; full layers are never causal (`export.py` on vLLM)
     sample_from_anchor                     the same
     conv_*, selector_* (dflash2)           dflash_config.*
-    draft_vocab_size, d2t, t2d, lm_head    nowhere: the draft vocabulary (`vocabulary.py`)
+    draft_vocab_size, d2t, t2d, lm_head    nowhere in z-lab's own code: the draft vocabulary (`vocabulary.py`)
 
 What one format has no place for is kept in the other under a key of its own, `z_lab` or `speculators`, so that the way back
 gives every key again. Facts of PyPI's `speculators` 0.9.0 (Apache 2.0), with which `experiments/interop.py` compares.

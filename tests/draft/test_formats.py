@@ -134,8 +134,9 @@ def test_what_a_format_has_no_place_for_is_said_or_refused(tmp_path: Path) -> No
     source = written(tmp_path / "own", raw_config(), IDS)
     with pytest.raises(ConfigError, match="drafts among 4 tokens, and the format wants the target's head for them: name it"):
         exported(source, "speculators", tmp_path / "spec")
-    assert "draft vocabulary of 4 tokens" in exported(source, "z-lab", tmp_path / "z")[0]
-    assert ids_of(tmp_path / "z") is None
+    said = exported(source, "z-lab", tmp_path / "z")[0]
+    assert "draft vocabulary of 4 tokens" in said and "name the target (--model)" in said
+    assert ids_of(tmp_path / "z") is None and "draft_vocab_size" not in read_stored(tmp_path / "z").config.raw
     with pytest.raises(CacheError, match="is there already"):
         exported(source, "z-lab", tmp_path / "z")
     with pytest.raises(ConfigError, match="format must be one of"):
@@ -168,7 +169,38 @@ def test_a_head_of_its_own_is_used_and_kept(tmp_path: Path) -> None:
         exported(source, "speculators", tmp_path / f"spec{len(rows)}")
         for name in (f"saved{len(rows)}", f"spec{len(rows)}"):
             assert drafted(target, read_drafter(tmp_path / name)) == drafts, name
-        assert any("own head" in each for each in exported(source, "z-lab", tmp_path / f"z{len(rows)}"))
+        assert exported(source, "z-lab", tmp_path / f"z{len(rows)}") == []
+        assert drafted(target, read_drafter(tmp_path / f"z{len(rows)}")) == drafts
+        told = export(read_stored(source), "z-lab", tmp_path / f"plain{len(rows)}", with_vocabulary=False)
+        assert any("own head" in each for each in told)
+        assert drafted(target, read_drafter(tmp_path / f"plain{len(rows)}")) == plain
+
+
+def test_z_labs_format_has_the_draft_vocabulary_as_vllm_reads_it(tmp_path: Path) -> None:
+    """draft_vocab_size in config.json, offsets and the head's rows among the weights, and the index names them."""
+    target = tiny_target(1)
+    source, out = written(tmp_path / "own", raw_config(), IDS), tmp_path / "z"
+    assert exported(source, "z-lab", out, head_rows=rows_of(head_weight(target))) == []
+    raw, stored = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    assert raw == raw_config() | {"draft_vocab_size": len(IDS)}
+    assert stored["d2t"].tolist() == [1, 3, 3, 6] and torch.equal(stored["lm_head.weight"], head_weight(target).float()[IDS])
+    assert {*stored} == {*json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]}
+    assert not (out / "draft_ids.safetensors").exists() and ids_of(out) == IDS.tolist()
+    drafts = [drafted(target, make_drafter(str(folder), target)) for folder in (source, out)]
+    assert drafts[0] == drafts[1]
+    told = export(read_stored(out), "z-lab", tmp_path / "plain", with_vocabulary=False)
+    assert told[0].startswith("the draft vocabulary of 4 tokens") and "--model" not in told[0]
+    assert json.loads((tmp_path / "plain/config.json").read_text()) == raw_config()
+    assert "lm_head.weight" not in load_file(tmp_path / "plain/model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("raw", "flag"), [(raw_config(), True), (raw_2(), True), (raw_config(**BOTH_WAYS), True), (raw_config(**CAUSAL), False)]
+)
+def test_full_layers_are_not_said_to_be_causal(tmp_path: Path, raw: dict[str, Any], flag: bool) -> None:
+    """vLLM takes sliding_window_non_causal for every layer, also where none has a window."""
+    exported(written(tmp_path / "own", raw), "speculators", tmp_path / "spec")
+    assert json.loads((tmp_path / "spec/config.json").read_text())["sliding_window_non_causal"] is flag
 
 
 def test_offsets_that_are_ids_are_found_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
