@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.commands.options import Changed, Only, Opt, Without, options
+from paceline.commands.options import Changed, Only, Opt, options
 from paceline.commands.shared import Json, TerminalProgress, say, starting
 from paceline.config import EngineConfig
 from paceline.distill import config as asks

@@ -27,7 +27,7 @@ class StudentConfig:
     keep_layers: tuple[int, ...] = ()
     """Which layers of the teacher it takes over, counted from 0, as 0,3,5."""
     student: str | None = None
-    """Begin from this smaller model of the family, a folder, GGUF file, built-in name or hub id, not from the teacher's layers."""
+    """Begin from this smaller model of the family, not from the teacher's layers: folder, GGUF file, built-in name, hub id."""
     freeze_embeddings: bool = True
     """Leave the embedding (and a head tied to it) as it is: faster, and its stored blocks stay the teacher's."""
 

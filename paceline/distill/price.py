@@ -128,7 +128,7 @@ def _told(
         f"teacher: reads {num_read} answers, {1000 * read_s:.0f} ms each: {minutes['read']:.1f} minutes\n"
         f"training: {steps} steps of {teaching.batch_size} answers, {step_s:.2f} s each: {minutes['train']:.1f} minutes, "
         f"{passes:.1f} times through the answers, {memory / 2**20:.0f} MiB for weights and optimiser\n"
-        f"together: {sum(minutes.values()):.1f} minutes, {sum(minutes.values()) * threads / 60:.2f} core-hours on {threads} threads; "
+        f"together: {sum(minutes.values()):.1f} minutes, {sum(minutes.values()) * threads / 60:.2f} core-hours; "
         "the gates come on top"
     )
     figures = {

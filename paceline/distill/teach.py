@@ -36,8 +36,11 @@ IGNORED = -100
 WARMUP, FLOOR = 0.05, 0.1
 """Share of the training in which the learning rate rises; what is left of it at the end."""
 CLOCK = "clock.json"
+LEAST_SHARED = 16
+"""Tokens that all rows of a batch begin with, from which on they are computed once."""
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL tells its hub of every trainer that is made
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # GKDTrainer counts as experimental; its version is pinned
 with needing(ConfigError, "distill trains with TRL, which is not installed: pip install 'paceline[distill]'"):
     import datasets
     import transformers
@@ -155,6 +158,31 @@ def kept_divergence(logits_NV: Tensor, ids_NK: Tensor, logprobs_NK: Tensor) -> T
     return (teacher.exp() * (teacher - student)).sum(-1)
 
 
+def answer_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor, columns_C: Tensor) -> Any:
+    """A causal model's outputs with logits [B, C, V] at these positions alone.
+
+    A beginning that all rows share, such as an application's system message, is computed once: its keys and values, gradients
+    included, are every row's. The numbers are those of a plain pass up to rounding.
+    """
+    shared = num_shared(ids_BT, mask_BT, int(columns_C[0]))
+    slides = getattr(model.config, "sliding_window", None) and getattr(model.config, "use_sliding_window", True)
+    if shared < LEAST_SHARED or slides:
+        return model(input_ids=ids_BT, attention_mask=mask_BT, logits_to_keep=columns_C, use_cache=False)
+    begun = model(input_ids=ids_BT[:1, :shared], use_cache=True, logits_to_keep=1)
+    cache = begun.past_key_values
+    cache.batch_repeat_interleave(len(ids_BT))
+    rest = {"input_ids": ids_BT[:, shared:], "attention_mask": mask_BT, "past_key_values": cache, "use_cache": True}
+    return model(**rest, logits_to_keep=columns_C - shared)
+
+
+def num_shared(ids_BT: Tensor, mask_BT: Tensor, most: int) -> int:
+    """How many first tokens all rows have in common, at most so many; 0 for a single row."""
+    if len(ids_BT) < 2:
+        return 0
+    differs_T = ((ids_BT != ids_BT[:1]) | (mask_BT == 0)).any(0)[:most]
+    return int(differs_T.int().argmax()) if differs_T.any() else most
+
+
 class AnswerTrainer(SFTTrainer):
     """TRL's SFTTrainer, with the loss of `hard` or `soft` at the answers' positions alone."""
 
@@ -168,8 +196,7 @@ class AnswerTrainer(SFTTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         wanted_BT = inputs["labels"][:, 1:] != IGNORED
         columns = wanted_BT.any(0).nonzero()[:, 0]
-        given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        outputs = model(**given, logits_to_keep=columns, use_cache=False)
+        outputs = answer_logits(model, inputs["input_ids"], inputs["attention_mask"], columns)
         logits_NV = outputs.logits[wanted_BT[:, columns]]
         labels_N = inputs["labels"][:, 1:][wanted_BT]
         if self.told is None:
