@@ -9,6 +9,7 @@ on a CPU, the head at the answers' positions alone, which TRL's fused head would
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -16,7 +17,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -257,7 +258,13 @@ def teach(
 
     Raises TrainingError when its numbers diverge, CacheError when the disk refuses, SystemExit (143) at SIGTERM.
     """
-    _quiet()
+    with _quiet():
+        return _teach(lesson, config, student, stop, folder, progress, freeze)
+
+
+def _teach(
+    lesson: Lesson, config: TeachingConfig, student: Path, stop: Stop, folder: RunFolder, progress: Progress, freeze: bool
+) -> Taught:
     model = transformers.AutoModelForCausalLM.from_pretrained(lesson.start, dtype=torch.float32)
     if freeze:
         model.get_input_embeddings().weight.requires_grad_(False)
@@ -358,9 +365,17 @@ def _trainer(lesson: Lesson, config: TeachingConfig, model: Any, optimisers: Any
     return made
 
 
-def _quiet() -> None:
-    """TRL and Transformers speak of what is as it should be here."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Within, TRL and Transformers do not speak of what is as it should be here."""
+    told = logging.getLogger("transformers")
+    level = told.level
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    warnings.filterwarnings("ignore", module=r"(trl|torch|transformers|accelerate)\b.*")
+    told.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"(trl|torch|transformers|accelerate)\b.*")
+            yield
+    finally:
+        told.setLevel(level)
