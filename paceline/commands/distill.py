@@ -26,7 +26,7 @@ def distill(
     teacher: Annotated[EngineConfig, Only("model", "dtype", "backend", "isa", "device", "threads"), TEACHER],
     asked: Annotated[PromptsConfig, PROMPTS],
     answering: Annotated[AnswerConfig, ANSWERS],
-    student: asks.StudentConfig,
+    student: Annotated[asks.StudentConfig, Changed(choice=Opt("--choose-layers"))],
     teaching: asks.TeachingConfig,
     gate: asks.GateConfig,
     files: asks.FilesConfig,

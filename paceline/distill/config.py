@@ -23,7 +23,9 @@ class StudentConfig:
     """What the student is before it has learned anything."""
 
     layers: Count | None = None
-    """Layers it takes over from the teacher, spread evenly, the first and the last among them [default: two of five]."""
+    """Layers it takes over from the teacher, the first and the last among them [default: two of five]."""
+    choice: Literal["influence", "even"] = "influence"
+    """Which layers: influence, those that change most of what passes through them along the answers; even, spread evenly."""
     keep_layers: tuple[int, ...] = ()
     """Which layers of the teacher it takes over, counted from 0, as 0,3,5."""
     student: str | None = None

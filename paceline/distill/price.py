@@ -20,7 +20,7 @@ import torch
 
 from paceline.distill.config import DistillConfig
 from paceline.distill.reading import Reader
-from paceline.distill.start import check_same_words, kept_layers, num_weights
+from paceline.distill.start import check_same_words, num_kept, num_weights
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, PromptError, needing
 from paceline.hub import resolve
@@ -59,8 +59,8 @@ def price(config: DistillConfig) -> Price:
         source = resolve(config.student.student)
         ours, raw = check_same_words(source, teacher), config_json_of(source)
     else:
-        layers = kept_layers(config.student, shape.num_layers)
-        ours, raw = replace(shape, num_layers=len(layers)), config_json_of(teacher) | {"num_hidden_layers": len(layers)}
+        layers = num_kept(config.student, shape.num_layers)
+        ours, raw = replace(shape, num_layers=layers), config_json_of(teacher) | {"num_hidden_layers": layers}
     step_s = _step_seconds(config, raw, corpus.train)
     read_s = _read_seconds(config, teacher, corpus.train)
     return _told(config, corpus.train, (num_weights(shape), num_weights(ours)), step_s, read_s, len(corpus.heldout))

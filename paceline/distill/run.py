@@ -18,6 +18,7 @@ from typing import Any
 
 from paceline.distill.config import DistillConfig
 from paceline.distill.gate import Agreement, Finding, Judge, OwnAnswers, Seat
+from paceline.distill.influence import influences
 from paceline.distill.reading import Reader, Stored, read_all
 from paceline.distill.start import num_weights, write_start
 from paceline.engine.llm import LLM
@@ -80,7 +81,12 @@ class _Stages:
     def run(self) -> DistillResult:
         folder = self._open()
         corpus = self._corpus(self._answers())
-        layers = write_start(self.config.student, self.teacher, self.config.out / "start")
+        start = self.config.out / "start"
+        layers = write_start(
+            self.config.student, self.teacher, start, lambda: influences(self._load(self.teacher), corpus.train)
+        )
+        if layers:
+            self.progress.say(f"the student begins with the teacher's layers {', '.join(map(str, layers))}")
         self._read_teacher(corpus)
         taught = self._train(corpus, folder)
         student, gguf = self._forms()

@@ -7,22 +7,28 @@ Embedding, last norm and head are the teacher's; of its layers some are taken ov
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from paceline.distill.config import StudentConfig
+from paceline.distill.influence import most_influential
 from paceline.errors import ConfigError, refuse
 from paceline.hub import resolve
 from paceline.model import checkpoint
 from paceline.model.config import DecoderConfig, has_llama_layers
-from paceline.model.folder import LAST_FILE, config_json_of, write_model
+from paceline.model.folder import config_json_of, write_model
 from paceline.model.tokenizer import Tokenizer
+from paceline.runlog import write_whole
 
 DEFAULT_SHARE = 0.4
 """Of the teacher's layers: 12 of 30."""
+LAYERS = "layers.json"
+"""Beside a student's first weights: which layers they are; the last file written."""
 BY_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
 """Lists of config.json that say something of each layer."""
 
@@ -36,29 +42,41 @@ def spread_layers(num_layers: int, kept: int) -> tuple[int, ...]:
     return tuple(round(place * (num_layers - 1) / (kept - 1)) for place in range(kept))
 
 
-def kept_layers(config: StudentConfig, num_layers: int) -> tuple[int, ...]:
-    """As asked for, of a teacher of so many layers. Raises ConfigError."""
+def num_kept(config: StudentConfig, num_layers: int) -> int:
+    """How many layers are taken over of so many. Raises ConfigError."""
+    kept = config.layers or len(config.keep_layers) or max(1, round(DEFAULT_SHARE * num_layers))
+    return len(spread_layers(num_layers, kept))
+
+
+def kept_layers(config: StudentConfig, num_layers: int, influence: Sequence[float] | None = None) -> tuple[int, ...]:
+    """As asked for, of a teacher of so many layers; evenly spread where nothing is known of their influence. Raises ConfigError."""
     if not config.keep_layers:
-        return spread_layers(num_layers, config.layers or max(1, round(DEFAULT_SHARE * num_layers)))
+        kept = num_kept(config, num_layers)
+        return spread_layers(num_layers, kept) if influence is None else most_influential(influence, kept)
     if config.keep_layers[-1] >= num_layers:
         raise ConfigError(f"keep_layers names layer {config.keep_layers[-1]}, the teacher's are 0 to {num_layers - 1}")
     return config.keep_layers
 
 
-def write_start(config: StudentConfig, teacher: Path, folder: Path) -> tuple[int, ...]:
+def write_start(
+    config: StudentConfig, teacher: Path, folder: Path, influence: Callable[[], Sequence[float]] | None = None
+) -> tuple[int, ...]:
     """Write the student's first weights in float32; returns the teacher's layers that it has, none for a smaller model.
+
+    `influence` is asked where layers are chosen by it. A folder that is there stays.
 
     Raises ConfigError where that student cannot be made of this teacher, and what reading models raises.
     """
-    if (folder / LAST_FILE).is_file():
-        return () if config.student else kept_layers(config, checkpoint.load_config(teacher).num_layers)
+    if (folder / LAYERS).is_file():
+        return tuple(json.loads((folder / LAYERS).read_text(encoding="utf-8")))
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed while it wrote
     shape = checkpoint.load_config(teacher)
     if config.student:
         source = resolve(config.student)
         smaller = check_same_words(source, teacher)
         tensors = checkpoint.check_tensors(smaller, checkpoint.load_tensors(source), source)
         write_model(folder, config_json_of(source), tensors, source)
-        return ()
+        return _noted(folder, ())
     refuse(
         ConfigError,
         (
@@ -66,7 +84,9 @@ def write_start(config: StudentConfig, teacher: Path, folder: Path) -> tuple[int
             f"layers of {shape.family} depend on where they stand and cannot be taken out: give a smaller model with --student",
         ),
     )
-    layers = kept_layers(config, shape.num_layers)
+    num_kept(config, shape.num_layers)
+    by_influence = influence is not None and config.choice == "influence" and not config.keep_layers
+    layers = kept_layers(config, shape.num_layers, influence() if influence and by_influence else None)
     raw = config_json_of(teacher) | {"num_hidden_layers": len(layers)}
     for name in BY_LAYER:
         if isinstance(raw.get(name), list):
