@@ -19,14 +19,14 @@ END = 2
 WORDS: dict[str, Any] = {
     "add_tokenizer_model": "gpt2",
     "add_tokenizer_pre": "smollm",
-    "add_token_list": [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())],
-    "add_token_types": [3] * 3 + [1] * 256,
+    "add_token_list": [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "he"],
+    "add_token_types": [3] * 3 + [1] * 257,
     "add_token_merges": ["h e"],
     "add_eos_token_id": END,
     "add_pad_token_id": END,
 }
 SHAPE: dict[str, Any] = {
-    "vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": 260, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 

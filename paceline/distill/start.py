@@ -49,7 +49,7 @@ def num_kept(config: StudentConfig, num_layers: int) -> int:
 
 
 def kept_layers(config: StudentConfig, num_layers: int, influence: Sequence[float] | None = None) -> tuple[int, ...]:
-    """As asked for, of a teacher of so many layers; evenly spread where nothing is known of their influence. Raises ConfigError."""
+    """As asked for, of so many layers; evenly spread where nothing is known of their influence. Raises ConfigError."""
     if not config.keep_layers:
         kept = num_kept(config, num_layers)
         return spread_layers(num_layers, kept) if influence is None else most_influential(influence, kept)
@@ -91,9 +91,13 @@ def write_start(
     for name in BY_LAYER:
         if isinstance(raw.get(name), list):
             raw[name] = [raw[name][layer] for layer in layers]
-    write_model(
-        folder, raw, _taken(checkpoint.check_tensors(shape, checkpoint.load_tensors(teacher), teacher), layers), teacher
-    )
+    tensors = checkpoint.check_tensors(shape, checkpoint.load_tensors(teacher), teacher)
+    write_model(folder, raw, _taken(tensors, layers), teacher)
+    return _noted(folder, layers)
+
+
+def _noted(folder: Path, layers: tuple[int, ...]) -> tuple[int, ...]:
+    write_whole(folder / LAYERS, json.dumps(layers) + "\n")
     return layers
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from gguf_files import write_gguf
 from small_llm import tiny_model
-from small_teacher import write_untaught
+from small_teacher import WORDS, untaught, write_untaught
 
 from paceline.distill.config import StudentConfig, TeachingConfig
+from paceline.distill.influence import influences
 from paceline.distill.start import kept_layers, spread_layers, write_start
+from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.model import checkpoint
 from paceline.model.folder import write_folder
+from paceline.train.dataset import Document
 
 
 def test_layers_are_spread_with_both_ends_among_them() -> None:
@@ -52,6 +57,27 @@ def test_a_student_has_the_layers_that_were_asked_for(tmp_path: Path) -> None:
     name = "self_attn.q_proj.weight"
     assert torch.equal(ours[f"model.layers.1.{name}"], theirs[f"model.layers.3.{name}"])
     assert torch.equal(ours["model.embed_tokens.weight"], theirs["model.embed_tokens.weight"])
+
+
+def test_layers_that_change_most_are_taken(tmp_path: Path) -> None:
+    """A layer that adds nothing is the first to go, and its influence is none at all."""
+    model = untaught()
+    with torch.no_grad():
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            model.model.layers[1].get_submodule(name).weight.zero_()
+            model.model.layers[2].get_submodule(name).weight.mul_(20)
+    write_gguf(tmp_path / "teacher.gguf", model, "llama", **WORDS)
+    llm = LLM(str(tmp_path / "teacher.gguf"), drafter="none", dtype="float32", max_len=64, max_batch=1)
+    documents = [Document(f"{place}", np.arange(5 + place, 40, dtype=np.int32), 10) for place in range(3)]
+    found = influences(llm, documents)
+    assert found[0] == found[3] == float("inf") and found[1] == pytest.approx(0, abs=1e-5) and found[2] > 0.01
+    assert kept_layers(StudentConfig(layers=3), 4, found) == (0, 2, 3)
+    asked = StudentConfig(layers=3)
+    assert write_start(asked, tmp_path / "teacher.gguf", tmp_path / "start", lambda: found) == (0, 2, 3)
+    assert write_start(asked, tmp_path / "teacher.gguf", tmp_path / "start") == (0, 2, 3)
+    even = StudentConfig(layers=2, choice="even")
+    assert write_start(even, tmp_path / "teacher.gguf", tmp_path / "even", lambda: found) == (0, 3)
+    assert llm.target.cache.allocate() is not None
 
 
 def test_a_smaller_model_must_speak_in_the_same_tokens(tmp_path: Path) -> None:
