@@ -19,6 +19,7 @@ from paceline.commands.bench import bench_decode, bench_latency, bench_lossy, be
 from paceline.commands.chat import chat
 from paceline.commands.checkpoints import export, inspect
 from paceline.commands.compare import compare
+from paceline.commands.distill import distill
 from paceline.commands.drafters import drafters_drain, drafters_list, drafters_load, drafters_unload
 from paceline.commands.evaluate import evaluate, report
 from paceline.commands.generate import generate
@@ -63,7 +64,7 @@ def start(
 
 for _each in (generate, chat, compare, train, regenerate, evaluate, report, serve, record, synthesize, export, inspect):
     app.command()(_each)
-for _each in (advise, audit, simulate_serving, simulate, calculator, models):
+for _each in (distill, advise, audit, simulate_serving, simulate, calculator, models):
     app.command()(_each)
 for _each in (bench_decode, bench_serving, bench_latency, bench_steps, bench_lossy):
     bench_app.command(_each.__name__.removeprefix("bench_"))(_each)
