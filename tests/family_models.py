@@ -43,6 +43,16 @@ LONGROPE = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -96,12 +106,21 @@ FAMILIES = {
     ),
     "qwen3-moe": Family("Qwen3Moe", {**EXPERTS, "num_experts": 5, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "mixtral": Family("Mixtral", {"num_local_experts": 5}),
+    "qwen3-next": Family(
+        "Qwen3Next",
+        {**EXPERTS, **DELTA, "num_experts": 5, "shared_expert_intermediate_size": 16, "mlp_only_layers": [1]},
+    ),
+    "qwen3.5": Family("Qwen3_5", {**DELTA, "tie_word_embeddings": True}, config="Qwen3_5Text"),
+    "qwen3.5-moe": Family(
+        "Qwen3_5Moe", {**EXPERTS, **DELTA, "num_experts": 5, "shared_expert_intermediate_size": 16}, config="Qwen3_5MoeText"
+    ),
     "gpt-oss": Family("GptOss", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
 }
 
 
 def transformers_model(family: Family, seed: int = 0) -> Any:
-    """Random weights so loud that every part moves the logits; norms, biases and sinks away from their first values."""
+    """Random weights so loud that every part moves the logits; norms, biases and sinks away from their first values. States
+    forget slowly, so that what was long ago is heard."""
     import transformers
 
     torch.manual_seed(seed)
@@ -114,7 +133,7 @@ def transformers_model(family: Family, seed: int = 0) -> Any:
             if parameter.ndim > 1 and "bias" not in name:
                 parameter.normal_(std=family.embedding_std if "embed_tokens" in name else 0.25)
             else:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
+                parameter.add_(torch.randn_like(parameter) * 0.3 - (2.0 if name.endswith("A_log") else 0.0))
     return model
 
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from paceline.errors import ModelFileError, ModelNotFoundError, reraised
 from paceline.model import gguf
 from paceline.model.blocks import Blocks, Weight
-from paceline.model.config import MAX_SIZE, DecoderConfig, decoder_config, is_whole, short
+from paceline.model.config import DecoderConfig, decoder_config
+from paceline.model.config_values import MAX_SIZE, is_whole, short
 from paceline.model.gguf_file import is_gguf
-from paceline.model.layout import as_ours, layer_shapes
+from paceline.model.layout import DELTA_NORM, as_ours, layer_shapes
 
 
 def load_config(path: Path | str) -> DecoderConfig:
@@ -60,7 +61,8 @@ def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[
 def random_tensors(config: DecoderConfig, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
     """Weights for mocking (`--weights random`)."""
     for name, tensor in random_weights(expected_shapes(config), seed):
-        yield name, tensor - config.norm_offset if name.endswith("norm.weight") and config.norm_offset else tensor
+        has_offset = name.endswith("norm.weight") and not name.endswith(DELTA_NORM)
+        yield name, tensor - config.norm_offset if has_offset and config.norm_offset else tensor
 
 
 def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Iterator[tuple[str, Tensor]]:
