@@ -67,6 +67,9 @@ class Family:
     """Of the embedding's rows: where they are multiplied by a large number and are the head too, the text would not wander."""
     config: str = ""
     """How the Config begins, where it begins otherwise."""
+    std: float = 0.25
+    """Of the other matrices: a gated delta net that is louder norms sums that are all but nothing, and two orders of the same
+    sums then differ by more than they are compared to."""
 
 
 FAMILIES = {
@@ -109,10 +112,14 @@ FAMILIES = {
     "qwen3-next": Family(
         "Qwen3Next",
         {**EXPERTS, **DELTA, "num_experts": 5, "shared_expert_intermediate_size": 16, "mlp_only_layers": [1]},
+        std=0.18,
     ),
-    "qwen3.5": Family("Qwen3_5", {**DELTA, "tie_word_embeddings": True}, config="Qwen3_5Text"),
+    "qwen3.5": Family("Qwen3_5", {**DELTA, "tie_word_embeddings": True}, config="Qwen3_5Text", std=0.18),
     "qwen3.5-moe": Family(
-        "Qwen3_5Moe", {**EXPERTS, **DELTA, "num_experts": 5, "shared_expert_intermediate_size": 16}, config="Qwen3_5MoeText"
+        "Qwen3_5Moe",
+        {**EXPERTS, **DELTA, "num_experts": 5, "shared_expert_intermediate_size": 16},
+        config="Qwen3_5MoeText",
+        std=0.18,
     ),
     "gpt-oss": Family("GptOss", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
 }
@@ -131,7 +138,7 @@ def transformers_model(family: Family, seed: int = 0) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and "bias" not in name:
-                parameter.normal_(std=family.embedding_std if "embed_tokens" in name else 0.25)
+                parameter.normal_(std=family.embedding_std if "embed_tokens" in name else family.std)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.3 - (2.0 if name.endswith("A_log") else 0.0))
     return model

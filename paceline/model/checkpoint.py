@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -56,6 +56,12 @@ def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[
         return
     for file, names in _shards(path).items():
         yield from _read_shard(file, names)
+
+
+def load_named(path: Path | str, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    """As `load_tensors`, of a folder of safetensors, those tensors alone whose names are wanted."""
+    for file, names in _shards(existing(path)).items():
+        yield from _read_shard(file, names, is_wanted)
 
 
 def random_tensors(config: DecoderConfig, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
@@ -199,11 +205,13 @@ def _shards(folder: Path) -> dict[Path, list[str]]:
 _TENSORS_PER_MAP = 16
 
 
-def _read_shard(file: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+def _read_shard(
+    file: Path, names: list[str], is_wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, Tensor]]:
     damaged = (SafetensorError, OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError)
     with reraised(ModelFileError, f"{file} is truncated or damaged", "delete it and fetch the model again", *damaged):
         with safe_open(file, framework="pt") as shard:
-            wanted = names or list(shard.keys())
+            wanted = [name for name in names or shard.keys() if is_wanted(name)]
         for first in range(0, len(wanted), _TENSORS_PER_MAP):
             # Mapped anew every few tensors: pages that were read count as this process's memory until they are unmapped.
             with safe_open(file, framework="pt") as shard:

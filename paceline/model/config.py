@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import ModelFileError, UnsupportedModelError
-from paceline.model.config_values import FAMILIES, LARGEST, MAX_EXPERTS, ROPE_KEYS, TABLES, fraction, is_whole, short, whole
+from paceline.model.config_values import LARGEST, MAX_EXPERTS, TABLES, fraction, is_whole, short, text_part, whole
 
+FAMILIES, ROPE_KEYS = TABLES["families"], TABLES["rope"]
 ROPE_LISTS = ("factors", "short_factor", "long_factor")
 """Keys of a rope that hold a number for each frequency."""
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
@@ -107,6 +108,8 @@ class DecoderConfig:
     """What attention puts out is multiplied by sigmoids of as many numbers, which stand behind each head's queries."""
     has_sinks: bool = False
     """Each head has a score for a key that is always seen and has no value (gpt-oss)."""
+    num_mtp_layers: int = 0
+    """Layers behind the others that a file has for drafting (`draft/mtp.py`); no part of the model."""
     embedding_scale: float = 1.0
     """Embeddings are multiplied by it before the first layer."""
     residual_scale: float = 1.0
@@ -148,7 +151,7 @@ def has_llama_layers(family: str) -> bool:
 def decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
     """What a config.json says. Raises UnsupportedModelError (architecture or option not implemented), ModelFileError (a key
     missing or impossible)."""
-    raw = _text_part(raw, path)
+    raw = text_part(raw, path)
     architecture = _architecture(raw, path)
     defaults = FAMILIES[architecture]
     values = defaults | raw | {"family": defaults["family"]}
@@ -171,6 +174,7 @@ def decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
         "qkv_bias": biased,
         "output_bias": values.get("output_bias", biased) is True,
         "mlp_bias": mlp_bias,
+        "num_mtp_layers": whole(values, "num_nextn_predict_layers", path, 0, least=0),
         "windows": windows,
         "ropes": _rope_kinds(values, traits, windows, path),
     }
@@ -337,19 +341,6 @@ def _sliding(values: dict[str, Any], rule: str | int, path: Path) -> list[bool]:
         return [layer >= first for layer in layers]
     every = whole(values, "sliding_window_pattern", path, int(rule))
     return [(layer + 1) % every != 0 for layer in layers]
-
-
-def _text_part(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """What the config of a model of pictures and text says of its text."""
-    names = raw.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    if not isinstance(name, str) or name not in TABLES["text_parts"]:
-        return raw
-    text = raw.get("text_config")
-    if not isinstance(text, dict):
-        raise ModelFileError(f"{path}: {name} needs an object text_config (got {short(text)}): correct config.json")
-    outer = {key: raw[key] for key in ("quantization_config", "tie_word_embeddings") if key in raw}
-    return {**outer, **text, "architectures": [TABLES["text_parts"][name]]}
 
 
 def _architecture(raw: dict[str, Any], path: Path) -> str:

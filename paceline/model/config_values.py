@@ -17,7 +17,19 @@ LARGEST = 1e18
 that asks for more is refused."""
 
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
-FAMILIES, ROPE_KEYS = TABLES["families"], TABLES["rope"]
+
+
+def text_part(raw: dict[str, Any], path: Path) -> dict[str, Any]:
+    """What the config of a model of pictures and text says of its text."""
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str) or name not in TABLES["text_parts"]:
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise ModelFileError(f"{path}: {name} needs an object text_config (got {short(text)}): correct config.json")
+    outer = {key: raw[key] for key in ("quantization_config", "tie_word_embeddings") if key in raw}
+    return {**outer, **text, "architectures": [TABLES["text_parts"][name]]}
 
 
 def is_whole(value: object) -> bool:

@@ -115,11 +115,16 @@ def as_ours(
 def _renamed(config: DecoderConfig, tensors: Iterable[tuple[str, AnyWeight]]) -> Iterator[tuple[str, AnyWeight]]:
     renames, left_out = TABLES["renames"].get(config.family, []), tuple(TABLES["left_out"].get(config.family, []))
     for name, tensor in tensors:
-        if name.startswith(left_out) and left_out:
+        if (left_out and name.startswith(left_out)) or _is_mtp(config, name):
             continue
         for theirs, ours in renames:
             name = name.replace(theirs, ours)
         yield name, tensor
+
+
+def _is_mtp(config: DecoderConfig, name: str) -> bool:
+    number = name.removeprefix("model.layers.").partition(".")[0]
+    return number.isdecimal() and 0 <= int(number) - config.num_layers < config.num_mtp_layers
 
 
 def _rows_of(name: str) -> list[str]:
