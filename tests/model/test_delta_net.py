@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.model.checkpoint import expected_shapes
+from paceline.model.checkpoint import expected_shapes, random_tensors
 from paceline.model.config import DecoderConfig, DeltaShape
 from paceline.model.decoder import Decoder
 from paceline.model.delta_cache import HALF, ROOM, DeltaCache
@@ -20,7 +20,7 @@ from paceline.model.target import ForwardBatch
 VOCAB = 50
 SHAPE = DeltaShape(num_key_heads=2, num_value_heads=4, key_dim=4, value_dim=3, kernel=3)
 CONFIG = DecoderConfig(
-    "qwen3_5", VOCAB, 16, 24, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=8, max_position=512, qk_norm=True,
+    "qwen3_5_text", VOCAB, 16, 24, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=8, max_position=512, qk_norm=True,
     norm_offset=1.0, output_gate=True, rotary_dim=4, delta=SHAPE, linear_layers=(0, 2),
 )  # fmt: skip
 
@@ -95,6 +95,24 @@ def test_the_layer_is_the_recurrence() -> None:
         cache.append([0], [count])
         at += count
     assert at == len(hidden_TD)
+
+
+def test_in_bfloat16_it_is_near() -> None:
+    """The state is float32 all the same."""
+    tokens = text(100)
+    target = Decoder(CONFIG, weights().items(), num_rows=1, max_len=300, dtype=torch.bfloat16)
+    row, expected = target.cache.allocate(), one_by_one(tokens)
+    assert row is not None and isinstance(target.kv, DeltaCache)
+    found = torch.cat([feed(target, row, tokens[begin : begin + 7]) for begin in range(0, 100, 7)])
+    assert (found.float() - expected).abs().mean() < 0.02 * expected.std()
+    assert target.kv.memories[0].states_BHKV.dtype == torch.float32
+
+
+def test_random_weights_have_norms_of_one() -> None:
+    """All the same, whether a family adds one to what is stored or not."""
+    stored = dict(random_tensors(CONFIG))
+    assert (stored["model.layers.0.linear_attn.norm.weight"] == 1.0).all()
+    assert all((tensor == 0.0).all() for name, tensor in stored.items() if name.endswith(("layernorm.weight", "q_norm.weight")))
 
 
 def test_rows_with_different_accepted_lengths() -> None:
