@@ -158,8 +158,9 @@ def test_what_is_just_behind_is_taken_back_without_reading_again(monkeypatch: py
         for token in text(HALF - 1, at):
             feed(target, row, [token])
         target.cache.rollback([row], [at])
-        close(feed(target, row, [tokens[at]]), expected[at : at + 1])
-        at += 1
+        for token in tokens[at : at + 5]:
+            close(feed(target, row, [token]), expected[at : at + 1])
+            at += 1
     assert set(passes) == {1}
 
 
