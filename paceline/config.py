@@ -28,7 +28,8 @@ class EngineConfig:
     model: str = "smollm2-135m"
     """A built-in name, a folder, a GGUF file, or a hub id."""
     drafter: str = "default"
-    """default (what ships for the model, else ngram), none, ngram, random-dflash, random-eagle3, a folder, or a hub id."""
+    """default (what ships for the model, else ngram), none, ngram, mtp (the model's own layer for it), random-dflash,
+    random-eagle3, a folder, or a hub id."""
     dtype: Annotated[str, ("auto", "float32", "bfloat16", "float16")] = "auto"
     """auto takes bfloat16 where the device multiplies it natively, else float32."""
     device: str = "auto"

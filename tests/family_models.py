@@ -43,6 +43,16 @@ LONGROPE = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -57,6 +67,9 @@ class Family:
     """Of the embedding's rows: where they are multiplied by a large number and are the head too, the text would not wander."""
     config: str = ""
     """How the Config begins, where it begins otherwise."""
+    std: float = 0.25
+    """Of the other matrices. In louder gated delta nets norms make much of sums that are all but nothing: Transformers' own
+    two ways through such a layer then differ by more than 1e-4."""
 
 
 FAMILIES = {
@@ -96,12 +109,25 @@ FAMILIES = {
     ),
     "qwen3-moe": Family("Qwen3Moe", {**EXPERTS, "num_experts": 5, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "mixtral": Family("Mixtral", {"num_local_experts": 5}),
+    "qwen3-next": Family(
+        "Qwen3Next",
+        {**EXPERTS, **DELTA, "num_experts": 5, "shared_expert_intermediate_size": 16, "mlp_only_layers": [1]},
+        std=0.14,
+    ),
+    "qwen3.5": Family("Qwen3_5", {**DELTA, "tie_word_embeddings": True}, config="Qwen3_5Text", std=0.14),
+    "qwen3.5-moe": Family(
+        "Qwen3_5Moe",
+        {**EXPERTS, **DELTA, "num_experts": 5, "shared_expert_intermediate_size": 16},
+        config="Qwen3_5MoeText",
+        std=0.14,
+    ),
     "gpt-oss": Family("GptOss", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
 }
 
 
 def transformers_model(family: Family, seed: int = 0) -> Any:
-    """Random weights so loud that every part moves the logits; norms, biases and sinks away from their first values."""
+    """Random weights so loud that every part moves the logits; norms, biases and sinks away from their first values. States
+    forget slowly, so that what was long ago is heard."""
     import transformers
 
     torch.manual_seed(seed)
@@ -112,9 +138,9 @@ def transformers_model(family: Family, seed: int = 0) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and "bias" not in name:
-                parameter.normal_(std=family.embedding_std if "embed_tokens" in name else 0.25)
+                parameter.normal_(std=family.embedding_std if "embed_tokens" in name else family.std)
             else:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
+                parameter.add_(torch.randn_like(parameter) * 0.3 - (2.0 if name.endswith("A_log") else 0.0))
     return model
 
 

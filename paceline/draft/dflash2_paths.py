@@ -16,9 +16,9 @@ from paceline.draft.dflash_paths import LayerAttention, NativePath, TorchPath
 from paceline.draft.dflash_reading import scale_logits
 from paceline.draft.vocabulary import ALL_TOKENS, Vocabulary
 from paceline.model.blocks import quantise
-from paceline.model.decoder import PackedLinear
 from paceline.model.native_decoder import NativeDecoder, pack
 from paceline.model.native_lib import FORMATS, GROUP, pick
+from paceline.model.parts import PackedLinear
 from paceline.model.target import Target
 
 SELECTOR, CONVS = "candidate_selector.", ("attention_conv", "mlp_conv")

@@ -12,10 +12,11 @@ from torch import Tensor
 from paceline.draft.checkpoint import DFlashConfig
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
 from paceline.model.blocks import Weight, quantise
-from paceline.model.decoder import Layer, PackedLinear, RMSNorm, build_layers, fuse
+from paceline.model.decoder import Layer, build_layers
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.native_decoder import NativeDecoder, cache_view, layer_parts, native_cache, native_model, pack, pack_vectors
 from paceline.model.native_lib import Buffers, Matrix, pointer
+from paceline.model.parts import PackedLinear, RMSNorm, fuse
 from paceline.model.target import Target, head_weight
 
 Drafts = tuple[list[list[int]], Tensor | None]

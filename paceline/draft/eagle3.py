@@ -5,9 +5,7 @@
     h   = g_t + attention(z), + MLP                  logits of x_{t+2} = head(norm(h)), over a vocabulary of its own
     next draft: h (3.1: norm(h)) takes the place of g
 
-Verified positions are read with their true features, in one pass of all that a row has waiting (`TappedDrafter`), and their
-keys and values stay; those of drafts stand behind them, and the next pass writes over them. So an entry of the cache is a
-position of the target and the token behind it.
+`chained.py` has what it shares with other drafters of chains: verified positions and drafts in its cache, and the draws.
 
 `Eagle3Network` holds the weights and is what training trains; `Eagle3Path` (eagle3_path.py) is the same mathematics for
 decoding, in PyTorch, beside any target. `tests/draft/test_eagle3.py` compares both with the formulas,
@@ -18,15 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from paceline import rng
-from paceline.draft.base import Observed
+from paceline.draft.chained import ChainedDrafter
 from paceline.draft.dflash import Norm
 from paceline.draft.eagle3_checkpoint import (
     Eagle3Checkpoint,
@@ -38,15 +34,11 @@ from paceline.draft.eagle3_checkpoint import (
     write_eagle3,
 )
 from paceline.draft.eagle3_path import Eagle3Path
-from paceline.draft.tapped import TappedDrafter, features_of
 from paceline.errors import ConfigError, ModelFileError, refuse
 from paceline.model.checkpoint import random_weights
 from paceline.model.config import DecoderConfig
 from paceline.model.fused import swiglu
-from paceline.model.kv_cache import KVCache
-from paceline.model.logits import sample, target_probs
 from paceline.model.target import Target
-from paceline.types import Batch, DraftBlock, Sequence
 
 DEFAULT_DRAFTED = 5
 
@@ -180,26 +172,11 @@ class Eagle3Network(nn.Module):
         return normed_TD if self.config.norm_output else hidden_TD, normed_TD
 
 
-@dataclass(slots=True)
-class _Chain:
-    """One row's drafts on their way."""
-
-    index: int
-    """Of the row in its batch."""
-    seq: Sequence
-    limit: int
-    tokens: list[int] = field(default_factory=list)
-    probs: list[Tensor] = field(default_factory=list)
-    """Of each draft that was drawn, the distribution it was drawn from."""
-
-
-class Eagle3Drafter(TappedDrafter):
+class Eagle3Drafter(ChainedDrafter):
     """An EAGLE-3 or 3.1 drafter of chains. Greedy and seeded requests get certain drafts, sampled ones drafts with their
     distribution over the draft vocabulary."""
 
     name = "eagle3"
-    has_own_threads = False
-    looks_ahead = 1
     network: Eagle3Network
 
     def __init__(
@@ -247,17 +224,8 @@ class Eagle3Drafter(TappedDrafter):
         else:
             self._path = Eagle3Path(self.config, self.network.state_dict(), target, slack=max(self.num_drafted, 1))
         self._target, self._bound_cache, self.tap_layers = target, target.cache, taps
-        self._overwrites_taps = target.overwrites_taps
         self._token_of, self._ids = self.ids.tolist(), self.ids.to(target.device)
-        self._told = torch.zeros(
-            target.cache.num_rows, self.config.shape.hidden_size, dtype=self._path.residual_dtype, device=target.device
-        )
-        """By row, what its last entry tells the next draft."""
-        self._forget_rows()
-
-    @property
-    def _cache(self) -> KVCache:
-        return self._path.cache
+        self._begin(target, self.config.shape.hidden_size)
 
     @property
     def weight_bytes(self) -> int:
@@ -268,56 +236,8 @@ class Eagle3Drafter(TappedDrafter):
         shape, positions = self.config.shape, target.cache.num_rows * (target.cache.max_len + max(self.num_drafted, 1))
         return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * positions * target.dtype.itemsize
 
-    def _take_in(self, rows: list[int], starts: list[int], counts: list[int], observed: list[Observed]) -> None:
-        tokens: list[int] = []
-        for one in observed:
-            behind = one.sequence.tokens[one.start + 1 : one.start + one.count + 1]
-            # A text that was cut at a stop string lacks tokens that were said; nobody adopts positions beyond its end.
-            tokens += behind + [0] * (one.count - len(behind))
-        told_BD = self._path.extend(rows, starts, counts, tokens, features_of(observed))
-        self._told[torch.tensor(rows, device=told_BD.device)] = told_BD
-
-    @torch.inference_mode()
-    def propose(self, batch: Batch) -> DraftBlock:
-        """As Drafter.propose; logits that are not finite numbers end their row's drafts."""
-        limits = batch.draft_limits_B(self.num_drafted)
-        chains = [_Chain(index, batch.sequences[index], limit) for index, limit in enumerate(limits) if limit > 0]
-        block = DraftBlock.certain([[] for _ in limits])
-        if not chains:
-            return block
-        self._sort()
-        self._inject([chain.seq.row for chain in chains])
-        going = chains
-        told_BD = self._told[torch.tensor([chain.seq.row for chain in going], device=self._told.device)]
-        while True:
-            places = self._extend(going, self._path.logits(told_BD))
-            if not places:
-                break
-            going = [going[place] for place in places]
-            rows, tokens = [chain.seq.row for chain in going], [chain.tokens[-1] for chain in going]
-            starts = [self._cache.lengths[chain.seq.row] + len(chain.tokens) - 1 for chain in going]
-            told_BD = self._path.step(rows, starts, tokens, told_BD[torch.tensor(places, device=told_BD.device)])
-        for chain in chains:
-            block.tokens_B[chain.index] = chain.tokens
-            block.probs_B[chain.index] = torch.stack(chain.probs) if chain.probs else None
-        return block
-
-    def _extend(self, chains: list[_Chain], logits_BV: Tensor) -> list[int]:
-        """Add a draft to each chain whose logits are finite; the places of those that go on."""
-        largest_B, best_B = (each.tolist() for each in logits_BV.float().max(-1))
-        going: list[int] = []
-        for place, chain in enumerate(chains):
-            if not math.isfinite(largest_B[place]):
-                continue
-            seq, token = chain.seq, self._token_of[best_B[place]]
-            if seq.kind == "sampled":
-                probs_V = target_probs(self._over_all_tokens(logits_BV[place])[None], seq.params)[0]
-                token = sample(probs_V, rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, len(chain.tokens)))
-                chain.probs.append(probs_V)
-            chain.tokens.append(token)
-            if len(chain.tokens) < chain.limit:
-                going.append(place)
-        return going
+    def _token(self, place: int) -> int:
+        return self._token_of[place]
 
     def _over_all_tokens(self, logits_V: Tensor) -> Tensor:
         every_V = logits_V.new_full((self.config.shape.vocab_size,), -math.inf)

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 from paceline.draft.eagle3_checkpoint import Eagle3Config
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
-from paceline.model.decoder import Layer, PackedLinear, RMSNorm
+from paceline.model.decoder import Layer
 from paceline.model.kv_cache import StaticKVCache
+from paceline.model.parts import PackedLinear, RMSNorm
 from paceline.model.target import Target
 
 

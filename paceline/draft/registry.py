@@ -14,6 +14,7 @@ from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.dflash2 import DFlash2Drafter, read_drafter
 from paceline.draft.eagle3 import Eagle3Drafter
 from paceline.draft.eagle3_checkpoint import is_eagle3
+from paceline.draft.mtp import MtpDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.errors import ConfigError, ModelFileError, ModelNotFoundError
@@ -34,6 +35,7 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "default": _default,
     "none": lambda target, target_name, num_drafted=None: NoDrafter(),
     "ngram": lambda target, target_name, **options: NgramDrafter(**options),
+    "mtp": lambda target, target_name, **options: MtpDrafter.of_target(target_name, **options),
     "random-dflash": lambda target, target_name, **options: DFlashDrafter.random(target, **options),
     "random-dflash2": lambda target, target_name, **options: DFlash2Drafter.random(target, **options),
     "random-eagle3": lambda target, target_name, **options: Eagle3Drafter.random(target, **options),

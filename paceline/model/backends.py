@@ -80,8 +80,9 @@ def load_target(settings: EngineConfig) -> Target:
         if is_rounded:
             raise NativeError(f"weights in {weight_format} need the native pass: leave --backend or --weight-format out")
         dense = random_tensors(config) if weights == "random" else load_tensors(path)
-        # Which expert gets how many tokens is not known when a pass is recorded.
-        decoder = GraphDecoder if device.type == "cuda" and not config.num_experts else Decoder
+        # Which expert gets how many tokens, and how many positions a state lags behind, is not known when a pass is recorded.
+        is_fixed = not config.num_experts and config.delta is None
+        decoder = GraphDecoder if device.type == "cuda" and is_fixed else Decoder
         tensors = check_tensors(config, dense, path)
         target = decoder(config, tensors, num_rows=num_rows, max_len=max_len, dtype=dtype, device=device)
     _return_freed_memory()
@@ -131,6 +132,8 @@ def lacking(config: DecoderConfig) -> list[str]:
         (config.is_qk_norm_whole, "norms of all heads together"),
         (bool(config.norm_offset), "norms with an offset"),
         (config.activation == "gelu_tanh", "GELU"),
+        (config.delta is not None, "gated delta nets"),
+        (config.output_gate, "gates of attention"),
         (config.num_experts > 0, "experts"),
         (config.has_sinks, "sinks of attention"),
         (bool(config.attention_cap or config.logit_cap), "soft caps"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -19,9 +19,10 @@ from torch import Tensor
 from paceline.errors import ModelFileError, ModelNotFoundError, reraised
 from paceline.model import gguf
 from paceline.model.blocks import Blocks, Weight
-from paceline.model.config import MAX_SIZE, DecoderConfig, decoder_config, is_whole, short
+from paceline.model.config import DecoderConfig, decoder_config
+from paceline.model.config_values import MAX_SIZE, is_whole, short
 from paceline.model.gguf_file import is_gguf
-from paceline.model.layout import as_ours, layer_shapes
+from paceline.model.layout import DELTA_NORM, as_ours, layer_shapes
 
 
 def load_config(path: Path | str) -> DecoderConfig:
@@ -57,10 +58,17 @@ def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[
         yield from _read_shard(file, names)
 
 
+def load_named(path: Path | str, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    """As `load_tensors`, of a folder of safetensors, those tensors alone whose names are wanted."""
+    for file, names in _shards(existing(path)).items():
+        yield from _read_shard(file, names, is_wanted)
+
+
 def random_tensors(config: DecoderConfig, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
     """Weights for mocking (`--weights random`)."""
     for name, tensor in random_weights(expected_shapes(config), seed):
-        yield name, tensor - config.norm_offset if name.endswith("norm.weight") and config.norm_offset else tensor
+        has_offset = name.endswith("norm.weight") and not name.endswith(DELTA_NORM)
+        yield name, tensor - config.norm_offset if has_offset and config.norm_offset else tensor
 
 
 def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -197,11 +205,13 @@ def _shards(folder: Path) -> dict[Path, list[str]]:
 _TENSORS_PER_MAP = 16
 
 
-def _read_shard(file: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+def _read_shard(
+    file: Path, names: list[str], is_wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, Tensor]]:
     damaged = (SafetensorError, OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError)
     with reraised(ModelFileError, f"{file} is truncated or damaged", "delete it and fetch the model again", *damaged):
         with safe_open(file, framework="pt") as shard:
-            wanted = names or list(shard.keys())
+            wanted = [name for name in names or shard.keys() if is_wanted(name)]
         for first in range(0, len(wanted), _TENSORS_PER_MAP):
             # Mapped anew every few tensors: pages that were read count as this process's memory until they are unmapped.
             with safe_open(file, framework="pt") as shard:

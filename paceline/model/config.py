@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from reprlib import repr as short
 from typing import Any, Literal
 
 from paceline.errors import ModelFileError, UnsupportedModelError
+from paceline.model.config_values import LARGEST, MAX_EXPERTS, TABLES, fraction, is_whole, short, text_part, whole
 
-MAX_LAYERS = 4096
-MAX_SIZE = 2**31 - 1
-MAX_EXPERTS = 65536
-LARGEST = 1e18
-"""What no model exceeds: in layers, in any other whole number, in experts of all layers, in any fraction. A file
-that asks for more is refused."""
-
-TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
 FAMILIES, ROPE_KEYS = TABLES["families"], TABLES["rope"]
 ROPE_LISTS = ("factors", "short_factor", "long_factor")
 """Keys of a rope that hold a number for each frequency."""
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 """What `layer_types` calls layers."""
 
 RopeKind = Literal["main", "local", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """Sizes of gated delta net layers (arXiv 2412.06464), alike in all of them."""
+
+    num_key_heads: int
+    num_value_heads: int
+    """A multiple of the key heads: neighbours share one."""
+    key_dim: int
+    value_dim: int
+    """Of one head."""
+    kernel: int
+    """Positions that the short convolution sees."""
+
+    @property
+    def keys(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +97,19 @@ class DecoderConfig:
     """Of router and experts."""
     dense_layers: tuple[int, ...] = ()
     """Layers that have one MLP all the same."""
+    shared_expert_size: int = 0
+    """Inner width of an expert that every token gets, weighed by a gate of its own; 0 is none."""
+    delta: DeltaShape | None = None
+    linear_layers: tuple[int, ...] = ()
+    """Layers with a gated delta net of these sizes in the place of attention."""
+    has_mixed_delta: bool = False
+    """Its projections are two matrices, each with the rows of a key head together (Qwen3-Next)."""
+    output_gate: bool = False
+    """What attention puts out is multiplied by sigmoids of as many numbers, which stand behind each head's queries."""
     has_sinks: bool = False
     """Each head has a score for a key that is always seen and has no value (gpt-oss)."""
+    num_mtp_layers: int = 0
+    """Layers behind the others that a file has for drafting (`draft/mtp.py`); no part of the model."""
     embedding_scale: float = 1.0
     """Embeddings are multiplied by it before the first layer."""
     residual_scale: float = 1.0
@@ -102,6 +131,9 @@ class DecoderConfig:
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 
+    def is_linear(self, layer: int) -> bool:
+        return layer in self.linear_layers
+
     def has_experts(self, layer: int) -> bool:
         return self.num_experts > 0 and layer not in self.dense_layers
 
@@ -119,6 +151,7 @@ def has_llama_layers(family: str) -> bool:
 def decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
     """What a config.json says. Raises UnsupportedModelError (architecture or option not implemented), ModelFileError (a key
     missing or impossible)."""
+    raw = text_part(raw, path)
     architecture = _architecture(raw, path)
     defaults = FAMILIES[architecture]
     values = defaults | raw | {"family": defaults["family"]}
@@ -141,11 +174,17 @@ def decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
         "qkv_bias": biased,
         "output_bias": values.get("output_bias", biased) is True,
         "mlp_bias": mlp_bias,
+        "num_mtp_layers": whole(values, "num_nextn_predict_layers", path, 0, least=0),
         "windows": windows,
         "ropes": _rope_kinds(values, traits, windows, path),
     }
     fields |= _ropes(values, traits, sizes["max_position"], head_dim, path)
-    fields |= traits.get("fields", {}) | _numbers(values, traits, path) | _experts(values, traits, path)
+    fields |= (
+        traits.get("fields", {})
+        | _numbers(values, traits, path)
+        | _experts(values, traits, path)
+        | _delta(values, traits, path)
+    )
     return DecoderConfig(family=values["family"], **sizes, num_kv_heads=num_kv_heads, **fields)
 
 
@@ -175,7 +214,26 @@ def _experts(values: dict[str, Any], traits: dict[str, Any], path: Path) -> dict
         "expert_size": whole(values, told["size"], path),
         "normed_experts": "norm" not in told or values.get(told["norm"]) is True,
         "dense_layers": tuple(layer for layer in layers if layer in dense or (layer + 1) % step),
+        "shared_expert_size": whole(values, told["shared"], path) if "shared" in told else 0,
     }
+
+
+def _delta(values: dict[str, Any], traits: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The fields of gated delta nets, where the family has some."""
+    if not traits.get("delta"):
+        return {}
+    num_layers, every = values["num_hidden_layers"], whole(values, "full_attention_interval", path, 4)
+    types = values.get("layer_types") or [FULL if (layer + 1) % every == 0 else LINEAR for layer in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in (LINEAR, FULL) for kind in types):
+        raise UnsupportedModelError(f"{path}: layer_types {short(types)} is not implemented: use the Transformers fallback")
+    shape = DeltaShape(**{field: whole(values, key, path) for field, key in TABLES["delta"].items()})
+    if shape.num_value_heads % shape.num_key_heads or FULL not in types:
+        raise ModelFileError(
+            f"{path}: {shape.num_value_heads} value heads over {shape.num_key_heads} key heads do not divide evenly, "
+            "or no layer has full attention: correct the config, or fetch the model again"
+        )
+    linear = tuple(layer for layer, kind in enumerate(types) if kind == LINEAR)
+    return {"delta": shape, "linear_layers": linear} if linear else {}
 
 
 def _ropes(values: dict[str, Any], traits: dict[str, Any], max_position: int, head_dim: int, path: Path) -> dict[str, Any]:
@@ -333,28 +391,3 @@ def check_rope(scaling: dict[str, Any]) -> None:
                 raise ModelFileError(
                     f"rope type {rope_type!r} needs a positive {key!r} in the model's config (got {short(value)})"
                 )
-
-
-def is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def whole(values: dict[str, Any], key: str, path: Path, default: int | None = None, least: int = 1) -> int:
-    """The value of a key, None being as good as none. Raises ModelFileError when it is no whole number from `least` on."""
-    value: Any = default if values.get(key) is None else values[key]
-    most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
-    if not is_whole(value) or not least <= value <= most:
-        raise ModelFileError(
-            f"{path}: config.json needs {key!r} as a whole number from {least} to {most} (got {short(value)}): correct it"
-        )
-    return value
-
-
-def fraction(values: dict[str, Any], key: str, default: float, path: Path, above: float = 0.0) -> float:
-    """As `whole`, of a number larger than `above`."""
-    value = values.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value < LARGEST:
-        raise ModelFileError(f"{path}: config.json needs {key!r} as a number above {above:g} (got {short(value)}): correct it")
-    return float(value)

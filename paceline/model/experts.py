@@ -42,12 +42,15 @@ class Experts:
     Tokens are sorted by expert: each one that is chosen at all runs once a pass, over all of its tokens.
     """
 
-    def __init__(self, router: Part, experts: Sequence[Part], per_token: int, is_normed: bool) -> None:
-        """is_normed: the weights of a token's experts are divided by their sum."""
+    def __init__(
+        self, router: Part, experts: Sequence[Part], per_token: int, is_normed: bool, shared: tuple[Part, Part] | None = None
+    ) -> None:
+        """is_normed: the weights of a token's experts are divided by their sum. shared: an expert that every token gets, and
+        the gate whose sigmoid it is multiplied by."""
         self._router, self._experts = router, experts
-        self._per_token, self._is_normed = per_token, is_normed
+        self._per_token, self._is_normed, self._shared = per_token, is_normed, shared
         read = sum(expert.num_bytes for expert in experts) * per_token // len(experts)
-        self.num_bytes = router.num_bytes + read
+        self.num_bytes = router.num_bytes + read + sum(part.num_bytes for part in shared or ())
         """Of what one token reads."""
 
     def __call__(self, normed_TD: Tensor) -> Tensor:
@@ -63,4 +66,8 @@ class Experts:
         outputs_SD = torch.cat([expert(inputs) for expert, inputs in shares if len(inputs)])
         outputs_SD = outputs_SD.float().mul_(weights_TK.flatten()[order_S, None])
         summed_TD = torch.zeros(normed_TD.shape, dtype=torch.float32, device=normed_TD.device)
-        return summed_TD.index_add_(0, token_S, outputs_SD).to(normed_TD.dtype)
+        summed_TD = summed_TD.index_add_(0, token_S, outputs_SD).to(normed_TD.dtype)
+        if self._shared is not None:
+            expert, gate = self._shared
+            summed_TD += expert(normed_TD) * torch.sigmoid(gate(normed_TD))
+        return summed_TD

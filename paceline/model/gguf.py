@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.errors import ModelFileError, UnsupportedModelError, reraised
 from paceline.model.blocks import BLOCK_KINDS, BlockKind, Blocks, Weight
-from paceline.model.config import MAX_SIZE, TABLES
+from paceline.model.config_values import MAX_SIZE, TABLES
 from paceline.model.gguf_file import GGUFFile, StoredTensor, open_gguf
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")

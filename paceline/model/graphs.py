@@ -110,7 +110,7 @@ class GraphDecoder(Decoder):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        if batch.logits != "all" or max(batch.counts) > MAX_COUNT:
+        if batch.logits != "all" or max(batch.counts) > MAX_COUNT or self.config.delta is not None:
             return super().forward(batch)
         count = _power_of_two(max(batch.counts))
         num_rows = _power_of_two(max(batch.rows) + 1, limit=self.cache.num_rows)

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from paceline.errors import ModelFileError
 from paceline.model.blocks import Weight
-from paceline.model.config import TABLES, DecoderConfig
+from paceline.model.config import TABLES, DecoderConfig, DeltaShape
 from paceline.model.stored_experts import taken_apart
 
 AnyWeight = TypeVar("AnyWeight", Tensor, Weight)
 
 NORMS: dict[str, dict[str, str]] = TABLES["norms"]
 """By where they stand (`DecoderConfig.norms`): fields of a layer, and what files call the norm."""
+DELTA_NORM = "linear_attn.norm.weight"
+"""Of a gated delta net: `DecoderConfig.norm_offset` does not hold for it."""
 FUSED: dict[str, list[str]] = TABLES["fused"]
 """Matrices that a file may hold as one, and the parts that its rows are."""
 
@@ -23,24 +25,23 @@ FUSED: dict[str, list[str]] = TABLES["fused"]
 def layer_shapes(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...]]:
     """Every tensor of a layer, by its Hugging Face name within it."""
     hidden = config.hidden_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    linears = {
-        "self_attn.q_proj": (queries, hidden, config.qkv_bias),
-        "self_attn.k_proj": (keys, hidden, config.qkv_bias),
-        "self_attn.v_proj": (keys, hidden, config.qkv_bias),
-        "self_attn.o_proj": (hidden, queries, config.output_bias),
-    }
+    linears = _delta_linears(config) if config.is_linear(index) else _attention_linears(config)
     for owner, inner, biased in _mlps(config, index):
         linears[f"{owner}.gate_proj"] = linears[f"{owner}.up_proj"] = (inner, hidden, biased)
         linears[f"{owner}.down_proj"] = (hidden, inner, biased)
     if config.has_experts(index):
         linears["mlp.gate"] = (config.num_experts, hidden, config.has_expert_biases)
+    if config.has_experts(index) and config.shared_expert_size:
+        linears["mlp.shared_expert_gate"] = (1, hidden, False)
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in NORMS[config.norms].values()}
     for name, (rows, columns, biased) in linears.items():
         shapes[f"{name}.weight"] = (rows, columns)
         if biased:
             shapes[f"{name}.bias"] = (rows,)
+    if config.delta is not None and config.is_linear(index):
+        return shapes | _delta_vectors(config.delta)
     if config.qk_norm:
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         whole = (queries, keys) if config.is_qk_norm_whole else (config.head_dim, config.head_dim)
         shapes |= {f"self_attn.{which}_norm.weight": (size,) for which, size in zip("qk", whole, strict=True)}
     if config.has_sinks:
@@ -48,11 +49,45 @@ def layer_shapes(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...]
     return shapes
 
 
+def _attention_linears(config: DecoderConfig) -> dict[str, tuple[int, int, bool]]:
+    """Rows, columns and whether there is a bias."""
+    hidden = config.hidden_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {
+        "self_attn.q_proj": (2 * queries if config.output_gate else queries, hidden, config.qkv_bias),
+        "self_attn.k_proj": (keys, hidden, config.qkv_bias),
+        "self_attn.v_proj": (keys, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, queries, config.output_bias),
+    }
+
+
+def _delta_linears(config: DecoderConfig) -> dict[str, tuple[int, int, bool]]:
+    """As `_attention_linears`, of a gated delta net."""
+    delta, hidden = config.delta, config.hidden_size
+    assert delta is not None
+    if config.has_mixed_delta:
+        rows = {"qkvz": delta.channels + delta.values, "ba": 2 * delta.num_value_heads}
+    else:
+        rows = {"qkv": delta.channels, "z": delta.values, "b": delta.num_value_heads, "a": delta.num_value_heads}
+    linears = {f"linear_attn.in_proj_{which}": (count, hidden, False) for which, count in rows.items()}
+    return linears | {"linear_attn.out_proj": (hidden, delta.values, False)}
+
+
+def _delta_vectors(delta: DeltaShape) -> dict[str, tuple[int, ...]]:
+    return {
+        "linear_attn.conv1d.weight": (delta.channels, 1, delta.kernel),
+        "linear_attn.A_log": (delta.num_value_heads,),
+        "linear_attn.dt_bias": (delta.num_value_heads,),
+        DELTA_NORM: (delta.value_dim,),
+    }
+
+
 def _mlps(config: DecoderConfig, index: int) -> list[tuple[str, int, bool]]:
     """Names of a layer's MLPs, their widths, and whether they have biases."""
     if not config.has_experts(index):
         return [("mlp", config.intermediate_size, config.mlp_bias)]
-    return [(f"mlp.experts.{expert}", config.expert_size, config.has_expert_biases) for expert in range(config.num_experts)]
+    mlps = [(f"mlp.experts.{expert}", config.expert_size, config.has_expert_biases) for expert in range(config.num_experts)]
+    return [*mlps, ("mlp.shared_expert", config.shared_expert_size, False)] if config.shared_expert_size else mlps
 
 
 def as_ours(
@@ -78,11 +113,18 @@ def as_ours(
 
 
 def _renamed(config: DecoderConfig, tensors: Iterable[tuple[str, AnyWeight]]) -> Iterator[tuple[str, AnyWeight]]:
-    renames = TABLES["renames"].get(config.family, [])
+    renames, left_out = TABLES["renames"].get(config.family, []), tuple(TABLES["left_out"].get(config.family, []))
     for name, tensor in tensors:
+        if (left_out and name.startswith(left_out)) or _is_mtp(config, name):
+            continue
         for theirs, ours in renames:
             name = name.replace(theirs, ours)
         yield name, tensor
+
+
+def _is_mtp(config: DecoderConfig, name: str) -> bool:
+    number = name.removeprefix("model.layers.").partition(".")[0]
+    return number.isdecimal() and 0 <= int(number) - config.num_layers < config.num_mtp_layers
 
 
 def _rows_of(name: str) -> list[str]:

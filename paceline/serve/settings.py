@@ -32,8 +32,8 @@ class ServeConfig:
     port: Annotated[int, within("between 0 and 65535", least=0, most=65535)] = 8000
     """Port; 0 takes a free one."""
     drafters: tuple[str, ...] = ("default",)
-    """default (what ships for the model, else ngram), none, ngram, random-dflash, a folder, or a hub id. Several as
-    NAME=DRAFTER: each request gets one of them, by --route, or none."""
+    """default (what ships for the model, else ngram), none, ngram, mtp (the model's own layer for it), random-dflash, a folder,
+    or a hub id. Several as NAME=DRAFTER: each request gets one of them, by --route, or none."""
     route: str = "auto"
     """Which of several drafters: auto, the one that brings most tokens per second to requests of a kind (by tag, else by
     language, template, tools and form of the answer; each is tried on 2 requests of every kind, while in doubt on at most 6

@@ -20,7 +20,7 @@ from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PacelineError
 from paceline.hardware import BusyClock, Machine, cpu_name, processor, this_machine
 from paceline.hub import BUILTINS, cache_home
-from paceline.model.config import FAMILIES, has_llama_layers
+from paceline.model.config import FAMILIES, TABLES, has_llama_layers
 from paceline.runlog import write_whole
 from paceline.simulate import catalogue
 from paceline.simulate.files import read_json
@@ -57,6 +57,7 @@ class TargetFacts:
     def family(self) -> str | None:
         """One that our decoder runs: then a new drafter has its heads and widths."""
         names = self.raw.get("architectures") or [_architecture(self.raw)]
+        names = [TABLES["text_parts"].get(name, name) for name in names]
         return next((FAMILIES[name]["family"] for name in names if name in FAMILIES), None)
 
     @property

@@ -75,5 +75,5 @@ def test_other_kinds_of_speculators_are_named(target: FakeTarget, tmp_path: Path
 
 
 def test_unknown_names_list_the_known(target: FakeTarget) -> None:
-    with pytest.raises(ModelNotFoundError, match="default, none, ngram, random-dflash"):
+    with pytest.raises(ModelNotFoundError, match="default, none, ngram, mtp, random-dflash"):
         make_drafter("n-gram", target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from paceline.errors import ModelFileError, PacelineError, UnsupportedModelError
 from paceline.model.attention import rope_tables
 from paceline.model.checkpoint import expected_shapes
-from paceline.model.config import DecoderConfig, RopeKind, decoder_config
+from paceline.model.config import DecoderConfig, DeltaShape, RopeKind, decoder_config
 from paceline.simulate import catalogue
 
 HERE = Path("config.json")
@@ -110,6 +111,26 @@ HUB: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
     },
+    "Qwen3-Next-80B-A3B-Instruct": {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048,
+        "intermediate_size": 5120, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 512,
+        "num_experts_per_tok": 10, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+        "max_position_embeddings": 262144, "rope_theta": 10000000, "rope_scaling": None, "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_value_head_dim": 128, "attention_bias": False, "hidden_act": "silu",
+    },
+    "Qwen3.5-9B": {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 4096,
+        "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "head_dim": 256, "max_position_embeddings": 262144, "full_attention_interval": 4, "attn_output_gate": True,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128, "hidden_act": "silu", "mtp_num_hidden_layers": 1,
+        "rope_parameters": {
+            "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10000000,
+            "partial_rotary_factor": 0.25,
+        },
+    },
 }  # fmt: skip
 ROPE_FIELDS: dict[str, Any] = {"rope_scaling": None, "local_rope_scaling": None}
 
@@ -152,6 +173,15 @@ def test_what_the_files_say() -> None:
     assert (gemma2.attention_cap, gemma2.logit_cap, gemma2.windows[:2]) == (50.0, 30.0, (4096, None))
     assert (gemma3.norm_offset, gemma3.activation, gemma3.logit_cap, gemma3.tie_embeddings) == (1.0, "gelu_tanh", 0.0, True)
     assert (gemma3.rope_theta, gemma3.local_rope_theta, gemma3.windows[4:7]) == (1e6, 1e4, (512, None, 512))
+    following, dense = read["Qwen3-Next-80B-A3B-Instruct"], read["Qwen3.5-9B"]
+    assert following.linear_layers == tuple(layer for layer in range(48) if layer % 4 != 3) and following.has_mixed_delta
+    assert (
+        following.delta == dense.delta == DeltaShape(16, 32, 128, 128, 4)
+        and dense.linear_layers == following.linear_layers[:24]
+    )
+    assert (following.rotary_dim, following.output_gate, following.norm_offset) == (64, True, 1.0)
+    assert (following.num_experts, following.shared_expert_size, dense.num_experts) == (512, 512, 0)
+    assert (dense.rotary_dim, dense.rope_theta, dense.rope_scaling) == (64, 1e7, None)
     qwen, mixtral, oss = read["Qwen3-30B-A3B"], read["Mixtral-8x7B-Instruct-v0.1"], read["gpt-oss-20b"]
     assert (qwen.num_experts, qwen.experts_per_token, qwen.expert_size, qwen.normed_experts) == (128, 8, 768, True)
     assert (mixtral.num_experts, mixtral.experts_per_token, mixtral.expert_size) == (8, 2, 14336)
@@ -161,8 +191,8 @@ def test_what_the_files_say() -> None:
 @pytest.mark.parametrize("model", HUB)
 def test_simulate_and_the_decoder_count_the_same_parameters(model: str) -> None:
     config = decoder_config(HUB[model], HERE)
-    matrices = [shape for name, shape in expected_shapes(config).items() if len(shape) == 2]
-    assert catalogue.shape_of(HUB[model]).num_parameters == sum(rows * columns for rows, columns in matrices)
+    matrices = [shape for name, shape in expected_shapes(config).items() if len(shape) > 1]
+    assert catalogue.shape_of(HUB[model]).num_parameters == sum(map(math.prod, matrices))
 
 
 @pytest.mark.parametrize(
@@ -171,6 +201,8 @@ def test_simulate_and_the_decoder_count_the_same_parameters(model: str) -> None:
         ("gemma-3-1b-it", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not implemented"),
         ("gemma-2-2b-it", {"hidden_activation": "relu"}, "hidden_activation 'relu' is not implemented"),
         ("OLMo-2-0425-1B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not implemented"),
+        ("Qwen3.5-9B", {"layer_types": ["sliding_attention"] * 32}, "is not implemented"),
+        ("Qwen3.5-9B", {"attn_output_gate": False}, "attn_output_gate False is not implemented"),
         ("SmolLM3-3B", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per-layer rope is not implemented"),
     ],
 )
@@ -190,12 +222,26 @@ def test_what_no_family_computes_goes_to_transformers(model: str, changes: dict[
         ("Phi-4-mini-instruct", {"partial_rotary_factor": 0.001}, "of heads of 128 cannot be rotated"),
         ("Mixtral-8x7B-Instruct-v0.1", {"num_experts_per_tok": 9}, "9 of 8 experts for each token are not possible"),
         ("Qwen3-30B-A3B", {"num_experts": 2**20}, "experts for each token are not possible"),
+        ("Qwen3.5-9B", {"linear_num_value_heads": 24}, "24 value heads over 16 key heads do not divide evenly"),
+        ("Qwen3.5-9B", {"layer_types": ["linear_attention"] * 32}, "or no layer has full attention"),
+        ("Qwen3.5-9B", {"linear_conv_kernel_dim": 0}, "needs 'linear_conv_kernel_dim' as a whole number from 1"),
         ("Qwen3-30B-A3B", {"mlp_only_layers": "x"}, "mlp_only_layers must be a list of layers"),
     ],
 )
 def test_impossible_values_are_named(model: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelFileError, match=message):
         decoder_config(HUB[model] | changes, HERE)
+
+
+def test_the_text_part_of_a_model_of_pictures() -> None:
+    text = {key: value for key, value in HUB["Qwen3.5-9B"].items() if key not in ("architectures", "tie_word_embeddings")}
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text, "vision_config": {"depth": 2}}
+    assert decoder_config(whole, HERE) == decoder_config(HUB["Qwen3.5-9B"], HERE)
+    assert decoder_config(whole | {"tie_word_embeddings": True}, HERE).tie_embeddings
+    with pytest.raises(UnsupportedModelError, match="quantization_config"):
+        decoder_config(whole | {"quantization_config": {"quant_method": "fp8"}}, HERE)
+    with pytest.raises(ModelFileError, match="needs an object text_config"):
+        decoder_config(whole | {"text_config": None}, HERE)
 
 
 JUNK: list[Any] = [

@@ -25,7 +25,7 @@ def logits(folder: Path, tokens: list[int]) -> torch.Tensor:
     return out.logits_TV
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "qwen3-next", "qwen3.5-moe"])
 def test_as_transformers_holds_them(name: str, tmp_path: Path) -> None:
     model, tokens = transformers_model(FAMILIES[name]), text(20)
     model.config.save_pretrained(tmp_path)

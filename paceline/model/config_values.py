@@ -1,0 +1,57 @@
+"""What the readers of configs share: the table of families, and numbers of a config.json within their limits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any
+
+from paceline.errors import ModelFileError
+
+MAX_LAYERS = 4096
+MAX_SIZE = 2**31 - 1
+MAX_EXPERTS = 65536
+LARGEST = 1e18
+"""What no model exceeds: in layers, in any other whole number, in experts of all layers, in any fraction. A file
+that asks for more is refused."""
+
+TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
+
+
+def text_part(raw: dict[str, Any], path: Path) -> dict[str, Any]:
+    """What the config of a model of pictures and text says of its text."""
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str) or name not in TABLES["text_parts"]:
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise ModelFileError(f"{path}: {name} needs an object text_config (got {short(text)}): correct config.json")
+    outer = {key: raw[key] for key in ("quantization_config", "tie_word_embeddings") if key in raw}
+    return {**outer, **text, "architectures": [TABLES["text_parts"][name]]}
+
+
+def is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def whole(values: dict[str, Any], key: str, path: Path, default: int | None = None, least: int = 1) -> int:
+    """The value of a key, None being as good as none. Raises ModelFileError when it is no whole number from `least` on."""
+    value: Any = default if values.get(key) is None else values[key]
+    most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
+    if not is_whole(value) or not least <= value <= most:
+        raise ModelFileError(
+            f"{path}: config.json needs {key!r} as a whole number from {least} to {most} (got {short(value)}): correct it"
+        )
+    return value
+
+
+def fraction(values: dict[str, Any], key: str, default: float, path: Path, above: float = 0.0) -> float:
+    """As `whole`, of a number larger than `above`."""
+    value = values.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value < LARGEST:
+        raise ModelFileError(f"{path}: config.json needs {key!r} as a number above {above:g} (got {short(value)}): correct it")
+    return float(value)

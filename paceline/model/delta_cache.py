@@ -1,0 +1,235 @@
+"""The cache of a model with gated delta nets: keys and values of its attention layers, and the states of the others.
+
+A state cannot be taken back by moving a length, so it lags behind. What each position adds to it is known without what comes
+later (`delta_net.py`), and stays in the row's *trail*: the row is its state after `settled` positions, and a trail of the
+positions behind them. A pass reads both. A rollback only shortens the trail, of each row by itself; a path of a tree keeps the
+path's entries. When a trail is full its older half goes into the state; so at least `HALF` positions behind the pass before can
+be taken back at no cost. Further back the row's tokens, which the cache remembers, are read again by the next pass.
+
+Rows are not copied (`adopt`): a prefix that another row has read is read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.errors import MemoryBudgetError, reraised
+from paceline.model.attention import ancestors
+from paceline.model.config import DecoderConfig
+from paceline.model.kv_cache import StaticKVCache
+from paceline.model.target import ForwardBatch
+
+ROOM = 64
+"""Positions of a trail; also how many tokens of a row are computed at once."""
+HALF = ROOM // 2
+
+
+@dataclass(slots=True)
+class Settling:
+    """R rows whose first positions of the trail go into the state."""
+
+    rows_R: Tensor
+    gone_R: Tensor
+    """How many go."""
+    most_gone: int
+    most_left: int
+    """Of any of the rows."""
+
+
+@dataclass(slots=True)
+class Stage:
+    """C tokens of each of R rows, computed together."""
+
+    rows_R: Tensor
+    tokens_RC: Tensor
+    """Their places among the tokens of the pass."""
+    held_R: Tensor
+    """Positions of each row's trail that come before."""
+    most_held: int
+    seen_RCC: Tensor | None
+    """Of a tree: which tokens each one follows, itself among them. None: each follows those before it."""
+    before_RCK: Tensor | None
+    """Of a tree: the K places that the convolution sees for each token, itself the last, among the K - 1 inputs before the pass
+    and those of the pass."""
+    settling: Settling | None
+    """What comes first."""
+
+
+@dataclass(slots=True)
+class DeltaMemory:
+    """States and trails of one layer, of all rows B: N positions of room, H value heads."""
+
+    states_BHKV: Tensor
+    """float32: of each head a matrix from keys to values."""
+    windows_BWX: Tensor
+    """The last inputs of the convolution that are settled."""
+    inputs_BNX: Tensor
+    """Of the trail: inputs of the convolution,"""
+    keys_BNK: Tensor
+    """normed keys of each key head, float32 [B, N, key heads, key_dim],"""
+    changes_BNHV: Tensor
+    """what each position adds for its key, float32,"""
+    decays_BNH: Tensor
+    """and the logarithm of what it leaves of the state before it, float32."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.states_BHKV, self.windows_BWX, self.inputs_BNX, self.keys_BNK, self.changes_BNHV, self.decays_BNH
+
+    @property
+    def trail(self) -> tuple[Tensor, ...]:
+        return self.inputs_BNX, self.keys_BNK, self.changes_BNHV, self.decays_BNH
+
+
+class DeltaCache(StaticKVCache):
+    """As StaticKVCache, whose layers are those with attention, with a `DeltaMemory` for each of the others."""
+
+    def __init__(
+        self, config: DecoderConfig, num_rows: int, max_len: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        assert config.delta is not None
+        num_linear = len(config.linear_layers)
+        shape = (config.num_layers - num_linear, num_rows, config.num_kv_heads, max_len, config.head_dim)
+        super().__init__(*shape, dtype, device)
+        self._shape, self._dtype, self._device = config.delta, dtype, device
+        unmade = f"no memory for the states of {num_rows} rows"
+        with reraised(MemoryBudgetError, unmade, "lower max_batch", RuntimeError, MemoryError):
+            self.memories = [self._memory(ROOM) for _ in range(num_linear)]
+        self._room = ROOM
+        self._tokens: list[list[int]] = [[] for _ in range(num_rows)]
+        """What each row holds, to be read again if need be."""
+        self._settled = [0] * num_rows
+        self._unread: set[int] = set()
+        """Rows whose state is gone."""
+
+    def _memory(self, room: int) -> DeltaMemory:
+        one, rows, full = self._shape, self.num_rows, {"dtype": torch.float32, "device": self._device}
+        return DeltaMemory(
+            torch.zeros(rows, one.num_value_heads, one.key_dim, one.value_dim, **full),
+            torch.zeros(rows, one.kernel - 1, one.channels, dtype=self._dtype, device=self._device),
+            torch.zeros(rows, room, one.channels, dtype=self._dtype, device=self._device),
+            torch.zeros(rows, room, one.num_key_heads, one.key_dim, **full),
+            torch.zeros(rows, room, one.num_value_heads, one.value_dim, **full),
+            torch.zeros(rows, room, one.num_value_heads, **full),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + sum(tensor.nbytes for memory in self.memories for tensor in memory.tensors())
+
+    def allocate(self, wanted: int | None = None) -> int | None:
+        row = super().allocate(wanted)
+        if row is not None:
+            self._forget(row)
+        return row
+
+    def adopt(self, source: int, row: int, length: int) -> None:
+        raise NotImplementedError("rows with recurrent states are not copied: their target must not be width-invariant")
+
+    def rollback(self, rows: list[int], lengths: list[int]) -> None:
+        super().rollback(rows, lengths)
+        for row, length in zip(rows, lengths, strict=True):
+            if length < self._settled[row]:
+                tokens = self._tokens[row][:length]
+                self._forget(row)
+                self._tokens[row] = tokens
+                if length:
+                    self._unread.add(row)
+            del self._tokens[row][length:]
+
+    def _move(self, row: int, start: int, slots: list[int]) -> None:
+        super()._move(row, start, slots)
+        self._tokens[row][start : start + len(slots)] = [self._tokens[row][start + slot] for slot in slots]
+        first = start - self._settled[row]
+        assert first >= 0, "the pass that a path is kept of is the row's last one"
+        for memory in self.memories:
+            for tensor in memory.trail:
+                tensor[row, first : first + len(slots)] = tensor[row, [first + slot for slot in slots]]
+
+    def _forget(self, row: int) -> None:
+        self._settled[row], self._tokens[row] = 0, []
+        self._unread.discard(row)
+        for memory in self.memories:
+            memory.states_BHKV[row] = 0.0
+            memory.windows_BWX[row] = 0.0
+
+    def lost(self, rows: list[int]) -> Iterator[ForwardBatch]:
+        """Passes that read again what rows have lost, to be run one after another before a pass of these rows."""
+        for row in sorted(self._unread.intersection(rows)):
+            tokens = self._tokens[row]
+            self._forget(row)
+            self.lengths[row] = 0
+            yield ForwardBatch([row], [0], [len(tokens)], tokens, "none")
+
+    def stages(self, batch: ForwardBatch) -> list[Stage]:
+        """What every layer computes for this pass, in order; from now on the cache counts on it."""
+        first, by_count = 0, dict[int, list[tuple[int, int]]]()
+        for row, count in zip(batch.rows, batch.counts, strict=True):
+            assert row not in self._unread
+            by_count.setdefault(count, []).append((row, first))
+            self._tokens[row] += batch.tokens[first : first + count]
+            first += count
+        stages: list[Stage] = []
+        held = {row: self.lengths[row] - self._settled[row] for row in batch.rows}
+        for count, members in by_count.items():
+            if batch.parents is not None:
+                self._make_room(count)
+            size = count if batch.parents is not None else ROOM
+            for begin in range(0, count, size):
+                stages.append(self._stage(members, begin, min(size, count - begin), held, batch.parents))
+        return stages
+
+    def _stage(
+        self, members: list[tuple[int, int]], begin: int, count: int, held: dict[int, int], parents: list[int] | None
+    ) -> Stage:
+        """`members`: rows, and where their tokens of the pass begin; `held` is kept up to date."""
+        rows, firsts = [row for row, _ in members], [first + begin for _, first in members]
+        settling = self._settling(rows, count, held)
+        before = [held[row] for row in rows]
+        for row in rows:
+            held[row] += count
+        seen = windows = None
+        if parents is not None:
+            own = [parents[first : first + count] for first in firsts]
+            seen = torch.stack([ancestors(each)[0] for each in own]).to(self._device)
+            windows = torch.tensor([_windows(each, self._shape.kernel) for each in own], device=self._device)
+        tokens_RC = self._whole(firsts)[:, None] + torch.arange(count, device=self._device)
+        return Stage(self._whole(rows), tokens_RC, self._whole(before), max(before), seen, windows, settling)
+
+    def _settling(self, rows: list[int], count: int, held: dict[int, int]) -> Settling | None:
+        """Makes room in the trails for `count` more."""
+        full = [row for row in rows if held[row] + count > self._room]
+        if not full:
+            return None
+        gone = [held[row] - min(held[row], HALF, max(self._room - count, 0)) for row in full]
+        for row, number in zip(full, gone, strict=True):
+            held[row] -= number
+            self._settled[row] += number
+        return Settling(self._whole(full), self._whole(gone), max(gone), max(held[row] for row in full))
+
+    def _make_room(self, count: int) -> None:
+        """For a tree of so many tokens, which is computed as a whole."""
+        if count <= self._room:
+            return
+        for memory in self.memories:
+            with torch.inference_mode(False):
+                larger = self._memory(count)
+            for old, new in zip(memory.trail, larger.trail, strict=True):
+                new[:, : self._room] = old
+            memory.inputs_BNX, memory.keys_BNK, memory.changes_BNHV, memory.decays_BNH = larger.trail
+        self._room = count
+
+    def _whole(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, device=self._device)
+
+
+def _windows(parents: list[int], kernel: int) -> list[list[int]]:
+    """Of each token of a tree the places of what the convolution sees: 0 to kernel - 2 are before the pass."""
+    windows: list[list[int]] = []
+    for token, parent in enumerate(parents):
+        before = list(range(kernel)) if parent < 0 else windows[parent]
+        windows.append([*(before[:-1] if parent < 0 else before[1:]), kernel - 1 + token])
+    return windows

@@ -1,0 +1,196 @@
+"""Gated delta nets (arXiv 2412.06464), the layers of Qwen3-Next and Qwen3.5 that have a state in the place of a cache.
+
+For each token, by value head: S <- exp(g) S; S <- S + k u^T with u = beta (v - S^T k), the change; output S^T q. Queries, keys
+and values come through a short causal convolution, g <= 0 and 0 < beta < 1 from the token itself.
+
+Many tokens at once (section 3.3 there): the changes u solve a triangular system, (I + A) U = beta (V - decayed K S - those of
+the trail), A_ij = beta_i exp(G_i - G_j) k_i.k_j for each j that i follows, G the sum of g on the way. So u of a token depends
+on nothing behind it, and S after any of them is S0 decayed plus a sum of decayed k u^T: `delta_cache.py` keeps k, u and g of
+the latest positions and lets the state lag behind. Whom a token follows is a mask, a tree's as well as a chain's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.model.config import DecoderConfig, DeltaShape
+from paceline.model.delta_cache import DeltaMemory, Settling, Stage
+from paceline.model.experts import Experts
+from paceline.model.layout import DELTA_NORM, NORMS
+from paceline.model.parts import GatedMLP, Norm, RMSNorm, fuse, make_experts
+
+L2_EPS = 1e-6
+
+
+class DeltaNet:
+    """Normed hidden states [T, D] to what is added to them [T, D]."""
+
+    def __init__(self, config: DecoderConfig, parts: dict[str, Tensor]) -> None:
+        """Takes the weights out of `parts`."""
+        assert config.delta is not None
+        self._shape, self._eps = config.delta, config.rms_norm_eps
+        if config.has_mixed_delta:
+            _take_apart(config.delta, parts)
+        self._inputs = fuse(parts, *(f"linear_attn.in_proj_{which}" for which in ("qkv", "z", "b", "a")))
+        self._output = fuse(parts, "linear_attn.out_proj")
+        self._kernel_KX = parts["linear_attn.conv1d.weight"].squeeze(1).T.float().contiguous()
+        self._rate_H = -parts["linear_attn.A_log"].float().exp()
+        self._step_H = parts["linear_attn.dt_bias"].float()
+        self._norm_V = parts[DELTA_NORM].float()
+        self.num_bytes = self._inputs.num_bytes + self._output.num_bytes
+
+    def __call__(self, normed_TD: Tensor, memory: DeltaMemory, stages: Sequence[Stage]) -> Tensor:
+        shape, heads = self._shape, self._shape.num_value_heads
+        inputs_TX, gate_TY, beta_TH, step_TH = self._inputs(normed_TD).split(
+            [shape.channels, shape.values, heads, heads], dim=-1
+        )
+        beta_TH = beta_TH.sigmoid().float()
+        decay_TH = self._rate_H * F.softplus(step_TH.float() + self._step_H)
+        found_THV = normed_TD.new_empty(len(normed_TD), heads, shape.value_dim, dtype=torch.float32)
+        for stage in stages:
+            if stage.settling is not None:
+                self._settle(memory, stage.settling)
+            places = stage.tokens_RC
+            found_THV[places] = self._compute(memory, stage, inputs_TX[places], beta_TH[places], decay_TH[places])
+        found_THV = found_THV.to(normed_TD.dtype).float()
+        normed = F.rms_norm(found_THV, (shape.value_dim,), eps=self._eps).to(normed_TD.dtype).float() * self._norm_V
+        gated = normed * F.silu(gate_TY.float()).view_as(normed)
+        return self._output(gated.to(normed_TD.dtype).flatten(1))
+
+    def _compute(self, memory: DeltaMemory, stage: Stage, inputs_RCX: Tensor, beta_RCH: Tensor, decay_RCH: Tensor) -> Tensor:
+        """Outputs [R, C, H, value_dim] in float32; the trails grow."""
+        shape, count, rows, held = self._shape, stage.tokens_RC.shape[1], stage.rows_R, stage.most_held
+        query, key, value = self._convolved(memory, stage, inputs_RCX).split([shape.keys, shape.keys, shape.values], dim=-1)
+        query, key = (_unit(each.float().unflatten(-1, (shape.num_key_heads, -1))) for each in (query, key))
+        value = value.float().unflatten(-1, (shape.num_value_heads, -1))
+        is_held_RN = torch.arange(held, device=rows.device) < stage.held_R[:, None]
+        old_keys, old_changes, old_decays = (
+            tensor[rows, :held].masked_fill(~is_held_RN.view(*is_held_RN.shape, *[1] * (tensor.ndim - 2)), 0.0)
+            for tensor in (memory.keys_BNK, memory.changes_BNHV, memory.decays_BNH)
+        )
+        old_sums, total_RH = old_decays.cumsum(1), old_decays.sum(1)
+        seen_RCC = stage.seen_RCC
+        if seen_RCC is None:
+            seen_RCC = torch.ones(1, count, count, dtype=torch.bool, device=rows.device).tril()
+            sums_RCH = decay_RCH.cumsum(1)
+        else:
+            sums_RCH = seen_RCC.float() @ decay_RCH
+        sums_RCH = sums_RCH + total_RH[:, None]
+        # Heads first from here: [R, H, C or N, ...].
+        q, k, u0, k0 = (
+            query.transpose(1, 2) * shape.key_dim**-0.5,
+            key.transpose(1, 2),
+            old_changes.transpose(1, 2),
+            old_keys.transpose(1, 2),
+        )
+        q, k, k0 = (self._spread(each) for each in (q, k, k0))
+        sums, beta = sums_RCH.transpose(1, 2)[..., None], beta_RCH.transpose(1, 2)[..., None]
+        of_old = (sums - old_sums.transpose(1, 2)[:, :, None]).exp() * is_held_RN[:, None, None]
+        of_new = (sums - sums.transpose(2, 3)).masked_fill(~seen_RCC[:, None], -torch.inf).exp()
+        from_state = torch.cat([k, q], dim=2) @ memory.states_BHKV[rows] * torch.cat([sums, sums], dim=2).exp()
+        known_k, known_q = from_state.tensor_split(2, dim=2)
+        known_k = known_k + (k @ k0.transpose(2, 3) * of_old) @ u0
+        known_q = known_q + (q @ k0.transpose(2, 3) * of_old) @ u0
+        system = k @ k.transpose(2, 3) * of_new * beta
+        changes = beta * (value.transpose(1, 2) - known_k)
+        if count > 1:
+            changes = torch.linalg.solve_triangular(system, changes, upper=False, unitriangular=True)
+        found = known_q + (q @ k.transpose(2, 3) * of_new) @ changes
+        place_RC = stage.held_R[:, None] + torch.arange(count, device=rows.device)
+        for tensor, new in zip(memory.trail, (inputs_RCX, key, changes.transpose(1, 2), decay_RCH), strict=True):
+            tensor[rows[:, None], place_RC] = new
+        return found.transpose(1, 2)
+
+    def _convolved(self, memory: DeltaMemory, stage: Stage, inputs_RCX: Tensor) -> Tensor:
+        """SiLU of the causal convolution [R, C, X] over each token's last inputs."""
+        rows, kernel = stage.rows_R, self._shape.kernel
+        behind = torch.cat([memory.windows_BWX[rows], memory.inputs_BNX[rows, : stage.most_held]], dim=1)
+        place_RW = stage.held_R[:, None] + torch.arange(kernel - 1, device=rows.device)
+        inputs = torch.cat([behind.gather(1, place_RW[..., None].expand(-1, -1, behind.shape[2])), inputs_RCX], dim=1).float()
+        if stage.before_RCK is None:
+            windows_RCKX = inputs.unfold(1, kernel, 1).transpose(2, 3)
+        else:
+            row_R11 = torch.arange(len(rows), device=rows.device)[:, None, None]
+            windows_RCKX = inputs[row_R11, stage.before_RCK]
+        return F.silu((windows_RCKX * self._kernel_KX).sum(2).to(inputs_RCX.dtype))
+
+    def _settle(self, memory: DeltaMemory, settling: Settling) -> None:
+        """The first positions of the trails go into the states; those left move to the front."""
+        rows, gone, left = settling.rows_R, settling.most_gone, settling.most_left
+        place = torch.arange(gone, device=rows.device)
+        goes_RN = place < settling.gone_R[:, None]
+        decays = memory.decays_BNH[rows, :gone].masked_fill(~goes_RN[..., None], 0.0)
+        keys = memory.keys_BNK[rows, :gone].masked_fill(~goes_RN[..., None, None], 0.0)
+        changes = memory.changes_BNHV[rows, :gone].masked_fill(~goes_RN[..., None, None], 0.0)
+        total_RH = decays.sum(1)
+        rest = (total_RH[:, None] - decays.cumsum(1)).exp()
+        keys = self._spread(keys.transpose(1, 2)) * rest.transpose(1, 2)[..., None]
+        states = memory.states_BHKV[rows] * total_RH.exp()[..., None, None]
+        memory.states_BHKV[rows] = states + keys.transpose(2, 3) @ changes.transpose(1, 2)
+        width = self._shape.kernel - 1
+        behind = torch.cat([memory.windows_BWX[rows], memory.inputs_BNX[rows, :gone]], dim=1)
+        from_RW = settling.gone_R[:, None] + torch.arange(width, device=rows.device)
+        memory.windows_BWX[rows] = behind.gather(1, from_RW[..., None].expand(-1, -1, behind.shape[2]))
+        if left:
+            from_RL = settling.gone_R[:, None] + torch.arange(left, device=rows.device)
+            from_RL = from_RL.clamp(max=memory.decays_BNH.shape[1] - 1)
+            for tensor in memory.trail:
+                tensor[rows, :left] = tensor[rows[:, None], from_RL]
+
+    def _spread(self, heads: Tensor) -> Tensor:
+        """Of each key head [R, G, ...] to that of each value head [R, H, ...]."""
+        return heads.repeat_interleave(self._shape.num_value_heads // self._shape.num_key_heads, dim=1)
+
+
+def _unit(heads: Tensor) -> Tensor:
+    return heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + L2_EPS)
+
+
+def _take_apart(shape: DeltaShape, parts: dict[str, Tensor]) -> None:
+    """The two matrices of Qwen3-Next, with the rows of each key head together, become those of Qwen3.5."""
+    groups, share = shape.num_key_heads, shape.num_value_heads // shape.num_key_heads
+    sizes = [shape.key_dim, shape.key_dim, share * shape.value_dim, share * shape.value_dim]
+    mixed = parts.pop("linear_attn.in_proj_qkvz.weight").unflatten(0, (groups, -1))
+    query, key, value, gate = (part.flatten(0, 1) for part in mixed.split(sizes, dim=1))
+    beta, step = (
+        part.flatten(0, 1) for part in parts.pop("linear_attn.in_proj_ba.weight").unflatten(0, (groups, -1)).chunk(2, dim=1)
+    )
+    named = {"qkv": torch.cat([query, key, value]), "z": gate, "b": beta, "a": step}
+    parts |= {f"linear_attn.in_proj_{which}.weight": rows for which, rows in named.items()}
+
+
+@dataclass(slots=True)
+class DeltaLayer:
+    """A decoder layer with a gated delta net in the place of attention."""
+
+    config: DecoderConfig
+    input_norm: Norm
+    delta: DeltaNet
+    mlp_norm: Norm
+    mlp: GatedMLP | Experts
+
+    @classmethod
+    def of(cls, config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> DeltaLayer:
+        """Takes the weights out of `parts`."""
+        names = NORMS[config.norms]
+        norms = [
+            RMSNorm(parts[f"{names[field]}.weight"], config.rms_norm_eps, config.norm_offset)
+            for field in ("input_norm", "mlp_norm")
+        ]
+        mlp = make_experts(config, parts) if config.has_experts(index) else GatedMLP(config, parts, "mlp")
+        return cls(config, norms[0], DeltaNet(config, parts), norms[1], mlp)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of matrices that a pass of one position reads."""
+        return self.delta.num_bytes + self.mlp.num_bytes
+
+    def run(self, hidden_TD: Tensor, memory: DeltaMemory, stages: Sequence[Stage]) -> None:
+        """Add to the hidden states what both sublayers make of them."""
+        hidden_TD.add_(self.delta(self.input_norm(hidden_TD), memory, stages))
+        hidden_TD.add_(self.mlp(self.mlp_norm(hidden_TD)))

@@ -1,0 +1,60 @@
+"""The text of a model of pictures, as Qwen3.5's files hold it: an inner config, longer names, parts that are left out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from family_models import Written, model_of, reference, target_of, text
+from safetensors.torch import load_file, save_file
+
+from paceline.config import EngineConfig
+from paceline.errors import ModelFileError
+from paceline.model.target import ForwardBatch
+from paceline.simulate import catalogue
+from paceline.train.facts import read_target
+
+
+@pytest.fixture
+def whole(written: Written, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path:
+    source, _ = model_of("qwen3.5", written, tmp_path_factory)
+    folder = tmp_path / "model"
+    shutil.copytree(source, folder)
+    inner = json.loads((source / "config.json").read_text())
+    tied = inner.pop("tie_word_embeddings")
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "vision_config": {"depth": 1}}
+    (folder / "config.json").write_text(json.dumps({**outer, "tie_word_embeddings": tied, "text_config": inner}))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    others = {"model.visual.patch_embed.proj.weight": torch.ones(3, 4), "mtp.fc.weight": torch.ones(32, 64)}
+    save_file(tensors | others, folder / "model.safetensors")
+    return folder
+
+
+def test_its_text_is_the_text_model_s(whole: Path, written: Written, tmp_path_factory: pytest.TempPathFactory) -> None:
+    _, model = model_of("qwen3.5", written, tmp_path_factory)
+    target, tokens = target_of(whole), text(20)
+    target.cache.allocate()
+    found = target.forward(ForwardBatch([0], [0], [20], tokens)).logits_TV
+    assert found is not None
+    torch.testing.assert_close(found, reference(model, tokens)[0], atol=1e-4, rtol=1e-4)
+    assert (
+        catalogue.find(str(whole)).num_parameters
+        == catalogue.find(str(model_of("qwen3.5", written, tmp_path_factory)[0])).num_parameters
+    )
+
+
+def test_training_knows_its_family(whole: Path) -> None:
+    assert read_target(EngineConfig(str(whole))).family == "qwen3_5_text"
+
+
+def test_other_tensors_are_refused_as_ever(whole: Path) -> None:
+    tensors = load_file(whole / "model.safetensors") | {"model.audio.proj.weight": torch.ones(2, 2)}
+    save_file(tensors, whole / "model.safetensors")
+    with pytest.raises(ModelFileError, match="'model.audio.proj.weight' is not part of a qwen3_5_text model"):
+        target_of(whole)
