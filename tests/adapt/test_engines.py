@@ -23,7 +23,8 @@ from paceline.adapt.engine_check import NUM_PROMPTS, Comparison, _measured, prom
 from paceline.adapt.engine_run import serve_with
 from paceline.adapt.engines import Given, Start, command_of, environment_of, given_to
 from paceline.bench.client import Client
-from paceline.draft.checkpoint import read_stored, write_checkpoint
+from paceline.draft.checkpoint import DFlashConfig, new_config, read_stored
+from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
 from paceline.draft.eagle3 import Eagle3Drafter
 from paceline.draft.export import export
 from paceline.errors import ConfigError, DownloadError, DrafterMismatchError, UnsupportedModelError
@@ -45,9 +46,10 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plain_drafter(folder: Path, **keys: Any) -> Path:
-    """Among all tokens, with these keys of config.json."""
-    own = read_stored(made(folder / "made"))
-    write_checkpoint(folder / "plain", own.config.raw | keys, own.tensors)
+    """Two layers, drafting among all tokens, with these keys of config.json."""
+    raw = new_config(32, 258, 2, num_layers=2, block_size=4, head_dim=8) | keys
+    raw["dflash_config"]["target_layer_ids"] = [0]
+    DFlashDrafter(DFlashNetwork.random(DFlashConfig.from_json(raw))).save(folder / "plain")
     return folder / "plain"
 
 
@@ -155,7 +157,7 @@ class TestGiven:
         export(read_stored(plain_drafter(tmp_path)), "speculators", made_by_others)
         given = given_to(Start("vllm", str(target), str(made_by_others)), tmp_path / "a")
         assert given.folder == made_by_others
-        raw = read_json(made_by_others / "config.json") | {"sliding_window_non_causal": False}
+        raw: dict[str, Any] = read_json(made_by_others / "config.json") | {"sliding_window_non_causal": False}
         (made_by_others / "config.json").write_text(json.dumps(raw))
         given = given_to(Start("vllm", str(target), str(made_by_others)), tmp_path / "b")
         assert read_json(given.folder / "config.json") == raw | {
