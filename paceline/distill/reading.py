@@ -130,9 +130,9 @@ class Stored:
     def load(self, documents: Sequence[Document]) -> list[Told]:
         """Of every document, in order. Raises CacheError where files are damaged or of other documents."""
         found: list[Told] = []
-        refused = reraised(CacheError, f"{self._folder} cannot be read", "delete it", OSError, SafetensorError, KeyError)
+        caught = (OSError, SafetensorError, KeyError)
         for start in range(0, len(documents), AT_ONCE):
-            with refused:
+            with reraised(CacheError, f"{self._file(start)} cannot be read", "delete it, then run the same command", *caught):
                 arrays = load_file(self._file(start))
                 ends = np.cumsum(arrays["counts"])
             expected = [len(each) - max(1, each.answer_start) for each in documents[start : start + AT_ONCE]]

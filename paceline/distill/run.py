@@ -130,7 +130,8 @@ class _Stages:
     def _corpus(self, sources: list[Path]) -> Corpus:
         teaching = self.config.teaching
         check_answers(sources, Tokenizer.from_path(self.teacher).decode)
-        corpus = read_corpus(sources, teaching.max_len, teaching.heldout_share, teaching.max_heldout, 8)
+        longest = min(teaching.max_len, checkpoint.load_config(self.teacher).max_position)
+        corpus = read_corpus(sources, longest, teaching.heldout_share, teaching.max_heldout, 8)
         check_vocabulary(corpus, checkpoint.load_config(self.teacher).vocab_size)
         if not corpus.heldout:
             raise PromptError("fewer than 10 different prompts: a student needs more answers, and some that it never sees")
@@ -214,10 +215,14 @@ class _Stages:
     def _settle(self, passed: bool, folder: Path, gguf: Path | None) -> tuple[Path, Path | None]:
         """Give the candidate its name. One that is refused takes no student's place."""
         name, out = KEPT if passed else REFUSED, self.config.out
+        before = out / f".{name}-before"
         with reraised(CacheError, f"cannot write {out / name}", "free space", OSError):
-            shutil.rmtree(out / name, ignore_errors=True)
+            shutil.rmtree(before, ignore_errors=True)
+            if (out / name).is_dir():
+                (out / name).rename(before)
             settled = folder.rename(out / name)
             file = gguf.replace(out / f"{name}.gguf") if gguf else None
+            shutil.rmtree(before, ignore_errors=True)
         return settled, file
 
     def _show(self, findings: Sequence[Finding]) -> None:

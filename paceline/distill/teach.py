@@ -215,10 +215,6 @@ class AnswerTrainer(SFTTrainer):
         loss = losses_N.sum() / (len(losses_N) if num_items_in_batch is None else num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Without the figures that SFTTrainer's own loss would have counted."""
-        transformers.Trainer.log(self, logs, start_time)
-
 
 class Collator:
     """Documents to a padded batch; the prompt's tokens carry no label, and for gkd stand by themselves too."""
