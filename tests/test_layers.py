@@ -36,7 +36,7 @@ LAYERS = [
     {"draft", "verify"},
     {"engine"},
     {"bench", "train", "serve"},
-    {"adapt", "audit", "record"},
+    {"adapt", "audit", "evals", "record", "store"},
     {
         "commands",
         "cli",
