@@ -8,44 +8,22 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from paceline.bench.client import Client, Stream
-from paceline.bounds import Count, check, within
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ContextLengthError, DownloadError
+from paceline.evals.config import EvalSampling
 from paceline.evals.scores import Reply
 from paceline.evals.suite import Case
 from paceline.tables import Advance
 from paceline.types import SamplingParams
 
+__all__ = ["EndpointAnswerer", "EvalSampling", "LLMAnswerer", "post"]
 TRIES = 2
 """Times that a request is sent; then the eval stops: a score without an answer is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class EvalSampling:
-    """How answers are drawn."""
-
-    max_tokens: Count = 256
-    """Longest answer, in tokens."""
-    temperature: Annotated[float, within("0 or more", least=0)] = 0.0
-    """0 is greedy."""
-    seed: int = 0
-    """Base of the requests' seeds: a case and a sample have the same one in every run with this base."""
-    at_once: Count = 8
-    """Answers under way at once."""
-
-    def __post_init__(self) -> None:
-        check(self)
-
-    def seed_of(self, case: Case, sample: int) -> int:
-        """By the case's id, not its place: a suite that grows keeps its answers."""
-        return zlib.crc32(f"{self.seed}/{case.id}/{sample}".encode())
 
 
 class LLMAnswerer:
@@ -89,7 +67,7 @@ class LLMAnswerer:
         room = self.llm.target.cache.max_len
         if len(ids) + self.sampling.max_tokens > room:
             raise ContextLengthError(
-                f"case {case.id} has {len(ids)} tokens and does not fit with an answer of {self.sampling.max_tokens} in {room}: "
+                f"case {case.id}, {len(ids)} tokens, does not fit in {room} with an answer of {self.sampling.max_tokens}: "
                 "raise max_len or lower max_tokens"
             )
         return ids

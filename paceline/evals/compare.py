@@ -3,23 +3,25 @@
     found = compare(before, after)        # after minus before
     found.difference, found.interval, found.chance, found.verdict
 
-The interval is the 95% percentile bootstrap of the paired difference over cases (Efron and Tibshirani 1993, chapter 13). `chance`
-is the two-sided probability of a difference as large if both were the same: a permutation test that flips the sign of each
-case's difference (Fisher; for right-or-wrong scores it is McNemar's exact test). Verdicts use `chance` below `level`, 0.01: a
-gate that is asked twenty times must not cry once on average, as it would at 0.05.
+The interval is the 95% percentile bootstrap of the paired difference over cases (Efron and Tibshirani 1993, chapter 13).
+`chance` is the two-sided probability of a difference as large if both were the same: a permutation test that flips the sign of
+each case's difference (Fisher; for right-or-wrong scores it is McNemar's exact test). Verdicts use `chance` below `level`,
+0.01: a gate that is asked twenty times must not cry once on average, as it would at 0.05.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import NormalDist
-from typing import Any, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.errors import ConfigError, refuse
+from paceline.evals.config import GateConfig
 from paceline.evals.scores import Scores
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Verdict = Literal["better", "worse", "no difference seen"]
 LEVEL = 0.01
@@ -56,13 +58,13 @@ class Comparison:
     """A difference of this size would be found nine times in ten, as far apart as cases lie here."""
 
     def as_line(self) -> dict[str, Any]:
-        from dataclasses import asdict
-
         return asdict(self)
 
 
 def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) -> Comparison:
     """Raises ConfigError when they are of different suites."""
+    import numpy as np
+
     ids = [case.id for case in before.cases]
     refuse(
         ConfigError,
@@ -101,6 +103,8 @@ def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) 
 
 def resampled(gains: np.ndarray, seed: int = 0, draws: int = 4000) -> tuple[float, float]:
     """95% percentile interval of the mean of paired differences [cases]."""
+    import numpy as np
+
     generator, means = np.random.default_rng(seed), np.empty(draws)
     for begin in range(0, draws, 200):
         picked = generator.integers(0, len(gains), (min(200, draws - begin), len(gains)))
@@ -111,6 +115,8 @@ def resampled(gains: np.ndarray, seed: int = 0, draws: int = 4000) -> tuple[floa
 
 def sign_flips(gains: np.ndarray, seed: int = 0, draws: int = DRAWS) -> float:
     """Two-sided probability of a sum as far from 0 when each case's sign is a coin's. 1.0 where no case differs."""
+    import numpy as np
+
     moved = np.abs(gains[gains != 0])
     if not len(moved):
         return 1.0
@@ -136,18 +142,10 @@ def cases_needed(loss: float, deviation: float, level: float = LEVEL, power: flo
     return math.ceil((findable(1, deviation, level, power) / loss) ** 2)
 
 
-@dataclass(frozen=True, slots=True)
-class Gate:
-    """What scores must hold for a new model to pass."""
+class Gate(GateConfig):
+    """What scores must hold for a new model to pass; its fields are those of `config.GateConfig`."""
 
-    fail_below: float | None = None
-    """Least score; the low end of its 95% interval must not be under it where `surely` is set."""
-    margin: float | None = None
-    """Against another run: most of the score that may be lost, and surely so (the low end of the difference's interval).
-    None: it must not be surely worse."""
-    surely: bool = False
-    same_text: bool = False
-    """Against another run: every answer must be the same, as of a drafter, which must change nothing."""
+    __slots__ = ()
 
     def refusals(self, scores: Scores, found: Comparison | None = None) -> list[str]:
         """Why it does not pass; empty when it does."""

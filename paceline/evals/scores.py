@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.errors import ConfigError, PromptError, refuse, reraised
+from paceline.evals.config import PricesConfig
 from paceline.evals.scorers import SCORERS, score_code
 from paceline.evals.suite import Case, Suite
 from paceline.figures import Interval, Spread, bootstrap
@@ -47,7 +48,7 @@ class Answerer(Protocol):
     name: str
 
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
-        """`samples` replies to each case, in order; `advance` is called once for each case. Raises rather than leaves one out."""
+        """`samples` replies to each case, in order; `advance` is called once a case. Raises rather than leaves one out."""
         ...
 
 
@@ -154,27 +155,6 @@ def read_scores(file: str | Path) -> Scores:
         return Scores(**{**told, "cases": tuple(Scored(**each) for each in cases)})
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """What answers cost. Raises ConfigError on negative ones."""
-
-    per_hour: float | None = None
-    """Of this machine."""
-    per_million_in: float | None = None
-    """Of a million prompt tokens of an endpoint."""
-    per_million_out: float | None = None
-
-    def __post_init__(self) -> None:
-        given = [each for each in asdict(self).values() if each is not None]
-        refuse(ConfigError, (any(each < 0 for each in given), "prices must be 0 or more"))
-
-    def of_1000(self, wall_s: float, num_answers: int, prompt_tokens: int, answer_tokens: int) -> float | None:
-        if not num_answers or (self.per_hour, self.per_million_in, self.per_million_out) == (None, None, None):
-            return None
-        tokens = prompt_tokens * (self.per_million_in or 0.0) + answer_tokens * (self.per_million_out or 0.0)
-        return 1000 / num_answers * (wall_s / 3600 * (self.per_hour or 0.0) + tokens / 1e6)
-
-
 def run_suite(
     suite: Suite,
     answerer: Answerer,
@@ -182,7 +162,7 @@ def run_suite(
     samples: int = 1,
     sandbox: Sandbox | None = None,
     judge: Judge | None = None,
-    prices: Prices | None = None,
+    prices: PricesConfig | None = None,
     settings: dict[str, Any] | None = None,
     progress: Progress = SILENT,
 ) -> Scores:
@@ -221,7 +201,7 @@ def run_suite(
         cases=tuple(cases),
         wall_s=wall_s,
         core_s=None if getattr(answerer, "is_remote", False) else core_s,
-        price_per_1000=(prices or Prices()).of_1000(wall_s, len(suite) * samples, num_in, num_out),
+        price_per_1000=(prices or PricesConfig()).of_1000(wall_s, len(suite) * samples, num_in, num_out),
         lossless=all(each.lossless for said in replies for each in said),
         settings={"samples": samples, **(settings or {})},
     )

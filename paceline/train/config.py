@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from paceline.bounds import Count, Must, Positive, Share, Whole, at_least, check
+from paceline.bounds import Count, Must, Positive, Share, Whole, at_least, check, within
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PromptError, refuse, reraised
 from paceline.prompts import Message, read_messages, read_tools
@@ -47,6 +47,9 @@ class AnswerConfig:
     """What every answer has to be."""
     samples: Count = 1
     """Answers to each prompt at each temperature above 0."""
+    top_k: Annotated[int, within("between 0 and 100", least=0, most=100)] = 0
+    """Also keep so many of the target's likeliest tokens at each place, with their log-probabilities: what a smaller model is
+    distilled from."""
 
     def __post_init__(self) -> None:
         check(self)
