@@ -6,8 +6,9 @@
       warden      process 1 in there: a file tree of read-only binds and one small /tmp, no network, clock, memory, then the end
         answer    no privileges, no inherited environment or files, limits of the kernel (setrlimit), a filter of system calls
 
-The answer's processes die with the warden: the kernel ends a process namespace whole. Sources: namespaces(7), pivot_root(2),
-mount_setattr(2), seccomp(2), capset(2). Numbers of system calls are those of Linux's tables for x86-64 and ARM64.
+The answer's processes die with the warden: the kernel ends a process namespace whole. Without namespaces the launcher is the
+warden, Landlock keeps the answer to its folder, and the filter lets it start threads but no process. Sources:
+namespaces(7), pivot_root(2), mount_setattr(2), landlock(7), seccomp(2), capset(2).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import contextlib
 import ctypes
 import json
 import os
-import platform
 import resource
 import select
 import signal
@@ -32,33 +32,18 @@ MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, ATTR_NOEXEC = 1, 2, 4, 8
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
-PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-MOUNT_SETATTR = 442
+MOUNT_SETATTR, CLONE3, CLONE_THREAD = 442, 435, 0x10000
+LANDLOCK, LANDLOCK_ABI = (444, 445, 446), 3
+"""Calls: a rule set, a rule, restrict oneself; and the first version (Linux 6.2) that knows of truncation."""
+FS_READ, FS_FILE, FS_ALL = 0b1101, 0b1100000000000111, 0b1111111111111111
+"""Run and read; what files can be allowed; everything."""
 NOBODY = 65534
+DEVICES = ("null", "zero", "random", "urandom")
 TICK_S = 0.01
 MOST_KEPT = 4096
 """Bytes of what the answer wrote to stderr."""
-AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-CLONE = {"x86_64": 56, "aarch64": 220}
-CLONE3 = 435
-REFUSED = {
-    # socket, shmget, semget, msgget, ptrace, syslog, personality, pivot_root, chroot, acct, settimeofday, mount, umount2,
-    # swapon, reboot, init_module, delete_module, quotactl, clock_settime, mq_open, kexec_load, add_key, request_key, keyctl,
-    # unshare, perf_event_open, fanotify_init, name_to_handle_at, open_by_handle_at, setns, process_vm_readv and writev,
-    # finit_module, memfd_create, bpf, userfaultfd
-    "x86_64": (
-        *(41, 29, 64, 68, 101, 103, 135, 155, 161, 163, 164, 165, 166, 167, 169, 175, 176, 179, 227, 240, 246, 248, 249, 250),
-        *(272, 298, 300, 303, 304, 308, 310, 311, 313, 319, 321, 323),
-    ),
-    "aarch64": (
-        *(198, 194, 190, 186, 117, 116, 92, 41, 51, 89, 170, 40, 39, 224, 142, 105, 106, 60, 112, 180, 104, 217, 218, 219),
-        *(97, 241, 262, 264, 265, 268, 270, 271, 273, 279, 280, 282),
-    ),
-}
-REFUSED_EVERYWHERE = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442, 447)
-"""io_uring, the new calls that mount, pidfd_getfd, mount_setattr, memfd_secret: of one number everywhere."""
 RUNNER = """import os, sys
-with open("/tmp/answer.py", encoding="utf-8") as file:
+with open("answer.py", encoding="utf-8") as file:
     source = file.read()
 exec(compile(source, "answer.py", "exec"), {"__name__": "answer"})
 os.write(int(sys.argv[1]), os.read(0, 64))
@@ -148,7 +133,7 @@ def build_tree(job: Job) -> None:
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=2048,mode=755")
     for path in job["readable"]:
         _bind(root, path, ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV)
-    for name in ("null", "zero", "random", "urandom"):
+    for name in DEVICES:
         _bind(root, f"/dev/{name}", ATTR_RDONLY | ATTR_NOSUID | ATTR_NOEXEC)
     for name in ("tmp", "proc"):
         os.makedirs(f"{root}/{name}", exist_ok=True)
@@ -160,11 +145,9 @@ def build_tree(job: Job) -> None:
     restrict(f"{root}/proc", ATTR_RDONLY, recursive=False)
     restrict(root, ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV, recursive=False)
     os.chdir(root)
-    _call("pivot_root", libc.syscall(PIVOT_ROOT[platform.machine()], b".", b"."))
+    _call("pivot_root", libc.syscall(job["calls"]["pivot_root"], b".", b"."))
     _call("umount", libc.umount2(b".", MNT_DETACH))
-    os.chdir("/")
-    with open("/tmp/answer.py", "w", encoding="utf-8", errors="replace") as file:
-        file.write(job["code"])
+    os.chdir("/tmp")
 
 
 def _bind(root: str, path: str, attributes: int) -> None:
@@ -183,17 +166,40 @@ def _bind(root: str, path: str, attributes: int) -> None:
     restrict(inside, attributes)
 
 
-def filter_calls() -> None:
-    """Refuses, with EPERM, sockets and what widens what the kernel shows: new namespaces, mounts, tracing, keys, modules."""
-    machine = platform.machine()
-    load, equal, greater, test, end = 0x20, 0x15, 0x35, 0x45, 0x06
+def fence(job: Job) -> None:
+    """Without namespaces: Landlock allows to read what is readable and to write in one folder (landlock(7))."""
+    abi = libc.syscall(LANDLOCK[0], None, ctypes.c_size_t(0), 1)
+    if abi < LANDLOCK_ABI:
+        raise SetupError(1, f"Landlock of version {abi}, {LANDLOCK_ABI} is needed")
+    everything = FS_ALL if abi >= 5 else FS_ALL >> 1
+    given = struct.pack("QQQ", everything, 3, 3)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
+    rules = libc.syscall(LANDLOCK[0], given, ctypes.c_size_t(len(given)), 0)
+    _call("landlock", rules)
+    devices = [f"/dev/{name}" for name in DEVICES]
+    for path in (*job["readable"], *devices, job["root"]):
+        if os.path.exists(path):
+            allowed = everything if path == job["root"] else FS_FILE if path in devices else FS_READ
+            allowed &= everything if os.path.isdir(path) else FS_FILE & everything
+            opened = os.open(path, os.O_PATH)
+            _call(f"landlock {path}", libc.syscall(LANDLOCK[1], rules, 1, struct.pack("=Qi", allowed, opened), 0))
+            os.close(opened)
+    _call("no new privileges", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _call("landlock", libc.syscall(LANDLOCK[2], rules, 0))
+    os.close(rules)
+
+
+def filter_calls(job: Job) -> None:
+    """Refuses, with EPERM, what `syscalls.json` names, and what makes namespaces; without them processes, too, but threads."""
+    calls, load, equal, greater, test, end = job["calls"], 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, unknown, kill = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
-    lines = [(load, 0, 0, 4), (equal, 1, 0, AUDIT_ARCH[machine]), (end, 0, 0, kill), (load, 0, 0, 0)]
+    lines = [(load, 0, 0, 4), (equal, 1, 0, calls["arch"]), (end, 0, 0, kill), (load, 0, 0, 0)]
     lines += [(greater, 0, 1, 0x40000000), (end, 0, 0, unknown)]  # x32's numbers
-    for number in (*REFUSED[machine], *REFUSED_EVERYWHERE):
+    for number in calls["refused"]:
         lines += [(equal, 0, 1, number), (end, 0, 0, refuse)]
     lines += [(equal, 0, 1, CLONE3), (end, 0, 0, unknown)]  # its flags cannot be looked at: libraries then take clone
-    lines += [(equal, 0, 3, CLONE[machine]), (load, 0, 0, 16), (test, 0, 1, NEW_ANY), (end, 0, 0, refuse), (end, 0, 0, allow)]
+    cloning = [(load, 0, 0, 16), (test, 0, 1, NEW_ANY), (end, 0, 0, refuse)]
+    cloning += [] if job["namespaces"] else [(test, 1, 0, CLONE_THREAD), (end, 0, 0, refuse)]
+    lines += [(equal, 0, len(cloning), calls["clone"]), *cloning, (end, 0, 0, allow)]
     code = b"".join(struct.pack("HBBI", *line) for line in lines)
     held = ctypes.create_string_buffer(code)
     program = struct.pack("HxxxxxxQ", len(lines), ctypes.addressof(held))
@@ -209,18 +215,18 @@ def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) 
         os.dup2(source, target)
     kept = os.dup2(result, 3)
     os.closerange(4, 4096)
-    os.chdir("/tmp")
     if is_root:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     nothing = ctypes.create_string_buffer(struct.pack("6I", 0, 0, 0, 0, 0, 0))
     _call("capset", libc.capset(struct.pack("Ii", 0x20080522, 0), nothing))
     limits = job["limits"]
     for name, value in (
         ("CPU", limits["cpu_s"]),
         ("AS", limits["memory_bytes"]),
-        ("NPROC", limits["processes"]),
+        *((("NPROC", limits["processes"]),) if job["namespaces"] else ()),  # else it counts all of the user's
         ("FSIZE", limits["disk_bytes"]),
         ("NOFILE", limits["open_files"]),
         ("CORE", 0),
@@ -229,7 +235,9 @@ def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) 
     ):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value + (name == "CPU")))
     os.umask(0o077)
-    filter_calls()
+    if not job["namespaces"]:
+        fence(job)
+    filter_calls(job)
     os.execve(job["python"], [job["python"], "-I", "-B", "-c", RUNNER, str(kept)], {"PATH": "/usr/bin", "LC_ALL": "C.UTF-8"})
 
 
@@ -259,6 +267,9 @@ class Warden:
         for each in (word_out, result_in, errors_in):
             os.close(each)
         outcome = self._watch(answer, began, {result_out: "told", errors_out: "said"})
+        with contextlib.suppress(OSError):
+            os.kill(answer, signal.SIGKILL)
+            os.waitpid(answer, 0)
         passed = outcome == "ended" and self.told == self.job["word"].encode()
         return {
             "outcome": "passed" if passed else outcome,
@@ -275,7 +286,7 @@ class Warden:
         outcome = ""
         while not outcome:
             select.select(list(pipes), (), (), TICK_S)
-            self._look()
+            self._look(answer)
             if (status := self._status_of(answer)) is not None:
                 outcome = "cpu" if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU else "ended"
             elif time.monotonic() - began > self.limits["wall_s"]:
@@ -284,6 +295,8 @@ class Warden:
                 outcome = "cpu"
             elif self.peak_bytes > self.limits["memory_bytes"]:
                 outcome = "memory"
+            elif not self.job["namespaces"] and _size_of(self.job["root"]) > self.limits["disk_bytes"]:
+                outcome = "disk"
             for pipe in list(pipes):
                 self._drain(pipe, pipes)
         return outcome
@@ -310,10 +323,10 @@ class Warden:
                 return status
         return None
 
-    def _look(self) -> None:
-        """Memory and processor time of all processes in here but this one."""
+    def _look(self, answer: int) -> None:
+        """Memory and processor time of all processes in here but this one; without namespaces the answer is one process."""
         num_bytes, ticks = 0, 0
-        for name in os.listdir("/proc"):
+        for name in os.listdir("/proc") if self.job["namespaces"] else (str(answer),):
             if not name.isdecimal() or name == "1":
                 continue
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -331,12 +344,29 @@ class Warden:
 OWN = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
 
 
+def _size_of(folder: str) -> int:
+    """Bytes of all files in it."""
+    num_bytes = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                num_bytes += os.lstat(f"{path}/{name}").st_blocks * 512
+    return num_bytes
+
+
 def warden(job: Job, is_root: bool) -> Job:
-    """In process 1."""
+    """In process 1, or in the launcher where there are no namespaces."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
-        libc.sethostname(b"answer", 6)
-        build_tree(job)
+        if job["namespaces"]:
+            libc.sethostname(b"answer", 6)
+            build_tree(job)
+        else:
+            os.chdir(job["root"])
+        with open("answer.py", "w", encoding="utf-8", errors="replace") as file:
+            file.write(job["code"])
+        if is_root and not job["namespaces"]:
+            os.chown(".", NOBODY, NOBODY)
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
         return Warden(job, is_root).run()
     except OSError as error:
@@ -346,9 +376,10 @@ def warden(job: Job, is_root: bool) -> Job:
 def main() -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     job, is_root = json.load(sys.stdin), os.geteuid() == 0
+    if not job["namespaces"]:
+        print(json.dumps(warden(job, is_root)))
+        return
     try:
-        if platform.machine() not in AUDIT_ARCH:
-            raise SetupError(1, f"a processor of kind {platform.machine()}")
         enter_namespaces()
     except OSError as error:
         print(json.dumps({"outcome": "setup", "said": str(error)}))

@@ -18,8 +18,17 @@ from paceline.evals.sandbox import Limits, Sandbox
 HOSTILE: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "experiments" / "hostile_answers.py"))
 LIMITS = Limits(wall_s=1.5, cpu_s=1, memory_bytes=128 * 2**20, processes=8)
 BOX = Sandbox(LIMITS)
-HAS_SANDBOX = sys.platform == "linux" and not module._refusal(BOX)
-needs_sandbox = pytest.mark.skipif(not HAS_SANDBOX, reason="this machine allows no user namespaces")
+FENCE = next(
+    (
+        one
+        for python in (None, "/usr/bin/python3")
+        if (one := Sandbox(LIMITS, kinds=("landlock",), python=python)).kind != "none"
+    ),
+    Sandbox(LIMITS, kinds=("landlock",)),
+)
+"""Where there are no namespaces; of a Python that nobody may read, another one."""
+needs_sandbox = pytest.mark.skipif(BOX.kind != "namespaces", reason="this machine allows no user namespaces")
+needs_landlock = pytest.mark.skipif(FENCE.kind != "landlock", reason="this machine has no Landlock of Linux 6.2")
 
 
 @needs_sandbox
@@ -57,6 +66,34 @@ def test_hostile_answers_do_nothing(name: str, monkeypatch: pytest.MonkeyPatch) 
         assert not ours.harm()
         assert not HOSTILE["beyond"](ran, time.perf_counter() - began, LIMITS)
     assert ran.outcome != "killed", "the warden ends it, not we from outside"
+
+
+@needs_landlock
+@pytest.mark.parametrize(
+    "name", ["fork bomb", "file deletion", "network", "symlinks", "pickle", "disk filler", "daemon", "escape"]
+)
+def test_hostile_answers_do_nothing_without_namespaces(name: str) -> None:
+    with HOSTILE["world"]() as ours:
+        began = time.perf_counter()
+        ran = FENCE.run(ours.program(name))
+        assert not ran.passed and ran.outcome not in ("killed", "setup"), ran
+        assert not ours.harm()
+        assert not HOSTILE["beyond"](ran, time.perf_counter() - began, LIMITS)
+
+
+@needs_landlock
+def test_without_namespaces_threads_run_and_processes_do_not() -> None:
+    threads = "import threading\none = threading.Thread(target=print)\none.start()\none.join()\nopen('x', 'w').write('ok')"
+    assert FENCE.run(threads).passed
+    for line in (
+        "os.fork()",
+        "os.kill(os.getppid(), 9)",
+        "os.chmod('/tmp', 0)",
+        "os.listdir('/')",
+        "open('/proc/self/environ')",
+    ):
+        done = FENCE.run(f"import os\n{line}")
+        assert done.outcome == "ended" and "PermissionError" in done.why, (line, done)
 
 
 @needs_sandbox
@@ -101,7 +138,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 7
 
 
 def test_without_a_sandbox_nothing_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(module, "_refusal", lambda _: "code cannot be kept apart: add --unsafe-code")
+    monkeypatch.setattr(module, "_found", lambda _: ("none", "code cannot be kept apart: add --unsafe-code"))
     with pytest.raises(SandboxError, match="--unsafe-code"):
         Sandbox().run(f"open({str(tmp_path / 'x')!r}, 'w')")
     assert not (tmp_path / "x").exists()
@@ -110,14 +147,13 @@ def test_without_a_sandbox_nothing_is_run(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the check is of Linux")
-def test_a_machine_that_refuses_namespaces_is_named() -> None:
-    module._refusal.cache_clear()
-    broken = Sandbox(LIMITS, readable=("/dev/null/no",))
-    real = module.JAIL
-    try:
-        module.JAIL = real.with_name("no_such_jail.py")
-        with pytest.raises(SandboxError, match="user namespaces"):
-            broken.check()
-    finally:
-        module.JAIL = real
-        module._refusal.cache_clear()
+def test_a_machine_that_has_neither_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SandboxError, match="namespaces: no_such_python.*user namespaces are allowed"):
+        Sandbox(LIMITS, python=str(python_that_ends_at_once(tmp_path))).check()
+
+
+def python_that_ends_at_once(folder: Path) -> Path:
+    file = folder / "python"
+    file.write_text("#!/bin/sh\necho no_such_python >&2\nexit 1\n")
+    file.chmod(0o755)
+    return file
