@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError, refuse
-from paceline.runlog import write_whole
+from paceline.model.tokenizer import Tokenizer
+from paceline.runlog import whole_file, write_whole
 from paceline.store.folder import Store, parquet, write_shard
 from paceline.store.incoming import Row, digest_of, pa, read_shard, shards_of
 from paceline.store.split import SIDES
@@ -40,10 +41,11 @@ def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
     """Delete every conversation of which a prompt, an answer or a tag matches the pattern; what was deleted does not come back
     from the same answers. `in_sources` deletes the rows from the files that the store was made of, too.
 
-    Raises ConfigError on a pattern that is none or matches everything, CacheError when a file cannot be written.
+    Raises ConfigError on a pattern that is none or matches everything, CacheError when a file cannot be written, and what
+    reading the model's tokenizer raises, before anything is changed.
     """
     pattern = pattern_of(match)
-    done = Forgotten()
+    done, tokenizer = Forgotten(), store.tokenizer()
     with store.changing("forgetting"):
         rows = [row for side in SIDES for row in store.rows(side)]
         talks = {row["conversation"] for row in rows if has(row, pattern)}
@@ -60,7 +62,7 @@ def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
                 done.suites_gone.append(name)
                 continue
             done.cases += _without_lines(Path(name), lambda each: _is_of(each, gone) or bool(pattern.search(json.dumps(each))))
-        _sources(store, pattern, gone, in_sources, done)
+        _sources(store, tokenizer, pattern, in_sources, done)
         told = {"forgot": {"rows": done.rows, "conversations": done.conversations, "labels": done.labels, "cases": done.cases}}
         done.version = store.commit("forget", told)["version"]
     return done
@@ -105,20 +107,19 @@ def _is_of(case: dict[str, Any], gone: set[str]) -> bool:
     return (case.get("origin") or {}).get("digest") in gone
 
 
-def _sources(store: Store, pattern: re.Pattern[str], gone: set[str], in_sources: bool, done: Forgotten) -> None:
+def _sources(store: Store, tokenizer: Tokenizer, pattern: re.Pattern[str], in_sources: bool, done: Forgotten) -> None:
     """In the files that were read: count such rows, or delete them, all other columns kept."""
-    tokenizer = None
     for name in dict.fromkeys(name for line in store.versions() for name in line.get("sources", ())):
         if not Path(name).exists():
             continue
         for file in shards_of(Path(name)) if Path(name).is_file() or any(Path(name).rglob("*.parquet")) else ():
-            tokenizer = tokenizer or store.tokenizer()
             table = parquet.read_table(file)
             keep = []
             for row in table.select(["prompt_ids", "answer_ids", "text"]).to_pylist():
                 prompt_ids, answer_ids = row["prompt_ids"] or [], row["answer_ids"] or []
                 told = {"prompt": tokenizer.decode(prompt_ids, False), "text": row["text"]}
-                keep.append(digest_of(prompt_ids, answer_ids) not in gone and not has(told, pattern))
+                is_known = store.salted(digest_of(prompt_ids, answer_ids)) in store.forgotten
+                keep.append(not is_known and not has(told, pattern))
             num_gone = len(keep) - sum(keep)
             if num_gone and in_sources:
                 _rewrite(file, table.filter(pa.array(keep)))
@@ -128,8 +129,6 @@ def _sources(store: Store, pattern: re.Pattern[str], gone: set[str], in_sources:
 
 
 def _rewrite(file: Path, table: pa.Table) -> None:
-    from paceline.runlog import whole_file
-
     if not table.num_rows:
         file.unlink()
         return
