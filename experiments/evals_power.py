@@ -1,9 +1,9 @@
 """Do evals cry wolf, and do they find a loss: the same model behind two names, and a planted loss of 5%, from recorded answers.
 
-    python experiments/evals_power.py record --model smollm2-135m --tickets 150 --samples 8 --out runs/evals-power.json
+    python experiments/evals_power.py record --model smollm2-135m --tickets 120 --samples 6 --out runs/evals-power.json
     python experiments/evals_power.py judge runs/evals-power.json --out experiments/results/evals_power.json
 
-`record` asks a real model the held-out support tickets at temperature 0.8, several times each, and keeps the scores of its JSON
+`record` asks a real model the held-out support tickets at temperature 0.7, several times each, and keeps the scores of its JSON
 fields. `judge` makes 20 pairs of runs, each with its own seed: cases drawn from the tickets, and for either name another draw
 among the answers that the model really gave, so that both are the same model. Then the second name loses 5% of the score:
 answers of a randomly chosen share of cases count 0. The suite's size comes from the recorded spread by a power calculation
@@ -39,7 +39,7 @@ def record(options: argparse.Namespace) -> None:
     subprocess.run(command, check=True)
     suite = make_suite(MakeConfig((str(folder / "heldout.jsonl"),)), "tickets")
     llm = LLM.of(EngineConfig(model=options.model, drafter="none", max_len=1024, max_batch=8, threads=options.threads))
-    sampling = EvalSampling(max_tokens=48, temperature=options.temperature, seed=7)
+    sampling = EvalSampling(max_tokens=options.max_tokens, temperature=options.temperature, seed=7)
     scores = run_suite(suite, LLMAnswerer(llm, sampling), samples=options.samples)
     told = {"model": options.model, "temperature": options.temperature, "line": scores.as_line()}
     write_results(options.out, told | {"scores_TS": [list(case.scores) for case in scores.cases]})
@@ -135,9 +135,10 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
     recording = commands.add_parser("record", help="ask a real model")
     recording.add_argument("--model", default="smollm2-135m")
-    recording.add_argument("--tickets", type=int, default=150)
-    recording.add_argument("--samples", type=int, default=8)
-    recording.add_argument("--temperature", type=float, default=0.8)
+    recording.add_argument("--tickets", type=int, default=120)
+    recording.add_argument("--samples", type=int, default=6)
+    recording.add_argument("--temperature", type=float, default=0.7)
+    recording.add_argument("--max-tokens", type=int, default=112)
     recording.add_argument("--threads", type=int)
     recording.add_argument("--out", type=Path, default=Path("runs/evals-power.json"))
     recording.set_defaults(call=record)

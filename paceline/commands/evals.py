@@ -71,7 +71,6 @@ def evals_run(
     name: Annotated[
         str | None, typer.Option(help="What the answers are called in reports [default: model and drafter].")
     ] = None,
-    no_worse_than: Annotated[Path | None, typer.Option(help="Run folder of evals: be held against it, case by case.")] = None,
     check_drafter: Annotated[
         bool, typer.Option(help="With a drafter, greedy: ask the model alone too; all answers must be the same.")
     ] = True,
@@ -91,8 +90,7 @@ def evals_run(
     from paceline.evals.run import Asked, evaluate
 
     asked = Asked(
-        endpoint, judge, sampling, prices, limits, Gate(**asdict(gate)), samples, limit, name, no_worse_than, check_drafter,
-        unsafe_code,
+        endpoint, judge, sampling, prices, limits, Gate(**asdict(gate)), samples, limit, name, check_drafter, unsafe_code,
     )  # fmt: skip
     done = evaluate(suite, engine, asked, out=out, progress=TerminalProgress())
     _end(done.as_line(), as_json, done.refusals)
@@ -102,7 +100,7 @@ def evals_run(
 def evals_compare(
     before: Annotated[Path, typer.Argument(help="Run folder of evals.")],
     after: Annotated[Path, typer.Argument(help="Another one, of the same suite.")],
-    gate: GateConfig,
+    gate: Annotated[GateConfig, Without("no_worse_than")],
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/evals-<time>].")] = None,
     as_json: Json = False,
 ) -> None:

@@ -26,6 +26,11 @@ TRIES = 2
 """Times that a request is sent; then the eval stops: a score without an answer is none."""
 
 
+def named(model: str) -> str:
+    """What a model is called: of a path its last part."""
+    return model.rstrip("/").rpartition("/")[2] or model
+
+
 class LLMAnswerer:
     """A model that is loaded here."""
 
@@ -33,8 +38,8 @@ class LLMAnswerer:
 
     def __init__(self, llm: LLM, sampling: EvalSampling | None = None, name: str | None = None) -> None:
         self.llm, self.sampling = llm, sampling or EvalSampling()
-        drafter = "" if llm.drafter.num_drafted == 0 else f" + {llm.config.drafter}"
-        self.name = name or f"{llm.config.model}{drafter}"
+        drafter = "" if llm.drafter.num_drafted == 0 else f" + {named(llm.config.drafter)}"
+        self.name = name or f"{named(llm.config.model)}{drafter}"
 
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
         """Raises ContextLengthError, before anything is answered, when a case does not fit; PromptError."""

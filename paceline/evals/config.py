@@ -64,11 +64,7 @@ class MakeConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        refuse(
-            ConfigError,
-            (not self.sources, "there is nothing to make a suite of: give a store or a file"),
-            (self.scorer == "regex" and self.pattern is None, "scorer regex needs a pattern"),
-        )
+        refuse(ConfigError, (self.scorer == "regex" and self.pattern is None, "scorer regex needs a pattern"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +75,8 @@ class GateConfig:
     """Least score."""
     surely: bool = False
     """The low end of the score's 95% interval must not be below it either."""
+    no_worse_than: Path | None = None
+    """Run folder of evals: be held against it, case by case."""
     margin: Share | None = None
     """Most that may be lost beside the other run, and surely so: the low end of the difference's 95% interval [default: it must
     not be surely worse]."""

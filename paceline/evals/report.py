@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.pages import Plot, ranges, render
+from paceline.bench.pages import Plot, ranges, render, short
 from paceline.errors import ConfigError
 from paceline.evals.compare import Comparison
 from paceline.evals.scores import Scored, Scores
+from paceline.figures import Interval
 from paceline.runlog import RunFolder
 from paceline.tables import Column, Progress, Table, flat
 
@@ -17,14 +18,15 @@ SHOWN, LONGEST = 20, 1500
 """Answers that the page shows, those that score lowest first, and letters of each."""
 
 
-def _interval(low: float | None, high: float | None, form: str = "{:.3f}") -> str:
+def _interval(interval: Interval, form: str = "{:.3f}") -> str:
+    low, high = interval
     return "" if low is None or high is None else f" [{form.format(low)}, {form.format(high)}]"
 
 
 FIGURES = (
     Column("who", lambda each: each.name),
     Column("cases", lambda each: len(each.cases), "{:,}", "right"),
-    Column("score [95%]", lambda each: f"{each.mean:.3f}{_interval(*each.interval)}", align="right", cut=" ["),
+    Column("score [95%]", lambda each: f"{each.mean:.3f}{_interval(each.interval)}", align="right", cut=" ["),
     Column("p50 s", lambda each: each.latency.p50, "{:.2f}", "right"),
     Column("p90 s", lambda each: each.latency.p90, "{:.2f}", "right"),
     Column("tokens/s", lambda each: each.num_tokens / each.wall_s if each.wall_s else None, "{:.1f}", "right"),
@@ -35,7 +37,7 @@ FIGURES = (
 PAIRS = (
     Column("beside", lambda each: each.before),
     Column("who", lambda each: each.after),
-    Column("difference [95%]", lambda each: f"{each.difference:+.3f}{_interval(*each.interval, '{:+.3f}')}", cut=" ["),
+    Column("difference [95%]", lambda each: f"{each.difference:+.3f}{_interval(each.interval, '{:+.3f}')}", cut=" ["),
     Column("by chance", lambda each: each.chance, "{:.2g}", "right"),
     Column("verdict", lambda each: each.verdict),
     Column("gained / lost", lambda each: f"{each.gained} / {each.lost}", align="right"),
@@ -48,9 +50,9 @@ PAIRS = (
 
 def sentence(scores: Scores, found: Sequence[Comparison], refusals: Sequence[str]) -> str:
     """What it means, in a line or two."""
-    said = f"{scores.name} scores {scores.mean:.3f}{_interval(*scores.interval)} on {scores.suite} ({len(scores.cases)} cases)."
+    said = f"{scores.name} scores {scores.mean:.3f}{_interval(scores.interval)} on {scores.suite} ({len(scores.cases)} cases)."
     for each in found:
-        said += f" Beside {each.before}: {each.verdict} ({each.difference:+.3f}{_interval(*each.interval, '{:+.3f}')})."
+        said += f" Beside {each.before}: {each.verdict} ({each.difference:+.3f}{_interval(each.interval, '{:+.3f}')})."
     return said + (f" REFUSED: {'; '.join(refusals)}." if refusals else "")
 
 
@@ -88,9 +90,9 @@ def _worst(scores: Scores) -> list[Scored]:
 
 
 def _plots(scores: Sequence[Scores], found: Sequence[Comparison]) -> list[Plot]:
-    rows = [(each.name, each.mean, each.interval, number) for number, each in enumerate(scores)]
+    rows = [(short(each.name), each.mean, each.interval, number) for number, each in enumerate(scores)]
     plots = [ranges("Score, with 95% intervals over cases", rows, "score")]
     if found:
-        pairs = [(f"{each.after} - {each.before}", each.difference, each.interval, n) for n, each in enumerate(found)]
+        pairs = [(short(f"beside {each.before}"), each.difference, each.interval, n) for n, each in enumerate(found)]
         plots.append(ranges("Difference, case by case, with 95% intervals", pairs, "difference of scores", mark=0.0))
     return plots

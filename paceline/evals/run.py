@@ -18,7 +18,7 @@ from paceline.bench.config import BASELINE
 from paceline.config import EngineConfig, read_api_keys
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, refuse
-from paceline.evals.answerers import EndpointAnswerer, LLMAnswerer
+from paceline.evals.answerers import EndpointAnswerer, LLMAnswerer, named
 from paceline.evals.compare import Comparison, Gate, compare
 from paceline.evals.config import EndpointConfig, EvalSampling, JudgeConfig, PricesConfig
 from paceline.evals.judge import Judge
@@ -45,8 +45,6 @@ class Asked:
     samples: int = 1
     limit: int | None = None
     name: str | None = None
-    no_worse_than: Path | None = None
-    """A run folder: its scores are what these are held against."""
     check_drafter: bool = True
     """A drafter must change nothing: the model alone is asked, too, and greedy answers must be the same."""
     unsafe_code: bool = False
@@ -79,7 +77,7 @@ def evaluate(
     where something that is needed does not answer, and what loading the model raises.
     """
     suite = read_suite(suite_file).first(asked.limit)
-    other = read_scores(asked.no_worse_than) if asked.no_worse_than else None
+    other = read_scores(asked.gate.no_worse_than) if asked.gate.no_worse_than else None
     needs_other = (asked.gate.margin is not None or asked.gate.same_text) and other is None
     refuse(ConfigError, (needs_other, "margin and same_text need another run: name it with no_worse_than"))
     settings = {"engine": engine, "asked": asked, "suite_file": str(suite_file), "samples": asked.samples}
@@ -91,7 +89,7 @@ def evaluate(
         if isinstance(answerer, LLMAnswerer) and _is_to_check(engine, asked):
             drafter = answerer.llm.drafter
             answerer.llm.use_drafter(None)
-            alone = LLMAnswerer(answerer.llm, asked.sampling, f"{engine.model} alone")
+            alone = LLMAnswerer(answerer.llm, asked.sampling, f"{named(engine.model)} alone")
             alone_scores = run_suite(suite, alone, **options)
             answerer.llm.use_drafter(drafter)
         scores = run_suite(suite, answerer, **options)

@@ -24,7 +24,6 @@ from paceline.runlog import record_of, write_whole
 from paceline.tables import SILENT, Advance, Progress
 
 if TYPE_CHECKING:
-    from paceline.evals.judge import Judge
     from paceline.evals.sandbox import Sandbox
 
 
@@ -49,6 +48,14 @@ class Answerer(Protocol):
 
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
         """`samples` replies to each case, in order; `advance` is called once a case. Raises rather than leaves one out."""
+        ...
+
+
+class Judge(Protocol):
+    """Who says how an answer stands beside a reference: `judge.Judge`, or a double."""
+
+    def score(self, case: Case, text: str) -> tuple[float, str]:
+        """From 0 to 1, and why it is not 1. Raises JudgeError."""
         ...
 
 
@@ -151,8 +158,12 @@ def read_scores(file: str | Path) -> Scores:
     caught = (OSError, ValueError, TypeError, LookupError, AttributeError)
     with reraised(ConfigError, f"{path} holds no scores", remedy, *caught):
         told = json.loads(path.read_text(encoding="utf-8"))["scores"]
-        cases = [{name: tuple(v) if isinstance(v, list) else v for name, v in each.items()} for each in told["cases"]]
-        return Scores(**{**told, "cases": tuple(Scored(**each) for each in cases)})
+        return Scores(**{**told, "cases": tuple(map(_read_case, told["cases"]))})
+
+
+def _read_case(told: dict[str, Any]) -> Scored:
+    """JSON knows lists only."""
+    return Scored(**{name: tuple(value) if isinstance(value, list) else value for name, value in told.items()})
 
 
 def run_suite(

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
 
 from paceline.bench.pages import render
 from paceline.figures import is_loop, quantile
 from paceline.runlog import write_whole
+from paceline.store.config import SplitConfig
 from paceline.store.split import SIDES
-
-if TYPE_CHECKING:
-    from paceline.store.folder import Store
 
 MOST_NAMED = 12
 
 
-def card_of(store: Store) -> dict[str, Any]:
+class Described(Protocol):
+    """What a card needs to know of a `folder.Store`."""
+
+    path: Path
+    model: str
+    split: SplitConfig
+    version: int
+    forgotten: set[str]
+
+    def rows(self, side: str, version: int | None = None) -> Iterator[dict[str, Any]]: ...
+    def versions(self) -> list[dict[str, Any]]: ...
+    def labels(self) -> list[dict[str, Any]]: ...
+
+
+def card_of(store: Described) -> dict[str, Any]:
     """Counts by side, where rows come from, what they are, what was left out, what was forgotten."""
     counted: dict[str, Any] = {}
     sources, tags, reasons, models = (Counter[str]() for _ in range(4))
@@ -60,5 +74,5 @@ def card_of(store: Store) -> dict[str, Any]:
     }
 
 
-def write_card(store: Store) -> None:
+def write_card(store: Described) -> None:
     write_whole(store.path / "card.md", render("store.md", path=store.path.name, **card_of(store)))

@@ -54,7 +54,8 @@ class Near:
         own = np.setdiff1d(pieces, self._common, assume_unique=True)
         if self._index is None or not len(own):
             return
-        for name in sorted(self._index.query(self._hash(own))):
+        found: list[Any] = self._index.query(self._hash(own))
+        for name in sorted(found):
             other = self._pieces[name]
             shared = len(np.intersect1d(own, other, assume_unique=True))
             if shared > self._overlap * (len(own) + len(other) - shared):

@@ -28,6 +28,7 @@ from paceline.errors import CacheError, ConfigError, PromptError, refuse, rerais
 from paceline.hub import resolve
 from paceline.model.tokenizer import Tokenizer
 from paceline.runlog import plain, whole_file, write_whole
+from paceline.store.card import write_card
 from paceline.store.config import SplitConfig
 from paceline.store.copies import Near, common_pieces, pieces_of
 from paceline.store.incoming import STORED, Incoming, Row, pa, parquet, read_shard
@@ -195,8 +196,6 @@ class Store:
 
     def commit(self, what: str, told: dict[str, Any], replaced: Sequence[Path] = ()) -> dict[str, Any]:
         """The files are there: this makes them a version, and deletes those that they replace."""
-        from paceline.store.card import write_card
-
         left = {side: [file for file in self.shards(side) if file not in replaced] for side in SIDES}
         files = {f"{side}/{file.name}": sha256_of(file) for side in SIDES for file in left[side]}
         rows = {side: sum(parquet.read_metadata(file).num_rows for file in left[side]) for side in SIDES}

@@ -24,6 +24,7 @@ def test_from_a_model_to_a_store_to_a_suite_to_a_gate(tmp_path: Path) -> None:
     model, prompts = tiny_model(tmp_path / "model"), tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{at * 7919:x} is {chr(97 + at)}?"}) + "\n" for at in range(12)))
     asked = ["--target", model, "--prompts", prompts, "--max-tokens", 8, "--top-k", 32, "--dtype", "float32"]
+    asked += ["--max-prompt-tokens", 64]
     said("regenerate", *asked, "--out", tmp_path / "run")
     store = tmp_path / "store"
     line = said("store", "add", store, tmp_path / "run", "--model", model, "--evals-share", 0.5, "--related", 1.0)
@@ -39,9 +40,8 @@ def test_from_a_model_to_a_store_to_a_suite_to_a_gate(tmp_path: Path) -> None:
     texts = {file.name for file in (tmp_path / "a").iterdir()}
     assert {"scores.json", "results.json", "report.md", "report.html", "config.json"} <= texts
     assert said("store", "label", store, tmp_path / "a")["labels"] == number
-    worse = said(
-        "evals", "run", suite, *model_words[:-1], 2, "--no-worse-than", tmp_path / "a", "--out", tmp_path / "b", status=3
-    )
+    gate = ["--no-worse-than", tmp_path / "a", "--margin", 0.1]
+    worse = said("evals", "run", suite, *model_words[:-1], 2, *gate, "--out", tmp_path / "b", status=3)
     assert worse["comparison"]["difference"] == -1.0 or worse["score"] < 1.0
     shown = (tmp_path / "b" / "report.html").read_text()
     assert "Answers that score lowest" in shown and "<script" not in shown
