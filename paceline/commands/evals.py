@@ -34,6 +34,7 @@ def evals_make(
     sources: Annotated[list[str], typer.Argument(help="A store, whose side for evals is taken; or files of questions.")],
     config: Annotated[MakeConfig, Without("sources"), Changed(fields=Opt("--field"))],
     out: Annotated[Path, typer.Option(help="File of the suite.")] = Path("suite.jsonl"),
+    apart_from: Annotated[Path | None, typer.Option(help="A store: leave out cases that it trains on, or nearly so.")] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """A suite: questions whose answers can be checked. Of a store, the recorded answer is what is right.
@@ -42,10 +43,16 @@ def evals_make(
     """
     from dataclasses import replace
 
-    from paceline.evals.make import make_suite
+    from paceline.evals.make import make_suite, without_leaks
+    from paceline.rows import Dropped
 
-    suite = make_suite(replace(config, sources=tuple(sources)), out.stem)
+    dropped = Dropped()
+    suite = make_suite(replace(config, sources=tuple(sources)), out.stem, dropped)
+    if apart_from is not None:
+        suite = without_leaks(suite, apart_from, dropped)
     suite.write(out)
+    if dropped:
+        say(str(dropped))
     for source in sources:
         if (Path(source) / "store.json").is_file():
             from paceline.store.folder import Store

@@ -21,7 +21,7 @@ from paceline.evals.config import MakeConfig
 from paceline.evals.scorers import NUMBER, check_scorer, object_in
 from paceline.evals.suite import Case, Suite, suite_of
 from paceline.prompts import GSM8K, HUMANEVAL, read_messages
-from paceline.rows import RowError, rows_of
+from paceline.rows import Dropped, RowError, rows_of
 from paceline.runlog import plain
 from paceline.simulate.files import read_json
 
@@ -29,19 +29,23 @@ Row = dict[str, Any]
 MBPP = "{}\nYour code should pass these tests:\n\n{}"
 
 
-def make_suite(config: MakeConfig, name: str = "suite") -> Suite:
-    """Raises PromptError naming the row that cannot be scored, ConfigError on what does not go together."""
-    cases = [case for source in config.sources for case in _cases(source, config)]
-    refuse(PromptError, (not cases, f"{', '.join(config.sources)} holds nothing to ask: give at least one row"))
+def make_suite(config: MakeConfig, name: str = "suite", dropped: Dropped | None = None) -> Suite:
+    """Raises PromptError naming the row that cannot be scored, ConfigError on what does not go together.
+
+    With `dropped` rows of a store, which are traffic, are left out where they cannot be scored, and counted there.
+    """
+    cases = [case for source in config.sources for case in _cases(source, config, dropped)]
+    told = f" ({dropped})" if dropped else ""
+    refuse(PromptError, (not cases, f"{', '.join(config.sources)} holds nothing to ask: give at least one row{told}"))
     if config.limit is not None and config.limit < len(cases):
         chosen = set(random.Random(config.seed).sample(range(len(cases)), config.limit))
         cases = [case for number, case in enumerate(cases) if number in chosen]
     return suite_of(name, cases, ", ".join(config.sources))
 
 
-def _cases(source: str, config: MakeConfig) -> Iterator[Case]:
+def _cases(source: str, config: MakeConfig, dropped: Dropped | None) -> Iterator[Case]:
     if (Path(source) / "store.json").is_file():
-        yield from _stored(source, config)
+        yield from _stored(source, config, dropped)
         return
     refuse(ConfigError, (config.tag is not None, "tag chooses among a store's rows: leave it out with files"))
     name, rows = rows_of(source)
@@ -55,7 +59,7 @@ def _cases(source: str, config: MakeConfig) -> Iterator[Case]:
         yield Case(f"{name}/{id_of}", scorer, tuple(messages), origin={"file": name})
 
 
-def _stored(source: str, config: MakeConfig) -> Iterator[Case]:
+def _stored(source: str, config: MakeConfig, dropped: Dropped | None) -> Iterator[Case]:
     """One case for each prompt: its first recorded answer counts."""
     from paceline.store.folder import Store
 
@@ -66,8 +70,14 @@ def _stored(source: str, config: MakeConfig) -> Iterator[Case]:
             continue
         seen.add(prompt)
         where = f"{source}, row {row['key']}"
-        scorer = _scorer(config, row["text"], where)
-        check_scorer(scorer, where)
+        try:
+            scorer = _scorer(config, row["text"], where)
+            check_scorer(scorer, where)
+        except PromptError as error:
+            if dropped is None:
+                raise
+            dropped.add("that cannot be scored", str(error))
+            continue
         origin = {"store": store.path.name, "version": store.version}
         origin |= {name: row[name] for name in ("digest", "conversation", "key")}
         yield Case(row["digest"], scorer, token_ids=prompt, text=row["prompt"], origin=origin)
@@ -145,3 +155,14 @@ def _json(config: MakeConfig, value: Row | None, where: str) -> Row:
     fields = {name: value[name] for name in config.fields or value}
     schema = {} if config.schema is None else {"schema": read_json(config.schema, "give a JSON file")}
     return plain({"kind": "json", "fields": fields, **schema})
+
+
+def without_leaks(suite: Suite, store: Path, dropped: Dropped) -> Suite:
+    """Without the cases that a store trains on, which are counted. Raises PromptError when none is left."""
+    from paceline.evals.leaks import leaking
+    from paceline.store.folder import Store
+
+    found = set(leaking(suite, Store.open(store)))
+    for name in sorted(found):
+        dropped.add(f"that {store.name} trains on", name)
+    return suite_of(suite.name, [case for case in suite if case.id not in found], f"{suite.name}, apart from {store},")

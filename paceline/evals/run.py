@@ -78,6 +78,13 @@ def evaluate(
     """
     suite = read_suite(suite_file).first(asked.limit)
     other = read_scores(asked.gate.no_worse_than) if asked.gate.no_worse_than else None
+    refuse(
+        ConfigError,
+        (
+            other is not None and other.digest != suite.digest,
+            f"{asked.gate.no_worse_than} answered another suite than {suite_file}: run both on the same one",
+        ),
+    )
     needs_other = (asked.gate.margin is not None or asked.gate.same_text) and other is None
     refuse(ConfigError, (needs_other, "margin and same_text need another run: name it with no_worse_than"))
     settings = {"engine": engine, "asked": asked, "suite_file": str(suite_file), "samples": asked.samples}

@@ -79,7 +79,7 @@ def pattern_of(match: str) -> re.Pattern[str]:
 
 
 def has(row: Row, pattern: re.Pattern[str]) -> bool:
-    return any(row.get(name) and pattern.search(str(row[name])) for name in ("prompt", "text", "tag"))
+    return any(row.get(name) and pattern.search(str(row[name])) for name in ("prompt", "text", "tag", "source", "sampling"))
 
 
 def without(file: Path, is_gone: Callable[[Row], bool]) -> int:

@@ -16,7 +16,10 @@ from trace_files import sequence, written
 from paceline.errors import ConfigError, PromptError
 from paceline.evals import run_suite
 from paceline.evals.config import MakeConfig
-from paceline.evals.make import make_suite
+from paceline.evals.leaks import leaking
+from paceline.evals.make import make_suite, without_leaks
+from paceline.evals.suite import Case, Suite
+from paceline.rows import Dropped
 from paceline.store.card import card_of
 from paceline.store.config import SplitConfig
 from paceline.store.folder import Store
@@ -240,6 +243,34 @@ def test_forgetting_reaches_every_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert forget(store, r"jane@example\.com", in_sources=True).source_rows == 9
     assert files_with(tmp_path, "jane@") == []
     assert len(parquet.read_table(tmp_path / "answers" / "answers-r0-00000.parquet")) == len(rows) - 9
+
+
+def test_cases_that_are_trained_on_are_found(tmp_path: Path) -> None:
+    page = "Answer the customer in a friendly way and keep to the rules of the shop. "
+    asked = [
+        f"{page} Parcel {at * 7919:x} for {at * 104729:x}, sent from {at * 15485863:x} to {at * 31:x}, is late"
+        for at in range(30)
+    ]
+    store = store_of(
+        tmp_path, *(answer(each, f"{at * 7:x}") for at, each in enumerate(asked[:25])), split=SplitConfig(evals_share=0.0)
+    )
+    cases = [
+        Case(str(at), {"kind": "exact", "answer": "x"}, ({"role": "user", "content": each},)) for at, each in enumerate(asked)
+    ]
+    assert leaking(Suite("s", tuple(cases)), store) == [str(at) for at in range(25)]
+    dropped = Dropped()
+    assert len(without_leaks(Suite("s", tuple(cases)), store.path, dropped)) == 5 and "25 that store trains on" in str(dropped)
+    with pytest.raises(PromptError, match="holds no case"):
+        without_leaks(Suite("s", tuple(cases[:3])), store.path, dropped)
+
+
+def test_rows_that_cannot_be_scored_are_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [answer(f"{at * 7919:x}{at * 104729:x}", json.dumps({"n": at}) if at % 2 else "no JSON") for at in range(1, 9)]
+    store, dropped = store_of(tmp_path, *rows, split=SplitConfig(evals_share=1.0)), Dropped()
+    assert len(make_suite(MakeConfig((str(store.path),), scorer="json"), "s", dropped)) == 4
+    assert "4 that cannot be scored" in str(dropped)
+    with pytest.raises(PromptError, match="no JSON object"):
+        make_suite(MakeConfig((str(store.path),), scorer="json"))
 
 
 def test_patterns_that_forget_everything_or_nothing_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
