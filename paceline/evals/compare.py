@@ -102,14 +102,13 @@ def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) 
 
 
 def resampled(gains: np.ndarray, seed: int = 0, draws: int = 4000) -> tuple[float, float]:
-    """95% percentile interval of the mean of paired differences [cases]."""
+    """95% percentile interval of the mean of paired differences [cases]. How often each value is drawn is multinomial."""
     import numpy as np
 
-    generator, means = np.random.default_rng(seed), np.empty(draws)
-    for begin in range(0, draws, 200):
-        picked = generator.integers(0, len(gains), (min(200, draws - begin), len(gains)))
-        means[begin : begin + len(picked)] = gains[picked].mean(axis=1)
-    low, high = np.quantile(means, (0.025, 0.975))
+    values, counts = np.unique(gains, return_counts=True)
+    generator, size = np.random.default_rng(seed), len(gains)
+    means = [generator.multinomial(size, counts / size, number) @ values / size for number in _parts(draws)]
+    low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
     return float(low), float(high)
 
 
@@ -124,11 +123,17 @@ def sign_flips(gains: np.ndarray, seed: int = 0, draws: int = DRAWS) -> float:
     if len(moved) <= EXACT:
         ways = (np.arange(2 ** len(moved))[:, None] >> np.arange(len(moved))) & 1
         return float((np.abs((2 * ways - 1) @ moved) >= seen).mean())
+    values, counts = np.unique(moved, return_counts=True)
     generator, hits = np.random.default_rng(seed), 0
-    for begin in range(0, draws, 500):
-        signs = 2.0 * generator.integers(0, 2, (min(500, draws - begin), len(moved))) - 1.0
-        hits += int((np.abs(signs @ moved) >= seen).sum())
+    for number in _parts(draws):
+        heads = generator.binomial(counts, 0.5, (number, len(values)))  # of the cases of each value
+        hits += int((np.abs((2 * heads - counts) @ values) >= seen).sum())
     return (hits + 1) / (draws + 1)
+
+
+def _parts(draws: int, most: int = 500) -> list[int]:
+    """Draws in parts: all at once would need their number times the number of values in memory."""
+    return [min(most, draws - begin) for begin in range(0, draws, most)]
 
 
 def findable(num_cases: int, deviation: float, level: float = LEVEL, power: float = 0.9) -> float:
