@@ -14,8 +14,10 @@ BENCH = (("bench",), ("bench", "decode"), *(("bench", name) for name in ("servin
 ADAPTING = (("adapt",), *(("adapt", name) for name in ("watch", "check", "replay", "log", "gate")))
 PREDICTING = (("advise",), ("simulate",), ("simulate-serving",), ("compare",), ("calculator",))
 DRAFTERS = (("drafters",), *(("drafters", word) for word in ("list", "load", "drain", "unload")))
+JUDGING = (("store",), *(("store", name) for name in ("add", "show", "split", "label", "forget")), ("evals",))
+JUDGING += tuple(("evals", name) for name in ("make", "run", "compare"))
 SERVING = (("serve",), *DRAFTERS, ("record",), ("audit",), *ADAPTING)
-COMMANDS = ((), ("generate",), ("chat",), ("models",), *BENCH, *MAKING, *SERVING, *PREDICTING)
+COMMANDS = ((), ("generate",), ("chat",), ("models",), *BENCH, *MAKING, *JUDGING, *SERVING, *PREDICTING)
 TARGET = Path(__file__).parent / "cli.md"
 
 

@@ -21,12 +21,14 @@ from paceline.commands.checkpoints import export, inspect
 from paceline.commands.compare import compare
 from paceline.commands.distill import distill
 from paceline.commands.drafters import drafters_drain, drafters_list, drafters_load, drafters_unload
+from paceline.commands.evals import evals_compare, evals_make, evals_run
 from paceline.commands.evaluate import evaluate, report
 from paceline.commands.generate import generate
 from paceline.commands.models import models
 from paceline.commands.record import record
 from paceline.commands.serve import serve
 from paceline.commands.simulate import calculator, simulate, simulate_serving
+from paceline.commands.store import store_add, store_forget, store_label, store_show, store_split
 from paceline.commands.synthesize import synthesize
 from paceline.commands.train import regenerate, train
 from paceline.errors import PacelineError
@@ -43,6 +45,12 @@ drafters_app = typer.Typer(rich_markup_mode=None, help="List, load, drain and un
 app.add_typer(drafters_app, name="drafters")
 adapt_app = typer.Typer(rich_markup_mode=None, help="Keep a drafter fitted to its traffic: when, whether, and is it better.")
 app.add_typer(adapt_app, name="adapt")
+store_app = typer.Typer(
+    rich_markup_mode=None, help="What was asked and answered, in one place: kept, split, described, forgotten."
+)
+app.add_typer(store_app, name="store")
+evals_app = typer.Typer(rich_markup_mode=None, help="Is the answer right: suites, scores with intervals, gates.")
+app.add_typer(evals_app, name="evals")
 
 
 def _show_version(asked: bool) -> None:
@@ -72,6 +80,10 @@ for _each in (drafters_list, drafters_load, drafters_drain, drafters_unload):
     drafters_app.command(_each.__name__.removeprefix("drafters_"))(_each)
 for _each in (adapt_watch, adapt_check, adapt_replay, adapt_log, adapt_gate):
     adapt_app.command(_each.__name__.removeprefix("adapt_"))(_each)
+for _each in (store_add, store_show, store_split, store_label, store_forget):
+    store_app.command(_each.__name__.removeprefix("store_"))(_each)
+for _each in (evals_make, evals_run, evals_compare):
+    evals_app.command(_each.__name__.removeprefix("evals_"))(_each)
 
 _UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 """Typer carries its own click since 0.22; its base error has no public name."""

@@ -18,7 +18,9 @@ The command line prints that line and exits with code 2; anything else is a bug 
     ├── NumericsError         (ArithmeticError)    a model whose numbers are not finite
     ├── TrainingError         (ArithmeticError)    a loss or gradient that is no number
     ├── ProcessesError        (RuntimeError)       one of several processes is gone, late, or differs from the others
-    └── NativeError           (RuntimeError)       the native library is missing or refused a call
+    ├── NativeError           (RuntimeError)       the native library is missing or refused a call
+    ├── SandboxError          (RuntimeError)       code of a stranger cannot be kept apart from this machine
+    └── JudgeError            (RuntimeError)       a judge of answers that is down, or says nothing of use
 """
 
 from __future__ import annotations
@@ -74,6 +76,12 @@ class ProcessesError(PacelineError, RuntimeError): ...
 
 
 class NativeError(PacelineError, RuntimeError): ...
+
+
+class SandboxError(PacelineError, RuntimeError): ...
+
+
+class JudgeError(PacelineError, RuntimeError): ...
 
 
 @contextlib.contextmanager

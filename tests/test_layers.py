@@ -36,7 +36,7 @@ LAYERS = [
     {"draft", "verify"},
     {"engine"},
     {"bench", "train", "serve"},
-    {"adapt", "audit", "distill", "record"},
+    {"adapt", "audit", "distill", "evals", "record", "store"},
     {
         "commands",
         "cli",

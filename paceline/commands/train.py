@@ -47,7 +47,7 @@ def train(
     config: Annotated[asks.TrainConfig, Without("target", "asked", "answering", "elsewhere", "shape", "loop", "given")],
     target: Target,
     asked: asks.PromptsConfig,
-    answering: Annotated[asks.AnswerConfig, Without("seed", *GIVEN), Changed(temperatures=Opt("--temperature"))],
+    answering: Annotated[asks.AnswerConfig, Without("seed", "top_k", *GIVEN), Changed(temperatures=Opt("--temperature"))],
     elsewhere: asks.ElsewhereConfig,
     shape: Annotated[asks.DrafterShape, Changed(**SHAPE)],
     loop: Annotated[asks.LoopConfig, Without("loss", "optim"), Changed(autocast=Opt("--autocast/--full-precision"))],

@@ -38,6 +38,9 @@ SCHEMA = pa.schema(
         ("text", pa.string()),
     ]
 )
+TOP = [("top_ids", pa.list_(pa.list_(pa.int32()))), ("top_logprobs", pa.list_(pa.list_(pa.float32())))]
+"""Further columns where `regenerate --top-k` asked for them: by place of the answer, the target's likeliest tokens, best first,
+and their log-probabilities (nats) at temperature 1, before penalties and grammars."""
 
 
 class Kept(Protocol):
@@ -68,7 +71,8 @@ class AnswerShards:
             self._journal.begun.pop(answer.key, None)
         self._journal.carry(self._journal_path(self._next + 1))
         with whole_file(path, "free space or choose another --out, then run again") as scratch:
-            parquet.write_table(pa.Table.from_pylist([asdict(answer) for answer in answers], SCHEMA), scratch)
+            schema = pa.schema([*SCHEMA, *TOP]) if any(answer.top_ids for answer in answers) else SCHEMA
+            parquet.write_table(pa.Table.from_pylist([asdict(answer) for answer in answers], schema), scratch)
         self._next += 1
         journal.unlink(missing_ok=True)
         return path

@@ -32,8 +32,9 @@ def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> di
         **{name: value for name, value in asdict(config.answering).items() if value not in (None, ())},
     }
     del settings["strict"]
-    if config.answering.samples == 1:
-        del settings["samples"]  # as runs have it that knew of no samples
+    for name, usual in (("samples", 1), ("top_k", 0)):
+        if settings[name] == usual:
+            del settings[name]  # as runs have it that knew of none
     if asked.num_self_written:
         settings["processes"] = ranks.world  # each writes prompts of its own
     return plain(settings)

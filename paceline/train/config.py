@@ -47,6 +47,9 @@ class AnswerConfig:
     """What every answer has to be."""
     samples: Count = 1
     """Answers to each prompt at each temperature above 0."""
+    top_k: Annotated[int, within("between 0 and 100", least=0, most=100)] = 0
+    """Also keep so many of the target's likeliest tokens at each place, with their log-probabilities: what a smaller model is
+    distilled from."""
 
     def __post_init__(self) -> None:
         check(self)

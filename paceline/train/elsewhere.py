@@ -108,6 +108,8 @@ def stand_in(config: RegenerateConfig) -> RemoteLLM | TokenizerAlone | None:
         return None
     if config.answering.grammar is not None:
         raise ConfigError("answers_from: servers differ in how they take grammars: leave the schema or regex out")
+    if config.answering.top_k:
+        raise ConfigError("answers_from: what servers tell of likely tokens is cut and rounded: leave top_k out")
     return RemoteLLM.of(model, where.answers_from, where.served_name, where.at_once, 60 * where.patience_minutes)
 
 

@@ -37,6 +37,10 @@ class Answer:
     """The answer's tokens, the end token included when the target wrote one."""
     finish_reason: str
     text: str
+    top_ids: list[list[int]] | None = None
+    """Where they were asked for: the target's likeliest tokens at each place of the answer, best first."""
+    top_logprobs: list[list[float]] | None = None
+    """Their log-probabilities, in nats."""
 
 
 class Journal:
@@ -65,7 +69,8 @@ class Journal:
 
 
 def _line(answer: Answer, is_over: bool) -> str:
-    return json.dumps({**asdict(answer), OVER: is_over}) + "\n"
+    told = {name: value for name, value in asdict(answer).items() if value is not None}
+    return json.dumps({**told, OVER: is_over}) + "\n"
 
 
 def read_journals(paths: Iterable[Path]) -> tuple[list[Answer], dict[str, list[Answer]]]:

@@ -261,7 +261,8 @@ class Regenerator:
         for key, (prompt, temperature) in asked.items():
             seed = self.config.seed ^ zlib.crc32(key.encode())
             grammar = prompt.grammar or self.config.grammar
-            params = SamplingParams(temperature=temperature, max_tokens=self.config.max_tokens, seed=seed, grammar=grammar)
+            more = {"max_tokens": self.config.max_tokens, "logprobs": self.config.top_k or None}
+            params = SamplingParams(temperature=temperature, seed=seed, grammar=grammar, **more)
             conversation = Conversation(prompt, key, params, [*self._messages_of(prompt)])
             for answer in begun.get(key, ()):
                 conversation.go_on(answer)
@@ -356,6 +357,7 @@ class Regenerator:
     def _answer_of(self, conversation: Conversation, seq: Sequence) -> Answer:
         output = seq.output_ids
         spoken = output[:-1] if seq.finish_reason == "stop" else output
+        top = [each.top for each in seq.logprobs] if self.config.top_k else None
         return Answer(
             key=conversation.key,
             source=conversation.prompt.source,
@@ -365,6 +367,8 @@ class Regenerator:
             answer_ids=output,
             finish_reason=str(seq.finish_reason),
             text=self.llm.tokenizer.decode(spoken),
+            top_ids=None if top is None else [[token for token, _ in each] for each in top],
+            top_logprobs=None if top is None else [[chance for _, chance in each] for each in top],
         )
 
     def _write(self) -> None:

@@ -23,6 +23,7 @@ from paceline.train import client as client_module
 from paceline.train.answers import AnswerShards
 from paceline.train.client import KEY, Client
 from paceline.train.config import AnswerConfig, ElsewhereConfig, PromptsConfig, RegenerateConfig
+from paceline.train.elsewhere import stand_in
 
 WORDS = ["alpha", "be", "gamma ray", "delta", "Épsilon", "{zeta}", "\n", "42"]
 CONFIG = AnswerConfig(max_tokens=24, max_prompt_tokens=120, temperatures=(0.0, 0.8), seed=5)
@@ -212,3 +213,9 @@ def test_redirects_are_not_followed(fake: Elsewhere) -> None:
     fake.other = lambda method, path, body: (302, b"elsewhere still")
     with pytest.raises(client_module.Refused, match="status 302"):
         Client(fake.url, "answers_from", 1.0).json("GET", "/v1/models")
+
+
+def test_likely_tokens_are_not_asked_of_another_server(tmp_path: Path) -> None:
+    asked = ask(tmp_path, tmp_path, "p.jsonl", "http://127.0.0.1:9", AnswerConfig(top_k=32))
+    with pytest.raises(ConfigError, match="leave top_k out"):
+        stand_in(asked)

@@ -10,6 +10,7 @@ from typing import Any
 from zlib import crc32
 
 import pytest
+from pyarrow import parquet
 from small_llm import CHATML, EOS, Parrot, Talker, fake_llm, tiny_model
 from torch import Tensor
 
@@ -350,3 +351,22 @@ def test_a_conversation_with_calls_is_answered_once(tmp_path: Path) -> None:
     assert '"arguments": {"to": 3}' in llm.tokenizer.decode(second.prompt_ids) and "1 2 3" in llm.tokenizer.decode(
         second.prompt_ids
     )
+
+
+def test_likely_tokens_are_the_targets_and_survive_a_kill(tmp_path: Path) -> None:
+    llm, config = fake_llm(), AnswerConfig(max_tokens=12, temperatures=(0.0, 0.8), top_k=5)
+    shards = AnswerShards(tmp_path / "answers")
+    Regenerator(llm, shards, config).run(prompts())
+    rows = parquet.read_table(next((tmp_path / "answers").glob("*.parquet"))).to_pylist()
+    assert rows and {answer.key for answer in shards} == {row["key"] for row in rows}
+    for row in rows:
+        assert len(row["top_ids"]) == len(row["top_logprobs"]) == len(row["answer_ids"])
+        for at, (ids, logprobs) in enumerate(zip(row["top_ids"], row["top_logprobs"], strict=True)):
+            logits_V = llm.target.logits_after(row["prompt_ids"] + row["answer_ids"][:at])
+            expected = logits_V.log_softmax(-1)[ids].tolist()
+            assert logprobs == pytest.approx(expected, abs=1e-4) and len(ids) == 5
+            assert row["temperature"] > 0 or row["answer_ids"][at] == ids[0]
+    journalled = AnswerShards(tmp_path / "other")
+    one = Answer(**rows[0])
+    journalled.note(one, is_over=False)
+    assert AnswerShards(tmp_path / "other").recover()[one.key] == [one]

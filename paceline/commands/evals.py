@@ -1,0 +1,129 @@
+"""`paceline evals make`, `run` and `compare`: the options of `paceline.evals`, and what is shown of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.commands.options import Changed, Only, Opt, Without, options
+from paceline.commands.shared import Json, TerminalProgress, say, starting
+from paceline.config import EngineConfig
+from paceline.evals.config import EndpointConfig, EvalSampling, GateConfig, JudgeConfig, MakeConfig, PricesConfig
+from paceline.evals.sandbox import Limits
+from paceline.runlog import plain
+
+REFUSED = 3
+"""Exit status where a gate refuses."""
+ENGINE = Only("model", "drafter", "dtype", "max_len", "backend", "isa", "weight_format", "device", "threads")
+NAMES = Changed(drafter=Opt(default="none", help="none, default, ngram, a folder or hub id: it must change nothing."))
+ENDPOINT = Changed(key_file=Opt("--api-key-file"), timeout_s=Opt("--timeout"))
+JUDGE = Changed(url=Opt("--judge"), served_name=Opt("--judge-name"), key_file=Opt("--judge-key-file"))
+LIMITS = Changed(
+    wall_s=Opt("--code-seconds", help="Seconds that code of an answer may run."),
+    memory_bytes=Opt("--code-memory", help="Memory of all its processes together, in bytes."),
+)
+
+
+@options
+def evals_make(
+    sources: Annotated[list[str], typer.Argument(help="A store, whose side for evals is taken; or files of questions.")],
+    config: Annotated[MakeConfig, Without("sources"), Changed(fields=Opt("--field"))],
+    out: Annotated[Path, typer.Option(help="File of the suite.")] = Path("suite.jsonl"),
+    apart_from: Annotated[Path | None, typer.Option(help="A store: leave out cases that it trains on, or nearly so.")] = None,
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """A suite: questions whose answers can be checked. Of a store, the recorded answer is what is right.
+
+    Example: paceline evals make store --scorer json --out suite.jsonl
+    """
+    from dataclasses import replace
+
+    from paceline.evals.make import make_suite, without_leaks
+    from paceline.rows import Dropped
+
+    dropped = Dropped()
+    suite = make_suite(replace(config, sources=tuple(sources)), out.stem, dropped)
+    if apart_from is not None:
+        suite = without_leaks(suite, apart_from, dropped)
+    suite.write(out)
+    if dropped:
+        say(str(dropped))
+    for source in sources:
+        if (Path(source) / "store.json").is_file():
+            from paceline.store.folder import Store
+
+            Store.open(source).note_suite(out)
+    kinds = {case.scorer["kind"] for case in suite}
+    say(f"suite: {out}, {len(suite)} cases, scored by {', '.join(sorted(kinds))}")
+    return {"suite": out, "cases": len(suite), "digest": suite.digest, "scorers": sorted(kinds)}
+
+
+@options
+def evals_run(
+    suite: Annotated[Path, typer.Argument(help="File of the suite, as evals make writes it.")],
+    engine: Annotated[EngineConfig, ENGINE, NAMES],
+    endpoint: Annotated[EndpointConfig, ENDPOINT],
+    sampling: EvalSampling,
+    judge: Annotated[JudgeConfig, JUDGE],
+    prices: PricesConfig,
+    gate: GateConfig,
+    limits: Annotated[Limits, Only("wall_s", "memory_bytes"), LIMITS],
+    samples: Annotated[int, typer.Option(help="Answers to each case; its score is their mean.")] = 1,
+    limit: Annotated[int | None, typer.Option(help="Only the first cases.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What the answers are called in reports [default: model and drafter].")
+    ] = None,
+    check_drafter: Annotated[
+        bool, typer.Option(help="With a drafter, greedy: ask the model alone too; all answers must be the same.")
+    ] = True,
+    unsafe_code: Annotated[
+        bool, typer.Option("--unsafe-code", help="Where there is no sandbox, run code of answers without one. Trust it first.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/evals-<time>].")] = None,
+    as_json: Json = False,
+) -> None:
+    """Ask a model, a model with a drafter, or an endpoint, and score. Exit status 0: passed, 3: a gate refuses, 2: an error.
+
+    Example: paceline evals run suite.jsonl --model smollm2-135m --fail-below 0.8 --no-worse-than runs/teacher
+    """
+    if endpoint.url is None:
+        starting(engine.model)
+    from paceline.evals.compare import Gate
+    from paceline.evals.run import Asked, evaluate
+
+    asked = Asked(
+        endpoint, judge, sampling, prices, limits, Gate(**asdict(gate)), samples, limit, name, check_drafter, unsafe_code,
+    )  # fmt: skip
+    done = evaluate(suite, engine, asked, out=out, progress=TerminalProgress())
+    _end(done.as_line(), as_json, done.refusals)
+
+
+@options
+def evals_compare(
+    before: Annotated[Path, typer.Argument(help="Run folder of evals.")],
+    after: Annotated[Path, typer.Argument(help="Another one, of the same suite.")],
+    gate: Annotated[GateConfig, Without("no_worse_than")],
+    out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/evals-<time>].")] = None,
+    as_json: Json = False,
+) -> None:
+    """Two runs of one suite, case by case: the difference, its interval, and what chance alone does. Exit status as of run.
+
+    Example: paceline evals compare runs/teacher runs/student --margin 0.02
+    """
+    from paceline.evals.compare import Gate
+    from paceline.evals.run import beside
+
+    found, refusals, run = beside(before, after, Gate(**asdict(gate)), out=out, progress=TerminalProgress())
+    _end({**found.as_line(), "passed": not refusals, "refusals": refusals, "run": run.path}, as_json, refusals)
+
+
+def _end(line: dict[str, Any], as_json: bool, refusals: Sequence[str]) -> None:
+    if as_json:
+        print(json.dumps(plain(line)), flush=True)
+    if refusals:
+        raise typer.Exit(REFUSED)

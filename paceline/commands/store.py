@@ -1,0 +1,134 @@
+"""`paceline store ...`: the options of `paceline.store`, and what is shown of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.commands.options import Changed, Opt, Without, options
+from paceline.commands.shared import Json, TerminalProgress, say
+from paceline.errors import ConfigError
+from paceline.store.config import SplitConfig
+
+Folder = Annotated[Path, typer.Argument(metavar="STORE", help="Folder of the store.")]
+
+
+@options
+def store_add(
+    store: Folder,
+    sources: Annotated[list[Path], typer.Argument(help="Folders of traces or of regenerate, or Parquet files of these.")],
+    config: Annotated[SplitConfig, Changed(split_seed=Opt("--seed"))],
+    model: Annotated[str | None, typer.Option(help="Whose tokens these are; needed once, for a new store.")] = None,
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """Take in what was asked and answered, once each, split into what may be trained on and what is kept for evals.
+
+    Example: paceline store add store traces --model smollm2-135m
+    """
+    from paceline.store.folder import Store
+
+    if (store / "store.json").is_file():
+        found = Store.open(store)
+        if model is not None and model != found.model:
+            raise ConfigError(f"{store} holds tokens of {found.model}, not of {model}: make another store for them")
+        if config not in (SplitConfig(), found.split):
+            raise ConfigError(f"{store} is split in another way: leave these options out, or split it again with store split")
+    elif model is None:
+        raise ConfigError(f"{store} is new: say whose tokens it holds with --model")
+    else:
+        found = Store.create(store, model, config)
+    line = found.add(sources, progress=TerminalProgress())
+    say(f"card: {store / 'card.md'}")
+    return line
+
+
+@options
+def store_show(store: Folder, as_json: Json = False) -> dict[str, Any]:
+    """The card of a store: how much, of whom, from where, what was left out, which versions there are.
+
+    Example: paceline store show store
+    """
+    from paceline.store.card import card_of, write_card
+    from paceline.store.folder import Store
+
+    found = Store.open(store)
+    write_card(found)
+    if not as_json:
+        print((store / "card.md").read_text(encoding="utf-8"), end="")
+    return card_of(found)
+
+
+@options
+def store_split(
+    store: Folder,
+    config: Annotated[SplitConfig, Without("max_overlap"), Changed(split_seed=Opt("--seed"))],
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """Share all conversations out anew. What was trained before may have seen what is then kept for evals.
+
+    Example: paceline store split store --evals-share 0.2
+    """
+    from dataclasses import replace
+
+    from paceline.store.folder import Store
+
+    found = Store.open(store)
+    line = found.resplit(replace(config, max_overlap=found.split.max_overlap))
+    rows = line["rows"]
+    say(f"version {line['version']}: {rows['train']} rows to train on, {rows['evals']} for evals")
+    say("note: models and drafters that were trained on an earlier version may have seen rows that are now for evals")
+    return line
+
+
+@options
+def store_label(
+    store: Folder,
+    run: Annotated[Path, typer.Argument(help="Run folder of evals run, on a suite that was made from this store.")],
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """Keep the scores of a run beside the rows that its cases were made of.
+
+    Example: paceline store label store runs/evals-20261125-041500
+    """
+    from paceline.evals.scores import read_scores
+    from paceline.store.folder import Store
+
+    scores, found = read_scores(run), Store.open(store)
+    labels = [
+        {"digest": case.id, "suite": scores.suite, "who": scores.name, "scorer": case.kind, "score": case.score}
+        for case in scores.cases
+    ]
+    number = found.label(labels)
+    say(f"{number} of {len(labels)} scores are of rows of this store")
+    return {"labels": number, "of": len(labels)}
+
+
+@options
+def store_forget(
+    store: Folder,
+    match: Annotated[str, typer.Option(help="Regular expression: every conversation that has it is deleted, whole.")],
+    sources: Annotated[
+        bool, typer.Option("--sources", help="Also delete such rows from the files that the store was made of.")
+    ] = False,
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """Delete on request: from shards, labels, and suites that were made from the store. It does not come back.
+
+    Example: paceline store forget store --match "jane@example\\.com" --sources
+    """
+    from paceline.store.folder import Store
+    from paceline.store.forget import forget
+
+    done = forget(Store.open(store), match, in_sources=sources)
+    say(
+        f"version {done.version}: forgot {done.conversations} conversations, {done.rows} rows, {done.labels} labels, "
+        f"{done.cases} cases of suites" + (f", {done.source_rows} rows of sources" if sources else "")
+    )
+    for file in done.sources_with_it:
+        say(f"still has it: {file} (--sources deletes it there)")
+    for file in done.suites_gone:
+        say(f"no longer there, and not reached if it was copied: the suite {file}")
+    return asdict(done)

@@ -1,0 +1,257 @@
+"""A store on disk, version by version.
+
+    store/store.json            the model whose tokens these are, how it is split, which version it is
+    store/versions.jsonl        a line for each change: when, what, how many rows, which files with their SHA-256
+    store/train/*.parquet       what may be trained on: `paceline train --answers store/train`
+    store/evals/*.parquet       what may not: `paceline evals make --from store`
+    store/labels.jsonl          scores of answers, beside them
+    store/card.md               what is in it
+
+A version adds files and changes none; rows say since which one they are there, so that an earlier version can be read again.
+Only `forget` and `split` change what is there. A change that did not come to its end is taken back by the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import CacheError, ConfigError, PromptError, refuse, reraised
+from paceline.hub import resolve
+from paceline.model.tokenizer import Tokenizer
+from paceline.runlog import plain, whole_file, write_whole
+from paceline.store.card import write_card
+from paceline.store.config import SplitConfig
+from paceline.store.copies import Near, common_pieces, pieces_of
+from paceline.store.incoming import STORED, Incoming, Row, pa, parquet, read_shard
+from paceline.store.split import BETWEEN, SIDES, sides
+from paceline.tables import SILENT, Progress
+from paceline.train.ranks import Ranks, only_run
+
+FORMAT = 1
+ROWS_PER_SHARD = 2048
+ELSEWHERE = "free space, or make it writable"
+
+
+@dataclass(slots=True)
+class Store:
+    """One store. Made by `create` and `open`."""
+
+    path: Path
+    model: str
+    split: SplitConfig
+    version: int
+    salt: str
+    """Of the digests of what was forgotten."""
+    suites: list[str] = field(default_factory=list)
+    """Files of suites that were made from it: `forget` reaches them."""
+    forgotten: set[str] = field(default_factory=set)
+    """Salted digests of rows that must not come back."""
+
+    @classmethod
+    def create(cls, path: str | Path, model: str, split: SplitConfig | None = None) -> Store:
+        """An empty store for tokens of this model. Raises ConfigError when there is one already."""
+        folder = Path(path)
+        refuse(ConfigError, ((folder / "store.json").exists(), f"{folder} is a store already: open it"))
+        with reraised(CacheError, f"cannot write {folder}", ELSEWHERE, OSError):
+            for each in (folder, *(folder / side for side in SIDES)):
+                each.mkdir(mode=0o700, parents=True, exist_ok=True)  # what users said is for the owner alone
+        made = cls(folder, model, split or SplitConfig(), 0, secrets.token_hex(8))
+        made.save()
+        return made
+
+    @classmethod
+    def open(cls, path: str | Path) -> Store:
+        """Raises ConfigError when there is none, or one of another format."""
+        file = Path(path) / "store.json"
+        refuse(
+            ConfigError, (not file.is_file(), f"{path} is no store: make one with paceline store add {path} TRACES --model M")
+        )
+        with reraised(ConfigError, f"{file} cannot be read", "restore it", OSError, ValueError, TypeError, KeyError):
+            told = json.loads(file.read_text(encoding="utf-8"))
+            if told["format"] != FORMAT:
+                raise ConfigError(f"{path} is a store of format {told['format']}: this paceline reads {FORMAT}")
+            split, forgotten = SplitConfig(**told["split"]), set(told["forgotten"])
+            return cls(Path(path), told["model"], split, told["version"], told["salt"], told["suites"], forgotten)
+
+    def save(self) -> None:
+        told = {name: getattr(self, name) for name in ("model", "version", "salt", "suites")}
+        told |= {"format": FORMAT, "split": asdict(self.split), "forgotten": sorted(self.forgotten)}
+        write_whole(self.path / "store.json", json.dumps(told, indent=1) + "\n")
+
+    def tokenizer(self) -> Tokenizer:
+        """Raises what `Tokenizer.from_path` does."""
+        return Tokenizer.from_path(resolve(self.model))
+
+    def shards(self, side: str) -> list[Path]:
+        return sorted((self.path / side).glob("answers-*.parquet"))
+
+    def rows(self, side: str, version: int | None = None) -> Iterator[Row]:
+        """Rows of a side, as they were at a version. Raises PromptError on a damaged shard."""
+        last = self.version if version is None else version
+        for file in self.shards(side):
+            for row in read_shard(file):
+                if row["version"] <= last:
+                    yield row
+
+    @contextlib.contextmanager
+    def changing(self, doing: str) -> Iterator[None]:
+        """Within, nobody else changes it. Raises ConfigError when somebody does."""
+        with only_run(self.path, doing, Ranks(), SILENT.say):
+            fresh = Store.open(self.path)
+            self.version, self.suites, self.forgotten = fresh.version, fresh.suites, fresh.forgotten
+            self.split = fresh.split
+            versions = self.versions()
+            whole = versions[-1]["files"] if versions else {}
+            for side in SIDES:
+                for file in self.shards(side):
+                    if f"{side}/{file.name}" not in whole:
+                        file.unlink()  # of a change that was killed
+            yield
+
+    def add(
+        self, sources: Iterable[str | Path], tokenizer: Tokenizer | None = None, progress: Progress = SILENT
+    ) -> dict[str, Any]:
+        """Take in answers, once each. Returns the version's line. Raises PromptError on what is no source, or holds nothing new
+        that can be used and never was there; ConfigError, CacheError."""
+        paths = [Path(each) for each in sources]
+        incoming = Incoming(tokenizer or self.tokenizer(), Counter())
+        with self.changing("adding to the store"):
+            fresh = list(incoming.rows(paths))
+            stored = [(side, row) for side in SIDES for row in self.rows(side)]
+            refuse(
+                PromptError,
+                (not fresh and not stored, f"nothing in {', '.join(map(str, paths))} can be used: {_told(incoming)}"),
+            )
+            left_out, added = incoming.left_out, dict.fromkeys(SIDES, 0)
+            kept = self._new(stored, fresh, left_out)
+            version = self.version + 1
+            for side in SIDES:
+                mine = [{**row, "version": version} for where, row in kept if where == side]
+                self.write(side, mine, version)
+                added[side] = len(mine)
+            line = self.commit(
+                "add", {"added": added, "left_out": dict(left_out), "sources": [str(path.resolve()) for path in paths]}
+            )
+        progress.say(
+            f"version {self.version}: {added['train']} rows to train on, {added['evals']} for evals; {_told(incoming)}"
+        )
+        return line
+
+    def _new(self, stored: Sequence[tuple[str, Row]], fresh: Sequence[Row], left_out: Counter[str]) -> list[tuple[str, Row]]:
+        """Those that are not there yet, with their sides; counts the others."""
+        seen = {row["digest"] for _, row in stored}
+        unique: list[Row] = []
+        for row in fresh:
+            if row["digest"] in seen:
+                left_out["there already"] += 1
+            elif self.salted(row["digest"]) in self.forgotten:
+                left_out["forgotten"] += 1
+            else:
+                seen.add(row["digest"])
+                unique.append(row)
+        every = [row for _, row in stored] + unique
+        known = [side for side, _ in stored] + [None] * len(unique)
+        conversations, chosen, _ = sides([tuple(row["prompt_ids"]) for row in every], known, self.split)
+        pieces = [pieces_of([*row["prompt_ids"], *row["answer_ids"]]) for row in every]
+        near, kept = Near(self.split.max_overlap, common_pieces(pieces)), list[tuple[str, Row]]()
+        for number, (row, side) in enumerate(zip(every, chosen, strict=True)):
+            if number >= len(stored):
+                row["conversation"] = conversations[number]
+                is_copy = any(conversations[other] != conversations[number] for other in near.like(pieces[number]))
+                if is_copy or side == BETWEEN:
+                    left_out["near-copy" if is_copy else "between training and evals"] += 1
+                    continue
+                kept.append((side, row))
+            near.add(number, pieces[number])
+        return kept
+
+    def salted(self, digest: str) -> str:
+        return hashlib.blake2b(f"{self.salt}/{digest}".encode(), digest_size=12).hexdigest()
+
+    def write(self, side: str, rows: Sequence[Row], version: int) -> None:
+        """New shards of a version."""
+        for number, begin in enumerate(range(0, len(rows), ROWS_PER_SHARD)):
+            write_shard(self.path / side / f"answers-v{version:05d}-{number:05d}.parquet", rows[begin : begin + ROWS_PER_SHARD])
+
+    def resplit(self, split: SplitConfig) -> dict[str, Any]:
+        """Share all conversations out anew. What was trained on an earlier version may have seen what is now kept for evals."""
+        with self.changing("splitting the store"):
+            old = [file for side in SIDES for file in self.shards(side)]
+            rows = [row for side in SIDES for row in self.rows(side)]
+            refuse(PromptError, (not rows, f"{self.path} is empty: add answers first"))
+            _, chosen, _ = sides([tuple(row["prompt_ids"]) for row in rows], [None] * len(rows), split)
+            for side in SIDES:
+                self.write(side, [row for row, where in zip(rows, chosen, strict=True) if where == side], self.version + 1)
+            self.split = split
+            return self.commit("split", {"split": asdict(split)}, old)
+
+    def commit(self, what: str, told: dict[str, Any], replaced: Sequence[Path] = ()) -> dict[str, Any]:
+        """The files are there: this makes them a version, and deletes those that they replace."""
+        left = {side: [file for file in self.shards(side) if file not in replaced] for side in SIDES}
+        files = {f"{side}/{file.name}": sha256_of(file) for side in SIDES for file in left[side]}
+        rows = {side: sum(parquet.read_metadata(file).num_rows for file in left[side]) for side in SIDES}
+        line = plain({"version": self.version + 1, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "what": what, **told})
+        line |= {"rows": rows, "files": files}
+        self._append("versions.jsonl", [line])
+        self.version += 1
+        self.save()
+        for file in replaced:
+            file.unlink(missing_ok=True)
+        write_card(self)
+        return line
+
+    def versions(self) -> list[dict[str, Any]]:
+        """Lines of all versions; one that was killed before it was one is left out."""
+        file = self.path / "versions.jsonl"
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+        return [*{line["version"]: line for line in lines if line["version"] <= self.version}.values()]
+
+    def note_suite(self, file: str | Path) -> None:
+        """A suite was made from it: `forget` will reach that file."""
+        with self.changing("noting a suite"):
+            self.suites = list(dict.fromkeys([*self.suites, str(Path(file).resolve())]))
+            self.save()
+
+    def label(self, labels: Iterable[dict[str, Any]]) -> int:
+        """Keep scores beside the rows that they are of, by `digest`. Raises CacheError."""
+        known = {row["digest"] for side in SIDES for row in self.rows(side)}
+        mine = [each for each in labels if each.get("digest") in known]
+        with self.changing("labelling"):
+            self._append("labels.jsonl", mine)
+        return len(mine)
+
+    def _append(self, name: str, lines: Iterable[dict[str, Any]]) -> None:
+        refused = reraised(CacheError, f"cannot write {self.path}", ELSEWHERE, OSError)
+        with refused, (self.path / name).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(plain(line)) + "\n" for line in lines)
+
+    def labels(self) -> list[dict[str, Any]]:
+        file = self.path / "labels.jsonl"
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def _told(incoming: Incoming) -> str:
+    told = ", ".join(f"{count} {reason}" for reason, count in incoming.left_out.most_common())
+    return f"left out: {told}" if told else "nothing left out"
+
+
+def write_shard(file: Path, rows: Sequence[Row]) -> None:
+    """Whole or not at all; for the owner alone. Raises CacheError."""
+    table = pa.Table.from_pylist([{name: row.get(name) for name in STORED.names} for row in rows], STORED)
+    with whole_file(file, ELSEWHERE) as scratch:
+        parquet.write_table(table, scratch, compression="zstd")
+        scratch.chmod(0o600)
+
+
+def sha256_of(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
