@@ -3,8 +3,8 @@
     python experiments/draft_round.py                       # the built-in model and its drafter
     python experiments/draft_round.py --model qwen2.5-coder-0.5b --threads 4
 
-Answers one prompt --turns times and prints medians and minima over all rounds, in milliseconds: drafting as the engine counts it,
-and what it consists of. Parts are inside one another where they are indented. Ends with one JSON line.
+Answers one prompt --turns times and prints medians and minima over all rounds, in milliseconds: drafting as the engine counts
+it, and what it consists of. Parts are inside one another where they are indented. Ends with one JSON line.
 """
 
 from __future__ import annotations
