@@ -181,7 +181,7 @@ class DFlash2Drafter(DFlashDrafter):
     @torch.inference_mode()
     def _read(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> WalkedReading:
         assert isinstance(self._path, DFlash2Path | DFlash2NativePath)
-        return WalkedReading(self._path.pick(rows, anchors, width, size), self._path.ids, self._vocab_size)
+        return WalkedReading(self._path.pick(rows, anchors, width, size), self._vocab_size)
 
 
 def network_of(config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> DFlashNetwork:

@@ -17,7 +17,7 @@ from paceline.draft.dflash_reading import scale_logits
 from paceline.draft.vocabulary import ALL_TOKENS, Vocabulary
 from paceline.model.blocks import quantise
 from paceline.model.native_decoder import NativeDecoder, pack
-from paceline.model.native_lib import FORMATS, GROUP, pick
+from paceline.model.native_lib import FORMATS, GROUP, Picker
 from paceline.model.parts import PackedLinear
 from paceline.model.target import Target
 
@@ -88,22 +88,18 @@ class DFlash2NativePath(NativePath):
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: NativeDecoder, own: Vocabulary = ALL_TOKENS
     ) -> None:
         super().__init__(config, body_of(tensors), target, *own, more=partial(_mixes, config, tensors, target))
-        self.ids = own.ids
-        self._ids = None if own.ids is None else own.ids.to(torch.int32).contiguous()
+        ids_V = None if own.ids is None else own.ids.to(torch.int32).contiguous()
         self.selector = selector_of(config, tensors, torch.device("cpu"))
-        before, after = (self.selector.get_parameter(book).detach() for book in BOOKS)
+        before, after = (self.selector.get_parameter(book).detach().contiguous() for book in BOOKS)
         is_known = before.dtype == after.dtype and before.dtype in FORMATS
-        self._books = (before, after) if is_known else (before.float(), after.float())
-        self._gate = self.selector.hidden_projection.weight.detach().to(target.dtype).float()
+        books = (before, after) if is_known else (before.float(), after.float())
+        gate = pack([self.selector.hidden_projection.weight.detach().to(target.dtype)], target.dtype)
+        self._picker = Picker(self.selector.top_k, books, gate, target.dtype, ids_V)
 
     def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
         """As DFlash2Path.pick; scores are those of log-probabilities, which differ from logits by one number a slot."""
         hidden_BKD, logits_BKV = self.read(rows, anchors, width, size)
-        gates_TR = F.linear(hidden_BKD.flatten(0, 1).float(), self._gate)
-        logits_TV = logits_BKV.flatten(0, 1)
-        chosen_TM, scores_TPM = pick(logits_TV, self.selector.top_k, width, anchors, self._ids, *self._books, gates_TR)
-        shape = (len(rows), width)
-        return Picks(chosen_TM.unflatten(0, shape), scores_TPM.unflatten(0, shape))
+        return Picks(*self._picker.pick(anchors, logits_BKV, hidden_BKD))
 
     def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
         """As DFlash2Path.read."""

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from paceline import rng
 from paceline.draft.checkpoint import DFlashConfig
 from paceline.draft.dflash_reading import Reading, inverse_temperature
+from paceline.model import native_lib
 from paceline.model.logits import sample
 from paceline.trees import Candidates
 from paceline.types import Sequence
@@ -63,6 +64,8 @@ class Picks(NamedTuple):
 
     chosen_BKM: Tensor
     """Columns of the head, the most likely first."""
+    tokens_BKM: Tensor
+    """Those of the columns."""
     scores_BKPM: Tensor
     """Of each behind the P tokens that could stand before it, float32."""
 
@@ -91,24 +94,25 @@ def score(
     projection = selector.hidden_projection.weight
     gate_BKR = F.linear(hidden_BKD.to(projection.dtype), projection).float()
     predecessors = selector.rows(BOOKS[0], before_BKP, embedding_VD).float() * gate_BKR[:, :, None]
-    return Picks(chosen_BKM, unary_BKM[:, :, None] + selector.linked(predecessors, tokens_BKM, embedding_VD))
+    return Picks(chosen_BKM, tokens_BKM, unary_BKM[:, :, None] + selector.linked(predecessors, tokens_BKM, embedding_VD))
 
 
 class WalkedReading(Reading):
     """What the selector makes of a pass: every slot's drafts depend on those before them.
 
-    A row's scores are a few hundred numbers, which plain Python walks through faster than PyTorch's operations begin.
+    A row's scores are a few hundred numbers, which plain Python walks through faster than PyTorch's operations begin, and the
+    native library faster yet.
     """
 
-    def __init__(self, picks: Picks, ids: Tensor | None, vocab_size: int) -> None:
+    def __init__(self, picks: Picks, vocab_size: int) -> None:
         self._scores_BKPM, self._vocab_size = picks.scores_BKPM, vocab_size
-        self._tokens_BKM: list[list[list[int]]] = (picks.chosen_BKM if ids is None else ids[picks.chosen_BKM]).tolist()
+        self._tokens_BKM: list[list[list[int]]] = picks.tokens_BKM.tolist()
         self._scores: dict[int, list[list[list[float]]]] = {}
 
     def certain(self, slot: int, limit: int, says_sure: bool) -> tuple[list[int], list[float] | None]:
-        places = self._walk(slot, limit)
+        places, sure = self._walk(slot, limit, 1.0)
         tokens = [candidates[place] for candidates, place in zip(self._tokens_BKM[slot], places, strict=False)]
-        return tokens, self._sure(slot, places, 1.0) if says_sure else None
+        return tokens, sure if says_sure else None
 
     def drawn(self, slot: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
         """As Reading.drawn, from softmax(S / T) over the candidates behind what was drawn before. How sure the slots are is
@@ -122,7 +126,7 @@ class WalkedReading(Reading):
             rows.append(probs_KPM[place, before])
             before = sample(rows[-1], rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, place))
             tokens.append(candidates[before])
-        sure = self._sure(slot, self._walk(slot, limit), inverse)
+        sure = self._walk(slot, limit, inverse)[1]
         if not tokens:
             return tokens, None, sure
         probs_KV = rows[0].new_zeros(len(tokens), self._vocab_size)
@@ -154,7 +158,7 @@ class WalkedReading(Reading):
         def behind(place: int, token: int) -> tuple[list[int], list[float]]:
             return at(place, tokens_KM[place - 1].index(token))
 
-        places = self._walk(slot, limit)
+        places, _ = self._walk(slot, limit, inverse)
         told = [at(place, before) for place, before in enumerate([0, *places][: len(places)])]
         return Candidates([tokens for tokens, _ in told], [logprobs for _, logprobs in told], most, behind)
 
@@ -164,19 +168,25 @@ class WalkedReading(Reading):
             self._scores[slot] = self._scores_BKPM[slot].tolist()
         return self._scores[slot]
 
-    def _walk(self, slot: int, limit: int) -> list[int]:
-        """Places of the drafts with the largest scores among the candidates; a score that is not finite ends them."""
-        places, before = list[int](), 0
-        for scores_PM in self._scores_of(slot)[:limit]:
-            if (before := best_of(scores_PM[before])) < 0:
-                break
-            places.append(before)
-        return places
+    def _walk(self, slot: int, limit: int, inverse: float) -> tuple[list[int], list[float]]:
+        """Places of the drafts with the largest scores among the candidates, and their log-probabilities; a score that is not
+        finite ends them."""
+        scores_KPM = self._scores_BKPM[slot, :limit]
+        if scores_KPM.device.type == "cpu" and scores_KPM.is_contiguous() and native_lib.load() is not None:
+            return native_lib.walk(scores_KPM, inverse)
+        return walk(self._scores_of(slot)[:limit], inverse)
 
-    def _sure(self, slot: int, places: list[int], inverse: float) -> list[float]:
-        """Log-probability of the largest score along the walk."""
-        along = zip(self._scores_of(slot), [0, *places], places, strict=False)
-        return [log_softmax(scores_PM[before], inverse)[place] for scores_PM, before, place in along]
+
+def walk(scores_KPM: list[list[list[float]]], inverse: float) -> tuple[list[int], list[float]]:
+    """As native_lib.walk."""
+    places, logprobs, before = list[int](), list[float](), 0
+    for scores_PM in scores_KPM:
+        scores_M = scores_PM[before]
+        if (before := best_of(scores_M)) < 0:
+            break
+        places.append(before)
+        logprobs.append(log_softmax(scores_M, inverse)[before])
+    return places, logprobs
 
 
 def best_of(scores_M: list[float]) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 from paceline.errors import NativeError
 from paceline.types import SamplingParams
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 FORMAT_NAMES: list[str] = ["float32", "bfloat16", "Q8_0", "Q4_1", "float16", "Q4_0", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
 FORMAT_NAMES += ["IQ4_NL", "IQ4_XS"]
 """In the order of the library's PnFormat."""
@@ -81,6 +81,15 @@ class CPass(Structure):
     ]
 
 
+class CPick(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("rows", "size", "count", "slots", "dtype", "vocabulary", "rank", "book_dtype")),
+        *((name, c_void_p) for name in ("predecessors", "successors", "gate", "token_of", "logits", "anchors", "hidden")),
+        ("hidden_stride", c_int64),
+        *((name, c_void_p) for name in ("chosen", "tokens", "scores")),
+    ]
+
+
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pn_last_error": (c_char_p, ()),
     "pn_available": (c_char_p, ()),
@@ -98,7 +107,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pn_matrix_multiply": (c_int32, (c_void_p, c_int32, c_void_p, c_int32, c_void_p)),
     "pn_draw": (c_int32, (c_void_p, c_int32, c_float, c_float, c_int32, c_float, c_double)),
     "pn_likeliest": (c_int32, (c_void_p, c_int32, c_int32, c_int32, c_float, c_void_p, c_void_p)),
-    "pn_pick": (c_int32, (c_void_p, *(c_int32,) * 4, c_void_p, c_void_p, *(c_int32,) * 3, *(c_void_p,) * 5)),
+    "pn_pick": (c_int32, (POINTER(CPick),)),
+    "pn_walk": (c_int32, (c_void_p, c_int32, c_int32, c_double, c_void_p, c_void_p)),
     "pn_model_new": (c_void_p, (POINTER(CConfig),)),
     "pn_model_free": (None, (c_void_p,)),
     "pn_forward": (c_int32, (c_void_p, POINTER(CCache), POINTER(CPass))),
@@ -296,27 +306,47 @@ def likeliest(logits_KV: Tensor, count: int, inverse_temperature: float) -> tupl
     return [ids[at : at + count] for at in places], [logprobs[at : at + count] for at in places]
 
 
-def pick(
-    logits_TV: Tensor,
-    count: int,
-    slots: int,
-    anchors: list[int],
-    ids_V: Tensor | None,
-    predecessors: Tensor,
-    successors: Tensor,
-    gates_TR: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """DFlash 2's candidates: the `count` likeliest columns of each row, int32 [T, M], and their scores behind each candidate of
-    the row before, or behind the anchor in the first row of each block of `slots`, [T, M, M].
+class Picker:
+    """DFlash 2's selector in one call: a drafter's codebooks and gate, and what they make of a pass."""
 
-    logits_TV float32; ids_V int32, the token of each column; codebooks [vocabulary, rank], both float32 or bfloat16.
-    """
-    (rows, size), (vocabulary, rank) = logits_TV.shape, predecessors.shape
-    chosen, scores = torch.empty(rows, count, dtype=torch.int32), torch.empty(rows, count, count)
-    tables = (vocabulary, rank, FORMATS[predecessors.dtype], pointer(predecessors), pointer(successors))
-    given = (pointer(logits_TV), rows, size, count, slots, int32s(anchors), pointer(ids_V))
-    check(require().pn_pick(*given, *tables, pointer(gates_TR), pointer(chosen), pointer(scores)))
-    return chosen, scores
+    def __init__(
+        self, count: int, books: tuple[Tensor, Tensor], gate: Matrix, dtype: torch.dtype, ids_V: Tensor | None
+    ) -> None:
+        """`count` candidates a slot. Codebooks of predecessors and successors [vocabulary, rank], both float32 or bfloat16.
+        `gate` [rank, D] in `dtype`. ids_V int32: the token of each column of the logits; None: they are the columns."""
+        self.count, self._keep = count, (books, gate, ids_V)
+        (vocabulary, rank), predecessors, successors = books[0].shape, pointer(books[0]), pointer(books[1])
+        self._call, self._pick = require().pn_pick, CPick(vocabulary=vocabulary, rank=rank, dtype=FORMATS[dtype])
+        numbers = {"book_dtype": FORMATS[books[0].dtype], "predecessors": predecessors, "successors": successors}
+        filled(self._pick, {"gate": gate, "token_of": ids_V, **numbers})
+
+    def pick(self, anchors: list[int], logits_BKV: Tensor, hidden_BKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each slot the `count` likeliest columns and their tokens, int32 [B, K, M], and their scores behind each candidate
+        of the slot before, or behind the anchor in the first, [B, K, M, M].
+
+        logits_BKV float32, contiguous; hidden_BKD in the gate's dtype, the slots of a row side by side.
+        """
+        num_rows, slots, size = logits_BKV.shape
+        assert hidden_BKD.stride()[1:] == (hidden_BKD.shape[2], 1)
+        count, work = min(self.count, size), self._pick
+        chosen, tokens = torch.empty(2, num_rows, slots, count, dtype=torch.int32)
+        scores = torch.empty(num_rows, slots, count, count)
+        before = int32s(anchors)
+        work.rows, work.size, work.count, work.slots = num_rows * slots, size, count, slots
+        work.logits, work.anchors = pointer(logits_BKV), ctypes.addressof(before)
+        work.hidden, work.hidden_stride = hidden_BKD.data_ptr(), hidden_BKD.stride(0)
+        work.chosen, work.tokens, work.scores = chosen.data_ptr(), tokens.data_ptr(), scores.data_ptr()
+        check(self._call(byref(work)))
+        return chosen, tokens, scores
+
+
+def walk(scores_KMM: Tensor, inverse_temperature: float) -> tuple[list[int], list[float]]:
+    """Places of the largest scores, each behind the one before it, and their log-probabilities in
+    softmax(scores * inverse_temperature); a score that is not finite ends them. float32, contiguous, on the CPU."""
+    slots, count, _ = scores_KMM.shape
+    places, logprobs = (c_int32 * slots)(), (c_double * slots)()
+    found = require().pn_walk(pointer(scores_KMM), slots, count, inverse_temperature, places, logprobs)
+    return places[:found], logprobs[:found]
 
 
 def use(isa: str) -> None:

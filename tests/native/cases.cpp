@@ -267,6 +267,55 @@ void draws() {
     }
 }
 
+void likeliest() {
+    for (const int size : {1, 17, 257, 4096, 5000}) {
+        Random random = {uint64_t(size)};
+        Hash hash;
+        std::vector<float> logits = random.numbers(size_t(2 * size), 4.0f);
+        for (int at = 0; at < size; ++at) logits[size_t(at)] = floorf(logits[size_t(at)]);  // many are equal
+        for (const int count : {1, size < 16 ? size : 16}) {
+            std::vector<int32_t> ids(size_t(2 * count));
+            std::vector<float> logs(size_t(2 * count));
+            check(pn_likeliest(logits.data(), 2, size, count, 1.0f, ids.data(), logs.data()), "pn_likeliest");
+            for (const int32_t id : ids) hash.word(uint32_t(id));
+            hash.floats(logs.data(), logs.size());
+        }
+        hash.print("blocks or dense: the likeliest of " + std::to_string(size));
+    }
+}
+
+// Three blocks of four slots, and a walk through each.
+void picks(int dtype) {
+    constexpr int kBlocks = 3, kSlots = 4, kTaken = kBlocks * kSlots, kSize = 4500, kCount = 13, kRank = 21, kHidden = 75;
+    Random random = {uint64_t(dtype + 9)};
+    Hash hash;
+    const std::vector<float> logits = random.numbers(size_t(kTaken * kSize), 3.0f);
+    const std::vector<uint8_t> before = stored_rows(random, dtype, kSize, kRank, false),
+                               after = stored_rows(random, dtype, kSize, kRank, false),
+                               hidden = stored_rows(random, dtype, kTaken, kHidden, false);
+    Matrix gate;
+    gate.make(random, {kRank}, {dtype}, kHidden);
+    const std::vector<int32_t> anchors = {5, 0, kSize - 1};
+    std::vector<int32_t> chosen(size_t(kTaken * kCount)), tokens(chosen.size()), places(kTaken);
+    std::vector<float> scores(size_t(kTaken * kCount * kCount));
+    PnPick pick = {};
+    pick.rows = kTaken, pick.size = kSize, pick.count = kCount, pick.slots = kSlots, pick.dtype = pick.book_dtype = dtype;
+    pick.vocabulary = kSize, pick.rank = kRank, pick.predecessors = before.data(), pick.successors = after.data();
+    pick.gate = gate.own, pick.logits = logits.data(), pick.anchors = anchors.data(), pick.hidden = hidden.data();
+    pick.hidden_stride = kSlots * kHidden;
+    pick.chosen = chosen.data(), pick.tokens = tokens.data(), pick.scores = scores.data();
+    check(pn_pick(&pick), "pn_pick");
+    for (const int32_t token : tokens) hash.word(uint32_t(token));
+    hash.floats(scores.data(), scores.size());
+    for (int block = 0; block < kBlocks; ++block) {
+        std::vector<double> logs(kSlots);
+        const float* from = scores.data() + block * kSlots * kCount * kCount;
+        if (pn_walk(from, kSlots, kCount, 1.0, places.data(), logs.data()) != kSlots) stop("pn_walk");
+        for (int slot = 0; slot < kSlots; ++slot) hash.word(uint32_t(places[size_t(slot)]));
+    }
+    hash.print(std::string("dense candidates and their scores in ") + name_of(dtype));
+}
+
 // ---- models ----
 
 struct Sizes {
@@ -428,6 +477,8 @@ int main(int count, char** arguments) {
     setvbuf(stdout, nullptr, _IOLBF, 0);
     matrices();
     draws();
+    likeliest();
+    for (const int dtype : {PN_F32, PN_BF16}) picks(dtype);
     models();
     return 0;
 }

@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 #define PN_API extern "C" __attribute__((visibility("default")))
-#define PN_ABI_VERSION 5
+#define PN_ABI_VERSION 6
 
 enum PnFormat {
     PN_F32,
@@ -106,6 +106,28 @@ struct PnPass {
     const int32_t* parents;
 };
 
+// DFlash 2's selector: of each of `rows` rows of logits, `slots` to a block, the `count` likeliest columns, as pn_likeliest has
+// them, and their scores behind each token p that may stand before them,
+//   log-probability + <predecessors[p] * gate hidden[row], successors[token]>.
+// What stands before is the anchor of the block for its first slot, the candidates of the slot before for the others. A row whose
+// logs are NaN has scores that are NaN.
+struct PnPick {
+    int32_t rows, size, count, slots;
+    int32_t dtype;  // of `hidden` and `gate`
+    int32_t vocabulary, rank, book_dtype;
+    const void* predecessors;  // [vocabulary, rank], PN_F32 or PN_BF16
+    const void* successors;
+    const PnMatrix* gate;     // [rank, hidden]
+    const int32_t* token_of;  // each column, or null where they are the columns
+    const float* logits;      // [rows, size]
+    const int32_t* anchors;   // [rows / slots]
+    const void* hidden;       // [rows / slots] blocks of [slots, hidden], hidden_stride elements apart
+    int64_t hidden_stride;
+    int32_t* chosen;  // [rows, count] columns, best first
+    int32_t* tokens;  // [rows, count], those of the columns
+    float* scores;    // [rows, count (before), count]
+};
+
 enum PnStage {
     PN_STAGE_EMBED,
     PN_STAGE_NORM,
@@ -161,15 +183,13 @@ PN_API int32_t pn_draw(const float* logits, int32_t size, float temperature, flo
 PN_API int32_t pn_likeliest(const float* logits, int32_t rows, int32_t size, int32_t count, float inverse, int32_t* ids,
                             float* logs);
 
-// DFlash 2's candidates: of each of `rows` rows of logits [rows, size], `slots` to a block, the `count` likeliest, and their scores
-// behind each token p that may stand before them, log-probability + <predecessors[p] * gates[row], successors[token]>. What
-// stands before is the anchor of the block for its first slot, the candidates of the slot before for the others. `tokens`: of
-// each column of the logits, or null where they are the columns. Codebooks [vocabulary, rank] of `dtype`, gates [rows, rank].
-// chosen [rows, count] columns, best first; scores [rows, count (before), count]. A row as in pn_likeliest whose logs are NaN has
-// scores that are NaN.
-PN_API int32_t pn_pick(const float* logits, int32_t rows, int32_t size, int32_t count, int32_t slots, const int32_t* anchors,
-                       const int32_t* tokens, int32_t vocabulary, int32_t rank, int32_t dtype, const void* predecessors,
-                       const void* successors, const float* gates, int32_t* chosen, float* scores);
+// DFlash 2's candidates: those of PnPick.
+PN_API int32_t pn_pick(const PnPick* pick);
+
+// The largest of scores [slots, count, count], as pn_pick makes them, behind the one taken before it, of the first slot behind the
+// first; of equals the first. places [slots], and logs [slots] their log-probabilities in softmax(scores * inverse). Returns how
+// many: a slot whose largest score is not finite, or one of them NaN, ends the walk.
+PN_API int32_t pn_walk(const float* scores, int32_t slots, int32_t count, double inverse, int32_t* places, double* logs);
 
 PN_API PnModel* pn_model_new(const PnConfig* config);
 PN_API void pn_model_free(PnModel* model);

@@ -91,6 +91,15 @@ struct Mix {
     int size;
 };
 
+// Scores of `count` candidates behind each of `num_rows` tokens.
+struct Scoring {
+    const float* before;  // [num_rows, rank]
+    const float* behind;  // [rank, padded_count], side by side, so that all sums are made in the order of the rank at once
+    const float* logs;    // [padded_count]
+    int num_rows, rank, count;
+    float* out;  // [num_rows, count]
+};
+
 // All pointers to activations are of the dtype the table was asked for.
 struct Kernels {
     const char* name;
@@ -119,8 +128,11 @@ struct Kernels {
     void (*value)(const float* x, int head_dim, int padded, void* values, int position, bool clear_next);
     // The largest of x[0..size), NaN where any of them is, goes to `best`; its first index, or -1 where it is not above `least`
     int (*argmax)(const float* x, int size, float least, float* best);
-    // out[i] = e^((x[i] - most) * inverse), 0 below `least`; the sum of every kSummed of them
-    void (*exponentials)(const float* x, int size, float most, float inverse, float least, float* out, float* sums);
+    // out[i] = e^((x[i] - most) * inverse), 0 below `least`; of every kSummed of them the sum and the largest
+    void (*exponentials)(const float* x, int size, float most, float inverse, float least, float* out, float* sums,
+                         float* largest);
+    // out[row][i] = logs[i] + the sum of before[row][at] * behind[at][i] in the order of `at`, products rounded before they are added
+    void (*score)(const Scoring& scoring);
     // One position of one head becomes another's, in the layout of `keys` and `values` of Attention
     void (*move)(void* keys, void* values, int padded, int from, int to);
     // One row of a part as floats [cols], rounded as the weights of a product are

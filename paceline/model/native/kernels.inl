@@ -55,6 +55,14 @@ inline float max_of(vf value) {
     for (int lane = 1; lane < kWidth; ++lane) best = value[lane] > best ? value[lane] : best;
     return best;
 }
+inline float max_of_numbers(vf value) {  // sooner, where none is NaN
+    float lanes[kWidth];
+    __builtin_memcpy(lanes, &value, sizeof value);
+    for (int half = kWidth / 2; half > 0; half /= 2)
+        for (int lane = 0; lane < half; ++lane)
+            lanes[lane] = lanes[lane + half] > lanes[lane] ? lanes[lane + half] : lanes[lane];
+    return lanes[0];
+}
 
 inline vf larger(vf a, vf b) { return a > b ? a : b; }
 inline vf smaller(vf a, vf b) { return a < b ? a : b; }
@@ -505,15 +513,20 @@ void move_position(void* keys, void* values, int padded, int from, int to) {
 
 inline int argmax(const float* x, int size, float least, float* best) {
     const float none = -__builtin_inff();
-    vf top = splat(none);
-    vi is_nan = {};
+    constexpr int kChains = 4;  // a single one would wait for each comparison
+    vf tops[kChains];
+    vi are_nan[kChains] = {};
+    each<kChains>([&](auto chain) { tops[chain] = splat(none); });
     int at = 0;
-    for (; at + kWidth <= size; at += kWidth) {
-        const vf each = load(x + at);
-        top = larger(each, top);
-        is_nan |= each != each;
-    }
-    float value = max_of(top);
+    const auto take = [&](int chain) PN_INLINE {
+        const vf each = load(x + at + chain * kWidth);
+        tops[chain] = larger(each, tops[chain]);
+        are_nan[chain] |= each != each;
+    };
+    for (; at + kChains * kWidth <= size; at += kChains * kWidth) each<kChains>(take);
+    for (; at + kWidth <= size; at += kWidth) take(0);
+    const vi is_nan = (are_nan[0] | are_nan[1]) | (are_nan[2] | are_nan[3]);
+    float value = max_of_numbers(larger(larger(tops[0], tops[1]), larger(tops[2], tops[3])));
     for (int lane = 0; lane < kWidth; ++lane) value = is_nan[lane] ? __builtin_nanf("") : value;
     for (int rest = at; rest < size; ++rest) value = x[rest] > value || x[rest] != x[rest] ? x[rest] : value;
     *best = value;
@@ -523,10 +536,12 @@ inline int argmax(const float* x, int size, float least, float* best) {
     return 0;  // NaN
 }
 
-inline void exponentials(const float* x, int size, float most, float inverse, float least, float* out, float* sums) {
+inline void exponentials(const float* x, int size, float most, float inverse, float least, float* out, float* sums,
+                         float* largest) {
     for (int begin = 0; begin < size; begin += kSummed) {
         const int end = begin + kSummed < size ? begin + kSummed : size;
         LaneSum sum;
+        vf top = {};
         for (int at = begin; at < end; at += kWidth) {
             const int left = end - at;
             // What is behind the end reads as 0, which may be more likely than anything.
@@ -536,9 +551,37 @@ inline void exponentials(const float* x, int size, float most, float inverse, fl
             put_upto(out + at, weight, left);
             if (left < kWidth) weight = get_part(out + at, left);
             sum.at(at) += weight;
+            top = larger(weight, top);
         }
         sums[begin / kSummed] = sum.total();
+        largest[begin / kSummed] = max_of_numbers(top);
     }
+}
+
+inline void score(const Scoring& scoring) {
+    constexpr int kRows = 8, kVectors = kWide / kWidth;  // of sums at a time
+    const int padded = (scoring.count + kWide - 1) / kWide * kWide;
+    for (int column = 0; column < padded; column += kWide)
+        for (int first = 0; first < scoring.num_rows; first += kRows / kVectors) {
+            const float* before[kRows / kVectors];
+            for (int row = 0; row < kRows / kVectors; ++row)
+                before[row] = scoring.before + int64_t(first + row < scoring.num_rows ? first + row : first) * scoring.rank;
+            vf sums[kRows / kVectors][kVectors] = {};
+            const float* behind = scoring.behind + column;
+            for (int at = 0; at < scoring.rank; ++at, behind += padded)
+                each<kVectors>([&](auto part) PN_INLINE {
+                    const vf values = load(behind + part * kWidth);
+                    each<kRows / kVectors>([&](auto row) PN_INLINE { sums[row][part] += splat(before[row][at]) * values; });
+                });
+            each<kRows / kVectors>([&](auto row) PN_INLINE {
+                each<kVectors>([&](auto part) PN_INLINE {
+                    const int to = column + part * kWidth, left = scoring.count - to;
+                    if (first + row >= scoring.num_rows || left <= 0) return;
+                    put_upto(scoring.out + int64_t(first + row) * scoring.count + to, load(scoring.logs + to) + sums[row][part],
+                             left);
+                });
+            });
+        }
 }
 
 template <class T>
@@ -569,10 +612,25 @@ void row(const PnPart& part, int row, float* out) {
 
 template <class T, class Tiled = NoTiles, auto Planes = kPlanes<T>>
 const Kernels* table(const char* name) {
-    static const Kernels kernels = {name,         multiply<T, Tiled>, attend<T>,     norm<T>,      convert<T>,
-                                    Planes,       Tiled::chunk_rows,  Tiled::planes, gate<T>,      mix<T>,
-                                    add_mixed,    put_query<T>,       put_key<T>,    put_value<T>, argmax,
-                                    exponentials, move_position<T>,   row<T>};
+    static const Kernels kernels = {name,
+                                    multiply<T, Tiled>,
+                                    attend<T>,
+                                    norm<T>,
+                                    convert<T>,
+                                    Planes,
+                                    Tiled::chunk_rows,
+                                    Tiled::planes,
+                                    gate<T>,
+                                    mix<T>,
+                                    add_mixed,
+                                    put_query<T>,
+                                    put_key<T>,
+                                    put_value<T>,
+                                    argmax,
+                                    exponentials,
+                                    score,
+                                    move_position<T>,
+                                    row<T>};
     return &kernels;
 }
 
