@@ -21,37 +21,44 @@ if TYPE_CHECKING:
 SHOWN = 8
 """Variations in the table; --json has them all."""
 Folder = Annotated[
-    str, typer.Argument(metavar="DRAFTER", help="A drafter's folder, a hub id, or a built-in model that has one.")
+    str, typer.Argument(metavar="DRAFTER", help="A drafter's folder or GGUF file, a hub id, or a built-in model that has one.")
 ]
 
 
 @options
 def export(
     drafter: Folder,
-    out: Annotated[Path, typer.Option(help="A new folder.")],
+    out: Annotated[Path, typer.Option(help="A new folder; of gguf a new file.")],
     form: Annotated[
-        str, typer.Option("--format", help="speculators (vLLM), or z-lab (vLLM, SGLang, the authors' package).")
+        str,
+        typer.Option("--format", help="speculators (vLLM), z-lab (vLLM, SGLang, the authors' package), or gguf (llama.cpp)."),
     ] = "speculators",
     model: Annotated[
-        str | None, typer.Option(help="The target: its name goes into the config, its head's rows into the file.")
+        str | None, typer.Option(help="The target: its name, its head's rows, and in gguf its tokenizer go into the files.")
     ] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Write a drafter for other programs: vLLM, SGLang, the authors' package.
+    """Write a drafter for other programs: vLLM, SGLang, the authors' package, llama.cpp.
 
     Every command reads any of these formats directly; this is for other programs. speculators has a place for a draft
     vocabulary (d2t, t2d, lm_head): its head's rows are taken from --model. z-lab has none: others then draft among all tokens.
-    What the format has no place for is said. Example:
+    gguf takes the target's tokenizer from --model, a GGUF file itself. What the format has no place for is said. Examples:
     paceline export runs/mine/drafter --format speculators --model smollm2-135m --out for-vllm
+    paceline export runs/mine/drafter --format gguf --model smollm2-135m --out drafter.gguf
     """
     from paceline.draft.checkpoint import read_stored
     from paceline.draft.export import export as write
     from paceline.draft.registry import folder_of
+    from paceline.hub import resolve as resolve_model
+    from paceline.model.gguf_file import is_gguf
 
     folder = folder_of(drafter)
     stored = read_stored(folder)
-    rows, verifier = _target(model, needs_head=form == "speculators" and stored.vocabulary.ids is not None)
-    left_out = write(stored, form, out, head_rows=rows, verifier=verifier)
+    rows, verifier = _target(model, needs_head=form in ("speculators", "gguf") and stored.vocabulary.ids is not None)
+    target = resolve_model(model) if model is not None and form == "gguf" else None
+    left_out = write(
+        stored, form, out, head_rows=rows, verifier=verifier, target=target if target and is_gguf(target) else None
+    )
     for each in left_out:
         say(f"left out: {each}")
     say(f"{folder} ({stored.form}) is in {out}, in {form} format")
