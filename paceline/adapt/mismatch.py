@@ -127,7 +127,7 @@ def named(ranked: Sequence[Ranked]) -> Ranked | None:
 
 def variations(stored: StoredDrafter, target: Target, special_tokens: Sequence[int] = ()) -> Iterator[Variation]:
     """Every variation that the file and the target leave open; each changes one setting."""
-    for make in (_layer_ids, _rotary, _windows, _norms, _heads):
+    for make in (_layer_ids, _rotary, _windows, _norms, _heads, _second):
         yield from make(stored, target)
     yield from _mask_tokens(stored, target, special_tokens)
     config = stored.config
@@ -144,6 +144,11 @@ def _layer_ids(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
         if min(ids) >= 0 and max(ids) < target.num_layers:
             shown = ", ".join(map(str, ids))
             yield _with(stored, "layer ids off by one", f"target_layer_ids {shown}: they were {how}", target_layer_ids=ids)
+    num_taps = len(stored.config.target_layer_ids)
+    if num_taps > 1 and (fc := stored.tensors.get("fc.weight")) is not None:
+        turned = fc.unflatten(1, (num_taps, -1)).flip(1).flatten(1)
+        tensors = {**stored.tensors, "fc.weight": turned}
+        yield Variation("layer order", "the last layer's features come first", replace(stored, tensors=tensors))
 
 
 def _mask_tokens(stored: StoredDrafter, target: Target, special_tokens: Sequence[int]) -> Iterator[Variation]:
@@ -216,6 +221,31 @@ def _heads(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
     if bool((offsets[1:] > offsets[:-1]).all()):
         said = "d2t holds token ids in place of offsets"
         yield Variation("head", said, replace(stored, vocabulary=Vocabulary(offsets, head_VD)))
+
+
+def _second(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
+    """What DFlash 2 adds, as it could lie in a file: taps and sides of its convolutions, and its two codebooks."""
+    sizes = stored.config.second
+    if sizes is None:
+        return
+    for axis, said in (
+        (1, "taps of the convolutions in the other order"),
+        (0, "input and output side of the convolutions exchanged"),
+    ):
+        tensors = {name: _turned(name, tensor, axis, sizes.conv_kernel_size) for name, tensor in stored.tensors.items()}
+        yield Variation("convolution", said, replace(stored, tensors=tensors))
+    before, behind = (f"candidate_selector.{which}_codebook" for which in ("predecessor", "successor"))
+    exchanged = {**stored.tensors, before: stored.tensors[behind], behind: stored.tensors[before]}
+    yield Variation("selector", "its two codebooks exchanged", replace(stored, tensors=exchanged))
+
+
+def _turned(name: str, tensor: Tensor, axis: int, num_taps: int) -> Tensor:
+    """A kernel [2 sides, taps, channels] or what projects to one [2 sides * taps * groups, D], turned around along an axis."""
+    if name.endswith("_conv.base_kernel"):
+        return tensor.flip(axis)
+    if name.endswith("_conv.kernel_projection.weight"):
+        return tensor.unflatten(0, (2, num_taps, -1)).flip(axis).flatten(0, 2)
+    return tensor
 
 
 def _with(stored: StoredDrafter, kind: str, change: str, **keys: Any) -> Variation:

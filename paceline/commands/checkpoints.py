@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 SHOWN = 8
 """Variations in the table; --json has them all."""
 Folder = Annotated[
-    str, typer.Argument(metavar="DRAFTER", help="A drafter's folder or GGUF file, a hub id, or a built-in model that has one.")
+    str,
+    typer.Argument(
+        metavar="DRAFTER",
+        help="A drafter's folder or GGUF file, a hub id, a built-in model that has one, or default: that of --model.",
+    ),
 ]
 
 
@@ -52,7 +56,7 @@ def export(
     from paceline.hub import resolve as resolve_model
     from paceline.model.gguf_file import is_gguf
 
-    folder = folder_of(drafter)
+    folder = folder_of(drafter, model)
     stored = read_stored(folder)
     rows, verifier = _target(model, needs_head=form in ("speculators", "gguf") and stored.vocabulary.ids is not None)
     target = resolve_model(model) if model is not None and form == "gguf" else None
@@ -111,7 +115,7 @@ def inspect(
     from paceline.draft.described import described
     from paceline.draft.registry import folder_of
 
-    folder = folder_of(drafter)
+    folder = folder_of(drafter, model)
     stored = read_stored(folder)
     facts = described(stored, folder)
     for fact in facts:

@@ -72,9 +72,16 @@ def _made(spec: str, target: Target, target_name: str, options: dict[str, Any]) 
     return SmallModelDrafter(load_target(settings), **options)
 
 
-def folder_of(name: str) -> Path:
-    """Where a drafter's checkpoint lies: a folder, a GGUF file, a hub id, or a built-in model that has a drafter. Raises
-    ModelNotFoundError, ModelFileError for what is no drafter's."""
+def folder_of(name: str, target_name: str | None = None) -> Path:
+    """Where a drafter's checkpoint lies: a folder, a GGUF file, a hub id, or a built-in model that has a drafter; "default" is
+    that of the target. Raises ModelNotFoundError, ModelFileError for what is no drafter's, ConfigError for "default" without
+    a target that has one."""
+    if name == "default":
+        own = SHIPPED / (target_name or "")
+        if target_name != own.name or not (own / "config.json").is_file():
+            having = ", ".join(sorted(each.parent.name for each in SHIPPED.glob("*/config.json")))
+            raise ConfigError(f"default is the drafter that ships for a model: name that model (--model), one of {having}")
+        name = target_name
     shipped = SHIPPED / name
     folder = shipped if name == shipped.name and (shipped / "config.json").is_file() else checkpoint_of(name)
     if not holds_dflash(folder):
