@@ -2,8 +2,9 @@
 
     python experiments/moe_batch.py --out runs/moe-batch
 
-A model of Qwen3-MoE's shape with random weights; drafts are random tokens, and every round with drafts
-keeps `--kept` tokens whatever the target says: what rounds cost is real, what they keep is set (lossless is false).
+A model of Qwen3-MoE's shape with random weights, its embedding larger by `--embedding-scale` so that each token has experts of
+its own; drafts are random tokens, and every round with drafts keeps `--kept` tokens whatever the target says: what rounds cost
+is real, what they keep is set (lossless is false).
 
 1. `StepBench`, as `paceline bench steps`: seconds of (rows, positions) at FIT_BATCHES and FIT_POSITIONS -> steps.json.
 2. `paceline simulate --calibrate`: the roofline is fitted to these times -> calibration.json. None of the sizes that are
@@ -11,8 +12,8 @@ keeps `--kept` tokens whatever the target says: what rounds cost is real, what t
 3. At each batch a plain round and a speculative one take turns in one engine, over the same rows: the speed-up is tokens a
    second of the one over the other, by the medians of their times.
 4. Beside it the calibrated prediction for this batch, and how many distinct experts of a layer a pass reads, counted and by
-   the roofline's formula. Positions of a row share some of theirs (of random weights more than of text): the locality is fitted
-   to what step 1 counted.
+   the roofline's formula. With `--embedding-scale 1` attention decides, and positions of a row share half of theirs, more than
+   of text: the locality is fitted to what step 1 counted.
 
 Half of step 1 runs before step 3 and half after it. The table ends with the largest error; the exit status is 1 beyond
 `--within`. Run it alone on the machine: it takes about three minutes on two cores. Writes results.json into `--out`.
@@ -39,6 +40,7 @@ from paceline.bench.steps import StepBench
 from paceline.draft.base import Drafter
 from paceline.engine.engine import Engine
 from paceline.hardware import this_machine
+from paceline.model.decoder import Decoder
 from paceline.plan import FixedPlanner
 from paceline.runlog import record_of
 from paceline.simulate.calibrate import Fitted, calibrate
@@ -157,6 +159,9 @@ class Comparison:
         max_len = max(self.config.needed_len, int(longest)) + 8
         most = max(*FIT_BATCHES, *args.batch)
         self.llm = LLM(str(folder), drafter="none", weights="random", dtype=args.dtype, max_batch=most, max_len=max_len)
+        assert isinstance(self.llm.target, Decoder)
+        with torch.inference_mode():
+            self.llm.target.embedding.mul_(args.embedding_scale)
         drafter = RandomDrafter(max(args.drafts, *FIT_POSITIONS), int(self.shape["vocab_size"]))
         self.steps = StepBench(self.llm, self.config, drafter)
         self.engine = mocked_engine(self.llm, drafter, args.kept)
@@ -247,6 +252,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=25, help="rounds of each kind at each batch")
     parser.add_argument("--step-repeat", type=int, default=5, help="times each size is measured before, and again behind")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--embedding-scale", type=float, default=50.0, help="1: positions of a row share half of their experts")
     for name, value in SHAPE.items():
         if type(value) is int:
             parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"of the model's config [default: {value}]")
