@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline import LLM
-from paceline.adapt.mismatch import LEAST_FACTOR, LEAST_GAIN, LOW, PROMPTS, Ranked, ask, encode, measure, named, rank
+from paceline.adapt.mismatch import LEAST_SURE, LOW, PROMPTS, Ranked, ask, encode, measure, named, rank
 from paceline.draft.checkpoint import DFlashConfig, StoredDrafter, read_stored
 from paceline.draft.dflash2 import drafter_from
 from paceline.draft.registry import folder_of
@@ -77,7 +77,8 @@ def plants(stored: StoredDrafter, llm: LLM) -> dict[str, tuple[str, Callable[[],
 
     theta, most = config.shape.rope_theta, llm.target.vocab_size
     sliding = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0, "is_causal": False}
-    made = {
+    made: dict[str, tuple[str, Callable[[], StoredDrafter]]] = {
+        "nothing": ("", lambda: stored),
         "layer ids one too high": (
             "layer ids off by one",
             lambda: with_keys(stored, target_layer_ids=[each + 1 for each in layers]),
@@ -138,8 +139,8 @@ def look(plant: str, kind: str, make: Callable[[], StoredDrafter], llm: LLM, req
     except PacelineError as error:
         return Found(plant, kind, 0.0, str(error), "", 0.0, "error")
     spoiled, best = ranked[0].tokens_per_round, named(ranked)
-    is_harmless = right < max(spoiled * LEAST_FACTOR, spoiled + LEAST_GAIN)
-    verdict = "found" if best and best.kind == kind else ("harmless" if is_harmless else "missed")
+    is_right, is_harmless = (best.kind if best else "") == kind, not best and right < spoiled * LEAST_SURE
+    verdict = "found" if is_right else ("harmless" if is_harmless else "missed")
     told = (best.kind, best.change, best.tokens_per_round) if best else (None, "", 0.0)
     return Found(plant, kind, spoiled, *told, verdict)
 
@@ -150,7 +151,7 @@ def main() -> int:
     parser.add_argument("--drafter", default="default")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--plants", default="", help="only those whose words hold this")
+    parser.add_argument("--plants", default="", help="only those whose words hold one of these, comma-separated")
     parser.add_argument("--out", type=Path, default=Path("runs/planted"))
     args = parser.parse_args()
     stored = read_stored(folder_of(args.drafter, args.model))
@@ -161,7 +162,7 @@ def main() -> int:
     print("| planted | tokens a round | named | brings | |\n|---|---|---|---|---|")
     found = []
     for plant, (kind, make) in plants(stored, llm).items():
-        if args.plants in plant:
+        if any(words in plant for words in args.plants.split(",")):
             each = look(plant, kind, make, llm, requests, right)
             found.append(each)
             told = f"{each.named}: {each.change}" if each.change else each.named

@@ -15,7 +15,7 @@ import torch
 from scored import tiny_llm
 from tiny_dflash import HIDDEN, TARGET_LAYERS, loud_, network, tiny_target
 
-from paceline.adapt.mismatch import LOW, measure, named, rank
+from paceline.adapt.mismatch import LOW, Ranked, measure, named, rank
 from paceline.adapt.stored import Request
 from paceline.draft.base import Observed
 from paceline.draft.checkpoint import DFlashConfig, StoredDrafter, as_dflash2, new_config
@@ -163,3 +163,18 @@ def test_each_mismatch_is_named(llm: LLM, kind: str) -> None:
     assert found.tokens_per_round == pytest.approx(whole)
     figures = [each.tokens_per_round for each in ranked[1:]]
     assert figures == sorted(figures, reverse=True) and len(figures) > 10
+
+
+def test_a_little_more_is_named_only_where_every_prompt_says_so() -> None:
+    as_is = Ranked("as it is", "", 1.6, 20)
+    for gain, is_sure, is_named in ((0.15, True, True), (0.15, False, False), (0.05, True, False), (0.3, False, True)):
+        better = Ranked("mask token", "mask_token_id 5", 1.6 + gain, 20, is_sure)
+        assert (named([as_is, better]) is better) == is_named, (gain, is_sure)
+
+
+def test_a_gain_is_sure_where_it_does_not_hang_on_few_prompts(llm: LLM) -> None:
+    stored, spoil = CASES["mask token"]
+    requests = answers(llm, stored, 6)
+    ranked = rank(llm, spoil(stored), requests)
+    assert ranked[1].is_sure and ranked[1].num_prompts == 6
+    assert not any(each.is_sure for each in rank(llm, stored, requests)), "nothing is better than the right one"
