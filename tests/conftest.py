@@ -28,6 +28,7 @@ SLOW = (
     "bench/test_bench_serving.py",
     "bench/test_bench_steps.py::test_the_command_and_what_follows_it",
     "bench/test_mock_serving_script.py::test_the_whole_of_it",
+    "bench/test_moe_batch_script.py",
     "deploy/test_gateways.py",
     "deploy/test_jobs.py::test_slurms_script",
     "deploy/test_manifests.py::test_options_are_those_of_the_command",

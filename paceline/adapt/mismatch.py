@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.adapt.score import score, summary
+from paceline.adapt.score import score
 from paceline.adapt.stored import Request
 from paceline.bench.config import BUILTIN_PROMPTS
 from paceline.draft.base import Drafter
@@ -27,6 +27,7 @@ from paceline.draft.dflash2 import drafter_from
 from paceline.draft.vocabulary import Vocabulary
 from paceline.engine.llm import LLM
 from paceline.errors import PacelineError
+from paceline.figures import Rounds, bootstrap, ratio_of_sums
 from paceline.model.target import Target
 from paceline.model.tokenizer import Tokenizer
 from paceline.types import SamplingParams
@@ -35,6 +36,8 @@ LOW = 2.0
 """Tokens a round below which something may be wrong."""
 LEAST_GAIN, LEAST_FACTOR = 0.2, 1.15
 """What a variation must bring more, in tokens a round and as a factor, to be named."""
+LEAST_SURE = 1.05
+"""The factor where it brings more whichever of the prompts were taken."""
 FIRST_LOOK, FINALISTS = 6, 4
 """Prompts that all variations are tried on, and variations that get all prompts."""
 THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
@@ -68,6 +71,8 @@ class Ranked:
     change: str
     tokens_per_round: float
     num_prompts: int
+    is_sure: bool = False
+    """Whether it brings more than the drafter as it is in 97.5% of the draws of as many of the prompts; of finalists alone."""
 
 
 def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -90,7 +95,12 @@ def ask(llm: LLM, prompts: Sequence[list[int]], max_tokens: int = 48) -> list[Re
 
 def measure(llm: LLM, drafter: Drafter, requests: Sequence[Request]) -> float:
     """Tokens a round over these requests, all drafts checked in every round."""
-    return float(summary(score(llm, drafter, requests))["tokens_per_round"])
+    return Rounds.sum(_rounds(llm, drafter, requests)).tokens_per_round
+
+
+def _rounds(llm: LLM, drafter: Drafter, requests: Sequence[Request]) -> list[Rounds]:
+    """Of each request."""
+    return [each.figures for each in score(llm, drafter, requests)]
 
 
 def rank(
@@ -99,7 +109,8 @@ def rank(
     """The drafter as it is, then every variation that can be run, the best first. Raises DrafterMismatchError when the drafter
     as it is cannot be bound to the target."""
     few = list(requests)[:FIRST_LOOK]
-    as_is = Ranked("as it is", "", measure(llm, drafter_from(stored), requests), len(requests))
+    own = _rounds(llm, drafter_from(stored), requests)
+    as_is = Ranked("as it is", "", Rounds.sum(own).tokens_per_round, len(requests))
     tried: list[tuple[float, Variation]] = []
     for each in variations(stored, llm.target, _special_tokens(llm)):
         tell(each.change)
@@ -110,10 +121,25 @@ def rank(
     tried.sort(key=lambda pair: -pair[0])
     ranked = []
     for place, (found, each) in enumerate(tried):
-        counts_all = place < FINALISTS and len(requests) > len(few)
-        figure = measure(llm, drafter_from(each.stored), requests) if counts_all else found
-        ranked.append(Ranked(each.kind, each.change, figure, len(requests) if counts_all else len(few)))
+        if place >= FINALISTS:
+            ranked.append(Ranked(each.kind, each.change, found, len(few)))
+            continue
+        rounds = _rounds(llm, drafter_from(each.stored), requests)
+        figure = Rounds.sum(rounds).tokens_per_round
+        ranked.append(Ranked(each.kind, each.change, figure, len(requests), _is_surely_more(rounds, own)))
     return [as_is, *sorted(ranked, key=lambda one: -one.tokens_per_round)]
+
+
+def _is_surely_more(ours: Sequence[Rounds], theirs: Sequence[Rounds]) -> bool:
+    """More tokens a round than `theirs`, request by request the same ones, whichever of the requests were drawn."""
+
+    def gain(items: list[tuple[float, ...]]) -> float:
+        return ratio_of_sums([item[:2] for item in items]) - ratio_of_sums([item[2:] for item in items])
+
+    pairs = zip(ours, theirs, strict=True)
+    items = [(one.num_accepted, one.num_rounds, other.num_accepted, other.num_rounds) for one, other in pairs]
+    low, _ = bootstrap(items, gain)
+    return low is not None and low > 0
 
 
 def named(ranked: Sequence[Ranked]) -> Ranked | None:
@@ -122,12 +148,14 @@ def named(ranked: Sequence[Ranked]) -> Ranked | None:
     if not others:
         return None
     best, least = others[0], max(as_is.tokens_per_round * LEAST_FACTOR, as_is.tokens_per_round + LEAST_GAIN)
+    if best.is_sure:
+        least = min(least, as_is.tokens_per_round * LEAST_SURE)
     return best if best.tokens_per_round >= least else None
 
 
 def variations(stored: StoredDrafter, target: Target, special_tokens: Sequence[int] = ()) -> Iterator[Variation]:
     """Every variation that the file and the target leave open; each changes one setting."""
-    for make in (_layer_ids, _rotary, _windows, _norms, _heads):
+    for make in (_layer_ids, _rotary, _windows, _norms, _heads, _second):
         yield from make(stored, target)
     yield from _mask_tokens(stored, target, special_tokens)
     config = stored.config
@@ -144,6 +172,11 @@ def _layer_ids(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
         if min(ids) >= 0 and max(ids) < target.num_layers:
             shown = ", ".join(map(str, ids))
             yield _with(stored, "layer ids off by one", f"target_layer_ids {shown}: they were {how}", target_layer_ids=ids)
+    num_taps = len(stored.config.target_layer_ids)
+    if num_taps > 1 and (fc := stored.tensors.get("fc.weight")) is not None:
+        turned = fc.unflatten(1, (num_taps, -1)).flip(1).flatten(1)
+        tensors = {**stored.tensors, "fc.weight": turned}
+        yield Variation("layer order", "the last layer's features come first", replace(stored, tensors=tensors))
 
 
 def _mask_tokens(stored: StoredDrafter, target: Target, special_tokens: Sequence[int]) -> Iterator[Variation]:
@@ -216,6 +249,31 @@ def _heads(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
     if bool((offsets[1:] > offsets[:-1]).all()):
         said = "d2t holds token ids in place of offsets"
         yield Variation("head", said, replace(stored, vocabulary=Vocabulary(offsets, head_VD)))
+
+
+def _second(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
+    """What DFlash 2 adds, as it could lie in a file: taps and sides of its convolutions, and its two codebooks."""
+    sizes = stored.config.second
+    if sizes is None:
+        return
+    for axis, said in (
+        (1, "taps of the convolutions in the other order"),
+        (0, "input and output side of the convolutions exchanged"),
+    ):
+        tensors = {name: _turned(name, tensor, axis, sizes.conv_kernel_size) for name, tensor in stored.tensors.items()}
+        yield Variation("convolution", said, replace(stored, tensors=tensors))
+    before, behind = (f"candidate_selector.{which}_codebook" for which in ("predecessor", "successor"))
+    exchanged = {**stored.tensors, before: stored.tensors[behind], behind: stored.tensors[before]}
+    yield Variation("selector", "its two codebooks exchanged", replace(stored, tensors=exchanged))
+
+
+def _turned(name: str, tensor: Tensor, axis: int, num_taps: int) -> Tensor:
+    """A kernel [2 sides, taps, channels] or what projects to one [2 sides * taps * groups, D], turned around along an axis."""
+    if name.endswith("_conv.base_kernel"):
+        return tensor.flip(axis)
+    if name.endswith("_conv.kernel_projection.weight"):
+        return tensor.unflatten(0, (2, num_taps, -1)).flip(axis).flatten(0, 2)
+    return tensor
 
 
 def _with(stored: StoredDrafter, kind: str, change: str, **keys: Any) -> Variation:

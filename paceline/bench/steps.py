@@ -3,8 +3,8 @@
     paceline bench steps --drafter random-dflash --context 256        ->  runs/bench-steps-*/steps.json
 
 `StepBench`: seconds of verifying, drafting and the host, for (rows, positions) taken in turns, over a cache of `context`
-tokens. Drafts beyond the drafter's own number are filled up, so that every width is verified. Feeds `paceline simulate --table`
-and `--calibrate`.
+tokens. Drafts are random tokens in the place of the drafter's own, so that every width is verified. Of a mixture of experts
+also how many each size reads. Feeds `paceline simulate --table` and `--calibrate`.
 
     paceline bench decode --weights random --mock-tokens-per-round 1,2,4,8
 
@@ -40,33 +40,31 @@ from paceline.simulate.shapes import ModelShape
 from paceline.tables import ignore
 from paceline.types import Batch, DraftBlock, SamplingParams
 
-FILLER = 5
-"""A token; which one is of no matter."""
 PREFILLS = (16, 64, 256)
 """Tokens of the prompts whose prefill is measured."""
 Size = tuple[int, int]
 
 
 class FilledDrafter(Drafter):
-    """A drafter whose drafts are filled up to what was asked for: the pass is as wide, the text means nothing.
+    """A drafter in the place of whose drafts stand random tokens, as many as were asked for: the text means nothing.
 
+    Random weights draft the same token again and again, and a mixture of experts would read the same few for all of them.
     Everything else is the inner drafter's: its threads, its taps, its caches.
     """
 
     is_at_hand = False
 
-    def __init__(self, inner: Drafter, num_drafted: int) -> None:
+    def __init__(self, inner: Drafter, num_drafted: int, vocab_size: int) -> None:
         self.inner, self.num_drafted = inner, max(num_drafted, inner.num_drafted)
+        self.draw, self.tokens = random.Random(0), range(vocab_size)
 
     def __getattribute__(self, name: str) -> Any:
-        is_own = name in ("inner", "num_drafted", "is_at_hand", "propose") or name.startswith("__")
+        is_own = name in ("inner", "num_drafted", "is_at_hand", "propose", "draw", "tokens") or name.startswith("__")
         return object.__getattribute__(self, name) if is_own else getattr(self.inner, name)
 
     def propose(self, batch: Batch) -> DraftBlock:
-        found = self.inner.propose(batch)
-        limits = batch.draft_limits_B(self.num_drafted)
-        filled = [tokens + [FILLER] * (limit - len(tokens)) for tokens, limit in zip(found.tokens_B, limits, strict=True)]
-        return DraftBlock.certain(filled)
+        self.inner.propose(batch)
+        return DraftBlock.certain([self.draw.choices(self.tokens, k=limit) for limit in batch.draft_limits_B(self.num_drafted)])
 
 
 Times = defaultdict[str, defaultdict[Size, list[float]]]
@@ -102,7 +100,10 @@ class StepBench:
         options = {"block_size": config.max_positions} if drafter == "random-dflash" else {}
         self.drafter = make_drafter(drafter, llm.target, target_name=llm.config.model, **options)
         self.times = no_times()
-        self._engine = mocked_engine(llm, FilledDrafter(self.drafter, config.max_positions - 1), config.tokens_per_round)
+        self.experts: dict[Size, list[float]] = defaultdict(list)
+        """Of a mixture of experts: how many of a layer passes of (rows, positions) read."""
+        filled = FilledDrafter(self.drafter, config.max_positions - 1, llm.target.vocab_size)
+        self._engine = mocked_engine(llm, filled, config.tokens_per_round)
 
     def run(self, on_turn: Callable[[str], None] = ignore) -> None:
         """All sizes in turn, `repeat` times, the widths of each turn in another order; a turn before them warms up."""
@@ -141,6 +142,8 @@ class StepBench:
                 wall_s = self._round(width)
                 stats = engine.rounds[0]
                 add_round(times, num_rows, width, wall_s, stats.draft_s, stats.verify_s)
+                if engine.target.experts_read is not None:
+                    self.experts[num_rows, width + 1].append(engine.target.experts_read)
         finally:
             for request_id in ids:
                 engine.abort(request_id)
@@ -174,6 +177,7 @@ class StepBench:
             "verify": table(times["verify"]),
             "draft": table(own),
             "host": table(times["host"]),
+            "experts": [[*size, statistics.fmean(read)] for size, read in sorted(self.experts.items())],
             "rounds": table(times["rounds"]),
             "prefill_adapts": llm.target.is_width_invariant,
             "prefill": [[tokens, seconds] for _, tokens, seconds in table(times["prefill"])],

@@ -21,38 +21,50 @@ if TYPE_CHECKING:
 SHOWN = 8
 """Variations in the table; --json has them all."""
 Folder = Annotated[
-    str, typer.Argument(metavar="DRAFTER", help="A drafter's folder, a hub id, or a built-in model that has one.")
+    str,
+    typer.Argument(
+        metavar="DRAFTER",
+        help="A drafter's folder or GGUF file, a hub id, a built-in model that has one, or default: that of --model.",
+    ),
 ]
 
 
 @options
 def export(
     drafter: Folder,
-    out: Annotated[Path, typer.Option(help="A new folder.")],
+    out: Annotated[Path, typer.Option(help="A new folder; of gguf a new file.")],
     form: Annotated[
-        str, typer.Option("--format", help="speculators (vLLM), or z-lab (vLLM, SGLang, the authors' package).")
+        str,
+        typer.Option("--format", help="speculators (vLLM), z-lab (vLLM, SGLang, the authors' package), or gguf (llama.cpp)."),
     ] = "speculators",
     model: Annotated[
-        str | None, typer.Option(help="The target: its name goes into the config, its head's rows into the file.")
+        str | None, typer.Option(help="The target: its name, its head's rows, and in gguf its tokenizer go into the files.")
     ] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Write a drafter for other programs: vLLM, SGLang, the authors' package.
+    """Write a drafter for other programs: vLLM, SGLang, the authors' package, llama.cpp.
 
     Every command reads any of these formats directly; this is for other programs. A draft vocabulary is written as vLLM reads
-    it in either (d2t, t2d, lm_head): its head's rows are taken from --model, which speculators needs; without, z-lab's format
-    leaves it out. What the format has no place for is said. Example:
+    it (d2t, t2d, lm_head): its head's rows are taken from --model, which speculators needs; without, z-lab's format leaves it
+    out. gguf takes the target's tokenizer from --model, a GGUF file itself. What the format has no place for is said. Examples:
     paceline export runs/mine/drafter --format speculators --model smollm2-135m --out for-vllm
+    paceline export runs/mine/drafter --format gguf --model smollm2-135m --out drafter.gguf
     """
     from paceline.draft.checkpoint import read_stored
     from paceline.draft.export import export as write
     from paceline.draft.registry import folder_of
+    from paceline.hub import resolve as resolve_model
+    from paceline.model.gguf_file import is_gguf
 
-    folder = folder_of(drafter)
+    folder = folder_of(drafter, model)
     stored = read_stored(folder)
     ids, head_VD = stored.vocabulary
-    rows, verifier = _target(model, needs_head=ids is not None and head_VD is None and stored.config.second is None)
-    left_out = write(stored, form, out, head_rows=rows, verifier=verifier)
+    has_place = form == "gguf" or stored.config.second is None
+    rows, verifier = _target(model, needs_head=ids is not None and head_VD is None and has_place)
+    target = resolve_model(model) if model is not None and form == "gguf" else None
+    left_out = write(
+        stored, form, out, head_rows=rows, verifier=verifier, target=target if target and is_gguf(target) else None
+    )
     for each in left_out:
         say(f"left out: {each}")
     say(f"{folder} ({stored.form}) is in {out}, in {form} format")
@@ -105,7 +117,7 @@ def inspect(
     from paceline.draft.described import described
     from paceline.draft.registry import folder_of
 
-    folder = folder_of(drafter)
+    folder = folder_of(drafter, model)
     stored = read_stored(folder)
     facts = described(stored, folder)
     for fact in facts:

@@ -21,12 +21,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.draft import speculators, vocabulary
+from paceline.draft import gguf_reading, speculators, vocabulary
 from paceline.draft.packed import PACKED, packed, read_packed
 from paceline.draft.vocabulary import ALL_TOKENS, DRAFT_IDS, Vocabulary
 from paceline.errors import CacheError, DrafterMismatchError, ModelFileError, UnsupportedModelError, reraised
 from paceline.model.checkpoint import check_finite, load_tensors, read_json
 from paceline.model.config import FAMILIES, LARGEST, TABLES, DecoderConfig, decoder_config, fraction, is_whole, short, whole
+from paceline.model.gguf_file import is_gguf
 from paceline.model.target import Sizes
 
 ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
@@ -219,11 +220,15 @@ class StoredDrafter:
 
 
 def read_stored(folder: Path | str) -> StoredDrafter:
-    """A drafter's folder; its weights may be sharded, or packed in 8 bits (`packed.py`). What is not understood is logged.
+    """A drafter's folder; its weights may be sharded, or packed in 8 bits (`packed.py`). Or its GGUF file. What is not
+    understood is logged.
 
     Raises ModelNotFoundError, ModelFileError or UnsupportedModelError.
     """
     folder = Path(folder).expanduser()
+    if is_gguf(folder):
+        raw, *held = gguf_reading.read_gguf(folder)
+        return StoredDrafter(DFlashConfig.from_json(raw, folder), *held, "gguf")
     own = read_json(folder / "config.json")
     form = "speculators" if "speculators_model_type" in own else "z-lab"
     config = DFlashConfig.from_json(speculators.to_z_lab(own, folder) if form == "speculators" else own, folder)
@@ -274,6 +279,8 @@ def read_draft_ids(folder: Path | str) -> Tensor | None:
     weights over the whole head.
     """
     folder = Path(folder).expanduser()
+    if is_gguf(folder):
+        return read_stored(folder).vocabulary.ids
     if beside := vocabulary.read_beside(folder):
         return beside.ids
     return None if (folder / PACKED).is_file() else vocabulary.split(dict(load_tensors(folder)), folder)[1].ids

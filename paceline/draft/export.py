@@ -1,4 +1,4 @@
-"""A drafter's folder in the words of other programs: z-lab's format, or vLLM's `speculators` format.
+"""A drafter's folder in the words of other programs: z-lab's format, vLLM's `speculators` format, or llama.cpp's GGUF.
 
     export(read_stored(folder), "speculators", out, head_rows=rows, verifier={"name_or_path": ..., "architectures": [...]})
 
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from paceline.draft import speculators, vocabulary
 from paceline.draft.checkpoint import DFlashConfig, StoredDrafter, write_checkpoint
+from paceline.draft.gguf_export import write_gguf
 from paceline.errors import CacheError, ConfigError, UnsupportedModelError
 
-FORMATS = ("z-lab", "speculators")
+FORMATS = ("z-lab", "speculators", "gguf")
 HeadRows = Callable[[Tensor], Tensor]
 """Rows [n, D] of the target's head, by token ids."""
 
@@ -32,23 +33,24 @@ def export(
     head_rows: HeadRows | None = None,
     verifier: Mapping[str, Any] | None = None,
     with_vocabulary: bool = True,
+    target: Path | None = None,
 ) -> list[str]:
-    """Write the drafter into a new folder; returns what was left out, or put in a key of its own, in words.
+    """Write the drafter into a new folder, or as a GGUF file; returns what was left out, or put in a key of its own, in words.
 
-    `head_rows` gives the head's rows of a draft vocabulary, which speculators needs and z-lab's format leaves out without;
-    `with_vocabulary` False leaves it and a head out of z-lab's, for programs that read neither. `verifier`: name_or_path and
-    architectures of the target, as far as they are known. Raises ConfigError for a format that is none or a head that is
-    needed, UnsupportedModelError for what the format cannot say, CacheError when `out` has files or cannot be written.
+    `head_rows` gives the head's rows of a draft vocabulary, which speculators and gguf need and z-lab's format leaves out
+    without; `with_vocabulary` False leaves it and a head out of z-lab's, for programs that read neither. `verifier`:
+    name_or_path and architectures of the target, as far as they are known; `target`: its GGUF file, for gguf. Raises ConfigError
+    for a format that is none or a head that is needed, UnsupportedModelError for what the format cannot say, CacheError when
+    `out` has files or cannot be written.
     """
-    if form == "gguf":
-        raise UnsupportedModelError(
-            "GGUF is not written here: export z-lab's format, then convert that folder with llama.cpp's convert_hf_to_gguf.py, "
-            "whose --target-model-dir takes the target's folder"
-        )
     if form not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, not {form!r}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CacheError(f"{out} is there already: choose another folder")
+        raise CacheError(f"{out} is there already: choose another {'file' if form == 'gguf' else 'folder'}")
+    if form == "gguf":
+        if out.suffix.lower() != ".gguf":
+            raise ConfigError(f"--out {out} must be a file that ends in .gguf: programs know the format by it")
+        return write_gguf(stored, out, head_rows=head_rows, target=target)
     if form == "z-lab":
         return _as_z_lab(stored, out, head_rows, with_vocabulary)
     return _as_speculators(stored, out, head_rows, verifier or {})

@@ -14,6 +14,7 @@ from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.dflash2 import DFlash2Drafter, read_drafter
 from paceline.draft.eagle3 import Eagle3Drafter
 from paceline.draft.eagle3_checkpoint import is_eagle3
+from paceline.draft.gguf_reading import is_gguf_drafter
 from paceline.draft.mtp import MtpDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
@@ -55,7 +56,7 @@ def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str
         return spec
     name = spec or "none"
     made = _made(name, target, target_name, options)
-    made.source = str(Path(name).resolve()) if name not in DRAFTERS and Path(name).is_dir() else name
+    made.source = str(Path(name).resolve()) if name not in DRAFTERS and Path(name).exists() else name
     return made
 
 
@@ -63,7 +64,7 @@ def _made(spec: str, target: Target, target_name: str, options: dict[str, Any]) 
     if spec in DRAFTERS:
         return DRAFTERS[spec](target, target_name, **options)
     path = checkpoint_of(spec)
-    if path.is_dir() and is_dflash(read_json(path / "config.json")):
+    if holds_dflash(path):
         return read_drafter(path, **options)
     if path.is_dir() and is_eagle3(read_json(path / "config.json")):
         return Eagle3Drafter.from_folder(path, **options)
@@ -73,14 +74,26 @@ def _made(spec: str, target: Target, target_name: str, options: dict[str, Any]) 
     return SmallModelDrafter(load_target(settings), **options)
 
 
-def folder_of(name: str) -> Path:
-    """The folder of a drafter's checkpoint: a folder, a hub id, or a built-in model that has a drafter. Raises
-    ModelNotFoundError, ModelFileError for what is no drafter's."""
+def folder_of(name: str, target_name: str | None = None) -> Path:
+    """Where a drafter's checkpoint lies: a folder, a GGUF file, a hub id, or a built-in model that has a drafter; "default" is
+    that of the target. Raises ModelNotFoundError, ModelFileError for what is no drafter's, ConfigError for "default" without
+    a target that has one."""
+    if name == "default":
+        own = SHIPPED / (target_name or "")
+        if target_name != own.name or not (own / "config.json").is_file():
+            having = ", ".join(sorted(each.parent.name for each in SHIPPED.glob("*/config.json")))
+            raise ConfigError(f"default is the drafter that ships for a model: name that model (--model), one of {having}")
+        name = target_name
     shipped = SHIPPED / name
     folder = shipped if name == shipped.name and (shipped / "config.json").is_file() else checkpoint_of(name)
-    if not folder.is_dir() or not is_dflash(read_json(folder / "config.json")):
-        raise ModelFileError(f"{folder} holds no DFlash drafter: give a folder with the config.json of one")
+    if not holds_dflash(folder):
+        raise ModelFileError(f"{folder} holds no DFlash drafter: give a folder with the config.json of one, or its GGUF file")
     return folder
+
+
+def holds_dflash(path: Path) -> bool:
+    """Whether a folder or a GGUF file is of a DFlash drafter."""
+    return is_dflash(read_json(path / "config.json")) if path.is_dir() else is_gguf_drafter(path)
 
 
 def checkpoint_of(name: str) -> Path:

@@ -209,6 +209,9 @@ class Decoder(Target):
         tables: dict[RopeKind, Tables] = {kind: rope.tables(positions) for kind, rope in self.ropes.items()}
         hidden_TD, taps_TF = self.run_layers(torch.tensor(batch.tokens, device=self.device), plans, writer, tables, stages)
         self.cache.append(batch.rows, batch.counts)
+        if self.config.num_experts:
+            read = [layer.mlp.num_read for layer in self.layers if isinstance(layer.mlp, Experts)]
+            self.experts_read = sum(read) / len(read)
         if batch.logits == "none":
             return ForwardOutput(None, taps_TF)
         if batch.logits == "last" and batch.num_tokens > len(batch.rows):

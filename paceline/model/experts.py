@@ -52,6 +52,8 @@ class Experts:
         read = sum(expert.num_bytes for expert in experts) * per_token // len(experts)
         self.num_bytes = router.num_bytes + read + sum(part.num_bytes for part in shared or ())
         """Of what one token reads."""
+        self.num_read = 0
+        """How many experts the last pass read."""
 
     def __call__(self, normed_TD: Tensor) -> Tensor:
         probs_TE = self._router(normed_TD).softmax(-1, torch.float32)
@@ -63,7 +65,8 @@ class Experts:
         token_S = order_S // self._per_token
         counts = torch.bincount(chosen_S, minlength=len(self._experts)).tolist()
         shares = zip(self._experts, normed_TD[token_S].split(counts), strict=True)
-        outputs_SD = torch.cat([expert(inputs) for expert, inputs in shares if len(inputs)])
+        outputs = [expert(inputs) for expert, inputs in shares if len(inputs)]
+        self.num_read, outputs_SD = len(outputs), torch.cat(outputs)
         outputs_SD = outputs_SD.float().mul_(weights_TK.flatten()[order_S, None])
         summed_TD = torch.zeros(normed_TD.shape, dtype=torch.float32, device=normed_TD.device)
         summed_TD = summed_TD.index_add_(0, token_S, outputs_SD).to(normed_TD.dtype)

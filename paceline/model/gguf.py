@@ -61,7 +61,7 @@ def config_json(path: Path) -> dict[str, Any]:
         "head_dim": file.get(f"{arch}.attention.key_length", int) or file.get(f"{arch}.rope.dimension_count", int),
         "hidden_act": "silu",
         **{name: _count(file, f"{arch}.{key}") for name, key in GGUF["counts"].items()},
-        **{name: _decimal(file.get(f"{arch}.{key}", float)) for name, key in GGUF["fractions"].items()},
+        **{name: decimal(file.get(f"{arch}.{key}", float)) for name, key in GGUF["fractions"].items()},
         **{name: tensor in file.tensors for name, tensor in GGUF["biases"].items()},
         "rope_scaling": _rope_scaling(file, arch),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -81,7 +81,7 @@ def _count(file: GGUFFile, *keys: str) -> int:
     return value
 
 
-def _decimal(value: float | None) -> float | None:
+def decimal(value: float | None) -> float | None:
     """A float32 as the decimal it was written as: 1e-05, not 9.999999747378752e-06."""
     return None if value is None else float(np.format_float_scientific(np.float32(value)))
 
@@ -142,6 +142,12 @@ def _hf_name(name: str, path: Path) -> str:
     raise UnsupportedModelError(
         f"{path}: tensor {name!r} belongs to no model we know: use the model's safetensors folder instead"
     )
+
+
+def tensor_of(file: GGUFFile, stored: StoredTensor) -> Tensor:
+    """One tensor: halves and whole numbers as they are, everything else in float32."""
+    kept = HALVES | {Quant.I64: torch.int64}
+    return torch.from_numpy(file.read(stored)).view(kept[stored.kind]) if stored.kind in kept else _dequantise(file, stored)
 
 
 def _dequantise(file: GGUFFile, stored: StoredTensor) -> Tensor:

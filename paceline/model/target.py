@@ -147,6 +147,9 @@ class Target(ABC):
     overwrites_taps: bool = True
     """Whether the next pass may overwrite the taps of this one: what keeps them longer must copy them."""
 
+    experts_read: float | None = None
+    """How many experts of a layer the last pass read, the mean over layers that have some; None for a model without."""
+
     ends: EndScales = PLAIN_ENDS
     """Factors at both ends that the matrices do not hold. Drafters read the matrices, and have factors of their own."""
 

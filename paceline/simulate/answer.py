@@ -42,7 +42,7 @@ from paceline.simulate.load import LoadFigures, capacity, parse_lengths, sweep, 
 from paceline.simulate.marginals import read_marginals
 from paceline.simulate.overhead import Overhead, overhead_of, with_overhead
 from paceline.simulate.replay import Compared, compare, read_passes, recorded_survival, rows_of
-from paceline.simulate.roofline import Deployment, memory_need
+from paceline.simulate.roofline import Deployment
 from paceline.simulate.serving import Case, ServerShape
 from paceline.simulate.shapes import ModelShape, Precisions, with_precisions
 from paceline.simulate.speedup import Acceptance, Load, Prediction, parse_acceptance, predict
@@ -133,21 +133,24 @@ def _measured(config: CostsConfig, table: MeasuredCosts, loads: Sequence[Load]) 
 
 def _calibrated(config: CostsConfig, calibration: Calibration) -> Setup:
     shape = catalogue.find(config.model or calibration.model or DEFAULT_MODEL)
-    deployment = deployment_of(config, calibration.precisions or shape.precisions, calibration.machine)
+    known, measured = calibration.precisions or shape.precisions, calibration.machine
+    deployment = deployment_of(config, known, measured, calibration.expert_locality)
     costs = calibration.costs(shape, deployment, drafter_of(config, deployment))
     told = [*limits.TEXTS["calibrated"], *limits.roofline_limits(shape, deployment)[1:]]
     setup = Setup(costs, f"{_title(shape, deployment)}, calibrated", "calibrated", shape, deployment, told)
     return setup.ignore(config, *(("drafter_cost", "drafter_params", "block") if calibration.draft else ()))
 
 
-def deployment_of(config: CostsConfig, known: Precisions, measured: Machine | None = None) -> Deployment:
-    """A model on the machine asked for, else the one `measured`, in the precisions asked for, else those that are known."""
+def deployment_of(config: CostsConfig, known: Precisions, measured: Machine | None = None, locality: float = 0.0) -> Deployment:
+    """A model on the machine asked for, else the one `measured`, in the precisions asked for, else those that are known; with
+    the `locality` of its experts that was measured, unless another is asked for."""
     number, name = counted(config.hardware)
     if number > 1 and config.gpus not in (1, number):
         raise ConfigError(f"--hardware {config.hardware!r} and --gpus {config.gpus} are two numbers: leave one out")
     machine = measured if measured and config.hardware is None else machine_named(name)
     precisions = with_precisions(known, config.precision)
-    return Deployment(machine, precisions, max(number, config.gpus), config.expert_locality, config.per_layer)
+    own = config.expert_locality
+    return Deployment(machine, precisions, max(number, config.gpus), locality if own is None else own, config.per_layer)
 
 
 def counted(hardware: str | None) -> tuple[int, str | None]:
@@ -244,7 +247,8 @@ def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
     predictions = [predict(setup.costs, acceptance, load, setup.kind != "toy") for load in loads]
     bare = [predict(setup.bare, acceptance, load) for load in loads] if setup.bare else []
     setup.limits += limits.acceptance_limits(acceptance, loads[0])
-    setup.warnings += _load_warnings(setup, loads)
+    if setup.shape and setup.deployment:
+        setup.warnings += limits.load_warnings(setup.shape, setup.deployment, loads)
     flags = server_flags(_serving(costs, config, setup, predictions[0]))
     trees = _trees(costs, config, setup, marginals, loads, predictions) if marginals else []
     return Answer(setup, acceptance, predictions, flags, [(each.best_draft_length, each.speedup) for each in bare], trees)
@@ -263,17 +267,6 @@ def _trees(
     expected, has_unit = expected_of(marginals, num_slots), setup.kind != "toy"
     pairs = zip(loads, chains, strict=True)
     return [predict_trees(setup.costs, expected, load, chain, sizes, has_unit) for load, chain in pairs]
-
-
-def _load_warnings(setup: Setup, loads: list[Load]) -> list[str]:
-    """Of the smallest load that does not fit, since larger ones do not either, and of a context that is too long."""
-    shape, deployment = setup.shape, setup.deployment
-    if shape is None or deployment is None:
-        return []
-    needs = [(memory_need(shape, deployment, each.batch, each.context), each) for each in loads]
-    needs.sort(key=lambda pair: pair[1].batch)
-    too_large = [limits.memory_warning(need, load, deployment) for need, load in needs if not need.fits][:1]
-    return [warning for warning in (*too_large, limits.context_warning(shape, loads[0])) if warning]
 
 
 def _serving(costs: CostsConfig, config: PredictConfig, setup: Setup, prediction: Prediction) -> Serving:

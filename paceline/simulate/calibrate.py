@@ -25,7 +25,7 @@ from paceline.simulate.answer import deployment_of
 from paceline.simulate.catalogue import shape_of
 from paceline.simulate.config import CostsConfig
 from paceline.simulate.costs import Calibration, DraftFit, PassFit, RooflineCosts, TimeTable, read_steps, table_of
-from paceline.simulate.roofline import Deployment, works_of
+from paceline.simulate.roofline import Deployment, distinct_experts, works_of
 from paceline.simulate.shapes import FORMATS, ModelShape, Precisions
 
 HELD_OUT = 3
@@ -60,6 +60,8 @@ class Steps:
     host_s: float
     model: str = ""
     drafter: str = ""
+    experts: tuple[tuple[float, float, float], ...] = ()
+    """Of a mixture of experts: (batch, positions, experts of a layer that such a pass read)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +107,26 @@ def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
     """Fit to the step times of runs of `paceline bench steps`. Raises PacelineError."""
     files = [read_steps(path) for path in paths]
     steps, shape = steps_of(files), _measured_shape(config, files[0])
-    deployment = deployment_of(config, precisions_of(files[0], shape.precisions), machine_of(files[0]))
+    known, measured = precisions_of(files[0], shape.precisions), machine_of(files[0])
+    deployment = deployment_of(config, known, measured, locality_of(steps, shape))
     return fitted(steps, shape, deployment)
+
+
+def locality_of(steps: Steps, shape: ModelShape) -> float:
+    """The expert locality that fits the counted experts best, as shares of each count; 0 where none were counted.
+
+    Positions of random weights share more than those of text: what was measured is fitted with what was read.
+    """
+    experts = shape.experts
+    if not experts or not steps.experts:
+        return 0.0
+    routed, chosen = experts.num_routed, experts.per_token
+
+    def error(locality: float) -> float:
+        read = [distinct_experts(routed, chosen, batch, width, locality) / found for batch, width, found in steps.experts]
+        return sum((each - 1) ** 2 for each in read)
+
+    return min((step / 1000 for step in range(1001)), key=error)
 
 
 def _measured_shape(config: CostsConfig, steps: dict[str, Any]) -> ModelShape:
@@ -137,7 +157,8 @@ def steps_of(files: Sequence[dict[str, Any]]) -> Steps:
     if len({each.size for each in verify}) < FEWEST:
         raise ConfigError(f"a calibration needs the times of at least {FEWEST} sizes: run paceline bench steps with more")
     host_s = statistics.median(float(steps.get("host_s") or 0.0) for steps in files)
-    return Steps(verify, draft, rounds, host_s, str(files[0].get("model", "")), str(files[0].get("drafter", "")))
+    told = [point for steps in files if steps.get("experts") for point in TimeTable.points(steps["experts"], "experts")]
+    return Steps(verify, draft, rounds, host_s, str(files[0].get("model", "")), str(files[0].get("drafter", "")), tuple(told))
 
 
 def machine_of(steps: dict[str, Any]) -> Machine | None:
@@ -165,7 +186,8 @@ def fit(steps: Steps, shape: ModelShape, deployment: Deployment) -> Calibration:
     """All terms, from all sizes."""
     draft = fit_draft(steps.draft) if steps.draft else None
     verify = fit_pass(steps.verify, shape, deployment)
-    return Calibration(verify, draft, steps.host_s, steps.model, steps.drafter, deployment.machine, deployment.precisions)
+    where = (deployment.machine, deployment.precisions, deployment.expert_locality)
+    return Calibration(verify, draft, steps.host_s, steps.model, steps.drafter, *where)
 
 
 def fit_pass(times: list[Observation], shape: ModelShape, deployment: Deployment) -> PassFit:

@@ -24,8 +24,9 @@ class CostsConfig:
     """Tensor parallel over so many of them."""
     precision: str | None = None
     """bf16, fp8, ... for weights and experts, or by part: weights=fp8,experts=fp4,attention=bf16,kv=fp8."""
-    expert_locality: Share = 0.0
-    """0: every position draws its experts anew; 1: a sequence's positions share them; 0.255: measured."""
+    expert_locality: Share | None = None
+    """0: every position draws its experts anew; 1: a sequence's positions share them; 0.255: measured [default: 0; of a
+    calibration what was counted in the passes it was fitted to]."""
     per_layer: bool = False
     """Take attention's limits by kind of layer, not over all."""
     drafter_cost: Annotated[float, within("0 or more of a target pass, such as 0.1", least=0)] | None = None

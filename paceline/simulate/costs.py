@@ -197,6 +197,8 @@ class Calibration:
     drafter: str = ""
     machine: Machine | None = None
     precisions: Precisions | None = None
+    expert_locality: float = 0.0
+    """How much the positions of a sequence shared their experts in the passes it was fitted to."""
 
     def costs(self, shape: ModelShape, deployment: Deployment, drafter: DrafterCost = NO_COST) -> RooflineCosts:
         """For the model it was fitted to, or for others as an estimate; `drafter` where none was measured."""
@@ -221,6 +223,7 @@ def read_calibration(path: Path) -> Calibration:
             drafter=str(told.get("drafter", "")),
             machine=Machine(**told["machine"]) if told.get("machine") else None,
             precisions=Precisions(**told["precisions"]) if told.get("precisions") else None,
+            expert_locality=told.get("expert_locality", 0.0),
         )
         check_amounts(found)
     return found
@@ -237,16 +240,23 @@ class TimeTable:
     def of(cls, points: Sequence[Sequence[float]], what: str = "verify") -> TimeTable:
         """Raises ConfigError for points that are no [batch, width, seconds]."""
         best: dict[float, dict[float, float]] = {}
-        for point in points:
-            is_point = isinstance(point, list | tuple) and len(point) == 3
-            if not is_point or not all(is_amount(each) and each > 0 for each in point):
-                raise ConfigError(f"{what} time {point!r} is not [batch, positions, seconds] with numbers above 0")
-            batch, width, seconds = map(float, point)
+        for batch, width, seconds in cls.points(points, what):
             row = best.setdefault(batch, {})
             row[width] = min(row.get(width, math.inf), seconds)
         if not best:
             raise ConfigError(f"the table has no {what} times: give [[batch, positions, seconds], ...]")
         return cls(tuple((batch, _rising(sorted(row.items()))) for batch, row in sorted(best.items())))
+
+    @staticmethod
+    def points(points: Sequence[Sequence[float]], what: str) -> list[tuple[float, float, float]]:
+        """As numbers. Raises ConfigError as `of`."""
+        found = []
+        for point in points:
+            is_point = isinstance(point, list | tuple) and len(point) == 3
+            if not is_point or not all(is_amount(each) and each > 0 for each in point):
+                raise ConfigError(f"{what} time {point!r} is not [batch, positions, seconds] with numbers above 0")
+            found.append((float(point[0]), float(point[1]), float(point[2])))
+        return found
 
     def seconds(self, batch: float, width: float) -> float:
         """Linear in both; more never takes less."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, MEASURED_LOCALITY, Deployment, MemoryNeed
+from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, MEASURED_LOCALITY, Deployment, MemoryNeed, memory_need
 from paceline.simulate.shapes import ModelShape, arithmetic
 from paceline.simulate.speedup import Acceptance, Load
 
@@ -53,6 +54,14 @@ def acceptance_limits(acceptance: Acceptance, load: Load) -> list[str]:
     if acceptance.num_rounds:
         limits.append(TEXTS["recorded"].format(rounds=f"{acceptance.num_rounds:,}"))
     return limits
+
+
+def load_warnings(shape: ModelShape, deployment: Deployment, loads: Sequence[Load]) -> list[str]:
+    """Of the smallest load that does not fit, since larger ones do not either, and of a context that is too long."""
+    needs = [(memory_need(shape, deployment, each.batch, each.context), each) for each in loads]
+    needs.sort(key=lambda pair: pair[1].batch)
+    too_large = [memory_warning(need, load, deployment) for need, load in needs if not need.fits][:1]
+    return [warning for warning in (*too_large, context_warning(shape, loads[0])) if warning]
 
 
 def memory_warning(need: MemoryNeed, load: Load, deployment: Deployment) -> str | None:

@@ -1,4 +1,4 @@
-"""Eight settings that are read wrongly, one at a time: each is named.
+"""Settings that are read wrongly, one at a time: each is named.
 
 The answers are made by the drafter itself: a random token, then the whole block that the right drafter drafts behind it, and so
 on. So the right drafter brings a whole block a round, and whatever else is read brings little.
@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from scored import tiny_llm
-from tiny_dflash import HIDDEN, TARGET_LAYERS, network, tiny_target
+from tiny_dflash import HIDDEN, TARGET_LAYERS, loud_, network, tiny_target
 
-from paceline.adapt.mismatch import LOW, measure, named, rank
+from paceline.adapt.mismatch import LOW, Ranked, measure, named, rank
 from paceline.adapt.stored import Request
 from paceline.draft.base import Observed
 from paceline.draft.checkpoint import DFlashConfig, StoredDrafter, as_dflash2, new_config
@@ -65,8 +65,27 @@ def right_2() -> StoredDrafter:
     raw = as_dflash2(body.config.raw, rank=5, top_k=6)
     raw["dflash_config"]["conv_group_size"] = 4
     config = DFlashConfig.from_json(raw)
-    more = DFlash2Network.random(config).state_dict()
+    more = loud_(DFlash2Network.random(config)).state_dict()
     return StoredDrafter(config, {**{name: tensor.detach() for name, tensor in more.items()}, **body.tensors})
+
+
+def last_layer_first(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor[:, HIDDEN:], tensor[:, :HIDDEN]], dim=1) if name == "fc.weight" else tensor
+
+
+def later_tap_first(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if name.endswith("_conv.base_kernel"):
+        return tensor[:, [1, 0]]
+    if not name.endswith("kernel_projection.weight"):
+        return tensor
+    groups = len(tensor) // 4
+    return tensor[[*range(groups, 2 * groups), *range(groups), *range(3 * groups, 4 * groups), *range(2 * groups, 3 * groups)]]
+
+
+def codebooks_exchanged(stored: StoredDrafter) -> StoredDrafter:
+    names = [f"candidate_selector.{which}_codebook" for which in ("predecessor", "successor")]
+    swapped = dict(zip(names, [stored.tensors[name] for name in reversed(names)], strict=True))
+    return replace(stored, tensors=stored.tensors | swapped)
 
 
 SEEDED = torch.Generator().manual_seed(3)
@@ -87,6 +106,9 @@ CASES: dict[str, tuple[StoredDrafter, Spoil]] = {
     ),
     "anchor slot": (right(sample_from_anchor=True), lambda stored: with_keys(stored, sample_from_anchor=False)),
     "norm flags": (right(), lambda stored: with_tensors(stored, norms_less_one)),
+    "layer order": (right(), lambda stored: with_tensors(stored, last_layer_first)),
+    "convolution": (right_2(), lambda stored: with_tensors(stored, later_tap_first)),
+    "selector": (right_2(), codebooks_exchanged),
     "mask token: of DFlash 2": (right_2(), lambda stored: with_keys(stored, nested={"mask_token_id": 20})),
 }
 
@@ -141,3 +163,18 @@ def test_each_mismatch_is_named(llm: LLM, kind: str) -> None:
     assert found.tokens_per_round == pytest.approx(whole)
     figures = [each.tokens_per_round for each in ranked[1:]]
     assert figures == sorted(figures, reverse=True) and len(figures) > 10
+
+
+def test_a_little_more_is_named_only_where_every_prompt_says_so() -> None:
+    as_is = Ranked("as it is", "", 1.6, 20)
+    for gain, is_sure, is_named in ((0.15, True, True), (0.15, False, False), (0.05, True, False), (0.3, False, True)):
+        better = Ranked("mask token", "mask_token_id 5", 1.6 + gain, 20, is_sure)
+        assert (named([as_is, better]) is better) == is_named, (gain, is_sure)
+
+
+def test_a_gain_is_sure_where_it_does_not_hang_on_few_prompts(llm: LLM) -> None:
+    stored, spoil = CASES["mask token"]
+    requests = answers(llm, stored, 6)
+    ranked = rank(llm, spoil(stored), requests)
+    assert ranked[1].is_sure and ranked[1].num_prompts == 6
+    assert not any(each.is_sure for each in rank(llm, stored, requests)), "nothing is better than the right one"

@@ -12,13 +12,13 @@ from small_llm import fake_llm
 from typer.testing import CliRunner
 
 from paceline.bench.config import StepsConfig
-from paceline.bench.steps import FILLER, FilledDrafter, StepBench, add_round, no_times, spread, table
+from paceline.bench.steps import FilledDrafter, StepBench, add_round, no_times, spread, table
 from paceline.cli import app
 from paceline.draft.base import NoDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
-from paceline.model.target import Target
+from paceline.model.target import ForwardBatch, ForwardOutput, Target
 from paceline.simulate.calibrate import machine_of
 from paceline.simulate.costs import table_of
 from paceline.types import Batch, SamplingParams, Sequence, Take
@@ -75,6 +75,18 @@ def test_the_file_holds_medians_and_what_was_measured() -> None:
     assert table({(1, 2): [3.0, 1.0, 9.0], (1, 1): [2.0]}) == [[1, 1, 2.0], [1, 2, 3.0]]
 
 
+def test_experts_that_passes_read_are_counted() -> None:
+    class Mixture(FakeTarget):
+        def forward(self, batch: ForwardBatch) -> ForwardOutput:
+            self.experts_read = float(len(batch.tokens))
+            return super().forward(batch)
+
+    bench = StepBench(fake_llm(Mixture(vocab_size=64, num_rows=2, max_len=160)), StepsConfig((1, 2), 3, 60, repeat=2), "none")
+    bench.run()
+    assert bench.as_json(MACHINE)["experts"] == [[rows, width, rows * width] for rows in (1, 2) for width in (1, 2, 3)]
+    assert measured(StepsConfig((1,), max_positions=2, context=60, repeat=1)).as_json(MACHINE)["experts"] == []
+
+
 def test_rounds_are_split_into_their_parts() -> None:
     times = no_times()
     add_round(times, 2, 3, wall_s=10.0, draft_s=2.0, verify_s=7.0)
@@ -89,12 +101,14 @@ def test_the_spread_tells_a_disturbed_machine() -> None:
     assert spread({(1, 1): [1.0, 1.0, 2.0, 2.0]}) > 0.5
 
 
-def test_drafts_are_filled_up() -> None:
-    drafter = FilledDrafter(NgramDrafter(num_drafted=2), 6)
+def test_drafts_are_random_tokens_and_as_many_as_asked() -> None:
+    drafter = FilledDrafter(NgramDrafter(num_drafted=2), 6, 64)
     seq = Sequence(0, [1, 2, 3], 3, SamplingParams(max_tokens=50), row=0, cached_len=2)
     drafter.start(seq)
-    assert drafter.propose(Batch([seq], [Take("filled", 4)])).tokens_B == [[FILLER] * 4]
-    assert FilledDrafter(NoDrafter(), 6).num_drafted == 6
+    drafts = [drafter.propose(Batch([seq], [Take("filled", 4)])).tokens_B for _ in range(20)]
+    assert {len(tokens) for (tokens,) in drafts} == {4}
+    assert len({token for (tokens,) in drafts for token in tokens}) > 30, "one token again and again reads few experts"
+    assert FilledDrafter(NoDrafter(), 6, 64).num_drafted == 6
 
 
 def test_filling_up_changes_nothing_else_of_a_drafter() -> None:
@@ -105,7 +119,7 @@ def test_filling_up_changes_nothing_else_of_a_drafter() -> None:
             self.has_own_threads = False
             self.tap_layers = (1,)
 
-    drafter = FilledDrafter(Threaded(num_drafted=2), 6)
+    drafter = FilledDrafter(Threaded(num_drafted=2), 6, 64)
     assert drafter.has_own_threads
     drafter.bind(target())
     assert not drafter.has_own_threads

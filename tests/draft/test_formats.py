@@ -10,45 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-from round_loop import generate
 from safetensors.torch import load_file, save_file
-from tiny_dflash import HIDDEN, KINDS, MIXED, PROMPT, SLIDING, VOCAB, loud_, network, raw_config, tiny_target
+from stored_drafters import BOTH_WAYS, CAUSAL, IDS, drafted, raw_2, written
+from tiny_dflash import HIDDEN, KINDS, VOCAB, raw_config, tiny_target
 
-from paceline.draft.base import Drafter
-from paceline.draft.checkpoint import DFlashConfig, as_dflash2, read_draft_ids, read_stored, write_checkpoint
+from paceline.draft.checkpoint import DFlashConfig, read_draft_ids, read_stored
 from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
-from paceline.draft.dflash2 import DFlash2Network, read_drafter
+from paceline.draft.dflash2 import read_drafter
 from paceline.draft.export import export, rows_of
 from paceline.draft.registry import make_drafter
 from paceline.errors import CacheError, ConfigError, ModelFileError, UnsupportedModelError
 from paceline.model.target import head_weight
-from paceline.types import Batch, DraftBlock
 
-IDS = torch.tensor([1, 4, 5, 9])
 VERIFIER = {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]}
-BOTH_WAYS = {**SLIDING, "layer_types": MIXED, "is_causal": False}
-CAUSAL = {**SLIDING, "layer_types": MIXED}
 RECORDED = {
     "architectures", "speculators_model_type", "speculators_version", "speculators_config", "transformer_layer_config",
     "draft_vocab_size", "block_size", "target_hidden_size", "aux_hidden_state_layer_ids", "mask_token_id",
     "sliding_window_non_causal", "sample_from_anchor", "dtype", "tie_word_embeddings",
 }  # fmt: skip
 """Keys of a config.json that speculators 0.9.0 wrote, less auto_map and transformers_version."""
-
-
-def raw_2(**keys: Any) -> dict[str, Any]:
-    raw = as_dflash2(raw_config(**keys), rank=5, top_k=6)
-    raw["dflash_config"]["conv_group_size"] = 4
-    return raw
-
-
-def written(folder: Path, raw: dict[str, Any], ids: torch.Tensor | None = None) -> Path:
-    config = DFlashConfig.from_json(raw)
-    made = network(raw) if config.second is None else DFlash2Network.random(config)
-    if config.second:
-        loud_(made)
-    write_checkpoint(folder, raw, made.of_file(), ids)
-    return folder
 
 
 def exported(source: Path, form: str, out: Path, **options: Any) -> list[str]:
@@ -59,20 +39,6 @@ def ids_of(folder: Path) -> list[int] | None:
     ids = read_stored(folder).vocabulary.ids
     assert (ids is None) == (read_draft_ids(folder) is None)
     return None if ids is None else ids.tolist()
-
-
-def drafted(target: Any, drafter: Drafter) -> list[list[int]]:
-    """Every round's drafts."""
-    found, propose = list[list[int]](), drafter.propose
-
-    def recorded(batch: Batch) -> DraftBlock:
-        block = propose(batch)
-        found.append(block.tokens_B[0])
-        return block
-
-    drafter.propose = recorded
-    generate(target, drafter, [PROMPT], 24)
-    return found
 
 
 @pytest.mark.parametrize("raw", [raw_config(), raw_config(**BOTH_WAYS), raw_config(**CAUSAL), raw_2(), raw_2(**BOTH_WAYS)])
@@ -141,8 +107,6 @@ def test_what_a_format_has_no_place_for_is_said_or_refused(tmp_path: Path) -> No
         exported(source, "z-lab", tmp_path / "z")
     with pytest.raises(ConfigError, match="format must be one of"):
         exported(source, "onnx", tmp_path / "onnx")
-    with pytest.raises(UnsupportedModelError, match="convert_hf_to_gguf.py"):
-        exported(source, "gguf", tmp_path / "gguf")
     for keys in ({"output_multiplier": 2.0}, {"final_logit_softcapping": 3.0}, {"is_causal": True}):
         bent = written(tmp_path / next(iter(keys)), raw_config(**keys))
         with pytest.raises(UnsupportedModelError, match="has no place for"):

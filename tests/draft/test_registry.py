@@ -13,9 +13,10 @@ from paceline.draft import registry
 from paceline.draft.base import NoDrafter
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.ngram import NgramDrafter
-from paceline.draft.registry import make_drafter
+from paceline.draft.registry import folder_of, make_drafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.errors import ConfigError, DrafterMismatchError, ModelNotFoundError, UnsupportedModelError
+from paceline.hub import SHIPPED
 from paceline.model.checkpoint import random_tensors
 from paceline.model.config import DecoderConfig
 
@@ -77,3 +78,10 @@ def test_other_kinds_of_speculators_are_named(target: FakeTarget, tmp_path: Path
 def test_unknown_names_list_the_known(target: FakeTarget) -> None:
     with pytest.raises(ModelNotFoundError, match="default, none, ngram, mtp, random-dflash"):
         make_drafter("n-gram", target)
+
+
+def test_the_checkpoint_of_default_is_that_of_the_target() -> None:
+    assert folder_of("default", "smollm2-135m") == SHIPPED / "smollm2-135m"
+    for target_name in (None, "org/other", str(SHIPPED / "smollm2-135m")):
+        with pytest.raises(ConfigError, match="one of .*smollm2-135m"):
+            folder_of("default", target_name)

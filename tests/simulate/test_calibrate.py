@@ -12,9 +12,25 @@ import pytest
 from simulate_steps import DEPLOYMENT, MACHINE, PLANTED, SHAPE, steps_file
 
 from paceline.errors import ConfigError
-from paceline.simulate.calibrate import fit, fitted, held_out_sizes, machine_of, nnls, precisions_of, reached, steps_of
+from paceline.simulate import catalogue
+from paceline.simulate.answer import set_up
+from paceline.simulate.calibrate import (
+    Fitted,
+    calibrate,
+    fit,
+    fitted,
+    held_out_sizes,
+    machine_of,
+    nnls,
+    precisions_of,
+    reached,
+    steps_of,
+)
+from paceline.simulate.config import CostsConfig
 from paceline.simulate.costs import Calibration, DraftFit, PassFit, read_calibration
+from paceline.simulate.roofline import Deployment, distinct_experts
 from paceline.simulate.shapes import Precisions
+from paceline.simulate.speedup import Load
 
 
 def test_planted_overheads_come_back() -> None:
@@ -141,3 +157,52 @@ def test_least_squares_without_negative_terms() -> None:
         assert (found >= 0).all()
         assert np.linalg.norm(columns @ found - wanted) == pytest.approx(optimize.nnls(columns, wanted)[1], rel=1e-6, abs=1e-9)
     assert list(nnls(np.zeros((3, 2)), np.ones(3))) == [0.0, 0.0]
+
+
+MOE = catalogue.find("Qwen3-30B-A3B")
+
+
+def moe_steps(locality: float) -> dict[str, Any]:
+    """Times of a mixture of experts whose positions share so many of them, and the counted experts."""
+    deployment = replace(DEPLOYMENT, precisions=MOE.precisions, expert_locality=locality)
+    costs, sizes = PLANTED.costs(MOE, deployment), [(batch, width) for batch in (1, 2, 4, 8, 16) for width in range(1, 9)]
+    assert MOE.experts
+    routed, chosen = MOE.experts.num_routed, MOE.experts.per_token
+    return steps_file() | {
+        "verify": [[batch, width, costs.verify_s(batch, width, 256)] for batch, width in sizes],
+        "experts": [[batch, width, distinct_experts(routed, chosen, batch, width, locality)] for batch, width in sizes],
+        "draft": [],
+    }
+
+
+def calibrated_moe(tmp_path: Path, steps: dict[str, Any], **asked: Any) -> Fitted:
+    (tmp_path / "steps.json").write_text(json.dumps(steps))
+    return calibrate(CostsConfig(model="Qwen3-30B-A3B", **asked), [tmp_path])
+
+
+def test_experts_that_were_counted_tell_the_locality_of_what_was_measured(tmp_path: Path) -> None:
+    found = calibrated_moe(tmp_path, moe_steps(0.5))
+    assert found.calibration.expert_locality == pytest.approx(0.5)
+    assert found.worst_error < 2e-3
+    uncounted = calibrated_moe(tmp_path, moe_steps(0.5) | {"experts": []})
+    assert uncounted.calibration.expert_locality == 0 and uncounted.worst_error > 0.05, "uniform experts do not fit these times"
+    assert calibrated_moe(tmp_path, moe_steps(0.5), expert_locality=0.25).calibration.expert_locality == 0.25
+
+
+def test_a_calibration_predicts_with_the_locality_that_was_counted_unless_another_is_asked_for(tmp_path: Path) -> None:
+    found = calibrated_moe(tmp_path, moe_steps(0.5))
+    file = tmp_path / "calibration.json"
+    file.write_text(json.dumps(found.as_json()))
+    assert read_calibration(file) == found.calibration
+
+    def deployment(**asked: Any) -> Deployment | None:
+        return set_up(CostsConfig(model="Qwen3-30B-A3B", calibration=file, **asked), [Load()]).deployment
+
+    counted, uniform = deployment(), deployment(expert_locality=0.0)
+    assert counted and uniform
+    assert (counted.expert_locality, uniform.expert_locality) == (pytest.approx(0.5), 0.0)
+
+
+def test_experts_that_are_no_counts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="experts"):
+        calibrated_moe(tmp_path, moe_steps(0.5) | {"experts": [[1, 2, "many"]]})
