@@ -36,7 +36,7 @@ LAYERS = [
     {"draft", "verify"},
     {"engine"},
     {"bench", "train", "serve"},
-    {"adapt", "audit", "record"},
+    {"adapt", "audit", "record", "rl"},
     {
         "commands",
         "cli",

@@ -46,7 +46,9 @@ BESIDE = ("speedup", "identical", "first_difference", "top2_gap")
 @options
 def generate(
     engine: Annotated[EngineConfig, Without("max_batch", "mocked_survival", "mocked_marginals", "prefill_chunk"), MOCK],
-    sampling: Annotated[SamplingParams, Without("logit_bias", "stop_token_ids", "max_drafted", "grammar", "lossy")],
+    sampling: Annotated[
+        SamplingParams, Without("logit_bias", "stop_token_ids", "max_drafted", "grammar", "lossy", "scaled_logprobs")
+    ],
     words: Annotated[list[str] | None, typer.Argument(metavar="[MODEL] PROMPT", help="PROMPT - is stdin.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
     system: System = None,
