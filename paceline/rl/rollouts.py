@@ -94,8 +94,8 @@ class Follower(Protocol):
     """Keeps a drafter at the policy's side."""
 
     def learn(self, llm: LLM, samples: Sequence[Sample]) -> dict[str, float]:
-        """After new weights were loaded: learn from the latest samples; returns figures. Leaves the drafter's new weights in the
-        drafter object, which is bound anew afterwards."""
+        """After new weights were loaded: learn from the latest samples; returns figures. Leaves the drafter's new weights in
+        the drafter object, which is bound anew afterwards."""
         ...
 
 
@@ -136,6 +136,11 @@ class Rollouts:
     def next_place(self) -> str:
         """Names a batch of samples: of which step, and which of that step's."""
         self._num_calls += 1
+        return self.place
+
+    @property
+    def place(self) -> str:
+        """Of the latest batch."""
         return f"{self.step}.{self._num_calls - 1}"
 
     def sample(self, prompts: Sequence[list[int]], *, num_each: int = 1) -> list[Sample]:

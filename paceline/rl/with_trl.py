@@ -106,7 +106,7 @@ def check_trainer(rollouts: Rollouts, trainer: Any) -> None:
         ConfigError,
         (
             args.temperature != config.temperature,
-            f"the trainer divides logits by {args.temperature:g}, rollouts by {config.temperature:g}: give both one temperature",
+            f"the trainer divides logits by {args.temperature:g}, rollouts by {config.temperature:g}: give both the same",
         ),
         (
             (args.top_p or 1.0) != 1.0 or bool(args.top_k) or bool(args.min_p) or (args.repetition_penalty or 1.0) != 1.0,
