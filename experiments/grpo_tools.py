@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shutil
 import statistics
 import sys
 import time
@@ -71,9 +72,10 @@ def new_drafter(args: argparse.Namespace, folder: Path) -> DFlashDrafter:
     return DFlashDrafter.random(target, num_layers=1, block_size=4)
 
 
-def policy(args: argparse.Namespace, folder: Path) -> Rollouts:
-    """The policy in the engine, with the drafter of this arm."""
-    drafter = "none" if args.arm == "plain" else new_drafter(args, folder)
+def policy(args: argparse.Namespace, folder: Path, step: int = 0) -> Rollouts:
+    """The policy in the engine, with the drafter of this arm; of one that follows, as it was at this step."""
+    stored = args.out / args.arm / f"drafter-{step}"
+    drafter = "none" if args.arm == "plain" else read_drafter(stored) if stored.is_dir() else new_drafter(args, folder)
     llm = LLM(str(folder), drafter=drafter, device="cpu", dtype="float32", max_batch=args.rows, max_len=args.max_len)
     follower = None
     if args.arm == "follow":
@@ -95,6 +97,7 @@ class Logged:
     def run(self, asked: list[tuple[Any, int]]) -> list[list[Trajectory]]:
         """As AgentRollouts.run."""
         groups = self.agents.run(asked)
+        self._save_drafter(self.rollouts.step)
         told = self.rollouts.figures[-1].as_json() | {"digest": digest(groups)}
         is_due = self.args.arm != "plain" and self.args.compare_every and told["step"] % self.args.compare_every == 0
         if is_due:
@@ -107,6 +110,15 @@ class Logged:
             flush=True,
         )
         return groups
+
+    def _save_drafter(self, step: int) -> None:
+        """Where the trainer has just written a checkpoint."""
+        if self.args.arm == "follow" and step and step % self.args.save_steps == 0:
+            for older in self.file.parent.glob("drafter-*"):
+                shutil.rmtree(older)
+            drafter = self.rollouts.llm.drafter
+            assert isinstance(drafter, DFlashDrafter)
+            drafter.save(self.file.parent / f"drafter-{step}")
 
     def _again(self, asked: list[tuple[Any, int]], told: dict[str, Any]) -> dict[str, Any]:
         """The step's attempts plainly and with drafts as the planner has them, in turns, for the time that takes; then each
@@ -179,8 +191,9 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     folder, out = model_folder(args), args.out / args.arm
     checkpoints = sorted(out.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
-    rollouts = policy(args, folder)
-    cut_log(out / LOG, int(checkpoints[-1].name.partition("-")[2]) if checkpoints else 0)
+    step = int(checkpoints[-1].name.partition("-")[2]) if checkpoints else 0
+    rollouts = policy(args, folder, step)
+    cut_log(out / LOG, step)
     settings = library.GRPOConfig(
         output_dir=str(out), max_steps=args.steps, learning_rate=args.lr, lr_scheduler_type="constant", seed=args.seed,
         per_device_train_batch_size=args.attempts * args.tasks // args.accumulate, gradient_accumulation_steps=args.accumulate,
