@@ -118,6 +118,9 @@ SLOW = (
     # Transformers or TRL is imported
     "rl/test_rollouts.py::test_log_probabilities_are_the_policys",
     "rl/test_with_trl.py",
+    # servers with agents, and small trainings
+    "rl/test_agents.py::test_neither_drafts_nor_company_change_a_sample",
+    "rl/test_experiments.py::test_both_arms_of_a_drafter_learn_and_are_served",
     # virtual fortnights, and candidates judged by a model
     "adapt/test_replay.py",
     "adapt/test_gate.py::TestJudge::test_the_interval_covers_the_truth",
