@@ -17,6 +17,7 @@ The command line prints that line and exits with code 2; anything else is a bug 
     ├── ConfigError           (ValueError)         an unknown or contradictory setting
     ├── NumericsError         (ArithmeticError)    a model whose numbers are not finite
     ├── TrainingError         (ArithmeticError)    a loss or gradient that is no number
+    ├── RolloutError          (RuntimeError)       an agent or a judge that fails: nothing to learn from
     ├── ProcessesError        (RuntimeError)       one of several processes is gone, late, or differs from the others
     ├── NativeError           (RuntimeError)       the native library is missing or refused a call
     ├── SandboxError          (RuntimeError)       code of a stranger cannot be kept apart from this machine
@@ -73,6 +74,9 @@ class TrainingError(PacelineError, ArithmeticError): ...
 
 
 class ProcessesError(PacelineError, RuntimeError): ...
+
+
+class RolloutError(PacelineError, RuntimeError): ...
 
 
 class NativeError(PacelineError, RuntimeError): ...

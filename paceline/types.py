@@ -77,6 +77,8 @@ class SamplingParams:
     """Go on to `max_tokens` whatever the model says."""
     logprobs: Annotated[int, within("between 0 and 100", least=0, most=100)] | None = None
     """Report the chosen token's log-probability and this many alternatives, from the target's unmodified logits."""
+    scaled_logprobs: bool = False
+    """Report them of the logits over the temperature instead, as a sampled token was drawn: what a policy's gradient needs."""
     max_drafted: Annotated[int, within("0 (plain decoding) or more", least=0)] | None = None
     """Most drafts per round; 0 decodes plainly, None leaves it to the engine."""
     grammar: GrammarSpec | None = None
@@ -94,6 +96,10 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def logprob_temperature(self) -> float:
+        return self.temperature if self.scaled_logprobs and not self.is_greedy else 1.0
 
     @property
     def has_penalties(self) -> bool:

@@ -120,6 +120,12 @@ SLOW = (
     "train/test_round_starts.py::test_the_command_continues_a_drafter_where_its_rounds_begin",
     "train/test_served.py::test_one_sample_of_200_steps_is_drafted_almost_whole",
     "train/test_trainable.py::test_another_network_learns",
+    # Transformers or TRL is imported
+    "rl/test_rollouts.py::test_log_probabilities_are_the_policys",
+    "rl/test_with_trl.py",
+    # servers with agents, and small trainings
+    "rl/test_agents.py::test_neither_drafts_nor_company_change_a_sample",
+    "rl/test_experiments.py::test_both_arms_of_a_drafter_learn_and_are_served",
     # virtual fortnights, and candidates judged by a model
     "adapt/test_replay.py",
     "adapt/test_gate.py::TestJudge::test_the_interval_covers_the_truth",

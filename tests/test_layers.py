@@ -36,7 +36,7 @@ LAYERS = [
     {"draft", "verify"},
     {"engine"},
     {"bench", "train", "serve"},
-    {"adapt", "audit", "distill", "evals", "record", "store"},
+    {"adapt", "audit", "distill", "evals", "record", "rl", "store"},
     {
         "commands",
         "cli",

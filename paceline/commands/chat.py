@@ -30,6 +30,7 @@ NOT_ASKED = Without(
     "max_drafted",
     "grammar",
     "lossy",
+    "scaled_logprobs",
 )
 
 

@@ -40,13 +40,14 @@ if TYPE_CHECKING:
 
 FIGURES = ("num_prompt_tokens", "num_output_tokens", "tokens_per_s", "decode_tokens_per_s", "time_to_first_token_s")
 FIGURES += ("tokens_per_round", "acceptance_rate", "accepted_histogram", "lossless")
+NOT_ASKED = Without("logit_bias", "stop_token_ids", "max_drafted", "grammar", "lossy", "scaled_logprobs")
 BESIDE = ("speedup", "identical", "first_difference", "top2_gap")
 
 
 @options
 def generate(
     engine: Annotated[EngineConfig, Without("max_batch", "mocked_survival", "mocked_marginals", "prefill_chunk"), MOCK],
-    sampling: Annotated[SamplingParams, Without("logit_bias", "stop_token_ids", "max_drafted", "grammar", "lossy")],
+    sampling: Annotated[SamplingParams, NOT_ASKED],
     words: Annotated[list[str] | None, typer.Argument(metavar="[MODEL] PROMPT", help="PROMPT - is stdin.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
     system: System = None,

@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from paceline.config import EngineConfig
 from paceline.draft.base import Drafter, NoDrafter
@@ -24,7 +25,7 @@ from paceline.draft.pool import Member
 from paceline.draft.registry import make_drafter
 from paceline.engine.engine import Chunk, Engine
 from paceline.engine.round import RuleJudge
-from paceline.errors import MemoryBudgetError
+from paceline.errors import ConfigError, MemoryBudgetError
 from paceline.figures import Rounds
 from paceline.hub import resolve as resolve_model
 from paceline.learned import PassCosts
@@ -220,7 +221,9 @@ class LLM:
 
     def use_members(self, members: Mapping[str, Member]) -> None:
         """A new engine with these drafters. Raises what binding them raises."""
+        grammars = self.engine.grammars  # they know the tokenizer alone, and took a while
         self.engine = self.new_engine({name: member.drafter for name, member in members.items()})
+        self.engine.grammars = grammars
         for name, member in members.items():
             self.engine.pool.admit(name, member.is_open)
         self.drafter = self.engine.drafter
@@ -245,6 +248,18 @@ class LLM:
         """After an engine failed: the same weights and drafters, an empty cache, a new engine."""
         cache, members = self.target.cache, self.members
         self.target.allocate_cache(cache.num_rows, cache.max_len)
+        self.use_members(members)
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Other weights for the model, of the same shapes, by their Hugging Face names: a policy after an update. Keys, values
+        and features of before, the model's and the drafters', are gone; the drafters stay.
+
+        Raises ConfigError while answers are under way, and what `Target.load_weights` does; then nothing has changed.
+        """
+        if self.engine.has_work:
+            raise ConfigError("weights cannot change while answers are under way: wait until they have ended")
+        members = self.members
+        self.target.load_weights(tensors.items())
         self.use_members(members)
 
     def encode_chat(

@@ -211,8 +211,9 @@ class RuleJudge:
             if seq.params.logprobs is not None and out.logits_TV is not None and bonus[-1] != _NONE:
                 path = path[: accepted[-1]]
                 slots, said = [0, *(node + 1 for node in path)], [*(tokens[node] for node in path), bonus[-1]]
+                count, scale = seq.params.logprobs, seq.params.logprob_temperature
                 for slot, token in zip(slots, said, strict=True):
-                    seq.logprobs.append(logprobs_of(out.logits_TV[begin + slot], token, seq.params.logprobs))
+                    seq.logprobs.append(logprobs_of(out.logits_TV[begin + slot], token, count, scale))
             begin = end
         kept = kept_B if draft.trees_B else None
         return Verdict(accepted, bonus, self.rule.lossless, kept, failed_B if any(failed_B) else None)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, Scores, rope_tables
 from paceline.model.blocks import Weight
+from paceline.model.checkpoint import check_tensors
 from paceline.model.config import DecoderConfig, RopeKind
 from paceline.model.delta_cache import DeltaCache, Stage
 from paceline.model.delta_net import DeltaLayer
@@ -162,17 +163,27 @@ class Decoder(Target):
         self.num_layers, self.max_position = config.num_layers, config.max_position
         self.group = config.num_heads // config.num_kv_heads
         self._residual_dtype = torch.float32 if self.device.type == "cpu" else dtype
+        self.ends = end_scales(config, dtype)
+        self._take(tensors)
+        self.allocate_cache(num_rows, max_len)
+        windows = {layer.window for layer in self.layers if isinstance(layer, Layer)}
+        self.windows = sorted(windows, key=lambda window: window or 0)
+
+    def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        config = self.config
         # Copies, so that the checkpoint's file does not stay mapped for the sake of one tensor.
         copies = ((name, tensor.to(self.device, self.dtype, copy=True)) for name, tensor in tensors)
-        self.layers, rest = build_layers(self.config, copies, self._layer, make_other=lambda name, tensor: tensor)
+        layers, rest = build_layers(self.config, copies, self._layer, make_other=lambda name, tensor: tensor)
+        self.layers = layers
         self.embedding = rest["model.embed_tokens.weight"]
         self.final_norm = RMSNorm(rest["model.norm.weight"], config.rms_norm_eps, config.norm_offset)
         self._head = PackedLinear(self.embedding if config.tie_embeddings else rest["lm_head.weight"])
         self.weight_bytes = sum(layer.num_bytes for layer in self.layers) + self._head.num_bytes
-        self.ends = end_scales(config, dtype)
-        self.allocate_cache(num_rows, max_len)
-        windows = {layer.window for layer in self.layers if isinstance(layer, Layer)}
-        self.windows = sorted(windows, key=lambda window: window or 0)
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """As Target.load_weights."""
+        self._take(check_tensors(self.config, tensors, "the new weights"))
+        self.allocate_cache(self.cache.num_rows, self.cache.max_len)
 
     def _layer(self, index: int, parts: dict[str, Tensor]) -> Layer | DeltaLayer:
         return (DeltaLayer if self.config.is_linear(index) else Layer).of(self.config, index, parts)

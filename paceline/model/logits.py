@@ -201,9 +201,12 @@ def _passes(mass_N: Tensor, wanted: float) -> int:
     return index if index < len(mass_N) else int(torch.searchsorted(mass_N, mass_N[-1]))
 
 
-def logprobs_of(logits_V: Tensor, token: int, num_top: int) -> TokenLogprob:
-    """Log-probability of `token` and the `num_top` most likely tokens, best first, of the target's unmodified logits [V]."""
+def logprobs_of(logits_V: Tensor, token: int, num_top: int, temperature: float = 1.0) -> TokenLogprob:
+    """Log-probability of `token` and the `num_top` most likely tokens, best first, of the target's logits [V], unmodified but
+    for the temperature."""
     logits_V = logits_V.float()
+    if temperature != 1.0:
+        logits_V = logits_V / max(temperature, MIN_TEMPERATURE)
     log_sum = float(torch.logsumexp(logits_V, -1))
     values, ids = logits_V.topk(min(num_top, len(logits_V)))
     top = tuple((token_id, value - log_sum) for token_id, value in zip(ids.tolist(), values.tolist(), strict=True))

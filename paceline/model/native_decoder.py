@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.model import native_lib as native
 from paceline.model.attention import rope_tables
 from paceline.model.blocks import Blocks, Weight
+from paceline.model.checkpoint import check_tensors
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import build_layers
 from paceline.model.kv_cache import StaticKVCache
@@ -48,6 +49,13 @@ class NativeDecoder(Target):
         self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_position = config.num_layers, config.max_position
+        self._logits = torch.empty(0, self.vocab_size)
+        self._buffers = Buffers()
+        self._take(tensors)
+        self.allocate_cache(num_rows, max_len)
+
+    def _take(self, tensors: Iterable[tuple[str, Weight]]) -> None:
+        config, dtype = self.config, self.dtype
 
         def make_layer(index: int, parts: dict[str, Weight]) -> dict[str, Any]:
             return layer_parts(config, index, parts, dtype)
@@ -55,7 +63,8 @@ class NativeDecoder(Target):
         def make_other(name: str, weight: Weight) -> Any:
             return _vector(weight, dtype) if name == "model.norm.weight" else pack([weight], dtype)
 
-        self._layers, rest = build_layers(config, tensors, make_layer, make_other)
+        layers, rest = build_layers(config, tensors, make_layer, make_other)
+        self._layers = layers
         self._final_norm = rest["model.norm.weight"]
         self.embedding_matrix: Matrix = rest["model.embed_tokens.weight"]
         """The packed embedding, for drafters that share it."""
@@ -67,9 +76,11 @@ class NativeDecoder(Target):
         self.weight_format = "+".join(sorted({name for matrix in matrices for name in matrix.formats}))
         self.has_blocks = self.weight_format not in ("float32", "bfloat16")
         """Whether it reads quantised weights as the file has them: drafters beside it are rounded to blocks too."""
-        self._logits = torch.empty(0, self.vocab_size)
-        self._buffers = Buffers()
-        self.allocate_cache(num_rows, max_len)
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """As Target.load_weights. Weights in blocks become dense ones."""
+        self._take(check_tensors(self.config, tensors, "the new weights"))
+        self.allocate_cache(self.cache.num_rows, self.cache.max_len)
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
         config = self.config
@@ -199,7 +210,7 @@ def pack_vectors(vectors: list[Tensor | None]) -> Tensor | None:
 
 def _vector(vector: Weight, dtype: torch.dtype) -> Tensor:
     assert isinstance(vector, Tensor)
-    return vector.to(dtype).float().contiguous()
+    return vector.to(dtype).float().clone(memory_format=torch.contiguous_format)  # whoever owns it may go on changing it
 
 
 def layer_parts(config: DecoderConfig, index: int, parts: dict[str, Weight], dtype: torch.dtype) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, Protocol
@@ -156,6 +157,18 @@ class Target(ABC):
     def set_taps(self, tap_layers: tuple[int, ...]) -> None:
         """Choose the layers (0-based; layer l is Transformers' hidden_states[l + 1]) whose outputs `forward` returns."""
         self.tap_layers = tuple(tap_layers)
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Compute with these weights from now on, by their Hugging Face names; of the same shapes. `cache` is replaced by an
+        empty one. The tensors are copied; for that moment there is room for both sets.
+
+        Raises ModelFileError naming a tensor that is unknown, missing, not finite or of another shape, and then nothing has
+        changed; UnsupportedModelError of an implementation that keeps the weights it was made of.
+        """
+        raise UnsupportedModelError(
+            f"{type(self).__name__} keeps the weights it was loaded with: new ones go into paceline's own decoder only (its "
+            "families stand in docs/families.md)"
+        )
 
     @abstractmethod
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
