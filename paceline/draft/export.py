@@ -39,9 +39,9 @@ def export(
 
     `head_rows` gives the head's rows of a draft vocabulary, which speculators and gguf need and z-lab's format leaves out
     without; `with_vocabulary` False leaves it and a head out of z-lab's, for programs that read neither. `verifier`:
-    name_or_path and architectures of the target, as far as they are known; `target`: its GGUF file, for gguf. Raises ConfigError
-    for a format that is none or a head that is needed, UnsupportedModelError for what the format cannot say, CacheError when
-    `out` has files or cannot be written.
+    name_or_path and architectures of the target, as far as they are known; `target`: its GGUF file, for gguf. Raises
+    ConfigError for a format that is none or a head that is needed, UnsupportedModelError for what the format cannot say,
+    CacheError when `out` has files or cannot be written.
     """
     if form not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, not {form!r}")
