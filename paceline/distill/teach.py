@@ -350,7 +350,7 @@ def _trainer(lesson: Lesson, config: TeachingConfig, model: Any, optimisers: Any
     if config.method == "gkd":
         own = {"lmbda": config.on_policy, "beta": config.beta, "temperature": 1.0, "max_new_tokens": 128}
         teacher = transformers.AutoModelForCausalLM.from_pretrained(
-            lesson.teacher, dtype=torch.bfloat16 if config.autocast else torch.float32
+            str(lesson.teacher), dtype=torch.bfloat16 if config.autocast else torch.float32
         )
         made: Any = GKDTrainer(teacher_model=teacher, args=GKDConfig(**settings, **own), **more)
     else:

@@ -227,8 +227,8 @@ def read_stored(folder: Path | str) -> StoredDrafter:
     """
     folder = Path(folder).expanduser()
     if is_gguf(folder):
-        raw, *held = gguf_reading.read_gguf(folder)
-        return StoredDrafter(DFlashConfig.from_json(raw, folder), *held, "gguf")
+        raw, tensors, within, others = gguf_reading.read_gguf(folder)
+        return StoredDrafter(DFlashConfig.from_json(raw, folder), tensors, within, others, "gguf")
     own = read_json(folder / "config.json")
     form = "speculators" if "speculators_model_type" in own else "z-lab"
     config = DFlashConfig.from_json(speculators.to_z_lab(own, folder) if form == "speculators" else own, folder)

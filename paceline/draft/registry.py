@@ -80,7 +80,7 @@ def folder_of(name: str, target_name: str | None = None) -> Path:
     a target that has one."""
     if name == "default":
         own = SHIPPED / (target_name or "")
-        if target_name != own.name or not (own / "config.json").is_file():
+        if target_name is None or target_name != own.name or not (own / "config.json").is_file():
             having = ", ".join(sorted(each.parent.name for each in SHIPPED.glob("*/config.json")))
             raise ConfigError(f"default is the drafter that ships for a model: name that model (--model), one of {having}")
         name = target_name

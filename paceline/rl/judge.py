@@ -104,6 +104,7 @@ class RelativeJudge:
         config = self.config
         body = {"model": config.model, "messages": [{"role": "user", "content": text}], "max_tokens": config.max_tokens}
         body |= {"temperature": 0.0 if number == 0 else 0.7, "seed": config.seed + number}
+        told: Any = None
         try:
             told = self._client.json("POST", "/v1/chat/completions", body)
             said = told["choices"][0]["message"]["content"]
