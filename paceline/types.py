@@ -294,6 +294,8 @@ class Batch:
     who else drafts."""
     num_candidates: int = 0
     """Tokens of each slot that a drafter should name, so that trees can be made of them; 0: none."""
+    foresees: bool = False
+    """Whether drafters may guess with the numbers that the target's tokens are drawn with (`Rule.draws`)."""
     tells_said: bool = False
     """Whether `RoundStats.said_B` is wanted, where candidates are named."""
 

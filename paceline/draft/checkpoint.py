@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.draft import gguf_reading, speculators, vocabulary
+from paceline.draft.foresight import Foresight
 from paceline.draft.packed import PACKED, packed, read_packed
 from paceline.draft.vocabulary import ALL_TOKENS, DRAFT_IDS, Vocabulary
 from paceline.errors import CacheError, DrafterMismatchError, ModelFileError, UnsupportedModelError, reraised
@@ -76,6 +77,8 @@ class DFlashConfig:
     this sample_from_anchor, or shift_label."""
     second: DFlash2Sizes | None = None
     """Of a DFlash 2 drafter; None: DFlash v1."""
+    foresight: Foresight = field(default_factory=Foresight)
+    """How it guesses the target's draws: our own key `paceline`."""
 
     @property
     def num_slots(self) -> int:
@@ -116,6 +119,7 @@ class DFlashConfig:
             raw=raw,
             from_anchor=_flag(own, ("sample_from_anchor", "shift_label"), path),
             second=_second(raw, own, shape, path),
+            foresight=Foresight.of(raw, path),
         )
 
 

@@ -273,11 +273,13 @@ class DFlashDrafter(TappedDrafter):
         rows, anchors = [seq.row for seq in sequences], [seq.tokens[-1] for seq in sequences]
         self._inject(rows)
         grows = [bool(batch.num_candidates) and seq.constraint is None for seq in sequences]
-        drawn = [seq.kind == "sampled" and not tree for seq, tree in zip(sequences, grows, strict=True)]
+        guesses = [batch.foresees and seq.kind != "greedy" and seq.params.lossy is None for seq in sequences]
+        named = [tree or guess for tree, guess in zip(grows, guesses, strict=True)]
+        drawn = [seq.kind == "sampled" and not each for seq, each in zip(sequences, named, strict=True)]
         width = max(limits)
         needed = width if self.config.from_anchor else 1 + width
         size = self.block_size if batch.whole_blocks else needed  # slots that nobody reads are left out
-        says_sure = not batch.whole_blocks or any(grows)
+        says_sure = not batch.whole_blocks or any(named)
         reading = self._read(rows, anchors, width, size, says_sure or any(drawn))
         candidates_B: list[Candidates | None] = [None] * len(limits)
         block.candidates_B = candidates_B if any(grows) else None
@@ -286,10 +288,11 @@ class DFlashDrafter(TappedDrafter):
         for slot, (seq, index) in enumerate(zip(sequences, drafting, strict=True)):
             if drawn[slot]:
                 block.tokens_B[index], block.probs_B[index], sure = reading.drawn(slot, limits[index], seq)
-            elif grows[slot]:
-                most = min(self._cache_room(seq), MOST_NODES)
-                candidates = reading.candidates(slot, limits[index], seq, batch.num_candidates, most)
-                candidates_B[index] = candidates
+            elif named[slot]:
+                most, count = min(self._cache_room(seq), MOST_NODES), max(batch.num_candidates, 1)
+                foresight = self.config.foresight if guesses[slot] else None
+                candidates = reading.candidates(slot, limits[index], seq, count, most, foresight)
+                candidates_B[index] = candidates if grows[slot] else None
                 block.tokens_B[index] = [tokens[0] for tokens in candidates.tokens_KM]
                 sure = [logprobs[0] for logprobs in candidates.logprobs_KM]
             else:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from paceline import rng
 from paceline.draft.checkpoint import DFlashConfig
 from paceline.draft.dflash_reading import Reading, inverse_temperature
+from paceline.draft.foresight import Foresight, ranked
 from paceline.model import native_lib
 from paceline.model.logits import sample
 from paceline.trees import Candidates
@@ -146,20 +147,30 @@ class WalkedReading(Reading):
             chances[place] = math.exp(log_softmax(scores_M, inverse)[before])
         return chances
 
-    def candidates(self, slot: int, limit: int, seq: Sequence, count: int, most: int) -> Candidates:
-        """As Reading.candidates, along the walk of the largest scores; `behind` says them behind any other candidate."""
+    def candidates(
+        self, slot: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
+    ) -> Candidates:
+        """As Reading.candidates, along the walk of the likeliest; `behind` says them behind any other candidate."""
         inverse, scores_KPM, tokens_KM = inverse_temperature(seq), self._scores_of(slot), self._tokens_BKM[slot]
+        first, known = len(seq.tokens), dict[int, list[float]]()
 
         def at(place: int, before: int) -> tuple[list[int], list[float]]:
-            logprobs = log_softmax(scores_KPM[place][before], inverse)
-            ranks = sorted(range(len(logprobs)), key=logprobs.__getitem__, reverse=True)[:count]
-            return [tokens_KM[place][each] for each in ranks], [logprobs[each] for each in ranks]
+            logprobs, tokens = log_softmax(scores_KPM[place][before], inverse), tokens_KM[place]
+            if foresight:
+                if place not in known:
+                    known[place] = rng.Noise(seq.seed, first + place).exponentials(tokens)
+                logprobs = foresight.chances(logprobs, known[place])
+            return ranked(tokens, logprobs, count)
 
         def behind(place: int, token: int) -> tuple[list[int], list[float]]:
             return at(place, tokens_KM[place - 1].index(token))
 
-        places, _ = self._walk(slot, limit, inverse)
-        told = [at(place, before) for place, before in enumerate([0, *places][: len(places)])]
+        told, before = list[tuple[list[int], list[float]]](), 0
+        for place, scores_PM in enumerate(scores_KPM[:limit]):
+            if best_of(scores_PM[before]) < 0:
+                break
+            told.append(at(place, before))
+            before = tokens_KM[place].index(told[-1][0][0])
         return Candidates([tokens for tokens, _ in told], [logprobs for _, logprobs in told], most, behind)
 
     def _scores_of(self, slot: int) -> list[list[list[float]]]:

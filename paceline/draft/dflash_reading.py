@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline import rng
 from paceline.draft.checkpoint import DFlashConfig
+from paceline.draft.foresight import FIELD, Foresight, ranked
 from paceline.model.logits import MIN_TEMPERATURE, likeliest, sample, target_probs
 from paceline.trees import Candidates
 from paceline.types import Sequence
@@ -61,12 +62,22 @@ class Reading:
         tokens = [sample(probs_V, draw) for probs_V, draw in zip(probs_KV, draws, strict=True)]
         return tokens, probs_KV if tokens else None, sure
 
-    def candidates(self, slot: int, limit: int, seq: Sequence, count: int, most: int) -> Candidates:
-        """The `count` likeliest tokens of each slot at the request's temperature, for a tree of at most `most` nodes."""
+    def candidates(
+        self, slot: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
+    ) -> Candidates:
+        """The `count` likeliest tokens of each slot at the request's temperature, for a tree of at most `most` nodes; with
+        `foresight` those that the target will most likely draw."""
         assert self._logits_BKV is not None
-        ids_KM, logprobs_KM = likeliest(self._logits_BKV[slot, :limit], count, inverse_temperature(seq))
+        looked_at = max(count, FIELD) if foresight else count
+        ids_KM, logprobs_KM = likeliest(self._logits_BKV[slot, :limit], looked_at, inverse_temperature(seq))
         num = min(num_finite([logprobs[0] for logprobs in logprobs_KM]), len(ids_KM))
         tokens_KM = ids_KM if self._ids is None else [[self._ids[each] for each in ids] for ids in ids_KM]
+        if foresight:
+            told = list[tuple[list[int], list[float]]]()
+            for place, (tokens, logprobs) in enumerate(zip(tokens_KM[:num], logprobs_KM[:num], strict=True)):
+                times = rng.Noise(seq.seed, len(seq.tokens) + place).exponentials(tokens)
+                told.append(ranked(tokens, foresight.chances(logprobs, times), count))
+            return Candidates([tokens for tokens, _ in told], [logprobs for _, logprobs in told], most)
         return Candidates(tokens_KM[:num], logprobs_KM[:num], most)
 
     def _over_all_tokens(self, logits_KV: Tensor) -> Tensor:

@@ -186,7 +186,7 @@ class Pool:
         for drafter, places in groups.values():
             began = time.perf_counter()
             rows, takes = [batch.sequences[place] for place in places], [takes_B[place] for place in places]
-            own = Batch(rows, takes, batch.whole_blocks, batch.num_candidates)
+            own = Batch(rows, takes, batch.whole_blocks, batch.num_candidates, batch.foresees)
             drafted = drafter.propose(own)
             for index, place in enumerate(places):
                 block.tokens_B[place], block.probs_B[place] = drafted.tokens_B[index], drafted.probs_B[index]

@@ -264,6 +264,7 @@ class Engine:
                 self.planner.join(plan, place, self._row(seq))  # its prompt ended in this step
         batch.takes_B, batch.whole_blocks = plan.drafts, plan.whole_blocks
         takes_trees = self.target.takes_trees and self.judge.takes_trees
+        batch.foresees = self.judge.rule.draws
         batch.num_candidates, batch.tells_said = self.planner.num_candidates if takes_trees else 0, self.planner.tells_said
         stats = decode_round(batch, self.target, self.pool, self.judge, partial(self.planner.narrow, plan))
         self.planner.learn(plan, stats)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import NumericsError
-from paceline.model.logits import draw, penalise, target_probs
+from paceline.model.logits import penalise, target_probs
+from paceline.model.race import race
 from paceline.model.target import ForwardOutput
 from paceline.trees import Tree
 from paceline.types import Sequence
@@ -43,7 +44,7 @@ def judge_lossy(
     def own(path: list[int]) -> int:
         if params.is_greedy:
             return ForwardOutput(logits_1V(path), None).best_T()[0]
-        return draw(logits_1V(path)[0], params, uniforms.sample(len(path)))
+        return race(logits_1V(path)[0], params, uniforms.noise(len(path)))
 
     def probs(path: list[int]) -> Tensor:
         if params.is_greedy:  # in double precision, so that different logits stay different
@@ -56,7 +57,7 @@ def judge_lossy(
                 tokens,
                 draft_probs_KV,
                 uniforms,
-                draw=lambda slot: draw(logits_JV[slot], params, uniforms.sample(slot)),
+                draw=lambda slot: race(logits_JV[slot], params, uniforms.noise(slot)),
                 target_probs=lambda: target_probs(logits_JV, params),
             )
             verdict = lossy_rule(asked, seq.ledger).verify(row)

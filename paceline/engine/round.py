@@ -19,7 +19,8 @@ from paceline.engine.lossy import NO_TOKEN as _NONE
 from paceline.engine.lossy import judge_lossy
 from paceline.errors import NumericsError
 from paceline.lossy import LOSSY
-from paceline.model.logits import draw, logprobs_of, penalise, target_probs
+from paceline.model.logits import logprobs_of, penalise, target_probs
+from paceline.model.race import race
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 from paceline.trees import Candidates, Outcome, Said, Tree, said_of
 from paceline.types import NONE, Batch, DraftBlock, RoundStats, Sequence, Take, Verdict
@@ -245,7 +246,7 @@ class RuleJudge:
         if seq.params.is_greedy:
             return ForwardOutput(logits_JV[slots[-1] :][:1], None).best_T()[0]
         try:
-            return draw(logits_JV[slots[-1]], seq.params, Uniforms.of(seq).sample(len(path)))
+            return race(logits_JV[slots[-1]], seq.params, Uniforms.of(seq).noise(len(path)))
         except NumericsError:
             return _NONE
 
@@ -265,7 +266,7 @@ class RuleJudge:
             tokens,
             draft_probs_KV if self.rule.needs_probs else None,
             uniforms,
-            draw=lambda slot: draw(logits_JV[slot], seq.params, uniforms.sample(slot)),
+            draw=lambda slot: race(logits_JV[slot], seq.params, uniforms.noise(slot)),
             target_probs=lambda: target_probs(logits_JV, seq.params),
         )
         try:

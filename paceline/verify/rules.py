@@ -2,8 +2,9 @@
 
 Four keep the target's distribution for any drafter: match, rejection, block, and auto, which picks one of them.
 
-- `match`: draw the target's own token at each position; a draft stands while it is that token. The text is the one that plain
-  decoding gives with the same seed. At temperature 0 the draw is the most likely token (Stern et al. 1811.03115, section 3).
+- `match`: draw the target's own token at each position (`model/race.py`); a draft stands while it is that token. The text is
+  the one that plain decoding gives with the same seed. At temperature 0 the draw is the most likely token (Stern et al.
+  1811.03115, section 3).
 - `rejection` (Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2): draft x stands with probability
   min(1, target(x) / draft(x)); the first that falls is replaced by a token drawn from the residual max(target - draft, 0).
 - `block` (Sun et al. 2403.10444, algorithm 2): decides on the drafts together and keeps as many as rejection or more. With
@@ -31,7 +32,7 @@ from torch import Tensor
 from paceline.errors import ConfigError
 from paceline.marginals import Marginals, path_that_stands
 from paceline.model.logits import sample
-from paceline.rng import ACCEPT, RESIDUAL, SAMPLE, uniform
+from paceline.rng import ACCEPT, RESIDUAL, SAMPLE, Noise, uniform
 from paceline.trees import Tree
 from paceline.types import Sequence as Request
 
@@ -56,8 +57,12 @@ class Uniforms:
         return cls(seq.seed, len(seq.tokens) - 1)
 
     def sample(self, slot: int) -> float:
-        """Draws the target's token at slot's absolute position: plain decoding uses the same number there."""
+        """Draws a token at slot's absolute position."""
         return uniform(self.seed, SAMPLE, self.anchor_position + slot + 1)
+
+    def noise(self, slot: int) -> Noise:
+        """Draws the target's own token at slot's absolute position: plain decoding uses the same numbers there."""
+        return Noise(self.seed, self.anchor_position + slot + 1)
 
     def accept(self, slot: int) -> float:
         """Decides on draft number `slot`."""
@@ -92,6 +97,8 @@ class Rule:
     """Whether the answers are distributed as plain decoding's, for any drafter. Every figure that a rule makes carries it."""
     needs_probs: bool
     """Whether it uses what the drafts were drawn from; a rule that does not takes all drafts as certain."""
+    draws: bool = False
+    """Whether it holds certain drafts against the target's own draws, so that a drafter may guess with their numbers."""
     takes_trees: bool = False
     """Whether it can judge trees: along the target's own draws, or along `walk`."""
     walk: Callable[[Tree, Uniforms], list[int]] | None = None
@@ -200,8 +207,8 @@ def _draw_residual(row: CheckedRow, num_accepted: int, weights_V: Tensor, target
 
 
 _RULES = (
-    Rule("auto", auto, lossless=True, needs_probs=True, takes_trees=True),
-    Rule("match", match, lossless=True, needs_probs=False, takes_trees=True),
+    Rule("auto", auto, lossless=True, needs_probs=True, draws=True, takes_trees=True),
+    Rule("match", match, lossless=True, needs_probs=False, draws=True, takes_trees=True),
     Rule("rejection", rejection, lossless=True, needs_probs=True),
     Rule("block", block, lossless=True, needs_probs=True),
 )

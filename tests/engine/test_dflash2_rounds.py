@@ -130,7 +130,7 @@ def expected_answers(params: SamplingParams, depth: int) -> dict[tuple[int, ...]
 
 
 def p_value(rule: str, monkeypatch: pytest.MonkeyPatch, num_samples: int = 900) -> float:
-    """Chi-square of answers without a seed, whose drafts are drawn from the selector's own distribution."""
+    """Chi-square of answers without a seed. Their drafts are drawn from the selector's own distribution, or guessed (auto)."""
     numbers = random.Random(4)
     monkeypatch.setattr(types.os, "urandom", numbers.randbytes)
     params = SamplingParams(temperature=0.7, top_k=3, max_tokens=4)
@@ -146,7 +146,7 @@ def p_value(rule: str, monkeypatch: pytest.MonkeyPatch, num_samples: int = 900) 
     return float(chisquare(observed, masses).pvalue)
 
 
-@pytest.mark.parametrize("rule", ["block", "rejection"])
+@pytest.mark.parametrize("rule", ["block", "rejection", "auto"])
 def test_sampled_answers_have_the_targets_distribution(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert p_value(rule, monkeypatch) > 0.001
 

@@ -1,13 +1,14 @@
 """Trees under every sampling option, by enumeration over a small vocabulary; mistakes on purpose must be seen.
 
-Decoding is a function of one number for each position of the answer. For every answer that the target can give, the numbers
-are told for which plain decoding gives it: intervals, whose lengths multiply to its probability. The engine with trees, given
-the lowest and the highest numbers of these intervals, must say that answer: then it says each with the target's probability,
-since the token at a position does not fall as its number rises (inverse transform sampling).
+Decoding is a function of one number for each token at each position of the answer: the token wins whose number over its
+probability is the least (`model/race.py`). For every answer that the target can give, numbers are told with which plain
+decoding gives it: at each position its token wins by far, or hardly. The engine with trees, given either, must say that answer:
+then it says each with the target's probability, since races of exponential numbers are won with it (`test_race.py`).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -22,12 +23,12 @@ from torch import Tensor
 from paceline.engine import round as decode
 from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
-from paceline.model.logits import draw, penalise, target_probs
+from paceline.model.logits import penalise, target_probs
+from paceline.model.race import race
 from paceline.plan import FixedPlanner, Plan
-from paceline.rng import SAMPLE, uniform
+from paceline.rng import Noise
 from paceline.trees import Tree
 from paceline.types import DraftBlock, SamplingParams, Sequence
-from paceline.verify import rules
 from paceline.verify.rules import Uniforms
 
 VOCAB, NUM_TOKENS, PROMPT, EDGE = 4, 4, [1, 2], 1e-3
@@ -52,7 +53,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "logit_bias": {1: 0.6, 2: -0.4},
     },
 }
-Answers = dict[tuple[int, ...], list[tuple[float, float]]]
+Answers = dict[tuple[int, ...], list[list[float]]]
 
 
 def target_of() -> FakeTarget:
@@ -61,22 +62,19 @@ def target_of() -> FakeTarget:
 
 @cache
 def answers_of(way: str) -> Answers:
-    """Every answer that plain decoding can give, with the interval of the number at each position for which it does."""
+    """Every answer that plain decoding can give, with the probabilities of all tokens at each of its positions."""
     target, params = target_of(), SamplingParams(**WAYS[way])
     found: Answers = {(): []}
     for _ in range(NUM_TOKENS):
         longer: Answers = {}
-        for answer, intervals in found.items():
+        for answer, before in found.items():
             tokens = PROMPT + list(answer)
             logits_1V = penalise(target.logits_after(tokens)[None].clone(), params, tokens, Counter(answer), [])
-            low = 0.0
             probs = target_probs(logits_1V, params)[0].double() if not params.is_greedy else torch.zeros(VOCAB).double()
             if params.is_greedy:
                 probs[logits_1V[0].argmax()] = 1.0
-            for token, share in enumerate((probs / probs.sum()).tolist()):
-                if share > 0:
-                    longer[(*answer, token)] = [*intervals, (low, low + share)]
-                low += share
+            shares = (probs / probs.sum()).tolist()
+            longer |= {(*answer, token): [*before, shares] for token, share in enumerate(shares) if share > 0}
         found = longer
     return found
 
@@ -88,19 +86,25 @@ class Wide(FixedPlanner):
         super().__init__(num_nodes=10)
 
 
+def numbers_for(winner: int, shares: list[float], lead: float) -> list[float]:
+    """Numbers with which this token wins: all others come in together at 1, those that cannot be drawn sooner."""
+    return [share * (lead if token == winner else 1.0) if share else lead / 2 for token, share in enumerate(shares)]
+
+
 def said(way: str, monkeypatch: pytest.MonkeyPatch, planner: FixedPlanner | None = None, accuracy: float = 0.7) -> list[bool]:
-    """Of each answer whether the engine gives it, with the lowest numbers of its intervals and with the highest."""
-    known = [(answer, edges) for answer, edges in answers_of(way).items() for _ in range(2)]
+    """Of each answer whether the engine gives it, with numbers by which its tokens hardly win, and by far."""
+    known = [(answer, shares) for answer, shares in answers_of(way).items() for _ in range(2)]
     numbers = [
-        [low + (EDGE if index % 2 else 1 - EDGE) * (high - low) for low, high in edges]
-        for index, (_, edges) in enumerate(known)
+        [numbers_for(token, each, EDGE if index % 2 else 1 - EDGE) for token, each in zip(answer, shares, strict=True)]
+        for index, (answer, shares) in enumerate(known)
     ]
+    right = Noise.exponentials
 
-    def told(seed: int, stream: int, position: int, slot: int = 0) -> float:
-        own = stream == SAMPLE and seed < len(numbers) and 0 <= position - len(PROMPT) < NUM_TOKENS
-        return numbers[seed][position - len(PROMPT)] if own else uniform(seed, stream, position, slot)
+    def told(noise: Noise, tokens: list[int]) -> list[float]:
+        is_own = noise.seed < len(numbers) and 0 <= noise.position - len(PROMPT) < NUM_TOKENS
+        return [numbers[noise.seed][noise.position - len(PROMPT)][each] for each in tokens] if is_own else right(noise, tokens)
 
-    monkeypatch.setattr(rules, "uniform", told)
+    monkeypatch.setattr(Noise, "exponentials", told)
     target = target_of()
     drafter = TreeDrafter(target, num_drafted=3, width=3, accuracy=accuracy)
     engine = Engine(target, ByteTokenizer(), drafter, planner=planner or Wide())
@@ -114,7 +118,7 @@ def said(way: str, monkeypatch: pytest.MonkeyPatch, planner: FixedPlanner | None
 @pytest.mark.parametrize("way", WAYS)
 def test_every_answer_comes_with_its_probability(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = answers_of(way)
-    masses = [torch.tensor([high - low for low, high in edges]).prod().item() for edges in found.values()]
+    masses = [math.prod(each[token] for token, each in zip(answer, shares, strict=True)) for answer, shares in found.items()]
     assert sum(masses) == pytest.approx(1.0, abs=1e-5)
     assert len(found) == 1 if WAYS[way].get("temperature") is None else len(found) > 10
     assert all(said(way, monkeypatch))
@@ -127,7 +131,7 @@ def keyed_by_node(patch: pytest.MonkeyPatch) -> None:
     """The number is that of the node in its tree, not of the token's position."""
 
     def wrong(judge: RuleJudge, seq: Sequence, path: list[int], slots: list[int], logits_JV: Tensor) -> int:
-        return draw(logits_JV[slots[-1]], seq.params, Uniforms.of(seq).sample(slots[-1]))
+        return race(logits_JV[slots[-1]], seq.params, Uniforms.of(seq).noise(slots[-1]))
 
     patch.setattr(RuleJudge, "_draw", wrong)
 
@@ -136,7 +140,7 @@ def one_number_for_a_round(patch: pytest.MonkeyPatch) -> None:
     """Every token of a round is drawn with the number of its first."""
 
     def wrong(judge: RuleJudge, seq: Sequence, path: list[int], slots: list[int], logits_JV: Tensor) -> int:
-        return draw(logits_JV[slots[-1]], seq.params, Uniforms.of(seq).sample(0))
+        return race(logits_JV[slots[-1]], seq.params, Uniforms.of(seq).noise(0))
 
     patch.setattr(RuleJudge, "_draw", wrong)
 
@@ -146,7 +150,7 @@ def siblings_logits(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(judge: RuleJudge, seq: Sequence, path: list[int], slots: list[int], logits_JV: Tensor) -> int:
         slot = min(slots[-1] + (len(slots) > 1), len(logits_JV) - 1)
-        return draw(logits_JV[slot], seq.params, Uniforms.of(seq).sample(len(path)))
+        return race(logits_JV[slot], seq.params, Uniforms.of(seq).noise(len(path)))
 
     patch.setattr(RuleJudge, "_draw", wrong)
 

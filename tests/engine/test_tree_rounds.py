@@ -118,18 +118,18 @@ def test_rules_that_weigh_probabilities_and_targets_without_trees_get_chains() -
 def by_node(judge: RuleJudge, seq: Sequence, path: list[int], slots: list[int], logits_JV: Tensor) -> int:
     """Wrong: the number is another one at each draft of the tree, not at each position."""
     other = Uniforms(seq.seed + 7 * sum(path), len(seq.tokens) - 1)
-    return decode.draw(logits_JV[slots[-1]], seq.params, other.sample(len(path)))
+    return decode.race(logits_JV[slots[-1]], seq.params, other.noise(len(path)))
 
 
 def logits_before(judge: RuleJudge, seq: Sequence, path: list[int], slots: list[int], logits_JV: Tensor) -> int:
     """Wrong: behind a draft it reads the logits of the one before."""
-    return decode.draw(logits_JV[slots[-2:][0]], seq.params, Uniforms.of(seq).sample(len(path)))
+    return decode.race(logits_JV[slots[-2:][0]], seq.params, Uniforms.of(seq).noise(len(path)))
 
 
 def siblings_logits(judge: RuleJudge, seq: Sequence, path: list[int], slots: list[int], logits_JV: Tensor) -> int:
     """Wrong: behind a draft it reads the logits of the node beside it."""
     slot = min(slots[-1] + (len(slots) > 1), len(logits_JV) - 1)
-    return decode.draw(logits_JV[slot], seq.params, Uniforms.of(seq).sample(len(path)))
+    return decode.race(logits_JV[slot], seq.params, Uniforms.of(seq).noise(len(path)))
 
 
 @pytest.mark.parametrize("mistake", [by_node, logits_before, siblings_logits])

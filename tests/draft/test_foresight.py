@@ -1,0 +1,93 @@
+"""Guessing the target's draws: right positions, better than the likeliest token, and only where the rule draws."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_dflash import raw_config
+
+from paceline.draft.checkpoint import DFlashConfig
+from paceline.draft.dflash2_selector import Picks, WalkedReading
+from paceline.draft.dflash_reading import Reading
+from paceline.draft.foresight import Foresight
+from paceline.errors import ModelFileError
+from paceline.model.race import race
+from paceline.rng import Noise
+from paceline.trees import Candidates
+from paceline.types import SamplingParams, Sequence
+
+SIZE, SLOTS, SURE = 20, 5, Foresight(1.0, 0.01)
+
+
+def a_request(seed: int) -> Sequence:
+    return Sequence(0, [3, 1, 4, 1, 5], 5, SamplingParams(temperature=1.0, seed=seed))
+
+
+def logits_of(seed: int) -> torch.Tensor:
+    return 2.0 * torch.randn(1, SLOTS, SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def guessed(logits_BKV: torch.Tensor, seq: Sequence, kind: str, foresight: Foresight | None) -> Candidates:
+    """Of a drafter that says these logits, whatever was drafted before."""
+    if kind == "dflash":
+        config = DFlashConfig.from_json(raw_config())
+        reading = Reading(logits_BKV.argmax(-1).tolist(), logits_BKV, config, None, SIZE)
+    else:
+        scores_BKPM, chosen_BKM = logits_BKV.sort(dim=-1, descending=True)
+        reading = WalkedReading(Picks(chosen_BKM, scores_BKPM[:, :, None].expand(-1, -1, SIZE, -1)), None, SIZE)
+    return reading.candidates(0, SLOTS, seq, 4, 64, foresight)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+def test_a_drafter_that_knows_the_distribution_knows_the_token(kind: str) -> None:
+    """At each slot, with the numbers of its own position."""
+    for seed in range(12):
+        seq, logits_BKV = a_request(seed), logits_of(seed)
+        drawn = [race(logits_V, seq.params, Noise(seed, 5 + slot)) for slot, logits_V in enumerate(logits_BKV[0])]
+        found = guessed(logits_BKV, seq, kind, SURE)
+        assert [tokens[0] for tokens in found.tokens_KM] == drawn
+        seq.tokens += drawn  # what is told later is told of the same positions
+        assert [found.at(slot, drawn[slot - 1] if slot else -1)[0][0] for slot in range(SLOTS)] == drawn
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+def test_what_a_drafter_knows_roughly_it_guesses_better_than_by_its_likeliest(kind: str) -> None:
+    hits = {"likeliest": 0, "guess": 0, "four": 0, "four guesses": 0}
+    for seed in range(60):
+        seq, logits_BKV = a_request(seed), logits_of(seed)
+        rough = logits_BKV + 0.7 * torch.randn(logits_BKV.shape, generator=torch.Generator().manual_seed(1000 + seed))
+        drawn = [race(logits_V, seq.params, Noise(seed, 5 + slot)) for slot, logits_V in enumerate(logits_BKV[0])]
+        for names, foresight in ((("likeliest", "four"), None), (("guess", "four guesses"), Foresight())):
+            found = guessed(rough, seq, kind, foresight)
+            for tokens, logprobs, token in zip(found.tokens_KM, found.logprobs_KM, drawn, strict=True):
+                assert logprobs == sorted(logprobs, reverse=True) and sum(map(math.exp, logprobs)) <= 1 + 1e-6
+                hits[names[0]] += tokens[0] == token
+                hits[names[1]] += token in tokens
+    total = 60 * SLOTS
+    assert hits["guess"] > hits["likeliest"] + 0.1 * total and hits["four guesses"] > hits["four"] + 0.1 * total
+
+
+def test_chances_are_those_that_the_spread_says() -> None:
+    """The target's scores are the drafter's and Gumbel noise of this spread: then each wins as often as it was told."""
+    foresight, generator = Foresight(0.8, 0.6), torch.Generator().manual_seed(0)
+    logprobs, times = [-0.5, -1.5, -2.0], [0.7, 0.2, 1.5]
+    scores = torch.tensor([0.8 * log - math.log(time) for log, time in zip(logprobs, times, strict=True)])
+    unknown = -torch.rand(100_000, 3, generator=generator).log().neg().log() * 0.6
+    shares = torch.bincount((scores + unknown).argmax(-1), minlength=3) / 100_000
+    assert torch.tensor(foresight.chances(logprobs, times)).exp().tolist() == pytest.approx(shares.tolist(), abs=0.01)
+
+
+def test_its_numbers_stand_in_config_json() -> None:
+    raw: dict[str, Any] = {**raw_config(), "paceline": {"foresight": {"scale": 0.6, "spread": 0.3}}}
+    assert DFlashConfig.from_json(raw).foresight == Foresight(0.6, 0.3)
+    assert DFlashConfig.from_json(raw_config()).foresight == Foresight()
+
+
+@pytest.mark.parametrize("wrong", [3, {"scale": 0}, {"scale": "1"}, {"spread": True}, {"spread": math.inf}, {"size": 1.0}])
+def test_wrong_numbers_are_refused(wrong: Any) -> None:
+    with pytest.raises(ModelFileError, match="paceline.foresight"):
+        Foresight.of({"paceline": {"foresight": wrong}}, Path("config.json"))
