@@ -25,6 +25,7 @@ from paceline.adapt.engines import Given, Start, command_of, environment_of, giv
 from paceline.bench.client import Client
 from paceline.draft.checkpoint import read_stored
 from paceline.draft.eagle3 import Eagle3Drafter
+from paceline.draft.export import export
 from paceline.errors import ConfigError, DownloadError, DrafterMismatchError, UnsupportedModelError
 from paceline.model.checkpoint import load_tensors, read_json
 from paceline.simulate.answer import METHODS
@@ -129,6 +130,14 @@ class TestGiven:
     def test_a_plain_folder_is_given_as_it_is(self, engine: str, target: Path, drafter: Path, tmp_path: Path) -> None:
         plain = given_to(Start("sglang", str(target), str(drafter)), tmp_path / "a").folder
         assert given_to(Start(engine, str(target), str(plain)), tmp_path / "b").folder == plain
+
+    def test_a_gguf_file_is_written_as_the_engine_reads_it(self, target: Path, drafter: Path, tmp_path: Path) -> None:
+        export(read_stored(drafter), "gguf", tmp_path / "drafter.gguf")
+        folder = given_to(Start("vllm", str(target), str(tmp_path / "drafter.gguf")), tmp_path).folder
+        own, given = read_stored(drafter), read_stored(folder)
+        assert given.form == "speculators" and own.vocabulary.ids is not None and given.vocabulary.ids is not None
+        assert torch.equal(given.vocabulary.ids, own.vocabulary.ids)
+        assert all(torch.equal(given.tensors[name], tensor) for name, tensor in own.tensors.items())
 
     def test_eagle3(self, target: Path, tmp_path: Path) -> None:
         from paceline.config import EngineConfig
