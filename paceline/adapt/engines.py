@@ -30,6 +30,7 @@ from paceline.config import EngineConfig, resolve
 from paceline.draft.checkpoint import PACKED, StoredDrafter, check_fit, is_dflash, read_stored, weights_file
 from paceline.draft.eagle3_checkpoint import check_eagle3_fit, default_taps, is_eagle3, read_eagle3, write_eagle3
 from paceline.draft.export import HeadRows, export, rows_of
+from paceline.draft.gguf_reading import is_gguf_drafter
 from paceline.draft.registry import DRAFTERS, checkpoint_of
 from paceline.errors import ConfigError, ModelFileError, UnsupportedModelError, refuse
 from paceline.hub import BUILTINS, SHIPPED
@@ -143,7 +144,7 @@ def given_to(start: Start, scratch: Path) -> Given:
     is_shipped = start.drafter == shipped.name and (shipped / "config.json").is_file()
     folder, sizes = shipped if is_shipped else checkpoint_of(start.drafter), sizes_of(start.model)
     raw = read_json(folder / "config.json") if folder.is_dir() else {}
-    if is_dflash(raw):
+    if is_dflash(raw) or is_gguf_drafter(folder):
         return _dflash(start, folder, raw, sizes, scratch)
     if is_eagle3(raw):
         return _eagle3(start, folder, sizes, scratch)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,15 @@ def write_gguf(
     elif ids is not None:
         told.append(f"the draft vocabulary of {len(ids)} tokens, for llama.cpp, which drafts among all tokens{_remedy(config)}")
     told += [f"{name}: the target's own is used" for name in stored.others]
-    if config.second is None and any(config.raw.get(name) for name in SCALES):
+    if config.second is None and (config.output_multiplier, config.final_logit_softcapping) != (1.0, 0.0):
         told.append(
             "output_multiplier and final_logit_softcapping, which llama.cpp reads of DFlash 2 alone; the best stay the best"
         )
     scratch = file.with_name(f".{file.name}.part")
-    with reraised(CacheError, f"the drafter cannot be written to {file}", "free space or choose another file", OSError):
+    remedy = "free space or choose another file"
+    with ExitStack() as stack, reraised(CacheError, f"the drafter cannot be written to {file}", remedy, OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
+        stack.callback(scratch.unlink, missing_ok=True)
         writer = gguf.GGUFWriter(scratch, ARCH)
         _add_config(writer, config)
         if ids is not None and "d2t" not in tensors:

@@ -173,6 +173,14 @@ class TestGiven:
         stored = read_stored(given.folder)
         assert stored.form == "z-lab" and stored.config.is_causal == (True, False)
 
+    def test_a_gguf_file_is_written_as_the_engine_reads_it(self, target: Path, drafter: Path, tmp_path: Path) -> None:
+        export(read_stored(drafter), "gguf", tmp_path / "drafter.gguf")
+        folder = given_to(Start("vllm", str(target), str(tmp_path / "drafter.gguf")), tmp_path).folder
+        own, given = read_stored(drafter), read_stored(folder)
+        assert given.form == "speculators" and own.vocabulary.ids is not None and given.vocabulary.ids is not None
+        assert torch.equal(given.vocabulary.ids, own.vocabulary.ids)
+        assert all(torch.equal(given.tensors[name], tensor) for name, tensor in own.tensors.items())
+
     def test_eagle3(self, target: Path, tmp_path: Path) -> None:
         from paceline.config import EngineConfig
         from paceline.engine.llm import LLM
