@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.errors import ConfigError, refuse
 from paceline.evals.config import GateConfig
-from paceline.evals.scores import Scores
+from paceline.evals.scores import Scores, parts_of, resampled
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,7 +42,7 @@ class Comparison:
     score_after: float
     difference: float
     interval: tuple[float, float]
-    """95%."""
+    """95%; of a single case everything."""
     chance: float
     """Of a difference at least as large if the two were the same."""
     gained: int
@@ -89,7 +89,7 @@ def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) 
         score_before=float(one.mean()),
         score_after=float(two.mean()),
         difference=difference,
-        interval=resampled(gains, seed),
+        interval=resampled(gains, seed) if len(gains) > 1 else (-1.0, 1.0),
         chance=chance,
         gained=int((gains > 0).sum()),
         lost=int((gains < 0).sum()),
@@ -99,17 +99,6 @@ def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) 
         price_ratio=prices[1] / prices[0] if prices[0] and prices[1] else None,
         smallest=findable(len(gains), float(gains.std(ddof=1)) if len(gains) > 1 else math.nan, level),
     )
-
-
-def resampled(gains: np.ndarray, seed: int = 0, draws: int = 4000) -> tuple[float, float]:
-    """95% percentile interval of the mean of paired differences [cases]. How often each value is drawn is multinomial."""
-    import numpy as np
-
-    values, counts = np.unique(gains, return_counts=True)
-    generator, size = np.random.default_rng(seed), len(gains)
-    means = [generator.multinomial(size, counts / size, number) @ values / size for number in _parts(draws)]
-    low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
-    return float(low), float(high)
 
 
 def sign_flips(gains: np.ndarray, seed: int = 0, draws: int = DRAWS) -> float:
@@ -125,15 +114,10 @@ def sign_flips(gains: np.ndarray, seed: int = 0, draws: int = DRAWS) -> float:
         return float((np.abs((2 * ways - 1) @ moved) >= seen).mean())
     values, counts = np.unique(moved, return_counts=True)
     generator, hits = np.random.default_rng(seed), 0
-    for number in _parts(draws):
+    for number in parts_of(draws):
         heads = generator.binomial(counts, 0.5, (number, len(values)))  # of the cases of each value
         hits += int((np.abs((2 * heads - counts) @ values) >= seen).sum())
     return (hits + 1) / (draws + 1)
-
-
-def _parts(draws: int, most: int = 500) -> list[int]:
-    """Draws in parts: all at once would need their number times the number of values in memory."""
-    return [min(most, draws - begin) for begin in range(0, draws, most)]
 
 
 def findable(num_cases: int, deviation: float, level: float = LEVEL, power: float = 0.9) -> float:

@@ -19,11 +19,13 @@ from paceline.errors import ConfigError, PromptError, refuse, reraised
 from paceline.evals.config import PricesConfig
 from paceline.evals.scorers import SCORERS, score_code
 from paceline.evals.suite import Case, Suite
-from paceline.figures import Interval, Spread, bootstrap
+from paceline.figures import Interval, Spread
 from paceline.runlog import record_of, write_whole
 from paceline.tables import SILENT, Advance, Progress
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from paceline.evals.sandbox import Sandbox
 
 
@@ -106,7 +108,9 @@ class Scores:
     @property
     def interval(self) -> Interval:
         """95%, over cases."""
-        return bootstrap([(case.score,) for case in self.cases], lambda items: statistics.fmean(item[0] for item in items))
+        import numpy as np
+
+        return resampled(np.array([case.score for case in self.cases])) if len(self.cases) > 1 else (None, None)
 
     @property
     def latency(self) -> Spread:
@@ -149,6 +153,22 @@ class Scores:
         """Raises CacheError when the disk refuses."""
         write_whole(Path(file), json.dumps(record_of({"scores": asdict(self)})) + "\n")
         return Path(file)
+
+
+def resampled(values: np.ndarray, seed: int = 0, draws: int = 4000) -> tuple[float, float]:
+    """95% percentile interval of the mean of values [cases]: how often each is drawn is multinomial."""
+    import numpy as np
+
+    unique, counts = np.unique(values, return_counts=True)
+    generator, size = np.random.default_rng(seed), len(values)
+    means = [generator.multinomial(size, counts / size, number) @ unique / size for number in parts_of(draws)]
+    low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def parts_of(draws: int, most: int = 500) -> list[int]:
+    """Draws in parts: all at once would need their number times the number of values in memory."""
+    return [min(most, draws - begin) for begin in range(0, draws, most)]
 
 
 def read_scores(file: str | Path) -> Scores:
