@@ -2,8 +2,8 @@
 
     python experiments/distil_layers.py --teacher FOLDER --answers runs/answers/answers influence even 0,1,2,27,28,29
 
-A plain loop of hard labels over the functions of `paceline distill` (its collator, its logits at the answers), the same order of
-answers for each choice. FOLDER is the teacher as a Transformers folder (experiments/gguf_to_folder.py).
+A plain loop of hard labels over the functions of `paceline distill` (its collator, its logits at the answers), the same order
+of answers for each. FOLDER is the teacher as a Transformers folder (experiments/gguf_to_folder.py).
 """
 
 from __future__ import annotations
