@@ -142,7 +142,7 @@ class FilesConfig:
     """Of the Transformers folder."""
     gguf: Annotated[str, ("auto", "none", "q8_0", "q4_1", "bf16", "f32")] = "auto"
     """Also a GGUF file with matrices in these blocks, of which the gate then judges; it needs a teacher in a GGUF file, whose
-    tokenizer it copies. auto: q4_1 for such a teacher, else none."""
+    tokenizer it copies. For q4_1 it learns with its matrices rounded so. auto: q4_1 for such a teacher, else none."""
     embedding_format: Annotated[str, ("same", "q8_0", "q4_1", "bf16", "f32")] = "same"
     """Of the embedding and the head in the GGUF file: same keeps the teacher's stored blocks where they are frozen."""
 

@@ -121,6 +121,9 @@ def test_a_student_is_taught_kept_and_served(taught: tuple[Path, Path], tmp_path
     prompt = "Answer this ticket of the shop, please: z"
     texts = [LLM(str(model), drafter="none", max_len=96).generate([prompt])[0].text for model in (taught[0], result.gguf)]
     assert texts[0] == texts[1] and "refund" in texts[0]
+    ours, theirs = (dict(checkpoint.load_tensors(each)) for each in (tmp_path / "run" / "trained", result.gguf))
+    for name, tensor in theirs.items():  # it was taught as it is stored
+        torch.testing.assert_close(tensor, ours[name], atol=2e-3, rtol=0)
     frozen = [dict(checkpoint.load_tensors(each))["model.embed_tokens.weight"] for each in (taught[0], result.gguf)]
     assert torch.equal(*frozen)
 
