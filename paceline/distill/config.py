@@ -73,7 +73,7 @@ class TeachingConfig:
     max_steps: SomeSteps | None = None
     """Train so many steps at most."""
     epochs: Positive | None = None
-    """See every answer so many times at most [default: 3, with minutes as often as they allow]."""
+    """See every answer so many times at most [default: 3; with minutes or steps as often as they allow]."""
     batch_size: Count = 8
     """Answers a step."""
     micro_batch: Count | None = None
@@ -110,7 +110,7 @@ class TeachingConfig:
     @property
     def most_epochs(self) -> float:
         """How often every answer is seen at most."""
-        return self.epochs or (MANY_EPOCHS if self.minutes else DEFAULT_EPOCHS)
+        return self.epochs or (MANY_EPOCHS if self.minutes or self.max_steps else DEFAULT_EPOCHS)
 
     @property
     def together(self) -> int:

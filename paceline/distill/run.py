@@ -33,7 +33,7 @@ from paceline.runlog import RunFolder, plain
 from paceline.tables import Column, Progress, Table
 from paceline.train.asked import check_same_run
 from paceline.train.config import RegenerateConfig
-from paceline.train.dataset import Corpus, check_answers, check_vocabulary, read_corpus
+from paceline.train.dataset import Corpus, Document, check_answers, check_vocabulary, read_corpus
 from paceline.train.ranks import Ranks, only_run
 from paceline.train.ray_answers import run as regenerate
 from paceline.train.stopping import Stop, stopped_by_signal
@@ -144,7 +144,7 @@ class _Stages:
 
     def _read_teacher(self, corpus: Corpus) -> None:
         """What the teacher says along held-out answers, and for soft along all of them."""
-        wanted = [(self._stored("heldout"), corpus.heldout)]
+        wanted: list[tuple[Stored, Sequence[Document]]] = [(self._stored("heldout"), corpus.heldout)]
         if self.config.teaching.method == "soft":
             wanted.append((self._stored("train"), corpus.train))
         if not any(stored.missing(documents) for stored, documents in wanted):

@@ -266,7 +266,7 @@ def teach(lesson: Lesson, config: TeachingConfig, student: Path, stop: Stop, fol
 
 
 def _teach(lesson: Lesson, config: TeachingConfig, student: Path, stop: Stop, folder: RunFolder, progress: Progress) -> Taught:
-    model = transformers.AutoModelForCausalLM.from_pretrained(lesson.start, dtype=torch.float32)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(lesson.start, dtype=torch.float32)
     if lesson.round_embedding:
         with torch.no_grad():
             words = model.get_input_embeddings().weight
@@ -362,6 +362,7 @@ def _trainer(lesson: Lesson, config: TeachingConfig, model: Any, optimisers: Any
     }
     if config.method == "gkd":
         own = {"lmbda": config.on_policy, "beta": config.beta, "temperature": 1.0, "max_new_tokens": 128}
+        assert lesson.teacher is not None
         teacher = transformers.AutoModelForCausalLM.from_pretrained(
             lesson.teacher, dtype=torch.bfloat16 if config.autocast else torch.float32
         )
