@@ -7,7 +7,7 @@
 # whether the student is kept (exit status 1 when it is refused); then the student answers the tickets itself, and its drafter
 # learns from that. Killed, the same command goes on. Needs pip install 'paceline[distill]'.
 #
-# Environment: OUT (run folder), TEACHER, LAYERS or KEEP (as 0,1,2,29), METHOD (hard, soft, gkd), MINUTES (of the student's
+# Environment: OUT (run folder), TEACHER, LAYERS or KEEP (as 0,1,2,29), METHOD (hard, soft, gkd), EMBEDDING (q4_1, or same), MINUTES (of the student's
 # training), DRAFTER_MINUTES (0: no drafter), TICKETS, HELDOUT.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -29,7 +29,7 @@ echo "== the teacher answers" >&2
 paceline regenerate --target "$teacher" --prompts "$out/tickets/train.jsonl" --out "$out/answers" --max-tokens 128
 
 echo "== the student" >&2
-paceline distill --teacher "$teacher" --answers "$out/answers/answers" "${layers[@]}" --method "${METHOD:-soft}" \
+paceline distill --teacher "$teacher" --answers "$out/answers/answers" "${layers[@]}" --method "${METHOD:-soft}" --embedding-format "${EMBEDDING:-q4_1}" \
     --minutes "$minutes" --out "$out/student"
 
 if [ "$drafter_minutes" != 0 ]; then

@@ -44,7 +44,7 @@ def write_untaught(path: Path, quant: Quant = Quant.F32) -> Path:
     return path
 
 
-def write_teacher(folder: Path, num_prompts: int = 20) -> tuple[Path, Path]:
+def write_teacher(folder: Path, num_prompts: int = 24) -> tuple[Path, Path]:
     """The GGUF file, and the folder of its answers."""
     path, model = write_untaught(folder / "words.gguf"), untaught()
     tokenizer = Tokenizer.from_path(path)

@@ -73,7 +73,7 @@ class TeachingConfig:
     max_steps: SomeSteps | None = None
     """Train so many steps at most."""
     epochs: Positive | None = None
-    """See every answer so many times at most [default: 3, with minutes as often as they allow]."""
+    """See every answer so many times at most [default: 3; with minutes or steps as often as they allow]."""
     batch_size: Count = 8
     """Answers a step."""
     micro_batch: Count | None = None
@@ -110,7 +110,7 @@ class TeachingConfig:
     @property
     def most_epochs(self) -> float:
         """How often every answer is seen at most."""
-        return self.epochs or (MANY_EPOCHS if self.minutes else DEFAULT_EPOCHS)
+        return self.epochs or (MANY_EPOCHS if self.minutes or self.max_steps else DEFAULT_EPOCHS)
 
     @property
     def together(self) -> int:
@@ -142,7 +142,7 @@ class FilesConfig:
     """Of the Transformers folder."""
     gguf: Annotated[str, ("auto", "none", "q8_0", "q4_1", "bf16", "f32")] = "auto"
     """Also a GGUF file with matrices in these blocks, of which the gate then judges; it needs a teacher in a GGUF file, whose
-    tokenizer it copies. auto: q4_1 for such a teacher, else none."""
+    tokenizer it copies. For q4_1 it learns with its matrices rounded so. auto: q4_1 for such a teacher, else none."""
     embedding_format: Annotated[str, ("same", "q8_0", "q4_1", "bf16", "f32")] = "same"
     """Of the embedding and the head in the GGUF file: same keeps the teacher's stored blocks where they are frozen."""
 

@@ -111,7 +111,7 @@ class _Stages:
         asked = plain(asdict(self.config))
         for name in LENGTH:
             asked["teaching"].pop(name)
-        for part in ("out", "gate", "files"):
+        for part in ("out", "gate"):
             asked.pop(part)
         if (self.config.out / "config.json").is_file():
             check_same_run(self.config.out, "distill", asked)
@@ -172,9 +172,20 @@ class _Stages:
                 shutil.rmtree(teacher, ignore_errors=True)
                 write_folder(self.teacher, teacher)
         told = self._stored("train").load(corpus.train) if config.teaching.method == "soft" else None
-        lesson = self.teach.Lesson(out / "start", teacher, corpus.train, told, out / "checkpoints")
+        in_blocks, words = self._form == "q4_1", config.files.embedding_format == "q4_1"
         freeze = config.student.freeze_embeddings
-        return self.teach.teach(lesson, config.teaching, out / "trained", self.stop, folder, self.progress, freeze)
+        lesson = self.teach.Lesson(
+            out / "start", teacher, corpus.train, told, out / "checkpoints", freeze, in_blocks, in_blocks and words
+        )
+        return self.teach.teach(lesson, config.teaching, out / "trained", self.stop, folder, self.progress)
+
+    @property
+    def _form(self) -> str:
+        """Of the GGUF file, none for none."""
+        asked = self.config.files.gguf
+        if asked != "auto":
+            return asked
+        return "q4_1" if is_gguf(self.teacher) and not self.config.student.student else "none"
 
     def _forms(self) -> tuple[Path, Path | None]:
         """The trained student as a folder and, where asked for, as a GGUF file."""
@@ -185,14 +196,12 @@ class _Stages:
         shape = checkpoint.load_config(trained)
         tensors = checkpoint.check_tensors(shape, checkpoint.load_tensors(trained), trained)
         write_model(folder, checkpoint.config_json(out / "start"), tensors, out / "start", config.files.save_dtype)
-        form = config.files.gguf
-        if form == "auto":
-            form = "q4_1" if is_gguf(self.teacher) and not config.student.student else "none"
+        form = self._form
         if form == "none":
             return folder, None
         like = resolve(config.student.student) if config.student.student else self.teacher
         embedding = None if config.files.embedding_format == "same" else config.files.embedding_format
-        return folder, write_gguf(folder, like, out / f"{CANDIDATE}.gguf", form, embedding)
+        return folder, write_gguf(trained, like, out / f"{CANDIDATE}.gguf", form, embedding)
 
     def _judge(self, corpus: Corpus, student: Path) -> list[Finding]:
         documents, top_k = corpus.heldout, self.config.teaching.top_k

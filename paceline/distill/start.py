@@ -87,7 +87,7 @@ def write_start(
     num_kept(config, shape.num_layers)
     by_influence = influence is not None and config.choice == "influence" and not config.keep_layers
     layers = kept_layers(config, shape.num_layers, influence() if influence and by_influence else None)
-    raw: dict[str, Any] = config_json_of(teacher) | {"num_hidden_layers": len(layers)}
+    raw: dict[str, Any] = {**config_json_of(teacher), "num_hidden_layers": len(layers)}
     for name in BY_LAYER:
         if isinstance(raw.get(name), list):
             raw[name] = [raw[name][layer] for layer in layers]

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.distill import rounding
 from paceline.distill.config import TeachingConfig
 from paceline.distill.reading import Told
 from paceline.errors import CacheError, ConfigError, TrainingError, needing, reraised
@@ -62,6 +63,12 @@ class Lesson:
     """What the teacher says along each document, for soft."""
     out: Path
     """Where checkpoints are kept."""
+    freeze: bool = True
+    """Leave the embedding as it is."""
+    blocks: bool = False
+    """Learn for matrices in Q4_1 blocks (rounding.py)."""
+    round_embedding: bool = False
+    """The embedding will be in Q4_1 blocks too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,23 +254,27 @@ class Collator:
         return batch | {"prompts": prompts, "prompt_attention_mask": mask}
 
 
-def teach(
-    lesson: Lesson, config: TeachingConfig, student: Path, stop: Stop, folder: RunFolder, progress: Progress, freeze: bool
-) -> Taught:
+def teach(lesson: Lesson, config: TeachingConfig, student: Path, stop: Stop, folder: RunFolder, progress: Progress) -> Taught:
     """Train, or go on with a training that was killed, and write the student to the folder `student`, in float32.
+
+    With `blocks` its matrices are those that the blocks will hold.
 
     Raises TrainingError when its numbers diverge, CacheError when the disk refuses, SystemExit (143) at SIGTERM.
     """
     with _quiet():
-        return _teach(lesson, config, student, stop, folder, progress, freeze)
+        return _teach(lesson, config, student, stop, folder, progress)
 
 
-def _teach(
-    lesson: Lesson, config: TeachingConfig, student: Path, stop: Stop, folder: RunFolder, progress: Progress, freeze: bool
-) -> Taught:
-    model = transformers.AutoModelForCausalLM.from_pretrained(lesson.start, dtype=torch.float32)
-    if freeze:
+def _teach(lesson: Lesson, config: TeachingConfig, student: Path, stop: Stop, folder: RunFolder, progress: Progress) -> Taught:
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(lesson.start, dtype=torch.float32)
+    if lesson.round_embedding:
+        with torch.no_grad():
+            words = model.get_input_embeddings().weight
+            words.copy_(rounding.q4_1(words))
+    if lesson.freeze:
         model.get_input_embeddings().weight.requires_grad_(False)
+    if lesson.blocks:
+        rounding.compute_rounded(model)
     clock = Clock(lesson.out, _num_steps(len(lesson.documents), config), config.minutes)
     optimiser = torch.optim.AdamW(
         [each for each in model.parameters() if each.requires_grad],
@@ -286,6 +297,8 @@ def _teach(
             stop.end(f"step {clock.step} of the training is kept")
     elif newest:
         model = transformers.AutoModelForCausalLM.from_pretrained(newest, dtype=torch.float32)
+    if lesson.blocks:
+        rounding.settle(model)
     shutil.rmtree(student, ignore_errors=True)
     with reraised(CacheError, f"cannot write {student}", "free space, then run the same command", OSError):
         model.save_pretrained(student)
@@ -349,6 +362,7 @@ def _trainer(lesson: Lesson, config: TeachingConfig, model: Any, optimisers: Any
     }
     if config.method == "gkd":
         own = {"lmbda": config.on_policy, "beta": config.beta, "temperature": 1.0, "max_new_tokens": 128}
+        assert lesson.teacher is not None
         teacher = transformers.AutoModelForCausalLM.from_pretrained(
             str(lesson.teacher), dtype=torch.bfloat16 if config.autocast else torch.float32
         )

@@ -59,7 +59,7 @@ def write_gguf(folder: Path, like: Path, target: Path, form: str = "q8_0", embed
     with whole_file(target, "free space or choose another --out") as scratch:
         writer = gguf.GGUFWriter(scratch, arch)
         _copy_keys(reader, writer, {f"{arch}.block_count": config.num_layers})
-        writer.add_name(folder.name)
+        writer.add_name(target.stem)
         writer.add_file_type(FILE_TYPES[FORMATS[form]])
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if arch == "llama" else {}
         kinds = {"embed_tokens": FORMATS.get(embedding or ""), "lm_head": FORMATS.get(embedding or "")}
