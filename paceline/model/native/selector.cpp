@@ -13,6 +13,8 @@ namespace pn {
 
 namespace {
 
+constexpr int kSharedRows = 16;  // of fewer one thread is done as soon as two that have to meet
+
 // Rows of a codebook as floats.
 class Book {
 public:
@@ -50,10 +52,11 @@ public:
 
     Pick(const PnPick& pick, Pool& pool, Room& room)
         : pick_(pick), room_(room), pool_(pool), kernels_(*kernels_for(pick.dtype)), before_(pick.predecessors, pick),
-          after_(pick.successors, pick), padded_((pick.count + kWide - 1) / kWide * kWide) {}
+          after_(pick.successors, pick), padded_((pick.count + kWide - 1) / kWide * kWide),
+          num_threads_(pick.rows < kSharedRows ? 1 : pool.size()) {}
 
     int32_t prepare() {
-        const size_t rows = size_t(pick_.rows), threads = size_t(pool_.size()), rank = size_t(pick_.rank);
+        const size_t rows = size_t(pick_.rows), threads = size_t(num_threads_), rank = size_t(pick_.rank);
         room_.rankings.resize(std::max(room_.rankings.size(), threads));
         room_.gated.resize(std::max(room_.gated.size(), threads));
         for (size_t thread = 0; thread < threads; ++thread) {
@@ -76,26 +79,31 @@ public:
         return 0;
     }
 
-    void run(int thread) {
-        const Rows hidden = {room_.hidden.as<void>(), int64_t(size_t(pick_.gate->padded_cols()) * element())};
-        gate_.each(pick_.gate->num_pieces(), pool_.size(), 1, thread, [&](int begin, int end) {
-            uint8_t* scratch = room_.scratch.as<uint8_t>() + scratch_bytes(pick_.gate->padded_cols()) * size_t(thread);
-            const Columns to = {room_.gates.data(), pick_.rank, 0, pick_.rank, false, nullptr};
-            multiply_pieces(kernels_, *pick_.gate, begin, end, hidden, pick_.rows, to, scratch);
-        });
-        choose_.each(pick_.rows, pool_.size(), 1, thread, [&](int begin, int end) {
-            for (int row = begin; row < end; ++row) choose(thread, row);
-        });
-        pool_.barrier();
-        if (is_outside_) return;
-        score_.each(pick_.rows, pool_.size(), 1, thread, [&](int begin, int end) {
-            for (int row = begin; row < end; ++row) score(thread, row);
-        });
+    void run() {
+        if (num_threads_ == 1) return work(0);
+        pool_.run([](void* self, int thread) { static_cast<Pick*>(self)->work(thread); }, this);
     }
 
     int32_t status() const { return is_outside_ ? fail("a token is outside the codebooks") : 0; }
 
 private:
+    void work(int thread) {
+        const Rows hidden = {room_.hidden.as<void>(), int64_t(size_t(pick_.gate->padded_cols()) * element())};
+        gate_.each(pick_.gate->num_pieces(), num_threads_, 1, thread, [&](int begin, int end) {
+            uint8_t* scratch = room_.scratch.as<uint8_t>() + scratch_bytes(pick_.gate->padded_cols()) * size_t(thread);
+            const Columns to = {room_.gates.data(), pick_.rank, 0, pick_.rank, false, nullptr};
+            multiply_pieces(kernels_, *pick_.gate, begin, end, hidden, pick_.rows, to, scratch);
+        });
+        choose_.each(pick_.rows, num_threads_, 1, thread, [&](int begin, int end) {
+            for (int row = begin; row < end; ++row) choose(thread, row);
+        });
+        if (num_threads_ > 1) pool_.barrier();
+        if (is_outside_) return;
+        score_.each(pick_.rows, num_threads_, 1, thread, [&](int begin, int end) {
+            for (int row = begin; row < end; ++row) score(thread, row);
+        });
+    }
+
     size_t element() const { return pick_.dtype == PN_F32 ? 4 : 2; }
     bool has_row(int token) const { return token >= 0 && token < pick_.vocabulary; }
     float* before(int row) const { return room_.before.data() + int64_t(row) * pick_.count * pick_.rank; }
@@ -143,7 +151,7 @@ private:
     Pool& pool_;
     const Kernels& kernels_;
     const Book before_, after_;
-    const int padded_;
+    const int padded_, num_threads_;
     Share gate_, choose_, score_;
     std::atomic<bool> is_outside_{false};
 };
@@ -174,7 +182,7 @@ int32_t pn_pick(const PnPick* pick) {
         thread_local Pick::Room room;
         Pick work(*pick, turn.pool, room);
         if (work.prepare() != 0) return -1;
-        turn.pool.run([](void* self, int thread) { static_cast<Pick*>(self)->run(thread); }, &work);
+        work.run();
         return work.status();
     } catch (const std::bad_alloc&) {
         return fail("out of memory");
