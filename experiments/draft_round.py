@@ -32,10 +32,10 @@ from paceline.types import SamplingParams
 PARTS: tuple[tuple[Any, str, str], ...] = (
     (DFlashDrafter, "propose", "drafting"),
     (TappedDrafter, "_inject", "  features to keys and values"),
-    (native_lib.Model, "inject", "    its native call"),
+    (native_lib.Model, "inject", "    the native call for features"),
     (DFlash2Drafter, "_read", "  pass, candidates, scores"),
     (DFlash2NativePath, "read", "    the pass, and what Python does for it"),
-    (native_lib.Model, "forward", "      its native call"),
+    (native_lib.Model, "forward", "      the native call for the pass"),
     (WalkedReading, "certain", "  walk, and how sure it is"),
 )
 """What is timed, and its words."""
