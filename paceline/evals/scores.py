@@ -183,7 +183,8 @@ def read_scores(file: str | Path) -> Scores:
 
 def _read_case(told: dict[str, Any]) -> Scored:
     """JSON knows lists only."""
-    return Scored(**{name: tuple(value) if isinstance(value, list) else value for name, value in told.items()})
+    read: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
+    return Scored(**read)
 
 
 def run_suite(
