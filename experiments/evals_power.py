@@ -17,6 +17,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -75,15 +76,16 @@ def deviation(recorded_TS: np.ndarray, samples: int) -> tuple[float, float]:
     return float(np.sqrt(2 * within)), float(np.sqrt(2 * (within + between)))
 
 
-def judged(recorded_TS: np.ndarray, num_cases: int, samples: int, loss: float, seeds: range) -> dict[str, float]:
+def judged(recorded_TS: np.ndarray, num_cases: int, samples: int, loss: float, seeds: range) -> dict[str, Any]:
     """How often the second name is called other than the first, and by how much it differs."""
-    verdicts, covered = [], []
+    verdicts: list[str] = []
+    covered: list[bool] = []
     for seed in seeds:
         generator = np.random.default_rng(seed)
         one, two = drawn(recorded_TS, num_cases, samples, generator)
         if loss:
             two = planted(two, loss, generator)
-        found = compare(scores_of(one, "one"), scores_of(two, "two"), seed=seed)
+        found = compare(scores_of(one, "one"), scores_of(two, "two"))
         verdicts.append(found.verdict)
         covered.append(found.interval[0] <= -loss * recorded_TS.mean() <= found.interval[1])
     return {
@@ -91,6 +93,10 @@ def judged(recorded_TS: np.ndarray, num_cases: int, samples: int, loss: float, s
         "worse": verdicts.count("worse"),
         "better": verdicts.count("better"),
         "covered": float(np.mean(covered)),
+        "calm_twenties": sum(
+            sum(each != "no difference seen" for each in verdicts[begin : begin + PAIRS]) <= 1
+            for begin in range(0, len(verdicts), PAIRS)
+        ),
     }
 
 
@@ -118,6 +124,7 @@ def judge(options: argparse.Namespace) -> None:
                 "losses_found_of_20": lost["worse"],
                 f"false_alarms_of_{MANY}": often["worse"] + often["better"],
                 f"losses_found_of_{MANY}": lost_often["worse"],
+                "twenties_with_at_most_one_false_alarm": f"{often['calm_twenties']} of {MANY // PAIRS}",
                 "interval_covers": often["covered"],
             }
         )

@@ -183,8 +183,8 @@ def read_scores(file: str | Path) -> Scores:
 
 def _read_case(told: dict[str, Any]) -> Scored:
     """JSON knows lists only."""
-    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
-    return Scored(**fields)
+    read: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
+    return Scored(**read)
 
 
 def run_suite(
