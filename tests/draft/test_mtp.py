@@ -18,6 +18,7 @@ from family_models import Written, model_of, target_of, text
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paceline.draft.base import Drafter
 from paceline.draft.mtp import MtpDrafter
 from paceline.draft.mtp_checkpoint import read_mtp
 from paceline.draft.registry import make_drafter
@@ -159,7 +160,7 @@ def recording(folder: Path, num_drafted: int = 3) -> Recording:
     return drafter
 
 
-def texts(folder: Path, drafter: MtpDrafter | None, params: SamplingParams) -> list[list[int]]:
+def texts(folder: Path, drafter: Drafter | None, params: SamplingParams) -> list[list[int]]:
     target = target_of(folder, num_rows=3, max_len=64)
     planner = FixedPlanner(0 if drafter is None else None, most_chunk=8)
     return [seq.output_ids for seq in run(Engine(target, ByteTokenizer(), drafter, planner=planner), PROMPTS, params)]
