@@ -384,9 +384,7 @@ def _second(raw: Mapping[str, Any], own: dict[str, Any], shape: DecoderConfig, p
 
 def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
     if "speculators_model_type" in raw:
-        raise UnsupportedModelError(
-            f"{path}: this config is in speculators format: read its folder, which puts it into z-lab's"
-        )
+        raise UnsupportedModelError(f"{path}: this config is in speculators format: read its folder, which makes it z-lab's")
     names = raw.get("architectures") or [ARCHITECTURE]
     if not isinstance(names, list):
         raise ModelFileError(f"{path}: architectures must be a list: correct config.json")

@@ -56,7 +56,6 @@ import torch
 from torch import Tensor
 
 from paceline.lossy import Ledger, Lenience, Lossy, Mixture, Relaxed, Rule, Threshold, Typical
-from paceline.model.logits import sample
 from paceline.verify import rules
 from paceline.verify.rules import CheckedRow, RowVerdict
 
@@ -166,7 +165,7 @@ def drawn(asked: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
         if not coin < chance:
             return RowVerdict(slot, rules.draw_residual(row, slot, target_probs_JV))
     ledger.add()
-    return RowVerdict(num_drafted, sample(target_probs_JV[num_drafted], row.uniforms.sample(num_drafted)))
+    return RowVerdict(num_drafted, row.draw(num_drafted))
 
 
 def beside(rule: Rule, target_V: Tensor, children: list[int]) -> list[float]:

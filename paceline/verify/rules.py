@@ -130,7 +130,7 @@ def rejection(row: CheckedRow) -> RowVerdict:
     for slot, chance in enumerate(accept_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)):
         if not row.uniforms.accept(slot) < chance:  # so put, a chance that is NaN rejects
             return RowVerdict(slot, draw_residual(row, slot, target_probs_JV))
-    return RowVerdict(num_drafted, sample(target_probs_JV[num_drafted], row.uniforms.sample(num_drafted)))
+    return RowVerdict(num_drafted, row.draw(num_drafted))
 
 
 def block(row: CheckedRow) -> RowVerdict:
@@ -138,7 +138,7 @@ def block(row: CheckedRow) -> RowVerdict:
     target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
     probs_J = prefix_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)
     if num_drafted == 0 or row.uniforms.accept(num_drafted - 1) < probs_J[num_drafted]:
-        return RowVerdict(num_drafted, sample(target_probs_JV[num_drafted], row.uniforms.sample(num_drafted)))
+        return RowVerdict(num_drafted, row.draw(num_drafted))
     for num_accepted in range(num_drafted - 1, 0, -1):
         prefix_prob = probs_J[num_accepted]
         if prefix_prob == 0.0:

@@ -38,7 +38,7 @@ def guessed(logits_BKV: torch.Tensor, seq: Sequence, kind: str, foresight: Fores
         reading = Reading(logits_BKV.argmax(-1).tolist(), logits_BKV, config, None, SIZE)
     else:
         scores_BKPM, chosen_BKM = logits_BKV.sort(dim=-1, descending=True)
-        reading = WalkedReading(Picks(chosen_BKM, scores_BKPM[:, :, None].expand(-1, -1, SIZE, -1)), None, SIZE)
+        reading = WalkedReading(Picks(chosen_BKM, chosen_BKM, scores_BKPM[:, :, None].expand(-1, -1, SIZE, -1)), SIZE)
     return reading.candidates(0, SLOTS, seq, 4, 64, foresight)
 
 

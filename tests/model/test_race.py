@@ -71,7 +71,8 @@ def test_a_rest_that_has_no_number_would_be_seen(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("size", [5, 64, 400])
 def test_filters_leave_what_the_distribution_has(size: int) -> None:
     """Whatever wins has a probability in `target_probs`; the most likely one wins where nothing else is left."""
-    for settings in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-30}):
+    alone: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-30}]
+    for settings in alone:
         logits_V = logits_of(size, 2.0)
         params = SamplingParams(**{"temperature": 1.0, **settings})
         assert {race(logits_V, params, Noise(3, position)) for position in range(20)} == {int(logits_V.argmax())}

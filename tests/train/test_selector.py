@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_training import VOCAB, config, documents, embedding, head_of, tiny_decoder
+from torch import nn
 
 from paceline.cli import app
 from paceline.draft.checkpoint import read_checkpoint, write_checkpoint
@@ -78,7 +79,8 @@ def test_a_block_whose_slots_are_shifted_is_refused(tmp_path: Path) -> None:
         network_for(tiny_decoder(), "none", DrafterShape(), tmp_path / "v1", 0)
 
 
-def loud_selector(network: DFlash2Network) -> None:
+def loud_selector(network: nn.Module) -> None:
+    assert isinstance(network, DFlash2Network)
     generator = torch.Generator().manual_seed(5)
     for parameter in network.candidate_selector.parameters():
         parameter.data.normal_(0, 0.5, generator=generator)
