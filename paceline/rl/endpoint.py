@@ -114,7 +114,7 @@ class Endpoint:
         """Those under way, by name."""
         most = rollouts.config.max_tokens
         settings = ServeConfig(
-            port=0, max_queue=max_queue, deadline=0.0, drain_seconds=0.0, default_max_tokens=most, served_names=(NAME,)
+            port=0, max_queue=max_queue, deadline=0.0, drain_seconds=1.0, default_max_tokens=most, served_names=(NAME,)
         )
         self._worker = _Worker(self, settings)
         self._bound = listen(settings)

@@ -107,14 +107,14 @@ class RelativeJudge:
         told: Any = None
         try:
             told = self._client.json("POST", "/v1/chat/completions", body)
-            said = told["choices"][0]["message"]["content"]
         except DownloadError as error:
             raise RolloutError(f"the judge is down: {error}") from error
         except Refused as error:
             raise RolloutError(f"the judge at {config.url} refuses ({error}): correct its model, address or key") from error
+        try:
+            return str(told["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError) as error:
             raise RolloutError(f"the judge at {config.url} does not speak OpenAI's words: {json.dumps(told)[:200]}") from error
-        return said or ""
 
 
 def ranking_of(said: str, letters: str) -> str:

@@ -10,6 +10,7 @@ answer for each (TRL repeats a prompt for every attempt of its group). TRL gets 
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,8 +31,7 @@ REWARD = "attempt_reward"
 def trl() -> Any:
     """The library, when it is needed: importing it takes seconds. Raises ConfigError."""
     with needing(ConfigError, "GRPO is TRL's: pip install 'paceline[rl]'"):
-        import trl as library
-    return library
+        return importlib.import_module("trl")
 
 
 def rollout_func(rollouts: Rollouts) -> RolloutFunc:
