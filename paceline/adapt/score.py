@@ -7,13 +7,15 @@ The target reads a stored answer in wide passes, which give every position the b
 `is_width_invariant`); the drafter sees them round by round and drafts at each anchor as the engine has it draft. How many of
 these drafts would have stood follows from the stored text:
 
-greedy, or with a seed   drafts are certain, and stand as far as they agree with the text: exact to the token
-sampled without a seed   drafts are drawn, slot by slot from q. Given that the text x was said, at least i of them stand with
-                         probability s_i = s_(i-1) min(1, q_i / (p_i w_(i-1))), q_i and p_i being the drafter's and the target's
-                         probability of x_i behind those before it; w is 1 for `rejection`, for `block`
-                         w_i = min(1, w_(i-1) p_i / q_i), w_0 = 1: by Bayes, from P(the first i stand and are x) = q_1..q_i w_i
-                         (Sun et al. 2403.10444, section 4). How many stand is then drawn with the request's own numbers: a
-                         sample as good as the one that was served.
+- Greedy: drafts are certain, and stand as far as they agree with the text: exact to the token.
+- Sampled, by a rule that holds drafts against the target's draws: likewise. Drafts are guessed with the numbers that the target
+  drew with; these follow from the seed, which every trace of ours keeps. Texts that were drawn in another way, by versions
+  before there was a race, keep fewer tokens here than they did.
+- Sampled by other rules, or with numbers that nobody kept: drafts are drawn, slot by slot from q. Given that the text x was said,
+  at least i of them stand with probability s_i = s_(i-1) min(1, q_i / (p_i w_(i-1))), q_i and p_i being the drafter's and the
+  target's probability of x_i behind those before it; w is 1 for `rejection`, for `block` w_i = min(1, w_(i-1) p_i / q_i),
+  w_0 = 1: by Bayes, from P(the first i stand and are x) = q_1..q_i w_i (Sun et al. 2403.10444, section 4). How many stand is then
+  drawn with the request's own numbers: a sample as good as one that is served.
 
 Every round checks all that the drafter may draft, as with `--plan fixed`; with `fixed:K` give the drafter K (`num_drafted`). A
 planner that follows the clock checks fewer where that is faster: then `survival` says what any width would bring (`gate.py`).
@@ -77,6 +79,11 @@ class _Answer:
     def rest(self) -> list[int]:
         return self.request.answer_ids[self.seq.num_output :]
 
+    @property
+    def has_numbers(self) -> bool:
+        """Whether the numbers that its tokens were drawn with are known: of answers of others they are not."""
+        return self.request.params.seed is not None or self.request.seed != 0
+
 
 class Scorer:
     """Scores requests for one drafter over one target, some at a time."""
@@ -99,7 +106,9 @@ class Scorer:
             answers = [self._begin(number, each) for number, each in enumerate(requests[begin : begin + size])]
             running = [each for each in answers if each.rest]
             while running:
-                self._round(running)
+                for is_known in (True, False):
+                    if some := [each for each in running if each.has_numbers is is_known]:
+                        self._round(some, foresees=is_known and self._rule.draws)
                 running = [each for each in running if each.rest]
             for each in answers:
                 self._drafter.drop(each.seq)
@@ -148,9 +157,9 @@ class Scorer:
     def _observe(self, seq: Sequence, start: int, count: int, taps_TF: Tensor | None) -> None:
         self._drafter.observe([Observed(seq, start, count, taps_TF, start)])
 
-    def _round(self, running: list[_Answer]) -> None:
+    def _round(self, running: list[_Answer], *, foresees: bool) -> None:
         """One round of every answer: draft, see how many of it stand in the stored text, go on behind them."""
-        batch = Batch([each.seq for each in running])
+        batch = Batch([each.seq for each in running], foresees=foresees)
         proposed = self._drafter.propose(batch)
         draft = within_grammars(batch, proposed)
         for answer, asked, tokens, probs_KV in zip(running, proposed.tokens_B, draft.tokens_B, draft.probs_B, strict=True):

@@ -72,7 +72,7 @@ GROWS: dict[str, Callable[[Any, Any], bool]] = {
     "prompts": _has_more,
     "temperatures": _has_more,
     "limit": lambda before, now: before is not None and (now is None or now > before),
-    "self_written": lambda before, now: now > before,
+    "self_written": lambda before, now: (now or 0) > (before or 0),
     "samples": lambda before, now: (now or 1) > (before or 1),
 }
 """Whether a setting has grown."""

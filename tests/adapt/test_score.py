@@ -81,7 +81,7 @@ def test_chances_of_drafts_that_depend_on_each_other(kind: Any) -> None:
     llm, drafter = tiny_llm(kind), dflash2(3)
     drafter.bind(llm.target)
     llm.target.set_taps(drafter.tap_layers)
-    drawing = Recorded(llm, drafter)
+    drawing = Recorded(llm, drafter, "rejection")
     drawing.score(
         [
             request(
