@@ -49,6 +49,8 @@ import json
 import sys
 from pathlib import Path
 
+from paceline.runlog import record_of
+
 out, ways = Path(sys.argv[1]), sys.argv[2:]
 figures = {}
 for way in ways:
@@ -57,5 +59,6 @@ for way in ways:
     served = json.loads((out / way / "heldout.json").read_text())["tokens_per_round"]
     figures[way] = {"blocks": last["blocks"], **{name: value for name, value in last["heldout"].items() if "eal" in name}, "served": served}
     print(way, figures[way])
-print(json.dumps({"what": "parts of DFlash 2", **figures}))
+made = {"command": "bash experiments/dflash2_ablation.sh", "what": "parts of DFlash 2"}
+print(json.dumps(record_of({**made, **figures})))
 PYTHON

@@ -37,6 +37,8 @@ import json
 import sys
 from pathlib import Path
 
+from paceline.runlog import record_of
+
 figures = {}
 for folder in map(Path, sys.argv[1:]):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -46,5 +48,6 @@ for folder in map(Path, sys.argv[1:]):
     print(f"{folder.name}: {last['blocks']:,} blocks, {last['heldout']['eal']:.3f} tokens a round expected, {served:.3f} served")
 ratio = {name: figures["planned"][name] / figures["recipe"][name] for name in ("expected", "served")}
 print(f"planned over recipe: {ratio['expected']:.3f} expected, {ratio['served']:.3f} served")
-print(json.dumps({"what": "planner beside recipe", **figures, "ratio": ratio}))
+made = {"command": "bash experiments/planner_vs_recipe.sh", "what": "planner beside recipe"}
+print(json.dumps(record_of({**made, **figures, "ratio": ratio})))
 EOF

@@ -53,18 +53,18 @@ def write_teacher(folder: Path, num_prompts: int = 24) -> tuple[Path, Path]:
     ids_BT = torch.tensor([[*prompt, *said] for prompt in prompts])
     optimiser = torch.optim.AdamW(model.parameters(), 1e-2)
     first = len(prompts[0])
-    for step in range(150):
+    for step in range(300):
         for group in optimiser.param_groups:
             group["lr"] = 1e-2 * min(1.0, (step + 1) / 20)
-        logits = model(ids_BT[:8]).logits[:, first - 1 : -1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids_BT[:8, first:].flatten())
+        logits = model(ids_BT).logits[:, first - 1 : -1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids_BT[:, first:].flatten())
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
-        if loss.item() < 0.02:
+        if loss.item() < 0.002:
             break
-    assert loss.item() < 0.1
+    assert loss.item() < 0.01
     write_gguf(folder / "teacher.gguf", model, "llama", Quant.Q8_0, **WORDS)
     answers = [
         Answer(f"ticket-{number}@0", "tickets", 0, 0.0, prompt, said, "stop", SAID) for number, prompt in enumerate(prompts)

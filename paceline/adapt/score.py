@@ -11,11 +11,11 @@ these drafts would have stood follows from the stored text:
 - Sampled, by a rule that holds drafts against the target's draws: likewise. Drafts are guessed with the numbers that the target
   drew with; these follow from the seed, which every trace of ours keeps. Texts that were drawn in another way, by versions
   before there was a race, keep fewer tokens here than they did.
-- Sampled by other rules, or with numbers that nobody kept: drafts are drawn, slot by slot from q. Given that the text x was said,
-  at least i of them stand with probability s_i = s_(i-1) min(1, q_i / (p_i w_(i-1))), q_i and p_i being the drafter's and the
+- Sampled by other rules, or with numbers that nobody kept: drafts are drawn, slot by slot from q. Given that the text x was
+  said, at least i of them stand with probability s_i = s_(i-1) min(1, q_i / (p_i w_(i-1))), q_i and p_i being the drafter's and the
   target's probability of x_i behind those before it; w is 1 for `rejection`, for `block` w_i = min(1, w_(i-1) p_i / q_i),
-  w_0 = 1: by Bayes, from P(the first i stand and are x) = q_1..q_i w_i (Sun et al. 2403.10444, section 4). How many stand is then
-  drawn with the request's own numbers: a sample as good as one that is served.
+  w_0 = 1: by Bayes, from P(the first i stand and are x) = q_1..q_i w_i (Sun et al. 2403.10444, section 4). How many stand is
+  then drawn with the request's own numbers: a sample as good as one that is served.
 
 Every round checks all that the drafter may draft, as with `--plan fixed`; with `fixed:K` give the drafter K (`num_drafted`). A
 planner that follows the clock checks fewer where that is faster: then `survival` says what any width would bring (`gate.py`).

@@ -24,6 +24,7 @@ from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, TrainingError
 from paceline.model import checkpoint
 from paceline.train.dataset import Document
+from paceline.types import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +33,13 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_teacher(tmp_path_factory.mktemp("teacher"))
 
 
-def asked(taught: tuple[Path, Path], out: Path, **teach: Any) -> DistillConfig:
-    settings: dict[str, Any] = {"max_steps": 50, "batch_size": 4, "max_len": 96, "lr": 5e-3, "heldout_share": 0.2, "top_k": 8}
+def asked(taught: tuple[Path, Path], out: Path, layers: int = 3, **teach: Any) -> DistillConfig:
+    settings: dict[str, Any] = {"max_steps": 100, "batch_size": 4, "max_len": 96, "lr": 5e-3, "heldout_share": 0.2, "top_k": 8}
     engine = EngineConfig(str(taught[0]), dtype="float32")
     gate = GateConfig(num_answers=4)
     teach = settings | {"autocast": False} | teach
     return DistillConfig(
-        out, engine, (taught[1],), student=StudentConfig(layers=3), teaching=TeachingConfig(**teach), gate=gate
+        out, engine, (taught[1],), student=StudentConfig(layers=layers, choice="even"), teaching=TeachingConfig(**teach), gate=gate
     )
 
 
@@ -116,12 +117,13 @@ def test_a_student_is_taught_kept_and_served(taught: tuple[Path, Path], tmp_path
 
     config = asked(taught, tmp_path / "run", method=method)
     result = distill(config)
-    assert result.passed and result.layers == (0, 2, 3) and result.steps == 50, result.reason
+    assert result.passed and result.layers == (0, 2, 3) and result.steps == 100, result.reason
     assert result.findings[1].figures["fields"] == 1.0
     assert result.gguf is not None and checkpoint.load_config(result.gguf).num_layers == 3
     assert transformers.AutoModelForCausalLM.from_pretrained(result.student).config.num_hidden_layers == 3
     prompt = "Answer this ticket of the shop, please: z"
-    texts = [LLM(str(model), drafter="none", max_len=96).generate([prompt])[0].text for model in (taught[0], result.gguf)]
+    said = SamplingParams(max_tokens=50)
+    texts = [LLM(str(each), drafter="none", max_len=96).generate([prompt], said)[0].text for each in (taught[0], result.gguf)]
     assert texts[0] == texts[1] and "refund" in texts[0]
     ours, theirs = (dict(checkpoint.load_tensors(each)) for each in (tmp_path / "run" / "trained", result.gguf))
     for name, tensor in theirs.items():  # it was taught as it is stored
@@ -147,7 +149,7 @@ def test_one_that_is_refused_takes_no_ones_place(taught: tuple[Path, Path], tmp_
     again = distill(asked(taught, out), judges=[Never()])
     assert kept.passed and not again.passed and again.findings[-1].name == "never"
     assert again.gguf == out / "refused.gguf" and (out / "student.gguf").read_bytes() == before
-    untrained = distill(asked(taught, tmp_path / "other", max_steps=1, lr=1e-6))
+    untrained = distill(asked(taught, tmp_path / "other", layers=1, max_steps=1, lr=1e-6))
     assert not untrained.passed and len(untrained.findings) == 1 and not (tmp_path / "other" / "student").exists()
 
 
@@ -168,7 +170,7 @@ def test_a_killed_training_goes_on_to_the_same_weights(
     assert ended.value.code == 143
     monkeypatch.undo()
     parts = distill(asked(taught, tmp_path / "killed"))
-    assert parts.steps == whole.steps == 50
+    assert parts.steps == whole.steps == 100
     ours, theirs = (dict(checkpoint.load_tensors(each.run / "trained")) for each in (parts, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     with pytest.raises(ConfigError, match="other settings.*method"):
@@ -208,7 +210,7 @@ def test_a_broken_checkpoint_is_passed_over(tmp_path: Path) -> None:
 def test_a_dry_run_says_what_it_takes_and_writes_nothing(taught: tuple[Path, Path], tmp_path: Path) -> None:
     found = price(asked(taught, tmp_path / "run", minutes=0.01))
     assert not (tmp_path / "run").exists()
-    assert found.figures["answers"] == 16 and 1 <= found.figures["steps"] <= 50
+    assert found.figures["answers"] == 16 and 1 <= found.figures["steps"] <= 100
     assert found.figures["weights"]["student"] < found.figures["weights"]["teacher"] and "core-hours" in found.text
 
 
