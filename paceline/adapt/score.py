@@ -12,8 +12,8 @@ these drafts would have stood follows from the stored text:
   drew with; these follow from the seed, which every trace of ours keeps. Texts that were drawn in another way, by versions
   before there was a race, keep fewer tokens here than they did.
 - Sampled by other rules, or with numbers that nobody kept: drafts are drawn, slot by slot from q. Given that the text x was
-  said, at least i of them stand with probability s_i = s_(i-1) min(1, q_i / (p_i w_(i-1))), q_i and p_i being the drafter's and the
-  target's probability of x_i behind those before it; w is 1 for `rejection`, for `block` w_i = min(1, w_(i-1) p_i / q_i),
+  said, at least i of them stand with probability s_i = s_(i-1) min(1, q_i / (p_i w_(i-1))), q_i and p_i being the drafter's and
+  the target's probability of x_i behind those before it; w is 1 for `rejection`, for `block` w_i = min(1, w_(i-1) p_i / q_i),
   w_0 = 1: by Bayes, from P(the first i stand and are x) = q_1..q_i w_i (Sun et al. 2403.10444, section 4). How many stand is
   then drawn with the request's own numbers: a sample as good as one that is served.
 

@@ -39,7 +39,12 @@ def asked(taught: tuple[Path, Path], out: Path, layers: int = 3, **teach: Any) -
     gate = GateConfig(num_answers=4)
     teach = settings | {"autocast": False} | teach
     return DistillConfig(
-        out, engine, (taught[1],), student=StudentConfig(layers=layers, choice="even"), teaching=TeachingConfig(**teach), gate=gate
+        out,
+        engine,
+        (taught[1],),
+        student=StudentConfig(layers=layers, choice="even"),
+        teaching=TeachingConfig(**teach),
+        gate=gate,
     )
 
 

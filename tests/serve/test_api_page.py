@@ -72,7 +72,9 @@ def test_it_shows_every_endpoint_and_field(tmp_path: Path) -> None:
             assert each in text
         chat = page.locator("details", has=page.get_by_label("Body of a request to /v1/chat/completions"))
         api.expect(chat).to_contain_text(f"curl {live.url}/v1/chat/completions -H 'Content-Type: application/json' -d")
-        chat.get_by_role("textbox").fill('{"messages": [{"role": "user", "content": "it\'s"}], "max_tokens": 3, "seed": 1, "ignore_eos": true}')
+        chat.get_by_role("textbox").fill(
+            '{"messages": [{"role": "user", "content": "it\'s"}], "max_tokens": 3, "seed": 1, "ignore_eos": true}'
+        )
         api.expect(chat).to_contain_text("it'\\''s")
         chat.get_by_role("button", name="Send").click()
         api.expect(chat.get_by_role("status")).to_contain_text('"completion_tokens": 3')
