@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from paceline.engine.engine import Chunk
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, RolloutError, needing
 from paceline.figures import Rounds
@@ -118,6 +119,7 @@ class Endpoint:
         )
         self._worker = _Worker(self, settings)
         self._bound = listen(settings)
+        self._bound.listen(max_queue)  # who comes before the server accepts waits
         self._server = Server(settings_of(_by_attempt(create_app(self._worker)), settings), self._worker)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="paceline-rollouts", daemon=True)
@@ -173,32 +175,19 @@ class Endpoint:
         asyncio.run(serve())
 
 
-class _Recorder:
-    """Takes what traces take of a server: every answer that ended, from the engine's thread."""
-
-    written = 0
-
-    def __init__(self, attempts: dict[str, Attempt]) -> None:
-        self.dropped: dict[str, int] = {}
-        self._attempts = attempts
-
-    def offer(self, sequence: Sequence, outcome: str, tag: str | None = None) -> None:
-        attempt = self._attempts.get(tag or "")
-        if attempt is None or outcome not in ("stop", "length") or not sequence.num_output:
-            return
-        logprobs = [each.logprob for each in sequence.logprobs]
-        assert len(logprobs) == sequence.num_output, "every token comes with its log-probability"
-        attempt.turns.append(Turn(sequence.tokens[: sequence.prompt_len], sequence.output_ids, logprobs, outcome))
-        attempt.rounds = Rounds.sum([attempt.rounds, Rounds.counted(sequence.rounds)])
+def _record(attempt: Attempt, sequence: Sequence, reason: str) -> None:
+    logprobs = [each.logprob for each in sequence.logprobs]
+    assert len(logprobs) == sequence.num_output, "every token comes with its log-probability"
+    attempt.turns.append(Turn(sequence.tokens[: sequence.prompt_len], sequence.output_ids, logprobs, reason))
+    attempt.rounds = Rounds.sum([attempt.rounds, Rounds.counted(sequence.rounds)])
 
 
 class _Worker(EngineWorker[LLM]):
     """Samples every answer as the rollouts are sampled."""
 
     def __init__(self, endpoint: Endpoint, settings: ServeConfig) -> None:
-        recorder: Any = _Recorder(endpoint.attempts)
         rollouts = endpoint.rollouts
-        super().__init__(self._policy, settings, Metrics(NAME, recorder))
+        super().__init__(self._policy, settings, Metrics(NAME))
         self._attempts, self._rollouts, self._has_begun = endpoint.attempts, rollouts, False
 
     def _policy(self) -> LLM:
@@ -208,6 +197,15 @@ class _Worker(EngineWorker[LLM]):
             llm.renew()
         self._has_begun = True
         return llm
+
+    def _hand_over(self, chunks: list[Chunk], now: float, step_s: float, *, is_prefilling: bool) -> None:
+        """Answers that ended are recorded before their clients get them: an agent's next turn goes on from them at once."""
+        for chunk in chunks:
+            sequence, reason, live = chunk.sequence, chunk.finish_reason, self._live.get(chunk.sequence.request_id)
+            attempt = self._attempts.get((live.ticket.tag if live else None) or "")
+            if attempt and reason in ("stop", "length") and sequence.num_output:
+                _record(attempt, sequence, reason)
+        super()._hand_over(chunks, now, step_s, is_prefilling=is_prefilling)
 
     def submit(self, jobs: list[Job], tag: str | None = None, route: Route | None = None) -> Ticket:
         """As EngineWorker.submit. Raises RequestRefused for a request of no attempt, and for what would change the policy."""

@@ -93,7 +93,7 @@ def test_drafts_stand_as_often_as_all_outcomes_together_say(rule: str, monkeypat
 
 def test_every_round_has_a_number_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the round's anchor: its place in prompt and answer, as when a request is served."""
-    llm = tiny_llm(FASTEST)
+    llm = tiny_llm(FASTEST, rule="rejection")
     seq = served(llm, dflash(0), [(prompts(1)[0], SamplingParams(max_tokens=24, temperature=1.0))])[0]
     asked = request(prompt_ids=seq.tokens[: seq.prompt_len], answer_ids=seq.output_ids, params=seq.params, seed=77)
     places = list[tuple[int, ...]]()
@@ -145,7 +145,7 @@ def one_by_one(llm: LLM, seq: Sequence) -> list[float]:
     ],
 )
 def test_the_targets_chances_are_those_of_the_request(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = tiny_llm(FASTEST)
+    llm = tiny_llm(FASTEST, rule="rejection")
     params = SamplingParams(**{"max_tokens": 24, "temperature": 1.0, "ignore_eos": True} | changes)
     seq = served(llm, dflash(0), [(prompts(1)[0], params)])[0]
     expected, seen = one_by_one(llm, seq), seen_chances(monkeypatch)

@@ -115,11 +115,12 @@ def test_load_drain_and_unload_under_traffic(live: Live, drafter: Path) -> None:
 
 
 def test_a_drafter_with_rows_is_not_unloaded(live: Live) -> None:
-    stream = live.open_stream(asked(**(LONG | {"max_tokens": 220})))
+    streams = [live.open_stream(asked(**(LONG | {"max_tokens": 220}))) for _ in range(6)]
     wait_until(lambda: table(live)["general"]["rows"])
     status, body, _ = live.request("DELETE", f"{PATH}/general")
+    for stream in streams:
+        stream.close()
     assert (status, body["error"]["code"]) == (409, "drafter_busy") and "drain it" in body["error"]["message"]
-    stream.close()
     wait_until(lambda: not table(live)["general"]["rows"])
     before = weakref.ref(live.llm.engine.pool.members["general"].drafter)
     assert live.request("DELETE", f"{PATH}/general")[0] == 200
