@@ -5,7 +5,7 @@
 Answers are written at temperature 1 with certain drafts; at each slot of a round, behind the target's own tokens, it is noted
 what the drafter said of its candidates, which numbers they raced with, and which one the target drew. Scale and spread are
 those with the largest mean log-likelihood. Give prompts that are no test, and none that the drafter learned from. The pair goes
-into the drafter's config.json: "paceline": {"foresight": {"scale": 0.8, "spread": 0.5}}.
+into the drafter's config.json: "paceline": {"foresight": {"scale": 0.8, "spread": 1.4}}.
 """
 
 from __future__ import annotations

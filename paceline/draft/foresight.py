@@ -31,7 +31,7 @@ class Foresight:
 
     scale: float = 0.8
     """What log-probabilities are multiplied by: below 1 for a drafter that is surer than its target."""
-    spread: float = 0.5
+    spread: float = 1.4
     """Of what the drafter does not know; smaller ones trust the race more."""
 
     @classmethod
