@@ -30,14 +30,17 @@ def convolve(hidden_TD: Tensor, added_TKG: Tensor, base_KD: Tensor, size: int) -
     hidden_TD [T, D]: blocks one behind another; nothing comes from before a block's first slot. Returns [T, D].
     """
     num_taps, groups = added_TKG.shape[1:]
-    blocks = hidden_TD.unflatten(0, (-1, size)).unflatten(-1, (groups, -1))  # [A, size, G, D / G]
-    added = added_TKG.unflatten(0, (-1, size))[..., None]
-    out = torch.zeros_like(blocks)
+    blocks, dtype = hidden_TD.unflatten(0, (-1, size)), hidden_TD.dtype
+    # A product with zeros and ones gives every channel its group's number: in bfloat16, forward and backward, four times as
+    # fast as to broadcast the groups.
+    ones_GD = torch.eye(groups, dtype=dtype, device=hidden_TD.device).repeat_interleave(hidden_TD.shape[1] // groups, dim=1)
+    out: Tensor | None = None
     for tap in range(num_taps):
-        values = F.pad(blocks, (0, 0, 0, 0, tap, 0))[:, :size] if tap else blocks
-        out = out + base_KD[tap].view(groups, -1).to(blocks.dtype) * values
-        out = torch.addcmul(out, added[:, :, tap], values)
-    return out.flatten(2).flatten(0, 1)
+        taps = torch.addmm(base_KD[tap].to(dtype), added_TKG[:, tap].to(dtype), ones_GD).unflatten(0, (-1, size))
+        values = F.pad(blocks, (0, 0, tap, 0))[:, :size] if tap else blocks
+        out = taps * values if out is None else torch.addcmul(out, taps, values)
+    assert out is not None
+    return out.flatten(0, 1)
 
 
 class DFlash2Path(TorchPath):

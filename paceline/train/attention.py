@@ -129,8 +129,9 @@ class SplitAttention(_PackedAttention):
         context_key, context_value = (part.transpose(0, 1) for part in context)  # [KV, N, D]
         to_context = torch.bmm(query.flatten(1, 2), context_key.transpose(1, 2)).unflatten(1, (num_blocks, -1))
         to_own = torch.matmul(query, own_key.transpose(2, 3))
-        scores = torch.cat([to_context, to_own], dim=-1).unflatten(2, (group, size)) + mask  # [KV, A, G, B, N + B]
-        probs = torch.softmax(scores, dim=-1).to(own_value.dtype).flatten(2, 3)
+        # A mask of the products' own type: sums and softmax are computed in float32 all the same, and kept in half the bytes.
+        scores = torch.cat([to_context, to_own], dim=-1).unflatten(2, (group, size)) + mask.to(to_own.dtype)
+        probs = torch.softmax(scores, dim=-1, dtype=scores.dtype).to(own_value.dtype).flatten(2, 3)  # [KV, A, G * B, N + B]
         out = torch.bmm(probs[..., :length].flatten(1, 2), context_value).unflatten(1, (num_blocks, -1))
         out = out + torch.matmul(probs[..., length:], own_value)
         return out.unflatten(2, (group, size)).permute(1, 3, 0, 2, 4).reshape(num_blocks * size, -1)

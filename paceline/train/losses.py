@@ -62,7 +62,7 @@ class Head:
             logits_RV = logits_RV * self.scale
         if self.cap > 0.0:
             logits_RV = torch.tanh(logits_RV / self.cap) * self.cap
-        return logits_RV if self.offset_V is None else logits_RV + self.offset_V
+        return logits_RV if self.offset_V is None else logits_RV.add_(self.offset_V)
 
     def target_logits(self, final_RD: Tensor) -> Tensor:
         """What the target says of its own final hidden states."""
@@ -188,8 +188,7 @@ def _cross_entropy(
     logits_RV = head.logits(hidden_RD)
     label_R = slots.labels_AK.flatten()[:, None]
     metrics = measure(logits_RV, label_R, slots.valid_AK) if is_measured else None
-    probs_RV = torch.softmax(logits_RV, dim=-1)
-    del logits_RV
+    probs_RV = torch.softmax(logits_RV, dim=-1, out=logits_RV)  # in place: fresh memory costs more than the softmax
     chosen_R = probs_RV.gather(1, label_R).float().clamp_(min=1e-30)
     loss_AK = -chosen_R.log().view(slots.labels_AK.shape)
     weight_AK = slot_weights(config, loss_AK, slots.valid_AK)

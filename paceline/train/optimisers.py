@@ -27,7 +27,7 @@ class Optimisers:
         matrices = [parameter for _, parameter in named if parameter.ndim == 2]
         vectors = [parameter for name, parameter in named if parameter.ndim != 2 and name != FINAL_NORM]
         final = [parameter for name, parameter in named if name == FINAL_NORM]
-        adam = {"betas": (0.9, config.beta2), "lr": config.lr}
+        adam = {"betas": (0.9, config.beta2), "lr": config.lr, "fused": True}
         vector_groups = [
             {"params": vectors, "boost": VECTOR_BOOST, "weight_decay": 0.0},
             {"params": final, "boost": FINAL_BOOST, "weight_decay": 0.0},
