@@ -24,8 +24,8 @@ from typing import Protocol
 from paceline.chunks import ChunkSizes
 from paceline.errors import ConfigError
 from paceline.learned import PRIORS, RECENT, Chances, PassCosts, RoundCosts, RoundRecord, Truth
-from paceline.shares import Objective, Want, gains_of, share_out, spared_by, surplus_of
-from paceline.trees import MOST_NODES, Candidates, Tree, Weigh, as_told, grow
+from paceline.shares import Drafted, Objective, Want, gains_of, grown, share_out, spared_by, surplus_of
+from paceline.trees import MOST_NODES, Candidates, Growing, Tree, Weigh, as_told, grow
 from paceline.types import Offer, RoundStats, Row, RowKind, Take
 
 MARGIN = 0.02
@@ -320,31 +320,30 @@ class AdaptivePlanner:
         widths: list[int | Tree] = [take.count for take in plan.drafts]
         if all(sure is None for sure in sure_B):
             return widths
-        kind = self._kind(plan.rows)
-        rate = kind.rate(plan.num_rows)
-        wants, trees, fixed, spared = list[Want](), list[Tree | None](), 0, 0.0
-        for place, (row, take, sure) in enumerate(zip(plan.rows, plan.drafts, sure_B, strict=True)):
+        kind, candidates_B = self._kind(plan.rows), candidates_B or [None] * len(plan.rows)
+        drafted, fixed, spared = list[Drafted](), 0, 0.0
+        for place, (row, take, sure, candidates) in enumerate(zip(plan.rows, plan.drafts, sure_B, candidates_B, strict=True)):
             if not take.count or sure is None:
                 fixed += take.count
                 spared += spared_by(row, take)
                 continue
             known = self._known(take.source, row.kind, take.count)
-            candidates = candidates_B[place] if candidates_B else None
-            offer, tree = Offer(take.source, tuple(known.of(sure[: take.count]))), None
-            if candidates is not None:
-                tree = grow(candidates, known.of_candidates, MOST_NODES)
-            gains = tree.gains if tree else gains_of(offer.chances)
-            average = surplus_of(kind.costs, rate, plan.num_rows, gains_of(known.places[: take.count]))
-            lift = surplus_of(kind.costs, rate, plan.num_rows, gains) - average
-            before = self._lifts.get((take.source, row.kind), 0.0)
-            self._lifts[take.source, row.kind] = max(before + LIFT_WEIGHT * (lift - before), 0.0)
-            wants.append(Want(place, offer, gains=gains))
-            trees.append(tree)
-        if not plan.is_trial:
-            counts = self._share_out(kind.costs, rate, plan.num_rows, wants, math.inf, fixed, spared=spared)
-            for want, tree, count in zip(wants, trees, counts, strict=True):
-                widths[want.place] = count if tree is None else tree.first(count)
+            offer = Offer(take.source, tuple(known.of(sure[: take.count])))
+            drafted.append(Drafted(place, offer, candidates and Growing(candidates, known.of_candidates)))
+        share = partial(self._share_out, kind.costs, kind.rate(plan.num_rows), plan.num_rows, num_fixed=fixed, spared=spared)
+        for each, count in zip(drafted, grown(drafted, lambda wants: share(wants, math.inf)), strict=True):
+            self._learn_lift(kind, plan, each)
+            if not plan.is_trial:
+                widths[each.place] = count if each.growing is None else each.growing.tree.first(count)
         return widths
+
+    def _learn_lift(self, kind: RoundRecord, plan: Plan, drafted: Drafted) -> None:
+        """What cutting a row's drafts, or a tree of them, has gained over its average chances this time."""
+        take, key = plan.drafts[drafted.place], (drafted.offer.source, plan.rows[drafted.place].kind)
+        surplus = partial(surplus_of, kind.costs, kind.rate(plan.num_rows), plan.num_rows)
+        lift = surplus(drafted.gains) - surplus(gains_of(self._chances[key].places[: take.count]))
+        before = self._lifts.get(key, 0.0)
+        self._lifts[key] = max(before + LIFT_WEIGHT * (lift - before), 0.0)
 
     def learn(self, plan: Plan, stats: RoundStats) -> None:
         kind, num_rows = self._kind(plan.rows), len(plan.rows)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from paceline.learned import RoundCosts
+from paceline.trees import MOST_NODES, Growing
 from paceline.types import Offer, Row, Take
 
 Objective = Literal["throughput", "latency"]
 """Most tokens per second of all rows together, or the least mean time per token over the rows."""
 
+FIRST_NODES = 24
+"""Nodes that a tree has at first; it grows on where so many are worth checking."""
 LEAST_GAIN = 0.01
 """Chance to stand of a draft that is looked at: to weigh those behind it takes longer than they are worth."""
 
@@ -52,6 +55,42 @@ def spared_by(row: Row, take: Take) -> float:
     """1 - 1 / E of a row that takes these drafts, as it was offered them; 0 of one that takes none."""
     offer = next((offer for offer in row.offers if offer.source == take.source), None) if take.count else None
     return 1 - 1 / (1 + sum(gains_of(offer.chances[: take.count]))) if offer else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What a row's drafter has drafted, before it is known how much of it is checked."""
+
+    place: int
+    offer: Offer
+    growing: Growing | None
+    """The tree that it can be; None: a chain."""
+
+    @property
+    def gains(self) -> list[float]:
+        """Chance that each draft stands, falling; of a tree that has not grown yet, none."""
+        return self.growing.tree.gains if self.growing else gains_of(self.offer.chances)
+
+    def want(self, most: int) -> Want:
+        """With a tree of at most so many nodes."""
+        if self.growing:
+            self.growing.to(most)
+        return Want(self.place, self.offer, gains=self.gains)
+
+
+def grown(drafted: Sequence[Drafted], share: Callable[[list[Want]], list[int]]) -> list[int]:
+    """What `share` gives each row, of trees that grow while more than half of one would be checked: most of what could be in a
+    tree is worth no position, and takes as long to weigh as to check."""
+    limit = FIRST_NODES
+    while True:
+        counts = share([each.want(limit) for each in drafted])
+        full = (
+            each.growing and not each.growing.is_whole and 2 * count > limit
+            for each, count in zip(drafted, counts, strict=True)
+        )
+        if limit >= MOST_NODES or not any(full):
+            return counts
+        limit = min(2 * limit, MOST_NODES)
 
 
 class _Drafting:

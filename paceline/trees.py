@@ -94,37 +94,54 @@ def as_told(slot: int, logprobs: list[float]) -> list[float]:
     return [math.exp(logprob) for logprob in logprobs]
 
 
+class Growing:
+    """A tree that grows as far as it is asked to: likeliest nodes first, but none whose chance is below LEAST_GAIN."""
+
+    def __init__(self, candidates: Candidates, weigh: Weigh) -> None:
+        self.tree = Tree([], [], [], [], [])
+        self._candidates, self._weigh = candidates, weigh
+        self._known: dict[tuple[int, int], tuple[list[int], list[float], list[float]]] = {}
+        self._waiting: list[tuple[float, int, int, int, float]] = []
+        """Chance of the node, negative; its parent, slot and rank; chance of the parent."""
+        self._offer(0, 0, -1, 1.0)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it can grow no further."""
+        return len(self.tree.tokens) >= self._candidates.most or not self._waiting or -self._waiting[0][0] < LEAST_GAIN
+
+    def to(self, most: int) -> Tree:
+        """The tree of the `most` likeliest nodes, or of fewer when it is whole."""
+        tree = self.tree
+        while len(tree.tokens) < most and not self.is_whole:
+            negative, parent, slot, rank, kept = heapq.heappop(self._waiting)
+            tokens, logprobs, _ = self._at(slot, parent)
+            tree.tokens.append(tokens[rank])
+            tree.parents.append(parent)
+            tree.ranks.append(rank)
+            tree.gains.append(-negative)
+            tree.logprobs.append(logprobs[rank])
+            self._offer(slot, rank + 1, parent, kept)
+            self._offer(slot + 1, 0, len(tree.tokens) - 1, -negative)
+        return tree
+
+    def _at(self, slot: int, parent: int) -> tuple[list[int], list[float], list[float]]:
+        """Tokens of a slot behind a node, their log-probabilities and chances."""
+        key = slot, self.tree.tokens[parent] if parent >= 0 and self._candidates.behind else -1
+        if key not in self._known:
+            tokens, logprobs = self._candidates.at(slot, key[1])
+            self._known[key] = tokens, logprobs, self._weigh(slot, logprobs)
+        return self._known[key]
+
+    def _offer(self, slot: int, rank: int, parent: int, kept: float) -> None:
+        """Let a candidate wait for its turn, if there is one of this rank."""
+        if slot < len(self._candidates.tokens_KM) and rank < len(chances := self._at(slot, parent)[2]):
+            heapq.heappush(self._waiting, (-kept * chances[rank], parent, slot, rank, kept))
+
+
 def grow(candidates: Candidates, weigh: Weigh, most: int) -> Tree:
     """The `most` likeliest nodes, but none whose chance is below LEAST_GAIN."""
-    tree = Tree([], [], [], [], [])
-    num_slots, most = len(candidates.tokens_KM), min(most, candidates.most)
-    known: dict[tuple[int, int], tuple[list[int], list[float], list[float]]] = {}
-    waiting: list[tuple[float, int, int, int, float]] = []
-    """Chance of the node, negative; its parent, slot and rank; chance of the parent."""
-
-    def at(slot: int, parent: int) -> tuple[list[int], list[float], list[float]]:
-        key = slot, tree.tokens[parent] if parent >= 0 and candidates.behind else -1
-        if key not in known:
-            tokens, logprobs = candidates.at(slot, key[1])
-            known[key] = tokens, logprobs, weigh(slot, logprobs)
-        return known[key]
-
-    def offer(slot: int, rank: int, parent: int, kept: float) -> None:
-        if slot < num_slots and rank < len(chances := at(slot, parent)[2]):
-            heapq.heappush(waiting, (-kept * chances[rank], parent, slot, rank, kept))
-
-    offer(0, 0, -1, 1.0)
-    while waiting and len(tree.tokens) < most and -waiting[0][0] >= LEAST_GAIN:
-        negative, parent, slot, rank, kept = heapq.heappop(waiting)
-        tokens, logprobs, _ = at(slot, parent)
-        tree.tokens.append(tokens[rank])
-        tree.parents.append(parent)
-        tree.ranks.append(rank)
-        tree.gains.append(-negative)
-        tree.logprobs.append(logprobs[rank])
-        offer(slot, rank + 1, parent, kept)
-        offer(slot + 1, 0, len(tree.tokens) - 1, -negative)
-    return tree
+    return Growing(candidates, weigh).to(most)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,9 @@ import random
 import pytest
 
 from paceline.learned import Chances
-from paceline.trees import LEAST_GAIN, Candidates, Outcome, Tree, as_told, grow
+from paceline.shares import FIRST_NODES, Drafted, Want, grown
+from paceline.trees import LEAST_GAIN, MOST_NODES, Candidates, Growing, Outcome, Tree, as_told, grow
+from paceline.types import Offer
 
 
 def candidates_of(chances_KM: list[list[float]], most: int = 64) -> Candidates:
@@ -105,3 +107,33 @@ def test_candidates_may_depend_on_the_branch() -> None:
     assert [tree.tokens[node] for node in range(4)] == [1, 11, 2, 22]
     assert tree.parents == [-1, 0, -1, 2]
     assert tree.gains == pytest.approx([0.6, 0.54, 0.3, 0.24])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_tree_that_grows_in_steps_is_the_tree_grown_at_once(seed: int) -> None:
+    source = random.Random(seed)
+    chances_KM = [sorted((source.random() for _ in range(4)), reverse=True) for _ in range(5)]
+    growing = Growing(candidates_of(chances_KM), as_told)
+    for most in (3, 3, 10, 40):
+        assert growing.to(most) == grow(candidates_of(chances_KM), as_told, most)
+    assert not growing.is_whole
+    assert len(growing.to(1000).tokens) == 64 and growing.is_whole, "as many as the cache has room for"
+
+
+def test_only_trees_that_are_wanted_grow() -> None:
+    flat = [[0.45] * 3] * 6  # over 300 nodes that are likely enough
+    drafted = [Drafted(place, Offer("block", (0.45,) * 6), Growing(candidates_of(flat, 200), as_told)) for place in range(2)]
+    asked: list[list[int]] = []
+
+    def share(wants: list[Want]) -> list[int]:
+        asked.append([len(want.gains or ()) for want in wants])
+        return [min(asked[-1][0], 60), 5]
+
+    assert grown(drafted, share) == [60, 5]
+    assert asked == [[FIRST_NODES] * 2, [2 * FIRST_NODES] * 2, [4 * FIRST_NODES] * 2, [MOST_NODES] * 2], (
+        "60 of 96 are more than half"
+    )
+    asked.clear()
+    small = [Drafted(0, Offer("block", (0.33,)), Growing(candidates_of(flat, 200), as_told))]
+    assert grown(small, lambda wants: [len(wants[0].gains or ()) // 2]) == [FIRST_NODES // 2]
+    assert grown([Drafted(0, Offer("chain", (0.9, 0.8)), None)], lambda wants: [len(wants[0].gains or ())]) == [2]
