@@ -44,32 +44,58 @@ def with_tensors(stored: StoredDrafter, change: Callable[[str, Tensor], Tensor])
     return replace(stored, tensors={name: change(name, tensor) for name, tensor in stored.tensors.items()})
 
 
-def plants(stored: StoredDrafter, llm: LLM) -> dict[str, tuple[str, Callable[[], StoredDrafter]]]:
-    """What is wrong, in words: the kind that `inspect` should name, and the drafter with it."""
-    config, (ids, _) = stored.config, stored.vocabulary
-    size, layers = config.shape.head_dim, list(config.target_layer_ids)
+def interleaved(stored: StoredDrafter) -> StoredDrafter:
+    """Rows of queries and keys in the order of the other rotary style."""
+    size = stored.config.shape.head_dim
+    order = torch.stack([torch.arange(size // 2), torch.arange(size // 2, size)], dim=1).flatten()
 
-    def interleaved(name: str, tensor: Tensor) -> Tensor:
-        if not any(f".{which}." in name for which in ("q_proj", "k_proj", "q_norm", "k_norm")):
-            return tensor
-        order = torch.stack([torch.arange(size // 2), torch.arange(size // 2, size)], dim=1).flatten()
-        return tensor.unflatten(0, (-1, size))[:, order].flatten(0, 1)
+    def change(name: str, tensor: Tensor) -> Tensor:
+        is_turned = any(f".{which}." in name for which in ("q_proj", "k_proj", "q_norm", "k_norm"))
+        return tensor.unflatten(0, (-1, size))[:, order].flatten(0, 1) if is_turned else tensor
 
-    def norms(step: int) -> Callable[[str, Tensor], Tensor]:
-        return lambda name, tensor: tensor + step if name.endswith("norm.weight") else tensor
+    return with_tensors(stored, change)
 
-    def features(name: str, tensor: Tensor) -> Tensor:
-        return tensor.unflatten(1, (len(layers), -1)).flip(1).flatten(1) if name == "fc.weight" else tensor
 
-    def kernels(name: str, tensor: Tensor) -> Tensor:
+def with_norms(stored: StoredDrafter, step: int) -> StoredDrafter:
+    """Weights of norms that are `step` more."""
+    return with_tensors(stored, lambda name, tensor: tensor + step if name.endswith("norm.weight") else tensor)
+
+
+def with_features_turned(stored: StoredDrafter) -> StoredDrafter:
+    """Features of the target's layers in the other order."""
+    num_layers = len(stored.config.target_layer_ids)
+
+    def change(name: str, tensor: Tensor) -> Tensor:
+        return tensor.unflatten(1, (num_layers, -1)).flip(1).flatten(1) if name == "fc.weight" else tensor
+
+    return with_tensors(stored, change)
+
+
+def with_taps_turned(stored: StoredDrafter) -> StoredDrafter:
+    """Taps of DFlash 2's convolutions in the other order."""
+
+    def change(name: str, tensor: Tensor) -> Tensor:
         if name.endswith("_conv.base_kernel"):
             return tensor.flip(1)
         return tensor.unflatten(0, (2, 2, -1)).flip(1).flatten(0, 2) if name.endswith("kernel_projection.weight") else tensor
 
-    def codebooks(name: str, tensor: Tensor) -> Tensor:
-        other = {"predecessor": "successor", "successor": "predecessor"}
+    return with_tensors(stored, change)
+
+
+def with_codebooks_exchanged(stored: StoredDrafter) -> StoredDrafter:
+    """A selector's codebook of predecessors in place of that of successors, and the other way round."""
+    other = {"predecessor": "successor", "successor": "predecessor"}
+
+    def change(name: str, tensor: Tensor) -> Tensor:
         which = name.removeprefix("candidate_selector.").removesuffix("_codebook")
         return stored.tensors[name.replace(which, other[which])] if which in other else tensor
+
+    return with_tensors(stored, change)
+
+
+def plants(stored: StoredDrafter, llm: LLM) -> dict[str, tuple[str, Callable[[], StoredDrafter]]]:
+    """What is wrong, in words: the kind that `inspect` should name, and the drafter with it."""
+    config, (ids, _), layers = stored.config, stored.vocabulary, list(stored.config.target_layer_ids)
 
     def head(rows: Tensor) -> StoredDrafter:
         assert ids is not None
@@ -87,26 +113,26 @@ def plants(stored: StoredDrafter, llm: LLM) -> dict[str, tuple[str, Callable[[],
             "layer ids off by one",
             lambda: with_keys(stored, target_layer_ids=[each - 1 for each in layers]),
         ),
-        "layers in the other order": ("layer order", lambda: with_tensors(stored, features)),
+        "layers in the other order": ("layer order", lambda: with_features_turned(stored)),
         "mask token 0": ("mask token", lambda: with_keys(stored, mask_token_id=0)),
         "mask token one too low": ("mask token", lambda: with_keys(stored, mask_token_id=config.mask_token_id - 1)),
         "rope_theta 10000": ("rotary length", lambda: with_keys(stored, rope_theta=1e4)),
         f"rope_theta {10 * theta:g}": ("rotary length", lambda: with_keys(stored, rope_theta=10 * theta)),
-        "heads interleaved": ("rotary style", lambda: with_tensors(stored, interleaved)),
+        "heads interleaved": ("rotary style", lambda: interleaved(stored)),
         "a window of 4": ("window flag", lambda: with_keys(stored, **sliding)),
         "slots see only those before": ("window flag", lambda: with_keys(stored, is_causal=True)),
         "another head": ("head", lambda: head((ids if ids is not None else torch.arange(most)).roll(1))),
         "other draft tokens": ("head", lambda: replace(stored, vocabulary=Vocabulary(torch.arange(most - 12288, most)))),
         "d2t taken for ids": ("head", lambda: replace(stored, vocabulary=Vocabulary(offsets_as_ids(ids)))),
         "anchor slot": ("anchor slot", lambda: with_keys(stored, sample_from_anchor=True)),
-        "norms less 1": ("norm flags", lambda: with_tensors(stored, norms(-1))),
-        "norms plus 1": ("norm flags", lambda: with_tensors(stored, norms(1))),
+        "norms less 1": ("norm flags", lambda: with_norms(stored, -1)),
+        "norms plus 1": ("norm flags", lambda: with_norms(stored, 1)),
         "embedding scale": ("embedding scale", lambda: with_keys(stored, input_embedding_scale=llm.target.hidden_size**0.5)),
     }
     if config.second:
         made |= {
-            "taps of convolutions turned": ("convolution", lambda: with_tensors(stored, kernels)),
-            "codebooks exchanged": ("selector", lambda: with_tensors(stored, codebooks)),
+            "taps of convolutions turned": ("convolution", lambda: with_taps_turned(stored)),
+            "codebooks exchanged": ("selector", lambda: with_codebooks_exchanged(stored)),
         }
     return made
 

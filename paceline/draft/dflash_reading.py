@@ -10,8 +10,9 @@ from torch import Tensor
 
 from paceline import rng
 from paceline.draft.checkpoint import DFlashConfig
-from paceline.draft.foresight import FIELD, Foresight, ranked
+from paceline.draft.foresight import Foresight, ranked
 from paceline.model.logits import MIN_TEMPERATURE, likeliest, sample, target_probs
+from paceline.model.race import FIELD
 from paceline.trees import Candidates
 from paceline.types import Sequence
 

@@ -21,9 +21,6 @@ from typing import Any
 
 from paceline.errors import ModelFileError
 
-FIELD = 32
-"""Of a drafter's likeliest tokens those that are looked at."""
-
 
 @dataclass(frozen=True, slots=True)
 class Foresight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import pytest
 from small_llm import tiny_model
 
+from paceline.engine.engine import Chunk
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, RolloutError
 from paceline.rl.agents import Access, AgentRollouts, Trajectory, by_code
 from paceline.rl.endpoint import Attempt, Endpoint, Turn, with_exact_turns
 from paceline.rl.rollouts import RolloutConfig, Rollouts
+from paceline.serve.worker import EngineWorker
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_batch": 4, "max_len": 400}
 TASKS = [("count", 2), ("list", 3)]
@@ -93,6 +96,29 @@ def test_neither_drafts_nor_company_change_a_sample(folder: Path) -> None:
             groups = AgentRollouts(served, two_turns, by_code(length), at_once=at_once).run(TASKS)
             told.append([each.sample.completion_ids for group in groups for each in group])
     assert told[0] == told[1] == told[2]
+
+
+def test_a_turn_is_recorded_before_its_client_gets_the_answer(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the next turn, which comes at once, would not find the tokens that it goes on from."""
+    hand_over, recorded = EngineWorker[LLM]._hand_over, list[int]()
+
+    def watched(worker: EngineWorker[LLM], chunks: list[Chunk], *args: Any, **flags: Any) -> None:
+        if any(chunk.finish_reason for chunk in chunks):
+            recorded.append(sum(len(attempt.turns) for attempt in endpoint.attempts.values()))
+        hand_over(worker, chunks, *args, **flags)
+
+    monkeypatch.setattr(EngineWorker, "_hand_over", watched)
+    attempt = endpoint.begin("recorded")
+    two_turns("wait", Access(attempt.base_url, attempt.model))
+    endpoint.end(attempt)
+    assert recorded == [1, 2]
+
+
+def test_who_comes_before_the_server_accepts_waits(folder: Path) -> None:
+    served = endpoint_of(folder)
+    with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])), timeout=5) as early, served:
+        early.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+        assert early.recv(64).startswith(b"HTTP/1.1 ")
 
 
 def test_what_would_not_be_the_policys_is_refused(endpoint: Endpoint) -> None:
