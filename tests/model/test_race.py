@@ -78,6 +78,16 @@ def test_filters_leave_what_the_distribution_has(size: int) -> None:
         assert {race(logits_V, params, Noise(3, position)) for position in range(20)} == {int(logits_V.argmax())}
 
 
+@pytest.mark.parametrize("settings", [{"top_k": 4}, {"top_k": 20}, {"top_p": 0.3}, {"top_p": 0.6}, {"top_k": 30, "top_p": 0.4}])
+def test_of_equals_at_a_filters_cut_those_are_drawn_that_the_distribution_has(settings: dict[str, Any]) -> None:
+    """Tokens of one probability: which of them a sort has first is its own affair, and two sorts may differ."""
+    for size in (50, 300):
+        logits_V = logits_of(size, 1.5).round().roll(size // 3)
+        params = SamplingParams(temperature=1.0, **settings)
+        held = set(target_probs(logits_V[None], params)[0].nonzero().flatten().tolist())
+        assert {race(logits_V, params, Noise(5, position)) for position in range(200)} <= held
+
+
 def test_what_is_masked_is_never_drawn() -> None:
     logits_V = torch.full((300,), -math.inf)
     logits_V[[7, 211]] = torch.tensor([0.0, 1.0])
