@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_dflash import raw_config
+from round_loop import admit, ready
+from tiny_dflash import PROMPT, network, raw_config, tiny_target
 
 from paceline.draft.checkpoint import DFlashConfig
+from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.dflash2_selector import Picks, WalkedReading
 from paceline.draft.dflash_reading import Reading
 from paceline.draft.foresight import Foresight
@@ -18,7 +21,7 @@ from paceline.errors import ModelFileError
 from paceline.model.race import race
 from paceline.rng import Noise
 from paceline.trees import Candidates
-from paceline.types import SamplingParams, Sequence
+from paceline.types import Batch, SamplingParams, Sequence, Take
 
 SIZE, SLOTS, SURE = 20, 5, Foresight(1.0, 0.01)
 
@@ -91,3 +94,19 @@ def test_its_numbers_stand_in_config_json() -> None:
 def test_wrong_numbers_are_refused(wrong: Any) -> None:
     with pytest.raises(ModelFileError, match="paceline.foresight"):
         Foresight.of({"paceline": {"foresight": wrong}}, Path("config.json"))
+
+
+def test_only_drafts_that_are_held_against_the_targets_draws_are_guessed() -> None:
+    """A lossy rule takes a draft by its probability, whatever the numbers say: guesses would be no better there."""
+    target = tiny_target()
+    drafter = DFlashDrafter(network(raw_config(), 3))
+    ready(target, drafter)
+    asked = SamplingParams(temperature=1.0, seed=4, max_tokens=30)
+    seeded, lossy = (admit(target, drafter, list(PROMPT), params) for params in (asked, replace(asked, lossy="lenience:0.5")))
+
+    def drafts(foresees: bool) -> list[list[int]]:
+        rows = [seeded, lossy]
+        return drafter.propose(Batch(rows, [Take("dflash", 7)] * 2, foresees=foresees)).tokens_B
+
+    told, foreseen = drafts(False), drafts(True)
+    assert foreseen[0] != told[0] and foreseen[1] == told[1] == told[0]
