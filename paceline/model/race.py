@@ -12,13 +12,14 @@ Only the FIELD likeliest tokens have numbers of their own; all others race as on
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from paceline.errors import NumericsError
-from paceline.model.logits import MIN_TEMPERATURE, sample, target_probs
+from paceline.model.logits import MIN_TEMPERATURE, likeliest, sample, target_probs
 from paceline.rng import Noise
 from paceline.types import SamplingParams
 
@@ -33,22 +34,21 @@ def race(logits_V: Tensor, params: SamplingParams, noise: Noise) -> int:
     The distribution is exact but for rounding, and what wins is a function of logits, parameters and `noise` alone. Raises
     NumericsError when the largest logit is not a finite number, or one is NaN.
     """
-    given_V = logits_V
-    if params.temperature != 1.0:
-        logits_V = logits_V.float() / max(params.temperature, MIN_TEMPERATURE)
-    probs_V = torch.softmax(logits_V, dim=-1, dtype=torch.float32)
     is_filtered = params.min_p > 0 or params.top_k > 0 or params.top_p < 1
-    values_M, places_M = probs_V.topk(min(FILTERED if is_filtered else FIELD, len(probs_V)))
-    ids_M, weights_M = places_M.tolist(), values_M.tolist()
-    if not math.isfinite(weights_M[0]):
+    inverse_temperature = 1.0 / max(params.temperature, MIN_TEMPERATURE)
+    (ids_M,), (logprobs_M,) = likeliest(logits_V[None], FILTERED if is_filtered else FIELD, inverse_temperature)
+    if not math.isfinite(logprobs_M[0]):
         raise NumericsError("this is no distribution: its largest logit is not a finite number, or one is NaN")
+    weights_M = [math.exp(logprob) for logprob in logprobs_M]
     kept = _kept(weights_M, params, len(logits_V))
     if kept is None:
-        return _of_all(target_probs(given_V.unsqueeze(0), params)[0], noise)
+        return _of_all(target_probs(logits_V.unsqueeze(0), params)[0], noise)
     count, is_whole = kept
     if is_whole:
         return _winner(ids_M[:count], weights_M[:count], noise)[1]
-    return _with_rest(probs_V, ids_M[:FIELD], weights_M[:FIELD], noise)
+    return _with_rest(
+        lambda: torch.softmax(logits_V.float() * inverse_temperature, dim=-1), ids_M[:FIELD], weights_M[:FIELD], noise
+    )
 
 
 def _kept(weights_M: list[float], params: SamplingParams, num_vocab: int) -> tuple[int, bool] | None:
@@ -80,18 +80,18 @@ def _winner(ids_M: list[int], weights_M: list[float], noise: Noise) -> tuple[flo
     return min((time / weight, token) for time, weight, token in zip(times, weights_M, ids_M, strict=True) if weight > 0)
 
 
-def _with_rest(probs_V: Tensor, ids_M: list[int], weights_M: list[float], noise: Noise) -> int:
-    """The winner among these tokens and all others together."""
+def _with_rest(probs_of: Callable[[], Tensor], ids_M: list[int], weights_M: list[float], noise: Noise) -> int:
+    """The winner among these tokens and all others together; `probs_of` is asked where one of the others wins."""
     time, token = _winner(ids_M, weights_M, noise)
     rest = 1.0 - math.fsum(weights_M)
     if rest <= 0 or noise.of_others / rest >= time:
         return token
-    others_V = probs_V.clone()
-    others_V[torch.tensor(ids_M, device=probs_V.device)] = 0.0
+    others_V = probs_of().clone()
+    others_V[torch.tensor(ids_M, device=others_V.device)] = 0.0
     return sample(others_V, noise.uniform) if float(others_V.sum()) > 0 else token  # else the rest is a rounding
 
 
 def _of_all(probs_V: Tensor, noise: Noise) -> int:
     """As `race`, of a filtered distribution that sums to 1."""
     values_M, ids_M = probs_V.topk(min(FIELD, len(probs_V)))
-    return _with_rest(probs_V, ids_M.tolist(), values_M.tolist(), noise)
+    return _with_rest(lambda: probs_V, ids_M.tolist(), values_M.tolist(), noise)
