@@ -20,7 +20,7 @@ from paceline.draft.dflash2 import DFlash2Drafter, DFlash2Network
 from paceline.draft.ngram import NgramDrafter
 from paceline.errors import ConfigError
 from paceline.figures import Rounds
-from paceline.types import GrammarSpec, SamplingParams
+from paceline.types import Batch, DraftBlock, GrammarSpec, SamplingParams
 
 VARIED: list[dict[str, Any]] = [
     {},
@@ -133,6 +133,24 @@ def test_sampled_requests_are_predicted_within_the_interval(make: Any, rule: str
 def _variance(rounds: Rounds) -> float:
     mean = rounds.tokens_per_round - 1
     return sum(count * (number - mean) ** 2 for number, count in enumerate(rounds.accepted_histogram)) / rounds.num_rounds
+
+
+def test_numbers_that_nobody_knows_are_not_guessed_with() -> None:
+    """An answer that another server drew: drafts are drawn for it, as a drafter without foresight would."""
+    sampled, told = SamplingParams(temperature=1.0), list[tuple[int, bool]]()
+
+    class Spy(DFlashDrafter):
+        def propose(self, batch: Batch) -> DraftBlock:
+            told.extend((seq.seed, batch.foresees) for seq in batch.sequences)
+            return super().propose(batch)
+
+    answers = [request(answer_ids=[3, 4, 5], params=sampled, seed=0), request(answer_ids=[3, 4, 5], params=sampled, seed=7)]
+    answers.append(request(answer_ids=[3, 4, 5], params=SamplingParams(temperature=1.0, seed=0), seed=0))
+    score(tiny_llm(FASTEST), Spy(network(raw_config(), 0)), answers[:2])
+    assert set(told) == {(0, False), (7, True)}
+    told.clear()
+    score(tiny_llm(FASTEST), Spy(network(raw_config(), 0)), answers[2:])
+    assert set(told) == {(0, True)}, "a seed of 0 that was asked for is known"
 
 
 def test_grammars_correct_drafts_as_they_do_when_served() -> None:
