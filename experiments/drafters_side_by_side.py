@@ -1,0 +1,134 @@
+"""The table and the chart of `drafters_side_by_side.sh`, from what its run folder holds.
+
+    python experiments/drafters_side_by_side.py runs/drafters-side-by-side
+
+Of each drafter: tokens a round with all of its drafts checked, with an interval over prompts; what drafting takes of the time
+of a plain round; speed over plain decoding with all drafts checked and as the planner chooses; what it learned from.
+Writes chart.svg and result.json beside them, and prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.runlog import record_of, write_whole
+
+
+@dataclass(frozen=True)
+class Line:
+    """One kind of drafter."""
+
+    name: str
+    tokens_per_round: float
+    interval: tuple[float, float]
+    drafting_share: float
+    """Of a plain round's time."""
+    fixed: float
+    """Speed over plain decoding with every draft checked."""
+    auto: float
+    auto_interval: tuple[float, float]
+    blocks: int | None
+    """It learned from; None where it learned nothing."""
+    minutes: float | None
+
+
+def results_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """By the drafter's name: of a run folder of ours, the folder that holds it."""
+    read = json.loads((folder / "results.json").read_text())
+    return {Path(each["drafter"]).parent.name or each["drafter"]: each for each in read["results"]}
+
+
+def learned(folder: Path) -> tuple[int | None, float | None]:
+    """Blocks and minutes of steps."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        return None, None
+    steps = [line for line in map(json.loads, path.read_text().splitlines()) if "blocks_per_s" in line]
+    return steps[-1]["blocks"], steps[-1]["seconds"] / 60
+
+
+def rounds_of(result: dict[str, Any]) -> float:
+    return result["num_output_tokens"] / result["tokens_per_round"]
+
+
+def lines_of(out: Path) -> list[Line]:
+    fixed, auto = results_of(out / "fixed"), results_of(out / "auto")
+    plain = fixed["none"]
+    plain_s = (plain["seconds"]["verify"] + plain["seconds"]["host"]) / rounds_of(plain)
+    lines = []
+    for name, result in fixed.items():
+        if name == "none":
+            continue
+        drafting_s = result["seconds"]["draft"] / rounds_of(result)
+        speeds = auto[name]["speedup"], tuple(auto[name]["speedup_interval"])
+        kept = result["tokens_per_round"], tuple(result["tokens_per_round_interval"])
+        lines.append(Line(name, *kept, drafting_s / plain_s, result["speedup"], *speeds, *learned(out / name)))
+    return sorted(lines, key=lambda line: line.tokens_per_round)
+
+
+def table_of(lines: list[Line]) -> str:
+    rows = [
+        "| drafter | learned from, thousand blocks | minutes of steps | tokens a round | drafting, of a plain round "
+        "| all drafts checked | as planned |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for line in lines:
+        taught = (
+            ("", "") if line.blocks is None or line.minutes is None else (f"{line.blocks / 1000:.0f}", f"{line.minutes:.1f}")
+        )
+        low, high = line.interval
+        slow, fast = line.auto_interval
+        rows.append(
+            f"| {line.name} | {taught[0]} | {taught[1]} | {line.tokens_per_round:.2f} [{low:.2f}, {high:.2f}] "
+            f"| {line.drafting_share:.0%} | {line.fixed:.2f}x | {line.auto:.2f}x [{slow:.2f}, {fast:.2f}] |"
+        )
+    return "\n".join(rows)
+
+
+def draw(lines: list[Line], path: Path, title: str) -> None:
+    """Speed over tokens a round, a point for each drafter; what drafting takes is the size of its ring."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.0))
+    for line in lines:
+        low, high = line.interval
+        slow, fast = line.auto_interval
+        x, y = line.tokens_per_round, line.auto
+        axes.errorbar(x, y, xerr=[[x - low], [high - x]], yerr=[[y - slow], [fast - y]], fmt="o", capsize=2)
+        axes.annotate(
+            f"{line.name}\n(drafting {line.drafting_share:.0%})", (x, y), textcoords="offset points", xytext=(6, 6), fontsize=8
+        )
+    axes.axhline(1.0, color="grey", linewidth=0.8, linestyle="--")
+    axes.set_xlabel("tokens a round, all drafts checked")
+    axes.set_ylabel("times plain decoding, as planned")
+    axes.set_title(title, fontsize=9)
+    axes.margins(0.15)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def main() -> int:
+    out = Path(sys.argv[1])
+    lines = lines_of(out)
+    read = json.loads((out / "auto" / "results.json").read_text())
+    title = f"Drafters of {read['model']} after the same minutes of training, {read['processor']['name']}"
+    draw(lines, out / "chart.svg", title)
+    table = table_of(lines)
+    made = {"command": "bash experiments/drafters_side_by_side.sh", "what": "kinds of drafters side by side"}
+    whole = record_of({**made, "model": read["model"], "drafters": [asdict(line) for line in lines]})
+    write_whole(out / "result.json", json.dumps(whole, indent=1) + "\n")
+    print(table)
+    print(json.dumps(whole))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

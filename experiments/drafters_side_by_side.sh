@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Drafters of several kinds for one target, side by side: lookups (n-gram), EAGLE-3, DFlash and DFlash 2, trained on the same
+# answers for the same time. Tokens a round, what drafting takes, and speed, as a table and a chart.
+#
+#   ANSWERS="runs/a/answers runs/b/answers" PROMPTS="gsm8k_test.jsonl humaneval.jsonl" bash experiments/drafters_side_by_side.sh
+#
+# Each kind learns for MINUTES (10) of steps, as its own recipe says; hidden states come on top, twice: EAGLE-3 reads other layers.
+# Then two measurements with nothing else running: `fixed` has every draft of every round checked, `auto` is the planner's choice.
+# Killed, the same command goes on after the last finished stage. Environment: OUT (folder), TARGET (smollm2-135m), LIMIT (prompts
+# a file, 16), REPEAT (turns, 3), SMALL (a small model of the same tokenizer, as a further drafter).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+answers=${ANSWERS:?name folders of answers, as in ANSWERS="runs/a/answers runs/b/answers"}
+prompts=${PROMPTS:?name files of prompts that nothing learns from, as in PROMPTS="gsm8k_test.jsonl humaneval.jsonl"}
+out=${OUT:-runs/drafters-side-by-side}
+target=${TARGET:-smollm2-135m}
+
+train=(paceline train --target "$target" --plan off --max-len 512 --max-tokens 128 --epochs 1000 --max-minutes "${MINUTES:-10}"
+    --blocks-per-step 192 --anchors 48 --lr 2e-3 --features cached --heldout-every 250 --serve-share 0)
+for folder in $answers; do
+    train+=(--answers "$folder")
+done
+# A block of 8 each: seven drafts of DFlash's, and of EAGLE-3's as many as it learns at once, five drafted when served.
+copied=(--first-layers copied --loss d-pace --loss-vocab 8192 --draft-vocab 12288)
+"${train[@]}" --out "$out/eagle3" --drafter-kind eagle3 --ttt-steps 5 --draft-vocab 12288
+"${train[@]}" --out "$out/dflash" "${copied[@]}"
+for folder in "$out"/dflash/features-*; do  # links, not copies
+    mkdir -p "$out/dflash2"
+    if [ ! -e "$out/dflash2/$(basename "$folder")" ]; then cp -al "$folder" "$out/dflash2/"; fi
+done
+"${train[@]}" --out "$out/dflash2" "${copied[@]}" --drafter-kind dflash2
+
+drafters=none,ngram,${SMALL:+$SMALL,}$out/eagle3/drafter,$out/dflash/drafter,$out/dflash2/drafter
+files=()
+for file in $prompts; do
+    files+=(--prompts "$file")
+done
+for plan in fixed auto; do
+    if [ -e "$out/$plan/.done" ]; then continue; fi
+    rm -rf "${out:?}/$plan"
+    paceline bench decode --model "$target" --drafters "$drafters" --plan "$plan" "${files[@]}" --limit "${LIMIT:-16}" \
+        --max-tokens 128 --batch 1 --repeat "${REPEAT:-3}" --out "$out/$plan"
+    touch "$out/$plan/.done"
+done
+python experiments/drafters_side_by_side.py "$out"
