@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# The default drafter of smollm2-135m, from prompts to a checkpoint, on two CPU cores (about three hours) or a GPU.
+# The default drafter of smollm2-135m, from prompts to a checkpoint, on two CPU cores (about five hours) or a GPU.
 #
 #   DATA=path/to/prompt/sets bash recipes/default_drafter.sh
 #
 # Killed, the same command goes on. DATA holds gsm8k_train.jsonl, mbpp_train.jsonl, t0_tasks.jsonl, user_instructions.jsonl and
-# seed_tasks.jsonl. Nothing of a test set is read. Environment: OUT (run folder), MINUTES, MORE_MINUTES and SECOND_MINUTES (of training), PROCESSES.
+# seed_tasks.jsonl. Nothing of a test set is read. Environment: OUT (run folder), MINUTES, MORE_MINUTES, SECOND_MINUTES and
+# THIRD_MINUTES (of training), PROCESSES.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -55,7 +56,17 @@ answers+=(--answers "$out/code/answers")
     --anchors 48 --lr 1.3e-3 --loss d-pace --loss-vocab 8192 --features cached --heldout-every 500 --keep best \
     --selector-from 0.2 --ood paceline/bench/prompts.jsonl
 
-# 7. The tokens that answers use most, and 8 bits: what the package holds.
+# 7. The tokens that answers use most, and 8 bits.
 python recipes/draft_vocabulary.py "${answers[@]}" --drafter "$out/second/drafter" --size 12288
 python recipes/pack_drafter.py "$out/second/drafter" --out "$out/packed"
-echo "drafter: $out/packed"
+
+# 8. All of the questions and tasks there are, and twice as many prompts that the target writes itself; from what step 7 made, the
+# selector learning all along. What the package holds.
+"${answer[@]}" --prompts "$data/gsm8k_train.jsonl" --limit 7400 --out "$out/arithmetic"
+"${answer[@]}" --prompts "$data/t0_tasks.jsonl" --limit 1571 --out "$out/tasks"
+"${answer[@]}" --self-written 2000 --openers "$out/prompts/openers.txt" --out "$out/self-written"
+"${many[@]}" train --target "$target" "${answers[@]}" --out "$out/third" --plan off --init "$out/packed" --max-len 512 \
+    --max-tokens 128 --epochs 30 --max-minutes "${THIRD_MINUTES:-50}" --blocks-per-step 192 --anchors 48 --lr 1.3e-3 --loss d-pace \
+    --loss-vocab 8192 --features cached --heldout-every 500 --keep best --selector-from 0 --ood paceline/bench/prompts.jsonl
+python recipes/pack_drafter.py "$out/third/drafter" --out "$out/shipped"
+echo "drafter: $out/shipped"
