@@ -136,6 +136,24 @@ assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 7
     assert done.passed, done.said
 
 
+@needs_sandbox
+def test_each_wall_stands_by_itself() -> None:
+    """Where one of them keeps an attack out, the others would not be missed by it."""
+    kinds = ("ipc", "mnt", "net", "pid", "user", "uts")
+    outside = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in kinds}
+    code = f"""
+import os, resource
+shared = [kind for kind, ours in {outside!r}.items() if os.readlink(f"/proc/self/ns/{{kind}}") == ours]
+assert not shared, shared
+assert resource.getrlimit(resource.RLIMIT_NPROC) == (8, 8)
+assert os.getuid() != 0 and os.geteuid() != 0
+for folder in ("/usr", "/"):
+    assert os.statvfs(folder).f_flag & os.ST_RDONLY, folder
+"""
+    done = Sandbox(replace(LIMITS, wall_s=30.0)).run(code)
+    assert done.passed, done.said
+
+
 def test_without_a_sandbox_nothing_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "_found", lambda _: ("none", "code cannot be kept apart: add --unsafe-code"))
     with pytest.raises(SandboxError, match="--unsafe-code"):

@@ -29,6 +29,9 @@ SCHEMA = {"type": "object", "required": ["action"], "properties": {"action": {"e
         ({"kind": "json", "fields": {"action": "refund"}}, '["refund"]', 0.0),
         ({"kind": "json", "fields": {"action": "refund"}, "schema": SCHEMA}, '{"action": "refund"}', 1.0),
         ({"kind": "json", "fields": {"action": "refund"}, "schema": SCHEMA}, '{"action": "burn"}', 0.0),
+        ({"kind": "json", "schema": SCHEMA}, '{"action": "refund"}', 1.0),
+        ({"kind": "json", "schema": SCHEMA}, '{"action": "burn"}', 0.0),
+        ({"kind": "json", "schema": SCHEMA}, '{"other": 1}', 0.0),
     ],
 )
 def test_scores(said: dict[str, Any], text: str, score: float) -> None:

@@ -110,6 +110,24 @@ def test_the_drafter_follows(folder: Path) -> None:
     assert rollouts.figures[3].follow_s > 0
 
 
+def test_the_engine_packs_what_the_drafter_has_learned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound drafter holds its weights as it multiplies them: after a lesson it is bound anew."""
+    drafter = DFlashDrafter.random(LLM(str(folder), drafter="none", **SETTINGS).target, num_layers=1, block_size=4)
+    llm, bind, bound = LLM(str(folder), drafter=drafter, **SETTINGS), DFlashDrafter.bind, list[torch.Tensor]()
+
+    def watched(self: DFlashDrafter, *args: Any, **given: Any) -> None:
+        bound.append(next(iter(self.network.state_dict().values())).clone())
+        bind(self, *args, **given)
+
+    monkeypatch.setattr(DFlashDrafter, "bind", watched)
+    rollouts = Rollouts(llm, RolloutConfig(max_tokens=24), follower=DFlashFollower(llm.drafter, FollowConfig(steps=2)))
+    for step in range(2):
+        rollouts.load_weights(moved(folder, 20.0), step)
+        rollouts.sample(PROMPTS)
+    assert torch.equal(bound[-1], next(iter(drafter.network.state_dict().values())))
+    assert not torch.equal(bound[-1], bound[0])
+
+
 def test_what_cannot_follow_says_so(folder: Path) -> None:
     with pytest.raises(ConfigError, match="lookups"):
         DFlashFollower(rollouts_of(folder).llm.drafter)
