@@ -16,6 +16,7 @@ from paceline.draft.eagle3 import Eagle3Drafter
 from paceline.draft.eagle3_checkpoint import is_eagle3
 from paceline.draft.gguf_reading import is_gguf_drafter
 from paceline.draft.mtp import MtpDrafter
+from paceline.draft.mtp_checkpoint import is_mtp
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.errors import ConfigError, ModelFileError, ModelNotFoundError
@@ -66,7 +67,10 @@ def _made(spec: str, target: Target, target_name: str, options: dict[str, Any]) 
     path = checkpoint_of(spec)
     if holds_dflash(path):
         return read_drafter(path, **options)
-    if path.is_dir() and is_eagle3(read_json(path / "config.json")):
+    raw = read_json(path / "config.json") if path.is_dir() else {}
+    if is_mtp(raw):
+        return MtpDrafter.from_folder(path, **options)
+    if is_eagle3(raw):
         return Eagle3Drafter.from_folder(path, **options)
     # Whatever else it is, a language model to draft with.
     cache, dtype, device = target.cache, str(target.dtype).removeprefix("torch."), str(target.device)

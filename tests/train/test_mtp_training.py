@@ -1,0 +1,297 @@
+"""An MTP layer learns chains as they are drafted: training computes what drafting does, and drafts get better."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from family_models import Written, model_of, target_of, text
+from round_loop import generate, ready
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.config import EngineConfig
+from paceline.draft.base import NoDrafter, Observed
+from paceline.draft.mtp import MtpDrafter
+from paceline.draft.mtp_checkpoint import MARK, MtpLayer, find_mtp, read_mtp, target_names
+from paceline.draft.registry import make_drafter
+from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError
+from paceline.model.checkpoint import load_config
+from paceline.model.experts import gating
+from paceline.model.target import ForwardBatch, Target
+from paceline.train import train
+from paceline.train.choices import for_chains
+from paceline.train.config import AnswerConfig, DrafterShape, LoopConfig, LossConfig, OptimConfig, TrainConfig
+from paceline.train.dataset import Corpus, Document
+from paceline.train.features import OnlineFeatures
+from paceline.train.loop import Trainer
+from paceline.train.losses import slot_weights
+from paceline.train.mtp import MtpNetwork, MtpTrainable, check_mtp, head_for, mtp_for, new_layer
+from paceline.train.packs import Packer
+from paceline.train.planning import make_plan
+from paceline.train.served import finished_drafter
+from paceline.types import SamplingParams, Sequence
+
+STEPS = 3
+HELD = 6
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """A family's tiny model, of random weights and without such a layer; "name+" has one in its file, a copy as `new_layer`
+    makes it, its weights shaken."""
+    written: Written = {}
+    made: dict[str, Path] = {}
+
+    def one(name: str) -> Path:
+        source = model_of(name.removesuffix("+"), written, tmp_path_factory)[0]
+        if not name.endswith("+"):
+            return source
+        if name not in made:
+            layer = shaken(new_layer(source))
+            made[name] = shutil.copytree(source, tmp_path_factory.mktemp("mtp") / "model")
+            save_file(load_file(source / "model.safetensors") | target_names(layer), made[name] / "model.safetensors")
+        return made[name]
+
+    return one
+
+
+def shaken(layer: MtpLayer, seed: int = 5) -> MtpLayer:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: (tensor.float() + 0.1 * torch.randn(tensor.shape, generator=generator)).contiguous()
+        for name, tensor in layer.tensors.items()
+    }
+    return replace(layer, tensors=tensors)
+
+
+def documents(target: Target, number: int, length: int = 20) -> list[Document]:
+    """What the target says to random prompts."""
+    prompts = [text(4 + each % 3, each) for each in range(number)]
+    said = [(prompt, prompt + generate(target, NoDrafter(), [prompt], length)[0][0]) for prompt in prompts]
+    return [Document(f"{each}@0/0", np.array(whole, dtype=np.int32), len(prompt)) for each, (prompt, whole) in enumerate(said)]
+
+
+def forced(target: Target, drafter: MtpDrafter, document: Document, anchor: int) -> Tensor:
+    """Logits [STEPS, V] of the decode path behind an anchor, told the text's own tokens: `extend`, then `step` by `step`."""
+    tokens = document.tokens.tolist()
+    ready(target, drafter)
+    row = target.cache.allocate()
+    assert row is not None
+    taps = target.forward(ForwardBatch([row], [0], [anchor], tokens[:anchor], "none")).taps_TF
+    sequence = Sequence(0, tokens[: anchor + 1], anchor + 1, SamplingParams())
+    sequence.row = row
+    drafter.start(sequence)
+    drafter.observe([Observed(sequence, 0, anchor, taps)])
+    drafter._sort()
+    drafter._inject([row])
+    told, found = drafter._told[[row]], []
+    for step in range(STEPS):
+        found.append(drafter._path.logits(told)[0])
+        told = drafter._path.step([row], [anchor + step], [tokens[anchor + 1 + step]], told)
+    target.cache.free(row)
+    return torch.stack(found)
+
+
+def pack_of(target: Target, texts: list[Document], chosen: list[Any]) -> Any:
+    return Packer(1 + STEPS, texts, OnlineFeatures(target, texts, (target.num_layers - 1,), False)).pack(chosen)
+
+
+def embedding_of(target: Target) -> Tensor:
+    return target.matrix_embed(torch.arange(target.vocab_size)).clone()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "qwen3-next", "qwen3.5-moe", "gemma2", "olmo2", "granite"])
+def test_a_block_is_what_drafting_computes(name: str, folder_of: Folder) -> None:
+    """Every step of every block, its tokens given; documents beside it change nothing. Every weight has a gradient."""
+    folder = folder_of(name)
+    target, layer = target_of(folder), shaken(new_layer(folder))
+    layer = replace(layer, raw=layer.marked(STEPS))
+    texts = documents(target, 3)
+    chosen = [(0, np.array([5, 9])), (2, np.array([6, 13]))]
+    trainable = MtpTrainable(network := MtpNetwork(layer), layer.raw, 1 + STEPS, target.ends.embedding)
+    hidden_TD = trainable.hidden(pack_of(target, texts, chosen), embedding_of(target), False)
+    logits_AKV = head_for(target).logits(hidden_TD).unflatten(0, (-1, STEPS))
+    places = [(number, int(anchor)) for number, anchors in chosen for anchor in anchors]
+    for block, (number, anchor) in enumerate(places):
+        expected = forced(target, MtpDrafter(layer), texts[number], anchor)
+        torch.testing.assert_close(logits_AKV[block], expected, atol=1e-5, rtol=1e-5)
+    logits_AKV.square().sum().backward()
+    without = [each for each, parameter in network.named_parameters() if parameter.grad is None]
+    assert not without
+    assert sum(parameter.grad.abs().sum() > 0 for parameter in network.parameters() if parameter.grad is not None) > 8
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "clamped_swiglu"])
+def test_gates_have_the_gradient_of_what_they_compute(activation: Any, folder_of: Folder) -> None:
+    """The product is made in place, for decoding."""
+    config = replace(load_config(folder_of("gemma2")), activation=activation)
+    gate, up = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    assert torch.autograd.gradcheck(gating(config), (gate, up))
+
+
+def settings(**loop: Any) -> TrainConfig:
+    asked = {"blocks_per_step": 16, "anchors": 16, "autocast": False, "serve_share": 0.0, **loop}
+    return for_chains(TrainConfig(shape=DrafterShape(kind="mtp"), loop=LoopConfig(optim=OptimConfig(lr=3e-3), **asked)))
+
+
+def trained(folder: Path, model: Path, texts: list[Document], **loop: Any) -> Trainer:
+    config, target = settings(**loop), target_of(model)
+    raw, network = mtp_for(target, replace(config, target=EngineConfig(str(model))))
+    taps = (target.num_layers - 1,)
+    trainer = Trainer(
+        MtpTrainable(network, raw, 1 + STEPS, target.ends.embedding), Corpus(texts[HELD:], texts[:HELD]),
+        OnlineFeatures(target, texts[HELD:], taps, False), embedding_of(target), head_for(target), config.loop, folder=folder,
+    )  # fmt: skip
+    trainer.heldout["heldout"] = texts[:HELD], OnlineFeatures(target_of(model), texts[:HELD], taps, False)
+    return trainer
+
+
+def test_held_out_prompts_are_drafted_better(folder_of: Folder, tmp_path: Path) -> None:
+    """Served by the real engine's rounds, before and after 150 steps, from memory and from disk; the text is plain decoding's."""
+    model = folder_of("qwen3.5+")
+    target = target_of(model)
+    texts = documents(target, 30)
+    trainer, figures = trained(tmp_path / "run", model, texts, max_steps=150, heldout_every=150), list[Any]()
+    prompts = [each.tokens[: each.answer_start].tolist() for each in texts[:HELD]]
+
+    def served(drafter: Any) -> float:
+        num_rounds = 0
+        for prompt, said in zip(prompts, texts, strict=False):
+            answers, rounds = generate(target, drafter, [prompt], 20)
+            assert answers[0] == said.tokens[said.answer_start :][:20].tolist()
+            num_rounds += len(rounds)
+        return 20 * len(prompts) / num_rounds
+
+    before = served(finished_drafter(trainer.drafter.raw, trainer.parallel.weights(trainer.network), None))
+    first = trainer.evaluate(*trainer.heldout["heldout"])["eal"]
+    assert trainer.run(figures.append)
+    finished = finished_drafter(trainer.drafter.raw, trainer.parallel.weights(trainer.network), None)
+    finished.save(tmp_path / "drafter")
+    drafter = make_drafter(str(tmp_path / "drafter"), target)
+    assert isinstance(drafter, MtpDrafter) and drafter.num_drafted == STEPS
+    after = served(drafter)
+    assert after == served(finished), "the folder is the drafter"
+    assert after > 1.1 * before and figures[-1]["heldout"]["eal"] > 1.1 * first, (before, after, first)
+
+
+def test_a_resumed_run_follows_the_uninterrupted_one(folder_of: Folder, tmp_path: Path) -> None:
+    model = folder_of("qwen3.5+")
+    texts = documents(target_of(model), 12)
+    losses: dict[str, list[float]] = {"whole": [], "part": []}
+
+    def note(run: str) -> Callable[[dict[str, Any]], None]:
+        return lambda figures: losses[run].append(figures["loss"])
+
+    whole = trained(tmp_path / "whole", model, texts, max_steps=6)
+    whole.run(note("whole"))
+    part = trained(tmp_path / "part", model, texts, max_steps=6, checkpoint_minutes=1e-9)
+    assert not part.run(note("part"), should_stop=lambda: part.state.step >= 3)
+    again = trained(tmp_path / "part", model, texts, max_steps=6)
+    assert again.resume() and again.state.step == 3
+    again.run(note("part"))
+    assert losses["part"] == pytest.approx(losses["whole"], rel=1e-6)
+    for name, tensor in again.parallel.weights(again.network).items():
+        torch.testing.assert_close(tensor, whole.parallel.weights(whole.network)[name], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3+", "qwen3.5-moe+"])
+def test_a_folder_holds_the_layer_by_the_target_s_own_names(name: str, folder_of: Folder, tmp_path: Path) -> None:
+    """In both layouts; put back into the target's file, it is the target's layer."""
+    model = folder_of(name)
+    layer, stored = read_mtp(model), load_file(model / "model.safetensors")
+    MtpDrafter(layer, num_drafted=4).save(tmp_path / "drafter")
+    written = load_file(tmp_path / "drafter" / "model.safetensors")
+    assert written.keys() == {each for each in stored if each.startswith(("mtp.", "model.layers.4."))}
+    assert all(torch.equal(tensor, stored[each]) for each, tensor in written.items())
+    again = read_mtp(tmp_path / "drafter")
+    assert again.steps == 4 and again.config == layer.config and again.tells_normed == layer.tells_normed
+    assert all(torch.equal(tensor, layer.tensors[each]) for each, tensor in again.tensors.items())
+    back = shutil.copytree(model, tmp_path / "back")
+    save_file(stored | {each: 2 * tensor for each, tensor in written.items()}, back / "model.safetensors")
+    assert torch.equal(read_mtp(back).tensors["fc.weight"], 2 * layer.tensors["fc.weight"])
+    raw = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    (tmp_path / "drafter" / "config.json").write_text(json.dumps(raw | {MARK: {"layout": "other", "steps": 4}}))
+    with pytest.raises(ModelFileError, match="paceline_mtp in config.json is"):
+        read_mtp(tmp_path / "drafter")
+
+
+def asks(model: Path, **shape: Any) -> TrainConfig:
+    return TrainConfig(target=EngineConfig(str(model)), shape=DrafterShape(kind="mtp", **shape))
+
+
+def test_a_target_without_such_a_layer_says_what_to_do(folder_of: Folder, tmp_path: Path) -> None:
+    assert find_mtp(folder_of("qwen3")) is None
+    with pytest.raises(
+        ConfigError, match=r"holds no multi-token-prediction layer .*--first-layers copied.*--drafter-kind eagle3"
+    ):
+        check_mtp(asks(folder_of("qwen3")))
+    check_mtp(asks(folder_of("qwen3"), start="copied"))
+    check_mtp(asks(folder_of("qwen3.5+")))
+    with pytest.raises(ConfigError, match="has a multi-token-prediction layer of its own: leave --first-layers out"):
+        check_mtp(asks(folder_of("qwen3.5+"), start="copied"))
+    with pytest.raises(UnsupportedModelError, match="no layer of mistral can be copied for mtp"):
+        check_mtp(asks(folder_of("mistral"), start="copied"))
+    with pytest.raises(UnsupportedModelError, match="attention sinks"):
+        MtpNetwork(new_layer(folder_of("gpt-oss")))
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelFileError, match="not for a GGUF file: give --target the folder"):
+        check_mtp(asks(tmp_path / "model.gguf"))
+    MtpDrafter(read_mtp(folder_of("qwen3+"))).save(tmp_path / "drafter")
+    target = target_of(folder_of("qwen3.5+"))
+    target.vocab_size += 1
+    with pytest.raises(DrafterMismatchError, match="vocabulary: the mtp layer has 258, the target 259"):
+        mtp_for(target, replace(asks(folder_of("qwen3+")), init=str(tmp_path / "drafter")))
+
+
+@pytest.mark.parametrize(
+    ("shape", "loop", "message"),
+    [
+        ({"draft_vocab": 100}, {}, "draft_vocab means nothing for an mtp drafter"),
+        ({"intermediate_size": 64}, {}, "intermediate_size means nothing for an mtp drafter"),
+        ({"num_layers": 2}, {}, "num_layers above 1 is not implemented for mtp"),
+        ({}, {"gradient_checkpointing": True}, "gradient_checkpointing is not implemented for mtp"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(shape: dict[str, Any], loop: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        for_chains(TrainConfig(shape=DrafterShape(kind="mtp", **shape), loop=LoopConfig(**loop)))
+
+
+def test_what_is_not_asked_for_is_fastmtp_s(folder_of: Folder) -> None:
+    """Weights .6^i of the steps; a small rate for a layer that came with its target, and the plan leaves it so."""
+    config = for_chains(asks(folder_of("qwen3.5+")))
+    assert (config.shape.num_layers, config.shape.block_size, config.loop.loss.name, config.loop.optim.lr) == (1, 4, "ce", 5e-5)
+    weights_AK = slot_weights(config.loop.loss, torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool))
+    torch.testing.assert_close(weights_AK, torch.tensor([[1.0, 0.6, 0.36]]))
+    plan = make_plan(replace(asks(folder_of("qwen3.5+")), given=()))
+    assert plan.config.loop.optim.lr == 5e-5 and (plan.sizes.num_layers, plan.sizes.num_taps, plan.expected) == (1, 1, None)
+    new = make_plan(replace(asks(folder_of("qwen3"), start="copied"), given=("shape.start",)))
+    assert new.config.loop.optim.lr > 5e-4 and new.config.shape.start == "copied"
+    given = replace(asks(folder_of("qwen3.5+")), loop=LoopConfig(loss=LossConfig("kl", gamma=4.0), optim=OptimConfig(lr=1e-3)))
+    kept = for_chains(given).loop
+    assert (kept.loss.name, kept.loss.gamma, kept.optim.lr) == ("kl", 4.0, 1e-3)
+
+
+def test_the_whole_run_and_one_that_goes_on_from_it(tmp_path: Path) -> None:
+    """Prompts in, drafter out, for a target without such a layer; then --init."""
+    shape, loop = DrafterShape(kind="mtp", start="copied"), LoopConfig(max_steps=3, autocast=False)
+    config = TrainConfig(out=tmp_path / "run", scale="tiny", plan="off", shape=shape, loop=loop)
+    config = replace(
+        config, target=replace(config.target, device="cpu", dtype="float32"), answering=AnswerConfig(max_tokens=24)
+    )
+    found = train(config)
+    drafter = MtpDrafter.from_folder(found.drafter)
+    assert drafter.num_drafted == 3 and found.heldout["heldout"] >= 1.0
+    card = (found.drafter / "README.md").read_text()
+    assert "Drafts 3 tokens a round" in card and "One multi-token-prediction layer, in the layout of DeepSeek-V3" in card
+    again = train(replace(config, out=tmp_path / "again", init=str(found.drafter)))
+    assert MtpDrafter.from_folder(again.drafter).layer.config == drafter.layer.config
