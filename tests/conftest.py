@@ -110,6 +110,7 @@ SLOW = (
     "train/test_attention.py::test_every_way_equals_the_definition",
     "train/test_attention.py::test_gradients_equal_the_definition",
     "train/test_eagle3_training.py",
+    "train/test_mtp_training.py",
     "train/test_checkpoint.py::test_a_full_disk_keeps_the_last_good_checkpoint",
     "train/test_checkpoint.py::test_a_resumed_run_follows_the_uninterrupted_one",
     "train/test_loop.py::test_an_easy_text_is_learned",
