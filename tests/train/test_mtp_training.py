@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from family_models import FAMILIES, Written, model_of, target_of, text, transformers_model
+from family_models import target_of, text
+from mtp_models import Folder, mtp_folders, shaken
 from round_loop import generate, ready
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.config import EngineConfig
 from paceline.draft.base import NoDrafter, Observed
 from paceline.draft.mtp import MtpDrafter
-from paceline.draft.mtp_checkpoint import MARK, MtpLayer, find_mtp, read_mtp, target_names
+from paceline.draft.mtp_checkpoint import find_mtp, read_mtp
 from paceline.draft.registry import make_drafter
 from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError
 from paceline.model.checkpoint import load_config
@@ -40,48 +38,12 @@ from paceline.train.served import finished_drafter
 from paceline.types import SamplingParams, Sequence
 
 STEPS = 3
-HELD, FEW = 6, 40
-Folder = Callable[[str], Path]
+HELD = 6
 
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """A family's tiny model, of random weights and without such a layer; "name+" has one in its file, a copy as `new_layer`
-    makes it, its weights shaken. "few" is Qwen3.5 with few tokens, whose next one is mostly the last one's doing."""
-    written: Written = {}
-    made: dict[str, Path] = {}
-
-    def one(name: str) -> Path:
-        if name not in made:
-            made[name] = write(name.removesuffix("+"), name.endswith("+"), tmp_path_factory.mktemp("mtp") / "model")
-        return made[name]
-
-    def write(name: str, has_layer: bool, folder: Path) -> Path:
-        if name == "few":
-            small = {"vocab_size": FEW, "tie_word_embeddings": False}
-            family = replace(FAMILIES["qwen3.5"], std=0.08, options=FAMILIES["qwen3.5"].options | small)
-            transformers_model(family).save_pretrained(folder)
-        else:
-            shutil.copytree(model_of(name, written, tmp_path_factory)[0], folder)
-        if has_layer:
-            layer = shaken(new_layer(folder))
-            file = folder / "model.safetensors"
-            save_file(load_file(file) | target_names(layer), file)
-            if not layer.tells_normed:
-                raw = json.loads((folder / "config.json").read_text())
-                (folder / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 1}))
-        return folder
-
-    return one
-
-
-def shaken(layer: MtpLayer, seed: int = 5) -> MtpLayer:
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {
-        name: (tensor.float() + 0.1 * torch.randn(tensor.shape, generator=generator)).contiguous()
-        for name, tensor in layer.tensors.items()
-    }
-    return replace(layer, tensors=tensors)
+    return mtp_folders(tmp_path_factory)
 
 
 def documents(target: Target, number: int, length: int = 20) -> list[Document]:
@@ -212,27 +174,6 @@ def test_a_resumed_run_follows_the_uninterrupted_one(folder_of: Folder, tmp_path
     assert losses["part"] == pytest.approx(losses["whole"], rel=1e-6)
     for name, tensor in again.parallel.weights(again.network).items():
         torch.testing.assert_close(tensor, whole.parallel.weights(whole.network)[name], atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["qwen3+", "qwen3.5-moe+"])
-def test_a_folder_holds_the_layer_by_the_target_s_own_names(name: str, folder_of: Folder, tmp_path: Path) -> None:
-    """In both layouts; put back into the target's file, it is the target's layer."""
-    model = folder_of(name)
-    layer, stored = read_mtp(model), load_file(model / "model.safetensors")
-    MtpDrafter(layer, num_drafted=4).save(tmp_path / "drafter")
-    written = load_file(tmp_path / "drafter" / "model.safetensors")
-    assert written.keys() == {each for each in stored if each.startswith(("mtp.", "model.layers.4."))}
-    assert all(torch.equal(tensor, stored[each]) for each, tensor in written.items())
-    again = read_mtp(tmp_path / "drafter")
-    assert again.steps == 4 and again.config == layer.config and again.tells_normed == layer.tells_normed
-    assert all(torch.equal(tensor, layer.tensors[each]) for each, tensor in again.tensors.items())
-    back = shutil.copytree(model, tmp_path / "back")
-    save_file(stored | {each: 2 * tensor for each, tensor in written.items()}, back / "model.safetensors")
-    assert torch.equal(read_mtp(back).tensors["fc.weight"], 2 * layer.tensors["fc.weight"])
-    raw = json.loads((tmp_path / "drafter" / "config.json").read_text())
-    (tmp_path / "drafter" / "config.json").write_text(json.dumps(raw | {MARK: {"layout": "other", "steps": 4}}))
-    with pytest.raises(ModelFileError, match="paceline_mtp in config.json is"):
-        read_mtp(tmp_path / "drafter")
 
 
 def asks(model: Path, **shape: Any) -> TrainConfig:
