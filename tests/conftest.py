@@ -65,6 +65,7 @@ SLOW = (
     "serve/test_worker_grammars.py",
     "serve/test_other_engine.py::test_another_engine_is_served",
     # many random steps, requests, texts or files
+    "draft/test_mtp_folder.py",
     "draft/test_mtp.py::test_drafts_are_the_reference_s_and_the_text_is_plain_decoding_s",
     "engine/test_soak.py",
     "serve/test_security.py::test_no_field_takes_the_server_down",

@@ -23,7 +23,7 @@ from paceline.draft.checkpoint import write_checkpoint
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.checkpoint import check_finite, config_json, load_named
 from paceline.model.config import DecoderConfig, decoder_config
-from paceline.model.config_values import is_whole, short
+from paceline.model.config_values import short
 from paceline.model.gguf_file import is_gguf
 from paceline.model.layout import as_ours, layer_shapes
 
@@ -108,7 +108,7 @@ def _checked_mark(raw: dict[str, Any], is_qwen: bool, path: Path) -> dict[str, A
     """config.json, whose mark says what the tensors' names say. Raises ModelFileError."""
     mark = raw.get(MARK, {"layout": "qwen" if is_qwen else "deepseek", "steps": 1})
     layout, steps = (mark.get("layout"), mark.get("steps")) if isinstance(mark, dict) else (None, None)
-    if layout != ("qwen" if is_qwen else "deepseek") or not is_whole(steps) or steps < 1:
+    if layout != ("qwen" if is_qwen else "deepseek") or not isinstance(steps, int) or steps < 1:
         raise ModelFileError(
             f"{path}: {MARK} in config.json is {short(mark)}, where the tensors have the names of "
             f"{'qwen' if is_qwen else 'deepseek'}: fetch the drafter again"

@@ -89,7 +89,7 @@ def _stored(name: str, there: Tensor, ours: Mapping[str, Tensor]) -> Tensor:
     found = _made(name, there, ours)
     if found.shape != there.shape or not there.is_floating_point() or there.element_size() == 1:
         raise UnsupportedModelError(
-            f"tensor {name!r} of the target's mtp layer is {there.dtype} of shape {tuple(there.shape)}, and a trained one is not "
+            f"tensor {name!r} of the target's mtp layer is {there.dtype} of shape {tuple(there.shape)}, a trained one is not "
             "written so: use the drafter's folder (--drafter) beside the target"
         )
     return found.to(there.dtype).contiguous()

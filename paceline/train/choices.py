@@ -30,11 +30,10 @@ RECIPE_SIZE, RECIPE_RATE, LEAST_RATE = 576, 2e-3, 6e-4
 WIDTHS = (1.0, 0.75, 0.5, 0.25)
 EAGLE3_VOCAB, EAGLE3_TAPS = 32000, 3
 """What published EAGLE-3 drafters have."""
-MEANS_NOTHING = {"eagle3": ("is_causal", "sliding_window", "mask_token_id", "num_taps")}
+OF_BLOCKS = ("is_causal", "sliding_window", "mask_token_id", "num_taps")
+OF_NEW_LAYERS = ("tap_layers", "intermediate_size", "num_heads", "num_kv_heads", "attention_bias", "draft_vocab")
+MEANS_NOTHING = {"eagle3": OF_BLOCKS, "mtp": OF_BLOCKS + OF_NEW_LAYERS}
 """To drafters of chains, by their kind."""
-MEANS_NOTHING["mtp"] = (
-    *MEANS_NOTHING["eagle3"], "tap_layers", "intermediate_size", "num_heads", "num_kv_heads", "attention_bias", "draft_vocab"
-)  # fmt: skip
 MTP_BETA = 0.6
 """Weight of each step's loss over that of the step before it (FastMTP, arXiv 2509.18362)."""
 MTP_RATE = 5e-5

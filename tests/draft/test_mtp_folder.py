@@ -13,6 +13,7 @@ from mtp_models import Folder, mtp_folders, shaken
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from paceline.adapt.engines import Start, given_to
 from paceline.cli import app
 from paceline.config import EngineConfig
 from paceline.draft.mtp import MtpDrafter
@@ -77,6 +78,13 @@ def test_answers_with_it_are_plain_decoding_s(folder_of: Folder, tmp_path: Path)
     assert all(answer.stats.num_drafted > 20 for answer in drafted)
     llm.use_drafter("none")
     assert [answer.token_ids for answer in drafted] == [answer.token_ids for answer in llm.generate(prompts, params)]
+
+
+def test_engines_are_told_where_they_read_it(folder_of: Folder, tmp_path: Path) -> None:
+    model = folder_of("qwen3.5+")
+    folder = drafter_for(model, tmp_path / "drafter")
+    with pytest.raises(UnsupportedModelError, match="MTP layer, which vllm reads in the files of its target: put it there"):
+        given_to(Start("vllm", str(model), str(folder)), tmp_path / "given")
 
 
 def test_inspect_says_what_it_is_and_what_it_brings(folder_of: Folder, tmp_path: Path) -> None:
