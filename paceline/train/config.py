@@ -177,7 +177,8 @@ class LossConfig:
     name: Annotated[str, LOSSES] = "d-pace"
     """Which loss teaches the slots."""
     gamma: Positive | None = None
-    """Decay of ce and kl in slots [default: by block size; mtp: 0.6 for each]. The paper's: 4 for blocks of 8, 5 for 10, 7 for 16."""
+    """Decay of ce and kl in slots [default: by block size; mtp: 0.6 for each]. The paper's: 4 for blocks of 8, 5 for 10,
+    7 for 16."""
     alpha: Share = 0.5
     """Floor of d-pace's confidence: 0 follows the drafter's own confidence, 1 does not look at it."""
     selector: Positive = 1.0
