@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.draft.mtp_checkpoint import LAYER, MtpLayer, checked, find_mtp, one_layer, read_mtp
-from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError, refuse
+from paceline.errors import ConfigError, DrafterMismatchError, UnsupportedModelError, refuse
 from paceline.hub import resolve
 from paceline.model.attention import Scores
-from paceline.model.checkpoint import config_json, load_named
+from paceline.model.checkpoint import config_json, load_named, load_tensors
 from paceline.model.config import DecoderConfig, decoder_config
 from paceline.model.experts import gating
 from paceline.model.fused import rms_norm, swiglu
@@ -189,38 +189,34 @@ def check_mtp(config: TrainConfig) -> None:
 
 
 def _first_layer(config: TrainConfig) -> MtpLayer:
-    folder, is_copied = resolve(config.target.model), config.shape.is_copied
-    if is_gguf(folder):
-        raise ModelFileError(
-            f"{folder}: an mtp layer is trained for a folder of safetensors, not for a GGUF file: give --target the folder "
-            "that it was made of, or train another kind (--drafter-kind eagle3, or dflash)"
-        )
-    found = find_mtp(folder)
+    path, is_copied = resolve(config.target.model), config.shape.is_copied
+    found = None if is_gguf(path) else find_mtp(path)  # llama.cpp's names of such layers are not read
+    where = " that is read from a GGUF file" if is_gguf(path) else ""
     refuse(
         ConfigError,
         (
             found is None and not is_copied,
-            f"{config.target.model} holds no multi-token-prediction layer to be trained: begin a new one as a copy of its last "
-            "layer (--first-layers copied), or train another kind (--drafter-kind eagle3, or dflash)",
+            f"{config.target.model} holds no multi-token-prediction layer to be trained{where}: begin a new one as a copy of "
+            "its last layer (--first-layers copied), or train another kind (--drafter-kind eagle3, or dflash)",
         ),
         (
             found is not None and is_copied,
             f"{config.target.model} has a multi-token-prediction layer of its own: leave --first-layers out, and it is trained",
         ),
     )
-    return found or new_layer(folder, config.loop.seed)
+    return found or new_layer(path, config.loop.seed)
 
 
 @torch.no_grad()
-def new_layer(folder: Path, seed: int = 0) -> MtpLayer:
-    """A layer for a target whose file has none: its last layer of full attention, told the normed embedding and the normed
-    hidden state added up, with the target's own final norm. Its names are those of DeepSeek's layout, or of Qwen's in the
-    families that have it.
+def new_layer(path: Path, seed: int = 0) -> MtpLayer:
+    """A layer for a target whose folder or GGUF file has none: its last layer of full attention, told the normed embedding and
+    the normed hidden state added up, with the target's own final norm. Its names are those of DeepSeek's layout, or of Qwen's
+    in the families that have it.
 
     Raises UnsupportedModelError for a target without such a layer.
     """
-    raw = config_json(folder)
-    config = decoder_config(raw, folder)
+    raw = config_json(path)
+    config = decoder_config(raw, path)
     layer = one_layer(config)
     fits = [
         index
@@ -231,19 +227,20 @@ def new_layer(folder: Path, seed: int = 0) -> MtpLayer:
         and config.has_experts(index) == layer.has_experts(0)
     ]
     if not fits:
-        raise UnsupportedModelError(f"{folder}: no layer of {config.family} can be copied for mtp: use --drafter-kind eagle3")
+        raise UnsupportedModelError(f"{path}: no layer of {config.family} can be copied for mtp: use --drafter-kind eagle3")
     prefix = f"layers.{fits[-1]}."
     expected = {f"model.{prefix}{name}": shape for name, shape in layer_shapes(config, fits[-1]).items()}
-    stored = load_named(folder, lambda name: prefix in name or (name.endswith(".norm.weight") and ".layers." not in name))
+    every = load_tensors(path) if is_gguf(path) else load_named(path, lambda name: prefix in name or ".layers." not in name)
+    stored = (each for each in every if prefix in each[0] or each[0].endswith(".norm.weight"))
     ours = {**{name: LAYER + name.partition(prefix)[2] for name in expected}, "model.norm.weight": "final_norm.weight"}
     size, generator = config.hidden_size, torch.Generator().manual_seed(seed)
     both = torch.cat([torch.eye(size), torch.eye(size)], dim=1)
     tensors = {
         "fc.weight": both + FIRST_DEVIATION * torch.randn(both.shape, generator=generator) / math.sqrt(size),
         **{f"{which}_norm.weight": torch.full((size,), 1.0 - config.norm_offset) for which in ("embedding", "hidden")},
-        **{ours[name]: tensor for name, tensor in as_ours(config, expected, stored, folder) if name in ours},
+        **{ours[name]: tensor for name, tensor in as_ours(config, expected, stored, path) if name in ours},
     }
-    return MtpLayer(layer, checked(layer, tensors, folder), config.delta is not None, raw)
+    return MtpLayer(layer, checked(layer, tensors, path), config.delta is not None, raw)
 
 
 def head_for(target: Target) -> Head:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from family_models import target_of, text
+from family_models import target_of, text, write_model
+from gguf_files import write_gguf
 from mtp_models import Folder, mtp_folders, shaken
 from round_loop import generate, ready
 from torch import Tensor
@@ -20,7 +21,7 @@ from paceline.draft.base import NoDrafter, Observed
 from paceline.draft.mtp import MtpDrafter
 from paceline.draft.mtp_checkpoint import find_mtp, read_mtp
 from paceline.draft.registry import make_drafter
-from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError
+from paceline.errors import ConfigError, DrafterMismatchError, UnsupportedModelError
 from paceline.model.checkpoint import load_config
 from paceline.model.experts import gating
 from paceline.model.target import ForwardBatch, Target
@@ -195,13 +196,31 @@ def test_a_target_without_such_a_layer_says_what_to_do(folder_of: Folder, tmp_pa
     with pytest.raises(UnsupportedModelError, match="attention sinks"):
         MtpNetwork(new_layer(folder_of("gpt-oss")))
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelFileError, match="not for a GGUF file: give --target the folder"):
+    with pytest.raises(ConfigError, match="read from a GGUF file: begin a new one"):
         check_mtp(asks(tmp_path / "model.gguf"))
     MtpDrafter(read_mtp(folder_of("qwen3+"))).save(tmp_path / "drafter")
     target = target_of(folder_of("qwen3.5+"))
     target.vocab_size += 1
     with pytest.raises(DrafterMismatchError, match="vocabulary: the mtp layer has 258, the target 259"):
         mtp_for(target, replace(asks(folder_of("qwen3+")), init=str(tmp_path / "drafter")))
+
+
+def test_a_new_layer_of_a_gguf_file_is_that_of_the_folder(tmp_path: Path) -> None:
+    """Told the token and the hidden state added up, its last layer and final norm the target's."""
+    _, model = write_model(tmp_path / "folder", "qwen2")
+    write_gguf(tmp_path / "model.gguf", model, "qwen2")
+    check_mtp(asks(tmp_path / "model.gguf", start="copied"))
+    layer, again = new_layer(tmp_path / "folder"), new_layer(tmp_path / "model.gguf")
+    assert layer.tensors.keys() == again.tensors.keys() and not layer.tells_normed
+    for name, tensor in layer.tensors.items():
+        torch.testing.assert_close(again.tensors[name].float(), tensor.float(), atol=0, rtol=0)
+    last = model.model.layers[3].state_dict()
+    assert all(torch.equal(layer.tensors[name], tensor) for name, tensor in last.items())
+    assert torch.equal(layer.tensors["final_norm.weight"], model.model.norm.weight)
+    size = layer.config.hidden_size
+    torch.testing.assert_close(layer.tensors["fc.weight"], torch.eye(size).repeat(1, 2), atol=0.03, rtol=0)
+    MtpDrafter(again).save(tmp_path / "drafter")
+    assert MtpDrafter.from_folder(tmp_path / "drafter").layer.config.num_layers == 1
 
 
 @pytest.mark.parametrize(
