@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.draft.dflash import DFlashNetwork
 from paceline.draft.eagle3 import Eagle3Network
 from paceline.model.target import Target
+from paceline.train.choices import is_trained_already
 from paceline.train.config import TrainConfig
 from paceline.train.copied import settle_units
 from paceline.train.dataset import Corpus
@@ -19,7 +20,7 @@ from paceline.train.losses import Head
 from paceline.train.mtp import MtpNetwork, MtpTrainable, head_for, mtp_for
 from paceline.train.packs import Trainable
 from paceline.train.selector import trainable_of
-from paceline.train.start import head_of, init_folder, most_frequent, network_for
+from paceline.train.start import FirstNorm, head_of, init_folder, most_frequent, network_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,13 @@ class Begun:
     is_copied: bool
 
     @property
-    def new_network(self) -> DFlashNetwork | Eagle3Network | None:
-        """The network whose first logits are to be scaled; what begins with a head's own norm keeps it."""
-        return self.network if self.is_new and not isinstance(self.network, MtpNetwork) else None
+    def first_norm(self) -> FirstNorm | None:
+        """Of a new network the norm before the head, by which its first logits are scaled."""
+        if not self.is_new:
+            return None
+        if isinstance(self.network, MtpNetwork):
+            return FirstNorm(self.network.get_parameter("final_norm.weight"), self.network.config.norm_offset)
+        return FirstNorm(self.network.norm.weight)
 
 
 def draft_ids_of(config: TrainConfig, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:
@@ -56,7 +61,7 @@ def begun(config: TrainConfig, target: Target, draft_ids: Tensor | None) -> Begu
     """A new drafter, or that of `config.init`, on the target's device. Raises DrafterMismatchError when `init` is of another
     target, and what reading it does."""
     shape, loop, init = config.shape, config.loop, init_folder(config.init, config.target.model)
-    flags = init is None, shape.is_copied
+    flags = init is None and not is_trained_already(shape), shape.is_copied
     drafter: Trainable
     if shape.kind == "mtp":
         raw, layer = mtp_for(target, config)

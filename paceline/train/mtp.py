@@ -210,8 +210,8 @@ def _first_layer(config: TrainConfig) -> MtpLayer:
 @torch.no_grad()
 def new_layer(path: Path, seed: int = 0) -> MtpLayer:
     """A layer for a target whose folder or GGUF file has none: its last layer of full attention, told the normed embedding and
-    the normed hidden state added up, with the target's own final norm. Its names are those of DeepSeek's layout, or of Qwen's
-    in the families that have it.
+    the normed hidden state added up, with the target's own final norm, which `FirstNorm` scales. Its names are those of
+    DeepSeek's layout, or of Qwen's in the families that have it.
 
     Raises UnsupportedModelError for a target without such a layer.
     """

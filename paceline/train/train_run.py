@@ -338,8 +338,8 @@ class _Stages:
         for name, documents in watched.items():
             if documents:
                 trainer.heldout[name] = documents, ScaledFeatures(sources.of(documents, f"features-{name}"), scale_F)
-        if not trainer.resume() and (new := begins.new_network) is not None:
-            scale_first_logits(new, begins.head, *trainer.first_slots())
+        if not trainer.resume() and (norm := begins.first_norm) is not None:
+            scale_first_logits(norm, begins.head, *trainer.first_slots())
         return trainer
 
     def _serve_on_the_way(self, trainer: Trainer, corpus: Corpus, target: Target, draft_ids: Tensor | None) -> None:

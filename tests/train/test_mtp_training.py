@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,12 +32,14 @@ from paceline.train.choices import for_chains
 from paceline.train.config import AnswerConfig, DrafterShape, LoopConfig, LossConfig, OptimConfig, TrainConfig
 from paceline.train.dataset import Corpus, Document
 from paceline.train.features import OnlineFeatures
+from paceline.train.kinds import begun
 from paceline.train.loop import Trainer
-from paceline.train.losses import slot_weights
+from paceline.train.losses import Slots, slot_weights
 from paceline.train.mtp import MtpNetwork, MtpTrainable, check_mtp, head_for, mtp_for, new_layer
 from paceline.train.packs import Packer
 from paceline.train.planning import make_plan
 from paceline.train.served import finished_drafter
+from paceline.train.start import scale_first_logits
 from paceline.types import SamplingParams, Sequence
 
 STEPS = 3
@@ -223,6 +227,24 @@ def test_a_new_layer_of_a_gguf_file_is_that_of_the_folder(tmp_path: Path) -> Non
     assert MtpDrafter.from_folder(tmp_path / "drafter").layer.config.num_layers == 1
 
 
+def test_only_a_new_layer_s_first_logits_are_scaled(folder_of: Folder) -> None:
+    """By the whole of the norm's weight, of which families with an offset store what is beyond it."""
+    for name, is_new in (("gemma2", True), ("qwen3.5+", False)):
+        config = for_chains(asks(folder_of(name), **({"start": "copied"} if is_new else {})))
+        begins = begun(config, target_of(folder_of(name)), None)
+        norm = begins.first_norm
+        assert (norm is not None) == is_new
+        if norm is None:
+            continue
+        before = norm.weight.detach() + norm.offset
+        labels_T = torch.arange(20)
+        hidden_TD = 50 * torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
+        slots = Slots(labels_T[:, None], torch.ones(20, 1, dtype=torch.bool))
+        factor = scale_first_logits(norm, begins.head, hidden_TD, slots)
+        assert norm.offset == 1.0 and factor < 0.5
+        torch.testing.assert_close(norm.weight + norm.offset, before * factor)
+
+
 @pytest.mark.parametrize(
     ("shape", "loop", "message"),
     [
@@ -262,6 +284,8 @@ def test_the_whole_run_and_one_that_goes_on_from_it(tmp_path: Path) -> None:
     found = train(config)
     drafter = MtpDrafter.from_folder(found.drafter)
     assert drafter.num_drafted == 3 and found.heldout["heldout"] >= 1.0
+    steps = [json.loads(line) for line in (found.run / "metrics.jsonl").read_text().splitlines()]
+    assert steps[0]["loss"] < math.log(260) + 1, "its logits begin small"
     card = (found.drafter / "README.md").read_text()
     assert "Drafts 3 tokens a round" in card and "One multi-token-prediction layer, in the layout of DeepSeek-V3" in card
     again = train(replace(config, out=tmp_path / "again", init=str(found.drafter)))
