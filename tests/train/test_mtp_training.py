@@ -161,6 +161,31 @@ def test_held_out_prompts_are_drafted_better(folder_of: Folder, tmp_path: Path) 
     assert after > 1.1 * before and figures[-1]["heldout"]["eal"] > 1.15 * first, (before, after, first)
 
 
+@pytest.mark.parametrize("name", ["ce", "kl"])
+def test_the_loss_is_the_formula(name: str, folder_of: Folder, tmp_path: Path) -> None:
+    """Weights .6^i of the steps; the teacher of kl is the target's own head over its own last hidden state."""
+    model = folder_of("qwen3.5+")
+    target = target_of(model)
+    texts = documents(target, HELD + 2)
+    trainer = trained(tmp_path, model, texts, loss=LossConfig(name))
+    features = OnlineFeatures(target, texts, (target.num_layers - 1,), name == "kl")
+    pack = Packer(1 + STEPS, texts, features).pack([(0, np.array([6, len(texts[0]) - 2])), (1, np.array([9]))])
+    labels_AK, valid_AK = pack.slots.labels_AK, pack.slots.valid_AK
+    assert not valid_AK.all(), "the test needs slots behind the end"
+    loss, _ = trainer.pack_loss(pack, trainer.head, 10.0)
+    hidden_TD = trainer.drafter.hidden(pack, trainer.embedding_VD, False)
+    said_AKV = torch.log_softmax(trainer.head.logits(hidden_TD), -1).unflatten(0, labels_AK.shape)
+    expected = torch.zeros(())
+    for block, slot in valid_AK.nonzero().tolist():
+        each = -said_AKV[block, slot, labels_AK[block, slot]]
+        if name == "kl":
+            assert pack.slots.final_AKD is not None
+            theirs_V = torch.log_softmax(target.head(pack.slots.final_AKD[block, slot][None])[0], -1)
+            each = (theirs_V.exp() * (theirs_V - said_AKV[block, slot])).sum()
+        expected = expected + 0.6**slot * each / 10
+    torch.testing.assert_close(loss, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_a_resumed_run_follows_the_uninterrupted_one(folder_of: Folder, tmp_path: Path) -> None:
     model = folder_of("qwen3.5+")
     texts = documents(target_of(model), 12)
