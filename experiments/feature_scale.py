@@ -34,7 +34,7 @@ from paceline.train.features import (
 from paceline.train.loop import Trainer
 from paceline.train.losses import Head
 from paceline.train.packs import DFlashTrainable
-from paceline.train.start import network_for, scale_first_logits
+from paceline.train.start import FirstNorm, network_for, scale_first_logits
 
 MODEL = "smollm2-135m"
 Start = Literal["random", "target"]
@@ -69,7 +69,7 @@ def run(target: Target, corpus: Corpus, folder: Path, given: argparse.Namespace,
         DFlashTrainable(network, raw), corpus, train, embedding_VD, head, config, folder=folder / f"{start}-{is_scaled}"
     )
     trainer.heldout["heldout"] = (corpus.heldout, heldout)
-    scale_first_logits(network, head, *trainer.first_slots())
+    scale_first_logits(FirstNorm(network.norm.weight), head, *trainer.first_slots())
     curve: list[Any] = []
 
     def note(figures: dict[str, Any]) -> None:

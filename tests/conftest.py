@@ -65,6 +65,7 @@ SLOW = (
     "serve/test_worker_grammars.py",
     "serve/test_other_engine.py::test_another_engine_is_served",
     # many random steps, requests, texts or files
+    "draft/test_mtp_folder.py",
     "draft/test_mtp.py::test_drafts_are_the_reference_s_and_the_text_is_plain_decoding_s",
     "engine/test_soak.py",
     "serve/test_security.py::test_no_field_takes_the_server_down",
@@ -110,6 +111,7 @@ SLOW = (
     "train/test_attention.py::test_every_way_equals_the_definition",
     "train/test_attention.py::test_gradients_equal_the_definition",
     "train/test_eagle3_training.py",
+    "train/test_mtp_training.py",
     "train/test_checkpoint.py::test_a_full_disk_keeps_the_last_good_checkpoint",
     "train/test_checkpoint.py::test_a_resumed_run_follows_the_uninterrupted_one",
     "train/test_loop.py::test_an_easy_text_is_learned",

@@ -45,8 +45,8 @@ def admit(target: Target, drafter: Drafter, prompt: list[int], params: SamplingP
 
 
 def ready(target: Target, drafter: Drafter) -> None:
-    target.set_taps(drafter.tap_layers)
     drafter.bind(target)
+    target.set_taps(drafter.tap_layers)
 
 
 def generate(

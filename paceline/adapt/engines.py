@@ -31,6 +31,7 @@ from paceline.draft.checkpoint import PACKED, StoredDrafter, check_fit, is_dflas
 from paceline.draft.eagle3_checkpoint import check_eagle3_fit, default_taps, is_eagle3, read_eagle3, write_eagle3
 from paceline.draft.export import HeadRows, export, rows_of
 from paceline.draft.gguf_reading import is_gguf_drafter
+from paceline.draft.mtp_checkpoint import is_mtp
 from paceline.draft.registry import DRAFTERS, checkpoint_of
 from paceline.errors import ConfigError, ModelFileError, UnsupportedModelError, refuse
 from paceline.hub import BUILTINS, SHIPPED
@@ -148,6 +149,11 @@ def given_to(start: Start, scratch: Path) -> Given:
         return _dflash(start, folder, raw, sizes, scratch)
     if is_eagle3(raw):
         return _eagle3(start, folder, sizes, scratch)
+    if is_mtp(raw):
+        raise UnsupportedModelError(
+            f"{folder} holds an MTP layer, which {start.engine} reads in the files of its target: put it there with "
+            "paceline export --format target, and start the engine by hand"
+        )
     raise UnsupportedModelError(f"{folder} holds no DFlash and no EAGLE-3 drafter: start {start.engine} by hand for others")
 
 

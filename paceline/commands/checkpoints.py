@@ -15,6 +15,7 @@ from paceline.errors import ConfigError
 from paceline.tables import Column, Table
 
 if TYPE_CHECKING:
+    from paceline.draft.base import Drafter
     from paceline.draft.checkpoint import StoredDrafter
     from paceline.draft.export import HeadRows
 
@@ -35,7 +36,11 @@ def export(
     out: Annotated[Path, typer.Option(help="A new folder; of gguf a new file.")],
     form: Annotated[
         str,
-        typer.Option("--format", help="speculators (vLLM), z-lab (vLLM, SGLang, the authors' package), or gguf (llama.cpp)."),
+        typer.Option(
+            "--format",
+            help="speculators (vLLM), z-lab (vLLM, SGLang, the authors' package), or gguf (llama.cpp); of an MTP layer target: "
+            "the whole of --model with this layer in its files.",
+        ),
     ] = "speculators",
     model: Annotated[
         str | None, typer.Option(help="The target: its name, its head's rows, and in gguf its tokenizer go into the files.")
@@ -49,14 +54,17 @@ def export(
     out. gguf takes the target's tokenizer from --model, a GGUF file itself. What the format has no place for is said. Examples:
     paceline export runs/mine/drafter --format speculators --model smollm2-135m --out for-vllm
     paceline export runs/mine/drafter --format gguf --model smollm2-135m --out drafter.gguf
+    paceline export runs/mtp/drafter --format target --model path/to/model --out path/to/model-2
     """
     from paceline.draft.checkpoint import read_stored
     from paceline.draft.export import export as write
-    from paceline.draft.registry import folder_of
+    from paceline.draft.registry import folder_of, holds_mtp
     from paceline.hub import resolve as resolve_model
     from paceline.model.gguf_file import is_gguf
 
-    folder = folder_of(drafter, model)
+    folder = folder_of(drafter, model, takes_mtp=True)
+    if holds_mtp(folder) or form == "target":
+        return _into_target(folder, form, model, out)
     stored = read_stored(folder)
     ids, head_VD = stored.vocabulary
     has_place = form == "gguf" or stored.config.second is None
@@ -69,6 +77,23 @@ def export(
         say(f"left out: {each}")
     say(f"{folder} ({stored.form}) is in {out}, in {form} format")
     return {"drafter": str(folder), "from": stored.form, "format": form, "out": str(out), "left_out": left_out}
+
+
+def _into_target(folder: Path, form: str, model: str | None, out: Path) -> dict[str, Any]:
+    """An MTP layer in a copy of its target."""
+    from paceline.draft.mtp_checkpoint import read_mtp
+    from paceline.draft.registry import holds_mtp
+    from paceline.draft.stitch import stitch
+    from paceline.hub import resolve as resolve_model
+
+    if form != "target" or not holds_mtp(folder) or model is None:
+        raise ConfigError(
+            "format target, the only one for a trained MTP layer, puts it into a copy of its target: give the folder that "
+            "paceline train --drafter-kind mtp wrote, and the target as --model"
+        )
+    names = stitch(read_mtp(folder), resolve_model(model), out)
+    say(f"{out} is {model} with {len(names)} tensors of {folder}: use it as the model, with --drafter mtp")
+    return {"drafter": str(folder), "from": "mtp", "format": form, "out": str(out), "written": names}
 
 
 def _target(model: str | None, needs_head: bool) -> tuple[HeadRows | None, dict[str, Any]]:
@@ -114,31 +139,39 @@ def inspect(
     Example: paceline inspect runs/mine/drafter --model smollm2-135m
     """
     from paceline.draft.checkpoint import read_stored
-    from paceline.draft.described import described
-    from paceline.draft.registry import folder_of
+    from paceline.draft.described import described, described_mtp
+    from paceline.draft.dflash2 import drafter_from
+    from paceline.draft.mtp import MtpDrafter
+    from paceline.draft.registry import folder_of, holds_mtp
 
-    folder = folder_of(drafter, model)
-    stored = read_stored(folder)
-    facts = described(stored, folder)
+    folder, stored = folder_of(drafter, model, takes_mtp=True), None
+    if holds_mtp(folder):
+        made: Drafter = MtpDrafter.from_folder(folder)
+        facts = described_mtp(made.layer, folder)
+    else:
+        stored = read_stored(folder)
+        made, facts = drafter_from(stored), described(stored, folder)
     for fact in facts:
         print(f"{fact.what:17s} {fact.value}" + (f"  ({fact.meaning})" if fact.meaning else ""))
     told: dict[str, Any] = {"drafter": str(folder), "facts": [fact._asdict() for fact in facts]}
     if model is None:
         return told
-    return told | _measured(stored, replace(engine, model=model, drafter="none", max_batch=8), num_prompts, max_tokens, vary)
+    return told | _measured(
+        made, stored, replace(engine, model=model, drafter="none", max_batch=8), num_prompts, max_tokens, vary
+    )
 
 
 def _measured(
-    stored: StoredDrafter, engine: EngineConfig, num_prompts: int, max_tokens: int, vary: bool | None
+    made: Drafter, stored: StoredDrafter | None, engine: EngineConfig, num_prompts: int, max_tokens: int, vary: bool | None
 ) -> dict[str, Any]:
-    """What the drafter brings for the target, and if that is little, or if it is asked, what each variation would."""
+    """What the drafter brings for the target, and if that is little, or if it is asked, what each variation would; of an MTP
+    layer, whose settings are the target's, there are none."""
     starting(engine.model)
     from paceline.adapt import mismatch
-    from paceline.draft.dflash2 import drafter_from
     from paceline.engine.llm import LLM
 
     llm = LLM.of(engine)
-    llm.use_drafter(drafter_from(stored))
+    llm.use_drafter(made)
     prompts = [mismatch.encode(llm.tokenizer, prompt) for prompt in mismatch.PROMPTS[:num_prompts]]
     say(f"answering {len(prompts)} prompts")
     requests = mismatch.ask(llm, prompts, max_tokens)
@@ -147,7 +180,7 @@ def _measured(
     found = mismatch.measure(llm, llm.drafter, requests)
     print(f"{'brings':17s} {found:.2f} tokens a round  ({len(requests)} answers, greedy; 1 is plain decoding)")
     told: dict[str, Any] = {"tokens_per_round": found, "num_prompts": len(requests)}
-    if vary is False or (vary is None and found >= mismatch.LOW):
+    if stored is None or vary is False or (vary is None and found >= mismatch.LOW):
         return told
     with TerminalProgress().bar("variations", len(list(mismatch.variations(stored, llm.target)))) as advance:
         ranked = mismatch.rank(llm, stored, requests, advance)

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.draft.checkpoint import PACKED, StoredDrafter, weights_file
+from paceline.draft.mtp_checkpoint import MtpLayer
+from paceline.model.config import decoder_config
 
 
 class Fact(NamedTuple):
@@ -50,6 +52,27 @@ def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
     facts += [Fact(what, value, meaning) for what, value, usual, meaning in flags if value != usual]
     unread = (*stored.unread, *stored.others)
     return facts + ([Fact("not read", ", ".join(unread), "nothing here knows what to do with it")] if unread else [])
+
+
+def described_mtp(layer: MtpLayer, folder: Path) -> list[Fact]:
+    """The same of a folder that holds an MTP layer alone."""
+    shape = layer.config
+    size = sum(tensor.nbytes for tensor in layer.tensors.values())
+    dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in layer.tensors.values()}))
+    layout = "Qwen3-Next's and Qwen3.5's" if layer.tells_normed else "DeepSeek-V3's"
+    mlp = f"{shape.num_experts} experts of {shape.expert_size}" if shape.has_experts(0) else f"MLP {shape.intermediate_size}"
+    heads = f"{shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} for keys"
+    of_target = decoder_config(layer.raw, folder)
+    told = "behind" if layer.tells_normed else "before"
+    return [
+        Fact("format", f"{layout} names", f"{len(layer.tensors)} tensors, {size / 1e6:.1f} MB, {dtypes}"),
+        Fact("kind", "MTP layer", "drafts token after token; embedding and head are the target's"),
+        Fact("made for", f"{shape.family}, {of_target.num_layers} layers, {shape.vocab_size} tokens"),
+        Fact("network", "1 layer", f"hidden size {shape.hidden_size}, {heads}, {mlp}"),
+        Fact("taps", of_target.num_layers - 1, "the target's last hidden state, behind its final norm"),
+        Fact("drafts", layer.steps, "tokens a round, one behind the other: so many steps it learned"),
+        Fact("told", f"{told} the final norm", "where the hidden state is taken that the next draft is told"),
+    ]
 
 
 def _target(stored: StoredDrafter) -> str:

@@ -5,20 +5,23 @@
     logits of x_{t+2} = the target's head of norm(u); the next draft is told norm(u) (Qwen) or u (DeepSeek) in the place of h
 
 There is one such layer (`mtp_checkpoint.py` reads it), trained to look one token further; chained it drafts as many as are
-asked for, each less surely. Embedding and head are the target's. Positions, norms and what is told are as vLLM has them;
-nothing was measured with trained weights here. `tests/draft/test_mtp.py` holds drafts against Transformers' layers.
+asked for, each less surely, unless it learned chains (`train/mtp.py`). Embedding and head are the target's. Positions, norms
+and what is told are as vLLM has them; nothing was measured with trained weights here. `tests/draft/test_mtp.py` holds drafts
+against Transformers' layers.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from paceline import hub
 from paceline.draft.chained import ChainedDrafter
-from paceline.draft.mtp_checkpoint import MtpLayer, read_mtp
+from paceline.draft.mtp_checkpoint import MtpLayer, is_mtp, read_mtp, write_mtp
 from paceline.errors import ConfigError, DrafterMismatchError, refuse
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
 from paceline.model.decoder import Layer
@@ -82,14 +85,14 @@ class MtpPath:
 
 
 class MtpDrafter(ChainedDrafter):
-    """Drafts with the target's own multi-token-prediction layer."""
+    """Drafts with a multi-token-prediction layer: the target's own, or one that was trained for it."""
 
     name = "mtp"
 
     def __init__(self, found: MtpLayer, *, num_drafted: int | None = None) -> None:
-        """Raises ConfigError on a negative num_drafted."""
+        """`num_drafted` [default: as many as it learned, or 3]. Raises ConfigError on a negative one."""
         self._found = found
-        self.num_drafted = DEFAULT_DRAFTED if num_drafted is None else num_drafted
+        self.num_drafted = (found.steps or DEFAULT_DRAFTED) if num_drafted is None else num_drafted
         refuse(ConfigError, (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"))
         self._bound: tuple[Target, object] | None = None
 
@@ -98,6 +101,20 @@ class MtpDrafter(ChainedDrafter):
         """Of the target's own folder. Raises what `read_mtp` does, ConfigError without a name, ModelNotFoundError."""
         refuse(ConfigError, (not target_name, "mtp reads the target's own files: say with target_name which model it is"))
         return cls(read_mtp(hub.resolve(target_name)), num_drafted=num_drafted)
+
+    @classmethod
+    def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> MtpDrafter:
+        """Of a folder that `save` wrote. Raises what `read_mtp` does."""
+        return cls(read_mtp(Path(folder)), num_drafted=num_drafted)
+
+    @property
+    def layer(self) -> MtpLayer:
+        return self._found
+
+    def save(self, folder: Path | str) -> None:
+        """Write a folder of the layer alone, which is a drafter. Raises CacheError."""
+        found = self._found
+        write_mtp(folder, found if is_mtp(found.raw) else replace(found, raw=found.marked(self.num_drafted or 1)))
 
     @torch.no_grad()
     def bind(self, target: Target) -> None:
@@ -121,7 +138,7 @@ class MtpDrafter(ChainedDrafter):
 
     def keep_weights(self) -> None:
         own = {name: tensor.clone() for name, tensor in self._found.tensors.items()}
-        self._found = MtpLayer(self._found.config, own, self._found.tells_normed)
+        self._found = replace(self._found, tensors=own)
 
     @property
     def weight_bytes(self) -> int:

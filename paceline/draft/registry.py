@@ -16,6 +16,7 @@ from paceline.draft.eagle3 import Eagle3Drafter
 from paceline.draft.eagle3_checkpoint import is_eagle3
 from paceline.draft.gguf_reading import is_gguf_drafter
 from paceline.draft.mtp import MtpDrafter
+from paceline.draft.mtp_checkpoint import is_mtp
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.errors import ConfigError, ModelFileError, ModelNotFoundError
@@ -66,7 +67,10 @@ def _made(spec: str, target: Target, target_name: str, options: dict[str, Any]) 
     path = checkpoint_of(spec)
     if holds_dflash(path):
         return read_drafter(path, **options)
-    if path.is_dir() and is_eagle3(read_json(path / "config.json")):
+    raw = read_json(path / "config.json") if path.is_dir() else {}
+    if is_mtp(raw):
+        return MtpDrafter.from_folder(path, **options)
+    if is_eagle3(raw):
         return Eagle3Drafter.from_folder(path, **options)
     # Whatever else it is, a language model to draft with.
     cache, dtype, device = target.cache, str(target.dtype).removeprefix("torch."), str(target.device)
@@ -74,10 +78,10 @@ def _made(spec: str, target: Target, target_name: str, options: dict[str, Any]) 
     return SmallModelDrafter(load_target(settings), **options)
 
 
-def folder_of(name: str, target_name: str | None = None) -> Path:
+def folder_of(name: str, target_name: str | None = None, *, takes_mtp: bool = False) -> Path:
     """Where a drafter's checkpoint lies: a folder, a GGUF file, a hub id, or a built-in model that has a drafter; "default" is
-    that of the target. Raises ModelNotFoundError, ModelFileError for what is no drafter's, ConfigError for "default" without
-    a target that has one."""
+    that of the target. Raises ModelNotFoundError, ModelFileError for what is no DFlash drafter's (nor, with `takes_mtp`, an MTP
+    layer's), ConfigError for "default" without a target that has one."""
     if name == "default":
         own = SHIPPED / (target_name or "")
         if target_name is None or target_name != own.name or not (own / "config.json").is_file():
@@ -86,7 +90,7 @@ def folder_of(name: str, target_name: str | None = None) -> Path:
         name = target_name
     shipped = SHIPPED / name
     folder = shipped if name == shipped.name and (shipped / "config.json").is_file() else checkpoint_of(name)
-    if not holds_dflash(folder):
+    if not holds_dflash(folder) and not (takes_mtp and holds_mtp(folder)):
         raise ModelFileError(f"{folder} holds no DFlash drafter: give a folder with the config.json of one, or its GGUF file")
     return folder
 
@@ -94,6 +98,11 @@ def folder_of(name: str, target_name: str | None = None) -> Path:
 def holds_dflash(path: Path) -> bool:
     """Whether a folder or a GGUF file is of a DFlash drafter."""
     return is_dflash(read_json(path / "config.json")) if path.is_dir() else is_gguf_drafter(path)
+
+
+def holds_mtp(path: Path) -> bool:
+    """Whether a folder is of an MTP layer alone, as training writes one."""
+    return path.is_dir() and is_mtp(read_json(path / "config.json"))
 
 
 def checkpoint_of(name: str) -> Path:

@@ -54,13 +54,13 @@ def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[
     if is_gguf(path):
         yield from gguf.load_tensors(path, keep_blocks)
         return
-    for file, names in _shards(path).items():
+    for file, names in shards_of(path).items():
         yield from _read_shard(file, names)
 
 
 def load_named(path: Path | str, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
     """As `load_tensors`, of a folder of safetensors, those tensors alone whose names are wanted."""
-    for file, names in _shards(existing(path)).items():
+    for file, names in shards_of(existing(path)).items():
         yield from _read_shard(file, names, is_wanted)
 
 
@@ -173,7 +173,7 @@ def existing(path: Path | str) -> Path:
     return path
 
 
-def _shards(folder: Path) -> dict[Path, list[str]]:
+def shards_of(folder: Path) -> dict[Path, list[str]]:
     """Each weight file with the tensors to take from it; of a single file all."""
     if (folder / "model.safetensors").is_file():
         return {folder / "model.safetensors": []}

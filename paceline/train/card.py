@@ -10,11 +10,12 @@ import hashlib
 import json
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.draft.checkpoint import ARCHITECTURE_2
 from paceline.draft.eagle3 import DEFAULT_DRAFTED
 from paceline.draft.eagle3_checkpoint import LAYER_IDS
+from paceline.draft.mtp_checkpoint import MARK, is_mtp
 from paceline.errors import ConfigError, DownloadError, PacelineError, reraised
 from paceline.hub import BUILTINS, resolve
 from paceline.runlog import write_whole
@@ -52,24 +53,57 @@ def write_card(config: TrainConfig, drafter: Path, figures: dict[str, Any], serv
     return file
 
 
+class _Kind(NamedTuple):
+    """What a card says of the kind of drafter."""
+
+    title: str
+    drafts: int
+    """Tokens a round."""
+    about: str
+    others: list[str]
+    """Commands for other programs."""
+
+
+def _kind(config: TrainConfig, drafter: Path, raw: dict[str, Any], named: str) -> _Kind:
+    size = f"{(drafter / 'model.safetensors').stat().st_size / 1e6:.1f} MB"
+    if is_mtp(raw):
+        layout = "Qwen3-Next and Qwen3.5" if raw[MARK]["layout"] == "qwen" else "DeepSeek-V3"
+        about = (
+            f"One multi-token-prediction layer, in the layout of {layout}: its tensors have the names that the target's file "
+        )
+        about += f"has for them, {size}. Embedding and head are"
+        return _Kind("MTP", raw[MARK]["steps"], about, [])
+    sizes = f"format: {raw.get('num_hidden_layers')} layers, features of target layers {_taps(raw)}, {size}."
+    if config.shape.kind == "eagle3":
+        return _Kind("EAGLE-3", DEFAULT_DRAFTED, f"EAGLE-3 in SpecForge's {sizes} The embedding is", [])
+    block, is_second = int(raw.get("block_size", 0)) or 1 + DEFAULT_DRAFTED, ARCHITECTURE_2 in (raw.get("architectures") or [])
+    return _Kind(
+        "DFlash",
+        block - 1,
+        f"{'DFlash 2' if is_second else 'DFlash v1'} in z-lab's {sizes} Embedding and head are",
+        [
+            *([] if is_second else _engines(config.target.model, drafter, block)),
+            f"paceline export {_folder(drafter)} --format speculators --model {named} --out for-vllm",
+        ],
+    )
+
+
 def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], served: dict[str, Any]) -> str:
     """The card as Markdown, with the header that the hub reads."""
     raw = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
-    is_eagle = config.shape.kind == "eagle3"
     target = config.target.model
     licence = BUILTINS[target].licence.lower() if target in BUILTINS else "other"
-    block, is_second = int(raw.get("block_size", 0)) or 1 + DEFAULT_DRAFTED, ARCHITECTURE_2 in (raw.get("architectures") or [])
     named = shlex.quote(target if target in BUILTINS else _base(target))
-    kind = "DFlash 2 in z-lab's" if is_second else "EAGLE-3 in SpecForge's" if is_eagle else "DFlash v1 in z-lab's"
-    size = (drafter / "model.safetensors").stat().st_size
+    kind = _kind(config, drafter, raw, named)
+    tag = kind.title.lower().replace("-", "")
+    first = f"first layers {config.shape.start if config.init is None else f'of {config.init}'}"
+    if kind.title == "MTP" and config.init is None and not config.shape.is_copied:
+        first = "beginning with the target's own layer"
     head = ["---", f"license: {licence}", f"base_model: {_base(target)}", "library_name: paceline"]
-    head += [f"tags: [{'eagle3' if is_eagle else 'dflash'}, speculative-decoding, drafter]", "---"]
-    head += [f"# {'EAGLE-3' if is_eagle else 'DFlash'} drafter for {_base(target)}", ""]
-    head_of = "The embedding is" if is_eagle else "Embedding and head are"
+    head += [f"tags: [{tag}, speculative-decoding, drafter]", "---", f"# {kind.title} drafter for {_base(target)}", ""]
     body = [
-        f"Drafts {block - 1} tokens a round for `{_base(target)}` ({_hash(config)}). {kind} format: "
-        f"{raw.get('num_hidden_layers')} layers, features of target layers {_taps(raw)}, {size / 1e6:.1f} MB. {head_of} "
-        "the target's. What is drafted is checked by the target, so its text stays the target's.",
+        f"Drafts {kind.drafts} tokens a round for `{_base(target)}` ({_hash(config)}). {kind.about} the target's. What is "
+        "drafted is checked by the target, so its text stays the target's.",
         "",
         "## Data",
         "",
@@ -78,8 +112,7 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
         "## Training",
         "",
         f"{figures.get('steps')} steps, {figures.get('blocks')} blocks, loss {config.loop.loss.name}, {config.loop.optim.name} "
-        f"{config.loop.optim.lr:g}, first layers {config.shape.start if config.init is None else f'of {config.init}'}. "
-        "`paceline train --config run.yaml` does the same again.",
+        f"{config.loop.optim.lr:g}, {first}. `paceline train --config run.yaml` does the same again.",
         "",
         "## Figures",
         "",
@@ -89,8 +122,7 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
         "",
         "```sh",
         f"paceline serve --model {named} --drafter {_folder(drafter)}",
-        *([] if is_second or is_eagle else _engines(target, drafter, block)),
-        *([] if is_eagle else [f"paceline export {_folder(drafter)} --format speculators --model {named} --out for-vllm"]),
+        *kind.others,
         "```",
         "",
         *_limits(raw, drafter),

@@ -16,7 +16,7 @@ from typing import Any
 from paceline.errors import ConfigError, refuse
 from paceline.simulate.roofline import Deployment, pass_seconds
 from paceline.simulate.shapes import FORMATS, Precisions
-from paceline.train.config import TrainConfig
+from paceline.train.config import DrafterShape, TrainConfig
 from paceline.train.facts import BLOCK_BYTES, MachineFacts, TargetFacts
 
 MOST_SHARE = 0.15
@@ -30,32 +30,53 @@ RECIPE_SIZE, RECIPE_RATE, LEAST_RATE = 576, 2e-3, 6e-4
 WIDTHS = (1.0, 0.75, 0.5, 0.25)
 EAGLE3_VOCAB, EAGLE3_TAPS = 32000, 3
 """What published EAGLE-3 drafters have."""
-MEANS_NOTHING = ("is_causal", "sliding_window", "mask_token_id", "num_taps")
-"""To an EAGLE-3 drafter."""
+OF_BLOCKS = ("is_causal", "sliding_window", "mask_token_id", "num_taps")
+OF_NEW_LAYERS = ("tap_layers", "intermediate_size", "num_heads", "num_kv_heads", "attention_bias", "draft_vocab")
+MEANS_NOTHING = {"eagle3": OF_BLOCKS, "mtp": OF_BLOCKS + OF_NEW_LAYERS}
+"""To drafters of chains, by their kind."""
+MTP_BETA = 0.6
+"""Weight of each step's loss over that of the step before it (FastMTP, arXiv 2509.18362)."""
+MTP_RATE = 5e-5
+"""Peak learning rate of a layer that was trained with its target: it is to be changed, not made."""
 
 
-def for_eagle3(config: TrainConfig) -> TrainConfig:
-    """With what an EAGLE-3 drafter has otherwise where nothing was asked for: one layer, blocks of its steps, a part of the
-    vocabulary, cross entropy. Raises ConfigError for settings that mean nothing to it."""
-    shape, loop = config.shape, config.loop
-    if shape.kind != "eagle3":
+def for_chains(config: TrainConfig) -> TrainConfig:
+    """With what a drafter of chains has otherwise where nothing was asked for: one layer, blocks of its steps, cross entropy;
+    EAGLE-3 a part of the vocabulary, mtp the decay of its steps and a small learning rate. Raises ConfigError for settings that
+    mean nothing to it."""
+    shape, loop, kind = config.shape, config.loop, config.shape.kind
+    if not shape.is_chained:
         return config
-    meant = {name: getattr(shape, name) is not None for name in MEANS_NOTHING}
+    is_eagle3 = kind == "eagle3"
+    meant = {name: getattr(shape, name) is not None for name in MEANS_NOTHING[kind]}
+    num_layers = shape.num_layers if config.is_given("shape.num_layers") else 1
     refuse(
         ConfigError,
-        *((is_set, f"{name} means nothing for an eagle3 drafter: leave it out") for name, is_set in meant.items()),
-        (shape.is_copied, "start copied is not implemented for eagle3 drafters: leave it out"),
-        (loop.loss.vocab is not None, "the loss vocabulary means nothing for an eagle3 drafter: give draft_vocab"),
-        (loop.gradient_checkpointing, "gradient_checkpointing is not implemented for eagle3 drafters: leave it out"),
+        *((is_set, f"{name} means nothing for an {kind} drafter: leave it out") for name, is_set in meant.items()),
+        (num_layers > 1 and not is_eagle3, "num_layers above 1 is not implemented for mtp drafters: leave it out"),
+        (shape.is_copied and is_eagle3, "start copied is not implemented for eagle3 drafters: leave it out"),
+        (
+            loop.loss.vocab is not None and is_eagle3,
+            "the loss vocabulary means nothing for an eagle3 drafter: give draft_vocab",
+        ),
+        (loop.gradient_checkpointing, f"gradient_checkpointing is not implemented for {kind} drafters: leave it out"),
     )
-    changes: dict[str, Any] = {"block_size": 1 + shape.ttt_steps}
-    if not config.is_given("shape.num_layers"):
-        changes["num_layers"] = 1
-    if shape.draft_vocab is None:
+    changes: dict[str, Any] = {"block_size": 1 + shape.ttt_steps, "num_layers": num_layers}
+    loss, optim = loop.loss, loop.optim
+    if shape.draft_vocab is None and is_eagle3:
         changes["draft_vocab"] = EAGLE3_VOCAB
     if not config.is_given("loop.loss.name"):
-        loop = replace(loop, loss=replace(loop.loss, name="ce"))
-    return replace(config, shape=replace(shape, **changes), loop=loop)
+        loss = replace(loss, name="ce")
+    if not is_eagle3 and loss.gamma is None:
+        loss = replace(loss, gamma=-1 / math.log(MTP_BETA))
+    if is_trained_already(shape) and not config.is_given("loop.optim.lr"):
+        optim = replace(optim, lr=MTP_RATE)
+    return replace(config, shape=replace(shape, **changes), loop=replace(loop, loss=loss, optim=optim))
+
+
+def is_trained_already(shape: DrafterShape) -> bool:
+    """Whether what learns came with the target."""
+    return shape.kind == "mtp" and not shape.is_copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +123,7 @@ def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
     heads, kv_heads, head_dim, inner = _of_target(target)
     num_heads = shape.num_heads or heads
     num_kv_heads = shape.num_kv_heads or max(1, num_heads * kv_heads // heads)
-    wanted = EAGLE3_TAPS if shape.kind == "eagle3" else shape.num_taps or max(5, shape.num_layers)
+    wanted = {"eagle3": EAGLE3_TAPS, "mtp": 1}.get(shape.kind, shape.num_taps or max(5, shape.num_layers))
     taps = len(shape.tap_layers) if shape.tap_layers else min(wanted, target.shape.num_layers)
     vocab = target.shape.vocab_size
     return Sizes(
@@ -184,17 +205,18 @@ class Choice:
 
 def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> Iterator[Choice]:
     """What is chosen where nothing was asked for. The caller leaves out what was given."""
-    is_eagle3 = config.shape.kind == "eagle3"  # whose shape is the published one, and its head its own
-    if not is_eagle3:
+    is_chained = config.shape.is_chained  # whose shape is the published one, or the target's own
+    if not is_chained:
         yield from _shape_choices(config, target, machine)
     hidden, is_large = target.shape.hidden_size, target.shape.vocab_size > SMALL_HEAD
-    if not is_eagle3 and target.is_copyable and not config.elsewhere.features_at:  # a target elsewhere has no layers here
+    if not is_chained and target.is_copyable and not config.elsewhere.features_at:  # a target elsewhere has no layers here
         yield Choice("shape.start", "copied", "layers of the target know how to attend already")
-    if not is_eagle3 and is_large and not config.loop.loss.needs_target_probs:
+    if config.shape.kind != "eagle3" and is_large and not config.loop.loss.needs_target_probs:
         why = "a sample of the vocabulary: the whole head would take most of a step"
         yield Choice("loop.loss.vocab", 8192, why)
     rate = max(LEAST_RATE, RECIPE_RATE * math.sqrt(RECIPE_SIZE / hidden))
-    yield Choice("loop.optim.lr", float(f"{rate:.2g}"), f"falls with the root of the hidden size, {hidden}")
+    if not is_trained_already(config.shape):
+        yield Choice("loop.optim.lr", float(f"{rate:.2g}"), f"falls with the root of the hidden size, {hidden}")
     if not machine.is_gpu:
         yield Choice("loop.blocks_per_step", 192, "more and smaller steps: blocks are dear on a processor")
         yield Choice("loop.anchors", 48, "a third of a usual answer: epochs differ")

@@ -177,7 +177,8 @@ class LossConfig:
     name: Annotated[str, LOSSES] = "d-pace"
     """Which loss teaches the slots."""
     gamma: Positive | None = None
-    """Decay of ce and kl in slots [default: by block size]. The paper's: 4 for blocks of 8, 5 for 10, 7 for 16."""
+    """Decay of ce and kl in slots [default: by block size; mtp: 0.6 for each]. The paper's: 4 for blocks of 8, 5 for 10,
+    7 for 16."""
     alpha: Share = 0.5
     """Floor of d-pace's confidence: 0 follows the drafter's own confidence, 1 does not look at it."""
     selector: Positive = 1.0
@@ -287,7 +288,8 @@ class DrafterShape:
     tap_layers: tuple[int, ...] | None = None
     """Exactly these target layers, comma-separated, 0-based."""
     start: Literal["random", "copied", "target"] = "random"
-    """Begin with random layers, or with copies of the target's (target means copied too)."""
+    """Begin with random layers, or with copies of the target's (target means copied too); mtp: with the target's own layer, or
+    with a copy of its last one where it has none."""
     attention_bias: bool | None = None
     """Biases in the attention [default: copied layers have them when the target does]."""
     is_causal: bool | None = None
@@ -298,10 +300,11 @@ class DrafterShape:
     """Token id that stands for a slot to be drafted [default: the last]."""
     draft_vocab: SomeTokens | None = None
     """Draft among the most frequent tokens only, this many; 0 for all."""
-    kind: Annotated[str, ("dflash", "dflash2", "eagle3")] = "dflash"
-    """dflash2 adds convolutions and a selector, to a new drafter or to the one that --init names; eagle3 is of another kind."""
+    kind: Annotated[str, ("dflash", "dflash2", "eagle3", "mtp")] = "dflash"
+    """dflash2 adds convolutions and a selector, to a new drafter or to the one that --init names; eagle3 is of another kind;
+    mtp trains the target's own multi-token-prediction layer."""
     ttt_steps: Count = 3
-    """Drafts one behind the other that an eagle3 drafter learns at once: its blocks are these and the anchor."""
+    """Drafts one behind the other that an eagle3 or mtp drafter learns at once: its blocks are these and the anchor."""
     eagle_version: Annotated[str, ("3.1", "3")] = "3.1"
     """Of a new eagle3 drafter: 3.1 norms each layer's features, and what the next draft is told."""
     selector_rank: Count = 64
@@ -315,6 +318,11 @@ class DrafterShape:
     @property
     def is_copied(self) -> bool:
         return self.start != "random"
+
+    @property
+    def is_chained(self) -> bool:
+        """Whether it drafts token after token, each step told what the step before found."""
+        return self.kind in ("eagle3", "mtp")
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from paceline.draft.eagle3 import Eagle3Network
 from paceline.draft.eagle3_checkpoint import Eagle3Config, check_eagle3_fit, default_taps, new_config, read_eagle3
 from paceline.errors import ConfigError
-from paceline.model.attention import Rope, rope_tables
+from paceline.model.attention import PLAIN, Rope, Scores, rope_tables
 from paceline.model.config import DecoderConfig
 from paceline.model.fused import rotate
 from paceline.model.target import Target, head_weight
@@ -128,12 +128,14 @@ def teacher_of(target: Target, ids: Tensor) -> Head:
 class ChainAttention:
     """Who sees whom in one pack: `step` 0 is of all context entries, the later ones of one slot of every block."""
 
-    def __init__(self, config: Eagle3Config, layout: Layout, dtype: torch.dtype) -> None:
-        """`layout`: contexts from position 0 on; entry e stands for the token at position e + 1."""
-        self._shape, self._layout = config.shape, layout
+    def __init__(
+        self, shape: DecoderConfig, layout: Layout, dtype: torch.dtype, *, first: int = 1, scores: Scores = PLAIN
+    ) -> None:
+        """`layout`: contexts from position 0 on; entry e has rotary position e + `first`: EAGLE-3's is the next token's."""
+        self._shape, self._layout, self._first, self._scores = shape, layout, first, scores
         device = layout.anchors[0].device
         longest = 2 + max(max(layout.context_lens), 1 + max(int(anchors_A.max()) for anchors_A in layout.anchors))
-        tables = rope_tables(config.shape, longest + layout.block_size)
+        tables = rope_tables(shape, longest + layout.block_size)
         self._rope = Rope(*(table.to(device, dtype) for table in tables))
         self._anchors_A = torch.cat(layout.anchors)
         firsts = [sum(layout.context_lens[:number]) for number in range(len(layout.context_lens))]
@@ -145,9 +147,9 @@ class ChainAttention:
         self._own: dict[int, list[KeyValue]] = {}
 
     def __call__(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> Tensor:
-        positions_T = self._layout.context_positions() + 1 if self.step == 0 else self._anchors_A + self.step
-        tables = self._rope.tables_at(positions_T)
-        query_THD, key_THD = rotate(query_THD, *tables), rotate(key_THD, *tables)
+        entries_T = self._layout.context_positions() if self.step == 0 else self._anchors_A - 1 + self.step
+        tables = self._rope.tables_at(entries_T + self._first)
+        query_THD, key_THD = _rotated(query_THD, tables), _rotated(key_THD, tables)
         if self.step == 0:
             self._context[layer] = key_THD, value_THD
         else:
@@ -163,8 +165,7 @@ class ChainAttention:
             parts.append(self._attend(query, last_Q, (context[0], context[1]), own, self._shape.window(layer)))
         return torch.cat(parts)
 
-    @staticmethod
-    def _attend(query_QHD: Tensor, last_Q: Tensor, context: KeyValue, own: list[KeyValue], window: int | None) -> Tensor:
+    def _attend(self, query_QHD: Tensor, last_Q: Tensor, context: KeyValue, own: list[KeyValue], window: int | None) -> Tensor:
         """Of queries that see the context up to entry `last_Q`, and a key each of every list in `own`."""
         group = query_QHD.shape[1] // context[0].shape[1]
         grouped = query_QHD.unflatten(1, (-1, group))  # [Q, kv heads, group, head_dim]
@@ -173,13 +174,25 @@ class ChainAttention:
         seen = distance >= 0
         if window is not None:
             seen = seen & (distance + len(own) < window)
-        scores = scores.masked_fill(~seen, float("-inf"))
         near = [torch.einsum("qkgd,qkd->kgq", grouped, key).float()[..., None] for key, _ in own]
-        weights = torch.softmax(torch.cat([scores, *near], dim=-1) * query_QHD.shape[-1] ** -0.5, dim=-1).to(context[1].dtype)
+        scale, cap = self._scores.scale or query_QHD.shape[-1] ** -0.5, self._scores.cap
+        scores = torch.cat([scores, *near], dim=-1) * scale
+        scores = torch.tanh(scores / cap) * cap if cap else scores
+        seen = F.pad(seen, (0, len(own)), value=True)
+        weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1).to(context[1].dtype)
         out = torch.einsum("kgqn,nkd->qkgd", weights[..., : len(context[0])], context[1])
         for number, (_, value) in enumerate(own):
             out = out + torch.einsum("kgq,qkd->qkgd", weights[..., len(context[0]) + number], value)
         return out.flatten(1)
+
+
+def _rotated(heads_THD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """As `Rope.rotate`, with a gradient: tables may be of the first numbers of each head only."""
+    size = tables[0].shape[-1]
+    if size == heads_THD.shape[-1]:
+        return rotate(heads_THD, *tables)
+    turned, rest = heads_THD.tensor_split([size], dim=-1)
+    return torch.cat([rotate(turned, *tables), rest], dim=-1)
 
 
 class Eagle3Trainable(Trainable):
@@ -192,7 +205,7 @@ class Eagle3Trainable(Trainable):
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
         """As Trainable.hidden; the drafter's own head reads them."""
-        attend = ChainAttention(self._own.config, pack.layout, torch.bfloat16 if is_autocast else torch.float32)
+        attend = ChainAttention(self._own.config.shape, pack.layout, torch.bfloat16 if is_autocast else torch.float32)
         with torch.autocast(embedding_VD.device.type, torch.bfloat16, enabled=is_autocast):
             taps_NF = pack.taps_NF if is_autocast else pack.taps_NF.float()
             features_ND = self._own.features(taps_NF)

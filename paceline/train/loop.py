@@ -29,6 +29,7 @@ from paceline.train.dataset import Corpus, Document, Place, RoundStarts, StepPla
 from paceline.train.eagle3 import Eagle3Trainable
 from paceline.train.features import FeatureSource
 from paceline.train.losses import Head, LossVocabulary, SlotMetrics, Slots, head_loss
+from paceline.train.mtp import MtpTrainable
 from paceline.train.optimisers import Optimisers, learning_rate_share
 from paceline.train.packs import Chosen, Pack, PackBudget, Packer, Trainable, heldout_anchors
 from paceline.train.parallel import laid_out, make_parallel, recompute_layers
@@ -37,7 +38,7 @@ from paceline.train.ranks import Ranks
 from paceline.train.selector import BlockSample, DFlash2Trainable
 
 HELDOUT_ANCHORS = 8
-WHOLE = (DFlash2Trainable, Eagle3Trainable)
+WHOLE = (DFlash2Trainable, Eagle3Trainable, MtpTrainable)
 """Kinds that every process must hold whole."""
 REGRESSION = 0.97
 """An out-of-distribution eal below this share of its best is warned of."""
@@ -102,7 +103,7 @@ class Trainer:
         if config.gradient_checkpointing:
             recompute_layers(drafter.layers)
         if config.parallel == "sharded" and self.ranks.world > 1 and isinstance(drafter, WHOLE):
-            raise ConfigError("DFlash 2 and EAGLE-3 drafters are not trained in parts: use --parallel replicated")
+            raise ConfigError("DFlash 2, EAGLE-3 and MTP drafters are not trained in parts: use --parallel replicated")
         self.parallel.prepare(drafter, config.autocast)
         self.optimisers = Optimisers(self.network, config.optim)
         self.vocabulary = self._loss_vocabulary()

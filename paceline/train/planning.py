@@ -21,7 +21,7 @@ from typing import Any
 from paceline.prompts import Prompt
 from paceline.simulate.roofline import pass_seconds
 from paceline.tables import ignore
-from paceline.train.choices import Sizes, choices, deployment_of, for_eagle3, machine_choices, share_of_pass, sizes_of
+from paceline.train.choices import Sizes, choices, deployment_of, for_chains, machine_choices, share_of_pass, sizes_of
 from paceline.train.config import TrainConfig
 from paceline.train.facts import MachineFacts, TargetFacts, machine_of, read_target
 from paceline.train.mixture import read_mixture, sources_of
@@ -92,7 +92,7 @@ class Plan:
 
 def make_plan(config: TrainConfig, device_name: str | None = None) -> Plan:
     """Raises the errors of reading the target's sizes, ConfigError for an unknown device and PromptError for bad prompts."""
-    config = for_eagle3(config)
+    config = for_chains(config)
     target, machine = read_target(config.target), machine_of(device_name, config.target.device)
     notes: list[str] = []
     if machine.is_busy:
@@ -133,7 +133,7 @@ def make_plan(config: TrainConfig, device_name: str | None = None) -> Plan:
         disk_bytes=disk,
         memory_bytes=_memory(config, target, sizes),
         blocks=blocks,
-        expected=None if config.shape.kind == "eagle3" else expected_tokens(target.name, blocks),
+        expected=None if config.shape.is_chained else expected_tokens(target.name, blocks),
         notes=notes,
     )
 

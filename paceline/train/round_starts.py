@@ -131,7 +131,7 @@ def check_round_starts(config: TrainConfig) -> None:
     if config.loop.round_starts:
         refuse(
             ConfigError,
-            (config.shape.kind == "eagle3", "round_starts is not implemented for eagle3 drafters: leave it out"),
+            (config.shape.is_chained, f"round_starts is not implemented for {config.shape.kind} drafters: leave it out"),
             (
                 config.init is None,
                 "round_starts needs a drafter that goes through the answers: continue one with init. A new drafter's drafts "

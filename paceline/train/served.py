@@ -24,6 +24,8 @@ from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.dflash2 import drafter_of, network_of, read_drafter
 from paceline.draft.eagle3 import Eagle3Drafter, Eagle3Network
 from paceline.draft.eagle3_checkpoint import Eagle3Config, is_eagle3
+from paceline.draft.mtp import MtpDrafter
+from paceline.draft.mtp_checkpoint import is_mtp, layer_of
 from paceline.engine.llm import LLM
 from paceline.figures import Rounds
 from paceline.hardware import free_bytes
@@ -39,7 +41,7 @@ from paceline.train.selector import trainable_of
 from paceline.train.start import head_of
 from paceline.types import SamplingParams
 
-Finished = DFlashDrafter | Eagle3Drafter
+Finished = DFlashDrafter | Eagle3Drafter | MtpDrafter
 AGREE = 0.03
 """Most that served and teacher-forced tokens a round should differ."""
 SERVED_BATCH = 8
@@ -91,6 +93,8 @@ def _served(
 def finished_drafter(raw: dict[str, Any], weights: dict[str, Tensor], draft_ids: Tensor | None) -> Finished:
     """The drafter of a training's weights, in bfloat16."""
     halved = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    if is_mtp(raw):
+        return MtpDrafter(layer_of(raw, halved))
     if is_eagle3(raw):
         return Eagle3Drafter(Eagle3Network.of(Eagle3Config.from_json(raw), halved), ids=draft_ids)
     return drafter_of(network_of(DFlashConfig.from_json(raw), halved), draft_ids=draft_ids)
@@ -98,7 +102,10 @@ def finished_drafter(raw: dict[str, Any], weights: dict[str, Tensor], draft_ids:
 
 def read_finished(folder: Path) -> Finished:
     """A drafter that a training has written. Raises what reading it does."""
-    return Eagle3Drafter.from_folder(folder) if is_eagle3(read_json(folder / "config.json")) else read_drafter(folder)
+    raw = read_json(folder / "config.json")
+    if is_mtp(raw):
+        return MtpDrafter.from_folder(folder)
+    return Eagle3Drafter.from_folder(folder) if is_eagle3(raw) else read_drafter(folder)
 
 
 class HeldoutServer:

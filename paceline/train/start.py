@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import gcd, log
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from paceline.draft.checkpoint import (
 )
 from paceline.draft.dflash import DFlashNetwork
 from paceline.draft.dflash2 import DFlash2Network, beginnings, network_of
-from paceline.draft.eagle3 import Eagle3Network
 from paceline.draft.registry import SHIPPED
 from paceline.errors import ConfigError
 from paceline.hub import resolve
@@ -210,9 +209,17 @@ def _with_selector(
     return raw, network
 
 
+class FirstNorm(NamedTuple):
+    """The norm before the head, of a new drafter."""
+
+    weight: Tensor
+    offset: float = 0.0
+    """Added to the weight where it is used (`DecoderConfig.norm_offset`)."""
+
+
 @torch.no_grad()
-def scale_first_logits(network: DFlashNetwork | Eagle3Network, head: Head, hidden_TD: Tensor, slots: Slots) -> float:
-    """Scale the final norm so that the first loss is near log(vocabulary); returns the factor.
+def scale_first_logits(norm: FirstNorm, head: Head, hidden_TD: Tensor, slots: Slots) -> float:
+    """Scale this norm so that the first loss is near log(vocabulary); returns the factor.
 
     hidden_TD [T, D]: hidden states of the first blocks' slots. Logits get a standard deviation of about one. A new drafter says
     nearly the same in all slots, and what it says is wrong, so even such logits may cost too much: then the factor is the
@@ -235,5 +242,5 @@ def scale_first_logits(network: DFlashNetwork | Eagle3Network, head: Head, hidde
             middle = (low + high) / 2
             low, high = (middle, high) if is_near(middle) else (low, middle)
     factor = low or high
-    network.norm.weight.mul_(factor)
+    norm.weight.add_(norm.offset).mul_(factor).sub_(norm.offset)
     return factor

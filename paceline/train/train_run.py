@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from paceline.draft.dflash2 import materialised
-from paceline.draft.eagle3 import Eagle3Network
 from paceline.errors import ModelNotFoundError, PromptError, UnsupportedModelError
 from paceline.hardware import this_machine
 from paceline.model.backends import load_target, settle
@@ -28,26 +27,25 @@ from paceline.runlog import RunFolder, write_whole
 from paceline.tables import Progress, ignore
 from paceline.train.card import push, write_card
 from paceline.train.checkpoint import best_checkpoint
-from paceline.train.choices import for_eagle3
+from paceline.train.choices import for_chains
 from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
-from paceline.train.copied import settle_units
 from paceline.train.dataset import Corpus, check_answers, check_vocabulary, read_corpus
-from paceline.train.eagle3 import Eagle3Trainable, drafted_ids, eagle3_for, settle_eagle3_units, teacher_of
 from paceline.train.ends import light_folder, load_ends
 from paceline.train.facts import MachineFacts
 from paceline.train.features import ScaledFeatures
 from paceline.train.group import process_group
+from paceline.train.kinds import begun, draft_ids_of, settled
 from paceline.train.loop import Trainer
 from paceline.train.mixture import read_mixture
+from paceline.train.mtp import check_mtp
 from paceline.train.planning import apply_stored, make_plan, stored_plan
 from paceline.train.ranks import Ranks, only_run
 from paceline.train.ray_answers import run as regenerate
 from paceline.train.round_starts import check_round_starts, find_starts
 from paceline.train.run_file import with_value, write_run_file
-from paceline.train.selector import trainable_of
 from paceline.train.served import HeldoutServer, agreement, final_figures, finished_drafter, has_room, read_finished
 from paceline.train.sources import Sources
-from paceline.train.start import continued_draft_ids, head_of, init_folder, most_frequent, network_for, scale_first_logits
+from paceline.train.start import continued_draft_ids, init_folder, scale_first_logits
 from paceline.train.stopping import Stop, stopped_by_signal
 from paceline.train.store import stored_corpus, without
 from paceline.train.tiny import write_tiny_target
@@ -87,7 +85,7 @@ def run(config: TrainConfig, progress: Progress) -> TrainResult:
         only_run(config.out, "training", ranks, progress.say),
         process_group(ranks, config.target.device, config.step_timeout_minutes) as wait,
     ):
-        config = _planned(_at_scale(for_eagle3(config), ranks), ranks, wait, progress if ranks.is_first else Progress())
+        config = _planned(_at_scale(for_chains(config), ranks), ranks, wait, progress if ranks.is_first else Progress())
         with stopped_by_signal(progress.say if ranks.is_first else Progress().say) as stop:
             return _Stages(config, ranks, wait, progress, stop).run()
 
@@ -124,6 +122,7 @@ def _check_inputs(config: TrainConfig) -> None:
     check_tracker(config.log_to)
     init_folder(config.init, config.target.model)
     check_round_starts(config)
+    check_mtp(config)
     for prompts in (config.ood, config.heldout):
         read_mixture(_others(config, prompts), config.answering.seed, ignore)
     if config.answers:
@@ -154,7 +153,7 @@ def _at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
         target=replace(config.target, model=str(folder)),
         asked=replace(config.asked, prompts=prompts),
         loop=replace(config.loop, epochs=2.0, max_steps=steps, blocks_per_step=128, anchors=16, heldout_every=10),
-        shape=config.shape if config.shape.kind == "eagle3" else replace(config.shape, num_layers=2, num_taps=2),
+        shape=config.shape if config.shape.is_chained else replace(config.shape, num_layers=2, num_taps=2),
         answering=replace(config.answering, max_tokens=48, max_prompt_tokens=128),
         max_len=256,
     )
@@ -256,7 +255,7 @@ class _Stages:
     def _train(self, corpus: Corpus, ood: Path | None, target: Target, run: RunFolder) -> TrainResult:
         """The loop, its figures into metrics.jsonl; the finished drafter in `out/drafter`."""
         config, progress = self.config, self.progress
-        draft_ids = self._draft_ids(corpus, target)
+        draft_ids = draft_ids_of(config, corpus, target, progress.say)
         trainer = self._trainer(corpus, ood, target, draft_ids)
         if config.loop.loss.vocab and trainer.vocabulary is None:
             progress.say("note: the loss vocabulary has no effect: it is not smaller than the target's")
@@ -283,13 +282,6 @@ class _Stages:
                 draft_ids = continued_draft_ids(init_folder(config.init, config.target.model), corpus, target)
             finished_drafter(trainer.drafter.raw, materialised(weights, trainer.embedding_VD.cpu()), draft_ids).save(folder)
         return TrainResult(folder, run.path, trainer.state.step, trainer.state.num_blocks, **rates)
-
-    def _draft_ids(self, corpus: Corpus, target: Target) -> Tensor | None:
-        """The tokens of a new drafter's draft vocabulary, or of any that has a head of its own."""
-        config, say = self.config, self.progress.say
-        if config.shape.kind == "eagle3":
-            return drafted_ids(config.shape, init_folder(config.init, config.target.model), corpus, target, say)
-        return most_frequent(config.shape.draft_vocab, corpus, target, say)
 
     def _settle_length(self, trainer: Trainer) -> None:
         """Steps get what answers and features have left of --minutes, which may be other than planned; later starts keep it."""
@@ -324,26 +316,12 @@ class _Stages:
     def _trainer(self, corpus: Corpus, ood: Path | None, target: Target, draft_ids: Tensor | None) -> Trainer:
         """A new drafter, `init`, or the newest checkpoint; with features of the documents in one scale."""
         config, loop = self.config, self.config.loop
-        init = init_folder(config.init, config.target.model)
-        if config.shape.kind == "eagle3":
-            assert draft_ids is not None
-            raw, network = eagle3_for(target, config.shape, init, draft_ids, loop.seed)
-            head = drafting = teacher_of(target, draft_ids)
-            drafter = Eagle3Trainable(network.to(target.device), raw, config.shape.block_size)
-        else:
-            raw, network = network_for(target, config.target.model, config.shape, init, loop.seed)
-            drafting = head_of(target, network.config, draft_ids)
-            head = drafting if draft_ids is None or not loop.loss.vocab else head_of(target, network.config, None)
-            drafter = trainable_of(network.to(target.device), raw, loop.attention)
+        begins = begun(config, target, draft_ids)
+        drafter = begins.drafter
         embedding_VD = target.matrix_embed(torch.arange(target.vocab_size, device=target.device)).clone()
-        taps = network.config.tap_layers if isinstance(network, Eagle3Network) else network.config.target_layer_ids
-        self.sources = sources = Sources(config, target, taps, corpus.train, self.ranks, self.progress, self.wait)
+        self.sources = sources = Sources(config, target, begins.taps, corpus.train, self.ranks, self.progress, self.wait)
         features = sources.of(corpus.train)
-        scale_F, mean_F = sources.scale(features)
-        if isinstance(network, Eagle3Network):
-            scale_F = settle_eagle3_units(network, scale_F, mean_F, is_new=init is None)
-        else:
-            settle_units(network, scale_F, mean_F, is_new=init is None, is_copied=config.shape.is_copied)
+        scale_F = settled(begins, *sources.scale(features))
         here = MachineFacts(this_machine(target.device.type))
         if loop.autocast and here.is_slow_in_bfloat16:
             self.progress.say(
@@ -352,16 +330,16 @@ class _Stages:
         flops_per_s = here.machine.flops_per_s.get("bfloat16" if loop.autocast else "float32")
         scaled = ScaledFeatures(features, scale_F)
         trainer = Trainer(
-            drafter, corpus, scaled, embedding_VD, head, loop,
-            folder=config.out / "checkpoints", peak_flops=flops_per_s, ranks=self.ranks, heldout_head=drafting,
+            drafter, corpus, scaled, embedding_VD, begins.head, loop,
+            folder=config.out / "checkpoints", peak_flops=flops_per_s, ranks=self.ranks, heldout_head=begins.drafting,
             wait=self.wait, starts=find_starts(sources, corpus, drafter, scaled, embedding_VD, draft_ids),
         )  # fmt: skip
         watched = {"heldout": corpus.heldout, "ood": read_corpus([ood], config.max_len, 0.0).train[:MAX_HELDOUT] if ood else []}
         for name, documents in watched.items():
             if documents:
                 trainer.heldout[name] = documents, ScaledFeatures(sources.of(documents, f"features-{name}"), scale_F)
-        if not trainer.resume() and init is None:
-            scale_first_logits(network, head, *trainer.first_slots())
+        if not trainer.resume() and (norm := begins.first_norm) is not None:
+            scale_first_logits(norm, begins.head, *trainer.first_slots())
         return trainer
 
     def _serve_on_the_way(self, trainer: Trainer, corpus: Corpus, target: Target, draft_ids: Tensor | None) -> None:

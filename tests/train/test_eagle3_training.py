@@ -21,7 +21,7 @@ from paceline.draft.eagle3_checkpoint import Eagle3Config
 from paceline.errors import ConfigError
 from paceline.model.target import ForwardBatch
 from paceline.train import train
-from paceline.train.choices import for_eagle3
+from paceline.train.choices import for_chains
 from paceline.train.config import AnswerConfig, DrafterShape, LoopConfig, LossConfig, OptimConfig, TrainConfig
 from paceline.train.dataset import Corpus, Document
 from paceline.train.eagle3 import Eagle3Trainable, eagle3_for, settle_eagle3_units, teacher_of
@@ -195,12 +195,12 @@ def test_a_resumed_run_follows_the_uninterrupted_one(tmp_path: Path) -> None:
 )
 def test_settings_that_mean_nothing_are_refused(shape: dict[str, Any], loop: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        for_eagle3(TrainConfig(shape=DrafterShape(kind="eagle3", **shape), loop=LoopConfig(**loop)))
+        for_chains(TrainConfig(shape=DrafterShape(kind="eagle3", **shape), loop=LoopConfig(**loop)))
 
 
 def test_what_is_not_asked_for() -> None:
     def of(config: TrainConfig) -> tuple[Any, ...]:
-        shape = (found := for_eagle3(config)).shape
+        shape = (found := for_chains(config)).shape
         return shape.num_layers, shape.block_size, shape.draft_vocab, found.loop.loss.name
 
     assert of(TrainConfig(shape=DrafterShape(kind="eagle3"))) == (1, 4, 32000, "ce")

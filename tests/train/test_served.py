@@ -18,7 +18,7 @@ from paceline.train.features import OnlineFeatures
 from paceline.train.loop import Trainer
 from paceline.train.packs import DFlashTrainable
 from paceline.train.served import _served, agreement, serve_heldout, walked
-from paceline.train.start import network_for, scale_first_logits
+from paceline.train.start import FirstNorm, network_for, scale_first_logits
 from paceline.train.tiny import write_tiny_target
 from paceline.types import SamplingParams
 
@@ -54,7 +54,7 @@ def learned(llm: LLM, document: Document, folder: Path, steps: int) -> DFlashDra
     trainer = Trainer(
         DFlashTrainable(network, raw), Corpus([document], []), features, embedding(target), head, config, folder=folder
     )
-    scale_first_logits(network, head, *trainer.first_slots())
+    scale_first_logits(FirstNorm(network.norm.weight), head, *trainer.first_slots())
     trainer.run()
     return DFlashDrafter.from_folder(folder / f"step-{steps:06d}")
 

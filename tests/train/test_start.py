@@ -23,7 +23,7 @@ from paceline.model.decoder import Decoder
 from paceline.model.target import head_weight
 from paceline.train.config import DrafterShape
 from paceline.train.losses import Head, Slots
-from paceline.train.start import config_for, network_for, scale_first_logits
+from paceline.train.start import FirstNorm, config_for, network_for, scale_first_logits
 
 
 def test_a_new_drafter_has_the_targets_measures() -> None:
@@ -147,7 +147,9 @@ class TestFirstLoss:
     def test_it_is_near_the_logarithm_of_the_vocabulary_and_no_smaller_than_it_must_be(self, lean: float) -> None:
         hidden_TD, head, labels_T = self.batch(lean)
         network = self.network()
-        factor = scale_first_logits(network, head, hidden_TD, Slots(labels_T[:, None], torch.ones(300, 1, dtype=torch.bool)))
+        factor = scale_first_logits(
+            FirstNorm(network.norm.weight), head, hidden_TD, Slots(labels_T[:, None], torch.ones(300, 1, dtype=torch.bool))
+        )
         assert torch.equal(network.norm.weight, torch.full_like(network.norm.weight, factor))
         logits = head.logits(hidden_TD * factor)
         loss, deviation = F.cross_entropy(logits, labels_T).item(), float(logits.std(-1).mean())
