@@ -4,7 +4,7 @@
     from paceline.flywheel.config import read_config
     result = turn(read_config(Path("flywheel.yaml")))       # result.passed, result.model, result.drafter
 
-What was recorded becomes evals, a drafter, a smaller model, and its drafter; the next call starts from what that model answered.
+What was recorded becomes evals, a drafter, a smaller model, and its drafter; the next call starts from what that answered.
 Importing this is quick: PyTorch and TRL come with the call.
 """
 

@@ -33,11 +33,9 @@ class Contents:
     rows: int
     """To learn from."""
     longest_prompt: int
+    """Of all rows, as the longest answer and both together. All in tokens."""
     longest_answer: int
     longest: int
-    """Prompt and answer together. All in tokens."""
-    answer_tokens: int
-    """Of all rows that are learned from."""
 
 
 def check_store(store: Store, left_out: Mapping[str, int], gates: TurnGates) -> Contents:
@@ -48,6 +46,7 @@ def check_store(store: Store, left_out: Mapping[str, int], gates: TurnGates) -> 
             bad[reason] += number
             total += number
     lengths: list[tuple[int, int]] = []
+    num_learned = 0
     for side in ("train", "evals"):
         for row in store.rows(side):
             text, ids = (row["text"] or "").strip(), list(row["answer_ids"])
@@ -58,8 +57,8 @@ def check_store(store: Store, left_out: Mapping[str, int], gates: TurnGates) -> 
                 bad["that only repeat themselves"] += 1
             elif not tokenizer.decode(ids).strip().startswith(text):
                 bad["whose tokens are not their text"] += 1
-            if side == "train":
-                lengths.append((len(row["prompt_ids"]), len(ids)))
+            lengths.append((len(row["prompt_ids"]), len(ids)))
+            num_learned += side == "train"
     listed = ", ".join(f"{number} {reason}" for reason, number in bad.most_common())
     refuse(
         PromptError,
@@ -69,16 +68,15 @@ def check_store(store: Store, left_out: Mapping[str, int], gates: TurnGates) -> 
             f"allow more than {gates.most_bad:.0%} by gates.most_bad",
         ),
         (
-            len(lengths) < gates.least_rows,
-            f"{store.path} has {len(lengths)} answers to learn from, {gates.least_rows} are needed (gates.least_rows): record more",
+            num_learned < gates.least_rows,
+            f"{store.path} has {num_learned} answers to learn from: record more, {gates.least_rows} are needed (least_rows)",
         ),
     )
     return Contents(
-        len(lengths),
+        num_learned,
         max(prompt for prompt, _ in lengths),
         max(answer for _, answer in lengths),
         max(map(sum, lengths)),
-        sum(answer for _, answer in lengths),
     )
 
 
@@ -87,8 +85,8 @@ def check_given(suite: Suite, stores: Iterable[Path], source: Path) -> None:
     for path in stores:
         if found := leaking(suite, Store.open(path)):
             raise PromptError(
-                f"{len(found)} of {len(suite)} cases of {source} are what is trained on, or nearly so (such as {found[0]}): their "
-                f"scores would say nothing; leave them out with paceline evals make {source} --apart-from {path}"
+                f"{len(found)} of {len(suite)} cases of {source} are what is trained on, or nearly so (such as {found[0]}): "
+                f"their scores would say nothing; leave them out with paceline evals make {source} --apart-from {path}"
             )
 
 
@@ -110,8 +108,8 @@ def check_cases(suite: Suite | None, gates: TurnGates, dropped: Dropped) -> Suit
     told = f" ({dropped})" if dropped else ""
     if suite is None or number < gates.least_cases:
         raise PromptError(
-            f"{number} cases are too few to judge a student by, {gates.least_cases} are needed (gates.least_cases){told}: record "
-            "more, keep more of it aside (split.evals_share), or name a suite"
+            f"{number} cases are too few to judge a student by, {gates.least_cases} are needed (gates.least_cases){told}: "
+            "record more, keep more of it aside (split.evals_share), or name a suite"
         )
     return suite
 

@@ -37,7 +37,7 @@ class DrafterConfig:
     """Also train one for the model that answers now, from what it answered: it can serve at once, whatever becomes of the
     student."""
     minutes: Positive | None = None
-    """Of each drafter, the answers that it learns from included [default: a quarter of a turn's, where `loop` says no length]."""
+    """Of each drafter, answers that it learns from included [default: a quarter of a turn's, where `loop` has no length]."""
     plan: Annotated[str, ("auto", "off")] = "auto"
     """auto: what is not asked for is chosen for target, data and machine; off: it is the default."""
     features: Annotated[str, ("auto", "online", "cached", "streamed")] = "auto"
@@ -65,13 +65,13 @@ class TurnGates:
     least_cases: Count = 20
     """Fewest cases to judge by."""
     most_bad: Share = 0.2
-    """Most of the recorded answers that may be of no use: empty, loops, tokens of another model, tokens that are not the text."""
+    """Share of the recorded answers that may be of no use: empty, loops, tokens of another model or that are not the text."""
     most_lost: Share = 0.05
     """Most of the evals' score that a student may lose beside its teacher, and surely so: the low end of the difference's 95%
     interval."""
     most_lost_in_all: Share = 0.1
-    """From the second turn on: the same beside the very first model, on the suite of the first turn, so that small losses do not
-    add up unseen."""
+    """From the second turn on: the same beside the very first model, on the suite of the first turn, so that small losses do
+    not add up unseen."""
     least_speedup: Amount = 1.0
     """Least tokens per second with a drafter over those without; one below is not served."""
 

@@ -14,8 +14,6 @@ from paceline.flywheel.config import FlywheelConfig
 from paceline.flywheel.state import NO_DRAFTER
 from paceline.tables import Progress
 
-LONGER = 32
-"""An answer may be so many tokens longer than the longest that was recorded."""
 OWN, FIRST = "suite", "first-suite"
 """Names of the suites of a turn: its own, and what is left of the first turn's."""
 
@@ -27,7 +25,8 @@ class Bench:
     config: FlywheelConfig
     folder: Path
     """The turn's."""
-    longest_answer: int
+    max_tokens: int
+    """Longest answer, where the file says nothing."""
     progress: Progress
     suites: dict[str, Path] = field(default_factory=dict)
 
@@ -39,7 +38,7 @@ class Bench:
         return done.scores, done.comparison
 
     def ask_first(self, what: str, model: str, first_run: Path) -> tuple[Scores, Comparison] | None:
-        """The same on what is left of the first turn's suite, beside what the first model scored there. None where nothing is."""
+        """The same on what is left of the first turn's suite, beside the first model's scores there. None where nothing is."""
         if FIRST not in self.suites:
             return None
         suite = read_suite(self.suites[FIRST])
@@ -52,7 +51,7 @@ class Bench:
         engine = replace(self.config.engine, model=model, drafter=drafter)
         sampling = self.config.sampling
         if not self.config.is_given("sampling.max_tokens"):
-            sampling = replace(sampling, max_tokens=self.longest_answer + LONGER)
+            sampling = replace(sampling, max_tokens=self.max_tokens)
         asked = Asked(judge=self.config.judge, sampling=sampling, gate=gate, name=what, check_drafter=False)
         return evaluate(suite, engine, asked, out=self.folder / "evals" / what, progress=self.progress)
 
@@ -70,7 +69,8 @@ def lost(found: Comparison, most: float) -> str | None:
     low, high = found.interval
     if low >= -most:
         return None
-    return f"evals: a loss of more than {most:g} beside {found.before} is not ruled out: {found.difference:+.3f} [{low:+.3f}, {high:+.3f}]"
+    told = f"{found.difference:+.3f} [{low:+.3f}, {high:+.3f}]"
+    return f"evals: a loss of more than {most:g} beside {found.before} is not ruled out: {told}"
 
 
 def slower(alone: Scores, drafted: Scores, found: Comparison | None, least: float, is_greedy: bool) -> str | None:

@@ -122,22 +122,21 @@ def price_of(config: FlywheelConfig, progress: Progress) -> TurnPrice:
     cases = min(cases, config.evals.limit or cases)
     answer_s = _answer_seconds(config, turn.serving.model, material)
     learned = (1 - kept) * material.rows
-    asked = cases * material.answer_tokens
+    asked, answers = cases * material.answer_tokens, 0 if material.sources else material.rows
     drafter_minutes, drafter_bytes = _drafter(turn, notes)
-    of_teacher = config.drafter.of_teacher
+    evals_minutes, of_teacher = cases * answer_s / 60, config.drafter.of_teacher
     first = 2.0 if turn.number > 1 else 1.0  # the first turn's suite, too
-    answers = (1.0 if not material.sources else 0.0) * material.rows
+    row_bytes = BYTES_A_TOKEN * (material.prompt_tokens + material.answer_tokens)
+    taught = learned * material.answer_tokens
     stages = [
         StagePrice("record", answers * answer_s / 60, answers * material.answer_tokens),
-        StagePrice("store", 0.0, 0.0, BYTES_A_TOKEN * material.rows * (material.prompt_tokens + material.answer_tokens)),
-        StagePrice("evals", cases * answer_s / 60, asked),
-        StagePrice("drafter", of_teacher * (drafter_minutes + cases * answer_s / 60), of_teacher * asked, of_teacher * drafter_bytes),
-        StagePrice("student", student_s / 60, learned * material.answer_tokens, disk),
-        StagePrice("student-evals", first * share * cases * answer_s / 60, first * asked),
-        StagePrice(
-            "student-drafter", drafter_minutes + share * cases * answer_s / 60, asked + learned * material.answer_tokens, drafter_bytes
-        ),
-    ]  # fmt: skip
+        StagePrice("store", disk_bytes=row_bytes * material.rows),
+        StagePrice("evals", evals_minutes, asked),
+        StagePrice("drafter", drafter_minutes + evals_minutes, asked, drafter_bytes) if of_teacher else StagePrice("drafter"),
+        StagePrice("student", student_s / 60, taught, disk),
+        StagePrice("student-evals", first * share * evals_minutes, first * asked),
+        StagePrice("student-drafter", drafter_minutes + share * evals_minutes, asked + taught, drafter_bytes),
+    ]
     left = [StagePrice(each.stage, is_finished=True) if each.stage in turn.state.stages else each for each in stages]
     threads = config.engine.threads or torch.get_num_threads()
     return TurnPrice(turn.number, turn.serving.model, left, threads, config.price_per_core_hour, notes)

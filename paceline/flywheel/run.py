@@ -53,8 +53,8 @@ def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
     told = state.stages.get("store")
     if told and (now := Store.open(told["store"]).version) != told["version"]:
         raise ConfigError(
-            f"{told['store']} was at version {told['version']} when turn {number} began, and is at {now}: what was learned is of "
-            f"another store; delete {folder} to begin the turn anew"
+            f"{told['store']} was at version {told['version']} when turn {number} began, and is at {now}: what was learned is "
+            f"of another store; delete {folder} to begin the turn anew"
         )
     return Turn(config, number, serving, folder, state, progress)
 

@@ -12,7 +12,7 @@ student-drafter   one for the student, from its own answers
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ from paceline.evals.make import make_suite
 from paceline.evals.suite import Suite, read_suite
 from paceline.flywheel import checks, ledger
 from paceline.flywheel.config import FlywheelConfig
-from paceline.flywheel.measure import FIRST, LONGER, OWN, Bench, lost, slower
+from paceline.flywheel.measure import FIRST, OWN, Bench, lost, slower
 from paceline.flywheel.state import NO_DRAFTER, Serving, TurnState, traces_of, turn_folder
+from paceline.hub import resolve
+from paceline.model.checkpoint import load_config
 from paceline.rows import Dropped
 from paceline.store.folder import Store
 from paceline.tables import Progress
@@ -34,6 +36,8 @@ from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
 
 USUAL_LEN, MOST_LEN = 1024, 4096
 """Documents may be so long, in tokens, where nothing else is said: the first, and up to the second where the store needs it."""
+MORE_TOKENS, ROOM = 32, 2048
+"""An answer may be so much longer than the longest that was recorded, while prompt and answer fit in so much."""
 Told = dict[str, Any]
 
 
@@ -63,7 +67,7 @@ class Turn:
     @property
     def bench(self) -> Bench:
         suites = {name: Path(file) for name, file in self.of("evals")["suites"].items()}
-        return Bench(self.config, self.folder, self.of("store")["longest_answer"], self.progress, suites)
+        return Bench(self.config, self.folder, self.of("store")["max_tokens"], self.progress, suites)
 
     @property
     def earlier_stores(self) -> list[Path]:
@@ -118,8 +122,9 @@ def store(turn: Turn) -> Told:
         found = Store.open(path) if is_there else Store.create(path, turn.serving.model, turn.config.split)
         left_out = found.add(sources, progress=turn.progress)["left_out"]
     contents = checks.check_store(found, left_out, turn.config.gates)
-    names = ("rows", "longest_prompt", "longest_answer", "longest", "answer_tokens")
-    return {"store": found.path, "version": found.version, **{name: getattr(contents, name) for name in names}}
+    room = min(turn.config.engine.max_len or ROOM, load_config(resolve(turn.serving.model)).max_position)
+    max_tokens = max(1, min(contents.longest_answer + MORE_TOKENS, room - contents.longest_prompt))
+    return {"store": found.path, "version": found.version, "max_tokens": max_tokens, **asdict(contents)}
 
 
 def evals(turn: Turn) -> Told:
@@ -143,7 +148,7 @@ def evals(turn: Turn) -> Told:
         own.note_suite(file)
     if turn.number > 1 and config.suite is None:
         suites |= _first_suite(turn, trained)
-    bench = Bench(config, turn.folder, turn.of("store")["longest_answer"], turn.progress, suites)
+    bench = Bench(config, turn.folder, turn.of("store")["max_tokens"], turn.progress, suites)
     scores, _ = bench.ask("model", turn.serving.model, NO_DRAFTER)
     turn.line("model", "measured", model=turn.serving.model, drafter=NO_DRAFTER, **bench.figures(scores))
     return {"suites": suites, "cases": len(suite), "score": scores.mean}
@@ -213,21 +218,20 @@ def student_evals(turn: Turn) -> Told:
 
 def student_drafter(turn: Turn) -> Told:
     """One for the student, from its own answers to the prompts that were learned from."""
-    model, told = turn.of("student")["student"], turn.of("store")
+    model = turn.of("student")["student"]
     asked = _training(turn, "student-drafter", model)
-    answering = asked.answering
-    if not turn.config.is_given("answering.max_tokens"):
-        answering = replace(answering, max_tokens=told["longest_answer"] + LONGER)
-    if not turn.config.is_given("answering.max_prompt_tokens"):
-        answering = replace(answering, max_prompt_tokens=told["longest_prompt"])
-    asked = replace(asked, asked=PromptsConfig((str(turn.store.path / "train"),)), answering=answering)
-    made = train(asked, progress=turn.progress)
+    made = train(replace(asked, asked=PromptsConfig((str(turn.store.path / "train"),))), progress=turn.progress)
     return _tried(turn, "student + drafter", model, made.drafter, beside="student")
 
 
 def _training(turn: Turn, name: str, model: str) -> TrainConfig:
-    """Of a drafter, as far as both have it in common."""
-    config, given = turn.config, turn.config.drafter
+    """Of a drafter, as far as both have it in common: answers as long as those that were recorded, and some more."""
+    config, given, told = turn.config, turn.config.drafter, turn.of("store")
+    answering = replace(config.answering, seed=given.loop.seed)
+    if not config.is_given("answering.max_tokens"):
+        answering = replace(answering, max_tokens=told["max_tokens"])
+    if not config.is_given("answering.max_prompt_tokens"):
+        answering = replace(answering, max_prompt_tokens=told["longest_prompt"])
     return TrainConfig(
         turn.folder / name,
         replace(config.engine, model=model, drafter=NO_DRAFTER),
@@ -237,7 +241,7 @@ def _training(turn: Turn, name: str, model: str) -> TrainConfig:
         features=given.features,
         shape=given.shape,
         loop=given.loop,
-        answering=replace(config.answering, seed=given.loop.seed),
+        answering=answering,
         given=tuple(each.removeprefix("drafter.") for each in config.given if each.startswith("drafter.")),
     )
 

@@ -48,8 +48,8 @@ def serving_of(config: FlywheelConfig) -> Serving:
         found = Serving(**json.loads(file.read_text(encoding="utf-8")))
     if found.first_model != config.model:
         raise ConfigError(
-            f"{config.out} is the flywheel of {found.first_model}, not of {config.model}: choose another out, or name that model "
-            "(later turns find their own)"
+            f"{config.out} is the flywheel of {found.first_model}, not of {config.model}: choose another out, or name that "
+            "model (later turns find their own)"
         )
     return found
 
@@ -94,7 +94,8 @@ class TurnState:
         if found:
             listed = "; ".join(f"{name}: {old!r} there, {new!r} now" for name, (old, new) in found.items())
             raise ConfigError(
-                f"{self.folder} was begun with other settings ({listed}): use the same, or delete that folder to begin the turn anew"
+                f"{self.folder} was begun with other settings ({listed}): use the same, or delete that folder to "
+                "begin the turn anew"
             )
         self.asked = now
 
@@ -105,7 +106,7 @@ class TurnState:
 
 def fixed_of(config: FlywheelConfig) -> dict[str, Any]:
     """The settings that may not change while a turn is under way."""
-    teaching = replace(config.teaching, **{name: None for name in ("minutes", "max_steps", "epochs", "micro_batch")})
+    teaching = replace(config.teaching, **dict.fromkeys(("minutes", "max_steps", "epochs", "micro_batch")))
     told = plain(asdict(replace(config, teaching=teaching)))
     del told["teaching"]["checkpoint_minutes"]
     return {name: value for name, value in told.items() if name not in (*FREE, "out")}

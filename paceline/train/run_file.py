@@ -67,7 +67,7 @@ def config_of(tree: Mapping[str, Any], source: Path | str = RUN_FILE) -> TrainCo
 
 
 def settings_of(owner: type, tree: Mapping[str, Any], source: Path | str, remedy: str) -> Any:
-    """A dataclass of settings from a tree of `read_settings`. Raises ConfigError, with the remedy for a value of a wrong type."""
+    """A dataclass of settings from a tree of `read_settings`. Raises ConfigError, with the remedy where a type is wrong."""
     return _made(owner, tree, "", (source, remedy))
 
 
