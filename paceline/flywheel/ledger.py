@@ -56,10 +56,21 @@ def table(lines: Sequence[Line]) -> Table:
         Column("tokens/s", lambda line: line.get("tokens_per_s"), "{:.1f}", align="right"),
         Column("core-s per 1,000", lambda line: line.get("core_s_per_1000"), "{:,.0f}", align="right"),
         Column("price per 1,000", lambda line: line.get("price_per_1000"), "{:.4g}", align="right"),
+        Column("core-hours", lambda line: _hours(line), "{:.2f}", align="right"),
+        Column("cost", lambda line: line.get("price"), "{:.4g}", align="right"),
         Column("why", lambda line: line.get("why") or None),
     ]
-    notes = [f"turn {line['turn']}, {line['what']}: {line['model']}" for line in lines if line.get("model")]
+    models: dict[str, Line] = {}
+    for line in lines:
+        if line.get("model"):
+            models.setdefault(line["model"], line)
+    notes = [f"turn {line['turn']}, {line['what']}: {model}" for model, line in models.items()]
     return Table(columns, lines, title="Ledger", notes=notes)
+
+
+def _hours(line: Line) -> float | None:
+    """Of making all of a turn."""
+    return None if line.get("core_s") is None else line["core_s"] / 3600
 
 
 def _score(line: Line, name: str, interval: str) -> str | None:

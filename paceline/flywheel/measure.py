@@ -37,12 +37,14 @@ class Bench:
         done = self._evaluate(what, self.suites[OWN], model, drafter, gate)
         return done.scores, done.comparison
 
-    def ask_first(self, what: str, model: str, first_run: Path) -> tuple[Scores, Comparison] | None:
-        """The same on what is left of the first turn's suite, beside the first model's scores there. None where nothing is."""
+    def ask_first(self, what: str, model: str, own: Scores, first_run: Path) -> tuple[Scores, Comparison] | None:
+        """The same on what is left of the first turn's suite, beside the first model's scores there. None where nothing is.
+        `own`: the model's scores on the turn's own suite, which may be that very suite."""
         if FIRST not in self.suites:
             return None
-        suite = read_suite(self.suites[FIRST])
-        scores = self._evaluate(f"{what}-on-first", self.suites[FIRST], model, NO_DRAFTER, Gate()).scores
+        suite, scores = read_suite(self.suites[FIRST]), own
+        if suite.digest != own.digest:
+            scores = self._evaluate(f"{what}-on-first", self.suites[FIRST], model, NO_DRAFTER, Gate()).scores
         asked, before = {case.id for case in suite}, read_scores(first_run)
         left = tuple(case for case in before.cases if case.id in asked)
         return scores, compare(replace(before, cases=left, digest=scores.digest), scores)

@@ -6,6 +6,7 @@ raises ends the turn before that; so does a gate. The same command goes on at th
 
 from __future__ import annotations
 
+import gc
 import shlex
 import time
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ def _finish(turn: Turn, name: str) -> None:
         progress.say(f"{name}: finished before")
         return
     progress.say(f"== {name}")
+    gc.collect()  # models of the stage before
     began, core_began = time.perf_counter(), time.process_time()
     told: Told | None = None
     try:

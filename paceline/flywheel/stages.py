@@ -146,7 +146,7 @@ def evals(turn: Turn) -> Told:
     suites = {OWN: suite.write(file)}
     if config.suite is None:
         own.note_suite(file)
-    if turn.number > 1 and config.suite is None:
+    if turn.number > 1:
         suites |= _first_suite(turn, trained)
     bench = Bench(config, turn.folder, turn.of("store")["max_tokens"], turn.progress, suites)
     scores, _ = bench.ask("model", turn.serving.model, NO_DRAFTER)
@@ -162,7 +162,8 @@ def _first_suite(turn: Turn, trained: list[Path]) -> dict[str, Path]:
     if first is None:
         return {}
     file = first.write(turn.folder / "first-suite.jsonl")
-    Store.open(turn.earlier_stores[0]).note_suite(file)
+    if turn.config.suite is None:
+        Store.open(turn.earlier_stores[0]).note_suite(file)
     return {FIRST: file}
 
 
@@ -206,7 +207,7 @@ def student_evals(turn: Turn) -> Told:
     scores, found = bench.ask("student", model, NO_DRAFTER, beside="model")
     assert found is not None
     figures, why = bench.figures(scores), lost(found, gates.most_lost)
-    first = bench.ask_first("student", model, turn_folder(turn.config, 1) / "evals" / "model")
+    first = bench.ask_first("student", model, scores, turn_folder(turn.config, 1) / "evals" / "model")
     if first is not None:
         figures |= {"first_score": first[0].mean, "first_interval": list(first[0].interval)}
         why = why or lost(replace(first[1], before="the first model"), gates.most_lost_in_all)
