@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from command_lines import parse, words_of
 
 from paceline.errors import ConfigError
 from paceline.flywheel.config import FlywheelConfig, read_config
 from paceline.flywheel.state import TurnState, fixed_of
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "flywheel_tickets.yaml"
+ROOT = Path(__file__).parents[2]
+RECIPE, PAGE = ROOT / "recipes" / "flywheel_tickets.yaml", ROOT / "docs" / "turn.md"
 SHORT = "model: smollm2-135m\nrecord: traces\n"
 
 
@@ -65,6 +68,17 @@ def test_layers_are_said_turn_by_turn(tmp_path: Path) -> None:
 def test_what_cannot_be_is_said_with_the_file(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read(tmp_path, text)
+
+
+def test_the_page_shows_what_is_taken(tmp_path: Path) -> None:
+    """Its file, and every command of the page and of the recipe's first lines."""
+    text = PAGE.read_text(encoding="utf-8")
+    config = read(tmp_path, re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0])
+    assert config.layers == (12, 8) and config.price_per_core_hour == 0.05
+    lines = re.findall(r"^(?:    |#   )(paceline .+)$", text + RECIPE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(lines) == 8
+    for line in lines:
+        parse(words_of(line))
 
 
 def test_the_recipe_is_one(tmp_path: Path) -> None:
