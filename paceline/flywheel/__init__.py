@@ -16,7 +16,7 @@ from paceline.flywheel.config import FlywheelConfig
 from paceline.tables import Progress
 
 if TYPE_CHECKING:
-    from paceline.flywheel.price import TurnPrice
+    from paceline.flywheel.pricing import TurnPrice
     from paceline.flywheel.run import TurnResult
 
 
@@ -34,6 +34,6 @@ def turn(config: FlywheelConfig, *, progress: Progress | None = None) -> TurnRes
 
 def price(config: FlywheelConfig, *, progress: Progress | None = None) -> TurnPrice:
     """What the next turn, or what is left of it, would take: minutes, tokens, disk, and money. Writes nothing."""
-    from paceline.flywheel.price import price_of
+    from paceline.flywheel.pricing import price_of
 
     return price_of(config, progress or Progress())

@@ -215,9 +215,7 @@ def _drafter(turn: Turn, notes: list[str]) -> tuple[float, float]:
     """(minutes, bytes on disk) of one drafter's training; the student's is taken to be as large as its teacher's."""
     config, given = turn.config, turn.config.drafter
     engine = replace(config.engine, model=turn.serving.model, drafter=NO_DRAFTER)
-    asked = TrainConfig(
-        turn.folder / "drafter", engine, minutes=config.drafter_minutes, plan=given.plan, shape=given.shape, loop=given.loop
-    )
-    plan = make_plan(asked)
+    named: dict[str, Any] = {"minutes": config.drafter_minutes, "plan": given.plan, "shape": given.shape, "loop": given.loop}
+    plan = make_plan(TrainConfig(turn.folder / "drafter", engine, answers=(turn.folder / "store" / "train",), **named))
     notes.append("of drafters, the disk is that of the plan without hidden states that are kept for a while")
     return config.drafter_minutes or 60 * plan.hours["all"], plan.disk_bytes["checkpoints"]
