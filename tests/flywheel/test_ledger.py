@@ -53,7 +53,9 @@ def test_a_loss_is_refused_unless_it_is_ruled_out() -> None:
     assert lost(compare(before, good), 0.1) is None
     why = lost(compare(before, bad), 0.1)
     assert why is not None and "beside teacher is not ruled out: -0.250 [" in why
-    assert lost(compare(before, good), 0.0) is not None, "nothing lost for sure is asked here"
+    some = compare(before, scores([1.0] * 36 + [0.0] * 4))
+    assert some.difference > -0.12 and lost(some, 0.12) is not None, "its mean is within, its interval is not"
+    assert lost(some, 0.3) is None and lost(compare(before, good), 0.0) is not None
 
 
 def test_a_drafter_is_not_served_when_it_changes_an_answer_or_brings_no_speed() -> None:
