@@ -93,6 +93,8 @@ def _finish(turn: Turn, name: str) -> None:
     try:
         told = STAGES[name](turn)
     except PacelineError as error:
+        if name == "evals":
+            state.stages.pop("store", None)  # more may be recorded
         turn.line(name, "stopped", why=" ".join(str(error).split()))
         raise
     finally:

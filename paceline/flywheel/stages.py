@@ -11,6 +11,7 @@ student-drafter   one for the student, from its own answers
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from paceline.distill import distill
 from paceline.distill.config import DistillConfig
 from paceline.errors import ConfigError, refuse
 from paceline.evals.make import make_suite
+from paceline.evals.scores import read_scores
 from paceline.evals.suite import Suite, read_suite
 from paceline.flywheel import checks, ledger
 from paceline.flywheel.config import FlywheelConfig
@@ -118,8 +120,8 @@ def store(turn: Turn) -> Told:
         )
     else:
         path = turn.folder / "store"
-        is_there = (path / "store.json").is_file()
-        found = Store.open(path) if is_there else Store.create(path, turn.serving.model, turn.config.split)
+        shutil.rmtree(path, ignore_errors=True)  # of a start that was killed, or had other answers
+        found = Store.create(path, turn.serving.model, turn.config.split)
         left_out = found.add(sources, progress=turn.progress)["left_out"]
     contents = checks.check_store(found, left_out, turn.config.gates)
     room = min(turn.config.engine.max_len or ROOM, load_config(resolve(turn.serving.model)).max_position)
@@ -249,8 +251,6 @@ def _training(turn: Turn, name: str, model: str) -> TrainConfig:
 
 def _tried(turn: Turn, what: str, model: str, folder: Path, beside: str, parents: list[str] | None = None) -> Told:
     """Ask the model with its new drafter: it must change no answer, and bring speed. One that does not is not served."""
-    from paceline.evals.scores import read_scores
-
     bench, is_greedy = turn.bench, turn.config.sampling.temperature == 0
     scores, found = bench.ask(what.replace(" + ", "-and-"), model, str(folder), beside=beside)
     alone = read_scores(turn.folder / "evals" / beside)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from small_teacher import END, SAID, write_teacher
+from small_teacher import SAID, write_answers, write_teacher
 
 pytest.importorskip("trl", reason="needs paceline[distill]")
 
@@ -19,9 +19,7 @@ from paceline.errors import ConfigError, JudgeError, PromptError, TrainingError
 from paceline.flywheel import ledger, price, stages, turn
 from paceline.flywheel.config import FlywheelConfig, read_config
 from paceline.flywheel.state import TurnState, traces_of
-from paceline.model.tokenizer import Tokenizer
 from paceline.tables import Progress
-from paceline.train.answers import Answer, AnswerShards
 
 SETTINGS: dict[str, Any] = {
     "layers": [3, 2],
@@ -225,33 +223,16 @@ def test_settings_and_stores_of_a_turn_under_way_do_not_change(
         turn(other)
 
 
-def answers(folder: Path, teacher: tuple[Path, Path], said: list[str], ids: list[int] | None = None) -> Path:
-    tokenizer = Tokenizer.from_path(teacher[0])
-    prompts = [tokenizer.encode(f"Answer this ticket of the shop, please: {chr(97 + number)}") for number in range(len(said))]
-    told = [
-        Answer(
-            f"t{number}@0",
-            "t",
-            0,
-            0.0,
-            prompt,
-            ids or [*tokenizer.encode(text), *([END] if text == SAID else [])],
-            "stop",
-            text,
-        )
-        for number, (prompt, text) in enumerate(zip(prompts, said, strict=True))
-    ]
-    AnswerShards(folder).write(told)
-    return folder
-
-
 def test_a_poisoned_or_empty_store_stops_before_anything_is_trained(tmp_path: Path, teacher: tuple[Path, Path]) -> None:
-    bad = answers(tmp_path / "bad", teacher, [SAID] * 20 + ["ab" * 40] * 10)
+    bad = write_answers(tmp_path / "bad", teacher[0], [SAID] * 20 + ["ab" * 40] * 10)
     cases = [
         (bad, "of 30 answers 10 that only repeat themselves"),
-        (answers(tmp_path / "few", teacher, [SAID] * 6), "answers to learn from: record more, 10 are needed"),
-        (answers(tmp_path / "other", teacher, [SAID] * 24, [5, 6, 7]), "24 whose tokens are not their text"),
-        (answers(tmp_path / "unknown", teacher, [SAID] * 24, [9999]), "can be used: left out: 24 of another vocabulary"),
+        (write_answers(tmp_path / "few", teacher[0], [SAID] * 6), "answers to learn from: record more, 10 are needed"),
+        (write_answers(tmp_path / "other", teacher[0], [SAID] * 24, [5, 6, 7]), "24 whose tokens are not their text"),
+        (
+            write_answers(tmp_path / "unknown", teacher[0], [SAID] * 24, [9999]),
+            "can be used: left out: 24 of another vocabulary",
+        ),
     ]
     for number, (source, said) in enumerate(cases):
         config = asked(tmp_path / f"{number}", (teacher[0], source))
@@ -279,6 +260,7 @@ def test_evals_that_leak_are_refused(tmp_path: Path, teacher: tuple[Path, Path])
     few = asked(tmp_path / "few", teacher, gates=SETTINGS["gates"] | {"least_cases": 20})
     with pytest.raises(PromptError, match=r"cases are too few .* 20 are needed"):
         turn(few)
+    assert [*TurnState.read(few.out / "turn-1").stages] == ["record"], "more may be recorded before the next start"
 
 
 def test_a_judge_that_is_down_stops_at_once(tmp_path: Path, teacher: tuple[Path, Path]) -> None:
