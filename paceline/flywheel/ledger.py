@@ -44,7 +44,7 @@ def read(out: Path) -> list[Line]:
 
 
 def table(lines: Sequence[Line]) -> Table:
-    """For people: a row a line."""
+    """For people: a row a line; which models these are and why something was refused stands below."""
     has_first = any(line.get("first_score") is not None for line in lines)
     columns = [
         Column("turn", lambda line: line["turn"], align="right"),
@@ -58,13 +58,13 @@ def table(lines: Sequence[Line]) -> Table:
         Column("price per 1,000", lambda line: line.get("price_per_1000"), "{:.4g}", align="right"),
         Column("core-hours", lambda line: _hours(line), "{:.2f}", align="right"),
         Column("cost", lambda line: line.get("price"), "{:.4g}", align="right"),
-        Column("why", lambda line: line.get("why") or None),
     ]
     models: dict[str, Line] = {}
     for line in lines:
         if line.get("model"):
             models.setdefault(line["model"], line)
     notes = [f"turn {line['turn']}, {line['what']}: {model}" for model, line in models.items()]
+    notes += [f"turn {line['turn']}, {line['what']}, {line['state']}: {line['why']}" for line in lines if line.get("why")]
     return Table(columns, lines, title="Ledger", notes=notes)
 
 

@@ -44,6 +44,8 @@ def test_the_table_shows_what_there_is() -> None:
     assert cells[0]["evals"] == "0.900 [0.800, 1.000]" and cells[0]["core-hours"] == "-" and "first evals" not in cells[0]
     assert cells[1]["core-hours"] == "0.50" and cells[1]["cost"] == "0.5" and cells[1]["evals"] == "-"
     assert made.notes == ["turn 1, student: s"]
+    refused = ledger.table([{**KEPT, "state": "refused", "why": "only 45.8% of the fields"}])
+    assert refused.notes[1] == "turn 1, student, refused: only 45.8% of the fields"
     assert "first evals" in [column.name for column in ledger.table([{**KEPT, "first_score": 1.0}]).columns]
 
 
