@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.evals.compare import Comparison, Gate, compare
+from paceline.evals.compare import Comparison, compare
 from paceline.evals.run import Asked, evaluate
 from paceline.evals.scores import Scores, read_scores
 from paceline.evals.suite import read_suite
@@ -33,9 +33,14 @@ class Bench:
     def ask(self, what: str, model: str, drafter: str, beside: str | None = None) -> tuple[Scores, Comparison | None]:
         """Scores on the turn's own suite, kept in evals/<what>; and the difference to the run `beside`. Raises what
         `paceline.evals.run.evaluate` does."""
-        gate = Gate(no_worse_than=self.folder / "evals" / beside if beside else None)
-        done = self._evaluate(what, self.suites[OWN], model, drafter, gate)
-        return done.scores, done.comparison
+        scores = self._evaluate(what, self.suites[OWN], model, drafter)
+        if beside is None:
+            return scores, None
+        found = compare(read_scores(self.folder / "evals" / beside), scores)  # a turn's gates are its own, not those of evals
+        low, high = found.interval
+        same = f"{found.same_text} of {found.cases} answers the same"
+        self.progress.say(f"{what} beside {beside}: {found.difference:+.3f} [{low:+.3f}, {high:+.3f}], {same}")
+        return scores, found
 
     def ask_first(self, what: str, model: str, own: Scores, first_run: Path) -> tuple[Scores, Comparison] | None:
         """The same on what is left of the first turn's suite, beside the first model's scores there. None where nothing is.
@@ -44,18 +49,18 @@ class Bench:
             return None
         suite, scores = read_suite(self.suites[FIRST]), own
         if suite.digest != own.digest:
-            scores = self._evaluate(f"{what}-on-first", self.suites[FIRST], model, NO_DRAFTER, Gate()).scores
+            scores = self._evaluate(f"{what}-on-first", self.suites[FIRST], model, NO_DRAFTER)
         asked, before = {case.id for case in suite}, read_scores(first_run)
         left = tuple(case for case in before.cases if case.id in asked)
         return scores, compare(replace(before, cases=left, digest=scores.digest), scores)
 
-    def _evaluate(self, what: str, suite: Path, model: str, drafter: str, gate: Gate) -> Any:
+    def _evaluate(self, what: str, suite: Path, model: str, drafter: str) -> Scores:
         engine = replace(self.config.engine, model=model, drafter=drafter)
         sampling = self.config.sampling
         if not self.config.is_given("sampling.max_tokens"):
             sampling = replace(sampling, max_tokens=self.max_tokens)
-        asked = Asked(judge=self.config.judge, sampling=sampling, gate=gate, name=what, check_drafter=False)
-        return evaluate(suite, engine, asked, out=self.folder / "evals" / what, progress=self.progress)
+        asked = Asked(judge=self.config.judge, sampling=sampling, name=what, check_drafter=False)
+        return evaluate(suite, engine, asked, out=self.folder / "evals" / what, progress=self.progress).scores
 
     def figures(self, scores: Scores) -> dict[str, Any]:
         """Of the ledger: evals with interval, and what answers cost."""
