@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 
-MAKING = (("train",), ("regenerate",), ("synthesize",), ("distill",), ("evaluate",), ("report",), ("export",), ("inspect",))
+MAKING = (("train",), ("regenerate",), ("synthesize",), ("distill",), ("turn",), ("evaluate",), ("report",))
+MAKING += (("export",), ("inspect",))
 BENCH = (("bench",), ("bench", "decode"), *(("bench", name) for name in ("serving", "latency", "steps", "lossy")))
 ADAPTING = (("adapt",), *(("adapt", name) for name in ("watch", "check", "replay", "log", "gate")))
 PREDICTING = (("advise",), ("simulate",), ("simulate-serving",), ("compare",), ("calculator",))

@@ -31,6 +31,7 @@ from paceline.commands.simulate import calculator, simulate, simulate_serving
 from paceline.commands.store import store_add, store_forget, store_label, store_show, store_split
 from paceline.commands.synthesize import synthesize
 from paceline.commands.train import regenerate, train
+from paceline.commands.turn import turn
 from paceline.errors import PacelineError
 
 app = typer.Typer(
@@ -72,7 +73,7 @@ def start(
 
 for _each in (generate, chat, compare, train, regenerate, evaluate, report, serve, record, synthesize, export, inspect):
     app.command()(_each)
-for _each in (distill, advise, audit, simulate_serving, simulate, calculator, models):
+for _each in (distill, turn, advise, audit, simulate_serving, simulate, calculator, models):
     app.command()(_each)
 for _each in (bench_decode, bench_serving, bench_latency, bench_steps, bench_lossy):
     bench_app.command(_each.__name__.removeprefix("bench_"))(_each)

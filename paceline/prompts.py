@@ -91,9 +91,11 @@ def read_prompts(source: str | Path, limit: int | None = None, dropped: Dropped 
 
 
 def _prompt_of(row: Row, where: str, source: str, index: int) -> Prompt:
-    messages, token_ids = _messages_of(row, where), row.get("prompt_ids")
-    if messages is None and token_ids is not None:
+    token_ids = row.get("prompt_ids")
+    is_chat = row.get("messages") is not None or any(isinstance(row.get(key), list) for key in CHATS)
+    if token_ids is not None and not is_chat:  # a store's rows have the name of their conversation beside their tokens
         return _traced(token_ids, where, source)
+    messages = _messages_of(row, where)
     tools: tuple[Row, ...] = ()
     if messages is not None:
         first, turns = _conversation(messages, where)

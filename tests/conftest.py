@@ -55,6 +55,8 @@ SLOW = (
     "train/test_ranks.py",
     "train/test_torchrun.py",
     "distill/test_teach.py",
+    "flywheel/test_stages.py",
+    "flywheel/test_turn.py",
     "train/test_train_run.py",
     # crashes, clients that are waited for, and a hub that is not there
     "hub/test_builtin_on_hub.py::test_a_hub_that_is_not_there_costs_no_time",

@@ -71,3 +71,16 @@ def write_teacher(folder: Path, num_prompts: int = 24) -> tuple[Path, Path]:
     ]
     AnswerShards(folder / "answers").write(answers)
     return folder / "teacher.gguf", folder / "answers"
+
+
+def write_answers(folder: Path, model: Path, said: list[str], ids: list[int] | None = None, first: str = "a") -> Path:
+    """Answers to tickets that differ in one letter, from `first` on; `ids`: their tokens, whatever the text says."""
+    tokenizer = Tokenizer.from_path(model)
+    letters = [chr(ord(first) + number) for number in range(len(said))]
+    prompts = [tokenizer.encode(f"Answer this ticket of the shop, please: {letter}") for letter in letters]
+    told = []
+    for letter, prompt, text in zip(letters, prompts, said, strict=True):
+        tokens = ids or [*tokenizer.encode(text), *([END] if text == SAID else [])]
+        told.append(Answer(f"ticket-{letter}@0", "tickets", 0, 0.0, prompt, tokens, "stop", text))
+    AnswerShards(folder).write(told)
+    return folder

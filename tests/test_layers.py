@@ -37,6 +37,7 @@ LAYERS = [
     {"engine"},
     {"bench", "train", "serve"},
     {"adapt", "audit", "distill", "evals", "record", "rl", "store"},
+    {"flywheel"},
     {
         "commands",
         "cli",

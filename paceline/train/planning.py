@@ -246,7 +246,9 @@ def _steps(
     blocks = loop.epochs * each * _num_answers(config, data)
     if loop.max_steps is not None:
         blocks = float(loop.max_steps * loop.blocks_per_step)
-    seconds = blocks / rate
+    has_end = loop.max_minutes is not None or config.minutes is not None
+    is_counted = loop.max_steps is not None or not config.answers  # answers that are there are counted when the run begins
+    seconds = blocks / rate if is_counted or not has_end else math.inf
     if loop.max_minutes is not None:
         seconds = min(seconds, 60 * loop.max_minutes)
     elif config.minutes is not None:

@@ -44,21 +44,31 @@ def as_tree(config: TrainConfig) -> dict[str, Any]:
 
 def read_run_file(file: Path) -> dict[str, Any]:
     """Part -> field -> value, names checked. Raises ConfigError."""
+    return read_settings(file, TrainConfig, f"give a {RUN_FILE} that a run has left, or one of that form")
+
+
+def read_settings(file: Path, owner: type, remedy: str) -> dict[str, Any]:
+    """The same of any dataclass of settings, whose fields may be dataclasses of settings. Raises ConfigError with the remedy
+    where the file cannot be read, and the nearest name for one that is unknown."""
     import yaml
 
-    remedy = f"give a {RUN_FILE} that a run has left, or one of that form"
     with reraised(ConfigError, f"{file} cannot be read", remedy, OSError, UnicodeDecodeError, yaml.YAMLError):
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} holds no settings by name: {remedy}")
-    _check_names(file, TrainConfig, tree, "")
+    _check_names(file, (owner, owner), tree, "")
     return tree
 
 
 def config_of(tree: Mapping[str, Any], source: Path | str = RUN_FILE) -> TrainConfig:
     """The run that a tree of `read_run_file` describes; whatever it names is asked for. Raises ConfigError."""
-    made = _made(TrainConfig, tree, "", source)
+    made = settings_of(TrainConfig, tree, source, "see paceline train --help")
     return dataclasses.replace(made, given=tuple(leaves(tree)))
+
+
+def settings_of(owner: type, tree: Mapping[str, Any], source: Path | str, remedy: str) -> Any:
+    """A dataclass of settings from a tree of `read_settings`. Raises ConfigError, with the remedy where a type is wrong."""
+    return _made(owner, tree, "", (source, remedy))
 
 
 def overlaid(tree: Mapping[str, Any], config: TrainConfig, names: set[str]) -> dict[str, Any]:
@@ -119,21 +129,24 @@ def _every_name(owner: type, prefix: str = "") -> Iterator[str]:
         yield from _every_name(inner, f"{prefix}{name}.") if inner else (prefix + name,)
 
 
-def _check_names(file: Path, owner: type, tree: Mapping[Any, Any], prefix: str) -> None:
+def _check_names(file: Path, within: tuple[type, type], tree: Mapping[Any, Any], prefix: str) -> None:
+    """`within`: the dataclass whose names these are, and the whole that it is a part of."""
+    owner, whole = within
     fields = _fields(owner)
     for name, value in tree.items():
         if name not in fields:
-            raise ConfigError(f"{file}: unknown setting {prefix}{name}{_nearest(owner, str(name), prefix)}")
+            raise ConfigError(f"{file}: unknown setting {prefix}{name}{_nearest(within, str(name), prefix)}")
         inner = _inner(fields[name])
         if inner and not isinstance(value, Mapping):
             raise ConfigError(f"{file}: {prefix}{name} must hold settings by name, such as {next(iter(_fields(inner)))}")
         if inner:
-            _check_names(file, inner, value, f"{prefix}{name}.")
+            _check_names(file, (inner, whole), value, f"{prefix}{name}.")
 
 
-def _nearest(owner: type, name: str, prefix: str) -> str:
+def _nearest(within: tuple[type, type], name: str, prefix: str) -> str:
     """What may have been meant: of the same part, else of any; an option's name (layers) finds its field (num_layers)."""
-    word, every = name.replace("-", "_"), {full.rpartition(".")[2]: full for full in _every_name(TrainConfig)}
+    owner, whole = within
+    word, every = name.replace("-", "_"), {full.rpartition(".")[2]: full for full in _every_name(whole)}
     if known := every.get(word) or every.get(f"num_{word}"):
         return f": did you mean {known}?"
     if near := get_close_matches(word, _fields(owner), n=1):
@@ -142,14 +155,15 @@ def _nearest(owner: type, name: str, prefix: str) -> str:
     return f": did you mean {every[near[0]]}?" if near else f": choose from {', '.join(_fields(owner))}"
 
 
-def _made(owner: type, tree: Mapping[str, Any], prefix: str, source: Path | str) -> Any:
+def _made(owner: type, tree: Mapping[str, Any], prefix: str, told: tuple[Path | str, str]) -> Any:
+    """`told`: where the tree is from, and what helps where a value is of a wrong type."""
     values = {}
     for name, hint in _fields(owner).items():
         if name in tree:
             inner = _inner(hint)
-            made = _made(inner, tree[name], f"{prefix}{name}.", source) if inner else _value(hint, tree[name])
+            made = _made(inner, tree[name], f"{prefix}{name}.", told) if inner else _value(hint, tree[name])
             if made is _WRONG:
-                raise ConfigError(f"{source}: {prefix}{name} cannot be {tree[name]!r}: see paceline train --help")
+                raise ConfigError(f"{told[0]}: {prefix}{name} cannot be {tree[name]!r}: {told[1]}")
             values[name] = made
     return owner(**values)
 

@@ -19,6 +19,7 @@ from paceline.evals.config import MakeConfig
 from paceline.evals.leaks import leaking
 from paceline.evals.make import make_suite, without_leaks
 from paceline.evals.suite import Case, Suite
+from paceline.prompts import read_prompts
 from paceline.rows import Dropped
 from paceline.store.card import card_of
 from paceline.store.config import SplitConfig
@@ -80,6 +81,8 @@ def test_traces_and_answers_go_into_one_store_and_training_reads_it(tmp_path: Pa
     tags = {row["text"]: row["tag"] for row in store.rows("train")}
     assert tags["It."] == "a tag" and tags["Because."] is None
     assert STORED.names[: len(SCHEMA.names)] == SCHEMA.names
+    asked = read_prompts(store.path / "train")  # as prompts, it asks their very tokens again
+    assert {each.token_ids for each in asked} == {tuple(row["prompt_ids"]) for row in store.rows("train")}
 
 
 def test_the_same_again_changes_nothing_but_the_version(tmp_path: Path) -> None:

@@ -114,6 +114,16 @@ def test_a_processor_without_products_of_bfloat16_trains_in_float32(tmp_path: Pa
     assert asked_for.config.loop.autocast
 
 
+def test_answers_that_are_there_get_the_minutes(tmp_path: Path) -> None:
+    """They are not counted yet, so that time alone ends their steps."""
+    config = TrainConfig(tmp_path / "run", EngineConfig("qwen2.5-coder-0.5b"), answers=(tmp_path / "answers",), minutes=30.0)
+    plan = make_plan(config)
+    assert plan.config.loop.max_minutes == pytest.approx(30.0) and plan.hours["all"] == pytest.approx(0.5) and plan.blocks > 0
+    short = make_plan(replace(config, minutes=None, loop=LoopConfig(max_minutes=3.0)))
+    assert short.hours["steps"] == pytest.approx(0.05)
+    assert make_plan(replace(config, minutes=None)).hours["all"] == 0.0, "without an end nothing is known"
+
+
 def test_too_little_time_answers_fewer_prompts_and_says_so(tmp_path: Path) -> None:
     plan = make_plan(asked(tmp_path, minutes=2.0))
     assert plan.config.asked.limit == plan.data.prompts < 200
