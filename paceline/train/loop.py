@@ -42,6 +42,8 @@ WHOLE = (DFlash2Trainable, Eagle3Trainable, MtpTrainable)
 """Kinds that every process must hold whole."""
 REGRESSION = 0.97
 """An out-of-distribution eal below this share of its best is warned of."""
+ALIKE = 0.97
+"""Tokens a round of few served prompts that are no more apart say nothing: what is expected of all held-out ones decides."""
 
 
 @dataclass(slots=True)
@@ -332,9 +334,10 @@ class Trainer:
         rate = self.parallel.most(rate)
         self.state.serving_s += self.parallel.most(time.monotonic() - began)
         figures["served"] = {"tokens_per_round": rate}
+        is_alike = eal > self.state.best_eal and rate >= ALIKE * self.state.best_served
         self.state.best_eal = max(self.state.best_eal, eal)
-        if rate > self.state.best_served:
-            self.state.best_served = rate
+        if rate > self.state.best_served or is_alike:
+            self.state.best_served = max(self.state.best_served, rate)
             self._save_best(weights, {"eal": eal, "served": rate})
 
     def _save_best(self, weights: dict[str, Tensor], told: dict[str, float]) -> None:

@@ -220,6 +220,13 @@ class TestKeepBest:
         step, _ = self._kept(one, [(1.5, 2.0), (3.0, 2.0), (2.0, 2.0), (3.5, 2.0), (2.0, 2.0)])
         assert (served, step, one.state.best_served) == ([1, 2, 4, 5], 1, 1.5)
 
+    def test_of_weights_that_serve_alike_those_are_kept_of_which_more_is_expected(self, tmp_path: Path) -> None:
+        """A few served prompts cannot tell 1.50 from 1.47; all held-out documents can tell 1.5 from 3."""
+        one = watched(tmp_path, max_steps=4, heldout_every=1, serve_share=1.0)
+        one.served = lambda _: {1: 1.5, 2: 1.47, 3: 1.44, 4: 1.47}[one.state.step]
+        step, _ = self._kept(one, [(1.5, 2.0), (3.0, 2.0), (3.5, 2.0), (2.0, 2.0)])
+        assert (step, one.state.best_served) == (2, 1.5), "1.44 is too little, and of the last no more is expected"
+
     def test_serving_takes_its_share_of_the_time_and_no_more(self, tmp_path: Path) -> None:
         one, served = watched(tmp_path, max_steps=4, heldout_every=1, serve_share=0.0), list[int]()
         one.served = lambda weights: served.append(one.state.step) or 1.5
