@@ -66,7 +66,7 @@ python recipes/pack_drafter.py "$out/second/drafter" --out "$out/packed"
 "${answer[@]}" --prompts "$data/t0_tasks.jsonl" --limit 1571 --out "$out/tasks"
 "${answer[@]}" --self-written 2000 --openers "$out/prompts/openers.txt" --out "$out/self-written"
 "${many[@]}" train --target "$target" "${answers[@]}" --out "$out/third" --plan off --init "$out/packed" --max-len 512 \
-    --max-tokens 128 --epochs 30 --max-minutes "${THIRD_MINUTES:-50}" --blocks-per-step 192 --anchors 48 --lr 1.3e-3 --loss d-pace \
+    --max-tokens 128 --epochs 30 --max-minutes "${THIRD_MINUTES:-43}" --blocks-per-step 192 --anchors 48 --lr 1.3e-3 --loss d-pace \
     --loss-vocab 8192 --features cached --heldout-every 500 --keep best --selector-from 0 --ood paceline/bench/prompts.jsonl
 python recipes/pack_drafter.py "$out/third/drafter" --out "$out/shipped"
 echo "drafter: $out/shipped"
