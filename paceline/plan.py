@@ -24,7 +24,7 @@ from typing import Protocol
 from paceline.chunks import ChunkSizes
 from paceline.errors import ConfigError
 from paceline.learned import PRIORS, RECENT, Chances, PassCosts, RoundCosts, RoundRecord, Truth
-from paceline.shares import Drafted, Objective, Want, gains_of, grown, share_out, spared_by, surplus_of
+from paceline.shares import Drafted, Objective, TreeWorth, Want, gains_of, grown, share_out, spared_by, surplus_of
 from paceline.trees import MOST_NODES, Candidates, Growing, Tree, Weigh, as_told, grow
 from paceline.types import Offer, RoundStats, Row, RowKind, Take
 
@@ -199,7 +199,7 @@ class AdaptivePlanner:
         the `objective` latency rounds are for each row's next token (`shares.share_sooner`), not for all rows' together."""
         self._is_for_latency = objective == "latency"
         self._share_out = partial(share_out, sooner=self._is_for_latency)
-        self.num_candidates, self.tells_said = FEW_CANDIDATES if grows_trees else 0, False
+        self.tells_said, self._trees = False, TreeWorth() if grows_trees else None
         self._kinds = {name: RoundRecord(RoundCosts(passes)) for name in ("greedy", "drawn")}
         self._chances: dict[tuple[str, str], Chances] = {}
         """By source and kind of row."""
@@ -211,6 +211,10 @@ class AdaptivePlanner:
         self._computed: set[str] = set()
         """Sources that compute their drafts."""
         self.chunks = ChunkSizes(most_chunk, adapts_chunks)
+
+    @property
+    def num_candidates(self) -> int:
+        return FEW_CANDIDATES if self._trees and self._trees.is_asked else 0
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         self.chunks.prefilled(num_tokens, seconds)
@@ -328,22 +332,20 @@ class AdaptivePlanner:
                 spared += spared_by(row, take)
                 continue
             known = self._known(take.source, row.kind, take.count)
-            offer = Offer(take.source, tuple(known.of(sure[: take.count])))
-            drafted.append(Drafted(place, offer, candidates and Growing(candidates, known.of_candidates)))
-        share = partial(self._share_out, kind.costs, kind.rate(plan.num_rows), plan.num_rows, num_fixed=fixed, spared=spared)
+            offer, average = Offer(take.source, tuple(known.of(sure[: take.count]))), gains_of(known.places[: take.count])
+            drafted.append(Drafted(place, offer, average, candidates and Growing(candidates, known.of_candidates)))
+        asked, more = (kind.costs, kind.rate(plan.num_rows), plan.num_rows), list[float]()
+        share, surplus = partial(self._share_out, *asked, num_fixed=fixed, spared=spared), partial(surplus_of, *asked)
         for each, count in zip(drafted, grown(drafted, lambda wants: share(wants, math.inf)), strict=True):
-            self._learn_lift(kind, plan, each)
+            best, key = surplus(each.gains), (each.offer.source, plan.rows[each.place].kind)
+            before = self._lifts.get(key, 0.0)
+            self._lifts[key] = max(before + LIFT_WEIGHT * (best - surplus(each.average) - before), 0.0)
+            more += [best - surplus(gains_of(each.offer.chances))] if each.growing else []
             if not plan.is_trial:
                 widths[each.place] = count if each.growing is None else each.growing.tree.first(count)
+        if self._trees:
+            self._trees.record(more, kind.rate(plan.num_rows))
         return widths
-
-    def _learn_lift(self, kind: RoundRecord, plan: Plan, drafted: Drafted) -> None:
-        """What cutting a row's drafts, or a tree of them, has gained over its average chances this time."""
-        take, key = plan.drafts[drafted.place], (drafted.offer.source, plan.rows[drafted.place].kind)
-        surplus = partial(surplus_of, kind.costs, kind.rate(plan.num_rows), plan.num_rows)
-        lift = surplus(drafted.gains) - surplus(gains_of(self._chances[key].places[: take.count]))
-        before = self._lifts.get(key, 0.0)
-        self._lifts[key] = max(before + LIFT_WEIGHT * (lift - before), 0.0)
 
     def learn(self, plan: Plan, stats: RoundStats) -> None:
         kind, num_rows = self._kind(plan.rows), len(plan.rows)

@@ -15,6 +15,9 @@ Objective = Literal["throughput", "latency"]
 
 FIRST_NODES = 24
 """Nodes that a tree has at first; it grows on where so many are worth checking."""
+TREE_S, TREE_EVERY, TREE_WEIGHT = 2e-4, 16, 0.05
+"""Seconds that a row's candidates and tree take of the host; rounds without trees until they are tried again; weight of the
+latest tree in what they are worth."""
 LEAST_GAIN = 0.01
 """Chance to stand of a draft that is looked at: to weigh those behind it takes longer than they are worth."""
 
@@ -63,6 +66,8 @@ class Drafted:
 
     place: int
     offer: Offer
+    average: list[float]
+    """Chance that each draft stands, as such drafts do on average."""
     growing: Growing | None
     """The tree that it can be; None: a chain."""
 
@@ -91,6 +96,28 @@ def grown(drafted: Sequence[Drafted], share: Callable[[list[Want]], list[int]]) 
         if limit >= MOST_NODES or not any(full):
             return counts
         limit = min(2 * limit, MOST_NODES)
+
+
+class TreeWorth:
+    """Whether trees are worth asking for. Naming candidates and growing trees takes the host's time, also where a chain comes
+    of it, as where a position costs much: then they are asked for once in TREE_EVERY rounds, to notice another time."""
+
+    def __init__(self) -> None:
+        self._worth = 0.0
+        """Tokens that a tree brings beyond the best chain, less those of its time, of late."""
+        self._num_without = 0
+
+    @property
+    def is_asked(self) -> bool:
+        """For the next round."""
+        return self._worth >= 0.0 or self._num_without >= TREE_EVERY
+
+    def record(self, gains: Sequence[float], rate: float) -> None:
+        """A round is planned: `gains`, for each of its trees, is the tree's surplus less that of the chain, in tokens; empty in
+        a round without. `rate`: tokens per second."""
+        self._num_without = 0 if gains else self._num_without + 1
+        for gain in gains:
+            self._worth += TREE_WEIGHT * (gain - rate * TREE_S - self._worth)
 
 
 class _Drafting:

@@ -14,6 +14,7 @@ from paceline.chunks import LEAST_CHUNK, ChunkSizes
 from paceline.errors import ConfigError
 from paceline.learned import PLAIN_EVERY, TRIAL_SHARE, Chances, PassCosts, RoundCosts, RoundRecord
 from paceline.plan import AdaptivePlanner, FixedPlanner, Offer, Row, fixed_planner
+from paceline.trees import Candidates, Tree
 from paceline.types import Take
 
 
@@ -377,3 +378,21 @@ class TestTrials:
         assert (record.trial_s == before) == is_free
         if not is_free:
             assert record.trial_s == pytest.approx(before - (1.5 if num_tokens == 1 else 0.5))
+
+
+@pytest.mark.parametrize(("sibling", "pays"), [(0.4, True), (1e-6, False)])
+def test_trees_are_asked_for_where_siblings_stand(sibling: float, pays: bool) -> None:
+    planner = AdaptivePlanner(PassCosts(((1, 2.5e-3), (64, 2.5e-3))), grows_trees=True)
+    likely = Candidates([[1, 2]] * 7, [[math.log(0.5), math.log(sibling)]] * 7)
+    asked = siblings = 0
+    for _ in range(170):
+        plan = planner.next([row(planner)])
+        has_trees, count = planner.num_candidates > 0, plan.drafts[0].count
+        asked += has_trees
+        [chosen] = planner.narrow(plan, [[math.log(0.5)] * count], [likely if has_trees else None])
+        siblings += isinstance(chosen, Tree) and any(chosen.ranks)
+        done = stats(plan, [1], 2.5e-3)
+        done.sure_B = [[math.log(0.5)] * count]
+        planner.learn(plan, done)
+    assert (asked > 160 and siblings > 100) if pays else (asked < 20 and not siblings), (asked, siblings)
+    assert AdaptivePlanner(FLAT).num_candidates == 0

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from paceline.learned import Chances
-from paceline.shares import FIRST_NODES, Drafted, Want, grown
+from paceline.shares import FIRST_NODES, TREE_EVERY, Drafted, TreeWorth, Want, grown
 from paceline.trees import LEAST_GAIN, MOST_NODES, Candidates, Growing, Outcome, Tree, as_told, grow
 from paceline.types import Offer
 
@@ -122,7 +122,9 @@ def test_a_tree_that_grows_in_steps_is_the_tree_grown_at_once(seed: int) -> None
 
 def test_only_trees_that_are_wanted_grow() -> None:
     flat = [[0.45] * 3] * 6  # over 300 nodes that are likely enough
-    drafted = [Drafted(place, Offer("block", (0.45,) * 6), Growing(candidates_of(flat, 200), as_told)) for place in range(2)]
+    drafted = [
+        Drafted(place, Offer("block", (0.45,) * 6), [], Growing(candidates_of(flat, 200), as_told)) for place in range(2)
+    ]
     asked: list[list[int]] = []
 
     def share(wants: list[Want]) -> list[int]:
@@ -134,6 +136,27 @@ def test_only_trees_that_are_wanted_grow() -> None:
         "60 of 96 are more than half"
     )
     asked.clear()
-    small = [Drafted(0, Offer("block", (0.33,)), Growing(candidates_of(flat, 200), as_told))]
+    small = [Drafted(0, Offer("block", (0.33,)), [], Growing(candidates_of(flat, 200), as_told))]
     assert grown(small, lambda wants: [len(wants[0].gains or ()) // 2]) == [FIRST_NODES // 2]
-    assert grown([Drafted(0, Offer("chain", (0.9, 0.8)), None)], lambda wants: [len(wants[0].gains or ())]) == [2]
+    assert grown([Drafted(0, Offer("chain", (0.9, 0.8)), [], None)], lambda wants: [len(wants[0].gains or ())]) == [2]
+
+
+def test_trees_are_asked_for_where_they_bring_more_than_their_time() -> None:
+    """At 400 tokens a second a row's tree takes 0.08 tokens of time."""
+    worth = TreeWorth()
+    for _ in range(50):
+        assert worth.is_asked, "nothing is known yet, or they pay"
+        worth.record([0.1, 0.2], rate=400)
+    for _ in range(50):
+        worth.record([0.0], rate=400)
+    assert not worth.is_asked
+    asked = []
+    for _ in range(4 * (TREE_EVERY + 1)):
+        asked.append(worth.is_asked)
+        worth.record([0.0] if asked[-1] else [], rate=400)
+    assert sum(asked) == 4, "now and then they are tried"
+    while not worth.is_asked:
+        worth.record([], rate=400)
+    for _ in range(40):
+        worth.record([0.5], rate=400)
+    assert worth.is_asked, "a machine, or a text, where they pay"

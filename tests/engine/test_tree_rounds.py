@@ -18,6 +18,7 @@ from paceline.engine.round import RuleJudge
 from paceline.learned import PassCosts
 from paceline.model.target import ForwardBatch
 from paceline.plan import AdaptivePlanner, FixedPlanner, Planner
+from paceline.trees import Tree
 from paceline.types import GrammarSpec, SamplingParams, Sequence
 from paceline.verify.rules import RULES, Uniforms
 
@@ -90,8 +91,17 @@ def test_a_tree_keeps_more_than_its_spine() -> None:
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
 def test_an_adaptive_planner_grows_trees_where_passes_are_cheap(way: str) -> None:
     cheap = AdaptivePlanner(PassCosts([(1, 1e-3), (64, 1.05e-3)]), grows_trees=True)
+    narrow, siblings = cheap.narrow, list[bool]()
+
+    def watched(*asked: Any) -> list[int | Tree]:
+        chosen = narrow(*asked)
+        siblings.extend(any(each.ranks) for each in chosen if isinstance(each, Tree))
+        return chosen
+
+    cheap.narrow = watched
     given = answers(cheap, WAYS[way], accuracy=0.9)
     assert tokens(given) == tokens(plain(way))
+    assert any(siblings), "chains alone would give this text too"
 
 
 def test_rows_with_a_grammar_keep_chains_beside_trees() -> None:
