@@ -44,7 +44,7 @@ from torch import Tensor
 from paceline import LLM, SamplingParams
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.dflash2_paths import DFlash2NativePath, DFlash2Path
-from paceline.draft.dflash2_selector import Picks, score
+from paceline.draft.dflash2_selector import Picks
 from paceline.draft.dflash_paths import NativePath, TorchPath
 from paceline.draft.dflash_reading import scale_logits
 from paceline.model.native_lib import pointer
@@ -141,16 +141,15 @@ class Blocks:
         """A block of the anchor, these tokens, and masks."""
         return [anchor, *seen, *[self.config.mask_token_id] * (self.width - len(seen))]
 
-    def read(self, tokens: list[int]) -> tuple[Tensor | None, Tensor]:
-        """(hidden states [K, D], in PyTorch only; logits [K, V]) of the slots behind a block's first."""
+    def read(self, tokens: list[int]) -> Tensor:
+        """Logits [K, V] of the slots behind a block's first."""
         path = self.path
         if isinstance(path, NativePath):
-            return None, scale_logits(native_logits(path, self.row, tokens), self.config)
+            return scale_logits(native_logits(path, self.row, tokens), self.config)
         with torch.inference_mode():
             embedded_TD = path._target.embed(torch.tensor(tokens, device=path._device))
             hidden_TD = path.run_block([self.row], embedded_TD * self.config.input_embedding_scale)
-            slots_KD = path._final_norm(hidden_TD[1:])
-            return slots_KD, scale_logits(path._head(slots_KD), self.config)
+            return scale_logits(path._head(path._final_norm(hidden_TD[1:])), self.config)
 
     def best(self, logits_KV: Tensor) -> list[int]:
         """The most likely token of each slot."""
@@ -165,8 +164,8 @@ def native_logits(path: NativePath, row: int, tokens: list[int]) -> Tensor:
     size = len(tokens)
     logits_KV = torch.empty(size - 1, path._head.rows)
     work, buffers = path._buffers.work, path._buffers
-    work.num_rows, work.num_logit_rows = 1, size - 1
-    work.logits, work.logits_stride = pointer(logits_KV), path._head.rows
+    work.num_rows, work.num_logit_rows, work.num_taps = 1, size - 1, 0
+    work.logits, work.logits_stride, work.taps = pointer(logits_KV), path._head.rows, pointer(None)
     buffers.fill(rows=[row], starts=[path.cache.lengths[row]], counts=[size])
     buffers.fill(tokens=tokens, logit_rows=list(range(1, size)))
     buffers.room("argmax", size - 1)
@@ -182,18 +181,18 @@ class Block:
         self.blocks, self.anchor, self.rest = blocks, anchor, rest
 
     @cached_property
-    def read(self) -> tuple[Tensor | None, Tensor]:
+    def read(self) -> Tensor:
         return self.blocks.read(self.blocks.masked(self.anchor))
 
     @cached_property
     def plain(self) -> list[int]:
-        return self.blocks.best(self.read[1])
+        return self.blocks.best(self.read)
 
     def oracle(self) -> list[int]:
         return [self.rest[0], *self.plain[1:]]
 
     def oracle_of_16(self) -> list[int]:
-        near_K16 = self.read[1].topk(min(NEAR, self.read[1].shape[-1]), dim=-1).indices
+        near_K16 = self.read.topk(min(NEAR, self.read.shape[-1]), dim=-1).indices
         drafts = [*self.plain]
         for slot, (token, columns) in enumerate(zip(self.rest, near_K16, strict=False)):
             drafts[slot] = token if token in self.blocks.named(columns) else drafts[slot]
@@ -204,7 +203,7 @@ class Block:
 
     def again(self, seen: list[int]) -> list[int]:
         """What the network drafts when it sees these tokens in place of the first masks."""
-        return self.blocks.best(self.blocks.read(self.blocks.masked(self.anchor, seen))[1])
+        return self.blocks.best(self.blocks.read(self.blocks.masked(self.anchor, seen)))
 
     def network(self, passes: int) -> list[int]:
         drafts = self.plain
@@ -220,12 +219,10 @@ class Block:
 
     @cached_property
     def picks(self) -> Picks:
-        hidden_KD, logits_KV = self.read
-        path = self.blocks.path
-        assert hidden_KD is not None and isinstance(path, DFlash2Path | DFlash2NativePath)
-        anchors_B = torch.tensor([self.anchor], device=logits_KV.device)
+        blocks, path = self.blocks, self.blocks.path
+        assert isinstance(path, DFlash2Path | DFlash2NativePath)
         with torch.inference_mode():
-            return score(path.selector, hidden_KD[None], logits_KV[None], anchors_B, path.ids)
+            return path.pick([blocks.row], [self.anchor], blocks.width, blocks.size)
 
     @cached_property
     def best_KP(self) -> Tensor:
@@ -334,14 +331,8 @@ class Rig:
         if isinstance(path, DFlash2Path | DFlash2NativePath):
             one = Block(self.blocks, anchor, [anchor])
             found["draft"] = timed(lambda: path.read(rows, [anchor], width, 1 + width), repeats)
-            assert len(one.read[1])
-
-            def select() -> None:
-                one.__dict__.pop("picks", None)
-                one.__dict__.pop("best_KP", None)
-                assert len(one.best_KP)
-
-            found["selector"] = timed(select, repeats)
+            both_s = timed(lambda: path.pick(rows, [anchor], width, 1 + width).scores_BKPM.argmax(-1), repeats)
+            found["selector"] = max(both_s - found["draft"], 0.0)
             found["jacobi"] = timed(lambda: jacobi(one.best_KP, 8), repeats) / 8
         return found
 
