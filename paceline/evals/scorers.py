@@ -71,7 +71,11 @@ def score_json(said: Row, text: str) -> Verdict:
 
 
 def _same(one: Any, two: Any) -> bool:
-    """Equal as JSON has it: true is not 1."""
+    """Equal as JSON has it, in lists and objects too: true is not 1, and 1.0 is."""
+    if isinstance(one, dict) and isinstance(two, dict):
+        return one.keys() == two.keys() and all(_same(value, two[name]) for name, value in one.items())
+    if isinstance(one, list) and isinstance(two, list):
+        return len(one) == len(two) and all(map(_same, one, two))
     return one == two and isinstance(one, bool) == isinstance(two, bool)
 
 
