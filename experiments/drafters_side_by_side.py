@@ -32,7 +32,7 @@ class Line:
     auto: float
     auto_interval: tuple[float, float]
     blocks: int | None
-    """It learned from; None where it learned nothing."""
+    """It learned from; None where it learned nothing, or whole answers."""
     minutes: float | None
 
 
@@ -43,7 +43,9 @@ def results_of(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def learned(folder: Path) -> tuple[int | None, float | None]:
-    """Blocks and minutes of steps."""
+    """Blocks and minutes of steps; of a small model, which learns from whole answers, minutes alone."""
+    if (distilled := folder / "distilled.json").is_file():
+        return None, json.loads(distilled.read_text())["minutes"]
     path = folder / "metrics.jsonl"
     if not path.is_file():
         return None, None
@@ -77,13 +79,12 @@ def table_of(lines: list[Line]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for line in lines:
-        taught = (
-            ("", "") if line.blocks is None or line.minutes is None else (f"{line.blocks / 1000:.0f}", f"{line.minutes:.1f}")
-        )
+        blocks = "" if line.blocks is None else f"{line.blocks / 1000:.0f}"
+        minutes = "" if line.minutes is None else f"{line.minutes:.1f}"
         low, high = line.interval
         slow, fast = line.auto_interval
         rows.append(
-            f"| {line.name} | {taught[0]} | {taught[1]} | {line.tokens_per_round:.2f} [{low:.2f}, {high:.2f}] "
+            f"| {line.name} | {blocks} | {minutes} | {line.tokens_per_round:.2f} [{low:.2f}, {high:.2f}] "
             f"| {line.drafting_share:.0%} | {line.fixed:.2f}x | {line.auto:.2f}x [{slow:.2f}, {fast:.2f}] |"
         )
     return "\n".join(rows)

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Drafters of several kinds for one target, side by side: lookups (n-gram), EAGLE-3, DFlash and DFlash 2, trained on the same
-# answers for the same time. Tokens a round, what drafting takes, and speed, as a table and a chart.
+# Drafters of several kinds for one target, side by side: lookups (n-gram), a small model (some of the target's own layers, taught
+# by `paceline distill`), EAGLE-3, DFlash and DFlash 2, trained on the same answers for the same time. Tokens a round, what drafting
+# takes, and speed, as a table and a chart.
 #
 #   ANSWERS="runs/a/answers runs/b/answers" PROMPTS="gsm8k_test.jsonl humaneval.jsonl" bash experiments/drafters_side_by_side.sh
 #
 # Each kind learns for MINUTES (10) of steps, as its own recipe says; hidden states come on top, twice: EAGLE-3 reads other layers.
 # Then two measurements with nothing else running: `fixed` has every draft of every round checked, `auto` is the planner's choice.
-# Killed, the same command goes on after the last finished stage. Environment: OUT (folder), TARGET (smollm2-135m), LIMIT (prompts
-# a file, 16), REPEAT (turns, 3), SMALL (a small model of the same tokenizer, as a further drafter).
+# Killed, the same command goes on after the last finished stage. Needs pip install 'paceline[distill]'. Environment: OUT (folder),
+# TARGET (smollm2-135m), LIMIT (prompts a file, 16), REPEAT (turns, 3), LAYERS (of the small model, 6).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,11 +17,13 @@ prompts=${PROMPTS:?name files of prompts that nothing learns from, as in PROMPTS
 out=${OUT:-runs/drafters-side-by-side}
 target=${TARGET:-smollm2-135m}
 
-train=(paceline train --target "$target" --plan off --max-len 512 --max-tokens 128 --epochs 1000 --max-minutes "${MINUTES:-10}"
-    --blocks-per-step 192 --anchors 48 --lr 2e-3 --features cached --heldout-every 250 --serve-share 0)
+of_answers=()
 for folder in $answers; do
-    train+=(--answers "$folder")
+    of_answers+=(--answers "$folder")
 done
+train=(paceline train --target "$target" --plan off --max-len 512 --max-tokens 128 --epochs 1000 --max-minutes "${MINUTES:-10}"
+    --blocks-per-step 192 --anchors 48 --lr 2e-3 --features cached --heldout-every 250 --serve-share 0
+    "${of_answers[@]}")
 # A block of 8 each: seven drafts of DFlash's, and of EAGLE-3's as many as it learns at once, five drafted when served.
 copied=(--first-layers copied --loss d-pace --loss-vocab 8192 --draft-vocab 12288)
 "${train[@]}" --out "$out/eagle3" --drafter-kind eagle3 --ttt-steps 5 --draft-vocab 12288
@@ -31,7 +34,13 @@ for folder in "$out"/dflash/features-*; do  # links, not copies
 done
 "${train[@]}" --out "$out/dflash2" "${copied[@]}" --drafter-kind dflash2
 
-drafters=none,ngram,${SMALL:+$SMALL,}$out/eagle3/drafter,$out/dflash/drafter,$out/dflash2/drafter
+# Its gates are for students that answer in the target's place: a drafter is only refused when it learned nothing.
+if [ ! -e "$out/small/student.gguf" ]; then
+    paceline distill --teacher "$target" "${of_answers[@]}" --layers "${LAYERS:-6}" --max-len 512 --minutes "${MINUTES:-10}" \
+        --num-answers 0 --least-agreement 0 --out "$out/small"
+fi
+
+drafters=none,ngram,$out/small/student.gguf,$out/eagle3/drafter,$out/dflash/drafter,$out/dflash2/drafter
 files=()
 for file in $prompts; do
     files+=(--prompts "$file")
