@@ -9,7 +9,7 @@ Two things are added to `dflash.py`, whose context, cache and round these drafte
   largest; for sampled ones softmax(S / T) over the candidates is the proposal itself, so that it is judged exactly. A tree's
   branches get the scores of their own parent.
 
-Formulas, names and order of the PyPI package `dflash` 0.1.0 (MIT), with which `tests/draft/test_dflash2.py` compares.
+Formulas, names and order of the PyPI package `dflash` 0.1.0 (MIT), with which `tests/draft/test_dflash2_reference.py` compares.
 `dflash2_selector.py` is the selector and what is read off it, `dflash2_paths.py` how a pass runs, in PyTorch and native.
 """
 

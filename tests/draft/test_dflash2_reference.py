@@ -1,0 +1,148 @@
+"""DFlash 2 in rounds against the authors' package: logits, drafts, and the distribution that sampled drafts come of."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from round_loop import admit, generate, ready
+from tiny_dflash import KINDS, PROMPT, TARGET_LAYERS, VARIANTS, VOCAB, targets, tiny_target
+from tiny_dflash2 import Recording2, network_2, raw_2, reference_of
+
+from paceline.draft import dflash2_selector
+from paceline.draft.base import NoDrafter
+from paceline.draft.checkpoint import DFlashConfig, as_dflash2, new_config
+from paceline.draft.dflash2 import DFlash2Drafter, DFlash2Network
+from paceline.draft.dflash2_selector import WalkedReading
+from paceline.model.target import head_weight
+from paceline.train.config import DrafterShape, LoopConfig, OptimConfig
+from paceline.train.dataset import Corpus, Document
+from paceline.train.features import OnlineFeatures
+from paceline.train.loop import Trainer
+from paceline.train.losses import Head
+from paceline.train.selector import trainable_of
+from paceline.train.start import network_for
+from paceline.types import Batch, SamplingParams
+
+
+def reference_rounds(raw: dict[str, Any], network: DFlash2Network, model: Any, max_tokens: int, temperature: float) -> Any:
+    """(rounds, all tokens) of the authors' loop; a round: anchor's place, logits, path, candidates, q."""
+    authors, reference = reference_of(raw, network)
+    rounds, select = [], reference.candidate_selector.select
+
+    def record(hidden: Any, logits: Any, anchors: Any, heat: float) -> Any:
+        path, candidates, q = select(hidden, logits, anchors, heat)
+        rounds.append((logits[0], path[0].tolist(), candidates[0], None if q is None else q[0]))
+        return path, candidates, q
+
+    reference.candidate_selector.select = record
+    authors._cuda_time = time.perf_counter
+    prompt = torch.tensor([PROMPT])
+    told = authors.dflash_generate(reference, model, prompt, max_tokens, None, temperature=temperature, return_stats=True)
+    starts = accumulate(told.acceptance_lengths, initial=len(PROMPT))
+    return [(start, *each) for start, each in zip(starts, rounds, strict=False)], told.output_ids[0].tolist()
+
+
+NAMES = sorted(VARIANTS.keys() - {"sliding-unused", "sliding"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_fifty_rounds_as_the_reference(name: str, kind: Any) -> None:
+    model, target = targets(kind=kind)
+    raw = raw_2(**VARIANTS[name])
+    drafter = assert_same_rounds(raw, network_2(raw), model, target, 90, 50)
+    assert selects(drafter), "the test needs a selector that changes drafts"
+
+
+def selects(drafter: Recording2) -> bool:
+    """Whether any draft is not the most likely token."""
+    greedy = [logits.argmax(-1).tolist()[: len(drafts)] for logits, drafts in zip(drafter.logits, drafter.drafts, strict=True)]
+    return greedy != drafter.drafts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_medium_shape_as_the_reference(kind: Any) -> None:
+    model, target = targets(hidden=192, vocab=40, kind=kind)
+    raw = as_dflash2(new_config(192, 40, TARGET_LAYERS, num_layers=5, block_size=16, head_dim=32), rank=24)
+    assert_same_rounds(raw, network_2(raw), model, target, 40, 15)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fifty_rounds_of_trained_weights_as_the_reference(kind: Any, tmp_path: Path) -> None:
+    """Weights that a training made, convolution and selector too; free codebooks, as a checkpoint has them."""
+    model, target = targets(kind=kind)
+    shape = DrafterShape(num_layers=2, block_size=4, num_taps=2, kind="dflash2", selector_rank=6, codebooks="free")
+    raw, network = network_for(teacher := tiny_target(), "none", shape, None, 0)
+    assert isinstance(network, DFlash2Network)
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(0, VOCAB, 4).tolist() for _ in range(12)]
+    texts = [prompt + generate(tiny_target(), NoDrafter(), [prompt], 24)[0][0] for prompt in prompts]
+    texts = [Document(f"{number}@0/0", np.array(text, dtype=np.int32), 4) for number, text in enumerate(texts)]
+    features = OnlineFeatures(teacher, texts, network.config.target_layer_ids, False)
+    settings = LoopConfig(max_steps=40, blocks_per_step=16, anchors=8, autocast=False, selector_from=0.1)
+    settings = replace(settings, optim=OptimConfig(lr=2e-2), serve_share=0.0)
+    embedding_VD = teacher.embed(torch.arange(VOCAB)).clone()
+    drafter = trainable_of(network, raw)
+    Trainer(drafter, Corpus(texts, []), features, embedding_VD, Head(head_weight(teacher)), settings, folder=tmp_path).run()
+    fresh = DFlash2Network.random(network.config).state_dict()
+    for name in ("layers.0.mlp_conv.kernel_projection.weight", "candidate_selector.successor_codebook"):
+        assert (network.state_dict()[name] - fresh[name]).abs().max() > 1e-2, "the test needs parts that learned"
+    raw["dflash_config"]["selector_top_k"] = 6  # the package wants as many tokens as candidates
+    trained = DFlash2Network.of(DFlashConfig.from_json(raw), network.state_dict())
+    assert_same_rounds(raw, trained, model, target, 230, 50)
+
+
+def assert_same_rounds(
+    raw: dict[str, Any], network: DFlash2Network, model: Any, target: Any, most: int, least: int
+) -> Recording2:
+    theirs, tokens = reference_rounds(raw, network, model, most, 0.0)
+    drafter = Recording2(network)
+    (answer,), _ = generate(target, drafter, [PROMPT], most, chunk=5)
+    assert PROMPT + answer == tokens[: len(PROMPT) + most]
+    full = [each for each in theirs if len(each[1]) == drafter.num_drafted]  # the reference shrinks its last blocks
+    assert len(full) >= least
+    for (_, logits, path, _, _), mine, drafts in zip(full, drafter.logits, drafter.drafts, strict=False):
+        assert (logits[: len(mine)] - mine).abs().max() < 1e-4
+        assert path[: len(drafts)] == drafts
+    return drafter
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["full", "sliding-both-ways", "scaled"])
+def test_fifty_sampled_proposals_as_the_reference(name: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Along the path that the package drew, the distribution of each draft is the package's."""
+    model, target = targets(kind=kind)
+    raw = raw_2(**VARIANTS[name])
+    network = network_2(raw)
+    torch.manual_seed(3)
+    theirs, tokens = reference_rounds(raw, network, model, 120, 0.8)
+    drafter = DFlash2Drafter(network)
+    ready(target, drafter)
+    full = [each for each in theirs if len(each[2]) == drafter.num_drafted]
+    assert len(full) >= 50
+    plain, drawing = WalkedReading.drawn, iter(list[int]())
+
+    def follow(self: WalkedReading, slot: int, limit: int, seq: Any) -> Any:
+        candidates = iter(self._tokens_BKM[slot])
+        monkeypatch.setattr(dflash2_selector, "sample", lambda row, draw: next(candidates).index(next(drawing)))
+        return plain(self, slot, limit, seq)
+
+    monkeypatch.setattr(WalkedReading, "drawn", follow)
+    for start, _, path, candidates, q in full:
+        drawing = iter(path)
+        seq = admit(target, drafter, tokens[:start], SamplingParams(max_tokens=60, temperature=0.8))
+        seq.tokens[-1] = tokens[start]
+        block = drafter.propose(Batch([seq]))
+        drafter.drop(seq)
+        target.cache.free(seq.row)
+        probs = block.probs_B[0]
+        assert block.tokens_B[0] == path and probs is not None
+        expected = torch.zeros(len(path), VOCAB).scatter(1, candidates, q)
+        assert (probs - expected).abs().max() < 1e-4
