@@ -19,17 +19,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_runs import TINY, figures, paceline
 
-from paceline.cli import app
 from paceline.config import EngineConfig
 from paceline.draft.checkpoint import new_config
 from paceline.draft.dflash import DFlashConfig, DFlashDrafter, DFlashNetwork
-from paceline.errors import CacheError, ConfigError, DrafterMismatchError, PromptError
+from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.hardware import Machine
 from paceline.runlog import RunFolder
 from paceline.tables import Progress
 from paceline.train import facts, train, train_run
-from paceline.train.answers import Answer, AnswerShards
 from paceline.train.config import AnswerConfig, LoopConfig, TrainConfig
 from paceline.train.features import ScaledFeatures
 from paceline.train.packs import DFlashTrainable
@@ -37,9 +36,8 @@ from paceline.train.ranks import Ranks
 from paceline.train.run_file import config_of, read_run_file
 from paceline.train.start import continued_draft_ids
 from paceline.train.stopping import Stop
-from paceline.train.tiny import PARTS, write_tiny_target
+from paceline.train.tiny import PARTS
 
-TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1")
 FORWARD = ("--max-steps", "30")
 
 
@@ -59,16 +57,6 @@ def finish(process: subprocess.Popen[str]) -> str:
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     return out
-
-
-def paceline(*words: object) -> None:
-    """In this process: quicker, for what fails early."""
-    app([str(word) for word in words], prog_name="paceline", standalone_mode=False)
-
-
-def figures(run: Path) -> dict[int, dict[str, Any]]:
-    """Logged figures by step; of a repeated step the last."""
-    return {line["step"]: line for line in RunFolder(run).metrics()}
 
 
 @pytest.fixture(scope="module")
@@ -300,110 +288,6 @@ def test_a_drafter_of_another_target_is_refused(finished: tuple[Path, dict[str, 
     words = ("--answers", finished[0] / "regenerate" / "answers", "--out", tmp_path / "run")
     with pytest.raises(DrafterMismatchError, match="hidden size: the drafter says 32, the target has 64"):
         paceline(*TINY, *words, "--init", tmp_path / "other")
-
-
-@pytest.mark.parametrize(
-    ("words", "error", "message"),
-    [
-        (("--loss", "mse"), ConfigError, "loss must be one of ce, d-pace, kl, lk, lk-hybrid, not 'mse'"),
-        (("--optimiser", "sgd"), ConfigError, "optimiser must be one of adamw, muon, not 'sgd'"),
-        (("--attention", "fast"), ConfigError, "attention must be one of auto, split, sdpa, flex, not 'fast'"),
-        (("--features", "guessed"), ConfigError, "features must be one of auto, online, cached, streamed, not 'guessed'"),
-        (("--scale", "huge"), ConfigError, "scale must be one of default, tiny, not 'huge'"),
-        (("--block-size", "1"), ConfigError, "block-size must be at least 2"),
-        (("--lr", "0"), ConfigError, "lr must be above 0"),
-        (("--epochs", "0"), ConfigError, "must be above 0"),
-        (("--loss", "kl", "--loss-vocab", "100"), ConfigError, "leave the loss vocabulary out"),
-        (("--temperature", "warm"), ConfigError, "--temperature 'warm' is no list of numbers"),
-        (
-            ("--init", "/no/such/drafter"),
-            ConfigError,
-            "there is no drafter in /no/such/drafter: give a folder with config.json",
-        ),
-        (("--answers", "/no/such/answers"), PromptError, "there are no answers at /no/such/answers: make them with paceline"),
-        (("--prompts", "/no/such.jsonl"), PromptError, "there is no prompt file /no/such.jsonl: check --prompts"),
-        (("--ood", "/no/such.jsonl"), PromptError, "there is no prompt file /no/such.jsonl"),
-    ],
-)
-def test_bad_options_are_refused_before_anything_is_loaded(
-    words: tuple[str, ...], error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def loaded(*args: Any, **options: Any) -> None:
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr("paceline.train.train_run.load_target", loaded)
-    monkeypatch.setattr("paceline.train.regenerate_run._load", loaded)
-    with pytest.raises(error, match=message):
-        paceline("train", "--target", write_tiny_target(tmp_path / "target"), "--out", tmp_path / "run", *words)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "holds no prompts: give at least one row"),
-        ("\n\n", "holds no prompts: give at least one row"),
-        ('{"prompt": "a"}\n{"prompt": "b"\n', "prompts.jsonl, line 2"),
-        ('{"prompt": "a"}\n\n{"answer": 3}\n', "prompts.jsonl, line 3"),
-        ('{"prompt": "a"}\n[1]\n', "prompts.jsonl, line 2"),
-    ],
-)
-def test_bad_prompts_are_named_by_line(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text(text)
-    with pytest.raises(PromptError, match=message):
-        paceline(*TINY, "--strict", "--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "run")
-
-
-def written(folder: Path, token: int, text: str) -> Path:
-    answers = [Answer(f"p{n}@0", "here", 0, 0.0, [65, 66], [token] * 3 + [67 + n] * 3, "length", text) for n in range(9)]
-    AnswerShards(folder).write(answers)
-    return folder
-
-
-def test_without_held_out_documents_the_newest_step_counts(tmp_path: Path, capsys: Any) -> None:
-    answers = written(tmp_path / "answers", 70, "")
-    paceline(*TINY, "--answers", answers, "--out", tmp_path / "run", "--max-steps", "4", "--json")
-    line, steps = json.loads(capsys.readouterr().out), figures(tmp_path / "run")
-    assert line["heldout"] == {} and len(steps) == 4 and steps[4]["loss"] != steps[1]["loss"]
-    assert (line["loss"], line["eal"]) == (steps[4]["loss"], steps[4]["eal"])
-
-
-def test_an_empty_folder_of_answers_is_named(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(PromptError, match=f"there are no answers in {tmp_path}/empty: make them with paceline regenerate"):
-        paceline(*TINY, "--answers", tmp_path / "empty", "--out", tmp_path / "run")
-
-
-def test_answers_with_tokens_that_the_target_lacks_are_refused(tmp_path: Path) -> None:
-    answers = written(tmp_path / "answers", 30_000, "")
-    with pytest.raises(PromptError, match="holds token 30000, the target has 260 tokens: .*regenerate them with this target"):
-        paceline(*TINY, "--answers", answers, "--out", tmp_path / "run")
-
-
-def test_answers_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
-    target, words = write_tiny_target(tmp_path / "target"), ("train", "--device", "cpu", "--out", tmp_path / "run", "--target")
-    answers = written(tmp_path / "answers", 70, "what these tokens mean to another model")
-    with pytest.raises(PromptError, match="tokens of another tokenizer than the target's: regenerate them with this target"):
-        paceline(*words, target, "--answers", answers)
-
-
-def test_prompts_that_are_all_held_out_teach_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(4)))
-    words = ("--max-tokens", "8", "--prompts", file, "--heldout", f"{file}=1", "--features", "streamed")
-    with pytest.raises(PromptError, match="nothing is left to learn from: every document is held out"):
-        paceline(*TINY, *words, "--out", tmp_path / "run")
-
-
-def test_a_damaged_file_of_answers_is_named(tmp_path: Path) -> None:
-    (tmp_path / "answers-r0-00000.parquet").write_bytes(b"PAR1 cut short")
-    with pytest.raises(PromptError, match="answers-r0-00000.parquet is no file of answers"):
-        paceline(*TINY, "--answers", tmp_path, "--out", tmp_path / "run")
-
-
-def test_a_run_folder_that_cannot_be_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CacheError, match="cannot write"):
-        paceline(*TINY, "--out", tmp_path / "file" / "run")
 
 
 def test_a_continued_drafter_also_drafts_what_its_new_answers_hold(tmp_path: Path) -> None:

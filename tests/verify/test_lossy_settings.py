@@ -1,0 +1,65 @@
+"""What a lossy rule may be told, as text or as an object, and what a record says of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checked_rows import judged
+
+from paceline.errors import SamplingError
+from paceline.lossy import Ledger, Lossy
+from paceline.verify.lossy import lossy_rule
+from paceline.verify.rules import RowVerdict, Uniforms
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("lenience:0.5", {"rule": "lenience", "l": 0.5}),
+        ("typical", {"rule": "typical", "eps": 0.09, "delta": 0.3}),
+        (" relaxed : n=5 , delta=0.2, max_tv=0.02", {"rule": "relaxed", "n": 5, "delta": 0.2, "max_tv": 0.02}),
+        ("threshold:0.4,acc=0.9", {"rule": "threshold", "single": 0.4, "acc": 0.9}),
+        ("mixture:lam=0.9", {"rule": "mixture", "lam": 0.9}),
+    ],
+)
+def test_text_and_object_ask_for_the_same(text: str, same: dict[str, float | str]) -> None:
+    asked = Lossy.of(text)
+    assert asked == Lossy.of(same) == Lossy.of(str(asked))
+    assert asked.within(0.01).max_tv == 0.01 and asked.within(None) == asked
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("lenient:0.5", "choose from typical, relaxed"),
+        ("", "choose from typical"),
+        ({"eps": 0.1}, "choose from typical"),
+        ("lenience:", "lenience:"),
+        ("lenience:0", "l must be above 0"),
+        ("lenience:1.5", "at most 1"),
+        ("lenience:nan", "l must be"),
+        ("typical:delta=0", "delta must be above 0"),
+        ("typical:eps=0.1,epsilon=0.2", "has no value 'epsilon'"),
+        ("typical:eps=0.1,eps=0.2", "twice"),
+        ("typical:0.1,0.2", "cannot be read"),
+        ("relaxed:n=2.5", "whole number"),
+        ("relaxed:n=0", "n must be at least 1"),
+        ({"rule": "lenience", "l": "0.5"}, "must be a number"),
+        ({"rule": "lenience", "l": True}, "must be a number"),
+        ("lenience:0.5,max_tv=2", "max_tv must be between 0 and 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: str | dict[str, float | str], told: str) -> None:
+    if given == "lenience:":
+        assert Lossy.of(given).rule == Lossy.of("lenience:1").rule
+        return
+    with pytest.raises(SamplingError, match=told):
+        Lossy.of(given)
+
+
+def test_a_record_of_a_lossy_rule_says_so() -> None:
+    rule = lossy_rule(Lossy.of("lenience:0.5"), Ledger())
+    assert not rule.lossless and rule.needs_probs and rule.name == "lenience:l=0.5"
+    assert judged(
+        rule.verify, [], None, torch.tensor([[0.0, 0.0, 1.0, 0.0, 0.0]], dtype=torch.float64), Uniforms(0, 0)
+    ) == RowVerdict(0, 2)
