@@ -1,9 +1,10 @@
 """Trees of drafts: several continuations that one pass checks together. No PyTorch.
 
-A block drafter says for every slot which tokens are likely there, whatever the other slots hold. A tree takes the paths that
-are likeliest to stand, best first: the next node is always the likeliest of what could follow (DDTree, 2604.12989, section 3;
-the paths are then those with the largest products). The target's own token is drawn at each node, with the number of its
-position, and the path that these draws follow stands: the text is plain decoding's, whatever the tree.
+A block drafter says for every slot which tokens are likely there, whatever the other slots hold; one that reads its own drafts
+says it behind each path that it tried. A tree takes the paths that are likeliest to stand, best first: the next node is always
+the likeliest of what could follow (DDTree, 2604.12989, section 3; EAGLE-2, 2406.16858, section 4.2; the paths are then those
+with the largest products). The target's own token is drawn at each node, with the number of its position, and the path that
+these draws follow stands: the text is plain decoding's, whatever the tree.
 """
 
 from __future__ import annotations
@@ -22,22 +23,32 @@ NONE_OF_THEM = -1
 """Rank of a token that is not among a slot's candidates."""
 
 
+Likely = tuple[list[int], list[float]]
+"""Tokens of a slot, the likeliest first, and their log-probabilities."""
+
+
 @dataclass(slots=True)
 class Candidates:
     """What a drafter holds likely at each of K slots: M tokens, the likeliest first, and their log-probabilities."""
 
     tokens_KM: list[list[int]]
+    """Of a slot where what is likely depends on the slots before it: behind the likeliest tokens of all of them."""
     logprobs_KM: list[list[float]]
     most: int = MOST_NODES
     """Nodes at most: as many as the row's cache has room for."""
-    behind: Callable[[int, int], tuple[list[int], list[float]]] | None = None
+    behind: Callable[[int, int], Likely] | None = None
     """What is likely at a slot, counted from 0, behind a token at the slot before it, of a drafter for which that differs."""
+    branches: dict[tuple[int, ...], Likely] | None = None
+    """What is likely behind each path of drafts, of a drafter that reads them: nothing is known behind other paths."""
 
-    def at(self, slot: int, before: int) -> tuple[list[int], list[float]]:
-        """Tokens and log-probabilities of a slot behind the token `before`."""
-        if self.behind is None or slot == 0:
+    def at(self, path: Sequence[int]) -> Likely:
+        """Of the slot behind these tokens of the slots before it."""
+        if self.branches is not None:
+            return self.branches.get(tuple(path), ([], []))
+        slot = len(path)
+        if self.behind is None or not slot:
             return self.tokens_KM[slot], self.logprobs_KM[slot]
-        return self.behind(slot, before)
+        return self.behind(slot, path[-1])
 
 
 @dataclass(slots=True)
@@ -70,6 +81,14 @@ class Tree:
     def depth(self) -> int:
         """Nodes of the longest path."""
         return max(self.depths, default=0)
+
+    def path(self, node: int) -> list[int]:
+        """Tokens from the first slot to this node; none for -1."""
+        tokens: list[int] = []
+        while node >= 0:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
 
     @property
     def spine(self) -> list[int]:
@@ -127,10 +146,14 @@ class Growing:
 
     def _at(self, slot: int, parent: int) -> tuple[list[int], list[float], list[float]]:
         """Tokens of a slot behind a node, their log-probabilities and chances."""
-        key = slot, self.tree.tokens[parent] if parent >= 0 and self._candidates.behind else -1
+        candidates = self._candidates
+        if candidates.branches is None:
+            key = slot, self.tree.tokens[parent] if parent >= 0 and candidates.behind else -1
+        else:
+            key = slot, parent
         if key not in self._known:
-            tokens, logprobs = self._candidates.at(slot, key[1])
-            self._known[key] = tokens, logprobs, self._weigh(slot, logprobs)
+            tokens, logprobs = candidates.at(self.tree.path(parent))
+            self._known[key] = tokens, logprobs, self._weigh(slot, logprobs) if tokens else []
         return self._known[key]
 
     def _offer(self, slot: int, rank: int, parent: int, kept: float) -> None:
@@ -183,10 +206,8 @@ class Said(NamedTuple):
 
 def said_of(candidates: Candidates, tokens: Sequence[int]) -> Said:
     """`tokens`: what the target said behind the anchor, as far as it is known."""
-    before = NONE_OF_THEM
     for slot, token in enumerate(tokens[: len(candidates.tokens_KM)]):
-        likely = candidates.at(slot, before)[0]
+        likely = candidates.at(tokens[:slot])[0]
         if likely[0] != token:
             return Said(slot, likely.index(token) if token in likely else NONE_OF_THEM)
-        before = token
     return Said(min(len(tokens), len(candidates.tokens_KM)), None)

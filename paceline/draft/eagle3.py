@@ -173,8 +173,7 @@ class Eagle3Network(nn.Module):
 
 
 class Eagle3Drafter(ChainedDrafter):
-    """An EAGLE-3 or 3.1 drafter of chains. Greedy and seeded requests get certain drafts, sampled ones drafts with their
-    distribution over the draft vocabulary."""
+    """An EAGLE-3 or 3.1 drafter. Drafts that are drawn come of its distribution over the draft vocabulary."""
 
     name = "eagle3"
     network: Eagle3Network
@@ -222,7 +221,7 @@ class Eagle3Drafter(ChainedDrafter):
         if self._target is target and self._bound_cache is target.cache:
             self._path.cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
         else:
-            self._path = Eagle3Path(self.config, self.network.state_dict(), target, slack=max(self.num_drafted, 1))
+            self._path = Eagle3Path(self.config, self.network.state_dict(), target, slack=self._slack)
         self._target, self._bound_cache, self.tap_layers = target, target.cache, taps
         self._token_of, self._ids = self.ids.tolist(), self.ids.to(target.device)
         self._begin(target, self.config.shape.hidden_size)
@@ -233,12 +232,12 @@ class Eagle3Drafter(ChainedDrafter):
         return own + (self._path.weight_bytes if self._target else 0)
 
     def cache_bytes(self, target: Target) -> int:
-        shape, positions = self.config.shape, target.cache.num_rows * (target.cache.max_len + max(self.num_drafted, 1))
+        shape, positions = self.config.shape, target.cache.num_rows * (target.cache.max_len + self._slack)
         return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * positions * target.dtype.itemsize
 
     def _token(self, place: int) -> int:
         return self._token_of[place]
 
-    def _over_all_tokens(self, logits_V: Tensor) -> Tensor:
-        every_V = logits_V.new_full((self.config.shape.vocab_size,), -math.inf)
-        return every_V.index_copy_(0, self._ids, logits_V)
+    def _over_all_tokens(self, logits_KV: Tensor) -> Tensor:
+        every_KV = logits_KV.new_full((len(logits_KV), self.config.shape.vocab_size), -math.inf)
+        return every_KV.index_copy_(1, self._ids, logits_KV)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.draft.eagle3_checkpoint import Eagle3Config
+from paceline.draft.level import Level
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
 from paceline.model.decoder import Layer
 from paceline.model.kv_cache import StaticKVCache
@@ -55,14 +56,18 @@ class Eagle3Path:
         return told_BD
 
     @torch.inference_mode()
-    def step(self, rows: list[int], starts: list[int], tokens: list[int], told_BD: Tensor) -> Tensor:
-        """The entry of one draft a row, written behind what counts: what it tells the draft after it [B, D]."""
-        return self._run(rows, starts, [1] * len(rows), tokens, told_BD)
+    def step(self, level: Level, tokens: list[int], told_TD: Tensor) -> Tensor:
+        """The entries of some drafts, written behind what counts: what each tells the drafts after it [T, D]."""
+        group = self._shape.num_heads // self._shape.num_kv_heads
+        windows = {layer.window for layer in self._layers}
+        plans = {window: level.plan(group, self._dtype, self._device, window) for window in windows}
+        own = [plans[layer.window] for layer in self._layers]
+        return self._layers_of(own, level.writer(self._device), level.positions, tokens, told_TD, None)
 
     @torch.inference_mode()
-    def logits(self, told_BD: Tensor) -> Tensor:
-        """Over the draft vocabulary [B, V], float32 or the target's dtype."""
-        return self._head(told_BD.to(self._dtype) if self.config.norm_output else self._final_norm(told_BD))
+    def logits(self, told_TD: Tensor) -> Tensor:
+        """Over the draft vocabulary [T, V], float32 or the target's dtype."""
+        return self._head(told_TD.to(self._dtype) if self.config.norm_output else self._final_norm(told_TD))
 
     def _features(self, taps_TF: Tensor) -> Tensor:
         taps_TF = taps_TF.to(self._dtype)
@@ -79,7 +84,18 @@ class Eagle3Path:
         last_T = torch.tensor(lasts, device=self._device) if len(lasts) < len(tokens) else None
         plans = self._plans(rows, starts, counts, last_T is not None)
         writer = CacheWriter(rows, starts, counts, self._device)
-        tables = self._rope.tables([position + 1 for position in positions_of(starts, counts)])
+        return self._layers_of(plans, writer, positions_of(starts, counts), tokens, hidden_TD, last_T)
+
+    def _layers_of(
+        self,
+        plans: list[AttentionPlan],
+        writer: CacheWriter,
+        positions: list[int],
+        tokens: list[int],
+        hidden_TD: Tensor,
+        last_T: Tensor | None,
+    ) -> Tensor:
+        tables = self._rope.tables([position + 1 for position in positions])
         for index, layer in enumerate(self._layers):
             if index == 0:
                 normed_TD = self._hidden_norm(hidden_TD)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline import hub
 from paceline.draft.chained import ChainedDrafter
+from paceline.draft.level import Level
 from paceline.draft.mtp_checkpoint import MtpLayer, is_mtp, read_mtp, write_mtp
 from paceline.errors import ConfigError, DrafterMismatchError, refuse
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
@@ -49,7 +50,7 @@ class MtpPath:
             for name in ("embedding", "hidden", "final")
         )
         self._fc = PackedLinear(parts.pop("fc.weight"))
-        self._layer = Layer.of(shape, 0, parts)
+        self._layer, self._group = Layer.of(shape, 0, parts), shape.num_heads // shape.num_kv_heads
         self.weight_bytes = self._fc.num_bytes + self._layer.num_bytes
         self._rope = Rope(*(table.to(device, dtype) for table in rope_tables(shape, max_len + slack, longest=max_len)))
         sizes = (1, num_rows, shape.num_kv_heads, max_len, shape.head_dim)
@@ -63,23 +64,28 @@ class MtpPath:
         return told_TD[torch.tensor([end - 1 for end in accumulate(counts)], device=self._device)]
 
     @torch.inference_mode()
-    def step(self, rows: list[int], starts: list[int], tokens: list[int], told_BD: Tensor) -> Tensor:
+    def step(self, level: Level, tokens: list[int], told_TD: Tensor) -> Tensor:
         """As `ChainPath.step`."""
-        return self._run(rows, starts, [1] * len(rows), tokens, told_BD)
+        plan = level.plan(self._group, self._dtype, self._device, None)
+        return self._layer_of(plan, level.writer(self._device), level.positions, tokens, told_TD)
 
     @torch.inference_mode()
-    def logits(self, told_BD: Tensor) -> Tensor:
+    def logits(self, told_TD: Tensor) -> Tensor:
         """As `ChainPath.logits`, over the target's vocabulary."""
-        return self._target.head(told_BD.to(self._dtype) if self._tells_normed else self._final_norm(told_BD))
+        return self._target.head(told_TD.to(self._dtype) if self._tells_normed else self._final_norm(told_TD))
 
     def _run(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], hidden_TD: Tensor) -> Tensor:
+        plan = AttentionPlan(rows, starts, counts, group=self._group, dtype=self._dtype, device=self._device)
+        writer = CacheWriter(rows, starts, counts, self._device)
+        return self._layer_of(plan, writer, positions_of(starts, counts), tokens, hidden_TD)
+
+    def _layer_of(
+        self, plan: AttentionPlan, writer: CacheWriter, positions: list[int], tokens: list[int], hidden_TD: Tensor
+    ) -> Tensor:
         embedded_TD = self._target.embed(torch.tensor(tokens, device=self._device))
         both_TX = torch.cat([self._embedding_norm(embedded_TD), self._hidden_norm(hidden_TD)], dim=-1)
         hidden_TD = self._fc(both_TX).to(self.residual_dtype, copy=True)
-        group = self._shape.num_heads // self._shape.num_kv_heads
-        plan = AttentionPlan(rows, starts, counts, group=group, dtype=self._dtype, device=self._device)
-        tables = self._rope.tables(positions_of(starts, counts))
-        writer = CacheWriter(rows, starts, counts, self._device)
+        tables = self._rope.tables(positions)
         self._layer.run(hidden_TD, self.cache.keys[0], self.cache.values[0], plan, writer, self._rope, tables)
         return self._final_norm(hidden_TD).to(self.residual_dtype) if self._tells_normed else hidden_TD
 
@@ -131,7 +137,7 @@ class MtpDrafter(ChainedDrafter):
         if self._bound is not None and self._bound[0] is target and self._bound[1] is target.cache:
             self._path.cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
         else:
-            self._path = MtpPath(self._found, target, slack=max(self.num_drafted, 1))
+            self._path = MtpPath(self._found, target, slack=self._slack)
         self._bound = target, target.cache
         self.tap_layers = (target.num_layers - 1,)
         self._begin(target, own.hidden_size)
@@ -146,5 +152,5 @@ class MtpDrafter(ChainedDrafter):
         return own + (self._path.weight_bytes if self._bound else 0)
 
     def cache_bytes(self, target: Target) -> int:
-        shape, positions = self._found.config, target.cache.num_rows * (target.cache.max_len + max(self.num_drafted, 1))
+        shape, positions = self._found.config, target.cache.num_rows * (target.cache.max_len + self._slack)
         return 2 * shape.num_kv_heads * shape.head_dim * positions * target.dtype.itemsize

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -83,6 +83,16 @@ class AttentionPlan:
             self.spans.append(self._span(rows[index], length, starts[index : index + length], counts[index], own))
             index += length
             token += size
+
+    @classmethod
+    def masked(
+        cls, rows: list[int], counts: list[int], visible: list[Tensor], *, group: int, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        """`visible` by row: which positions of its cache, from the first on, each token sees, bool [count, positions]."""
+        plan = cls([], [], [], group=group, dtype=dtype, device=device)
+        for row, count, seen in zip(rows, counts, visible, strict=True):
+            plan.spans.append(_Span(row, 1, count, 0, seen.shape[-1], plan._additive(seen[None].to(device))))
+        return plan
 
     def _span(self, row: int, num_rows: int, starts: list[int], count: int, parents: list[int] | None) -> _Span:
         end = max(starts) + count

@@ -151,13 +151,13 @@ def test_a_tree_has_the_scores_of_each_branchs_parent(kind: Any) -> None:
     selector, (before_book, behind_book) = network.candidate_selector, books_of(network)
     for slot in (1, 4):
         for before in candidates.tokens_KM[slot - 1]:
-            tokens, logprobs = candidates.at(slot, before)
+            tokens, logprobs = candidates.at([0] * (slot - 1) + [before])
             unary, ids = logits[slot].topk(6)
             gated = before_book[before] * selector.hidden_projection(hidden[slot])
             expected = torch.log_softmax((unary + behind_book[ids] @ gated) / 0.7, dim=-1).sort(descending=True)
             assert tokens == ids[expected.indices[:4]].tolist()
             torch.testing.assert_close(torch.tensor(logprobs), expected.values[:4], atol=1e-4, rtol=1e-4)
-    seen = {tuple(candidates.at(4, before)[0]) for before in candidates.tokens_KM[3]}
+    seen = {tuple(candidates.at([0, 0, 0, before])[0]) for before in candidates.tokens_KM[3]}
     assert len(seen) > 1, "the test needs parents that matter"
 
 

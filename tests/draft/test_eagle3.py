@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from paceline.draft import tapped
 from paceline.draft.base import NoDrafter
+from paceline.draft.chained import MOST_BRANCHES
 from paceline.draft.eagle3 import Eagle3Drafter
 from paceline.draft.eagle3_checkpoint import Eagle3Config, default_taps
 from paceline.draft.registry import make_drafter
@@ -40,10 +43,11 @@ class Recording(Eagle3Drafter):
                 self.rounds.append((list(seq.tokens), tokens, self.now[seq.row]))
         return block
 
-    def _extend(self, chains: Any, logits_BV: Tensor) -> list[int]:
-        for chain, logits_V in zip(chains, logits_BV, strict=True):
-            self.now.setdefault(chain.seq.row, []).append(logits_V.clone())
-        return super()._extend(chains, logits_BV)
+    def _extend(self, rows: Any, logits_TV: Tensor, count: int) -> None:
+        firsts = accumulate((len(each.nodes) for each in rows), initial=0)
+        for each, first in zip(rows, firsts, strict=False):
+            self.now.setdefault(each.seq.row, []).append(logits_TV[first].clone())
+        super()._extend(rows, logits_TV, count)
 
 
 def recording(raw: dict[str, Any], **options: Any) -> Recording:
@@ -86,17 +90,44 @@ def test_rounds_whose_drafts_stand_are_the_formulas(kind: Any) -> None:
     expected = generate(target, NoDrafter(), [prompt], 22)[0][0]
     text, extend = [*prompt, *expected], drafter._extend
 
-    def knowing(chains: Any, logits_BV: Tensor) -> list[int]:
-        going = extend(chains, logits_BV)
-        for chain in chains:
-            at = len(chain.seq.tokens) + len(chain.tokens) - 1
-            chain.tokens[-1] = text[at] if at < len(text) else 0
-        return going
+    def knowing(rows: Any, logits_TV: Tensor, count: int) -> None:
+        extend(rows, logits_TV, count)
+        for each in rows:
+            at = len(each.seq.tokens) + len(each.tokens) - 1
+            each.tokens[-1] = text[at] if at < len(text) else 0
 
     drafter._extend = knowing  # pyright: ignore[reportAttributeAccessIssue]
     (answer,), rounds = generate(target, drafter, [prompt], 22)
     assert answer == expected and sum(sum(found.num_accepted_B) for found in rounds) > 14
     assert_formulas(drafter, kind, least=4, are_best=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_is_likely_behind_each_branch_is_the_formulas(name: str, kind: Any) -> None:
+    """Rows of different lengths, one of which drafts a chain: each branch reads its own ancestors alone."""
+    drafter, target = recording(raw_eagle3(**VARIANTS[name]), num_drafted=4), tiny_target(num_rows=3, kind=kind)
+    ready(target, drafter)
+    sequences = [admit(target, drafter, prompt, LONG) for prompt in (PROMPT[:6], PROMPT[2:11], PROMPT)]
+    block = drafter.propose(Batch(sequences, [Take("eagle3", count) for count in (4, 3, 1)], num_candidates=3))
+    twin = tiny_target(kind=kind)
+    twin.set_taps(drafter.tap_layers)
+    formulas = Formulas(drafter.network, twin.embed(torch.arange(VOCAB)))
+    assert block.candidates_B is not None and block.sure_B is not None
+    for seq, candidates, chain, sure in zip(sequences, block.candidates_B, block.tokens_B, block.sure_B, strict=True):
+        row = twin.cache.allocate()
+        taps = twin.forward(ForwardBatch([row], [0], [len(seq.tokens) - 1], seq.tokens[:-1], "none")).taps_TF.clone()
+        twin.cache.free(row)
+        assert candidates is not None and candidates.branches is not None
+        widths = Counter(map(len, candidates.branches))
+        assert widths == {depth: 1 if depth == 0 else MOST_BRANCHES if depth > 1 else 3 for depth in range(len(chain))}
+        for path, (tokens, logprobs) in candidates.branches.items():
+            logprobs_V = formulas.chain(seq.tokens, taps, [*path, 0])[-1].log_softmax(-1)
+            values, places = logprobs_V.topk(3)
+            assert tokens == drafter.ids[places].tolist()
+            torch.testing.assert_close(torch.tensor(logprobs).double(), values, atol=2e-4, rtol=2e-4)
+        assert [candidates.at(chain[:length])[0][0] for length in range(len(chain))] == chain
+        assert sure == [each[0] for each in candidates.logprobs_KM]
 
 
 @pytest.mark.parametrize("name", VARIANTS)

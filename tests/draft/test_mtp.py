@@ -23,9 +23,12 @@ from paceline.draft.mtp import MtpDrafter
 from paceline.draft.mtp_checkpoint import read_mtp
 from paceline.draft.registry import make_drafter
 from paceline.engine.engine import Engine
+from paceline.engine.round import RuleJudge
 from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError
 from paceline.plan import FixedPlanner
+from paceline.trees import Likely
 from paceline.types import Batch, DraftBlock, SamplingParams
+from paceline.verify.rules import RULES
 
 PROMPTS = [text(5), text(19, 1), text(12, 2)]
 NUM_TOKENS = 14
@@ -143,9 +146,13 @@ class Recording(MtpDrafter):
     """Keeps what was drafted behind which text, and the drafts' distributions."""
 
     rounds: list[tuple[list[int], list[int], Tensor | None]]
+    branches: list[tuple[list[int], dict[tuple[int, ...], Likely]]]
 
     def propose(self, batch: Batch) -> DraftBlock:
         block = super().propose(batch)
+        for seq, candidates in zip(batch.sequences, block.candidates_B or [], strict=False):
+            if candidates and candidates.branches:
+                self.branches.append((list(seq.tokens), candidates.branches))
         self.rounds += [
             (list(seq.tokens), tokens, probs)
             for seq, tokens, probs in zip(batch.sequences, block.tokens_B, block.probs_B, strict=True)
@@ -156,14 +163,15 @@ class Recording(MtpDrafter):
 
 def recording(folder: Path, num_drafted: int = 3) -> Recording:
     drafter = Recording(read_mtp(folder), num_drafted=num_drafted)
-    drafter.rounds = []
+    drafter.rounds, drafter.branches = [], []
     return drafter
 
 
-def texts(folder: Path, drafter: Drafter | None, params: SamplingParams) -> list[list[int]]:
+def texts(folder: Path, drafter: Drafter | None, params: SamplingParams, rule: str = "auto", nodes: int = 0) -> list[list[int]]:
     target = target_of(folder, num_rows=3, max_len=64)
-    planner = FixedPlanner(0 if drafter is None else None, most_chunk=8)
-    return [seq.output_ids for seq in run(Engine(target, ByteTokenizer(), drafter, planner=planner), PROMPTS, params)]
+    planner = FixedPlanner(0 if drafter is None else None, most_chunk=8, num_nodes=nodes)
+    engine = Engine(target, ByteTokenizer(), drafter, judge=RuleJudge(RULES[rule]), planner=planner)
+    return [seq.output_ids for seq in run(engine, PROMPTS, params)]
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3"])
@@ -179,10 +187,24 @@ def test_drafts_are_the_reference_s_and_the_text_is_plain_decoding_s(name: str, 
             assert logits_V.max() - logits_V[draft] < 1e-3
 
 
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3"])
+def test_branches_are_the_reference_s_and_trees_keep_the_text(name: str, make: Callable[[str], Made]) -> None:
+    folder, reference = make(name)
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    drafter = recording(folder)
+    assert texts(folder, drafter, params, nodes=6) == texts(folder, None, params)
+    assert len(drafter.branches) > 20 and any(len(branches) > 3 for _, branches in drafter.branches)
+    for tokens, branches in drafter.branches[::5]:
+        for path, (likely, logprobs) in branches.items():
+            logprobs_V = reference.logits(tokens, list(path))[-1].float().log_softmax(-1)
+            torch.testing.assert_close(logprobs_V[likely], torch.tensor(logprobs), atol=1e-3, rtol=1e-3)
+            torch.testing.assert_close(logprobs_V.topk(len(likely)).values, torch.tensor(logprobs), atol=1e-3, rtol=1e-3)
+
+
 def test_sampled_requests_are_told_what_the_drafts_were_drawn_from(make: Callable[[str], Made]) -> None:
     folder, reference = make("qwen3.5")
     drafter = recording(folder)
-    texts(folder, drafter, SamplingParams(max_tokens=8, temperature=0.7, ignore_eos=True))
+    texts(folder, drafter, SamplingParams(max_tokens=8, temperature=0.7, ignore_eos=True), "rejection")
     assert len(drafter.rounds) > 5
     for tokens, drafts, probs_KV in drafter.rounds:
         expected = torch.stack(reference.logits(tokens, drafts[:-1])) / 0.7

@@ -20,6 +20,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
 from paceline.learned import PassCosts
 from paceline.model.logits import target_probs
+from paceline.model.decoder import Decoder
 from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import ForwardBatch
 from paceline.plan import AdaptivePlanner, FixedPlanner, Planner
@@ -49,11 +50,28 @@ def answers(kind: Any, params: SamplingParams, planner: Planner, drafter: Any = 
 def test_the_text_is_plain_decodings(kind: Any, way: str) -> None:
     params = SamplingParams(max_tokens=20, **WAYS[way])
     plain = answers(kind, params, FixedPlanner(0))
-    for planner in (FixedPlanner(most_chunk=4), AdaptivePlanner(PassCosts([(1, 1e-2), (64, 2e-2)]))):
+    for planner in (
+        FixedPlanner(most_chunk=4),
+        FixedPlanner(num_nodes=12),
+        AdaptivePlanner(PassCosts([(1, 1e-2), (64, 2e-2)])),
+    ):
         given = answers(kind, params, planner, small())
         assert [seq.output_ids for seq in given] == [seq.output_ids for seq in plain]
         assert all(seq.lossless for seq in given)
     assert sum(each.num_drafted for seq in answers(kind, params, FixedPlanner(), small()) for each in seq.rounds) > 100
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_of_branches_stand_where_the_target_follows_them(temperature: float, seed: int | None) -> None:
+    """The likeliest tokens of each place are drafted side by side: more stands than of chains, and never beyond a tree."""
+    kept = []
+    for nodes in (0, 40):
+        params = SamplingParams(max_tokens=60, temperature=temperature, seed=seed, ignore_eos=True)
+        rounds = [each for seq in answers(Decoder, params, FixedPlanner(num_nodes=nodes), small()) for each in seq.rounds]
+        kept.append(sum(each.num_accepted for each in rounds) / len(rounds))
+        assert max(each.num_accepted for each in rounds) <= 5
+    assert kept[1] > 1.5 * kept[0] > 0
 
 
 class Recording(Eagle3Drafter):

@@ -1,0 +1,69 @@
+"""The drafts that one step of a drafter reads: of each row one, or several side by side, each behind its ancestors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.model.attention import AttentionPlan, CacheWriter
+
+
+@dataclass(slots=True)
+class Level:
+    """Entries of a drafter's cache: behind the verified ones of each row first those of earlier levels, then these. All of a
+    level have the same number of drafts before them."""
+
+    rows: list[int] = field(default_factory=list)
+    bases: list[int] = field(default_factory=list)
+    """Verified entries of each row."""
+    before: list[int] = field(default_factory=list)
+    """Entries of earlier levels of each row."""
+    seen: list[Sequence[Sequence[int]]] = field(default_factory=list)
+    """By row and entry, which entries of drafts it sees: its ancestors, then itself, counted from the row's first draft."""
+
+    def add(self, row: int, base: int, before: int, seen: Sequence[Sequence[int]]) -> None:
+        self.rows.append(row)
+        self.bases.append(base)
+        self.before.append(before)
+        self.seen.append(seen)
+
+    @property
+    def counts(self) -> list[int]:
+        return [len(each) for each in self.seen]
+
+    @property
+    def starts(self) -> list[int]:
+        """Place in the cache of each row's first entry of this level."""
+        return [base + before for base, before in zip(self.bases, self.before, strict=True)]
+
+    @property
+    def positions(self) -> list[int]:
+        """Of each entry, counted along its path."""
+        return [base + len(own) - 1 for base, seen in zip(self.bases, self.seen, strict=True) for own in seen]
+
+    def writer(self, device: torch.device) -> CacheWriter:
+        return CacheWriter(self.rows, self.starts, self.counts, device)
+
+    def plan(self, group: int, dtype: torch.dtype, device: torch.device, window: int | None) -> AttentionPlan:
+        """Who attends to what, for one kind of layer."""
+        kind: dict[str, Any] = {"group": group, "dtype": dtype, "device": device}
+        chains = [[list(range(before + 1))] for before in self.before]
+        if [[list(own) for own in seen] for seen in self.seen] == chains:
+            return AttentionPlan(self.rows, self.starts, self.counts, window=window, **kind)
+        return AttentionPlan.masked(
+            self.rows, self.counts, [self._visible(index, window) for index in range(len(self.rows))], **kind
+        )
+
+    def _visible(self, index: int, window: int | None) -> Tensor:
+        """Which places of a row's cache each of its entries sees, bool [entries, places]."""
+        base, seen = self.bases[index], self.seen[index]
+        visible = torch.zeros(len(seen), self.starts[index] + len(seen), dtype=torch.bool)
+        for number, own in enumerate(seen):
+            begin = 0 if window is None else max(0, base + len(own) - window)
+            visible[number, begin:base] = True
+            visible[number, [base + each for each in (own if window is None else own[-window:])]] = True
+        return visible
