@@ -19,8 +19,8 @@ from paceline.draft.eagle3 import Eagle3Drafter
 from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
 from paceline.learned import PassCosts
-from paceline.model.logits import target_probs
 from paceline.model.decoder import Decoder
+from paceline.model.logits import target_probs
 from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import ForwardBatch
 from paceline.plan import AdaptivePlanner, FixedPlanner, Planner
