@@ -2,8 +2,9 @@
 
     python experiments/drafters_side_by_side.py runs/drafters-side-by-side
 
-Of each drafter: tokens a round with all of its drafts checked, with an interval over prompts; what drafting takes of the time
-of a plain round; speed over plain decoding with all drafts checked and as the planner chooses; what it learned from.
+Of each drafter: tokens a round with all of its drafts checked, with an interval over prompts, and with a tree where it drafts
+trees; what drafting takes of the time of a plain round; speed over plain decoding with all drafts checked and as the planner
+chooses; what it learned from.
 Writes chart.svg and result.json beside them, and prints a Markdown table.
 """
 
@@ -17,6 +18,9 @@ from typing import Any
 
 from paceline.runlog import record_of, write_whole
 
+TREES = ("eagle3", "dflash", "dflash2")
+"""Those that draft them."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -25,6 +29,8 @@ class Line:
     name: str
     tokens_per_round: float
     interval: tuple[float, float]
+    tree: float | None
+    """Tokens a round with a tree of 32 drafts; None of drafters that draft chains alone."""
     drafting_share: float
     """Of a plain round's time."""
     fixed: float
@@ -58,7 +64,7 @@ def rounds_of(result: dict[str, Any]) -> float:
 
 
 def lines_of(out: Path) -> list[Line]:
-    fixed, auto = results_of(out / "fixed"), results_of(out / "auto")
+    fixed, tree, auto = (results_of(out / plan) for plan in ("fixed", "tree", "auto"))
     plain = fixed["none"]
     plain_s = (plain["seconds"]["verify"] + plain["seconds"]["host"]) / rounds_of(plain)
     lines = []
@@ -68,23 +74,25 @@ def lines_of(out: Path) -> list[Line]:
         drafting_s = result["seconds"]["draft"] / rounds_of(result)
         speeds = auto[name]["speedup"], tuple(auto[name]["speedup_interval"])
         kept = result["tokens_per_round"], tuple(result["tokens_per_round_interval"])
-        lines.append(Line(name, *kept, drafting_s / plain_s, result["speedup"], *speeds, *learned(out / name)))
+        with_tree = tree[name]["tokens_per_round"] if name in TREES else None
+        lines.append(Line(name, *kept, with_tree, drafting_s / plain_s, result["speedup"], *speeds, *learned(out / name)))
     return sorted(lines, key=lambda line: line.tokens_per_round)
 
 
 def table_of(lines: list[Line]) -> str:
     rows = [
-        "| drafter | learned from, thousand blocks | minutes of steps | tokens a round | drafting, of a plain round "
-        "| all drafts checked | as planned |",
-        "|---|---|---|---|---|---|---|",
+        "| drafter | learned from, thousand blocks | minutes of steps | tokens a round | with a tree of 32 "
+        "| drafting, of a plain round | all drafts checked | as planned |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for line in lines:
         blocks = "" if line.blocks is None else f"{line.blocks / 1000:.0f}"
         minutes = "" if line.minutes is None else f"{line.minutes:.1f}"
         low, high = line.interval
         slow, fast = line.auto_interval
+        tree = "" if line.tree is None else f"{line.tree:.2f}"
         rows.append(
-            f"| {line.name} | {blocks} | {minutes} | {line.tokens_per_round:.2f} [{low:.2f}, {high:.2f}] "
+            f"| {line.name} | {blocks} | {minutes} | {line.tokens_per_round:.2f} [{low:.2f}, {high:.2f}] | {tree} "
             f"| {line.drafting_share:.0%} | {line.fixed:.2f}x | {line.auto:.2f}x [{slow:.2f}, {fast:.2f}] |"
         )
     return "\n".join(rows)

@@ -3,25 +3,37 @@
 # by `paceline distill`), EAGLE-3, DFlash and DFlash 2, trained on the same answers for the same time. Tokens a round, what drafting
 # takes, and speed, as a table and a chart.
 #
-#   ANSWERS="runs/a/answers runs/b/answers" PROMPTS="gsm8k_test.jsonl humaneval.jsonl" bash experiments/drafters_side_by_side.sh
+#   DATA=path/to/prompt/sets bash experiments/drafters_side_by_side.sh
+#   ANSWERS="runs/a/answers runs/b/answers" PROMPTS="questions.jsonl tasks.jsonl" bash experiments/drafters_side_by_side.sh
 #
-# Each kind learns for MINUTES (10) of steps, as its own recipe says; hidden states come on top, twice: EAGLE-3 reads other layers.
-# Then two measurements with nothing else running: `fixed` has every draft of every round checked, `auto` is the planner's choice.
-# Killed, the same command goes on after the last finished stage. Needs pip install 'paceline[distill]'. Environment: OUT (folder),
-# TARGET (smollm2-135m), LIMIT (prompts a file, 16), REPEAT (turns, 3), LAYERS (of the small model, 6).
+# DATA holds gsm8k_train.jsonl, mbpp_train.jsonl and user_instructions.jsonl, which the target answers first, and gsm8k_test.jsonl
+# and humaneval.jsonl, on which is measured; ANSWERS and PROMPTS are others in their place. Each kind learns for MINUTES (8) of
+# steps, as its own recipe says; hidden states come on top, twice: EAGLE-3 reads other layers. Then three measurements with nothing
+# else running: `fixed` has every draft of every round checked, `tree:32` the likeliest 32 of those that can be told from each
+# other, `auto` is the planner's choice. About 70 minutes on two cores. Killed, the same command goes on after the last finished
+# stage. Needs pip install 'paceline[distill]'. Environment: OUT (folder), TARGET (smollm2-135m), LIMIT (prompts a file, 12), REPEAT
+# (turns, 3), LAYERS (of the small model, 6).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-answers=${ANSWERS:?name folders of answers, as in ANSWERS="runs/a/answers runs/b/answers"}
-prompts=${PROMPTS:?name files of prompts that nothing learns from, as in PROMPTS="gsm8k_test.jsonl humaneval.jsonl"}
 out=${OUT:-runs/drafters-side-by-side}
 target=${TARGET:-smollm2-135m}
+if [ -z "${ANSWERS:-}" ] || [ -z "${PROMPTS:-}" ]; then
+    data=${DATA:?name the folder of prompt sets, as in DATA=prompts, or both ANSWERS and PROMPTS}
+fi
+if [ -z "${ANSWERS:-}" ]; then
+    answer=(paceline regenerate --target "$target" --max-tokens 160 --max-prompt-tokens 384)
+    "${answer[@]}" --prompts "$data/gsm8k_train.jsonl" --limit 1000 --out "$out/questions"
+    "${answer[@]}" --prompts "$data/mbpp_train.jsonl" --prompts "$data/user_instructions.jsonl" --out "$out/tasks"
+fi
+answers=${ANSWERS:-$out/questions/answers $out/tasks/answers}
+prompts=${PROMPTS:-$data/gsm8k_test.jsonl $data/humaneval.jsonl}
 
 of_answers=()
 for folder in $answers; do
     of_answers+=(--answers "$folder")
 done
-train=(paceline train --target "$target" --plan off --max-len 512 --max-tokens 128 --epochs 1000 --max-minutes "${MINUTES:-10}"
+train=(paceline train --target "$target" --plan off --max-len 512 --max-tokens 128 --epochs 1000 --max-minutes "${MINUTES:-8}"
     --blocks-per-step 192 --anchors 48 --lr 2e-3 --features cached --heldout-every 250 --serve-share 0
     "${of_answers[@]}")
 # A block of 8 each: seven drafts of DFlash's, and of EAGLE-3's as many as it learns at once, five drafted when served.
@@ -36,7 +48,7 @@ done
 
 # Its gates are for students that answer in the target's place: a drafter is only refused when it learned nothing.
 if [ ! -e "$out/small/student.gguf" ]; then
-    paceline distill --teacher "$target" "${of_answers[@]}" --layers "${LAYERS:-6}" --max-len 512 --minutes "${MINUTES:-10}" \
+    paceline distill --teacher "$target" "${of_answers[@]}" --layers "${LAYERS:-6}" --max-len 512 --minutes "${MINUTES:-8}" \
         --num-answers 0 --least-agreement 0 --out "$out/small"
 fi
 
@@ -45,11 +57,14 @@ files=()
 for file in $prompts; do
     files+=(--prompts "$file")
 done
-for plan in fixed auto; do
-    if [ -e "$out/$plan/.done" ]; then continue; fi
-    rm -rf "${out:?}/$plan"
-    paceline bench decode --model "$target" --drafters "$drafters" --plan "$plan" "${files[@]}" --limit "${LIMIT:-16}" \
-        --max-tokens 128 --batch 1 --repeat "${REPEAT:-3}" --out "$out/$plan"
-    touch "$out/$plan/.done"
+for plan in fixed tree:32 auto; do
+    folder=$out/${plan%:32}
+    if [ -e "$folder/.done" ]; then continue; fi
+    rm -rf "${folder:?}"
+    repeat=${REPEAT:-3}
+    if [ "$plan" = tree:32 ]; then repeat=1; fi  # what it keeps is the same each time
+    paceline bench decode --model "$target" --drafters "$drafters" --plan "$plan" "${files[@]}" --limit "${LIMIT:-12}" \
+        --max-tokens 128 --batch 1 --repeat "$repeat" --out "$folder"
+    touch "$folder/.done"
 done
 python experiments/drafters_side_by_side.py "$out"
