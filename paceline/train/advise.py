@@ -311,10 +311,11 @@ def seen_in_traces(folder: Path) -> Seen:
     for file in files:
         what = f"{file} is no trace"
         with reraised(ConfigError, what, "give traces of paceline serve or record", ArrowException, OSError, KeyError):
-            table = parquet.read_table(file, columns=["answer_ids", "drafted", "accepted"])
+            told = {"drafted", "accepted"} & set(parquet.read_schema(file).names)  # answers of regenerate have no rounds
+            table = parquet.read_table(file, columns=["answer_ids", *sorted(told)])
         for row in table.to_pylist():
             lengths.append(len(row["answer_ids"] or ()))
-            drafted, accepted = row["drafted"] or (), row["accepted"] or ()
+            drafted, accepted = row.get("drafted") or (), row.get("accepted") or ()
             rounds += itertools.islice(zip(drafted, accepted, strict=False), len(drafted))
     checked = [pair for pair in rounds if pair[0] > 0]
     mean = sum(accepted for _, accepted in rounds) / len(rounds) + 1 if rounds else 1.0

@@ -21,6 +21,7 @@ from paceline.cli import app
 from paceline.errors import ConfigError
 from paceline.simulate.config import AdviceConfig, CostsConfig
 from paceline.train.advise import CAUTION, Seen, advise, learned, seen_in_traces
+from paceline.train.answers import Answer, AnswerShards
 from paceline.train.planning import expected_tokens
 
 ON = ["--model", "Qwen3.5-27B", "--hardware", "2x H100"]
@@ -123,6 +124,15 @@ def test_traces_of_another_server_tell_no_rounds(tmp_path: Path) -> None:
     assert (seen.acceptance, seen.tokens_per_round, seen.answers) == (None, 1.0, 500)
     with pytest.raises(ConfigError, match="holds no traces"):
         seen_in_traces(tmp_path / "nowhere")
+
+
+def test_answers_that_the_target_wrote_beforehand_are_counted(tmp_path: Path) -> None:
+    AnswerShards(tmp_path).write([Answer(f"p{n}@0", "here", 0, 0.0, [65], [66] * 20, "length", "") for n in range(9)])
+    seen = seen_in_traces(tmp_path)
+    assert (seen.acceptance, seen.answers, seen.answer_tokens) == (None, 9, 20.0) and "no rounds told" in seen.source
+    (tmp_path / "answers-r0-00000.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ConfigError, match="is no trace .*give traces of paceline serve or record"):
+        seen_in_traces(tmp_path)
 
 
 def test_a_running_server_tells_it_too() -> None:
