@@ -67,8 +67,9 @@ class Planner(Protocol):
         """Tokens of a slot that it wants to know, to make trees of; 0: it makes none."""
         ...
 
-    def offer(self, source: str, kind: RowKind, most: int) -> Offer:
-        """What a source that computes its drafts promises a row of this kind that may check `most` of them."""
+    def offer(self, source: str, kind: RowKind, most: int, *, is_stepwise: bool = False) -> Offer:
+        """What a source that computes its drafts, each in a step of its own if `is_stepwise`, promises a row of this kind that
+        may check `most` of them."""
         ...
 
     def next(self, rows: list[Row], num_joining: int = 0, prompt_left: int = 0) -> Plan:
@@ -79,10 +80,7 @@ class Planner(Protocol):
         """A row whose prompt ended in this step decodes too."""
 
     def narrow(
-        self,
-        plan: Plan,
-        sure_B: Sequence[Sequence[float] | None],
-        candidates_B: Sequence[Candidates | None] | None = None,
+        self, plan: Plan, sure_B: Sequence[Sequence[float] | None], candidates_B: Sequence[Candidates | None] | None = None
     ) -> list[int | Tree]:
         """How many drafts of each row to check, or which tree of them, now that drafters have said how sure they are of each
         slot: the log-probability of its most likely token, None where nothing of the kind is known; and what else is likely
@@ -121,7 +119,7 @@ class FixedPlanner:
     def num_candidates(self) -> int:
         return min(max(self.num_nodes, self.num_named), MOST_CANDIDATES)
 
-    def offer(self, source: str, kind: RowKind, most: int) -> Offer:
+    def offer(self, source: str, kind: RowKind, most: int, *, is_stepwise: bool = False) -> Offer:
         return Offer(source, (1.0,) * most)
 
     def next(self, rows: list[Row], num_joining: int = 0, prompt_left: int = 0) -> Plan:
@@ -144,10 +142,7 @@ class FixedPlanner:
         plan.drafts.insert(place, self._take(row))
 
     def narrow(
-        self,
-        plan: Plan,
-        sure_B: Sequence[Sequence[float] | None],
-        candidates_B: Sequence[Candidates | None] | None = None,
+        self, plan: Plan, sure_B: Sequence[Sequence[float] | None], candidates_B: Sequence[Candidates | None] | None = None
     ) -> list[int | Tree]:
         return [
             grow(candidates, self.weigh(row, candidates), self.num_nodes) if candidates and self.num_nodes else take.count
@@ -207,9 +202,9 @@ class AdaptivePlanner:
         """Tokens that a row gains on average because its drafts are cut where their drafter is unsure of them."""
         self._truths: dict[tuple[str, str], Truth] = {}
         self._blocks: set[str] = set()
-        """Sources that draft whole blocks at once: those that say how sure they are of each slot before any is drawn."""
-        self._computed: set[str] = set()
-        """Sources that compute their drafts."""
+        """Sources that draft whole blocks at once and say how sure they are of each slot."""
+        self._computed, self._stepwise = set[str](), set[str]()
+        """Sources that compute their drafts; those of them that take a step for each."""
         self.chunks = ChunkSizes(most_chunk, adapts_chunks)
 
     @property
@@ -219,8 +214,10 @@ class AdaptivePlanner:
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         self.chunks.prefilled(num_tokens, seconds)
 
-    def offer(self, source: str, kind: RowKind, most: int) -> Offer:
+    def offer(self, source: str, kind: RowKind, most: int, *, is_stepwise: bool = False) -> Offer:
         self._computed.add(source)
+        if is_stepwise:
+            self._stepwise.add(source)
         places = self._known(source, kind, most).places
         drafting_s = self._kinds["greedy" if kind == "greedy" else "drawn"].costs.drafting_s(source, 1)
         whole_s, each_s = (drafting_s, 0.0) if source in self._blocks else (0.0, drafting_s)
@@ -316,10 +313,7 @@ class AdaptivePlanner:
         return any(self._share_out(kind.costs, kind.rate(plan.num_rows), plan.num_rows, wants, math.inf, margin=MARGIN))
 
     def narrow(
-        self,
-        plan: Plan,
-        sure_B: Sequence[Sequence[float] | None],
-        candidates_B: Sequence[Candidates | None] | None = None,
+        self, plan: Plan, sure_B: Sequence[Sequence[float] | None], candidates_B: Sequence[Candidates | None] | None = None
     ) -> list[int | Tree]:
         widths: list[int | Tree] = [take.count for take in plan.drafts]
         if all(sure is None for sure in sure_B):
@@ -361,7 +355,7 @@ class AdaptivePlanner:
             if offer.cost_s:
                 computing[take.source] = computing.get(take.source, 0) + 1
                 longest[take.source] = max(longest.get(take.source, 1), take.count)
-                if sure is not None:
+                if sure is not None and take.source not in self._stepwise:
                     self._blocks.add(take.source)
                 known = self._known(take.source, row.kind, take.count)
                 if (outcome := trees_B[place]) is None:

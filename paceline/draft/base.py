@@ -46,6 +46,8 @@ class Drafter(ABC):
     """The most tokens drafted per round (block_size - 1)."""
     is_at_hand: bool = False
     """Whether its drafts cost next to nothing to make, and it can tell beforehand how likely they are to stand (`chance`)."""
+    is_stepwise: bool = False
+    """Whether each draft takes a step of its own, so that drafting takes longer the more is drafted."""
     has_own_threads: bool = True
     """Whether it has nothing to compute that PyTorch's threads would be worth having for."""
     tap_layers: tuple[int, ...] = ()

@@ -126,7 +126,7 @@ class ChainedDrafter(TappedDrafter):
     """Greedy and seeded requests get certain drafts, sampled ones drafts with their distribution, or guesses where the target's
     own draws decide. `bind` of a subclass sets `_path` and calls `_begin`."""
 
-    has_own_threads = False
+    is_stepwise, has_own_threads = True, False
     looks_ahead = 1
     foresight = Foresight()
     _path: ChainPath

@@ -166,7 +166,7 @@ class Pool:
             if not most or not each.can_draft(seq):
                 continue
             if not each.is_at_hand:
-                found.append(planner.offer(each.name, seq.planned_kind, most))
+                found.append(planner.offer(each.name, seq.planned_kind, most, is_stepwise=each.is_stepwise))
             elif chance := each.chance(seq):
                 found.append(Offer(each.name, (chance,) * most))
         return found

@@ -23,7 +23,7 @@ from paceline.types import Batch, DraftBlock, Sequence
 class SmallModelDrafter(Drafter):
     """Greedy and seeded requests get certain drafts, sampled ones drafts with their distribution under the same settings."""
 
-    name = "small_model"
+    name, is_stepwise = "small_model", True
 
     def __init__(self, model: Target, *, num_drafted: int | None = None) -> None:
         """`model` must not be the target itself: both need a cache. Raises ConfigError on a negative num_drafted."""

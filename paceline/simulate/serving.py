@@ -328,7 +328,7 @@ class BestPlanner(FixedPlanner):
 class OffPlanner(AdaptivePlanner):
     """No drafts; chunks as the engine's planner has them."""
 
-    def offer(self, source: str, kind: RowKind, most: int) -> Offer:
+    def offer(self, source: str, kind: RowKind, most: int, *, is_stepwise: bool = False) -> Offer:
         return Offer(source, ())
 
 
