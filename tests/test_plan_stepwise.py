@@ -1,4 +1,4 @@
-"""The planner beside drafters that take a step for each draft: the more is drafted the longer it takes, however sure they are."""
+"""The planner beside drafters that take a step for each draft: the more is drafted the longer it takes, however sure."""
 
 from __future__ import annotations
 
