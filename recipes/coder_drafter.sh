@@ -6,9 +6,9 @@
 #   ANSWERS=recipes/answers/qwen2.5-coder-0.5b bash recipes/coder_drafter.sh      # from the answers that lie here: no DATA
 #
 # Killed, the same command goes on. DATA holds mbpp_train.jsonl, user_instructions.jsonl and seed_tasks.jsonl; of humaneval.jsonl
-# and mbpp_test.jsonl it is only read what must not be learned. Environment: OUT (run folder), MINUTES (of training; a larger
-# number than before trains on), SELF (prompts that the target writes), SIGNATURES (functions to complete that it writes), INIT (a
-# drafter to go on from; without, a new one).
+# and mbpp_test.jsonl it is only read what must not be learned. Environment: OUT (run folder), MINUTES and SECOND_MINUTES (of
+# training; a larger number than before trains on), SELF (prompts that the target writes), SIGNATURES (functions to complete that
+# it writes), INIT (a DFlash drafter that step 4 goes on from, in place of step 3's), PROCESSES.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -41,12 +41,18 @@ else
 fi
 
 # 3. Training. The loss compares with 8,192 tokens a step rather than with all 151,936; drafting is among 16,384.
-start=(--first-layers copied --layers 2 --taps 5 --draft-vocab 16384 --lr 1.6e-3)
-if [ -n "${INIT:-}" ]; then
-    start=(--init "$INIT" --lr 1.4e-3)
+learn=(--target "$target" "${answers[@]}" --plan off --max-len 576 --max-tokens 192 --epochs 100 --blocks-per-step 192
+    --anchors 48 --loss d-pace --loss-vocab 8192 --features cached --feature-dtype int8 --ood paceline/bench/prompts.jsonl)
+first=${INIT:-$out/run/drafter}
+if [ -z "${INIT:-}" ]; then
+    paceline train "${learn[@]}" --out "$out/run" --first-layers copied --layers 2 --taps 5 --draft-vocab 16384 --lr 1.6e-3 \
+        --max-minutes "${MINUTES:-150}" --heldout-every 250 --keep best
 fi
-paceline train --target "$target" "${answers[@]}" --out "$out/run" --plan off "${start[@]}" \
-    --max-len 576 --max-tokens 192 --epochs 100 --max-minutes "${MINUTES:-150}" --blocks-per-step 192 \
-    --anchors 48 --loss d-pace --loss-vocab 8192 --features cached --feature-dtype int8 --heldout-every 250 \
-    --keep best --ood paceline/bench/prompts.jsonl
-echo "drafter: $out/run/drafter"
+
+# 4. From there on DFlash 2, in processes of one thread each, and 8 bits. What the package holds (48 minutes on two cores, from
+# a drafter that had learned for 89: its card).
+OMP_NUM_THREADS=1 torchrun --nproc-per-node "${PROCESSES:-$(nproc)}" -m paceline train "${learn[@]}" --out "$out/second" \
+    --init "$first" --drafter-kind dflash2 --lr 1.3e-3 --max-minutes "${SECOND_MINUTES:-48}" --heldout-every 500 \
+    --selector-from 0.2 --serve-share 0.03
+python recipes/pack_drafter.py "$out/second/drafter" --out "$out/shipped"
+echo "drafter: $out/shipped"
