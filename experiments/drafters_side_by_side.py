@@ -99,28 +99,32 @@ def table_of(lines: list[Line]) -> str:
 
 
 def draw(lines: list[Line], path: Path, title: str) -> None:
-    """Speed over tokens a round, a point for each drafter; what drafting takes is the size of its ring."""
+    """A row for each drafter: tokens a round, what drafting takes, speed."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.0))
-    for line in lines:
+    figure, (tokens, cost, speed) = pyplot.subplots(1, 3, figsize=(9.0, 3.2), sharey=True)
+    for row, line in enumerate(lines):
         low, high = line.interval
         slow, fast = line.auto_interval
-        x, y = line.tokens_per_round, line.auto
-        axes.errorbar(x, y, xerr=[[x - low], [high - x]], yerr=[[y - slow], [fast - y]], fmt="o", capsize=2)
-        axes.annotate(
-            f"{line.name}\n(drafting {line.drafting_share:.0%})", (x, y), textcoords="offset points", xytext=(6, 6), fontsize=8
-        )
-    axes.axhline(1.0, color="grey", linewidth=0.8, linestyle="--")
-    axes.set_xlabel("tokens a round, all drafts checked")
-    axes.set_ylabel("times plain decoding, as planned")
-    axes.set_title(title, fontsize=9)
-    axes.margins(0.15)
+        kept, auto = line.tokens_per_round, line.auto
+        tokens.errorbar(kept, row, xerr=[[kept - low], [high - kept]], fmt="o", capsize=2, color="C0")
+        if line.tree is not None:
+            tokens.plot(line.tree, row, "D", markerfacecolor="none", color="C2")
+        cost.barh(row, line.drafting_share, height=0.4, color="C7")
+        speed.errorbar(auto, row, xerr=[[auto - slow], [fast - auto]], fmt="o", capsize=2, color="C0")
+        speed.plot(line.fixed, row, "s", markerfacecolor="none", color="C3")
+    tokens.set_yticks(range(len(lines)), [line.name for line in lines])
+    tokens.set_xlabel("tokens a round\n(diamond: with a tree of 32)")
+    cost.set_xlabel("drafting, in plain rounds\n(a block or a chain)")
+    speed.set_xlabel("times plain decoding, as planned\n(square: all drafts checked)")
+    for axes in (tokens, speed):
+        axes.axvline(1.0, color="grey", linewidth=0.8, linestyle="--")
+    figure.suptitle(title, fontsize=9)
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
 
 
