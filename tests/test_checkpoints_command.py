@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ from typer.testing import CliRunner
 from paceline.cli import app
 from paceline.draft.checkpoint import DFlashConfig, new_config, read_stored
 from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
-from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError
+from paceline.draft.eagle3 import Eagle3Drafter, Eagle3Network
+from paceline.draft.eagle3_checkpoint import Eagle3Config, read_eagle3
+from paceline.draft.eagle3_checkpoint import new_config as new_eagle3
+from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError, PacelineError
 from paceline.model.checkpoint import load_tensors
 
 
@@ -103,3 +107,45 @@ def test_another_targets_drafter_is_refused(target: Path, tmp_path: Path) -> Non
     made(tmp_path / "other", hidden=64)
     with pytest.raises(DrafterMismatchError, match="the target has"):
         run("inspect", str(tmp_path / "other"), "--model", str(target))
+
+
+@pytest.fixture(scope="module")
+def eagle3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drafters") / "eagle3"
+    raw = new_eagle3(32, 258, 2, head_dim=8, draft_vocab_size=100, tap_layers=[0, 1], pad_token_id=3)
+    Eagle3Drafter(Eagle3Network.random(Eagle3Config.from_json(raw)), ids=torch.arange(7, 107)).save(folder)
+    return folder
+
+
+def test_an_eagle3_drafter_in_either_style(eagle3: Path, target: Path, tmp_path: Path) -> None:
+    """There and back: every tensor, and what the config means."""
+    first, second = tmp_path / "for-vllm", tmp_path / "for-sglang"
+    _, said = run("export", str(eagle3), "--model", str(target), "--out", str(first))
+    assert f"(specforge) is in {first}, in speculators format" in said
+    raw = json.loads((first / "config.json").read_text())
+    assert raw["speculators_config"]["verifier"] == {"architectures": ["LlamaForCausalLM"], "name_or_path": str(target)}
+    assert raw["eagle_aux_hidden_state_layer_ids"] == [1, 2] and raw["fc_norm"] is True and raw["draft_vocab_size"] == 100
+    assert raw["transformer_layer_config"]["hidden_size"] == 32 and "hidden_size" not in raw
+    assert raw["transformer_layer_config"]["architectures"] == ["LlamaForCausalLM"]
+    run("export", str(first), "--format", "specforge", "--out", str(second))
+    one, *others = [read_eagle3(folder) for folder in (eagle3, first, second)]
+    for other in others:
+        assert replace(other.config, raw={}) == replace(one.config, raw={}) and torch.equal(other.ids, one.ids)
+        assert other.tensors.keys() == one.tensors.keys() and not other.others
+        assert all(torch.equal(tensor, one.tensors[name]) for name, tensor in other.tensors.items())
+    assert json.loads((second / "config.json").read_text())["pad_token_id"] == 3
+    for words, message in (
+        (("--format", "z-lab", "--out", str(tmp_path / "no")), "has no format 'z-lab': give --format speculators"),
+        (("--out", str(first)), "is there already"),
+    ):
+        with pytest.raises(PacelineError, match=message):
+            run("export", str(eagle3), *words)
+
+
+def test_what_an_eagle3_drafter_is(eagle3: Path, target: Path) -> None:
+    asked = ("--model", str(target), "--num-prompts", "2", "--max-tokens", "6", "--vary", "--json")
+    shown, _ = run("inspect", str(eagle3), *asked)
+    for words in ("EAGLE-3", "taps              0, 1", "norm_output true", "100 tokens", "tokens a round"):
+        assert words in shown
+    kinds = {each["kind"] for each in json.loads(shown.splitlines()[-1])["variations"]}
+    assert kinds >= {"as it is", "norm flags", "rotary length", "input order", "layer order"}

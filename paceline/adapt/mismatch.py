@@ -18,12 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.adapt.mismatch_eagle3 import changes
 from paceline.adapt.score import score
 from paceline.adapt.stored import Request
 from paceline.bench.config import BUILTIN_PROMPTS
 from paceline.draft.base import Drafter
 from paceline.draft.checkpoint import DFlashConfig, StoredDrafter
 from paceline.draft.dflash2 import drafter_from
+from paceline.draft.eagle3 import Eagle3Drafter, Eagle3Network
+from paceline.draft.eagle3_checkpoint import Eagle3Checkpoint
 from paceline.draft.vocabulary import Vocabulary
 from paceline.engine.llm import LLM
 from paceline.errors import PacelineError
@@ -62,7 +65,7 @@ class Variation:
     """The mismatch that it would mend."""
     change: str
     """What was put where."""
-    stored: StoredDrafter
+    stored: StoredDrafter | Eagle3Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +106,29 @@ def _rounds(llm: LLM, drafter: Drafter, requests: Sequence[Request]) -> list[Rou
     return [each.figures for each in score(llm, drafter, requests)]
 
 
+def made_of(stored: StoredDrafter | Eagle3Checkpoint) -> Drafter:
+    """The drafter that a folder holds, changed or not."""
+    if isinstance(stored, StoredDrafter):
+        return drafter_from(stored)
+    return Eagle3Drafter(Eagle3Network.of(stored.config, stored.tensors), ids=stored.ids)
+
+
 def rank(
-    llm: LLM, stored: StoredDrafter, requests: Sequence[Request], tell: Callable[[str], None] = lambda text: None
+    llm: LLM,
+    stored: StoredDrafter | Eagle3Checkpoint,
+    requests: Sequence[Request],
+    tell: Callable[[str], None] = lambda text: None,
 ) -> list[Ranked]:
     """The drafter as it is, then every variation that can be run, the best first. Raises DrafterMismatchError when the drafter
     as it is cannot be bound to the target."""
     few = list(requests)[:FIRST_LOOK]
-    own = _rounds(llm, drafter_from(stored), requests)
+    own = _rounds(llm, made_of(stored), requests)
     as_is = Ranked("as it is", "", Rounds.sum(own).tokens_per_round, len(requests))
     tried: list[tuple[float, Variation]] = []
     for each in variations(stored, llm.target, _special_tokens(llm)):
         tell(each.change)
         try:
-            tried.append((measure(llm, drafter_from(each.stored), few), each))
+            tried.append((measure(llm, made_of(each.stored), few), each))
         except PacelineError:
             continue  # a network of another shape, or a layer that the target has not
     tried.sort(key=lambda pair: -pair[0])
@@ -124,7 +137,7 @@ def rank(
         if place >= FINALISTS:
             ranked.append(Ranked(each.kind, each.change, found, len(few)))
             continue
-        rounds = _rounds(llm, drafter_from(each.stored), requests)
+        rounds = _rounds(llm, made_of(each.stored), requests)
         figure = Rounds.sum(rounds).tokens_per_round
         ranked.append(Ranked(each.kind, each.change, figure, len(requests), _is_surely_more(rounds, own)))
     return [as_is, *sorted(ranked, key=lambda one: -one.tokens_per_round)]
@@ -153,8 +166,15 @@ def named(ranked: Sequence[Ranked]) -> Ranked | None:
     return best if best.tokens_per_round >= least else None
 
 
-def variations(stored: StoredDrafter, target: Target, special_tokens: Sequence[int] = ()) -> Iterator[Variation]:
+def variations(
+    stored: StoredDrafter | Eagle3Checkpoint, target: Target, special_tokens: Sequence[int] = ()
+) -> Iterator[Variation]:
     """Every variation that the file and the target leave open; each changes one setting."""
+    if isinstance(stored, Eagle3Checkpoint):
+        theta = getattr(getattr(target, "config", None), "rope_theta", None)
+        thetas = [theta, *THETAS] if isinstance(theta, float) and theta not in THETAS else THETAS
+        yield from (Variation(*each) for each in changes(stored, target, thetas))
+        return
     for make in (_layer_ids, _rotary, _windows, _norms, _heads, _second):
         yield from make(stored, target)
     yield from _mask_tokens(stored, target, special_tokens)

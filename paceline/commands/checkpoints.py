@@ -11,12 +11,13 @@ import typer
 from paceline.commands.options import Only, options
 from paceline.commands.shared import Json, TerminalProgress, say, starting
 from paceline.config import EngineConfig, resolve
-from paceline.errors import ConfigError
+from paceline.errors import CacheError, ConfigError
 from paceline.tables import Column, Table
 
 if TYPE_CHECKING:
     from paceline.draft.base import Drafter
     from paceline.draft.checkpoint import StoredDrafter
+    from paceline.draft.eagle3_checkpoint import Eagle3Checkpoint
     from paceline.draft.export import HeadRows
 
 SHOWN = 8
@@ -38,8 +39,8 @@ def export(
         str,
         typer.Option(
             "--format",
-            help="speculators (vLLM), z-lab (vLLM, SGLang, the authors' package), or gguf (llama.cpp); of an MTP layer target: "
-            "the whole of --model with this layer in its files.",
+            help="speculators (vLLM), z-lab (vLLM, SGLang, the authors' package), or gguf (llama.cpp); of an EAGLE-3 "
+            "drafter speculators or specforge; of an MTP layer target: the whole of --model with this layer in its files.",
         ),
     ] = "speculators",
     model: Annotated[
@@ -58,13 +59,15 @@ def export(
     """
     from paceline.draft.checkpoint import read_stored
     from paceline.draft.export import export as write
-    from paceline.draft.registry import folder_of, holds_mtp
+    from paceline.draft.registry import folder_of, holds_eagle3, holds_mtp
     from paceline.hub import resolve as resolve_model
     from paceline.model.gguf_file import is_gguf
 
-    folder = folder_of(drafter, model, takes_mtp=True)
+    folder = folder_of(drafter, model)
     if holds_mtp(folder) or form == "target":
         return _into_target(folder, form, model, out)
+    if holds_eagle3(folder):
+        return _eagle3(folder, form, model, out)
     stored = read_stored(folder)
     ids, head_VD = stored.vocabulary
     has_place = form == "gguf" or stored.config.second is None
@@ -77,6 +80,23 @@ def export(
         say(f"left out: {each}")
     say(f"{folder} ({stored.form}) is in {out}, in {form} format")
     return {"drafter": str(folder), "from": stored.form, "format": form, "out": str(out), "left_out": left_out}
+
+
+def _eagle3(folder: Path, form: str, model: str | None, out: Path) -> dict[str, Any]:
+    """An EAGLE-3 drafter in the other of its two styles, or the same."""
+    from paceline.draft.eagle3_checkpoint import read_eagle3, write_eagle3
+
+    if form not in ("speculators", "specforge"):
+        raise ConfigError(
+            f"an EAGLE-3 drafter has no format {form!r}: give --format speculators (vLLM) or specforge (SGLang, SpecForge)"
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CacheError(f"{out} is there already: choose another folder")
+    found = read_eagle3(folder)
+    style = "speculators" if "transformer_layer_config" in found.config.raw else "specforge"
+    write_eagle3(out, found, _target(model, needs_head=False)[1] if form == "speculators" else None)
+    say(f"{folder} ({style}) is in {out}, in {form} format")
+    return {"drafter": str(folder), "from": style, "format": form, "out": str(out), "left_out": []}
 
 
 def _into_target(folder: Path, form: str, model: str | None, out: Path) -> dict[str, Any]:
@@ -139,15 +159,21 @@ def inspect(
     Example: paceline inspect runs/mine/drafter --model smollm2-135m
     """
     from paceline.draft.checkpoint import read_stored
-    from paceline.draft.described import described, described_mtp
+    from paceline.draft.described import described, described_eagle3, described_mtp
     from paceline.draft.dflash2 import drafter_from
+    from paceline.draft.eagle3 import Eagle3Drafter
+    from paceline.draft.eagle3_checkpoint import read_eagle3
     from paceline.draft.mtp import MtpDrafter
-    from paceline.draft.registry import folder_of, holds_mtp
+    from paceline.draft.registry import folder_of, holds_eagle3, holds_mtp
 
-    folder, stored = folder_of(drafter, model, takes_mtp=True), None
+    folder = folder_of(drafter, model)
+    stored: StoredDrafter | Eagle3Checkpoint | None = None
     if holds_mtp(folder):
         made: Drafter = MtpDrafter.from_folder(folder)
         facts = described_mtp(made.layer, folder)
+    elif holds_eagle3(folder):
+        stored = read_eagle3(folder)
+        made, facts = Eagle3Drafter.from_folder(folder), described_eagle3(stored, folder)
     else:
         stored = read_stored(folder)
         made, facts = drafter_from(stored), described(stored, folder)
@@ -162,7 +188,12 @@ def inspect(
 
 
 def _measured(
-    made: Drafter, stored: StoredDrafter | None, engine: EngineConfig, num_prompts: int, max_tokens: int, vary: bool | None
+    made: Drafter,
+    stored: StoredDrafter | Eagle3Checkpoint | None,
+    engine: EngineConfig,
+    num_prompts: int,
+    max_tokens: int,
+    vary: bool | None,
 ) -> dict[str, Any]:
     """What the drafter brings for the target, and if that is little, or if it is asked, what each variation would; of an MTP
     layer, whose settings are the target's, there are none."""

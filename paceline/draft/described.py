@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.draft.checkpoint import PACKED, StoredDrafter, weights_file
+from paceline.draft.eagle3_checkpoint import Eagle3Checkpoint
 from paceline.draft.mtp_checkpoint import MtpLayer
 from paceline.model.config import decoder_config
 
@@ -72,6 +73,34 @@ def described_mtp(layer: MtpLayer, folder: Path) -> list[Fact]:
         Fact("taps", of_target.num_layers - 1, "the target's last hidden state, behind its final norm"),
         Fact("drafts", layer.steps, "tokens a round, one behind the other: so many steps it learned"),
         Fact("told", f"{told} the final norm", "where the hidden state is taken that the next draft is told"),
+    ]
+
+
+def described_eagle3(stored: Eagle3Checkpoint, folder: Path) -> list[Fact]:
+    """The same of an EAGLE-3 drafter's folder."""
+    config, shape, raw = stored.config, stored.config.shape, stored.config.raw
+    size = sum(tensor.nbytes for tensor in stored.tensors.values())
+    dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in stored.tensors.values()}))
+    style = "speculators' names" if "transformer_layer_config" in raw else "SpecForge's names"
+    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    named = f"{verifier['name_or_path']}: " if verifier.get("name_or_path") else ""
+    heads = f"{shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} for keys"
+    residual = "the normed features" if config.norm_before_residual else "the features"
+    told = "behind" if config.norm_output else "before"
+    norms = "one for each layer" if config.fc_norm else "one over all" if config.norm_before_fc else "none"
+    has_own = "embed_tokens.weight" in stored.tensors
+    return [
+        Fact("format", style, f"{len(stored.tensors)} tensors, {size / 1e6:.1f} MB, {dtypes}"),
+        Fact("kind", "EAGLE-3", "drafts token after token, chains and trees"),
+        Fact("made for", f"{named}hidden size {config.target_hidden_size}, {shape.vocab_size} tokens"),
+        Fact("network", f"{shape.num_layers} layers", f"{shape.family}, hidden size {shape.hidden_size}, {heads}"),
+        Fact("taps", ", ".join(map(str, config.tap_layers)) or "not said", "target layers; not said: as engines choose them"),
+        Fact("features' norms", norms, "before they are put together (fc_norm, norm_before_fc)"),
+        Fact("adds to", residual, f"norm_before_residual {str(config.norm_before_residual).lower()}"),
+        Fact("told", f"{told} the final norm", f"norm_output {str(config.norm_output).lower()}: what the next draft is told"),
+        Fact("rotary", f"theta {shape.rope_theta:g}", f"scaling {shape.rope_scaling}" if shape.rope_scaling else ""),
+        Fact("head", f"{config.draft_vocab_size} tokens", "of its own, among which it drafts"),
+        Fact("embedding", "of its own" if has_own else "the target's"),
     ]
 
 

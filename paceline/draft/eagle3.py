@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from paceline.draft.chained import ChainedDrafter
 from paceline.draft.dflash import Norm
 from paceline.draft.eagle3_checkpoint import (
+    DEFAULT_DRAFTED,
     Eagle3Checkpoint,
     Eagle3Config,
     check_eagle3_fit,
@@ -39,8 +40,6 @@ from paceline.model.checkpoint import random_weights
 from paceline.model.config import DecoderConfig
 from paceline.model.fused import swiglu
 from paceline.model.target import Target
-
-DEFAULT_DRAFTED = 5
 
 
 class Attend(Protocol):

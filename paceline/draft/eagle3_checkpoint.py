@@ -3,8 +3,9 @@
     SpecForge, SGLang, EAGLE   LlamaForCausalLMEagle3, flat config, midlayer.*, fc, norm, lm_head, d2t, t2d
     speculators, vLLM          Eagle3Speculator, transformer_layer_config, layers.0.*, the same others, embed_tokens perhaps
 
-`Eagle3Config.from_json` says what either config means; `write_eagle3` writes the first style. `d2t` is an offset: row i of the
-head says token i + d2t[i]; `t2d` says of every token whether the head has it. Target layers are counted in two ways: top-level
+`Eagle3Config.from_json` says what either config means; `write_eagle3` writes the first style, or the second. `d2t` is an
+offset: row i of the head says token i + d2t[i]; `t2d` says of every token whether the head has it. Target layers are counted in
+two ways: top-level
 `eagle_aux_hidden_state_layer_ids` as Transformers' hidden_states (id 2 is the output of layer 1; vLLM, speculators), those in
 `eagle_config` as layers (SGLang adds one).
 """
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.draft.checkpoint import write_checkpoint
+from paceline.draft.speculators import VERSION
 from paceline.errors import DrafterMismatchError, ModelFileError, UnsupportedModelError
 from paceline.model.checkpoint import check_finite, load_tensors, read_json
 from paceline.model.config import FAMILIES, DecoderConfig, decoder_config, is_whole, short, whole
@@ -35,6 +37,8 @@ REQUIRED = ("fc.weight", "norm.weight", "lm_head.weight")
 FAMILY = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 NUM_TAPS = 3
 """Tapped layers of a config that names none."""
+KEYS = json.loads(Path(__file__).with_name("eagle3_keys.json").read_text(encoding="utf-8"))
+DEFAULT_DRAFTED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +187,49 @@ def read_eagle3(folder: Path | str) -> Eagle3Checkpoint:
     return Eagle3Checkpoint(config, tensors, _ids(config, maps, folder), others)
 
 
-def write_eagle3(folder: Path | str, checkpoint: Eagle3Checkpoint) -> None:
-    """Write SpecForge's style: config.json as it was read if it has that style, and one file of weights. Raises CacheError."""
-    config, ids = checkpoint.config, checkpoint.ids.cpu()
-    tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in checkpoint.tensors.items()}
+def write_eagle3(folder: Path | str, checkpoint: Eagle3Checkpoint, verifier: Mapping[str, Any] | None = None) -> None:
+    """Write SpecForge's style, or speculators' where a `verifier` is given: name_or_path and architectures of the target, as
+    far as they are known. config.json as it was read if it has that style, and one file of weights. Raises CacheError."""
+    config, ids, tensors = checkpoint.config, checkpoint.ids.cpu(), checkpoint.tensors
+    if verifier is None:
+        tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
+        raw = specforge_json(config)
+    else:
+        raw = speculators_json(config, verifier, str(tensors["fc.weight"].dtype).removeprefix("torch."))
     has_token = torch.zeros(config.shape.vocab_size, dtype=torch.bool)
     has_token[ids] = True
     maps = {"d2t": ids - torch.arange(len(ids)), "t2d": has_token}
-    write_checkpoint(folder, specforge_json(config), {**checkpoint.others, **tensors, **maps})
+    write_checkpoint(folder, raw, {**checkpoint.others, **tensors, **maps})
+
+
+def speculators_json(config: Eagle3Config, verifier: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A config of either style as `speculators` 0.9 writes it, and vLLM reads it."""
+    raw, told = dict(config.raw), {name: value for name, value in verifier.items() if value}
+    layer = raw.pop("transformer_layer_config", None)
+    if layer is None:
+        layer = {name: raw.pop(name) for name in list(raw) if name not in KEYS["eagle"]}
+        layer |= {"architectures": [FAMILY[layer.get("model_type", "llama")]]}
+        raw.pop("eagle_config", None)
+    said = raw.pop("speculators_config", None) or {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": DEFAULT_DRAFTED, "verifier_accept_k": 1}
+        ],
+        "verifier": {"architectures": [], "name_or_path": None},
+    }
+    taps = {LAYER_IDS: [each + 1 for each in config.tap_layers]} if config.tap_layers else {}
+    return {
+        "dtype": dtype,
+        **raw,
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": VERSION,
+        "speculators_config": {**said, "verifier": {**said.get("verifier", {}), **told}},
+        "transformer_layer_config": layer,
+        "target_hidden_size": raw.get("target_hidden_size") or config.target_hidden_size,
+        **taps,
+    }
 
 
 def specforge_json(config: Eagle3Config) -> dict[str, Any]:
@@ -299,8 +338,7 @@ def _ids(config: Eagle3Config, maps: Mapping[str, Tensor], folder: Path) -> Tens
 
 def _say_unknown(config: Eagle3Config, others: Mapping[str, Tensor], folder: Path) -> None:
     layer = config.raw.get("transformer_layer_config") or {}
-    known = json.loads(Path(__file__).with_name("eagle3_keys.json").read_text(encoding="utf-8"))
-    keys = (config.raw.keys() | layer.keys()) - {key for name in ("shape", "eagle", "meaningless") for key in known[name]}
+    keys = (config.raw.keys() | layer.keys()) - {key for name in ("shape", "eagle", "meaningless") for key in KEYS[name]}
     for what, names in (("config.json", sorted(keys)), ("the weights", sorted(others))):
         if names:
             log.warning("%s: not understood and not used, of %s: %s", folder, what, ", ".join(names))

@@ -78,10 +78,10 @@ def _made(spec: str, target: Target, target_name: str, options: dict[str, Any]) 
     return SmallModelDrafter(load_target(settings), **options)
 
 
-def folder_of(name: str, target_name: str | None = None, *, takes_mtp: bool = False) -> Path:
+def folder_of(name: str, target_name: str | None = None) -> Path:
     """Where a drafter's checkpoint lies: a folder, a GGUF file, a hub id, or a built-in model that has a drafter; "default" is
-    that of the target. Raises ModelNotFoundError, ModelFileError for what is no DFlash drafter's (nor, with `takes_mtp`, an MTP
-    layer's), ConfigError for "default" without a target that has one."""
+    that of the target. Raises ModelNotFoundError, ModelFileError for what is neither a DFlash or EAGLE-3 drafter's nor an MTP
+    layer's, ConfigError for "default" without a target that has one."""
     if name == "default":
         own = SHIPPED / (target_name or "")
         if target_name is None or target_name != own.name or not (own / "config.json").is_file():
@@ -90,8 +90,10 @@ def folder_of(name: str, target_name: str | None = None, *, takes_mtp: bool = Fa
         name = target_name
     shipped = SHIPPED / name
     folder = shipped if name == shipped.name and (shipped / "config.json").is_file() else checkpoint_of(name)
-    if not holds_dflash(folder) and not (takes_mtp and holds_mtp(folder)):
-        raise ModelFileError(f"{folder} holds no DFlash drafter: give a folder with the config.json of one, or its GGUF file")
+    if not (holds_dflash(folder) or holds_eagle3(folder) or holds_mtp(folder)):
+        raise ModelFileError(
+            f"{folder} holds no DFlash or EAGLE-3 drafter: give a folder with the config.json of one, or a GGUF file"
+        )
     return folder
 
 
@@ -103,6 +105,11 @@ def holds_dflash(path: Path) -> bool:
 def holds_mtp(path: Path) -> bool:
     """Whether a folder is of an MTP layer alone, as training writes one."""
     return path.is_dir() and is_mtp(read_json(path / "config.json"))
+
+
+def holds_eagle3(path: Path) -> bool:
+    """Whether a folder is of an EAGLE-3 drafter, in either style."""
+    return path.is_dir() and is_eagle3(read_json(path / "config.json"))
 
 
 def checkpoint_of(name: str) -> Path:

@@ -15,11 +15,14 @@ import torch
 from scored import tiny_llm
 from tiny_dflash import HIDDEN, TARGET_LAYERS, loud_, network, tiny_target
 
-from paceline.adapt.mismatch import LOW, Ranked, measure, named, rank
+from paceline.adapt.mismatch import LOW, Ranked, made_of, measure, named, rank
 from paceline.adapt.stored import Request
 from paceline.draft.base import Observed
 from paceline.draft.checkpoint import DFlashConfig, StoredDrafter, as_dflash2, new_config
 from paceline.draft.dflash2 import DFlash2Network, drafter_from
+from paceline.draft.eagle3 import Eagle3Network
+from paceline.draft.eagle3_checkpoint import Eagle3Checkpoint, Eagle3Config
+from paceline.draft.eagle3_checkpoint import new_config as new_eagle3
 from paceline.draft.vocabulary import Vocabulary
 from paceline.engine.llm import LLM
 from paceline.model.decoder import Decoder
@@ -121,9 +124,49 @@ def llm() -> LLM:
     return made
 
 
-def answers(llm: LLM, stored: StoredDrafter, count: int = 2) -> list[Request]:
+def right_eagle3(**keys: Any) -> Eagle3Checkpoint:
+    raw = new_eagle3(HIDDEN, VOCAB, TARGET_LAYERS, head_dim=8, intermediate_size=48, draft_vocab_size=len(IDS), **keys)
+    config = Eagle3Config.from_json(raw)
+    built = Eagle3Network(config)
+    loud_(built, 3)
+    return Eagle3Checkpoint(config, {name: tensor.detach() for name, tensor in built.state_dict().items()}, IDS)
+
+
+def with_config(stored: Eagle3Checkpoint, **fields: Any) -> Eagle3Checkpoint:
+    return replace(stored, config=replace(stored.config, **fields))
+
+
+EAGLE3: dict[str, tuple[Eagle3Checkpoint, Callable[[Eagle3Checkpoint], Eagle3Checkpoint]]] = {
+    "layer ids off by one": (
+        right_eagle3(tap_layers=[1, 2, 4]),
+        lambda stored: with_config(stored, tap_layers=(0, 1, 3)),
+    ),
+    "norm flags: told": (right_eagle3(), lambda stored: with_config(stored, norm_output=False)),
+    "norm flags: residual": (right_eagle3(version="3"), lambda stored: with_config(stored, norm_before_residual=True)),
+    "rotary length": (
+        right_eagle3(rope_theta=1e4),
+        lambda stored: with_config(stored, shape=replace(stored.config.shape, rope_theta=3.0)),
+    ),
+    "head: d2t with ids in it": (right_eagle3(), lambda stored: replace(stored, ids=IDS + torch.arange(len(IDS)))),
+}
+
+
+@pytest.mark.parametrize("kind", EAGLE3)
+def test_each_mismatch_of_eagle3_is_named(llm: LLM, kind: str) -> None:
+    stored, spoil = EAGLE3[kind]
+    requests = answers(llm, stored)
+    whole = measure(llm, made_of(stored), requests)
+    assert whole == pytest.approx(6)
+    ranked = rank(llm, spoil(stored), requests)
+    assert ranked[0].tokens_per_round < 0.6 * whole
+    found = named(ranked)
+    assert found is not None and found.kind == kind.partition(":")[0], ranked[:4]
+    assert found.tokens_per_round == pytest.approx(whole)
+
+
+def answers(llm: LLM, stored: StoredDrafter | Eagle3Checkpoint, count: int = 2) -> list[Request]:
     """Texts of which this drafter drafts every token but the first of each round."""
-    target, drafter = llm.target, drafter_from(stored)
+    target, drafter = llm.target, made_of(stored)
     draw = torch.Generator().manual_seed(5)
     requests = []
     for number in range(count):
