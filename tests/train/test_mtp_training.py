@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline.config import EngineConfig
 from paceline.draft.base import NoDrafter, Observed
+from paceline.draft.level import Level
 from paceline.draft.mtp import MtpDrafter
 from paceline.draft.mtp_checkpoint import find_mtp, read_mtp
 from paceline.draft.registry import make_drafter
@@ -74,7 +75,8 @@ def forced(target: Target, drafter: MtpDrafter, document: Document, anchor: int)
     told, found = drafter._told[[row]], []
     for step in range(STEPS):
         found.append(drafter._path.logits(told)[0])
-        told = drafter._path.step([row], [anchor + step], [tokens[anchor + 1 + step]], told)
+        level = Level([row], [anchor], [step], [[list(range(step + 1))]])
+        told = drafter._path.step(level, [tokens[anchor + 1 + step]], told)
     target.cache.free(row)
     return torch.stack(found)
 
