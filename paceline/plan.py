@@ -24,7 +24,7 @@ from typing import Protocol
 from paceline.chunks import ChunkSizes
 from paceline.errors import ConfigError
 from paceline.learned import PRIORS, RECENT, Chances, PassCosts, RoundCosts, RoundRecord, Truth
-from paceline.shares import Drafted, Objective, TreeWorth, Want, gains_of, grown, share_out, spared_by, surplus_of
+from paceline.shares import TREE_S, Drafted, Objective, TreeWorth, Want, gains_of, grown, share_out, spared_by, surplus_of
 from paceline.trees import MOST_NODES, Candidates, Growing, Tree, Weigh, as_told, grow
 from paceline.types import Offer, RoundStats, Row, RowKind, Take
 
@@ -53,6 +53,8 @@ class Plan:
     """Rows that decode, those that are about to join included."""
     whole_blocks: bool = False
     """Whether block drafters draft their whole block, so that drafts do not depend on how many are checked."""
+    num_trees: int = 0
+    """Rows whose drafter has named candidates for a tree."""
     is_trial: bool = False
     """Drafts to learn whether they pay by now."""
 
@@ -328,6 +330,7 @@ class AdaptivePlanner:
             known = self._known(take.source, row.kind, take.count)
             offer, average = Offer(take.source, tuple(known.of(sure[: take.count]))), gains_of(known.places[: take.count])
             drafted.append(Drafted(place, offer, average, candidates and Growing(candidates, known.of_candidates)))
+            plan.num_trees += candidates is not None
         asked, more = (kind.costs, kind.rate(plan.num_rows), plan.num_rows), list[float]()
         share, surplus = partial(self._share_out, *asked, num_fixed=fixed, spared=spared), partial(surplus_of, *asked)
         for each, count in zip(drafted, grown(drafted, lambda wants: share(wants, math.inf)), strict=True):
@@ -368,7 +371,8 @@ class AdaptivePlanner:
         costs.record(num_rows + sum(stats.num_checked_B), stats.verify_s + stats.host_s)
         spent_s = stats.source_s if len(computing) > 1 else dict.fromkeys(computing, stats.draft_s)
         for source in computing.keys() & spent_s.keys():
-            costs.drafted(source, computing[source], spent_s[source] / (1 if source in self._blocks else longest[source]))
+            spent = max(spent_s[source] - plan.num_trees * TREE_S, 0.5 * spent_s[source])  # those are weighed by TreeWorth
+            costs.drafted(source, computing[source], spent / (1 if source in self._blocks else longest[source]))
         round_s = stats.draft_s + stats.verify_s + stats.host_s
         kind.record(num_rows, num_rows + sum(stats.num_accepted_B), round_s / costs.slowness, plan.is_trial)
         kind.drafted(num_rows, any_checked=any(stats.num_checked_B))
