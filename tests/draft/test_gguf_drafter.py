@@ -212,7 +212,7 @@ def test_files_that_are_none_of_ours(tmp_path: Path) -> None:
     model = target_file(tmp_path / "model.gguf", 300)
     with pytest.raises(UnsupportedModelError, match="'llama' is no DFlash drafter"):
         read_stored(model)
-    with pytest.raises(ModelFileError, match="holds no DFlash drafter"):
+    with pytest.raises(ModelFileError, match="holds no DFlash or EAGLE-3 drafter"):
         folder_of(str(model))
 
 
