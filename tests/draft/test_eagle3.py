@@ -170,6 +170,17 @@ def test_batched_rows_of_different_lengths_draft_what_they_draft_alone() -> None
         torch.testing.assert_close(torch.stack(mine[2]), torch.stack(other[2]), atol=1e-4, rtol=1e-3)
 
 
+def test_drawn_drafts_do_not_say_how_sure_they_are() -> None:
+    """Each depends on those drawn before it: to check fewer where one is unlikely would change what is said."""
+    drafter, target = drafter_of(loud_network(raw_eagle3())), tiny_target(num_rows=2)
+    ready(target, drafter)
+    sampled = admit(target, drafter, PROMPT[:6], SamplingParams(max_tokens=60, temperature=1.0))
+    greedy = admit(target, drafter, PROMPT, LONG)
+    block = drafter.propose(Batch([sampled, greedy]))
+    assert block.probs_B[0] is not None and block.probs_B[1] is None and block.sure_B is not None
+    assert block.sure_B[0] is None and len(block.sure_B[1] or ()) == len(block.tokens_B[1]) == 5
+
+
 def test_how_many_are_drafted_follows_what_is_asked() -> None:
     target, drafter = tiny_target(), drafter_of(loud_network(raw_eagle3()))
     ready(target, drafter)

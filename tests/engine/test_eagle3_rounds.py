@@ -74,6 +74,13 @@ def test_trees_of_branches_stand_where_the_target_follows_them(temperature: floa
     assert kept[1] > 1.5 * kept[0] > 0
 
 
+def test_the_planner_is_told_that_each_draft_takes_a_step() -> None:
+    planner = AdaptivePlanner(PassCosts([(1, 1e-2), (64, 2e-2)]))
+    answers(Decoder, SamplingParams(max_tokens=40, ignore_eos=True), planner, small())
+    assert planner.offer("eagle3", "greedy", 5, is_stepwise=True).each_s > 1e-6, "its drafting was measured"
+    assert planner._stepwise == {"eagle3"} and not planner._blocks
+
+
 class Recording(Eagle3Drafter):
     drafts: dict[tuple[int, ...], list[int]]
 
