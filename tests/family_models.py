@@ -61,7 +61,7 @@ class Family:
     model: str
     """Transformers' class, as its ForCausalLM and its Config begin."""
     options: dict[str, Any] = field(default_factory=dict)
-    is_native: bool = False
+    is_native: bool = True
     """Whether the native pass runs it."""
     embedding_std: float = 0.25
     """Of the embedding's rows: where they are multiplied by a large number and are the head too, the text would not wander."""
@@ -73,10 +73,10 @@ class Family:
 
 
 FAMILIES = {
-    "llama": Family("Llama", {"attention_bias": True}, is_native=True),
-    "mistral": Family("Mistral", {"sliding_window": WINDOW}, is_native=True),
-    "qwen2": Family("Qwen2", {"tie_word_embeddings": True}, is_native=True),
-    "qwen3": Family("Qwen3", is_native=True),
+    "llama": Family("Llama", {"attention_bias": True}),
+    "mistral": Family("Mistral", {"sliding_window": WINDOW}),
+    "qwen2": Family("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": Family("Qwen3"),
     "smollm3": Family("SmolLM3"),
     "granite": Family(
         "Granite",
@@ -84,7 +84,7 @@ FAMILIES = {
     ),
     "olmo2": Family("Olmo2"),
     "olmo3": Family("Olmo3", {"sliding_window": WINDOW}),
-    "phi3": Family("Phi3", {"sliding_window": WINDOW}, is_native=True),
+    "phi3": Family("Phi3", {"sliding_window": WINDOW}),
     "phi4-mini": Family("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),
     "gemma2": Family(
         "Gemma2",
@@ -112,13 +112,15 @@ FAMILIES = {
     "qwen3-next": Family(
         "Qwen3Next",
         {**EXPERTS, **DELTA, "num_experts": 5, "shared_expert_intermediate_size": 16, "mlp_only_layers": [1]},
+        is_native=False,
         std=0.14,
     ),
-    "qwen3.5": Family("Qwen3_5", {**DELTA, "tie_word_embeddings": True}, config="Qwen3_5Text", std=0.14),
+    "qwen3.5": Family("Qwen3_5", {**DELTA, "tie_word_embeddings": True}, config="Qwen3_5Text", is_native=False, std=0.14),
     "qwen3.5-moe": Family(
         "Qwen3_5Moe",
         {**EXPERTS, **DELTA, "num_experts": 5, "shared_expert_intermediate_size": 16},
         config="Qwen3_5MoeText",
+        is_native=False,
         std=0.14,
     ),
     "gpt-oss": Family("GptOss", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}),

@@ -71,6 +71,55 @@ SHAPES = {
     ),
     "qwen2-some-windows": replace(BASE, family="qwen2", num_heads=2, head_dim=32, qkv_bias=True, windows=(None, 5, None)),
     "qwen3-norms": replace(BASE, family="qwen3", hidden_size=40, num_heads=2, head_dim=80, qk_norm=True),
+    "gemma-around": replace(
+        BASE,
+        family="gemma2",
+        hidden_size=44,
+        norms="around",
+        norm_offset=1.0,
+        activation="gelu_tanh",
+        windows=(5, None, 5),
+        ropes=("local", "main", "local"),
+        local_rope_theta=500.0,
+        embedding_scale=3.0,
+        attention_scale=0.4,
+        attention_cap=3.0,
+        logit_cap=4.0,
+        qk_norm=True,
+        tie_embeddings=True,
+    ),
+    "olmo-after": replace(
+        BASE, family="olmo2", hidden_size=54, num_heads=4, norms="after", qk_norm=True, is_qk_norm_whole=True, head_dim=10
+    ),
+    "granite-scales": replace(
+        BASE, family="granite", embedding_scale=2.0, residual_scale=0.4, attention_scale=0.2, logit_scale=0.5, mlp_bias=True
+    ),
+    "part-rotated": replace(BASE, family="phi3", head_dim=16, rotary_dim=12, ropes=("main", "none", "main")),
+    "oss-experts": replace(
+        BASE,
+        family="gpt-oss",
+        hidden_size=64,
+        num_experts=5,
+        experts_per_token=2,
+        expert_size=34,
+        has_expert_biases=True,
+        has_sinks=True,
+        activation="clamped_swiglu",
+        swiglu_limit=1.5,
+        qkv_bias=True,
+        output_bias=True,
+        windows=(7, None, 7),
+    ),
+    "shared-expert": replace(
+        BASE,
+        family="qwen3-next",
+        num_experts=6,
+        experts_per_token=3,
+        expert_size=20,
+        normed_experts=False,
+        shared_expert_size=28,
+        dense_layers=(1,),
+    ),
 }
 
 

@@ -72,9 +72,11 @@ def load_target(settings: EngineConfig) -> Target:
             stored = load_tensors(path, keep_blocks=True)
         else:
             stored = load_tensors(path)
-        if is_rounded:
-            stored = ((name, quantise(weight, KINDS[weight_format])) for name, weight in stored)
         tensors = check_tensors(config, stored, path)
+        if is_rounded:
+            tensors = (
+                (name, weight if name.endswith(ROUTERS) else quantise(weight, KINDS[weight_format])) for name, weight in tensors
+            )
         target: Target = NativeDecoder(config, tensors, num_rows=num_rows, max_len=max_len, dtype=dtype)
     else:
         if is_rounded:
@@ -91,6 +93,8 @@ def load_target(settings: EngineConfig) -> Target:
 
 KINDS: dict[str, BlockKind] = {"q8_0": "Q8_0", "q6_k": "Q6_K", "q5_k": "Q5_K", "q4_k": "Q4_K", "q4_1": "Q4_1"}
 """Weight formats that round; see `model/blocks.py`."""
+ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
+"""Small matrices that choose among experts: never rounded."""
 
 
 def _keeps_blocks(weight_format: str, config: DecoderConfig, dtype: torch.dtype) -> bool:
@@ -126,23 +130,7 @@ def _is_native(backend: str, config: DecoderConfig, dtype: torch.dtype, device: 
 
 def lacking(config: DecoderConfig) -> list[str]:
     """What a model computes that the native pass cannot, in words; nothing for one that it runs."""
-    local = "local" in config.ropes
-    parts = (
-        (config.norms != "before", "norms behind attention and MLP"),
-        (config.is_qk_norm_whole, "norms of all heads together"),
-        (bool(config.norm_offset), "norms with an offset"),
-        (config.activation == "gelu_tanh", "GELU"),
-        (config.delta is not None, "gated delta nets"),
-        (config.output_gate, "gates of attention"),
-        (config.num_experts > 0, "experts"),
-        (config.has_sinks, "sinks of attention"),
-        (bool(config.attention_cap or config.logit_cap), "soft caps"),
-        (bool({config.embedding_scale, config.residual_scale, config.logit_scale} - {1.0}), "scaled sublayers and ends"),
-        (config.attention_scale is not None, "a scale of attention"),
-        (config.rotary_dim is not None, "partly rotated heads"),
-        ("none" in config.ropes or local, f"layers {'with two kinds of' if local else 'without'} rotary positions"),
-        ((config.rope_scaling or {}).get("rope_type") == "longrope", "LongRoPE"),
-    )
+    parts = ((config.delta is not None, "gated delta nets"), (config.output_gate, "gates of attention"))
     return [words for is_so, words in parts if is_so]
 
 

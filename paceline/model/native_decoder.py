@@ -7,7 +7,7 @@ depend on the rows beside it, so speculation changes nothing, in bfloat16 either
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -21,14 +21,15 @@ from paceline.model.attention import rope_tables
 from paceline.model.blocks import Blocks, Weight
 from paceline.model.checkpoint import check_tensors
 from paceline.model.config import DecoderConfig
-from paceline.model.decoder import build_layers
+from paceline.model.decoder import build_layers, end_scales
 from paceline.model.kv_cache import StaticKVCache
-from paceline.model.native_lib import Buffers, CCache, CConfig, CLayer, Matrix, Model, filled, padded_rows, pointer
+from paceline.model.layout import NORMS
+from paceline.model.native_lib import Buffers, CCache, CConfig, CExpert, CLayer, Matrix, Model, filled, padded_rows, pointer
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 
 
 class NativeDecoder(Target):
-    """Llama-family target on CPU, computed by the native library."""
+    """Target on CPU, computed by the native library; `backends.lacking` says of which models."""
 
     kv: StaticKVCache
     """`cache`, by its own type; heads are padded to `native` head size."""
@@ -49,6 +50,7 @@ class NativeDecoder(Target):
         self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_position = config.num_layers, config.max_position
+        self.ends = end_scales(config, dtype)
         self._logits = torch.empty(0, self.vocab_size)
         self._buffers = Buffers()
         self._take(tensors)
@@ -61,7 +63,7 @@ class NativeDecoder(Target):
             return layer_parts(config, index, parts, dtype)
 
         def make_other(name: str, weight: Weight) -> Any:
-            return _vector(weight, dtype) if name == "model.norm.weight" else pack([weight], dtype)
+            return _vector(weight, dtype, config.norm_offset) if name == "model.norm.weight" else pack([weight], dtype)
 
         layers, rest = build_layers(config, tensors, make_layer, make_other)
         self._layers = layers
@@ -72,7 +74,10 @@ class NativeDecoder(Target):
         """The packed head, for drafters that share it."""
         matrices = [part for layer in self._layers for part in layer.values() if isinstance(part, Matrix)]
         matrices.append(self.head_matrix)  # with all layers, what a pass reads whole
-        self.weight_bytes = sum(matrix.num_bytes for matrix in matrices)
+        experts = [_matrices(layer.get("experts", ())) for layer in self._layers]
+        self._num_expert_layers = sum(map(bool, experts))
+        self.weight_bytes = sum(matrix.num_bytes for matrix in matrices) + sum(_read_by_a_token(config, own) for own in experts)
+        matrices += [matrix for own in experts for pair in own for matrix in pair]
         self.weight_format = "+".join(sorted({name for matrix in matrices for name in matrix.formats}))
         self.has_blocks = self.weight_format not in ("float32", "bfloat16")
         """Whether it reads quantised weights as the file has them: drafters beside it are rounded to blocks too."""
@@ -86,6 +91,7 @@ class NativeDecoder(Target):
         config = self.config
         self.check_len(max_len)
         rest = {"embedding": self.embedding_matrix, "head": self.head_matrix, "final_norm": self._final_norm}
+        rest |= {"embedding_scale": self.ends.embedding, "logit_scale": self.ends.logits, "logit_cap": self.ends.cap}
         self._model = native_model(config, self.dtype, max_len, self._layers, **rest)
         self.kv = self.cache = cache = native_cache(config, num_rows, max_len, self.dtype)
         self._native_cache = cache_view(cache)
@@ -112,8 +118,12 @@ class NativeDecoder(Target):
         self._buffers.fill(tap_layers=list(self.tap_layers), logit_rows=wanted)
         self._buffers.fill_or_null("parents", batch.parents)
         argmax = self._buffers.room("argmax", len(wanted))
+        if self.config.num_experts:
+            self._buffers.fill(experts_read=[0])
         self._model.forward(self._native_cache, work)
         self.cache.append(batch.rows, batch.counts)
+        if self.config.num_experts:
+            self.experts_read = self._buffers.room("experts_read", 1)[0] / self._num_expert_layers
         return ForwardOutput(logits_TV, taps_TF, argmax[: len(wanted)] if wanted else None)
 
     def time_stages(self, seconds: Tensor) -> None:
@@ -152,8 +162,18 @@ def cache_view(cache: StaticKVCache) -> CCache:
 
 def native_model(config: DecoderConfig, dtype: torch.dtype, max_len: int, layers: list[dict[str, Any]], **parts: Any) -> Model:
     """A model of the library, of matrices, float32 vectors and numbers by the names of the fields of CLayer and CConfig."""
-    cos, sin = (table.float().contiguous() for table in rope_tables(config, max_len))
-    structs = (CLayer * config.num_layers)(*(filled(CLayer(is_causal=1), layer) for layer in layers))
+    tables = {"": rope_tables(config, max_len)}
+    if "local" in config.ropes:
+        tables["local_"] = rope_tables(config, max_len, "local")
+    rotary = {
+        f"{kind}{name}": table.float().contiguous()
+        for kind, pair in tables.items()
+        for name, table in zip(("cos", "sin"), pair, strict=True)
+    }
+    experts = [_expert_structs(layer.get("experts", ())) for layer in layers]
+    structs = (CLayer * config.num_layers)(
+        *(filled(CLayer(is_causal=1), layer | {"experts": own}) for layer, own in zip(layers, experts, strict=True))
+    )
     struct = CConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -165,10 +185,35 @@ def native_model(config: DecoderConfig, dtype: torch.dtype, max_len: int, layers
         eps=config.rms_norm_eps,
         layers=structs,
         embedding_scale=1.0,
-        cos=pointer(cos),
-        sin=pointer(sin),
+        rotary_dim=config.rotary_dim or config.head_dim,
+        is_norm_whole=config.is_qk_norm_whole,
+        attention_scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+        attention_cap=config.attention_cap,
+        residual_scale=config.residual_scale,
+        logit_scale=1.0,
+        activation=native.ACTIVATIONS.index(config.activation),
+        swiglu_alpha=config.swiglu_alpha,
+        swiglu_limit=config.swiglu_limit,
+        experts_per_token=config.experts_per_token,
+        are_experts_normed=config.normed_experts,
     )
-    return Model(filled(struct, parts), [layers, structs, parts, cos, sin])
+    return Model(filled(struct, rotary | parts), [layers, structs, experts, parts, rotary])
+
+
+def _expert_structs(experts: Sequence[dict[str, Any]]) -> Any:
+    return (CExpert * len(experts))(*(filled(CExpert(), expert) for expert in experts)) if experts else None
+
+
+def _matrices(experts: Sequence[dict[str, Any]]) -> list[tuple[Matrix, Matrix]]:
+    return [(expert["gate_up"], expert["down"]) for expert in experts]
+
+
+def _read_by_a_token(config: DecoderConfig, experts: list[tuple[Matrix, Matrix]]) -> int:
+    """Bytes of a layer's experts that one token reads, the shared one, which is the last, among them."""
+    sizes = [gate_up.num_bytes + down.num_bytes for gate_up, down in experts]
+    return sum(sizes[: config.num_experts]) * config.experts_per_token // max(config.num_experts, 1) + sum(
+        sizes[config.num_experts :]
+    )
 
 
 def pack(weights: list[Weight], dtype: torch.dtype) -> Matrix:
@@ -208,27 +253,45 @@ def pack_vectors(vectors: list[Tensor | None]) -> Tensor | None:
     return torch.cat(padded).contiguous()
 
 
-def _vector(vector: Weight, dtype: torch.dtype) -> Tensor:
+def _vector(vector: Weight, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
     assert isinstance(vector, Tensor)
-    return vector.to(dtype).float().clone(memory_format=torch.contiguous_format)  # whoever owns it may go on changing it
+    # Never the tensor itself: whoever owns it may go on changing it.
+    return vector.to(dtype).float().add(offset).contiguous()
 
 
 def layer_parts(config: DecoderConfig, index: int, parts: dict[str, Weight], dtype: torch.dtype) -> dict[str, Any]:
     """The fields of a CLayer. Takes the weights out of `parts`."""
-    vectors = {name: _vector(part, dtype) for name, part in parts.items() if name.endswith(("norm.weight", "bias"))}
-    layer: dict[str, Any] = {
-        "input_norm": vectors["input_layernorm.weight"],
-        "mlp_norm": vectors["post_attention_layernorm.weight"],
-        "window": config.window(index) or 0,
-    }
-    for name, projections in (
-        ("qkv", [f"self_attn.{which}_proj" for which in "qkv"]),
-        ("output", ["self_attn.o_proj"]),
-        ("gate_up", ["mlp.gate_proj", "mlp.up_proj"]),
-        ("down", ["mlp.down_proj"]),
-    ):
-        layer[f"{name}_bias"] = pack_vectors([vectors.get(f"{each}.bias") for each in projections])
-        layer[name] = pack([parts.pop(f"{each}.weight") for each in projections], dtype)
+    offset = config.norm_offset
+    norms = {name: _vector(part, dtype, offset) for name, part in parts.items() if name.endswith("norm.weight")}
+    layer: dict[str, Any] = {field: norms[f"{name}.weight"] for field, name in NORMS[config.norms].items()}
+    layer |= {"window": config.window(index) or 0, "rope": native.ROPES.index(config.rope(index))}
+    layer |= _stacked(parts, dtype, "qkv", *(f"self_attn.{which}_proj" for which in "qkv"))
+    layer |= _stacked(parts, dtype, "output", "self_attn.o_proj")
+    if config.has_experts(index):
+        names = [f"mlp.experts.{expert}" for expert in range(config.num_experts)]
+        shared = ["mlp.shared_expert"] if config.shared_expert_size else []
+        layer["experts"] = [_mlp(parts, dtype, name) for name in [*names, *shared]]
+        layer |= _stacked(parts, dtype, "router", "mlp.gate", *(f"{name}_gate" for name in shared))
+        layer |= {"num_experts": config.num_experts, "has_shared": len(shared)}
+    else:
+        layer |= _mlp(parts, dtype, "mlp")
     if config.qk_norm:
-        layer |= {f"{which}_norm": vectors[f"self_attn.{which}_norm.weight"] for which in "qk"}
+        layer |= {f"{which}_norm": norms[f"self_attn.{which}_norm.weight"] for which in "qk"}
+    if config.has_sinks:
+        layer["sinks"] = _vector(parts["self_attn.sinks"], dtype)
     return layer
+
+
+def _mlp(parts: dict[str, Weight], dtype: torch.dtype, name: str) -> dict[str, Any]:
+    """The fields of a CExpert, or those of a CLayer with one MLP, `inner_size` apart."""
+    inner_size = parts[f"{name}.down_proj.weight"].shape[1]
+    gate_up = _stacked(parts, dtype, "gate_up", f"{name}.gate_proj", f"{name}.up_proj")
+    return gate_up | _stacked(parts, dtype, "down", f"{name}.down_proj") | {"inner_size": inner_size}
+
+
+def _stacked(parts: dict[str, Weight], dtype: torch.dtype, name: str, *projections: str) -> dict[str, Any]:
+    """Projections of the same input as one matrix, and their biases."""
+    vectors = [parts.get(f"{each}.bias") for each in projections]
+    biases = [None if vector is None else _vector(vector, dtype) for vector in vectors]
+    matrix = pack([parts.pop(f"{each}.weight") for each in projections], dtype)
+    return {name: matrix, f"{name}_bias": pack_vectors(biases)}

@@ -22,13 +22,15 @@ from torch import Tensor
 from paceline.errors import NativeError
 from paceline.types import SamplingParams
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 FORMAT_NAMES: list[str] = ["float32", "bfloat16", "Q8_0", "Q4_1", "float16", "Q4_0", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
 FORMAT_NAMES += ["IQ4_NL", "IQ4_XS"]
 """In the order of the library's PnFormat."""
 FORMATS = {getattr(torch, name): FORMAT_NAMES.index(name) for name in ("float32", "bfloat16")}
 """Of inputs, caches and taps."""
 STAGES = ("embed", "norm", "qkv", "rope", "attend", "output", "gate_up", "down", "head")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+ROPES = ("main", "local", "none")
 GROUP = 16
 """Matrices of a stack begin at multiples of so many rows."""
 KEYS = 16
@@ -36,13 +38,24 @@ KEYS = 16
 MAX_HEAD_DIM, MAX_THREADS = 1024, 256
 
 
+class CExpert(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias")),
+        ("inner_size", c_int32),
+    ]
+
+
 class CLayer(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm", "qkv", "output", "gate_up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("sinks", "qkv", "output", "gate_up", "down")),
         *((name, c_void_p) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
-        *((name, c_int32) for name in ("window", "is_causal")),
+        *((name, c_int32) for name in ("window", "rope", "is_causal")),
         *((name, c_void_p) for name in ("attention_mix", "mlp_mix", "attention_base", "mlp_base")),
         ("mix_taps", c_int32),
+        ("experts", POINTER(CExpert)),
+        *((name, c_void_p) for name in ("router", "router_bias")),
+        *((name, c_int32) for name in ("num_experts", "has_shared")),
     ]
 
 
@@ -54,7 +67,13 @@ class CConfig(Structure):
         ("layers", POINTER(CLayer)),
         ("embedding", c_void_p),
         ("embedding_scale", c_float),
-        *((name, c_void_p) for name in ("head", "final_norm", "cos", "sin", "fc", "hidden_norm", "context_kv", "context_bias")),
+        *((name, c_void_p) for name in ("head", "final_norm", "cos", "sin", "local_cos", "local_sin")),
+        *((name, c_int32) for name in ("rotary_dim", "is_norm_whole")),
+        *((name, c_float) for name in ("attention_scale", "attention_cap", "residual_scale", "logit_scale", "logit_cap")),
+        ("activation", c_int32),
+        *((name, c_float) for name in ("swiglu_alpha", "swiglu_limit")),
+        *((name, c_int32) for name in ("experts_per_token", "are_experts_normed")),
+        *((name, c_void_p) for name in ("fc", "hidden_norm", "context_kv", "context_bias")),
     ]
 
 
@@ -77,7 +96,7 @@ class CPass(Structure):
         ("num_logit_rows", c_int32),
         *((name, c_void_p) for name in ("logit_rows", "logits")),
         ("logits_stride", c_int64),
-        *((name, c_void_p) for name in ("argmax", "stage_s", "parents")),
+        *((name, c_void_p) for name in ("argmax", "stage_s", "parents", "experts_read")),
     ]
 
 

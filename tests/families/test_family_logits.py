@@ -39,10 +39,16 @@ def taken(target: Target) -> int:
     return row
 
 
-def test_logits_taps_and_ends(name: str, made: Made) -> None:
+@pytest.fixture(params=["auto", "torch"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """auto is the native pass where it can be; PyTorch is what runs on a GPU."""
+    return request.param
+
+
+def test_logits_taps_and_ends(name: str, made: Made, backend: str) -> None:
     folder, model = made
-    target, tokens = target_of(folder, backend="torch"), text(LENGTH)
-    assert isinstance(target, Decoder)
+    target, tokens = target_of(folder, backend=backend), text(LENGTH)
+    assert isinstance(target, Decoder) == (backend == "torch" or not FAMILIES[name].is_native)
     target.set_taps((0, 2, 3))
     logits_TV, hidden = reference(model, tokens)
     out = feed(target, taken(target), tokens)
@@ -60,9 +66,9 @@ def test_logits_taps_and_ends(name: str, made: Made) -> None:
     close(target.matrix_head(hidden[3]), raw_TV)
 
 
-def test_chunks_with_refused_drafts_and_another_row(name: str, made: Made) -> None:
+def test_chunks_with_refused_drafts_and_another_row(name: str, made: Made, backend: str) -> None:
     folder, model = made
-    target, rng = target_of(folder), random.Random(3)
+    target, rng = target_of(folder, backend=backend), random.Random(3)
     texts = [text(LENGTH, 1), text(LENGTH, 2)]
     expected = [reference(model, tokens)[0] for tokens in texts]
     rows = [taken(target), taken(target)]
@@ -91,9 +97,9 @@ def test_longrope_has_other_factors_for_long_texts(written: Written, tmp_path_fa
     assert shorter is not None and not torch.allclose(shorter, reference(model, tokens[:60])[0], atol=1e-2)
 
 
-def test_a_tree_says_what_its_paths_say(name: str, made: Made) -> None:
+def test_a_tree_says_what_its_paths_say(name: str, made: Made, backend: str) -> None:
     folder, model = made
-    target, tokens = target_of(folder), text(20)
+    target, tokens = target_of(folder, backend=backend), text(20)
     row = taken(target)
     feed(target, row, tokens)
     drafts, parents = text(6, seed=5), [-1, 0, 0, 1, 2, 2]

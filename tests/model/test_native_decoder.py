@@ -137,7 +137,10 @@ SPLITS = [[1] * 64, [64], [2] * 32, [3] * 21 + [1], [5, 6, 7, 8, 9, 10, 11, 8], 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("shape", ["llama", "mistral-window", "qwen2-biases", "qwen3-norms"])
+@pytest.mark.parametrize(
+    "shape",
+    ["llama", "mistral-window", "qwen2-biases", "qwen3-norms", "gemma-around", "olmo-after", "oss-experts", "shared-expert"],
+)
 def test_a_row_is_the_same_in_any_company(shape: str, isa: str, dtype: torch.dtype) -> None:
     """Token by token, in chunks of every size, and beside other rows: the same bits, in the cache too."""
     native, tokens = tapped_twins(shape, dtype)[1], tokens_of(SHAPES[shape], 64, seed=5)
@@ -209,6 +212,30 @@ def assert_at_least_as_close(ours: list[ForwardOutput], theirs: list[ForwardOutp
 
 WHOLE_BLOCKS = replace(BASE, hidden_size=64, intermediate_size=96, num_heads=4, head_dim=16, tie_embeddings=True)
 """Rows of 32 at a time, as quantised matrices must be."""
+EXPERTS: dict[str, Any] = {"num_experts": 5, "experts_per_token": 2, "expert_size": 32, "shared_expert_size": 64}
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_experts_in_blocks(kind: BlockKind, isa: str) -> None:
+    """In float32 they are their dense numbers; in bfloat16, whose products take planes, the same bits in any company."""
+    config = replace(WHOLE_BLOCKS, **EXPERTS, dense_layers=(0,))
+    blocks = blocks_of(random_weights(config), (kind,))
+    dense = {name: tensor.dense() if isinstance(tensor, Blocks) else tensor for name, tensor in blocks.items()}
+    exact = native_decoder(config, dense, torch.float32)
+    use(isa, 2)
+    assert all(map(same_output, tell(native_decoder(config, blocks, torch.float32)), tell(exact)))
+    ours, tokens = native_decoder(config, blocks, torch.bfloat16), tokens_of(config, 64, seed=5)
+    ours.set_taps(TAPS)
+    alone = chunked(ours, tokens, SPLITS[0])
+    for split in SPLITS[1:]:
+        assert same_output(chunked(ours, tokens, split), alone), split
+    assert same_output(chunked(ours, tokens, SPLITS[4], random.Random(2)), alone)
+    exact.set_taps(TAPS)
+    told = chunked(exact, tokens, SPLITS[5])
+    assert alone.taps_TF is not None and told.taps_TF is not None
+    off = (alone.taps_TF.float() - told.taps_TF).norm(dim=1) / told.taps_TF.norm(dim=1)
+    assert off.median() < 0.01, "few tokens choose another expert by rounding"
 
 
 @pytest.mark.parametrize("isa", ISAS)

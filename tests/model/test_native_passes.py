@@ -119,7 +119,36 @@ def random_shape(rng: random.Random) -> DecoderConfig:
         mlp_bias=rng.random() < 0.5,
         qk_norm=rng.random() < 0.5,
         windows=(window,) * num_layers if window else (),
+        **random_traits(rng, num_layers),
     )
+
+
+def random_traits(rng: random.Random, num_layers: int) -> dict[str, Any]:
+    """What families have besides Llama's layers, at random."""
+    num_experts = rng.choice([0, 0, 1, 4])
+    traits: dict[str, Any] = {
+        "norms": rng.choice(["before", "after", "around"]),
+        "is_qk_norm_whole": rng.random() < 0.3,
+        "activation": rng.choice(["silu", "gelu_tanh", "clamped_swiglu"]),
+        "residual_scale": rng.choice([1.0, 0.5]),
+        "attention_cap": rng.choice([0.0, 5.0]),
+        "logit_cap": rng.choice([0.0, 5.0]),
+        "has_sinks": rng.random() < 0.3,
+        "rotary_dim": rng.choice([None, 2]),
+        "ropes": tuple(rng.choice(["main", "local", "none"]) for _ in range(num_layers)),
+    }
+    if num_experts:
+        traits |= {
+            "num_experts": num_experts,
+            "experts_per_token": rng.randint(1, num_experts),
+            "normed_experts": rng.random() < 0.5,
+        }
+        traits |= {
+            "expert_size": rng.choice([1, 16, 33]),
+            "shared_expert_size": rng.choice([0, 5]),
+            "has_expert_biases": rng.random() < 0.5,
+        }
+    return traits
 
 
 @pytest.mark.parametrize("seed", range(60))

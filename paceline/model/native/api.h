@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 #define PN_API extern "C" __attribute__((visibility("default")))
-#define PN_ABI_VERSION 6
+#define PN_ABI_VERSION 7
 
 enum PnFormat {
     PN_F32,
@@ -26,15 +26,30 @@ enum PnFormat {
     PN_NUM_FORMATS
 };
 
+enum PnActivation { PN_SILU, PN_GELU_TANH, PN_CLAMPED_SWIGLU };
+enum PnRope { PN_ROPE_MAIN, PN_ROPE_LOCAL, PN_ROPE_NONE };
+
 struct PnMatrix;
 struct PnModel;
 
+// One of several MLPs of a layer. Matrices and biases as those of PnLayer.
+struct PnExpert {
+    const PnMatrix* gate_up;
+    const PnMatrix* down;
+    const float* gate_up_bias;
+    const float* down_bias;
+    int32_t inner_size;
+};
+
 // One decoder layer. Matrices [out, in]; q, k, v stacked, gate and up stacked, each padded to multiples of 16 rows.
 struct PnLayer {
-    const float* input_norm;  // [hidden]
-    const float* mlp_norm;    // [hidden]
-    const float* q_norm;      // [head_dim] or null
-    const float* k_norm;      // [head_dim] or null
+    const float* input_norm;  // [hidden], or null: the sublayer's input is not normed
+    const float* mlp_norm;
+    const float* attention_out_norm;  // [hidden], or null: what the sublayer puts out is not normed
+    const float* mlp_out_norm;
+    const float* q_norm;  // [head_dim], [num_heads * head_dim] where heads are normed together, or null
+    const float* k_norm;  // the same of key heads
+    const float* sinks;   // [num_heads], scores of a key that is always seen and has no value, or null
     const PnMatrix* qkv;
     const PnMatrix* output;
     const PnMatrix* gate_up;
@@ -44,6 +59,7 @@ struct PnLayer {
     const float* gate_up_bias;  // in the rows of gate_up, or null
     const float* down_bias;     // [hidden] or null
     int32_t window;             // 0: sees everything
+    int32_t rope;               // PnRope
     int32_t is_causal;          // 0: new tokens of a row see each other both ways
     // DFlash 2: what goes into a sublayer, and what comes out, is mixed with the tokens before it in its row of the pass,
     //   out[i][c] = sum over t < mix_taps of (base[side][t][c] + added[i][side][t][c / 16]) * x[i - t][c],
@@ -53,6 +69,13 @@ struct PnLayer {
     const float* attention_base;  // [2, mix_taps, hidden]
     const float* mlp_base;
     int32_t mix_taps;
+    // In the place of gate_up and down, which are null then: `experts_per_token` of num_experts for each token, and one more, behind
+    // them, for every token where has_shared.
+    const PnExpert* experts;   // copied; null: one MLP
+    const PnMatrix* router;    // [num_experts, hidden], with has_shared one more row behind padding: the shared expert's gate
+    const float* router_bias;  // in the rows of router, or null
+    int32_t num_experts;
+    int32_t has_shared;
 };
 
 struct PnConfig {
@@ -64,8 +87,22 @@ struct PnConfig {
     float embedding_scale;
     const PnMatrix* head;     // may be null
     const float* final_norm;  // [hidden]
-    const float* cos;         // [max_len, head_dim], half-split
+    const float* cos;         // [max_len, rotary_dim], half-split
     const float* sin;
+    const float* local_cos;  // those of layers with PN_ROPE_LOCAL, or null
+    const float* local_sin;
+    int32_t rotary_dim;     // how many numbers of each head are rotated, from the first on
+    int32_t is_norm_whole;  // q_norm and k_norm are over all heads of a token together
+    float attention_scale;  // of queries times keys
+    float attention_cap;    // they are kept within it, by tanh; 0: they are not
+    float residual_scale;   // what sublayers put out is multiplied by it before it is added
+    float logit_scale;
+    float logit_cap;
+    int32_t activation;  // PnActivation
+    float swiglu_alpha;  // of PN_CLAMPED_SWIGLU
+    float swiglu_limit;
+    int32_t experts_per_token;
+    int32_t are_experts_normed;  // the weights of a token's experts are divided by their sum
     // DFlash drafters: features of the target -> keys and values of all layers. Null otherwise.
     const PnMatrix* fc;          // [hidden, features]
     const float* hidden_norm;    // [hidden]
@@ -104,6 +141,7 @@ struct PnPass {
     // Of a tree of tokens for each [T] the place of its parent among its row's tokens of this pass, -1 for one that follows the
     // cache; parents come first. Token i of a row stands in the cache at start + i. Null: every token follows the one before it.
     const int32_t* parents;
+    int32_t* experts_read;  // how many of each layer's experts any token chose, all layers together, is added to it; or null
 };
 
 // DFlash 2's selector: of each of `rows` rows of logits, `slots` to a block, the `count` likeliest columns, as pn_likeliest has

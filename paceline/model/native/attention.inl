@@ -21,22 +21,23 @@ inline int first_of_all(const Attention& a, int query) {
 }
 
 // Scores of one query become weights that sum to one, rounded to T, in place; keys outside [first, end) weigh nothing. A position
-// keeps its lane whatever `begin` is, so that the sum is the same in any company.
+// keeps its lane whatever `begin` is, so that the sum is the same in any company. `sink` as Attention has it.
 template <class T>
-inline void softmax(float* scores, int begin, int first, int end, int padded_end) {
+inline void softmax(float* scores, int begin, int first, int end, int padded_end, float sink) {
     const float none = -__builtin_inff();
     for (int key = begin; key < first; ++key) scores[key] = none;
     for (int key = end; key < padded_end; ++key) scores[key] = none;
     vf top = splat(none);
     for (int key = begin; key < padded_end; key += kWidth) top = larger(top, load(scores + key));
-    const vf shift = splat(max_of(top));
+    const float most = max_of(top);
+    const vf shift = splat(sink > most ? sink : most);
     LaneSum sum;
     for (int key = begin; key < padded_end; key += kWidth) {
         const vf weight = exp_of(load(scores + key) - shift);
         store(scores + key, weight);
         sum.at(key) += weight;
     }
-    const vf share = splat(1.0f / sum.total());
+    const vf share = splat(1.0f / (sum.total() + exp_of(splat(sink) - shift)[0]));
     for (int key = begin; key < padded_end; key += kWidth) {
         T rounded[kWidth];
         put_vector(rounded, load(scores + key) * share);
@@ -115,10 +116,13 @@ inline void attend_rows(const Attention& a, int row) {
     for (; key + blocks * kKeys <= padded_end; key += blocks * kKeys)
         score_blocks<T, Rows, blocks>(a, queries, key, scores, ldscores);
     for (; key < padded_end; key += kKeys) score_blocks<T, Rows, 1>(a, queries, key, scores, ldscores);
+    if (a.cap != 0.0f)
+        for (int index = 0; index < Rows; ++index)
+            scale_and_cap(scores + index * ldscores + begin, padded_end - begin, 1.0f, a.cap);
     if (a.paths)
         for (int index = 0; index < Rows; ++index) scores_along(a.paths[row + index], scores + index * ldscores + a.position);
     for (int index = 0; index < Rows; ++index)
-        softmax<T>(scores + index * ldscores, begin, first_key(a, row + index), end_key(a, row + index), padded_end);
+        softmax<T>(scores + index * ldscores, begin, first_key(a, row + index), end_key(a, row + index), padded_end, a.sink);
     const int end =
         a.paths ? a.position / kTogether<T> * kTogether<T> : (a.end + kTogether<T> - 1) / kTogether<T> * kTogether<T>;
     int column = 0;

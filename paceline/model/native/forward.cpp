@@ -1,90 +1,14 @@
 // One pass through a decoder: every thread runs the same stages and shares out the work of each; barriers stand between them.
+#include "forward.h"
+
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <new>
 
 #include "error.h"
-#include "model.h"
 
 namespace pn {
-
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-constexpr int kStagesPerLayer = 20;
-constexpr int kAskedFor = 8192;      // bytes of the next weights
-constexpr int kLeastHeadPieces = 4;  // sixteen rows each, that a thread takes at a time
-constexpr int kOwnInputs = 16;       // tokens up to which every thread norms all of them
-constexpr int kHeadPieces = 16;      // of the head that a thread makes at a time
-constexpr int kGated = 256;          // rows of sixteen gated columns that it makes at a time, if there are so few
-
-class Forward {
-public:
-    Forward(PnModel& model, const PnCache& cache, const PnPass& pass, Pool& pool)
-        : model_(model), config_(model.config), cache_(cache), pass_(pass), pool_(pool), kernels_(*kernels_for(config_.dtype)) {
-    }
-
-    int32_t prepare();
-    int32_t place_tokens(int index);
-    void run(int thread);
-    void finish();
-
-private:
-    // A matrix that a later stage begins with; gate and up are two parts that are walked through side by side.
-    struct Next {
-        const PnMatrix* matrix;
-        int least, parts;
-    };
-    int32_t reserve();
-    void layer(int thread, int index);
-    void embed(int token);
-    const Buffer& normed_input(int thread, const float* weight, int tapped_layer);
-    const Buffer& mixed_input(int thread, const PnMatrix* mix, const float* base, const Buffer& normed);
-    void sublayer_output(int thread, PnStage stage, const PnMatrix& matrix, const float* bias, Rows input, const float* base,
-                         Next next);
-    Mix mix_of(int token, const float* base, int side) const;
-    Rows rows_for(int thread, const PnMatrix& matrix, const Buffer& x, int cols, int count);
-    void rotate(int index, int item);
-    void attend(int thread, int index, const Task& task);
-    void gate_up(int thread, const PnLayer& layer, Rows input, int begin, int end);
-    void head(int thread, Rows input, int begin, int end);
-    void tap(int token, int layer_index, bool is_normed);
-    void product(int thread, const PnMatrix& matrix, int begin, int end, Rows x, float* y, int columns, bool accumulate,
-                 const float* bias);
-
-    template <class Work>
-    void share(int thread, PnStage stage, int count, int least, Work work, Next next = {nullptr, 0, 0});
-    void ask_for(const Next& next, int thread) const;
-    Next after(int layer) const;
-    // Half of it the other threads have just written, and it is far away: asked for at once.
-    static void fetch(const void* from, int64_t bytes) {
-        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const uint8_t*>(from) + at);
-    }
-    // Pieces of the gated product that a thread makes at a time: to begin with tiles takes as long as a tenth of a piece.
-    int gate_pieces() const { return std::max(kGated / num_tokens_, 2); }
-
-    uint8_t* element(const Buffer& buffer, int64_t index) const {
-        return buffer.as<uint8_t>() + index * model_.element_bytes();
-    }
-    uint8_t* cached(void* base, int layer_index, int row, int head) const {
-        const int64_t at = layer_index * cache_.layer_stride + row * cache_.row_stride + head * cache_.head_stride;
-        return static_cast<uint8_t*>(base) + at * model_.element_bytes();
-    }
-    float* hidden(int token) const { return model_.hidden.as<float>() + int64_t(token) * config_.hidden_size; }
-
-    PnModel& model_;
-    const PnConfig& config_;
-    const PnCache& cache_;
-    const PnPass& pass_;
-    Pool& pool_;
-    const Kernels& kernels_;
-    int num_tokens_ = 0, max_end_ = 0;
-    Clock::time_point stage_began_;
-    size_t next_share_[kMaxThreads] = {};  // every thread walks through the shares in the same order
-};
 
 int32_t Forward::prepare() {
     model_.token_row.clear(), model_.token_position.clear(), model_.token_slot.clear(), model_.tasks.clear();
@@ -146,18 +70,30 @@ int32_t Forward::reserve() {
     ok &= model_.qkv.at_least(tokens * size_t(model_.query_rows() + 2 * model_.kv_rows()) * 4) != nullptr;
     ok &= model_.query.at_least(tokens * size_t(config_.num_heads * model_.padded_head_dim()) * element) != nullptr;
     ok &= model_.attended.at_least(tokens * size_t(padded_cols(queries)) * element) != nullptr;
-    ok &= model_.gated.at_least(tokens * size_t(padded_cols(config_.inner_size)) * element) != nullptr;
+    const size_t routed = model_.has_experts() ? tokens * size_t(model_.experts_per_token()) : 0;
+    const int inner = padded_cols(model_.widest_inner());
+    ok &= model_.gated.at_least(std::max(tokens, routed) * size_t(inner) * element) != nullptr;
+    ok &= model_.unmixed.at_least(tokens * size_t(config_.hidden_size) * 4) != nullptr;
     ok &= model_.logit_input.at_least(size_t(pass_.num_logit_rows) * size_t(padded_cols(config_.hidden_size)) * element) !=
               nullptr ||
           !pass_.num_logit_rows;
     const size_t row_bytes = size_t(padded_cols(config_.hidden_size)) * element, mix_columns = size_t(model_.mix_columns());
-    ok &= !mix_columns || (model_.mixed.at_least(tokens * row_bytes) && model_.mix_added.at_least(tokens * mix_columns * 4) &&
-                           model_.unmixed.at_least(tokens * size_t(config_.hidden_size) * 4));
-    int widest = std::max({padded_cols(config_.hidden_size), padded_cols(queries), padded_cols(config_.inner_size)});
+    ok &= !mix_columns || (model_.mixed.at_least(tokens * row_bytes) && model_.mix_added.at_least(tokens * mix_columns * 4));
+    if (routed) {
+        const size_t columns = size_t(padded_rows(model_.most_experts()) + kWide);
+        ok &= model_.routed.at_least(tokens * columns * 4) && model_.expert_input.at_least(routed * row_bytes) &&
+              model_.expert_out.at_least(routed * size_t(config_.hidden_size) * 4);
+        model_.chosen.resize(routed), model_.place_of.resize(routed), model_.expert_weights.resize(routed);
+        model_.sorted_token.resize(routed), model_.group_of.resize(routed);
+        model_.groups.reserve(size_t(model_.most_experts()));
+    }
+    const int widest = std::max({padded_cols(config_.hidden_size), padded_cols(queries), inner});
     while (int(model_.threads.size()) < pool_.size()) model_.threads.push_back(std::make_unique<ThreadBuffers>());
-    const size_t columns = std::max(tokens * 2 * size_t(gate_pieces()), size_t(pass_.num_logit_rows) * kHeadPieces) * kWide;
-    const size_t most_rows = size_t(std::max(num_tokens_, int(pass_.num_logit_rows)));
-    ok &= model_.planes.at_least((most_rows + kSpareRows) * size_t(plane_bytes(widest))) != nullptr;
+    const size_t gated = std::max(size_t(kGated), 2 * tokens) * 2;  // columns of sixteen, of any number of the rows
+    const size_t columns = std::max(gated, size_t(pass_.num_logit_rows) * kHeadPieces) * kWide;
+    const size_t groups = std::max(std::min(routed, size_t(model_.most_experts())), size_t(1));
+    const size_t most_rows = std::max({tokens, size_t(pass_.num_logit_rows), routed}) + groups * kSpareRows;
+    ok &= model_.planes.at_least(most_rows * size_t(plane_bytes(widest))) != nullptr;
     for (int thread = 0; thread < pool_.size(); ++thread) {
         ThreadBuffers& own = *model_.threads[size_t(thread)];
         ok &= own.expanded.at_least(scratch_bytes(widest)) != nullptr;
@@ -174,20 +110,6 @@ int32_t Forward::reserve() {
     model_.best.assign(size_t(pool_.size() * pass_.num_logit_rows), {-INFINITY, 0});
     stage_began_ = Clock::now();
     return 0;
-}
-
-// A stage. Whoever is done asks for the weights it will begin with at `next`, before it waits.
-template <class Work>
-void Forward::share(int thread, PnStage stage, int count, int least, Work work, Next next) {
-    Share& pieces = model_.shares[next_share_[thread]++];
-    pieces.each(count, pool_.size(), least, thread, work);
-    if (next.matrix) ask_for(next, thread);
-    pool_.barrier();
-    if (thread == 0 && pass_.stage_s) {
-        const Clock::time_point now = Clock::now();
-        pass_.stage_s[stage] += std::chrono::duration<float>(now - stage_began_).count();
-        stage_began_ = now;
-    }
 }
 
 void Forward::ask_for(const Next& next, int thread) const {
@@ -242,6 +164,10 @@ void Forward::layer(int thread, int index) {
     share(thread, PN_STAGE_QKV, layer.qkv->num_pieces(), 1, [&](int begin, int end) {
         product(thread, *layer.qkv, begin, end, input, model_.qkv.as<float>(), columns, false, layer.qkv_bias);
     });
+    if (config_.is_norm_whole && layer.q_norm)
+        share(thread, PN_STAGE_ROPE, 2 * num_tokens_, 1, [&](int begin, int end) {
+            for (int item = begin; item < end; ++item) norm_whole(layer, item);
+        });
     share(thread, PN_STAGE_ROPE, num_tokens_ * (config_.num_heads + 2 * config_.num_kv_heads), 4, [&](int begin, int end) {
         for (int item = begin; item < end; ++item) rotate(index, item);
     });
@@ -252,37 +178,63 @@ void Forward::layer(int thread, int index) {
           {layer.output, 1, 1});
     const Rows attended = rows_for(thread, *layer.output, model_.attended, config_.num_heads * config_.head_dim, num_tokens_);
     sublayer_output(thread, PN_STAGE_OUTPUT, *layer.output, layer.output_bias, attended,
-                    layer.attention_mix ? layer.attention_base : nullptr, {layer.gate_up, 1, 2});
+                    layer.attention_mix ? layer.attention_base : nullptr, layer.attention_out_norm,
+                    layer.experts ? Next{layer.router, 1, 1} : Next{layer.gate_up, 1, 2});
+    if (layer.experts) experts(thread, index);
+    else mlp(thread, index);
+}
+
+void Forward::mlp(int thread, int index) {
+    const PnLayer& layer = model_.layers[size_t(index)];
+    const int hidden_size = config_.hidden_size, inner = config_.inner_size;
+    const PnExpert own = {layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias, inner};
     const Buffer& mlp_normed = normed_input(thread, layer.mlp_norm, -1);
     const Rows gated_input = rows_for(thread, *layer.gate_up, mixed_input(thread, layer.mlp_mix, layer.mlp_base, mlp_normed),
                                       hidden_size, num_tokens_);
     share(thread, PN_STAGE_GATE_UP, layer.gate_up->num_pieces() / 2, 1,
-          [&](int begin, int end) {
-              for (int first = begin; first < end; first += gate_pieces())
-                  gate_up(thread, layer, gated_input, first, std::min(first + gate_pieces(), end));
-          },
+          [&](int begin, int end) { gate_up(thread, own, gated_input, num_tokens_, model_.gated.as<uint8_t>(), begin, end); },
           {layer.down, 1, 1});
-    const Rows gated = rows_for(thread, *layer.down, model_.gated, config_.inner_size, num_tokens_);
+    const Rows gated = rows_for(thread, *layer.down, model_.gated, inner, num_tokens_);
     sublayer_output(thread, PN_STAGE_DOWN, *layer.down, layer.down_bias, gated, layer.mlp_mix ? layer.mlp_base : nullptr,
-                    after(index));
+                    layer.mlp_out_norm, after(index));
 }
 
-// What comes out of a sublayer, added to the hidden states; mixed before that where it has a `base`.
+// What comes out of a sublayer, added to the hidden states; before that mixed where it has a `base`, or else normed and scaled.
 void Forward::sublayer_output(int thread, PnStage stage, const PnMatrix& matrix, const float* bias, Rows input,
-                              const float* base, Next next) {
+                              const float* base, const float* out_norm, Next next) {
     const int size = config_.hidden_size;
-    float* to = (base ? model_.unmixed : model_.hidden).as<float>();
+    const bool is_added = !base && !out_norm && config_.residual_scale == 1.0f;
+    float* to = (is_added ? model_.hidden : model_.unmixed).as<float>();
     share(
         thread, stage, matrix.num_pieces(), 1,
-        [&](int begin, int end) { product(thread, matrix, begin, end, input, to, size, !base, bias); }, next);
-    if (!base) return;
+        [&](int begin, int end) { product(thread, matrix, begin, end, input, to, size, is_added, bias); }, next);
+    if (is_added) return;
     share(thread, stage, num_tokens_, 1, [&](int begin, int end) {
         for (int token = begin; token < end; ++token) {
+            if (!base) {
+                add_output(token, to + int64_t(token) * size, out_norm);
+                continue;
+            }
             Mix mix = mix_of(token, base, 1);
             mix.x = to + int64_t(token) * size, mix.row_stride = size;
             kernels_.add_mixed(mix, hidden(token));
         }
     });
+}
+
+// Added to the hidden states, after its norm where it has one.
+void Forward::add_output(int token, float* output, const float* out_norm) {
+    if (out_norm) kernels_.norm_floats(output, out_norm, config_.hidden_size, config_.eps, output);
+    kernels_.add_scaled(output, config_.hidden_size, config_.residual_scale, hidden(token));
+}
+
+// All queries of a token, or all its keys.
+void Forward::norm_whole(const PnLayer& layer, int item) {
+    const bool is_key = item >= num_tokens_;
+    float* heads = model_.qkv.as<float>() + int64_t(item % num_tokens_) * (model_.query_rows() + 2 * model_.kv_rows());
+    if (is_key) heads += model_.query_rows();
+    kernels_.norm_floats(heads, is_key ? layer.k_norm : layer.q_norm,
+                         (is_key ? config_.num_kv_heads : config_.num_heads) * config_.head_dim, config_.eps, heads);
 }
 
 // Pieces [begin, end) of a matrix times every token; y is [tokens, columns].
@@ -329,8 +281,9 @@ const Buffer& Forward::normed_input(int thread, const float* weight, int tapped_
     const auto norm = [&](int begin, int end) {
         for (int token = begin; token < end; ++token) {
             if (is_shared || thread == token % pool_.size()) tap(token, tapped_layer, false);
-            kernels_.norm(hidden(token), weight, config_.hidden_size, padded, config_.eps,
-                          element(to, int64_t(token) * padded));
+            void* input = element(to, int64_t(token) * padded);
+            if (weight) kernels_.norm(hidden(token), weight, config_.hidden_size, padded, config_.eps, input);
+            else kernels_.convert(hidden(token), config_.hidden_size, padded, input);
         }
     };
     if (is_shared) share(thread, PN_STAGE_NORM, num_tokens_, 1, norm);
@@ -388,12 +341,17 @@ void Forward::rotate(int index, int item) {
     const int head = item / num_tokens_, token = item % num_tokens_;  // a thread takes the heads whose products it made
     const int row_index = model_.token_row[size_t(token)], slot = model_.token_slot[size_t(token)], row = pass_.rows[row_index];
     const float* from = model_.qkv.as<float>() + int64_t(token) * (model_.query_rows() + 2 * model_.kv_rows());
-    const int64_t table = int64_t(model_.token_position[size_t(token)]) * head_dim;
-    HeadInput in = {from + head * head_dim, layer.q_norm, config_.eps, config_.cos + table, config_.sin + table, head_dim};
+    const int rotary = layer.rope == PN_ROPE_NONE ? 0 : config_.rotary_dim;
+    const bool is_local = layer.rope == PN_ROPE_LOCAL;
+    const int64_t table = int64_t(model_.token_position[size_t(token)]) * rotary;
+    const float *cos = is_local ? config_.local_cos : config_.cos, *sin = is_local ? config_.local_sin : config_.sin;
+    const float *q_norm = config_.is_norm_whole ? nullptr : layer.q_norm,
+                *k_norm = config_.is_norm_whole ? nullptr : layer.k_norm;
+    HeadInput in = {from + head * head_dim, q_norm, config_.eps, cos + table, sin + table, head_dim, rotary};
     if (head < heads) {
         kernels_.query(in, padded, element(model_.query, (int64_t(token) * heads + head) * padded));
     } else if (head < heads + kv_heads) {
-        in.x = from + model_.query_rows() + (head - heads) * head_dim, in.weight = layer.k_norm;
+        in.x = from + model_.query_rows() + (head - heads) * head_dim, in.weight = k_norm;
         kernels_.key(in, padded, cached(cache_.keys, index, row, head - heads), slot);
     } else {
         const int value = head - heads - kv_heads;
@@ -421,31 +379,40 @@ void Forward::attend(int thread, int index, const Task& task) {
     attention.end = layer.is_causal && !pass_.parents ? position + task.num_queries : written;
     attention.window = layer.window;
     attention.is_causal = layer.is_causal != 0;
-    attention.scale = 1.0f / std::sqrt(float(head_dim));
+    attention.scale = config_.attention_scale, attention.cap = config_.attention_cap;
+    attention.sink = layer.sinks ? layer.sinks[task.head] : -INFINITY;
     attention.scores = model_.threads[size_t(thread)]->scores.as<float>();
     attention.out_stride = padded_cols(config_.num_heads * head_dim);
     attention.out = element(model_.attended, task.first_query * attention.out_stride + task.head * head_dim);
     kernels_.attend(attention);
 }
 
-// Columns of the gated product, sixteen a piece.
-void Forward::gate_up(int thread, const PnLayer& layer, Rows input, int begin, int end) {
+// Columns of the gated product of `num_rows` rows, sixteen a piece; with the last one the zeros behind them. Rows of `out` are as
+// long as the input of `down`.
+void Forward::gate_up(int thread, const PnExpert& mlp, Rows input, int num_rows, uint8_t* out, int begin, int end) {
     ThreadBuffers& own = *model_.threads[size_t(thread)];
-    const int columns = (end - begin) * kWide, first = begin * kWide;
-    float* gates = own.columns.as<float>();
-    float* ups = gates + int64_t(num_tokens_) * columns;
-    const PnMatrix& matrix = *layer.gate_up;
-    const int half = matrix.num_pieces() / 2;
-    const float* bias = layer.gate_up_bias;
-    for (float* y : {gates, ups}) {
-        const int at = y == ups ? half + begin : begin;
-        multiply_pieces(kernels_, matrix, at, at + end - begin, input, num_tokens_,
-                        {y, columns, at, columns, false, bias ? bias + at * kWide : nullptr}, own.expanded.as<void>());
+    const PnMatrix& matrix = *mlp.gate_up;
+    const float* bias = mlp.gate_up_bias;
+    const Gating gating = {config_.activation, config_.swiglu_alpha, config_.swiglu_limit};
+    const int half = matrix.num_pieces() / 2, most = gate_pieces(num_rows), stride = padded_cols(mlp.inner_size);
+    const int64_t bytes = model_.element_bytes();
+    for (; begin < end; begin += most) {
+        const int pieces = std::min(most, end - begin), columns = pieces * kWide, first = begin * kWide;
+        float* gates = own.columns.as<float>();
+        float* ups = gates + int64_t(num_rows) * columns;
+        for (float* y : {gates, ups}) {
+            const int at = y == ups ? half + begin : begin;
+            multiply_pieces(kernels_, matrix, at, at + pieces, input, num_rows,
+                            {y, columns, at, columns, false, bias ? bias + at * kWide : nullptr}, own.expanded.as<void>());
+        }
+        const int size = std::min(columns, mlp.inner_size - first);
+        const int behind = first + size == mlp.inner_size ? stride - mlp.inner_size : 0;
+        for (int row = 0; row < num_rows; ++row) {
+            uint8_t* to = out + (int64_t(row) * stride + first) * bytes;
+            kernels_.gate(gates + row * columns, ups + row * columns, size, gating, to);
+            memset(to + size * bytes, 0, size_t(behind * bytes));
+        }
     }
-    const int size = std::min(columns, config_.inner_size - first), stride = padded_cols(config_.inner_size);
-    for (int token = 0; token < num_tokens_; ++token)
-        kernels_.gate(gates + token * columns, ups + token * columns, size,
-                      element(model_.gated, int64_t(token) * stride + first));
 }
 
 void Forward::head(int thread, Rows input, int begin, int end) {
@@ -455,6 +422,9 @@ void Forward::head(int thread, Rows input, int begin, int end) {
     float* y = pass_.logits ? pass_.logits + first : own.columns.as<float>();
     const int64_t ldy = pass_.logits ? pass_.logits_stride : kHeadPieces * kWide;
     multiply_pieces(kernels_, matrix, begin, end, input, rows, {y, ldy, begin, count, false, nullptr}, own.expanded.as<void>());
+    if (config_.logit_scale != 1.0f || config_.logit_cap != 0.0f)
+        for (int row = 0; row < rows; ++row)
+            kernels_.scale_and_cap(y + row * ldy, count, config_.logit_scale, config_.logit_cap);
     if (!pass_.argmax) return;
     for (int row = 0; row < rows; ++row) {
         Best& best = model_.best[size_t(thread * rows + row)];
@@ -479,8 +449,6 @@ void Forward::finish() {
         pass_.argmax[row] = std::isfinite(best.value) ? best.index : -1;
     }
 }
-
-}  // namespace
 
 }  // namespace pn
 

@@ -55,6 +55,8 @@ struct Attention {
     int window;  // 0: everything
     bool is_causal;
     float scale;
+    float cap;      // 0: scores are not capped
+    float sink;     // score of a key that is always seen and has no value; -infinity: there is none
     float* scores;  // scratch: num_queries x round_up(end, 64)
     void* out;      // [num_queries, out_stride] in the model's dtype
     int64_t out_stride;
@@ -70,14 +72,20 @@ constexpr int kKeys = 16;          // positions of the cache that are scored tog
 constexpr int kSummed = 256;       // weights of a distribution that are summed together
 constexpr int kMaxHeadDim = 1024;  // one head is kept on the stack
 
-// One head of one token: normed when there is a weight, then rotated.
+// One head of one token: normed when there is a weight, then its first rotary_dim numbers rotated.
 struct HeadInput {
     const float* x;
     const float* weight;
     float eps;
     const float* cos;
     const float* sin;
-    int head_dim;
+    int head_dim, rotary_dim;
+};
+
+// What comes of the two halves of an MLP: PnActivation and its numbers.
+struct Gating {
+    int activation;
+    float alpha, limit;
 };
 
 // A token of a block mixed with those before it, `row_stride` elements apart: tap t of column c counts base[t][c] +
@@ -115,8 +123,14 @@ struct Kernels {
     int (*chunk_rows)(int format, int num_rows);
     // Row `index` of a chunk
     void (*chunk_planes)(const void* x, int padded_cols, int chunk_rows, int index, void* chunk);
-    // out[i] = silu(gate[i]) * up[i]
-    void (*gate)(const float* gate, const float* up, int size, void* out);
+    // The same as floats, without zeros; `out` may be x
+    void (*norm_floats)(const float* x, const float* weight, int size, float eps, float* out);
+    // out[i] += x[i] * scale
+    void (*add_scaled)(const float* x, int size, float scale, float* out);
+    // x[i] = cap * tanh(x[i] * scale / cap), or x[i] * scale where the cap is 0
+    void (*scale_and_cap)(float* x, int size, float scale, float cap);
+    // out[i] = activation(gate[i]) * up[i]
+    void (*gate)(const float* gate, const float* up, int size, const Gating& gating, void* out);
     // x in the model's dtype to a row of inputs, zeros from size to padded
     void (*mix)(const Mix& mix, int padded, void* out);
     // x as floats, added to `out`

@@ -119,6 +119,20 @@ inline void put_upto(T* out, vf value, int left) {
     else put_part(out, value, left);
 }
 
+// NaN stays one, which exp_of would hide.
+inline vf capped(vf x, float cap) {
+    const vf e = exp_of(x * splat(2.0f / cap));
+    const vf y = splat(cap) - splat(2.0f * cap) / (e + splat(1.0f));
+    return x == x ? y : x;
+}
+
+inline void scale_and_cap(float* x, int size, float scale, float cap) {
+    for (int at = 0; at < size; at += kWidth) {
+        const vf scaled = get_upto(x + at, size - at) * splat(scale);
+        put_upto(x + at, cap != 0.0f ? capped(scaled, cap) : scaled, size - at);
+    }
+}
+
 // ---- matrix products ----
 
 inline int element_format(const float*) { return PN_F32; }
@@ -417,13 +431,31 @@ void convert(const float* x, int size, int padded, void* out) {
     for (int at = size; at < padded; ++at) put(to, at, 0.0f);
 }
 
+inline void norm_floats(const float* x, const float* weight, int size, float eps, float* out) {
+    norm<float>(x, weight, size, size, eps, out);
+}
+
+inline void add_scaled(const float* x, int size, float scale, float* out) {
+    for (int at = 0; at < size; at += kWidth)
+        put_upto(out + at, fused(get_upto(x + at, size - at), splat(scale), get_upto(out + at, size - at)), size - at);
+}
+
 template <class T>
-void gate(const float* gate, const float* up, int size, void* out) {
+void gate(const float* gate, const float* up, int size, const Gating& gating, void* out) {
     T* to = static_cast<T*>(out);
+    const vf one = splat(1.0f);
     for (int at = 0; at < size; at += kWidth) {
-        const vf value = get_upto(gate + at, size - at);
-        const vf silu = value / (splat(1.0f) + exp_of(-value));
-        put_upto(to + at, silu * get_upto(up + at, size - at), size - at);
+        vf value = get_upto(gate + at, size - at), other = get_upto(up + at, size - at), to_sigmoid = value;
+        if (gating.activation == PN_GELU_TANH) {  // (1 + tanh(u)) / 2 = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+            to_sigmoid = value * fused(value * value, splat(2.0f * 0.7978845608f * 0.044715f), splat(2.0f * 0.7978845608f));
+        } else if (gating.activation == PN_CLAMPED_SWIGLU) {
+            const vf limit = splat(gating.limit);
+            value = value > limit ? limit : value;  // a NaN stays one
+            other = other > limit ? limit : other;
+            other = (other < -limit ? -limit : other) + one;
+            to_sigmoid = value * splat(gating.alpha);
+        }
+        put_upto(to + at, value / (one + exp_of(-to_sigmoid)) * other, size - at);
     }
 }
 
@@ -450,14 +482,16 @@ inline void add_mixed(const Mix& mix, float* out) {
     for (int at = 0; at < mix.size; at += kWidth) store(out + at, load(out + at) + mixed<float>(mix, at));
 }
 
-// Normed when there is a weight, rotated when there are tables; `values` has room for head_dim floats.
+// Normed when there is a weight, and rotated; `values` has room for head_dim floats.
 inline void rotated(const HeadInput& in, float* values) {
     const float* from = in.x;
     if (in.weight) {
         norm<float>(in.x, in.weight, in.head_dim, in.head_dim, in.eps, values);
         from = values;
     }
-    const int half = in.head_dim / 2;
+    const int half = in.rotary_dim / 2;
+    if (from != values)
+        for (int at = in.rotary_dim; at < in.head_dim; ++at) values[at] = from[at];
     for (int at = 0; at < half; at += kWidth) {
         const int left = half - at;
         const vf low = get_upto(from + at, left), high = get_upto(from + half + at, left);
@@ -612,25 +646,11 @@ void row(const PnPart& part, int row, float* out) {
 
 template <class T, class Tiled = NoTiles, auto Planes = kPlanes<T>>
 const Kernels* table(const char* name) {
-    static const Kernels kernels = {name,
-                                    multiply<T, Tiled>,
-                                    attend<T>,
-                                    norm<T>,
-                                    convert<T>,
-                                    Planes,
-                                    Tiled::chunk_rows,
-                                    Tiled::planes,
-                                    gate<T>,
-                                    mix<T>,
-                                    add_mixed,
-                                    put_query<T>,
-                                    put_key<T>,
-                                    put_value<T>,
-                                    argmax,
-                                    exponentials,
-                                    score,
-                                    move_position<T>,
-                                    row<T>};
+    static const Kernels kernels = {
+        name,          multiply<T, Tiled>, attend<T>,    norm<T>,       convert<T>,   Planes, Tiled::chunk_rows,
+        Tiled::planes, norm_floats,        add_scaled,   scale_and_cap, gate<T>,      mix<T>, add_mixed,
+        put_query<T>,  put_key<T>,         put_value<T>, argmax,        exponentials, score,  move_position<T>,
+        row<T>};
     return &kernels;
 }
 

@@ -37,6 +37,25 @@ const char* mix_fault_of(const PnModel& model, const PnLayer& layer) {
     return nullptr;
 }
 
+const char* mlp_fault_of(const PnConfig& config, const PnExpert& mlp) {
+    if (mlp.inner_size < 1) return "sizes must be positive";
+    const char* fault = fault_of(mlp.gate_up, 2 * padded_rows(mlp.inner_size), config.hidden_size, config.dtype);
+    return fault ? fault : fault_of(mlp.down, config.hidden_size, mlp.inner_size, config.dtype);
+}
+
+const char* experts_fault_of(const PnModel& model, const PnLayer& layer) {
+    const PnConfig& config = model.config;
+    if (layer.num_experts < 1 || config.experts_per_token < 1 || config.experts_per_token > layer.num_experts ||
+        layer.has_shared < 0 || layer.has_shared > 1)
+        return "a token cannot choose so many experts";
+    if (layer.mlp_mix) return "experts cannot be mixed";
+    const int rows = padded_rows(layer.num_experts) * layer.has_shared + (layer.has_shared ? 1 : layer.num_experts);
+    if (const char* fault = fault_of(layer.router, rows, config.hidden_size, config.dtype)) return fault;
+    for (int expert = 0; expert < layer.num_experts + layer.has_shared; ++expert)
+        if (const char* fault = mlp_fault_of(config, layer.experts[expert])) return fault;
+    return nullptr;
+}
+
 const char* fault_of(const PnModel& model) {
     const PnConfig& config = model.config;
     if (config.num_layers < 1 || config.hidden_size < 1 || config.inner_size < 1 || config.num_heads < 1 ||
@@ -47,15 +66,20 @@ const char* fault_of(const PnModel& model) {
     if (config.num_heads % config.num_kv_heads) return "heads must be a multiple of key heads";
     if (config.dtype != PN_F32 && config.dtype != PN_BF16) return "the dtype must be float32 or bfloat16";
     const int queries = config.num_heads * config.head_dim;
+    if (config.rotary_dim < 2 || config.rotary_dim % 2 || config.rotary_dim > config.head_dim)
+        return "the rotated part of a head must be even and no larger than the head";
+    if (config.activation < PN_SILU || config.activation > PN_CLAMPED_SWIGLU) return "the activation is unknown";
     for (const PnLayer& layer : model.layers) {
-        if (!layer.input_norm || !layer.mlp_norm || layer.window < 0) return "a layer is incomplete";
+        if (layer.window < 0 || layer.rope < PN_ROPE_MAIN || layer.rope > PN_ROPE_NONE) return "a layer is incomplete";
+        if (layer.rope == PN_ROPE_LOCAL && !(config.local_cos && config.local_sin))
+            return "rotary tables of local layers are missing";
         for (const char* fault :
              {fault_of(layer.qkv, model.query_rows() + 2 * model.kv_rows(), config.hidden_size, config.dtype),
               fault_of(layer.output, config.hidden_size, queries, config.dtype),
-              fault_of(layer.gate_up, 2 * padded_rows(config.inner_size), config.hidden_size, config.dtype),
-              fault_of(layer.down, config.hidden_size, config.inner_size, config.dtype)})
+              layer.experts ? experts_fault_of(model, layer)
+                            : mlp_fault_of(config, {layer.gate_up, layer.down, nullptr, nullptr, config.inner_size}),
+              mix_fault_of(model, layer)})
             if (fault) return fault;
-        if (const char* fault = mix_fault_of(model, layer)) return fault;
     }
     if (!config.final_norm || !config.cos || !config.sin) return "norm or rotary tables are missing";
     if (config.embedding && config.embedding->cols != config.hidden_size)
@@ -64,6 +88,7 @@ const char* fault_of(const PnModel& model) {
     if (const char* fault = config.head ? fault_of(*config.head, config.dtype) : nullptr) return fault;
     if (!config.fc) return nullptr;
     if (!config.hidden_norm) return "the norm of the features is missing";
+    if (config.is_norm_whole) return "keys of features are normed by head";
     if (const char* fault = fault_of(config.fc, config.hidden_size, config.fc->cols, config.dtype)) return fault;
     return fault_of(config.context_kv, 2 * config.num_layers * model.kv_rows(), config.hidden_size, config.dtype);
 }
@@ -158,10 +183,10 @@ private:
             kernels_.value(from, head_dim, padded, to, position, is_last);
             return;
         }
-        const int64_t table = int64_t(position) * head_dim;
-        kernels_.key(
-            {from, model_.layers[size_t(layer)].k_norm, config_.eps, config_.cos + table, config_.sin + table, head_dim},
-            padded, to, position);
+        const int64_t table = int64_t(position) * config_.rotary_dim;
+        kernels_.key({from, model_.layers[size_t(layer)].k_norm, config_.eps, config_.cos + table, config_.sin + table,
+                      head_dim, config_.rotary_dim},
+                     padded, to, position);
     }
 
     PnModel& model_;
@@ -227,6 +252,12 @@ PnModel* pn_model_new(const PnConfig* config) {
         model->config = *config;
         if (config->num_layers > 0) model->layers.assign(config->layers, config->layers + config->num_layers);
         model->config.layers = nullptr;
+        for (PnLayer& layer : model->layers) {
+            model->experts.emplace_back();
+            if (!layer.experts) continue;
+            model->experts.back().assign(layer.experts, layer.experts + std::max(layer.num_experts + layer.has_shared, 0));
+            layer.experts = model->experts.back().data();
+        }
         if (const char* fault = fault_of(*model)) return fail_null(fault);
         return model.release();
     } catch (const std::bad_alloc&) {

@@ -41,6 +41,10 @@ struct Best {
     int index;
 };
 
+struct ExpertGroup {  // rows [first, first + count) of those sorted by expert
+    int expert, first, count;
+};
+
 // Stacked matrices keep their groups apart, whatever their format.
 inline int padded_rows(int rows) { return (rows + kWide - 1) / kWide * kWide; }
 inline int padded_cols(int cols) { return (cols + kBlock - 1) / kBlock * kBlock; }
@@ -128,7 +132,14 @@ struct PnModel {
     PnConfig config;
     std::vector<PnLayer> layers;
     pn::Buffer hidden, input, qkv, query, attended, gated, logit_input, features, planes;
-    pn::Buffer mixed, mix_added, unmixed;  // of mixed sublayers: inputs, what is added to taps, outputs
+    pn::Buffer mixed, mix_added;                  // of mixed sublayers: inputs, what is added to taps
+    pn::Buffer unmixed;                           // what sublayers put out, where more is done with it than to add it
+    std::vector<std::vector<PnExpert>> experts;   // of every layer
+    pn::Buffer routed, expert_input, expert_out;  // scores of experts by token; by sorted row what goes in and comes out
+    std::vector<int> chosen, place_of;            // [tokens, experts of a token]: experts, and sorted rows
+    std::vector<float> expert_weights;            // [tokens, experts of a token]
+    std::vector<int> sorted_token, group_of;      // of every sorted row
+    std::vector<pn::ExpertGroup> groups;          // of experts that any token chose
     std::vector<std::unique_ptr<pn::ThreadBuffers>> threads;
     std::vector<pn::Share> shares;
     std::vector<pn::Task> tasks;
@@ -146,6 +157,21 @@ struct PnModel {
         return layers[0].mix_taps * 2 * (config.hidden_size / kWide);
     }
     int padded_head_dim() const { return pn::padded_cols(config.head_dim); }
+    bool has_experts() const {
+        return std::any_of(layers.begin(), layers.end(), [](const PnLayer& layer) { return layer.experts != nullptr; });
+    }
+    int most_experts() const {  // that any layer has, the shared one with them
+        int most = 0;
+        for (const std::vector<PnExpert>& own : experts) most = std::max(most, int(own.size()));
+        return most;
+    }
+    int widest_inner() const {
+        int widest = config.inner_size;
+        for (const std::vector<PnExpert>& own : experts)
+            for (const PnExpert& expert : own) widest = std::max(widest, expert.inner_size);
+        return widest;
+    }
+    int experts_per_token() const { return config.experts_per_token + 1; }  // room for a shared one
 
 private:
     int padded_rows_of(int heads) const { return pn::padded_rows(heads * config.head_dim); }
