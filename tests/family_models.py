@@ -61,8 +61,6 @@ class Family:
     model: str
     """Transformers' class, as its ForCausalLM and its Config begin."""
     options: dict[str, Any] = field(default_factory=dict)
-    is_native: bool = True
-    """Whether the native pass runs it."""
     embedding_std: float = 0.25
     """Of the embedding's rows: where they are multiplied by a large number and are the head too, the text would not wander."""
     config: str = ""
@@ -112,15 +110,13 @@ FAMILIES = {
     "qwen3-next": Family(
         "Qwen3Next",
         {**EXPERTS, **DELTA, "num_experts": 5, "shared_expert_intermediate_size": 16, "mlp_only_layers": [1]},
-        is_native=False,
         std=0.14,
     ),
-    "qwen3.5": Family("Qwen3_5", {**DELTA, "tie_word_embeddings": True}, config="Qwen3_5Text", is_native=False, std=0.14),
+    "qwen3.5": Family("Qwen3_5", {**DELTA, "tie_word_embeddings": True}, config="Qwen3_5Text", std=0.14),
     "qwen3.5-moe": Family(
         "Qwen3_5Moe",
         {**EXPERTS, **DELTA, "num_experts": 5, "shared_expert_intermediate_size": 16},
         config="Qwen3_5MoeText",
-        is_native=False,
         std=0.14,
     ),
     "gpt-oss": Family("GptOss", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}),

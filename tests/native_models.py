@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.model import native_lib
 from paceline.model.blocks import BlockKind, Blocks, quantise
 from paceline.model.checkpoint import expected_shapes
-from paceline.model.config import DecoderConfig
+from paceline.model.config import DecoderConfig, DeltaShape
 from paceline.model.decoder import Decoder
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.native_decoder import NativeDecoder
@@ -84,7 +84,7 @@ SHAPES = {
         embedding_scale=3.0,
         attention_scale=0.4,
         attention_cap=3.0,
-        logit_cap=4.0,
+        logit_cap=30.0,
         qk_norm=True,
         tie_embeddings=True,
     ),
@@ -119,6 +119,17 @@ SHAPES = {
         normed_experts=False,
         shared_expert_size=28,
         dense_layers=(1,),
+    ),
+    "delta-nets": replace(
+        BASE,
+        family="qwen3-next",
+        delta=DeltaShape(num_key_heads=2, num_value_heads=4, key_dim=20, value_dim=12, kernel=4),
+        linear_layers=(0, 2),
+        has_mixed_delta=True,
+        norm_offset=1.0,
+        qk_norm=True,
+        output_gate=True,
+        rotary_dim=4,
     ),
 }
 

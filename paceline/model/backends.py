@@ -117,7 +117,10 @@ def _is_native(backend: str, config: DecoderConfig, dtype: torch.dtype, device: 
             f"knows float32 and bfloat16, not {str(dtype).removeprefix('torch.')}: use --dtype, or leave --backend out",
         ),
         (config.head_dim > native_lib.MAX_HEAD_DIM, f"has no heads of {config.head_dim} numbers: leave --backend out"),
-        (bool(lacking(config)), f"lacks {', '.join(lacking(config))}: leave --backend and --weight-format out"),
+        (
+            config.delta is not None and config.delta.kernel > native_lib.MAX_TAPS,
+            "has no convolutions as long as this model's: leave --backend out",
+        ),
     )
     obstacle = next((text for is_so, text in obstacles if is_so), None)
     if backend == "auto":
@@ -126,12 +129,6 @@ def _is_native(backend: str, config: DecoderConfig, dtype: torch.dtype, device: 
         raise NativeError(f"the native pass {obstacle}")
     native_lib.require()
     return True
-
-
-def lacking(config: DecoderConfig) -> list[str]:
-    """What a model computes that the native pass cannot, in words; nothing for one that it runs."""
-    parts = ((config.delta is not None, "gated delta nets"), (config.output_gate, "gates of attention"))
-    return [words for is_so, words in parts if is_so]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,19 +141,15 @@ class Form:
     """The native pass's instruction set, a name of `--isa`."""
     weight_format: str
     """bfloat16, float32, or the blocks of a GGUF file such as Q4_1+Q8_0."""
-    lacking: tuple[str, ...] = ()
-    """What the native pass, which would be faster here, lacks for this model."""
 
     def __str__(self) -> str:
-        reason = f": the native pass lacks {', '.join(self.lacking)}" if self.lacking else ""
-        return f"weights {self.weight_format}, {self.backend}" + (f" {self.isa}" if self.isa else "") + reason
+        return f"weights {self.weight_format}, {self.backend}" + (f" {self.isa}" if self.isa else "")
 
 
 def form_of(target: Target) -> Form:
     if isinstance(target, NativeDecoder):
         return Form("native", native_lib.require().pn_in_use().decode(), target.weight_format)
-    reasons = lacking(target.config) if isinstance(target, Decoder) and target.device.type == "cpu" else []
-    return Form("torch", None, str(target.dtype).removeprefix("torch."), tuple(reasons))
+    return Form("torch", None, str(target.dtype).removeprefix("torch."))
 
 
 def _return_freed_memory() -> None:

@@ -40,6 +40,13 @@ class Blocks:
 Weight = Tensor | Blocks
 
 
+def select_rows(weight: Weight, rows: Tensor) -> Weight:
+    """The rows of these numbers, in the same form."""
+    if isinstance(weight, Tensor):
+        return weight[rows]
+    return Blocks(weight.data[rows], (len(rows), *weight.shape[1:]), weight.kind)
+
+
 def quantise(weight: Weight, kind: BlockKind) -> Weight:
     """Rounded to ggml's blocks, of 32 numbers that share a scale or 256 of a K-quant; as it is where rows are no whole blocks,
     or no matrix."""

@@ -24,7 +24,7 @@ from paceline.model.delta_cache import DeltaCache, Stage
 from paceline.model.delta_net import DeltaLayer
 from paceline.model.experts import Experts
 from paceline.model.kv_cache import StaticKVCache
-from paceline.model.layout import NORMS, layer_shapes
+from paceline.model.layout import NORMS, gate_apart, layer_shapes
 from paceline.model.parts import GatedMLP, NoNorm, Norm, PackedLinear, RMSNorm, WholeNorm, fuse, make_experts
 from paceline.model.target import EndScales, ForwardBatch, ForwardOutput, Target
 
@@ -59,7 +59,9 @@ class Layer:
             for field in ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
         }
         sinks = parts["self_attn.sinks"].float() if config.has_sinks else None
-        gate = _gate_apart(config, parts) if config.output_gate else []
+        gate = ["self_attn.gate"] if config.output_gate else []
+        if gate:
+            gate_apart(config, parts)
         return cls(
             config,
             qkv=fuse(parts, *(f"self_attn.{which}_proj" for which in "qkv"), *gate),
@@ -118,14 +120,6 @@ class Layer:
         if self.config.output_gate:
             attended_TX = attended_TX * torch.sigmoid(heads[:, num_qk_heads + num_kv_heads :].flatten(1))
         return self.output(attended_TX)
-
-
-def _gate_apart(config: DecoderConfig, parts: dict[str, Tensor]) -> list[str]:
-    """The gate's rows, which files hold behind the queries of each head, become a projection of this name."""
-    for kind in [kind for kind in ("weight", "bias") if f"self_attn.q_proj.{kind}" in parts]:
-        rows = parts[f"self_attn.q_proj.{kind}"].unflatten(0, (config.num_heads, 2, config.head_dim))
-        parts[f"self_attn.q_proj.{kind}"], parts[f"self_attn.gate.{kind}"] = rows[:, 0].flatten(0, 1), rows[:, 1].flatten(0, 1)
-    return ["self_attn.gate"]
 
 
 def _qk_norm(config: DecoderConfig, parts: dict[str, Tensor]) -> RMSNorm | WholeNorm:

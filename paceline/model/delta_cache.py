@@ -88,17 +88,29 @@ class DeltaCache(StaticKVCache):
     """As StaticKVCache, whose layers are those with attention, with a `DeltaMemory` for each of the others."""
 
     def __init__(
-        self, config: DecoderConfig, num_rows: int, max_len: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        config: DecoderConfig,
+        num_rows: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        head_dim: int | None = None,
+        slack: int = 0,
+        inputs: torch.dtype | None = None,
     ) -> None:
+        """head_dim and slack: of keys and values, where they are stored otherwise; inputs: in what those of convolutions are
+        kept [default: dtype]."""
         assert config.delta is not None
         num_linear = len(config.linear_layers)
-        shape = (config.num_layers - num_linear, num_rows, config.num_kv_heads, max_len, config.head_dim)
-        super().__init__(*shape, dtype, device)
-        self._shape, self._dtype, self._device = config.delta, dtype, device
+        shape = (config.num_layers - num_linear, num_rows, config.num_kv_heads, max_len, head_dim or config.head_dim)
+        super().__init__(*shape, dtype, device, slack=slack)
+        self._shape, self._dtype, self._device = config.delta, inputs or dtype, device
         unmade = f"no memory for the states of {num_rows} rows"
         with reraised(MemoryBudgetError, unmade, "lower max_batch", RuntimeError, MemoryError):
             self.memories = [self._memory(ROOM) for _ in range(num_linear)]
-        self._room = ROOM
+        self.room = ROOM
+        """Positions of the trails, more where a tree needed them."""
         self._tokens: list[list[int]] = [[] for _ in range(num_rows)]
         """What each row holds, to be read again if need be."""
         self._settled = [0] * num_rows
@@ -173,7 +185,7 @@ class DeltaCache(StaticKVCache):
             self._tokens[row] += batch.tokens[first : first + count]
             first += count
         stages: list[Stage] = []
-        held = {row: self.lengths[row] - self._settled[row] for row in batch.rows}
+        held = dict(zip(batch.rows, self.held(batch.rows), strict=True))
         for count, members in by_count.items():
             if batch.parents is not None:
                 self._make_room(count)
@@ -181,6 +193,34 @@ class DeltaCache(StaticKVCache):
             for begin in range(0, count, size):
                 stages.append(self._stage(members, begin, min(size, count - begin), held, batch.parents))
         return stages
+
+    def held(self, rows: list[int]) -> list[int]:
+        """Positions of each row's trail."""
+        return [self.lengths[row] - self._settled[row] for row in rows]
+
+    def settles(self, batch: ForwardBatch) -> list[tuple[int, int, int]]:
+        """The same for one that computes row by row: which row of the pass, before which of its tokens, and how many positions
+        go into the state. From now on the cache counts on it."""
+        first, settles = 0, list[tuple[int, int, int]]()
+        for index, (row, count, held) in enumerate(zip(batch.rows, batch.counts, self.held(batch.rows), strict=True)):
+            assert row not in self._unread
+            self._tokens[row] += batch.tokens[first : first + count]
+            first += count
+            if batch.parents is not None:
+                self._make_room(count)
+            size = count if batch.parents is not None else ROOM
+            for begin in range(0, count, size):
+                more = min(size, count - begin)
+                gone = self._too_many(held, more)
+                if gone:
+                    settles.append((index, begin, gone))
+                self._settled[row] += gone
+                held += more - gone
+        return settles
+
+    def _too_many(self, held: int, count: int) -> int:
+        """Positions that leave a trail when `count` more come."""
+        return 0 if held + count <= self.room else held - min(held, HALF, max(self.room - count, 0))
 
     def _stage(
         self, members: list[tuple[int, int]], begin: int, count: int, held: dict[int, int], parents: list[int] | None
@@ -201,10 +241,10 @@ class DeltaCache(StaticKVCache):
 
     def _settling(self, rows: list[int], count: int, held: dict[int, int]) -> Settling | None:
         """Makes room in the trails for `count` more."""
-        full = [row for row in rows if held[row] + count > self._room]
+        full = [row for row in rows if held[row] + count > self.room]
         if not full:
             return None
-        gone = [held[row] - min(held[row], HALF, max(self._room - count, 0)) for row in full]
+        gone = [self._too_many(held[row], count) for row in full]
         for row, number in zip(full, gone, strict=True):
             held[row] -= number
             self._settled[row] += number
@@ -212,15 +252,15 @@ class DeltaCache(StaticKVCache):
 
     def _make_room(self, count: int) -> None:
         """For a tree of so many tokens, which is computed as a whole."""
-        if count <= self._room:
+        if count <= self.room:
             return
         for memory in self.memories:
             with torch.inference_mode(False):
                 larger = self._memory(count)
             for old, new in zip(memory.trail, larger.trail, strict=True):
-                new[:, : self._room] = old
+                new[:, : self.room] = old
             memory.inputs_BNX, memory.keys_BNK, memory.changes_BNHV, memory.decays_BNH = larger.trail
-        self._room = count
+        self.room = count
 
     def _whole(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, device=self._device)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.model.config import DecoderConfig, DeltaShape
+from paceline.model.config import DecoderConfig
 from paceline.model.delta_cache import DeltaMemory, Settling, Stage
 from paceline.model.experts import Experts
-from paceline.model.layout import DELTA_NORM, NORMS
+from paceline.model.layout import DELTA_NORM, NORMS, delta_apart
 from paceline.model.parts import GatedMLP, Norm, RMSNorm, fuse, make_experts
 
 L2_EPS = 1e-6
@@ -35,7 +35,7 @@ class DeltaNet:
         assert config.delta is not None
         self._shape, self._eps = config.delta, config.rms_norm_eps
         if config.has_mixed_delta:
-            _take_apart(config.delta, parts)
+            delta_apart(config.delta, parts)
         self._inputs = fuse(parts, *(f"linear_attn.in_proj_{which}" for which in ("qkv", "z", "b", "a")))
         self._output = fuse(parts, "linear_attn.out_proj")
         self._kernel_KX = parts["linear_attn.conv1d.weight"].squeeze(1).T.float().contiguous()
@@ -149,19 +149,6 @@ class DeltaNet:
 
 def _unit(heads: Tensor) -> Tensor:
     return heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + L2_EPS)
-
-
-def _take_apart(shape: DeltaShape, parts: dict[str, Tensor]) -> None:
-    """The two matrices of Qwen3-Next, with the rows of each key head together, become those of Qwen3.5."""
-    groups, share = shape.num_key_heads, shape.num_value_heads // shape.num_key_heads
-    sizes = [shape.key_dim, shape.key_dim, share * shape.value_dim, share * shape.value_dim]
-    mixed = parts.pop("linear_attn.in_proj_qkvz.weight").unflatten(0, (groups, -1))
-    query, key, value, gate = (part.flatten(0, 1) for part in mixed.split(sizes, dim=1))
-    beta, step = (
-        part.flatten(0, 1) for part in parts.pop("linear_attn.in_proj_ba.weight").unflatten(0, (groups, -1)).chunk(2, dim=1)
-    )
-    named = {"qkv": torch.cat([query, key, value]), "z": gate, "b": beta, "a": step}
-    parts |= {f"linear_attn.in_proj_{which}.weight": rows for which, rows in named.items()}
 
 
 @dataclass(slots=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from paceline.errors import ModelFileError
-from paceline.model.blocks import Weight
+from paceline.model.blocks import Weight, select_rows
 from paceline.model.config import TABLES, DecoderConfig, DeltaShape
 from paceline.model.stored_experts import taken_apart
 
@@ -132,3 +133,32 @@ def _rows_of(name: str) -> list[str]:
     owner, _, kind = name.rpartition(".")
     found = ((owner.removesuffix(fused), parts) for fused, parts in FUSED.items() if owner.endswith(f".{fused}"))
     return next(([f"{layer}{part}.{kind}" for part in parts] for layer, parts in found), [])
+
+
+def gate_apart(config: DecoderConfig, parts: dict[str, AnyWeight]) -> None:
+    """The gate's rows, which files hold behind the queries of each head, become a projection `self_attn.gate`."""
+    numbers = torch.arange(2 * config.num_heads * config.head_dim).view(config.num_heads, 2, config.head_dim)
+    for kind in [kind for kind in ("weight", "bias") if f"self_attn.q_proj.{kind}" in parts]:
+        rows = parts[f"self_attn.q_proj.{kind}"]
+        parts[f"self_attn.q_proj.{kind}"] = select_rows(rows, numbers[:, 0].flatten())
+        parts[f"self_attn.gate.{kind}"] = select_rows(rows, numbers[:, 1].flatten())
+
+
+def delta_apart(shape: DeltaShape, parts: dict[str, AnyWeight]) -> None:
+    """The two matrices of Qwen3-Next, with the rows of each key head together, become those of Qwen3.5."""
+    groups, share = shape.num_key_heads, shape.num_value_heads // shape.num_key_heads
+
+    def rows(*sizes: int) -> list[Tensor]:
+        numbers = torch.arange(groups * sum(sizes)).view(groups, -1)
+        return [part.flatten() for part in numbers.split(list(sizes), dim=1)]
+
+    mixed, pair = (parts.pop(f"linear_attn.in_proj_{which}.weight") for which in ("qkvz", "ba"))
+    query, key, value, gate = rows(shape.key_dim, shape.key_dim, share * shape.value_dim, share * shape.value_dim)
+    beta, step = rows(share, share)
+    named = {
+        "qkv": select_rows(mixed, torch.cat([query, key, value])),
+        "z": select_rows(mixed, gate),
+        "b": select_rows(pair, beta),
+        "a": select_rows(pair, step),
+    }
+    parts |= {f"linear_attn.in_proj_{which}.weight": weight for which, weight in named.items()}

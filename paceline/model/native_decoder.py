@@ -22,18 +22,31 @@ from paceline.model.blocks import Blocks, Weight
 from paceline.model.checkpoint import check_tensors
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import build_layers, end_scales
+from paceline.model.delta_cache import DeltaCache
 from paceline.model.kv_cache import StaticKVCache
-from paceline.model.layout import NORMS
-from paceline.model.native_lib import Buffers, CCache, CConfig, CExpert, CLayer, Matrix, Model, filled, padded_rows, pointer
+from paceline.model.layout import NORMS, delta_apart, gate_apart
+from paceline.model.native_lib import (
+    Buffers,
+    CCache,
+    CConfig,
+    CExpert,
+    CLayer,
+    CMemory,
+    Matrix,
+    Model,
+    filled,
+    padded_rows,
+    pointer,
+)
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 
 
 class NativeDecoder(Target):
-    """Target on CPU, computed by the native library; `backends.lacking` says of which models."""
+    """Target of a known family on CPU, computed by the native library."""
 
     kv: StaticKVCache
     """`cache`, by its own type; heads are padded to `native` head size."""
-    is_width_invariant = has_own_threads = takes_trees = True
+    has_own_threads = takes_trees = True
     overwrites_taps = False
 
     def __init__(
@@ -51,6 +64,8 @@ class NativeDecoder(Target):
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_position = config.num_layers, config.max_position
         self.ends = end_scales(config, dtype)
+        # A state and its trail are added up in another order once the trail goes into the state: then the last bits differ.
+        self.is_width_invariant = config.delta is None
         self._logits = torch.empty(0, self.vocab_size)
         self._buffers = Buffers()
         self._take(tensors)
@@ -93,7 +108,8 @@ class NativeDecoder(Target):
         rest = {"embedding": self.embedding_matrix, "head": self.head_matrix, "final_norm": self._final_norm}
         rest |= {"embedding_scale": self.ends.embedding, "logit_scale": self.ends.logits, "logit_cap": self.ends.cap}
         self._model = native_model(config, self.dtype, max_len, self._layers, **rest)
-        self.kv = self.cache = cache = native_cache(config, num_rows, max_len, self.dtype)
+        cache = native_cache(config, num_rows, max_len, self.dtype)
+        self.kv = self.cache = cache
         self._native_cache = cache_view(cache)
         cache.mover = partial(self._model.keep, self._native_cache)
 
@@ -104,6 +120,9 @@ class NativeDecoder(Target):
         return self.head_matrix.multiply(hidden_TD, self.dtype)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        if isinstance(self.kv, NativeDeltaCache):
+            for again in self.kv.lost(batch.rows):  # the same buffers: before they are filled
+                self.forward(again)
         wanted = batch.logit_rows
         taps_TF = None
         if self.tap_layers:
@@ -117,6 +136,7 @@ class NativeDecoder(Target):
         self._buffers.fill(rows=batch.rows, starts=batch.starts, counts=batch.counts, tokens=batch.tokens)
         self._buffers.fill(tap_layers=list(self.tap_layers), logit_rows=wanted)
         self._buffers.fill_or_null("parents", batch.parents)
+        self._fill_trails(batch)
         argmax = self._buffers.room("argmax", len(wanted))
         if self.config.num_experts:
             self._buffers.fill(experts_read=[0])
@@ -125,6 +145,18 @@ class NativeDecoder(Target):
         if self.config.num_experts:
             self.experts_read = self._buffers.room("experts_read", 1)[0] / self._num_expert_layers
         return ForwardOutput(logits_TV, taps_TF, argmax[: len(wanted)] if wanted else None)
+
+    def _fill_trails(self, batch: ForwardBatch) -> None:
+        """What a pass must know of the trails of gated delta nets."""
+        cache = self.kv
+        if not isinstance(cache, NativeDeltaCache):
+            return
+        held, settles = cache.held(batch.rows), cache.settles(batch)
+        if self._native_cache.room != cache.room:
+            cache.show(self._native_cache)
+        rows, before, counts = (list(numbers) for numbers in zip(*settles, strict=True)) if settles else ([], [], [])
+        self._buffers.work.num_settles = len(settles)
+        self._buffers.fill(held=held, settle_rows=rows, settle_before=before, settle_counts=counts)
 
     def time_stages(self, seconds: Tensor) -> None:
         """From now on each pass adds to these float32 what its stages (`native_lib.STAGES`) took, as thread 0 saw it."""
@@ -143,9 +175,21 @@ class NativeKVCache(StaticKVCache):
         self.mover(row, start, slots)
 
 
+class NativeDeltaCache(DeltaCache, NativeKVCache):
+    """Both, for a model with gated delta nets; all that they remember is in float32."""
+
+    def show(self, view: CCache) -> None:
+        """Let the library see the states and trails. They must outlive the view, and a trail that has grown is another one."""
+        memories = [CMemory(*map(pointer, memory.tensors())) for memory in self.memories]
+        view.memories, view.room = (CMemory * len(memories))(*memories), self.room
+
+
 def native_cache(config: DecoderConfig, num_rows: int, max_len: int, dtype: torch.dtype, slack: int = 0) -> NativeKVCache:
     """Keys and values of all layers, heads and rows padded as the library wants them."""
     head_dim, slack = padded(config, max_len, slack)
+    if config.delta is not None:
+        more: dict[str, Any] = {"head_dim": head_dim, "slack": slack, "inputs": torch.float32}
+        return NativeDeltaCache(config, num_rows, max_len, dtype, **more)
     return NativeKVCache(config.num_layers, num_rows, config.num_kv_heads, max_len, head_dim, dtype, slack=slack)
 
 
@@ -157,7 +201,10 @@ def padded(config: DecoderConfig, max_len: int, slack: int) -> tuple[int, int]:
 def cache_view(cache: StaticKVCache) -> CCache:
     """The cache as the library sees it; the tensors must outlive it."""
     layer, row, head, _, _ = cache.keys.stride()
-    return CCache(cache.keys.data_ptr(), cache.values.data_ptr(), layer, row, head, cache.keys.shape[3], cache.num_rows)
+    view = CCache(cache.keys.data_ptr(), cache.values.data_ptr(), layer, row, head, cache.keys.shape[3], cache.num_rows)
+    if isinstance(cache, NativeDeltaCache):
+        cache.show(view)
+    return view
 
 
 def native_model(config: DecoderConfig, dtype: torch.dtype, max_len: int, layers: list[dict[str, Any]], **parts: Any) -> Model:
@@ -196,8 +243,18 @@ def native_model(config: DecoderConfig, dtype: torch.dtype, max_len: int, layers
         swiglu_limit=config.swiglu_limit,
         experts_per_token=config.experts_per_token,
         are_experts_normed=config.normed_experts,
+        has_output_gate=config.output_gate,
+        **_delta_sizes(config),
     )
     return Model(filled(struct, rotary | parts), [layers, structs, experts, parts, rotary])
+
+
+def _delta_sizes(config: DecoderConfig) -> dict[str, int]:
+    delta = config.delta
+    if delta is None:
+        return {}
+    heads = {"delta_key_heads": delta.num_key_heads, "delta_value_heads": delta.num_value_heads}
+    return heads | {"delta_key_dim": delta.key_dim, "delta_value_dim": delta.value_dim, "delta_taps": delta.kernel}
 
 
 def _expert_structs(experts: Sequence[dict[str, Any]]) -> Any:
@@ -262,11 +319,13 @@ def _vector(vector: Weight, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
 def layer_parts(config: DecoderConfig, index: int, parts: dict[str, Weight], dtype: torch.dtype) -> dict[str, Any]:
     """The fields of a CLayer. Takes the weights out of `parts`."""
     offset = config.norm_offset
-    norms = {name: _vector(part, dtype, offset) for name, part in parts.items() if name.endswith("norm.weight")}
-    layer: dict[str, Any] = {field: norms[f"{name}.weight"] for field, name in NORMS[config.norms].items()}
-    layer |= {"window": config.window(index) or 0, "rope": native.ROPES.index(config.rope(index))}
-    layer |= _stacked(parts, dtype, "qkv", *(f"self_attn.{which}_proj" for which in "qkv"))
-    layer |= _stacked(parts, dtype, "output", "self_attn.o_proj")
+    layer: dict[str, Any] = {
+        field: _vector(parts[f"{name}.weight"], dtype, offset) for field, name in NORMS[config.norms].items()
+    }
+    if config.is_linear(index):
+        layer |= _delta(config, parts, dtype)
+    else:
+        layer |= _attention(config, index, parts, dtype)
     if config.has_experts(index):
         names = [f"mlp.experts.{expert}" for expert in range(config.num_experts)]
         shared = ["mlp.shared_expert"] if config.shared_expert_size else []
@@ -275,11 +334,34 @@ def layer_parts(config: DecoderConfig, index: int, parts: dict[str, Weight], dty
         layer |= {"num_experts": config.num_experts, "has_shared": len(shared)}
     else:
         layer |= _mlp(parts, dtype, "mlp")
+    return layer
+
+
+def _attention(config: DecoderConfig, index: int, parts: dict[str, Weight], dtype: torch.dtype) -> dict[str, Any]:
+    gate = ["self_attn.gate"] if config.output_gate else []
+    if gate:
+        gate_apart(config, parts)
+    layer: dict[str, Any] = {"window": config.window(index) or 0, "rope": native.ROPES.index(config.rope(index))}
+    layer |= _stacked(parts, dtype, "qkv", *(f"self_attn.{which}_proj" for which in "qkv"), *gate)
+    layer |= _stacked(parts, dtype, "output", "self_attn.o_proj")
     if config.qk_norm:
-        layer |= {f"{which}_norm": norms[f"self_attn.{which}_norm.weight"] for which in "qk"}
+        norms = {which: parts[f"self_attn.{which}_norm.weight"] for which in "qk"}
+        layer |= {f"{which}_norm": _vector(norm, dtype, config.norm_offset) for which, norm in norms.items()}
     if config.has_sinks:
         layer["sinks"] = _vector(parts["self_attn.sinks"], dtype)
     return layer
+
+
+def _delta(config: DecoderConfig, parts: dict[str, Weight], dtype: torch.dtype) -> dict[str, Any]:
+    assert config.delta is not None
+    if config.has_mixed_delta:
+        delta_apart(config.delta, parts)
+    layer = _stacked(parts, dtype, "qkv", *(f"linear_attn.in_proj_{which}" for which in ("qkv", "z", "b", "a")))
+    layer |= _stacked(parts, dtype, "output", "linear_attn.out_proj")
+    names = {"kernel": "conv1d.weight", "rate": "A_log", "step": "dt_bias", "norm": "norm.weight"}
+    vectors = {name: _vector(parts[f"linear_attn.{theirs}"], dtype) for name, theirs in names.items()}
+    vectors["kernel"], vectors["rate"] = vectors["kernel"].squeeze(1).T.contiguous(), -vectors["rate"].exp()
+    return layer | {f"delta_{name}": vector for name, vector in vectors.items()}
 
 
 def _mlp(parts: dict[str, Weight], dtype: torch.dtype, name: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ GROUP = 16
 """Matrices of a stack begin at multiples of so many rows."""
 KEYS = 16
 """A row of the cache holds a multiple of so many positions."""
-MAX_HEAD_DIM, MAX_THREADS = 1024, 256
+MAX_HEAD_DIM, MAX_TAPS, MAX_THREADS = 1024, 64, 256
 
 
 class CExpert(Structure):
@@ -56,6 +56,7 @@ class CLayer(Structure):
         ("experts", POINTER(CExpert)),
         *((name, c_void_p) for name in ("router", "router_bias")),
         *((name, c_int32) for name in ("num_experts", "has_shared")),
+        *((name, c_void_p) for name in ("delta_kernel", "delta_rate", "delta_step", "delta_norm")),
     ]
 
 
@@ -72,9 +73,17 @@ class CConfig(Structure):
         *((name, c_float) for name in ("attention_scale", "attention_cap", "residual_scale", "logit_scale", "logit_cap")),
         ("activation", c_int32),
         *((name, c_float) for name in ("swiglu_alpha", "swiglu_limit")),
-        *((name, c_int32) for name in ("experts_per_token", "are_experts_normed")),
+        *((name, c_int32) for name in ("experts_per_token", "are_experts_normed", "has_output_gate")),
+        *(
+            (name, c_int32)
+            for name in ("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_taps")
+        ),
         *((name, c_void_p) for name in ("fc", "hidden_norm", "context_kv", "context_bias")),
     ]
+
+
+class CMemory(Structure):
+    _fields_ = [(name, c_void_p) for name in ("states", "windows", "inputs", "keys", "changes", "decays")]
 
 
 class CCache(Structure):
@@ -84,6 +93,8 @@ class CCache(Structure):
         *((name, c_int64) for name in ("layer_stride", "row_stride", "head_stride")),
         ("max_len", c_int32),
         ("num_rows", c_int32),
+        ("memories", POINTER(CMemory)),
+        ("room", c_int32),
     ]
 
 
@@ -96,7 +107,9 @@ class CPass(Structure):
         ("num_logit_rows", c_int32),
         *((name, c_void_p) for name in ("logit_rows", "logits")),
         ("logits_stride", c_int64),
-        *((name, c_void_p) for name in ("argmax", "stage_s", "parents", "experts_read")),
+        *((name, c_void_p) for name in ("argmax", "stage_s", "parents", "held")),
+        ("num_settles", c_int32),
+        *((name, c_void_p) for name in ("settle_rows", "settle_before", "settle_counts", "experts_read")),
     ]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_models import needs_library
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -15,6 +16,7 @@ from paceline.model.config import DecoderConfig, DeltaShape
 from paceline.model.decoder import Decoder
 from paceline.model.delta_cache import HALF, ROOM, DeltaCache
 from paceline.model.delta_net import DeltaNet
+from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import ForwardBatch
 
 VOCAB = 50
@@ -31,8 +33,16 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
     return {name: tensor - 2.0 if name.endswith("A_log") else tensor for name, tensor in drawn.items()}
 
 
-def target_of(num_rows: int = 3) -> Decoder:
-    return Decoder(CONFIG, weights().items(), num_rows=num_rows, max_len=300)
+Made = type[Decoder] | type[NativeDecoder]
+
+
+@pytest.fixture(params=[Decoder, pytest.param(NativeDecoder, marks=needs_library)])
+def made(request: pytest.FixtureRequest) -> Made:
+    return request.param
+
+
+def target_of(num_rows: int = 3, made: Made = Decoder) -> Decoder | NativeDecoder:
+    return made(CONFIG, weights().items(), num_rows=num_rows, max_len=300)
 
 
 def text(length: int, seed: int = 0) -> list[int]:
@@ -40,10 +50,10 @@ def text(length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(length)]
 
 
-def feed(target: Decoder, row: int, tokens: list[int], parents: list[int] | None = None) -> Tensor:
+def feed(target: Decoder | NativeDecoder, row: int, tokens: list[int], parents: list[int] | None = None) -> Tensor:
     out = target.forward(ForwardBatch([row], [target.cache.lengths[row]], [len(tokens)], tokens, parents=parents))
     assert out.logits_TV is not None
-    return out.logits_TV
+    return out.logits_TV.clone()
 
 
 def one_by_one(tokens: list[int]) -> Tensor:
@@ -97,10 +107,10 @@ def test_the_layer_is_the_recurrence() -> None:
     assert at == len(hidden_TD)
 
 
-def test_in_bfloat16_it_is_near() -> None:
+def test_in_bfloat16_it_is_near(made: Made) -> None:
     """The state is float32 all the same."""
     tokens = text(100)
-    target = Decoder(CONFIG, weights().items(), num_rows=1, max_len=300, dtype=torch.bfloat16)
+    target = made(CONFIG, weights().items(), num_rows=1, max_len=300, dtype=torch.bfloat16)
     row, expected = target.cache.allocate(), one_by_one(tokens)
     assert row is not None and isinstance(target.kv, DeltaCache)
     found = torch.cat([feed(target, row, tokens[begin : begin + 7]) for begin in range(0, 100, 7)])
@@ -115,9 +125,9 @@ def test_random_weights_have_norms_of_one() -> None:
     assert all((tensor == 0.0).all() for name, tensor in stored.items() if name.endswith(("layernorm.weight", "q_norm.weight")))
 
 
-def test_rows_with_different_accepted_lengths() -> None:
+def test_rows_with_different_accepted_lengths(made: Made) -> None:
     """Three rows in one pass, of equal and of unequal counts; each takes back what it likes, until all have settled often."""
-    target, rng = target_of(), random.Random(1)
+    target, rng = target_of(made=made), random.Random(1)
     texts = [text(150, seed) for seed in range(3)]
     expected = [one_by_one(tokens) for tokens in texts]
     rows = [0, 1, 2]
@@ -137,9 +147,9 @@ def test_rows_with_different_accepted_lengths() -> None:
         target.cache.rollback(rows, [start + keep for start, keep in zip(starts, keeps, strict=True)])
 
 
-def test_what_is_just_behind_is_taken_back_without_reading_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_just_behind_is_taken_back_without_reading_again(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """A smaller model that drafts reads token by token, and takes several of them back."""
-    target, tokens = target_of(1), text(150)
+    target, tokens = target_of(1, made), text(150)
     row, expected = target.cache.allocate(), one_by_one(tokens)
     assert row is not None
     passes = list[int]()
@@ -164,8 +174,8 @@ def test_what_is_just_behind_is_taken_back_without_reading_again(monkeypatch: py
     assert set(passes) == {1}
 
 
-def test_further_back_the_text_is_read_again() -> None:
-    target, tokens = target_of(1), text(200)
+def test_further_back_the_text_is_read_again(made: Made) -> None:
+    target, tokens = target_of(1, made), text(200)
     row = target.cache.allocate()
     assert row is not None
     feed(target, row, tokens)
@@ -179,10 +189,10 @@ def test_further_back_the_text_is_read_again() -> None:
     close(feed(target, row, tail), one_by_one(tail))
 
 
-def test_a_path_of_a_tree_is_kept() -> None:
+def test_a_path_of_a_tree_is_kept(made: Made) -> None:
     """The path is not the first tokens; a tree larger than the trail has room; and the text goes on from it."""
     for size in (6, ROOM + 10):
-        target, tokens = target_of(2), text(40)
+        target, tokens = target_of(2, made), text(40)
         row = target.cache.allocate()
         assert row is not None
         feed(target, row, tokens)
@@ -200,9 +210,9 @@ def test_a_path_of_a_tree_is_kept() -> None:
             close(feed(target, row, tail[step:]), one_by_one([*tokens, *kept[:2], *tail[step:]])[42:])
 
 
-def test_a_row_forgets_the_one_before() -> None:
+def test_a_row_forgets_the_one_before(made: Made) -> None:
     """Also what was no number."""
-    target, tokens = target_of(1), text(20)
+    target, tokens = target_of(1, made), text(20)
     for broken in (True, False):
         row = target.cache.allocate()
         assert row is not None

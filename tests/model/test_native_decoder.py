@@ -92,7 +92,7 @@ def same_output(left: ForwardOutput, right: ForwardOutput) -> bool:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [shape for shape, config in SHAPES.items() if not config.num_experts and not config.delta])
 def test_bfloat16_errs_no_more_than_pytorch_and_flips_near_ties_only(shape: str, isa: str) -> None:
     native = tapped_twins(shape, torch.bfloat16)[1]
     use(isa)
@@ -111,6 +111,22 @@ def test_bfloat16_errs_no_more_than_pytorch_and_flips_near_ties_only(shape: str,
             assert abs(float(logits_V[own] - logits_V[other])) < NEAR_TIE * largest, "this was no near-tie"
     assert num_flips <= MOST_FLIPS * num_positions, f"{num_flips} of {num_positions} near-ties fell the other way"
     assert ours_off < theirs_off, "PyTorch rounds in more places"
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("shape", ["oss-experts", "shared-expert", "delta-nets"])
+def test_bfloat16_errs_no_more_than_pytorch_in_the_middle(shape: str, isa: str) -> None:
+    """A few tokens are further off: rounding sends them to another expert, or a norm makes much of what is all but nothing."""
+    native = tapped_twins(shape, torch.bfloat16)[1]
+    use(isa)
+    off: tuple[list[Tensor], list[Tensor]] = [], []
+    for *outputs, exact in zip(tell(native), told(shape, torch.bfloat16), told(shape, torch.float32), strict=True):
+        assert exact.taps_TF is not None
+        for out, errors in zip(outputs, off, strict=True):
+            assert out.taps_TF is not None
+            errors.append((out.taps_TF.float() - exact.taps_TF).norm(dim=1) / exact.taps_TF.norm(dim=1))
+    ours, theirs = map(torch.cat, off)
+    assert ours.median() < min(theirs.median(), torch.tensor(0.02))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -138,16 +138,9 @@ def random_traits(rng: random.Random, num_layers: int) -> dict[str, Any]:
         "ropes": tuple(rng.choice(["main", "local", "none"]) for _ in range(num_layers)),
     }
     if num_experts:
-        traits |= {
-            "num_experts": num_experts,
-            "experts_per_token": rng.randint(1, num_experts),
-            "normed_experts": rng.random() < 0.5,
-        }
-        traits |= {
-            "expert_size": rng.choice([1, 16, 33]),
-            "shared_expert_size": rng.choice([0, 5]),
-            "has_expert_biases": rng.random() < 0.5,
-        }
+        traits |= {"num_experts": num_experts, "experts_per_token": rng.randint(1, num_experts)}
+        traits |= {"normed_experts": rng.random() < 0.5, "expert_size": rng.choice([1, 16, 33])}
+        traits |= rng.choice([{"shared_expert_size": 5}, {"has_expert_biases": True}, {}])
     return traits
 
 

@@ -76,6 +76,12 @@ struct PnLayer {
     const float* router_bias;  // in the rows of router, or null
     int32_t num_experts;
     int32_t has_shared;
+    // A gated delta net in the place of attention; null otherwise. Its `qkv` has channels (queries, keys, values), gates, betas and
+    // steps below one another, `output` a column for each number of the values.
+    const float* delta_kernel;  // [delta_taps, channels], of the convolution, the token itself last
+    const float* delta_rate;    // [delta_value_heads], at most 0
+    const float* delta_step;    // [delta_value_heads]
+    const float* delta_norm;    // [delta_value_dim]
 };
 
 struct PnConfig {
@@ -103,6 +109,8 @@ struct PnConfig {
     float swiglu_limit;
     int32_t experts_per_token;
     int32_t are_experts_normed;  // the weights of a token's experts are divided by their sum
+    int32_t has_output_gate;     // behind the values `qkv` has gates of what attention puts out, by head
+    int32_t delta_key_heads, delta_value_heads, delta_key_dim, delta_value_dim, delta_taps;
     // DFlash drafters: features of the target -> keys and values of all layers. Null otherwise.
     const PnMatrix* fc;          // [hidden, features]
     const float* hidden_norm;    // [hidden]
@@ -110,7 +118,18 @@ struct PnConfig {
     const float* context_bias;   // in the rows of context_kv, or null
 };
 
-// Keys and values; an element is a float or a bfloat16 as the model's dtype says, zero at first. Strides in elements. A head of a
+// What a layer with a gated delta net remembers of each row, all floats: its state behind some of the row's tokens, and for each of
+// the tokens behind these, its trail, what it adds to the state.
+struct PnMemory {
+    float* states;   // [num_rows, delta_value_heads, delta_key_dim, delta_value_dim]
+    float* windows;  // [num_rows, delta_taps - 1, channels], inputs of the convolution before the trail
+    float* inputs;   // [num_rows, room, channels]
+    float* keys;     // [num_rows, room, delta_key_heads, delta_key_dim]
+    float* changes;  // [num_rows, room, delta_value_heads, delta_value_dim]
+    float* decays;   // [num_rows, room, delta_value_heads], logarithms
+};
+
+// Keys and values, of layers with attention; an element is a float or a bfloat16 as the model's dtype says, zero at first. Strides in elements. A head of a
 // row has max_len * padded_head_dim elements, max_len a multiple of 16; how they are ordered is the library's affair (kernels.h).
 struct PnCache {
     void* keys;
@@ -118,6 +137,8 @@ struct PnCache {
     int64_t layer_stride, row_stride, head_stride;
     int32_t max_len;  // positions of a row, slack included
     int32_t num_rows;
+    const PnMemory* memories;  // of the layers with gated delta nets, or null
+    int32_t room;              // tokens of a trail
 };
 
 // Tokens of several rows, packed one row after another.
@@ -141,6 +162,14 @@ struct PnPass {
     // Of a tree of tokens for each [T] the place of its parent among its row's tokens of this pass, -1 for one that follows the
     // cache; parents come first. Token i of a row stands in the cache at start + i. Null: every token follows the one before it.
     const int32_t* parents;
+    // Of models with gated delta nets: tokens in the trail of each row before the pass; and whose trails become shorter on the way,
+    // in the order of rows and tokens: before token settle_before[i] of its own of row settle_rows[i] of the pass, the first
+    // settle_counts[i] tokens of the trail go into the state.
+    const int32_t* held;
+    int32_t num_settles;
+    const int32_t* settle_rows;
+    const int32_t* settle_before;
+    const int32_t* settle_counts;
     int32_t* experts_read;  // how many of each layer's experts any token chose, all layers together, is added to it; or null
 };
 

@@ -13,6 +13,7 @@ namespace pn {
 int32_t Forward::prepare() {
     model_.token_row.clear(), model_.token_position.clear(), model_.token_slot.clear(), model_.tasks.clear();
     model_.paths.clear(), model_.path_slots.clear(), model_.token_offset.clear();
+    first_token_.clear();
     for (int index = 0; index < pass_.num_rows; ++index) {
         const int start = pass_.starts[index], count = pass_.counts[index];
         if (pass_.rows[index] < 0 || pass_.rows[index] >= cache_.num_rows || start < 0 || count < 1 ||
@@ -23,6 +24,7 @@ int32_t Forward::prepare() {
             for (int query = 0; query < count; query += kMaxQueries)
                 model_.tasks.push_back(
                     {index, head, int(model_.token_row.size()) + query, std::min(kMaxQueries, count - query)});
+        first_token_.push_back(int(model_.token_row.size()));
         if (place_tokens(index) != 0) return -1;
     }
     const int* slots = model_.path_slots.data();
@@ -40,6 +42,7 @@ int32_t Forward::prepare() {
     for (int index = 0; index < pass_.num_logit_rows; ++index)
         if (pass_.logit_rows[index] < 0 || pass_.logit_rows[index] >= num_tokens_)
             return fail("a logit row is outside the pass");
+    if (model_.num_delta_layers() && prepare_delta() != 0) return -1;
     return reserve();
 }
 
@@ -67,7 +70,7 @@ int32_t Forward::reserve() {
     const int queries = config_.num_heads * config_.head_dim;
     bool ok = model_.hidden.at_least(tokens * size_t(config_.hidden_size) * 4) != nullptr;
     ok &= model_.input.at_least(tokens * size_t(padded_cols(config_.hidden_size)) * element) != nullptr;
-    ok &= model_.qkv.at_least(tokens * size_t(model_.query_rows() + 2 * model_.kv_rows()) * 4) != nullptr;
+    ok &= model_.qkv.at_least(tokens * size_t(std::max(model_.qkv_columns(), model_.delta_columns())) * 4) != nullptr;
     ok &= model_.query.at_least(tokens * size_t(config_.num_heads * model_.padded_head_dim()) * element) != nullptr;
     ok &= model_.attended.at_least(tokens * size_t(padded_cols(queries)) * element) != nullptr;
     const size_t routed = model_.has_experts() ? tokens * size_t(model_.experts_per_token()) : 0;
@@ -157,7 +160,13 @@ Forward::Next Forward::after(int index) const {
 
 void Forward::layer(int thread, int index) {
     const PnLayer& layer = model_.layers[size_t(index)];
-    const int hidden_size = config_.hidden_size, columns = model_.query_rows() + 2 * model_.kv_rows();
+    if (layer.delta_kernel) {
+        delta(thread, index);
+        if (layer.experts) experts(thread, index);
+        else mlp(thread, index);
+        return;
+    }
+    const int hidden_size = config_.hidden_size, columns = model_.qkv_columns();
     const Buffer& normed = normed_input(thread, layer.input_norm, index - 1);
     const Rows input = rows_for(thread, *layer.qkv, mixed_input(thread, layer.attention_mix, layer.attention_base, normed),
                                 hidden_size, num_tokens_);
@@ -176,6 +185,10 @@ void Forward::layer(int thread, int index) {
               for (int task = begin; task < end; ++task) attend(thread, index, model_.tasks[size_t(task)]);
           },
           {layer.output, 1, 1});
+    if (config_.has_output_gate)
+        share(thread, PN_STAGE_ATTEND, num_tokens_, 1, [&](int begin, int end) {
+            for (int token = begin; token < end; ++token) gate_attended(token);
+        });
     const Rows attended = rows_for(thread, *layer.output, model_.attended, config_.num_heads * config_.head_dim, num_tokens_);
     sublayer_output(thread, PN_STAGE_OUTPUT, *layer.output, layer.output_bias, attended,
                     layer.attention_mix ? layer.attention_base : nullptr, layer.attention_out_norm,
@@ -228,10 +241,17 @@ void Forward::add_output(int token, float* output, const float* out_norm) {
     kernels_.add_scaled(output, config_.hidden_size, config_.residual_scale, hidden(token));
 }
 
+void Forward::gate_attended(int token) {
+    const int queries = config_.num_heads * config_.head_dim;
+    const float* gates =
+        model_.qkv.as<float>() + int64_t(token) * model_.qkv_columns() + model_.query_rows() + 2 * model_.kv_rows();
+    kernels_.gate_out(gates, queries, element(model_.attended, int64_t(token) * padded_cols(queries)));
+}
+
 // All queries of a token, or all its keys.
 void Forward::norm_whole(const PnLayer& layer, int item) {
     const bool is_key = item >= num_tokens_;
-    float* heads = model_.qkv.as<float>() + int64_t(item % num_tokens_) * (model_.query_rows() + 2 * model_.kv_rows());
+    float* heads = model_.qkv.as<float>() + int64_t(item % num_tokens_) * model_.qkv_columns();
     if (is_key) heads += model_.query_rows();
     kernels_.norm_floats(heads, is_key ? layer.k_norm : layer.q_norm,
                          (is_key ? config_.num_kv_heads : config_.num_heads) * config_.head_dim, config_.eps, heads);
@@ -340,7 +360,7 @@ void Forward::rotate(int index, int item) {
               padded = model_.padded_head_dim();
     const int head = item / num_tokens_, token = item % num_tokens_;  // a thread takes the heads whose products it made
     const int row_index = model_.token_row[size_t(token)], slot = model_.token_slot[size_t(token)], row = pass_.rows[row_index];
-    const float* from = model_.qkv.as<float>() + int64_t(token) * (model_.query_rows() + 2 * model_.kv_rows());
+    const float* from = model_.qkv.as<float>() + int64_t(token) * model_.qkv_columns();
     const int rotary = layer.rope == PN_ROPE_NONE ? 0 : config_.rotary_dim;
     const bool is_local = layer.rope == PN_ROPE_LOCAL;
     const int64_t table = int64_t(model_.token_position[size_t(token)]) * rotary;
@@ -466,7 +486,7 @@ int32_t pn_keep(const PnModel* model, const PnCache* cache, int32_t num_rows, co
         for (int at = 0; at < count; ++at)
             if (slots[at] < (at ? slots[at - 1] + 1 : 0) || slots[at] >= cache->max_len - start)
                 return fail("slots to keep must ascend within the cache");
-        for (int layer = 0; layer < model->config.num_layers; ++layer)
+        for (int layer = 0; layer < model->config.num_layers - model->num_delta_layers(); ++layer)
             for (int head = 0; head < model->config.num_kv_heads; ++head) {
                 const int64_t at =
                     (layer * cache->layer_stride + rows[index] * cache->row_stride + head * cache->head_stride) * element;

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 #include "model.h"
 
@@ -50,6 +51,15 @@ private:
     void rotate(int index, int item);
     void attend(int thread, int index, const Task& task);
     void gate_up(int thread, const PnExpert& mlp, Rows input, int num_rows, uint8_t* out, int begin, int end);
+    void gate_attended(int token);
+    // delta.cpp
+    int32_t prepare_delta();
+    void delta(int thread, int index);
+    void convolve(const PnLayer& layer, const PnMemory& memory, int token, int head);
+    void weigh(const PnLayer& layer, int token);
+    void delta_head(int thread, const PnMemory& memory, int row_index, int head);
+    void settle(const PnMemory& memory, int row_index, int head, int first, int count, float* weights);
+    void keep_trail(const PnMemory& memory, int row_index, int kind);
     // experts.cpp
     void experts(int thread, int index);
     void choose(const PnLayer& layer, int token);
@@ -77,7 +87,8 @@ private:
         return buffer.as<uint8_t>() + index * model_.element_bytes();
     }
     uint8_t* cached(void* base, int layer_index, int row, int head) const {
-        const int64_t at = layer_index * cache_.layer_stride + row * cache_.row_stride + head * cache_.head_stride;
+        const int layer = model_.cache_layer[size_t(layer_index)];
+        const int64_t at = layer * cache_.layer_stride + row * cache_.row_stride + head * cache_.head_stride;
         return static_cast<uint8_t*>(base) + at * model_.element_bytes();
     }
     float* hidden(int token) const { return model_.hidden.as<float>() + int64_t(token) * config_.hidden_size; }
@@ -89,6 +100,7 @@ private:
     Pool& pool_;
     const Kernels& kernels_;
     int num_tokens_ = 0, max_end_ = 0;
+    std::vector<int> first_token_, gone_;  // of every row of the pass: its first token, and how much leaves its trail
     Clock::time_point stage_began_;
     size_t next_share_[kMaxThreads] = {};  // every thread walks through the shares in the same order
 };

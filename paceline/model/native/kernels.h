@@ -70,6 +70,7 @@ inline size_t scratch_bytes(int padded_cols) { return size_t(padded_cols) * 32 +
 constexpr int kMaxQueries = 16;    // of one Attention
 constexpr int kKeys = 16;          // positions of the cache that are scored together
 constexpr int kSummed = 256;       // weights of a distribution that are summed together
+constexpr int kMaxTaps = 64;       // of a convolution
 constexpr int kMaxHeadDim = 1024;  // one head is kept on the stack
 
 // One head of one token: normed when there is a weight, then its first rotary_dim numbers rotated.
@@ -80,6 +81,14 @@ struct HeadInput {
     const float* cos;
     const float* sin;
     int head_dim, rotary_dim;
+};
+
+// Elements of several inputs of a convolution, from `first` on.
+struct Convolution {
+    const float* const* rows;  // [num_taps]
+    const float* kernel;       // [num_taps, kernel_stride]
+    int64_t kernel_stride;
+    int num_taps, first, size;
 };
 
 // What comes of the two halves of an MLP: PnActivation and its numbers.
@@ -129,6 +138,14 @@ struct Kernels {
     void (*add_scaled)(const float* x, int size, float scale, float* out);
     // x[i] = cap * tanh(x[i] * scale / cap), or x[i] * scale where the cap is 0
     void (*scale_and_cap)(float* x, int size, float scale, float cap);
+    // out[i] = silu(the sum of kernel[tap][first + i] * rows[tap][first + i] over taps)
+    void (*convolve)(const Convolution& in, float* out);
+    // out[i] = rows[i] . x, of `count` rows `stride` apart
+    void (*dots)(const float* rows, int64_t stride, int count, const float* x, int size, float* out);
+    // out += the sum of weights[i] * rows[i] in the order of i
+    void (*combine)(const float* rows, int64_t stride, const float* weights, int count, int size, float* out);
+    // x[i] *= sigmoid(gate[i])
+    void (*gate_out)(const float* gate, int size, void* x);
     // out[i] = activation(gate[i]) * up[i]
     void (*gate)(const float* gate, const float* up, int size, const Gating& gating, void* out);
     // x in the model's dtype to a row of inputs, zeros from size to padded

@@ -459,6 +459,57 @@ void gate(const float* gate, const float* up, int size, const Gating& gating, vo
     }
 }
 
+template <class T>
+void gate_out(const float* gate, int size, void* x) {
+    T* to = static_cast<T*>(x);
+    for (int at = 0; at < size; at += kWidth) {
+        const int left = size - at;
+        put_upto(to + at, get_upto(to + at, left) / (splat(1.0f) + exp_of(-get_upto(gate + at, left))), left);
+    }
+}
+
+inline void convolve(const Convolution& in, float* out) {
+    for (int at = 0; at < in.size; at += kWidth) {
+        const int left = in.size - at, column = in.first + at;
+        vf sum = {};
+        for (int tap = 0; tap < in.num_taps; ++tap)
+            sum =
+                fused(get_upto(in.kernel + tap * in.kernel_stride + column, left), get_upto(in.rows[tap] + column, left), sum);
+        put_upto(out + at, sum / (splat(1.0f) + exp_of(-sum)), left);
+    }
+}
+
+inline void dots(const float* rows, int64_t stride, int count, const float* x, int size, float* out) {
+    for (int row = 0; row < count; ++row) {
+        const float* from = rows + row * stride;
+        LaneSum sum;
+        for (int at = 0; at < size; at += kWidth)
+            sum.at(at) = fused(get_upto(from + at, size - at), get_upto(x + at, size - at), sum.at(at));
+        out[row] = sum.total();
+    }
+}
+
+inline void combine(const float* rows, int64_t stride, const float* weights, int count, int size, float* out) {
+    constexpr int kVectors = 4;
+    int at = 0;
+    for (; at + kVectors * kWidth <= size; at += kVectors * kWidth) {
+        vf sums[kVectors];
+        each<kVectors>([&](auto index) { sums[index] = load(out + at + index * kWidth); });
+        for (int row = 0; row < count; ++row) {
+            const vf weight = splat(weights[row]);
+            const float* from = rows + row * stride + at;
+            each<kVectors>([&](auto index) { sums[index] = fused(weight, load(from + index * kWidth), sums[index]); });
+        }
+        each<kVectors>([&](auto index) { store(out + at + index * kWidth, sums[index]); });
+    }
+    for (; at < size; at += kWidth) {
+        vf sum = get_upto(out + at, size - at);
+        for (int row = 0; row < count; ++row)
+            sum = fused(splat(weights[row]), get_upto(rows + row * stride + at, size - at), sum);
+        put_upto(out + at, sum, size - at);
+    }
+}
+
 template <class X>
 vf mixed(const Mix& mix, int at) {
     const X* x = static_cast<const X*>(mix.x) + at;
@@ -646,11 +697,32 @@ void row(const PnPart& part, int row, float* out) {
 
 template <class T, class Tiled = NoTiles, auto Planes = kPlanes<T>>
 const Kernels* table(const char* name) {
-    static const Kernels kernels = {
-        name,          multiply<T, Tiled>, attend<T>,    norm<T>,       convert<T>,   Planes, Tiled::chunk_rows,
-        Tiled::planes, norm_floats,        add_scaled,   scale_and_cap, gate<T>,      mix<T>, add_mixed,
-        put_query<T>,  put_key<T>,         put_value<T>, argmax,        exponentials, score,  move_position<T>,
-        row<T>};
+    static const Kernels kernels = {name,
+                                    multiply<T, Tiled>,
+                                    attend<T>,
+                                    norm<T>,
+                                    convert<T>,
+                                    Planes,
+                                    Tiled::chunk_rows,
+                                    Tiled::planes,
+                                    norm_floats,
+                                    add_scaled,
+                                    scale_and_cap,
+                                    convolve,
+                                    dots,
+                                    combine,
+                                    gate_out<T>,
+                                    gate<T>,
+                                    mix<T>,
+                                    add_mixed,
+                                    put_query<T>,
+                                    put_key<T>,
+                                    put_value<T>,
+                                    argmax,
+                                    exponentials,
+                                    score,
+                                    move_position<T>,
+                                    row<T>};
     return &kernels;
 }
 

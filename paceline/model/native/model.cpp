@@ -2,6 +2,7 @@
 #include "model.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <new>
 
@@ -56,6 +57,16 @@ const char* experts_fault_of(const PnModel& model, const PnLayer& layer) {
     return nullptr;
 }
 
+const char* delta_fault_of(const PnModel& model, const PnLayer& layer) {
+    const PnConfig& config = model.config;
+    if (config.delta_key_heads < 1 || config.delta_value_heads < 1 || config.delta_key_dim < 1 || config.delta_value_dim < 1 ||
+        config.delta_value_heads % config.delta_key_heads || config.delta_taps < 1 || config.delta_taps > kMaxTaps)
+        return "the sizes of a gated delta net are impossible";
+    if (!layer.delta_rate || !layer.delta_step || !layer.delta_norm || layer.attention_mix)
+        return "a gated delta net is incomplete";
+    return config.fc ? "a drafter's layers have attention" : nullptr;
+}
+
 const char* fault_of(const PnModel& model) {
     const PnConfig& config = model.config;
     if (config.num_layers < 1 || config.hidden_size < 1 || config.inner_size < 1 || config.num_heads < 1 ||
@@ -74,8 +85,10 @@ const char* fault_of(const PnModel& model) {
         if (layer.rope == PN_ROPE_LOCAL && !(config.local_cos && config.local_sin))
             return "rotary tables of local layers are missing";
         for (const char* fault :
-             {fault_of(layer.qkv, model.query_rows() + 2 * model.kv_rows(), config.hidden_size, config.dtype),
-              fault_of(layer.output, config.hidden_size, queries, config.dtype),
+             {layer.delta_kernel ? delta_fault_of(model, layer) : nullptr,
+              fault_of(layer.qkv, layer.delta_kernel ? model.delta_columns() : model.qkv_columns(), config.hidden_size,
+                       config.dtype),
+              fault_of(layer.output, config.hidden_size, layer.delta_kernel ? model.delta_values() : queries, config.dtype),
               layer.experts ? experts_fault_of(model, layer)
                             : mlp_fault_of(config, {layer.gate_up, layer.down, nullptr, nullptr, config.inner_size}),
               mix_fault_of(model, layer)})
@@ -252,7 +265,12 @@ PnModel* pn_model_new(const PnConfig* config) {
         model->config = *config;
         if (config->num_layers > 0) model->layers.assign(config->layers, config->layers + config->num_layers);
         model->config.layers = nullptr;
+        const float key_dim = float(std::max(config->delta_key_dim, 1));
+        model->delta_units.assign(size_t(key_dim), 1.0f / key_dim);
+        model->delta_units.resize(size_t(2 * key_dim), 1.0f / std::sqrt(key_dim));
+        int num_attention = 0, num_delta = 0;
         for (PnLayer& layer : model->layers) {
+            model->cache_layer.push_back(layer.delta_kernel ? num_delta++ : num_attention++);
             model->experts.emplace_back();
             if (!layer.experts) continue;
             model->experts.back().assign(layer.experts, layer.experts + std::max(layer.num_experts + layer.has_shared, 0));

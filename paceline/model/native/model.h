@@ -33,7 +33,7 @@ struct Task {  // one head's queries of one row
 };
 
 struct ThreadBuffers {
-    Buffer expanded, scores, columns, input, mixed, planes;
+    Buffer expanded, scores, columns, input, mixed, planes, delta;
 };
 
 struct Best {
@@ -140,6 +140,11 @@ struct PnModel {
     std::vector<float> expert_weights;            // [tokens, experts of a token]
     std::vector<int> sorted_token, group_of;      // of every sorted row
     std::vector<pn::ExpertGroup> groups;          // of experts that any token chose
+    // Of gated delta nets, floats by token: what leaves the convolution, betas and decays of value heads, what they add to the
+    // state, what they find in it; and the inputs of `output`.
+    pn::Buffer delta_mixed, delta_betas, delta_decays, delta_changes, delta_found, delta_out;
+    std::vector<float> delta_units;  // factors of queries and of keys, behind one another
+    std::vector<int> cache_layer;    // of every layer its place among those with attention, or among those with a delta net
     std::vector<std::unique_ptr<pn::ThreadBuffers>> threads;
     std::vector<pn::Share> shares;
     std::vector<pn::Task> tasks;
@@ -160,6 +165,19 @@ struct PnModel {
     bool has_experts() const {
         return std::any_of(layers.begin(), layers.end(), [](const PnLayer& layer) { return layer.experts != nullptr; });
     }
+    int num_delta_layers() const {
+        return int(std::count_if(layers.begin(), layers.end(), [](const PnLayer& layer) { return layer.delta_kernel; }));
+    }
+    int delta_keys() const { return config.delta_key_heads * config.delta_key_dim; }
+    int delta_values() const { return config.delta_value_heads * config.delta_value_dim; }
+    int delta_channels() const { return 2 * delta_keys() + delta_values(); }
+    // Columns of a delta net's `qkv`: where its gates, betas and steps begin, and all of them.
+    int delta_gate_at() const { return pn::padded_rows(delta_channels()); }
+    int delta_beta_at() const { return delta_gate_at() + pn::padded_rows(delta_values()); }
+    int delta_step_at() const { return delta_beta_at() + pn::padded_rows(config.delta_value_heads); }
+    int delta_columns() const { return delta_step_at() + pn::padded_rows(config.delta_value_heads); }
+    // Columns of the `qkv` of layers with attention.
+    int qkv_columns() const { return (config.has_output_gate ? 2 : 1) * query_rows() + 2 * kv_rows(); }
     int most_experts() const {  // that any layer has, the shared one with them
         int most = 0;
         for (const std::vector<PnExpert>& own : experts) most = std::max(most, int(own.size()));
