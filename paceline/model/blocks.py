@@ -40,6 +40,14 @@ class Blocks:
 Weight = Tensor | Blocks
 
 
+def split_rows(weight: Weight, sizes: list[int]) -> list[Weight]:
+    """Its rows in parts of these sizes, one behind the other."""
+    if isinstance(weight, Tensor):
+        return list(weight.split(sizes))
+    parts = weight.data.split(sizes)
+    return [Blocks(data, (len(data), *weight.shape[1:]), weight.kind) for data in parts]
+
+
 def select_rows(weight: Weight, rows: Tensor) -> Weight:
     """The rows of these numbers, in the same form."""
     if isinstance(weight, Tensor):

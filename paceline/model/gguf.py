@@ -25,10 +25,11 @@ from paceline.model.blocks import BLOCK_KINDS, BlockKind, Blocks, Weight
 from paceline.model.config_values import MAX_SIZE, TABLES
 from paceline.model.gguf_file import GGUFFile, StoredTensor, open_gguf
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-GGUF: dict[str, dict[str, str]] = TABLES["gguf"]
+GGUF: dict[str, dict[str, Any]] = TABLES["gguf"]
+ARCHITECTURES = GGUF["architectures"]
+"""What is known of llama.cpp's families, by their names."""
 NAMES, LAYER_NAMES = GGUF["model"], GGUF["layer"]
-ROPE_FACTORS = "rope_freqs.weight"
+ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 KINDS_BY_NAME: dict[str, BlockKind] = {kind: kind for kind in BLOCK_KINDS}
 HALVES = {Quant.F16: torch.float16, Quant.BF16: torch.bfloat16}
 
@@ -36,39 +37,65 @@ HALVES = {Quant.F16: torch.float16, Quant.BF16: torch.bfloat16}
 def config_json(path: Path) -> dict[str, Any]:
     """What the config.json of the same model says. Raises UnsupportedModelError or ModelFileError, naming the key."""
     file = open_gguf(path)
-    arch = file.get("general.architecture", str)
-    if arch not in ARCHITECTURES or file.get(f"{arch}.expert_count", int):
-        raise UnsupportedModelError(
-            f"{path}: GGUF architecture {arch!r:.80}{'' if arch not in ARCHITECTURES else ' with experts'} is not implemented "
-            f"(known: {', '.join(ARCHITECTURES)}): the Transformers fallback runs the model from its safetensors folder"
-        )
+    arch, name = _architecture(file)
+    known, has_experts = ARCHITECTURES[arch], bool(file.get(f"{arch}.expert_count", int))
     embedding = file.tensors.get("token_embd.weight")
-    if embedding is None or "blk.0.attn_q.weight" not in file.tensors:
+    if embedding is None or "blk.0.attn_output.weight" not in file.tensors:
         raise ModelFileError(
             f"{path} holds no token_embd.weight or no layers: fetch the model's own file, not its vocabulary or a part of it"
         )
     num_layers = _count(file, f"{arch}.block_count")
-    if f"blk.{num_layers - 1}.attn_q.weight" not in file.tensors:
+    if f"blk.{num_layers - 1}.attn_output.weight" not in file.tensors:
         raise ModelFileError(f"{path} has not the {num_layers} layers of its {arch}.block_count: fetch the whole model again")
     window = file.get(f"{arch}.attention.sliding_window", int) or None
-    family = "mistral" if window and arch == "llama" else arch
-    return {
-        "architectures": [f"{family.capitalize()}ForCausalLM"],
-        "model_type": family,
+    counts = GGUF["counts"] | (known.get("counts", {}) if has_experts else {})
+    fractions = GGUF["fractions"] | known.get("fractions", {})
+    values: dict[str, Any] = {
+        "architectures": [name],
+        "model_type": TABLES["families"][name]["family"],
         "vocab_size": embedding.shape[0],
         "num_hidden_layers": num_layers,
         "num_key_value_heads": _count(file, f"{arch}.attention.head_count_kv", f"{arch}.attention.head_count"),
-        "head_dim": file.get(f"{arch}.attention.key_length", int) or file.get(f"{arch}.rope.dimension_count", int),
         "hidden_act": "silu",
-        **{name: _count(file, f"{arch}.{key}") for name, key in GGUF["counts"].items()},
-        **{name: decimal(file.get(f"{arch}.{key}", float)) for name, key in GGUF["fractions"].items()},
-        **{name: tensor in file.tensors for name, tensor in GGUF["biases"].items()},
+        **{field: _count(file, f"{arch}.{key}") for field, key in counts.items()},
+        **{field: decimal(file.get(f"{arch}.{key}", float)) for field, key in fractions.items()},
+        **{field: tensor in file.tensors for field, tensor in GGUF["biases"].items()},
         "rope_scaling": _rope_scaling(file, arch),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "sliding_window": window,
         "use_sliding_window": window is not None,
         "max_window_layers": 0,
+        **known.get("values", {}),
     }
+    values |= _heads(file, arch, values)
+    return {field: value for field, value in values.items() if value is not None}
+
+
+def _architecture(file: GGUFFile) -> tuple[str, str]:
+    """llama.cpp's name of the family, and the class of config.json."""
+    arch = file.get("general.architecture", str) or ""
+    known, has_experts = ARCHITECTURES.get(arch), bool(file.get(f"{arch}.expert_count", int))
+    if known is None or (has_experts and "with_experts" not in known):
+        raise UnsupportedModelError(
+            f"{file.path}: GGUF architecture {arch!r:.80}{' with experts' if known else ''} is not implemented "
+            f"(known: {', '.join(ARCHITECTURES)}): the Transformers fallback runs the model from its safetensors folder"
+        )
+    has_window = bool(file.get(f"{arch}.attention.sliding_window", int)) and "with_window" in known
+    return arch, known["with_experts"] if has_experts else known["with_window"] if has_window else known["class"]
+
+
+def _heads(file: GGUFFile, arch: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Sizes of heads, how much of them is rotated, and how attention is scaled where that is not by the size."""
+    whole = values["hidden_size"] // values["num_attention_heads"]
+    given, rotated = file.get(f"{arch}.attention.key_length", int), file.get(f"{arch}.rope.dimension_count", int)
+    if arch == "phi3":
+        head_dim = given or whole
+        return {"head_dim": head_dim, "partial_rotary_factor": rotated / head_dim if rotated else None}
+    head_dim = given or rotated
+    if "largest" not in ARCHITECTURES[arch]:
+        return {"head_dim": head_dim}
+    is_largest = values["num_hidden_layers"] == ARCHITECTURES[arch]["largest"]
+    return {"head_dim": head_dim, "query_pre_attn_scalar": whole if is_largest else head_dim}
 
 
 def _count(file: GGUFFile, *keys: str) -> int:
@@ -93,16 +120,16 @@ def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, W
     same.
     """
     file = open_gguf(path)
-    arch = file.get("general.architecture", str)
-    heads_key = f"{arch}.attention.head_count"
+    arch = _architecture(file)[0]
+    heads_key, known = f"{arch}.attention.head_count", ARCHITECTURES[arch]
     permuted = {"q_proj": _count(file, heads_key), "k_proj": _count(file, f"{heads_key}_kv", heads_key)}
     expanded: set[str] = set()
     for stored in file.tensors.values():
-        if stored.name == ROPE_FACTORS:
+        if stored.name in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS):
             continue
-        name = _hf_name(stored.name, path)
+        name = _hf_name(stored.name, path, known.get("layer", {}))
         kind = KINDS_BY_NAME.get(stored.kind.name)
-        is_kept = keep_blocks and len(stored.shape) == 2
+        is_kept = keep_blocks and len(stored.shape) > 1
         if is_kept and kind:
             tensor = Blocks(torch.from_numpy(file.read(stored)), stored.shape, kind)
         elif is_kept and stored.kind in HALVES:
@@ -110,17 +137,35 @@ def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, W
         else:
             tensor = _dequantise(file, stored)
             expanded |= {stored.kind.name} - {"F32", "F16", "BF16"} if keep_blocks else set()
-        heads = permuted.get(name.split(".")[-2]) if arch == "llama" else None
+        heads = permuted.get(name.split(".")[-2]) if known.get("is_permuted") else None
         if heads is not None:
             if tensor.shape[0] % (2 * heads):
                 raise ModelFileError(f"{path}: the rows of {stored.name!r} are no {heads} heads: fetch the model again")
             tensor = half_split_rows(tensor, heads)
-        yield name, tensor
+        if name.endswith("norm.weight") and isinstance(tensor, Tensor):
+            tensor = tensor - known.get("norm_offset", 0.0)
+        yield from _each(name, tensor, path)
     if expanded:
         warnings.warn(
             f"{path}: weights in {', '.join(sorted(expanded))} are expanded, which takes several times the memory and time; "
             f"as they are go {', '.join(BLOCK_KINDS)}",
             stacklevel=2,
+        )
+
+
+def _each(name: str, tensor: Weight, path: Path) -> Iterator[tuple[str, Weight]]:
+    """The tensor itself, or each expert's part of one that holds those of all."""
+    before, is_stack, behind = name.partition("*")
+    if not is_stack:
+        yield name, tensor
+        return
+    if len(tensor.shape) != 3:
+        raise ModelFileError(f"{path}: tensor {name!r} is no stack of experts' matrices: fetch the model again")
+    parts = tensor.data if isinstance(tensor, Blocks) else tensor
+    for expert, rows in enumerate(parts):
+        yield (
+            f"{before}{expert}{behind}",
+            replace(tensor, data=rows, shape=tensor.shape[1:]) if isinstance(tensor, Blocks) else rows,
         )
 
 
@@ -132,13 +177,15 @@ def half_split_rows(tensor: Weight, num_heads: int) -> Weight:
     return pairs.transpose(1, 2).reshape(tensor.shape).contiguous()
 
 
-def _hf_name(name: str, path: Path) -> str:
+def _hf_name(name: str, path: Path, others: dict[str, str]) -> str:
+    """`others`: names of a layer's tensors that the family has otherwise."""
     base, _, kind = name.rpartition(".")
     if base in NAMES:
         return f"{NAMES[base]}.{kind}"
     parts = base.split(".")
-    if len(parts) == 3 and parts[0] == "blk" and parts[2] in LAYER_NAMES:
-        return f"model.layers.{parts[1]}.{LAYER_NAMES[parts[2]]}.{kind}"
+    own = LAYER_NAMES | GGUF["experts"] | others
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in own:
+        return f"model.layers.{parts[1]}.{own[parts[2]]}.{kind}"
     raise UnsupportedModelError(
         f"{path}: tensor {name!r} belongs to no model we know: use the model's safetensors folder instead"
     )
@@ -163,23 +210,31 @@ def _rope_scaling(file: GGUFFile, arch: str) -> dict[str, Any] | None:
     if factors is not None:
         return {"rope_type": "factors", "factors": _dequantise(file, factors).flatten().tolist()}
     rope_type = file.get(f"{prefix}.type", str)
-    if rope_type in (None, "none"):
-        return None
+    long, short = file.tensors.get(LONG_FACTORS), file.tensors.get(SHORT_FACTORS)
     scaling: dict[str, Any] = {name: file.get(f"{prefix}.{key}", float) for name, key in GGUF["rope_scaling"].items()}
     scaling["original_max_position_embeddings"] = file.get(f"{prefix}.original_context_length", int)
+    if long is not None and short is not None:
+        rope_type = "longrope"
+        scaling |= {"long_factor": _dequantise(file, long).flatten().tolist()}
+        scaling |= {"short_factor": _dequantise(file, short).flatten().tolist()}
+        scaling["attention_factor"] = file.get(f"{prefix}.attn_factor", float)
+    if rope_type in (None, "none"):
+        return None
     return {"rope_type": rope_type} | {key: value for key, value in scaling.items() if value is not None}
 
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 PRE_SPLITS = GGUF["pre_splits"]
 """Word-splitting patterns of the pre-tokenizers that have one of their own, as in their tokenizer.json."""
+AS_LLAMA = dict.fromkeys(("dbrx", "smaug-bpe"), "llama-bpe")
+"""Pre-tokenizers (OLMo 2, Phi-4; SmolLM3) that split as Llama 3's, and merge all the same."""
 
 MAX_TOKEN_LENGTH = 512
 """Characters; the longest known tokens are runs of a hundred or two."""
 END_KINDS = ("eos", "eot", "eom")
 """End of text, of turn and of message, as a file may name them."""
-CHATML_ENDS = ("<|im_end|>", "<|endoftext|>")
-"""Qwen's chat models end with either, and a GGUF file has room for one; generation_config.json of their folders has both."""
+TURN_ENDS: dict[str, list[str]] = GGUF["ends_of_turns"]
+"""By how architectures begin: chat models end an answer with any of these, and a GGUF file may name but one end of text."""
 
 
 def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, tuple[int, ...]]:
@@ -221,14 +276,14 @@ def special_token(file: GGUFFile, kind: str) -> int | None:
 
 
 def _ends(file: GGUFFile, vocab: dict[str, int], types: list[int]) -> tuple[int, ...]:
-    """What the file names as an end, and for Qwen's chat models what it implies."""
+    """What the file names as an end, and for chat models what it implies."""
     named = [special_token(file, kind) for kind in END_KINDS]
     ids = [token for token in named if token is not None]
-    is_chatml = "<|im_end|>" in (file.get("tokenizer.chat_template", str) or "")
-    if is_chatml and (file.get("general.architecture", str) or "").startswith("qwen"):
-        both = [vocab[text] for text in CHATML_ENDS if text in vocab]
-        if set(ids) & set(both):
-            ids += [token for token in both if token < len(types) and types[token] == CONTROL]
+    arch, chat = file.get("general.architecture", str) or "", file.get("tokenizer.chat_template", str) or ""
+    ends = next((ends for family, ends in TURN_ENDS.items() if arch.startswith(family)), [])
+    tokens = [vocab[text] for text in ends if text in vocab]
+    if ends and ends[0] in chat and (set(ids) & set(tokens) or not arch.startswith("qwen")):
+        ids += [token for token in tokens if token < len(types) and types[token] == CONTROL]
     return tuple(dict.fromkeys(ids))
 
 
@@ -240,21 +295,23 @@ def _byte_level_bpe(file: GGUFFile, vocab: dict[str, int]) -> tuple[Tokenizer, b
         raise ModelFileError(f"{file.path} holds no tokenizer.ggml.merges: fetch a GGUF file with its vocabulary")
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
     backend.decoder = decoders.ByteLevel()
-    if pre in PRE_SPLITS:
-        split = pre_tokenizers.Split(Regex(PRE_SPLITS[pre]), behavior="isolated")
+    pattern = PRE_SPLITS.get(AS_LLAMA.get(pre, pre))
+    if pattern:
+        split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
         if pre == "qwen2":
             backend.normalizer = normalizers.NFC()
-    elif pre == "smollm":
+    elif pre in ("smollm", "refact"):
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     elif pre in ("default", "gpt-2"):
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
         raise UnsupportedModelError(
-            f"{file.path}: GGUF pre-tokenizer {pre!r:.80} is not implemented (known: smollm, qwen2, llama-bpe, gpt-2): "
+            f"{file.path}: GGUF pre-tokenizer {pre!r:.80} is not implemented "
+            f"(known: smollm, refact, gpt-2, {', '.join([*PRE_SPLITS, *AS_LLAMA])}): "
             "use the model's folder instead"
         )
     return backend, pre == "llama-bpe"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model import checkpoint
-from paceline.model.gguf import ARCHITECTURES, LAYER_NAMES, NAMES
+from paceline.model.gguf import LAYER_NAMES, NAMES
 from paceline.model.gguf_file import is_gguf
 from paceline.runlog import whole_file
 
@@ -33,6 +33,8 @@ FILE_TYPES = {
     Quant.BF16: gguf.LlamaFileType.MOSTLY_BF16,
     Quant.F32: gguf.LlamaFileType.ALL_F32,
 }
+WRITTEN = ("llama", "qwen2", "qwen3")
+"""llama.cpp's names of the families whose files are written."""
 OWN_KEYS = ("general.architecture", "general.file_type", "general.quantization_version", "general.name")
 _TOP = {ours: theirs for theirs, ours in NAMES.items()}
 _LAYER = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
@@ -56,6 +58,11 @@ def write_gguf(folder: Path, like: Path, target: Path, form: str = "q8_0", embed
     config = _same_model(folder, like)
     reader = gguf.GGUFReader(like)
     arch = reader.fields["general.architecture"].contents()
+    if arch not in WRITTEN:
+        raise UnsupportedModelError(
+            f"GGUF files of {arch} models are read, not written ({', '.join(WRITTEN)} are): "
+            f"convert {folder} with llama.cpp's convert_hf_to_gguf.py"
+        )
     with whole_file(target, "free space or choose another --out") as scratch:
         writer = gguf.GGUFWriter(scratch, arch)
         _copy_keys(reader, writer, {f"{arch}.block_count": config.num_layers})
@@ -140,7 +147,7 @@ def gguf_name(name: str) -> str:
     rest = ".".join(parts[3:])
     if parts[:2] == ["model", "layers"] and rest in _LAYER:
         return f"blk.{parts[2]}.{_LAYER[rest]}.{kind}"
-    raise UnsupportedModelError(f"tensor {name!r} has no name in GGUF ({', '.join(ARCHITECTURES)} models are written)")
+    raise UnsupportedModelError(f"tensor {name!r} has no name in GGUF ({', '.join(WRITTEN)} models are written)")
 
 
 def interleaved_rows(tensor: Tensor, num_heads: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelFileError
-from paceline.model.blocks import Weight, select_rows
+from paceline.model.blocks import Weight, select_rows, split_rows
 from paceline.model.config import TABLES, DecoderConfig, DeltaShape
 from paceline.model.stored_experts import taken_apart
 
@@ -99,16 +99,16 @@ def as_ours(
     Raises ModelFileError for one with other rows than its parts have together.
     """
     for name, tensor in taken_apart(config, _renamed(config, tensors), source):
-        if name in expected or not isinstance(tensor, Tensor):
+        if name in expected:
             yield name, tensor
         elif names := _rows_of(name):
             sizes = [expected.get(part, (0,))[0] for part in names]
-            if sum(sizes) != len(tensor):
+            if sum(sizes) != tensor.shape[0]:
                 raise ModelFileError(
-                    f"{source}: tensor {name!r} has {len(tensor)} rows, the config asks for {sum(sizes)}: "
+                    f"{source}: tensor {name!r} has {tensor.shape[0]} rows, the config asks for {sum(sizes)}: "
                     "config and weights are of different models, fetch the model again"
                 )
-            yield from zip(names, cast(Any, tensor.split(sizes)), strict=True)
+            yield from zip(names, cast(Any, split_rows(tensor, sizes)), strict=True)
         else:
             yield name, tensor
 

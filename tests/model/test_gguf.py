@@ -172,9 +172,9 @@ def test_gguf_rope_factors(tmp_path: Path) -> None:
 
 def test_gguf_refusals(tmp_path: Path) -> None:
     model = transformers_model("Qwen2ForCausalLM")
-    write_gguf(tmp_path / "phi.gguf", model, "phi3")
-    with pytest.raises(UnsupportedModelError, match="phi3"):
-        load_config(tmp_path / "phi.gguf")
+    write_gguf(tmp_path / "falcon.gguf", model, "falcon")
+    with pytest.raises(UnsupportedModelError, match="falcon"):
+        load_config(tmp_path / "falcon.gguf")
     write_gguf(tmp_path / "experts.gguf", model, "qwen2", add_expert_count=4)
     with pytest.raises(UnsupportedModelError, match="experts"):
         load_config(tmp_path / "experts.gguf")
