@@ -19,11 +19,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.errors import CacheError, reraised
+from paceline.errors import CacheError, UnsupportedModelError, reraised
 from paceline.model import checkpoint
 from paceline.model.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+OTHER_NAMES = ("phi3",)
+"""Families whose tensors have other names in a folder than those we read them by; so have experts."""
 LAST_FILE = "generation_config.json"
 """Of a folder that is whole."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -35,6 +37,11 @@ def write_folder(source: Path, folder: Path, dtype: str = "float32") -> Path:
     Raises ModelFileError or UnsupportedModelError on a bad file, CacheError when `folder` is there or cannot be written.
     """
     config = checkpoint.load_config(source)
+    if config.num_experts or config.family in OTHER_NAMES:
+        raise UnsupportedModelError(
+            f"{source}: a folder of a {config.family} model holds several matrices as one, and is not written: "
+            "fetch the model's own folder"
+        )
     tensors = checkpoint.check_tensors(config, checkpoint.load_tensors(source), source)
     return write_model(folder, config_json_of(source), tensors, source, dtype)
 

@@ -11,15 +11,16 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from family_models import FAMILIES, Family, reference, text, transformers_model
+from family_models import FAMILIES, VOCAB, Family, reference, text, transformers_model
 from gguf import GGMLQuantizationType as Quant
 from gguf import GGUFWriter
-from gguf_files import finish, permute
+from gguf_files import byte_level_vocabulary, finish, permute
 from torch import Tensor
 
 from paceline.config import EngineConfig
-from paceline.errors import ModelFileError
+from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.backends import load_target
+from paceline.model.folder import write_folder
 from paceline.model.native_lib import load as native_library
 from paceline.model.target import ForwardBatch, Target
 
@@ -74,9 +75,11 @@ def options_of(name: str) -> Family:
 
 
 def write(path: Path, model: Any, name: str, kind: Quant = Quant.F32) -> Path:
-    """Matrices in `kind`, vectors in float32."""
+    """Matrices in `kind`, vectors in float32; a byte-level vocabulary."""
     stored, config = ARCHITECTURES[name], model.config
     writer = GGUFWriter(path, stored.arch)
+    for key, value in byte_level_vocabulary(VOCAB).items():
+        getattr(writer, key)(value)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -175,6 +178,25 @@ def test_blocks_stay_blocks(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(blocks, tokens), logits_of(dense, tokens), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_folder_of_it_is_transformers_s(name: str, tmp_path: Path) -> None:
+    """Or is refused, where its tensors have other names."""
+    from transformers import AutoModelForCausalLM
+
+    model, tokens = transformers_model(options_of(name)), text(LENGTH)
+    path = write(tmp_path / "model.gguf", model, name)
+    if name in ("phi3", "phi4-mini", "qwen3-moe", "mixtral"):
+        with pytest.raises(UnsupportedModelError, match="fetch the model's own folder"):
+            write_folder(path, tmp_path / "folder")
+        return
+    write_folder(path, tmp_path / "folder")
+    options = {"attn_implementation": "eager"} if name == "gemma2" else {}
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32, **options).eval()
+    expected = reference(model, tokens)[0]
+    torch.testing.assert_close(reference(read, tokens)[0], expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits_of(target_of(tmp_path / "folder"), tokens), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_a_stack_of_experts_must_be_one(tmp_path: Path) -> None:
     model = transformers_model(options_of("mixtral"))
     path = write(tmp_path / "model.gguf", model, "mixtral")
@@ -182,7 +204,8 @@ def test_a_stack_of_experts_must_be_one(tmp_path: Path) -> None:
     flat = GGUFWriter(tmp_path / "flat.gguf", "llama")
     for key, entry in reader.fields.items():
         if not key.startswith("GGUF.") and key != "general.architecture":
-            flat.add_key_value(key, entry.contents(), entry.types[0])
+            inner = entry.types[1] if entry.types[0] == gguf.GGUFValueType.ARRAY else None
+            flat.add_key_value(key, entry.contents(), entry.types[0], sub_type=inner)
     for stored in reader.tensors:
         data = stored.data.reshape(-1, stored.data.shape[-1]) if "ffn_up_exps" in stored.name else stored.data
         flat.add_tensor(stored.name, data)

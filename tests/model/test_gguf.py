@@ -218,7 +218,9 @@ def test_a_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 OTHER = "{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}"
-SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eom|>")
+GEMMA = "{% for m in messages %}<start_of_turn>{{ m.content }}<end_of_turn>{% endfor %}"
+PHI = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eom|>", "<end_of_turn>", "<|end|>")
 
 
 @pytest.mark.parametrize(
@@ -231,6 +233,11 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eom|>")
         ("qwen2", None, {"eos": 0}, (0,)),
         ("qwen2", CHATML, {"eos": 3}, (3,)),
         ("llama", CHATML, {"eos": 2}, (2,)),
+        ("gemma2", GEMMA, {"eos": 0}, (0, 4)),
+        ("gemma3", GEMMA, {"eos": 0, "eot": 4}, (0, 4)),
+        ("gemma3", None, {"eos": 0}, (0,)),
+        ("phi3", PHI, {"eos": 0}, (0, 5)),
+        ("phi3", CHATML, {"eos": 2}, (2,)),
         ("llama", OTHER, {"eos": 0, "eot": 2, "eom": 0}, (0, 2)),
         ("llama", None, {}, ()),
     ],
@@ -238,9 +245,9 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eom|>")
 def test_every_token_that_ends_an_answer(
     arch: str, template: str | None, named: dict[str, int], ends: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """Those that the file names, and both of Qwen's chat models; none that another family only happens to have."""
+    """Those that the file names, and those of Qwen's, Gemma's and Phi's chat models; none that a family only happens to have."""
     writer = gguf.GGUFWriter(tmp_path / "t.gguf", arch)
-    vocabulary = byte_level_vocabulary(300, SPECIALS)
+    vocabulary = byte_level_vocabulary(302, SPECIALS)
     for key, value in vocabulary.items():
         getattr(writer, key)(value)
     for kind, index in named.items():
@@ -249,3 +256,27 @@ def test_every_token_that_ends_an_answer(
         writer.add_chat_template(template)
     finish(writer)
     assert Tokenizer.from_path(tmp_path / "t.gguf").eos_token_ids == tuple(296 + index for index in ends)
+
+
+SAID = "Don't SHOUT'LL, 12345 été\n\n x/\n"
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("refact", ["Don", "'t", " SHOUT", "'", "LL", ",", " ", "1", "2", "3", "4", "5", " été", "\n\n", " x", "/", "\n"]),
+        ("dbrx", ["Don", "'t", " SHOUT", "'LL", ",", " ", "123", "45", " été", "\n\n", " x", "/\n"]),
+        ("smaug-bpe", ["Don", "'t", " SHOUT", "'LL", ",", " ", "123", "45", " été", "\n\n", " x", "/\n"]),
+        ("gpt-4o", ["Don't", " SHOUT'LL", ",", " ", "123", "45", " été", "\n\n", " x", "/\n"]),
+    ],
+)
+def test_how_words_are_split(pre: str, words: list[str], tmp_path: Path) -> None:
+    """Each word's bytes stand apart, for there are no merges between letters that could hide a split."""
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
+    for key, value in (byte_level_vocabulary(300) | {"add_tokenizer_pre": pre}).items():
+        getattr(writer, key)(value)
+    finish(writer)
+    backend, _ = our_gguf.build_tokenizer(our_gguf.open_gguf(tmp_path / "t.gguf"))
+    found = [SAID[begin:end] for _, (begin, end) in backend.pre_tokenizer.pre_tokenize_str(SAID)]
+    assert found == words
+    assert backend.decode(backend.encode(SAID, add_special_tokens=False).ids) == SAID
