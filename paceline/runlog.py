@@ -108,6 +108,12 @@ def write_whole(path: Path, text: str) -> None:
         scratch.write_text(text, encoding="utf-8")
 
 
+def check_new(out: Path, what: str = "folder") -> None:
+    """Raises CacheError when something is there already; an empty folder is nothing."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CacheError(f"{out} is there already: choose another {what}")
+
+
 @contextlib.contextmanager
 def whole_file(path: Path, remedy: str = ELSEWHERE) -> Iterator[Path]:
     """Where to write a file that becomes `path` when it is done. Raises CacheError with the remedy when the disk refuses."""

@@ -11,7 +11,7 @@ import typer
 from paceline.commands.options import Only, options
 from paceline.commands.shared import Json, TerminalProgress, say, starting
 from paceline.config import EngineConfig, resolve
-from paceline.errors import CacheError, ConfigError
+from paceline.errors import ConfigError
 from paceline.tables import Column, Table
 
 if TYPE_CHECKING:
@@ -85,13 +85,13 @@ def export(
 def _eagle3(folder: Path, form: str, model: str | None, out: Path) -> dict[str, Any]:
     """An EAGLE-3 drafter in the other of its two styles, or the same."""
     from paceline.draft.eagle3_checkpoint import read_eagle3, write_eagle3
+    from paceline.runlog import check_new
 
     if form not in ("speculators", "specforge"):
         raise ConfigError(
             f"an EAGLE-3 drafter has no format {form!r}: give --format speculators (vLLM) or specforge (SGLang, SpecForge)"
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CacheError(f"{out} is there already: choose another folder")
+    check_new(out)
     found = read_eagle3(folder)
     style = "speculators" if "transformer_layer_config" in found.config.raw else "specforge"
     write_eagle3(out, found, _target(model, needs_head=False)[1] if form == "speculators" else None)

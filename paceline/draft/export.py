@@ -18,7 +18,8 @@ from torch import Tensor
 from paceline.draft import speculators, vocabulary
 from paceline.draft.checkpoint import DFlashConfig, StoredDrafter, write_checkpoint
 from paceline.draft.gguf_export import write_gguf
-from paceline.errors import CacheError, ConfigError, UnsupportedModelError
+from paceline.errors import ConfigError, UnsupportedModelError
+from paceline.runlog import check_new
 
 FORMATS = ("z-lab", "speculators", "gguf")
 HeadRows = Callable[[Tensor], Tensor]
@@ -45,8 +46,7 @@ def export(
     """
     if form not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, not {form!r}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CacheError(f"{out} is there already: choose another {'file' if form == 'gguf' else 'folder'}")
+    check_new(out, "file" if form == "gguf" else "folder")
     if form == "gguf":
         if out.suffix.lower() != ".gguf":
             raise ConfigError(f"--out {out} must be a file that ends in .gguf: programs know the format by it")

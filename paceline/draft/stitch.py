@@ -25,6 +25,7 @@ from paceline.model.checkpoint import config_json, existing, shards_of
 from paceline.model.config import decoder_config
 from paceline.model.layout import FUSED
 from paceline.model.stored_experts import TOGETHER
+from paceline.runlog import check_new
 
 WHOLE, INDEX, NEW = "model.safetensors", "model.safetensors.index.json", "model-mtp.safetensors"
 
@@ -35,8 +36,7 @@ def stitch(layer: MtpLayer, target: Path, out: Path) -> list[str]:
     Raises CacheError when `out` has files or cannot be written, DrafterMismatchError for another target's layer,
     UnsupportedModelError for a file whose layer is quantised, and what reading the target does.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CacheError(f"{out} is there already: choose another folder")
+    check_new(out)
     raw, files = config_json(target := existing(target)), shards_of(target)
     config = decoder_config(raw, target)
     for what, mine, theirs in (

@@ -245,7 +245,7 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eom|>", "<end_of_t
 def test_every_token_that_ends_an_answer(
     arch: str, template: str | None, named: dict[str, int], ends: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """Those that the file names, and those of Qwen's, Gemma's and Phi's chat models; none that a family only happens to have."""
+    """Those that the file names, and those of Qwen's, Gemma's and Phi's chat models; none that others happen to have."""
     writer = gguf.GGUFWriter(tmp_path / "t.gguf", arch)
     vocabulary = byte_level_vocabulary(302, SPECIALS)
     for key, value in vocabulary.items():
