@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import gguf
 import numpy as np
@@ -38,21 +39,22 @@ class Blocks:
 
 
 Weight = Tensor | Blocks
+AnyWeight = TypeVar("AnyWeight", Tensor, Weight)
 
 
-def split_rows(weight: Weight, sizes: list[int]) -> list[Weight]:
+def split_rows(weight: AnyWeight, sizes: list[int]) -> list[AnyWeight]:
     """Its rows in parts of these sizes, one behind the other."""
-    if isinstance(weight, Tensor):
-        return list(weight.split(sizes))
-    parts = weight.data.split(sizes)
-    return [Blocks(data, (len(data), *weight.shape[1:]), weight.kind) for data in parts]
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return [select_rows(weight, slice(*pair)) for pair in itertools.pairwise(ends)]
 
 
-def select_rows(weight: Weight, rows: Tensor) -> Weight:
+def select_rows(weight: AnyWeight, rows: Tensor | slice) -> AnyWeight:
     """The rows of these numbers, in the same form."""
     if isinstance(weight, Tensor):
         return weight[rows]
-    return Blocks(weight.data[rows], (len(rows), *weight.shape[1:]), weight.kind)
+    data = weight.data[rows]
+    blocks: Any = Blocks(data, (len(data), *weight.shape[1:]), weight.kind)
+    return blocks
 
 
 def quantise(weight: Weight, kind: BlockKind) -> Weight:

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.errors import ModelFileError, ModelNotFoundError, reraised
 from paceline.model import gguf
-from paceline.model.blocks import Blocks, Weight
+from paceline.model.blocks import AnyWeight, Blocks, Weight
 from paceline.model.config import DecoderConfig, decoder_config
 from paceline.model.config_values import MAX_SIZE, is_whole, short
 from paceline.model.gguf_file import is_gguf
@@ -90,9 +90,6 @@ def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     return shapes
-
-
-AnyWeight = TypeVar("AnyWeight", Tensor, Weight)
 
 
 def check_tensors(

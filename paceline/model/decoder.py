@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, Scores, rope_tables
-from paceline.model.blocks import Weight
+from paceline.model.blocks import AnyWeight
 from paceline.model.checkpoint import check_tensors
 from paceline.model.config import DecoderConfig, RopeKind
 from paceline.model.delta_cache import DeltaCache, Stage
@@ -264,7 +264,6 @@ def end_scales(config: DecoderConfig, dtype: torch.dtype) -> EndScales:
     return EndScales(float(torch.tensor(config.embedding_scale, dtype=dtype)), config.logit_scale, config.logit_cap)
 
 
-AnyWeight = TypeVar("AnyWeight", Tensor, Weight)
 AnyLayer = TypeVar("AnyLayer")
 
 

@@ -226,7 +226,7 @@ def _rope_scaling(file: GGUFFile, arch: str) -> dict[str, Any] | None:
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 PRE_SPLITS = GGUF["pre_splits"]
 """Word-splitting patterns of the pre-tokenizers that have one of their own, as in their tokenizer.json."""
-AS_LLAMA = dict.fromkeys(("dbrx", "smaug-bpe"), "llama-bpe")
+AS_LLAMA: dict[str, str] = dict.fromkeys(("dbrx", "smaug-bpe"), "llama-bpe")
 """Pre-tokenizers (OLMo 2, Phi-4; SmolLM3) that split as Llama 3's, and merge all the same."""
 
 MAX_TOKEN_LENGTH = 512

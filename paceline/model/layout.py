@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from paceline.errors import ModelFileError
-from paceline.model.blocks import Weight, select_rows, split_rows
+from paceline.model.blocks import AnyWeight, select_rows, split_rows
 from paceline.model.config import TABLES, DecoderConfig, DeltaShape
 from paceline.model.stored_experts import taken_apart
-
-AnyWeight = TypeVar("AnyWeight", Tensor, Weight)
 
 NORMS: dict[str, dict[str, str]] = TABLES["norms"]
 """By where they stand (`DecoderConfig.norms`): fields of a layer, and what files call the norm."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.errors import ModelFileError
-from paceline.model.blocks import Weight
+from paceline.model.blocks import AnyWeight
 from paceline.model.config import DecoderConfig
-
-AnyWeight = TypeVar("AnyWeight", Tensor, Weight)
 
 TOGETHER = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj(_bias|_blocks|_scales)?")
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
