@@ -40,7 +40,7 @@ from paceline.bench.steps import StepBench
 from paceline.draft.base import Drafter
 from paceline.engine.engine import Engine
 from paceline.hardware import this_machine
-from paceline.model.decoder import Decoder
+from paceline.model.checkpoint import load_config, random_tensors
 from paceline.plan import FixedPlanner
 from paceline.runlog import record_of
 from paceline.simulate.calibrate import Fitted, calibrate
@@ -159,9 +159,9 @@ class Comparison:
         max_len = max(self.config.needed_len, int(longest)) + 8
         most = max(*FIT_BATCHES, *args.batch)
         self.llm = LLM(str(folder), drafter="none", weights="random", dtype=args.dtype, max_batch=most, max_len=max_len)
-        assert isinstance(self.llm.target, Decoder)
-        with torch.inference_mode():
-            self.llm.target.embedding.mul_(args.embedding_scale)
+        weights = random_tensors(load_config(folder))
+        scale = {"model.embed_tokens.weight": args.embedding_scale}
+        self.llm.load_weights({name: tensor * scale.get(name, 1.0) for name, tensor in weights})
         drafter = RandomDrafter(max(args.drafts, *FIT_POSITIONS), int(self.shape["vocab_size"]))
         self.steps = StepBench(self.llm, self.config, drafter)
         self.engine = mocked_engine(self.llm, drafter, args.kept)

@@ -34,11 +34,13 @@ from paceline.draft.eagle3_checkpoint import (
     read_eagle3,
     write_eagle3,
 )
+from paceline.draft.eagle3_native import Eagle3NativePath
 from paceline.draft.eagle3_path import Eagle3Path
 from paceline.errors import ConfigError, ModelFileError, refuse
 from paceline.model.checkpoint import random_weights
 from paceline.model.config import DecoderConfig
 from paceline.model.fused import swiglu
+from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import Target
 
 
@@ -220,7 +222,11 @@ class Eagle3Drafter(ChainedDrafter):
         if self._target is target and self._bound_cache is target.cache:
             self._path.cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
         else:
-            self._path = Eagle3Path(self.config, self.network.state_dict(), target, slack=self._slack)
+            weights = self.network.state_dict()
+            if isinstance(target, NativeDecoder):
+                self._path = Eagle3NativePath(self.config, weights, target, slack=self._slack)
+            else:
+                self._path = Eagle3Path(self.config, weights, target, slack=self._slack)
         self._target, self._bound_cache, self.tap_layers = target, target.cache, taps
         self._token_of, self._ids = self.ids.tolist(), self.ids.to(target.device)
         self._begin(target, self.config.shape.hidden_size)

@@ -12,13 +12,43 @@ from torch.nn import functional as F
 from paceline.draft.eagle3_checkpoint import Eagle3Config
 from paceline.draft.level import Level
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
+from paceline.model.blocks import AnyWeight
 from paceline.model.decoder import Layer
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.parts import PackedLinear, RMSNorm
 from paceline.model.target import Target
 
 
-class Eagle3Path:
+class EagleEnds:
+    """What stands before and behind the layers of EAGLE-3, but for its products."""
+
+    def __init__(
+        self, config: Eagle3Config, weights: Mapping[str, Tensor], dtype: torch.dtype, residual_dtype: torch.dtype
+    ) -> None:
+        self.config, self._dtype, self.residual_dtype = config, dtype, residual_dtype
+        norms = {name: RMSNorm(weights[name], config.shape.rms_norm_eps) for name in weights if _is_outer_norm(name)}
+        self._input_norm, self._final_norm = norms.get("input_norm.weight"), norms["norm.weight"]
+        self._fc_norms = [norms[f"fc_norm.{index}.weight"] for index in range(config.num_taps if config.fc_norm else 0)]
+
+    def normed_features(self, taps_TF: Tensor) -> Tensor:
+        """What goes into fc, [T, F] of the target's taps."""
+        taps_TF = taps_TF.to(self._dtype)
+        if self._input_norm:
+            taps_TF = self._input_norm(taps_TF)
+        if self._fc_norms:
+            parts = taps_TF.chunk(len(self._fc_norms), dim=-1)
+            taps_TF = torch.cat([norm(part) for norm, part in zip(self._fc_norms, parts, strict=True)], dim=-1)
+        return taps_TF
+
+    def told(self, hidden_TD: Tensor) -> Tensor:
+        """What hidden states behind the last layer tell the next step [T, D]."""
+        return self._final_norm(hidden_TD).to(self.residual_dtype) if self.config.norm_output else hidden_TD
+
+    def head_input(self, told_TD: Tensor) -> Tensor:
+        return told_TD.to(self._dtype) if self.config.norm_output else self._final_norm(told_TD)
+
+
+class Eagle3Path(EagleEnds):
     """EAGLE-3 by PyTorch operations, on any device: the weights of a network made for decoding with one target.
 
     Entry e of a row's cache is made of the target's features of position e and of the token behind it, and is rotated to
@@ -27,21 +57,17 @@ class Eagle3Path:
 
     def __init__(self, config: Eagle3Config, network: Mapping[str, Tensor], target: Target, slack: int) -> None:
         """`slack`: positions behind a row's longest text that drafts may take."""
-        self.config, shape = config, config.shape
-        self._shape = shape
+        self._shape = shape = config.shape
         dtype, device, num_rows, max_len = target.dtype, target.device, target.cache.num_rows, target.cache.max_len
-        self._target, self._dtype, self._device = target, dtype, device
-        self.residual_dtype = torch.float32 if device.type == "cpu" else dtype
         weights = {name: tensor.detach().to(device, dtype) for name, tensor in network.items()}
+        super().__init__(config, weights, dtype, torch.float32 if device.type == "cpu" else dtype)
+        self._target, self._device = target, device
         self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
         """Of packed matrices, the target's own not among them."""
-        norms = {name: RMSNorm(weights[name], shape.rms_norm_eps) for name in weights if _is_outer_norm(name)}
-        self._input_norm, self._final_norm = norms.get("input_norm.weight"), norms["norm.weight"]
-        self._fc_norms = [norms[f"fc_norm.{index}.weight"] for index in range(config.num_taps if config.fc_norm else 0)]
         self._hidden_norm = RMSNorm(weights.pop("layers.0.hidden_norm.weight"), shape.rms_norm_eps)
         self._fc, self._head = PackedLinear(weights["fc.weight"]), PackedLinear(weights["lm_head.weight"])
         self._embedding = weights.get("embed_tokens.weight")
-        self._layers = [Layer.of(shape, index, _within(weights, f"layers.{index}.")) for index in range(shape.num_layers)]
+        self._layers = [Layer.of(shape, index, within(weights, f"layers.{index}.")) for index in range(shape.num_layers)]
         self._rope = Rope(*(table.to(device, dtype) for table in rope_tables(shape, max_len + slack + 1)))
         self.cache = StaticKVCache(
             shape.num_layers, num_rows, shape.num_kv_heads, max_len, shape.head_dim, dtype, device, slack=slack
@@ -51,7 +77,8 @@ class Eagle3Path:
     def extend(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor) -> Tensor:
         """Append entries of newly verified positions, `tokens` those behind each of them; what each row's last one tells the
         draft after it [B, D]. `taps_TF` may be longer."""
-        told_BD = self._run(rows, starts, counts, tokens, self._features(taps_TF[: len(tokens)]))
+        features_TD = self._fc(self.normed_features(taps_TF[: len(tokens)])).to(self.residual_dtype)
+        told_BD = self._run(rows, starts, counts, tokens, features_TD)
         self.cache.append(rows, counts)
         return told_BD
 
@@ -67,16 +94,7 @@ class Eagle3Path:
     @torch.inference_mode()
     def logits(self, told_TD: Tensor) -> Tensor:
         """Over the draft vocabulary [T, V], float32 or the target's dtype."""
-        return self._head(told_TD.to(self._dtype) if self.config.norm_output else self._final_norm(told_TD))
-
-    def _features(self, taps_TF: Tensor) -> Tensor:
-        taps_TF = taps_TF.to(self._dtype)
-        if self._input_norm:
-            taps_TF = self._input_norm(taps_TF)
-        if self._fc_norms:
-            parts = taps_TF.chunk(len(self._fc_norms), dim=-1)
-            taps_TF = torch.cat([norm(part) for norm, part in zip(self._fc_norms, parts, strict=True)], dim=-1)
-        return self._fc(taps_TF).to(self.residual_dtype)
+        return self._head(self.head_input(told_TD))
 
     def _run(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], hidden_TD: Tensor) -> Tensor:
         """All layers; of the last one only keys and values are needed but for each row's last entry."""
@@ -109,7 +127,7 @@ class Eagle3Path:
             attended_TX = plans[index].attend(query_THD, self.cache.keys[index], self.cache.values[index])
             hidden_TD = hidden_TD + layer.output(attended_TX)
             hidden_TD = hidden_TD + layer.mlp(layer.mlp_norm(hidden_TD))
-        return self._final_norm(hidden_TD).to(self.residual_dtype) if self.config.norm_output else hidden_TD
+        return self.told(hidden_TD)
 
     def _plans(self, rows: list[int], starts: list[int], counts: list[int], only_last: bool) -> list[AttentionPlan]:
         """One a layer."""
@@ -146,6 +164,6 @@ def _is_outer_norm(name: str) -> bool:
     return name in ("input_norm.weight", "norm.weight") or name.startswith("fc_norm.")
 
 
-def _within(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def within(weights: dict[str, AnyWeight], prefix: str) -> dict[str, AnyWeight]:
     """Taken out of `weights`."""
     return {name.removeprefix(prefix): weights.pop(name) for name in list(weights) if name.startswith(prefix)}

@@ -207,13 +207,23 @@ def cache_view(cache: StaticKVCache) -> CCache:
     return view
 
 
-def native_model(config: DecoderConfig, dtype: torch.dtype, max_len: int, layers: list[dict[str, Any]], **parts: Any) -> Model:
-    """A model of the library, of matrices, float32 vectors and numbers by the names of the fields of CLayer and CConfig."""
-    tables = {"": rope_tables(config, max_len)}
+def native_model(
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    max_len: int,
+    layers: list[dict[str, Any]],
+    first_position: int = 0,
+    **parts: Any,
+) -> Model:
+    """A model of the library, of matrices, float32 vectors and numbers by the names of the fields of CLayer and CConfig.
+
+    first_position: to which the first of `max_len` positions of the cache is rotated.
+    """
+    tables = {"": rope_tables(config, first_position + max_len)}
     if "local" in config.ropes:
-        tables["local_"] = rope_tables(config, max_len, "local")
+        tables["local_"] = rope_tables(config, first_position + max_len, "local")
     rotary = {
-        f"{kind}{name}": table.float().contiguous()
+        f"{kind}{name}": table[first_position:].float().contiguous()
         for kind, pair in tables.items()
         for name, table in zip(("cos", "sin"), pair, strict=True)
     }

@@ -78,6 +78,8 @@ class CConfig(Structure):
             (name, c_int32)
             for name in ("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_taps")
         ),
+        ("beside_norm", c_void_p),
+        ("adds_to_normed", c_int32),
         *((name, c_void_p) for name in ("fc", "hidden_norm", "context_kv", "context_bias")),
     ]
 
@@ -109,7 +111,7 @@ class CPass(Structure):
         ("logits_stride", c_int64),
         *((name, c_void_p) for name in ("argmax", "stage_s", "parents", "held")),
         ("num_settles", c_int32),
-        *((name, c_void_p) for name in ("settle_rows", "settle_before", "settle_counts", "experts_read")),
+        *((name, c_void_p) for name in ("settle_rows", "settle_before", "settle_counts", "hidden_out", "experts_read")),
     ]
 
 

@@ -19,9 +19,11 @@ from paceline.draft.base import NoDrafter
 from paceline.draft.chained import MOST_BRANCHES
 from paceline.draft.eagle3 import Eagle3Drafter
 from paceline.draft.eagle3_checkpoint import Eagle3Config, default_taps
+from paceline.draft.eagle3_native import Eagle3NativePath
 from paceline.draft.registry import make_drafter
 from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.model.attention import Rope, rope_tables
+from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import ForwardBatch
 from paceline.types import Batch, SamplingParams, Take
 
@@ -80,6 +82,13 @@ def test_rounds_are_the_formulas(name: str, kind: Any) -> None:
     assert (answer,) == tuple(generate(target, NoDrafter(), [PROMPT[:6]], 12)[0])
     assert all(each <= 3 for found in rounds for each in found.num_drafted_B)
     assert_formulas(drafter, kind, least=3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_beside_a_native_target_steps_are_native(kind: Any) -> None:
+    target, drafter = tiny_target(kind=kind), recording(raw_eagle3())
+    drafter.bind(target)
+    assert isinstance(drafter._path, Eagle3NativePath) == isinstance(target, NativeDecoder)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -111,6 +111,10 @@ struct PnConfig {
     int32_t are_experts_normed;  // the weights of a token's experts are divided by their sum
     int32_t has_output_gate;     // behind the values `qkv` has gates of what attention puts out, by head
     int32_t delta_key_heads, delta_value_heads, delta_key_dim, delta_value_dim, delta_taps;
+    // EAGLE-3 drafters: into the first layer's attention goes the token's embedding, normed by input_norm, beside the hidden state,
+    // normed by this; its qkv is [.., 2 * hidden], and a pass has tokens and hidden states. Null otherwise.
+    const float* beside_norm;
+    int32_t adds_to_normed;  // attention of that layer adds to the hidden state as this has normed it
     // DFlash drafters: features of the target -> keys and values of all layers. Null otherwise.
     const PnMatrix* fc;          // [hidden, features]
     const float* hidden_norm;    // [hidden]
@@ -148,7 +152,7 @@ struct PnPass {
     const int32_t* starts;
     const int32_t* counts;
     const int32_t* tokens;  // [T] or null
-    const float* hidden;    // [T, hidden] instead of tokens
+    const float* hidden;    // [T, hidden] instead of tokens, or beside them
     int32_t num_taps;
     const int32_t* tap_layers;  // ascending slots need not be: slot s holds layer tap_layers[s]
     void* taps;                 // [T, num_taps * hidden] in the model's dtype
@@ -170,6 +174,7 @@ struct PnPass {
     const int32_t* settle_rows;
     const int32_t* settle_before;
     const int32_t* settle_counts;
+    float* hidden_out;      // [T, hidden] behind the last layer, before the final norm, or null
     int32_t* experts_read;  // how many of each layer's experts any token chose, all layers together, is added to it; or null
 };
 

@@ -31,7 +31,8 @@ int32_t Forward::prepare() {
     for (TreePath& path : model_.paths) path.slots = slots, slots += path.size;
     num_tokens_ = int(model_.token_row.size());
     if (num_tokens_ == 0) return fail("a pass needs at least one token");
-    if ((pass_.tokens == nullptr) == (pass_.hidden == nullptr)) return fail("a pass needs tokens or hidden states");
+    if (config_.beside_norm ? !pass_.tokens || !pass_.hidden : (pass_.tokens == nullptr) == (pass_.hidden == nullptr))
+        return fail(config_.beside_norm ? "a pass needs tokens and hidden states" : "a pass needs tokens or hidden states");
     if (pass_.tokens) {
         if (!config_.embedding) return fail("the model has no embedding");
         for (int token = 0; token < num_tokens_; ++token)
@@ -69,7 +70,7 @@ int32_t Forward::reserve() {
     const size_t tokens = size_t(num_tokens_), element = size_t(model_.element_bytes());
     const int queries = config_.num_heads * config_.head_dim;
     bool ok = model_.hidden.at_least(tokens * size_t(config_.hidden_size) * 4) != nullptr;
-    ok &= model_.input.at_least(tokens * size_t(padded_cols(config_.hidden_size)) * element) != nullptr;
+    ok &= !config_.beside_norm || model_.embedded.at_least(tokens * size_t(config_.hidden_size) * 4);
     ok &= model_.qkv.at_least(tokens * size_t(std::max(model_.qkv_columns(), model_.delta_columns())) * 4) != nullptr;
     ok &= model_.query.at_least(tokens * size_t(config_.num_heads * model_.padded_head_dim()) * element) != nullptr;
     ok &= model_.attended.at_least(tokens * size_t(padded_cols(queries)) * element) != nullptr;
@@ -80,7 +81,9 @@ int32_t Forward::reserve() {
     ok &= model_.logit_input.at_least(size_t(pass_.num_logit_rows) * size_t(padded_cols(config_.hidden_size)) * element) !=
               nullptr ||
           !pass_.num_logit_rows;
-    const size_t row_bytes = size_t(padded_cols(config_.hidden_size)) * element, mix_columns = size_t(model_.mix_columns());
+    const int input_size = config_.beside_norm ? 2 * config_.hidden_size : config_.hidden_size;
+    const size_t row_bytes = size_t(padded_cols(input_size)) * element, mix_columns = size_t(model_.mix_columns());
+    ok &= model_.input.at_least(tokens * row_bytes) != nullptr;
     ok &= !mix_columns || (model_.mixed.at_least(tokens * row_bytes) && model_.mix_added.at_least(tokens * mix_columns * 4));
     if (routed) {
         const size_t columns = size_t(padded_rows(model_.most_experts()) + kWide);
@@ -90,7 +93,7 @@ int32_t Forward::reserve() {
         model_.sorted_token.resize(routed), model_.group_of.resize(routed);
         model_.groups.reserve(size_t(model_.most_experts()));
     }
-    const int widest = std::max({padded_cols(config_.hidden_size), padded_cols(queries), inner});
+    const int widest = std::max({padded_cols(input_size), padded_cols(queries), inner});
     while (int(model_.threads.size()) < pool_.size()) model_.threads.push_back(std::make_unique<ThreadBuffers>());
     const size_t gated = std::max(size_t(kGated), 2 * tokens) * 2;  // columns of sixteen, of any number of the rows
     const size_t columns = std::max(gated, size_t(pass_.num_logit_rows) * kHeadPieces) * kWide;
@@ -138,6 +141,9 @@ void Forward::run(int thread) {
         for (int item = begin; item < end; ++item) {
             if (item < num_tokens_) {
                 tap(item, last, true);
+                if (pass_.hidden_out)
+                    memcpy(pass_.hidden_out + int64_t(item) * config_.hidden_size, hidden(item),
+                           size_t(config_.hidden_size) * 4);
                 continue;
             }
             const int row = item - num_tokens_, padded = padded_cols(config_.hidden_size);
@@ -167,9 +173,10 @@ void Forward::layer(int thread, int index) {
         return;
     }
     const int hidden_size = config_.hidden_size, columns = model_.qkv_columns();
-    const Buffer& normed = normed_input(thread, layer.input_norm, index - 1);
+    const bool is_beside = index == 0 && config_.beside_norm;
+    const Buffer& normed = is_beside ? beside_input(thread) : normed_input(thread, layer.input_norm, index - 1);
     const Rows input = rows_for(thread, *layer.qkv, mixed_input(thread, layer.attention_mix, layer.attention_base, normed),
-                                hidden_size, num_tokens_);
+                                is_beside ? 2 * hidden_size : hidden_size, num_tokens_);
     share(thread, PN_STAGE_QKV, layer.qkv->num_pieces(), 1, [&](int begin, int end) {
         product(thread, *layer.qkv, begin, end, input, model_.qkv.as<float>(), columns, false, layer.qkv_bias);
     });
@@ -282,8 +289,11 @@ Rows Forward::rows_for(int thread, const PnMatrix& matrix, const Buffer& x, int 
 
 void Forward::embed(int token) {
     float* to = hidden(token);
-    if (pass_.hidden) {
-        memcpy(to, pass_.hidden + int64_t(token) * config_.hidden_size, size_t(config_.hidden_size) * 4);
+    if (pass_.hidden) memcpy(to, pass_.hidden + int64_t(token) * config_.hidden_size, size_t(config_.hidden_size) * 4);
+    if (config_.beside_norm) {
+        if (config_.adds_to_normed) kernels_.norm_floats(to, config_.beside_norm, config_.hidden_size, config_.eps, to);
+        to = model_.embedded.as<float>() + int64_t(token) * config_.hidden_size;
+    } else if (pass_.hidden) {
         return;
     }
     const PnPart& part = config_.embedding->part_of(pass_.tokens[token]);
@@ -308,6 +318,26 @@ const Buffer& Forward::normed_input(int thread, const float* weight, int tapped_
     };
     if (is_shared) share(thread, PN_STAGE_NORM, num_tokens_, 1, norm);
     else fetch(hidden(0), int64_t(num_tokens_) * config_.hidden_size * 4), norm(0, num_tokens_);
+    return to;
+}
+
+// The input of the first layer's attention where that is the embedding beside the hidden state.
+const Buffer& Forward::beside_input(int thread) {
+    const int size = config_.hidden_size, padded = padded_cols(2 * size);
+    const bool is_shared = num_tokens_ > kOwnInputs;
+    const Buffer& to = is_shared ? model_.input : model_.threads[size_t(thread)]->input;
+    const auto make = [&](int begin, int end) {
+        for (int token = begin; token < end; ++token) {
+            void* embedded = element(to, int64_t(token) * padded);
+            void* beside = element(to, int64_t(token) * padded + size);
+            kernels_.norm(model_.embedded.as<float>() + int64_t(token) * size, model_.layers[0].input_norm, size, size,
+                          config_.eps, embedded);
+            if (config_.adds_to_normed) kernels_.convert(hidden(token), size, padded - size, beside);
+            else kernels_.norm(hidden(token), config_.beside_norm, size, padded - size, config_.eps, beside);
+        }
+    };
+    if (is_shared) share(thread, PN_STAGE_NORM, num_tokens_, 1, make);
+    else make(0, num_tokens_);
     return to;
 }
 

@@ -40,6 +40,7 @@ private:
     void layer(int thread, int index);
     void embed(int token);
     const Buffer& normed_input(int thread, const float* weight, int tapped_layer);
+    const Buffer& beside_input(int thread);
     const Buffer& mixed_input(int thread, const PnMatrix* mix, const float* base, const Buffer& normed);
     void sublayer_output(int thread, PnStage stage, const PnMatrix& matrix, const float* bias, Rows input, const float* base,
                          const float* out_norm, Next next);

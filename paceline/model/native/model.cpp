@@ -86,7 +86,8 @@ const char* fault_of(const PnModel& model) {
             return "rotary tables of local layers are missing";
         for (const char* fault :
              {layer.delta_kernel ? delta_fault_of(model, layer) : nullptr,
-              fault_of(layer.qkv, layer.delta_kernel ? model.delta_columns() : model.qkv_columns(), config.hidden_size,
+              fault_of(layer.qkv, layer.delta_kernel ? model.delta_columns() : model.qkv_columns(),
+                       config.beside_norm && &layer == model.layers.data() ? 2 * config.hidden_size : config.hidden_size,
                        config.dtype),
               fault_of(layer.output, config.hidden_size, layer.delta_kernel ? model.delta_values() : queries, config.dtype),
               layer.experts ? experts_fault_of(model, layer)
@@ -94,6 +95,9 @@ const char* fault_of(const PnModel& model) {
               mix_fault_of(model, layer)})
             if (fault) return fault;
     }
+    const PnLayer& first = model.layers[0];
+    if (config.beside_norm && (!config.embedding || !first.input_norm || first.delta_kernel || first.attention_mix))
+        return "what stands beside hidden states needs an embedding, its norm, and attention";
     if (!config.final_norm || !config.cos || !config.sin) return "norm or rotary tables are missing";
     if (config.embedding && config.embedding->cols != config.hidden_size)
         return "the embedding does not have the config's shape";

@@ -131,7 +131,7 @@ inline void multiply_pieces(const Kernels& kernels, const PnMatrix& matrix, int 
 struct PnModel {
     PnConfig config;
     std::vector<PnLayer> layers;
-    pn::Buffer hidden, input, qkv, query, attended, gated, logit_input, features, planes;
+    pn::Buffer hidden, embedded, input, qkv, query, attended, gated, logit_input, features, planes;
     pn::Buffer mixed, mix_added;                  // of mixed sublayers: inputs, what is added to taps
     pn::Buffer unmixed;                           // what sublayers put out, where more is done with it than to add it
     std::vector<std::vector<PnExpert>> experts;   // of every layer
