@@ -228,6 +228,7 @@ class Eagle3Drafter(ChainedDrafter):
             else:
                 self._path = Eagle3Path(self.config, weights, target, slack=self._slack)
         self._target, self._bound_cache, self.tap_layers = target, target.cache, taps
+        self.has_own_threads = isinstance(self._path, Eagle3NativePath)
         self._token_of, self._ids = self.ids.tolist(), self.ids.to(target.device)
         self._begin(target, self.config.shape.hidden_size)
 
