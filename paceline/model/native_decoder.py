@@ -90,7 +90,7 @@ class NativeDecoder(Target):
         matrices = [part for layer in self._layers for part in layer.values() if isinstance(part, Matrix)]
         matrices.append(self.head_matrix)  # with all layers, what a pass reads whole
         experts = [_matrices(layer.get("experts", ())) for layer in self._layers]
-        self._num_expert_layers = sum(map(bool, experts))
+        self._num_expert_layers = max(1, sum(map(bool, experts)))
         self.weight_bytes = sum(matrix.num_bytes for matrix in matrices) + sum(_read_by_a_token(config, own) for own in experts)
         matrices += [matrix for own in experts for pair in own for matrix in pair]
         self.weight_format = "+".join(sorted({name for matrix in matrices for name in matrix.formats}))
