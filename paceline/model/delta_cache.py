@@ -199,7 +199,7 @@ class DeltaCache(StaticKVCache):
         return [self.lengths[row] - self._settled[row] for row in rows]
 
     def settles(self, batch: ForwardBatch) -> list[tuple[int, int, int]]:
-        """In the place of `stages`, for a pass that goes through each row's tokens in order: which row of the pass, before which
+        """In the place of `stages`, for a pass that goes through rows token by token: which row of the pass, before which
         of its tokens, and how many positions go into the state. From now on the cache counts on it."""
         first, settles = 0, list[tuple[int, int, int]]()
         for index, (row, count, held) in enumerate(zip(batch.rows, batch.counts, self.held(batch.rows), strict=True)):
