@@ -37,8 +37,8 @@ from paceline.runlog import whole_file
 from paceline.train.dataset import Document
 from paceline.train.ranks import Ranks
 
-FREE_MARGIN = 0.05
-"""Share of the disk that must stay free."""
+FREE_MARGIN, MOST_MARGIN = 0.05, 4e9
+"""Share of the disk that must stay free, and what is enough in bytes however large it is."""
 NUM_SAMPLED = 32
 """Documents that the scale is measured on."""
 MOST_SAMPLED = 2048
@@ -222,7 +222,7 @@ def check_room(folder: Path, num_bytes: int) -> None:
     """Raises CacheError when the disk of `folder` lacks this much, with a margin."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     disk = shutil.disk_usage(existing)
-    if num_bytes > disk.free - FREE_MARGIN * disk.total:
+    if num_bytes > disk.free - min(FREE_MARGIN * disk.total, MOST_MARGIN):
         raise CacheError(
             f"features need {num_bytes / 1e9:.1f} GB in {folder}, {disk.free / 1e9:.1f} GB are free: use --features online, "
             "fewer prompts, or another --out"

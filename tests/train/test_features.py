@@ -147,6 +147,8 @@ def test_a_small_disk_is_refused_before_anything_is_computed(tmp_path: Path, mon
     check_room(tmp_path / "new", 10_000)
     with pytest.raises(CacheError):
         check_room(tmp_path / "new", 10_001)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 10**12 - 5 * 10**9, 5 * 10**9))
+    check_room(tmp_path, 900_000_000)  # of a large disk a twentieth would be far too much
 
 
 def test_what_is_there_needs_no_more_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
