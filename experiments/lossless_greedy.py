@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def drafters(llm: LLM, names: list[str]) -> dict[str, Any]:
         "small_model=random": lambda: SmallModelDrafter(Decoder(tiny, random_tensors(tiny, 0), dtype=dtype)),
         "dflash=random": lambda: DFlashDrafter.random(llm.target, num_layers=3, block_size=8, seed=0),
     }
-    return {name: make for name, make in makers.items() if not names or name in names}
+    return {name: makers.get(name, partial(str, name)) for name in names or makers}  # others: folders and hub ids
 
 
 @torch.inference_mode()
@@ -108,7 +109,9 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--weight-format", default="auto")
     parser.add_argument("--plan", default="fixed", help="auto: the drafts that pay; fixed: all in every round; fixed:K; tree:N")
-    parser.add_argument("--drafters", default="", help="comma-separated; all when empty")
+    parser.add_argument(
+        "--drafters", default="", help="comma-separated, of those here or as --drafter takes them; all of those here when empty"
+    )
     parser.add_argument("--own-reading", action="store_true", help="Transformers reads the GGUF file by itself")
     args = parser.parse_args()
     share = -(-args.limit // len(args.prompts))
