@@ -33,18 +33,23 @@ def permute(weights: np.ndarray, num_heads: int) -> np.ndarray:
     )
 
 
-def write_gguf(path: Path, model: Any, arch: str, quant: Quant | dict[str, Quant] = Quant.F32, **metadata: Any) -> None:
-    """What convert_hf_to_gguf writes for a Transformers model, without its vocabulary; matrices by what their names hold."""
-    config = model.config
-    writer = gguf.GGUFWriter(path, arch)
+def add_sizes(writer: gguf.GGUFWriter, config: Any) -> int:
+    """What all families say of their sizes; the size of a head, which not all of them say."""
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim if hasattr(config, "head_dim") else config.hidden_size // config.num_attention_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def write_gguf(path: Path, model: Any, arch: str, quant: Quant | dict[str, Quant] = Quant.F32, **metadata: Any) -> None:
+    """What convert_hf_to_gguf writes for a Transformers model, without its vocabulary; matrices by what their names hold."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_key_length(add_sizes(writer, config))
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     for key, value in metadata.items():
         getattr(writer, key)(value)

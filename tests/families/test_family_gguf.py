@@ -14,7 +14,7 @@ import torch
 from family_models import FAMILIES, VOCAB, Family, reference, text, transformers_model
 from gguf import GGMLQuantizationType as Quant
 from gguf import GGUFWriter
-from gguf_files import byte_level_vocabulary, finish, permute
+from gguf_files import add_sizes, byte_level_vocabulary, finish, permute
 from torch import Tensor
 
 from paceline.config import EngineConfig
@@ -80,14 +80,7 @@ def write(path: Path, model: Any, name: str, kind: Quant = Quant.F32) -> Path:
     writer = GGUFWriter(path, stored.arch)
     for key, value in byte_level_vocabulary(VOCAB).items():
         getattr(writer, key)(value)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = add_sizes(writer, config)
     if stored.arch != "phi3":
         writer.add_key_length(head_dim)
     write_rope(writer, config, stored, head_dim)
