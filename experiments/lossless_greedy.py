@@ -109,9 +109,7 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--weight-format", default="auto")
     parser.add_argument("--plan", default="fixed", help="auto: the drafts that pay; fixed: all in every round; fixed:K; tree:N")
-    parser.add_argument(
-        "--drafters", default="", help="comma-separated, of those here or as --drafter takes them; all of those here when empty"
-    )
+    parser.add_argument("--drafters", default="", help="some of those here, folders, hub ids; all of those here when empty")
     parser.add_argument("--own-reading", action="store_true", help="Transformers reads the GGUF file by itself")
     args = parser.parse_args()
     share = -(-args.limit // len(args.prompts))
