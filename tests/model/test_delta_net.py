@@ -189,6 +189,20 @@ def test_further_back_the_text_is_read_again(made: Made) -> None:
     close(feed(target, row, tail), one_by_one(tail))
 
 
+@pytest.mark.parametrize("held", range(SHAPE.kernel + 1))
+def test_a_short_trail_begins_with_settled_inputs(made: Made, held: int) -> None:
+    """Taken back to where the state is, or a little behind: the convolution sees inputs that have left the trail."""
+    target, tokens, tail = target_of(1, made), text(100), text(9, 3)
+    row = target.cache.allocate()
+    assert row is not None and isinstance(target.kv, DeltaCache)
+    for token in tokens:
+        feed(target, row, [token])
+    length = 100 - target.kv.held([row])[0] + held
+    target.cache.rollback([row], [length])
+    assert length > HALF and target.kv.held([row]) == [held]
+    close(feed(target, row, tail), one_by_one(tokens[:length] + tail)[length:])
+
+
 def test_a_path_of_a_tree_is_kept(made: Made) -> None:
     """The path is not the first tokens; a tree larger than the trail has room; and the text goes on from it."""
     for size in (6, ROOM + 10):
