@@ -201,6 +201,8 @@ class Engine:
 
     def _advance(self) -> list[Chunk]:
         reading = self.scheduler.prefilling
+        if reading and self.prefix:
+            self.prefix.reads(reading[0])
         prompt_left = reading[0].prompt_len - reading[0].cached_len if reading else 0
         plan = self.planner.next([self._row(seq) for seq in self.scheduler.running], len(reading), prompt_left)
         chunks = self._prefill(plan.chunk)

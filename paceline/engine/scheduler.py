@@ -4,8 +4,9 @@ Each step does at most one prefill chunk and one decode round, so a long prompt 
 
 Prompts that begin alike share the work: keys, values and a drafter's features of a common prefix are copied between rows.
 A row remembers the tokens whose keys and values it holds, also after its sequence is gone and until another takes it. A new
-sequence takes over the longest prefix that any row has, from its own row without a copy. Only for targets that give a position
-the same bits in any company (`Target.is_width_invariant`): then reuse changes nothing of what is said.
+sequence takes over the longest prefix that any row has, from its own row without a copy. Where more of its prompt is about to be
+read for another, as in a group of answers to one prompt, it waits for that: its turn to read comes after. Only for targets that
+give a position the same bits in any company (`Target.is_width_invariant`): then reuse changes nothing of what is said.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ class PrefixReuse:
         self._left: dict[int, tuple[list[int], int]] = {}
         """Row without a sequence -> tokens it still holds, and which giving away of the row that was."""
         self._running: dict[int, Sequence] = {}
+        self._waiting: set[int] = set()
+        """Requests that take over a prefix only when their turn to read comes."""
         self.num_reused = 0
         """Prompt tokens that were not computed again, since the engine began."""
 
@@ -102,10 +105,33 @@ class PrefixReuse:
         return best if best is not None and lengths[best] >= LEAST else None
 
     def admitted(self, seq: Sequence) -> None:
-        """Take over what is known of the prompt; `seq.row` is allocated and its drafter has started it."""
-        # Its own row was just given to it, and holds what it held before.
-        held = self._still_held(seq.row) | {row: other.tokens[: other.cached_len] for row, other in self._running.items()}
-        lengths = {row: _common(tokens, seq) for row, tokens in held.items()}
+        """`seq.row` is allocated and its drafter has started it: take over what is known of the prompt, or wait for more."""
+        known = max(self._known(seq).values(), default=0)
+        self._running[seq.row] = seq
+        coming = max((_common(other.tokens[: other.prompt_len], seq) for other in self._unread(seq)), default=0)
+        if coming > max(known, LEAST - 1):
+            self._waiting.add(seq.request_id)
+        else:
+            self._take_over(seq)
+
+    def reads(self, seq: Sequence) -> None:
+        """The sequence's prompt is read from now on."""
+        if seq.request_id in self._waiting:
+            self._waiting.remove(seq.request_id)
+            self._take_over(seq)
+
+    def _unread(self, seq: Sequence) -> list[Sequence]:
+        """Sequences before this one whose prompts are not read yet."""
+        return [other for other in self._running.values() if other is not seq and other.cached_len < other.prompt_len]
+
+    def _known(self, seq: Sequence) -> dict[int, int]:
+        """Row -> how many first tokens of the prompt it holds. The sequence's own row holds what it held before."""
+        held = self._still_held(seq.row)
+        held |= {row: other.tokens[: other.cached_len] for row, other in self._running.items() if other is not seq}
+        return {row: _common(tokens, seq) for row, tokens in held.items()}
+
+    def _take_over(self, seq: Sequence) -> None:
+        lengths = self._known(seq)
         source = max(lengths, key=lambda row: (lengths[row], row == seq.row), default=None)
         if source is not None and lengths[source] >= LEAST:
             length = self._drafters.adopt(seq, source, lengths[source])
@@ -114,11 +140,12 @@ class PrefixReuse:
                 seq.cached_len = seq.num_reused = length
                 self.num_reused += length
         self._left.pop(seq.row, None)
-        self._running[seq.row] = seq
 
     def released(self, seq: Sequence, *, is_sound: bool = True) -> None:
         """The sequence is about to leave `seq.row`, whose keys and values others may use if they are sound."""
-        if self._running.pop(seq.row, None) is not None and is_sound:
+        was_unread = seq.request_id in self._waiting
+        self._waiting.discard(seq.request_id)
+        if self._running.pop(seq.row, None) is not None and is_sound and not was_unread:
             self._left[seq.row] = seq.tokens[: seq.cached_len], self._target.cache.generations[seq.row]
 
     def _still_held(self, given: int | None = None) -> dict[int, list[int]]:

@@ -198,6 +198,11 @@ class _Worker(EngineWorker[LLM]):
         self._has_begun = True
         return llm
 
+    def _step(self, engine: Any) -> list[Chunk]:
+        """Prompts are read in whole chunks: an agent waits for whole answers."""
+        with engine.whole_chunks():
+            return engine.step()
+
     def _hand_over(self, chunks: list[Chunk], now: float, step_s: float, *, is_prefilling: bool) -> None:
         """Answers that ended are recorded before their clients get them: an agent's next turn goes on from them at once."""
         for chunk in chunks:

@@ -282,7 +282,7 @@ class EngineWorker(Generic[M]):
                 engine = model.engine
             if engine.has_work:
                 started = time.perf_counter()
-                chunks = engine.step()
+                chunks = self._step(engine)
                 now = time.perf_counter()
                 self._watch(self.metrics.step, engine, now - resumed)
                 resumed = now
@@ -292,6 +292,9 @@ class EngineWorker(Generic[M]):
                 self._deadlines.clear()
             while self._deadlines and self._deadlines[0].deadline <= time.perf_counter():
                 self._drop(self._deadlines.popleft(), ApiError.known("deadline_exceeded", seconds=self.config.deadline))
+
+    def _step(self, engine: Engine) -> list[Chunk]:
+        return engine.step()
 
     @property
     def _engine(self) -> Engine:

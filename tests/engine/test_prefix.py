@@ -72,6 +72,36 @@ def test_a_running_sequence_lends_what_it_has() -> None:
     assert target.cache.num_free == 2
 
 
+@pytest.mark.parametrize("accuracy", [None, 0.6])
+def test_prompts_that_arrive_together_wait_for_the_first_ones_beginning(accuracy: float | None) -> None:
+    engine, target = engine_of(4, accuracy=accuracy)
+    done = sequences(engine, [[*SYSTEM, number, number] for number in range(1, 5)], max_tokens=1)
+    assert [seq.num_reused for seq in done] == [0] + 3 * [len(SYSTEM)]
+    assert computed(target) == len(SYSTEM) + 4 * 2
+    assert [seq.output_ids for seq in done] == [target.greedy([*SYSTEM, number, number], 1) for number in range(1, 5)]
+
+
+def test_who_waited_for_a_beginning_that_never_came_reads_for_itself() -> None:
+    engine, target = engine_of(3)
+    first, *others = (engine.add([*SYSTEM, number], SamplingParams(max_tokens=2)) for number in (1, 2, 3))
+    engine.step()
+    engine.abort(first)
+    done = {chunk.sequence.request_id: chunk.sequence for _ in range(20) for chunk in engine.step()}
+    assert [done[each].output_ids for each in others] == [target.greedy([*SYSTEM, number], 2) for number in (2, 3)]
+    engine.check_integrity()
+
+
+def test_who_waited_and_left_lends_nothing() -> None:
+    engine, target = engine_of(2)
+    engine.add([*SYSTEM, 1], SamplingParams(max_tokens=8))
+    left = engine.add([*SYSTEM, 2], SamplingParams(max_tokens=8))
+    engine.step()
+    engine.abort(left)
+    late = engine.add([*SYSTEM, 3], SamplingParams(max_tokens=2))
+    done = {chunk.sequence.request_id: chunk.sequence for _ in range(20) for chunk in engine.step()}
+    assert done[late].num_reused == len(SYSTEM) and done[late].output_ids == target.greedy([*SYSTEM, 3], 2)
+
+
 def test_the_same_prompt_still_computes_its_last_token() -> None:
     engine, _ = engine_of()
     one, two = (sequences(engine, [SYSTEM])[0] for _ in range(2))
