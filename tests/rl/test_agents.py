@@ -13,6 +13,7 @@ from small_llm import tiny_model
 from paceline.engine.engine import Chunk
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, RolloutError
+from paceline.plan import AdaptivePlanner
 from paceline.rl.agents import Access, AgentRollouts, Trajectory, by_code
 from paceline.rl.endpoint import Attempt, Endpoint, Turn, with_exact_turns
 from paceline.rl.rollouts import RolloutConfig, Rollouts
@@ -96,6 +97,24 @@ def test_neither_drafts_nor_company_change_a_sample(folder: Path) -> None:
             groups = AgentRollouts(served, two_turns, by_code(length), at_once=at_once).run(TASKS)
             told.append([each.sample.completion_ids for group in groups for each in group])
     assert told[0] == told[1] == told[2]
+
+
+def test_prompts_are_read_in_whole_chunks(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent waits for whole answers: nobody follows them token by token."""
+    engine = endpoint.rollouts.llm.engine
+    planner, step, sizes = engine.planner, engine.step, list[int]()
+    assert isinstance(planner, AdaptivePlanner)
+    endpoint.call(lambda _: planner.chunks.prefilled(32, 0.032))
+    endpoint.call(lambda _: planner.chunks.decoded(1e-3, beside_chunk=False))
+    assert planner.chunks.size(2) < 32
+
+    def spied() -> list[Chunk]:
+        sizes.append(planner.chunks.size(2))
+        return step()
+
+    monkeypatch.setattr(engine, "step", spied)
+    AgentRollouts(endpoint, two_turns, by_code(length)).run([("sing", 1)])
+    assert sizes and set(sizes) == {endpoint.rollouts.llm.config.prefill_chunk}
 
 
 def test_a_turn_is_recorded_before_its_client_gets_the_answer(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
