@@ -10,6 +10,11 @@
 
 namespace pn {
 
+// Whether weights are asked for into the second cache and twice as far ahead. Zen 4 and older have few requests of the nearest
+// cache under way, and a tile that computes for long waits for them: memory and arithmetic took turns. Elsewhere the nearest one is
+// as fast or faster.
+extern const bool asks_far;
+
 // Where a product with a part goes: y[row][column] for the columns of groups [first_group, last_group).
 struct Product {
     const PnPart* part;

@@ -8,7 +8,8 @@ namespace pn {
 namespace {
 
 constexpr int kWidth = 16;
-constexpr int kMaxTile = 6;  // 24 sums, 4 weights, 1 activation: of 32 registers
+constexpr int kMaxTile = 6;   // 24 sums, 4 weights, 1 activation: of 32 registers
+constexpr int kManyRows = 3;  // of a dense tile that waits for memory less than it computes
 typedef uint16_t bfloat;
 typedef Lanes<16>::Floats vf;
 typedef Lanes<16>::Ints vi;
@@ -31,6 +32,7 @@ inline __m512 second_of(__m512i pairs) {
 
 // As an instruction of its own: the compiler takes a function that only prefetches for one that does nothing.
 inline void ask_for(const void* at) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(at))); }
+inline void ask_for_l2(const void* at) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(at))); }
 #define PN_ASK_TO_WRITE
 inline void ask_to_write(const void* at) { asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(at))); }
 
@@ -75,11 +77,16 @@ struct Dense {
     const T* weights;
     int64_t row_stride, block_stride;
     unsigned lanes_ahead;
+    bool is_far;
     void get(int block, int part, typename Step<T>::Vector (&out)[kGroup]) const {
         const T* at = weights + block * block_stride + part * kWidth;
         each<kGroup>([&](auto lane) {
             out[lane] = Step<T>::load(at + lane * row_stride);
-            if (lanes_ahead >> lane & 1) ask_for(reinterpret_cast<const uint8_t*>(at + lane * row_stride) + kAhead);
+            if (lanes_ahead >> lane & 1) {
+                const uint8_t* from = reinterpret_cast<const uint8_t*>(at + lane * row_stride);
+                if (is_far) ask_for_l2(from + 2 * kAhead);
+                else ask_for(from + kAhead);
+            }
         });
     }
 };
@@ -104,7 +111,8 @@ inline void run_tile(const Source& source, int num_blocks, const T* x, int64_t l
 template <int Rows, class T>
 inline void tile(const T* weights, int64_t row_stride, int64_t block_stride, int num_blocks, const T* x, int64_t ldx,
                  float (*sums)[kGroup], unsigned ahead) {
-    run_tile<Rows>(Dense<T>{weights, row_stride, block_stride, ahead}, num_blocks, x, ldx, sums);
+    const bool is_far = Rows >= kManyRows && asks_far;
+    run_tile<Rows>(Dense<T>{weights, row_stride, block_stride, ahead, is_far}, num_blocks, x, ldx, sums);
 }
 
 // Neighbouring elements that are multiplied together, times their factors, for every row.
@@ -200,8 +208,8 @@ inline void wide_tile(const PnPanel& panel, const uint8_t* group, const uint8_t*
         __m512i bytes[8];
         each<8>([&](auto at) { bytes[at] = (__m512i)quarter_of<Format, at>(codes); });
         if (asks_ahead) {
-            each<form.bits>([&](auto vector) { ask_for(codes + vector * 64 + kAhead); });
-            ask_for(scales + size_t(block) * form.scale_bytes() + kAhead);
+            each<form.bits>([&](auto vector) { ask_for_weights(codes + vector * 64); });
+            ask_for_weights(scales + size_t(block) * form.scale_bytes());
         }
         const Scales<Format> weight = scales_of<Format>(panel, scales, block, 0);
         each<Rows>([&](auto row) {

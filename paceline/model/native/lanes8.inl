@@ -44,8 +44,7 @@ inline void tile(const T* weights, int64_t row_stride, int64_t block_stride, int
                 vf weight[kGroup];
                 each<kGroup>([&](auto lane) {
                     weight[lane] = fetch(weights + lane * row_stride + at);
-                    if (ahead >> lane & 1)
-                        __builtin_prefetch(reinterpret_cast<const uint8_t*>(weights + lane * row_stride + at) + kAhead);
+                    if (ahead >> lane & 1) ask_for_weights(weights + lane * row_stride + at);
                 });
                 each<Rows>([&](auto row) {
                     const vf value = fetch(x + row * ldx + at);

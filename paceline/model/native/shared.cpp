@@ -121,6 +121,15 @@ Pool& ready_pool() {
 
 }  // namespace
 
+#if defined(PN_HAS_AVX512) || defined(PN_HAS_AVX2)
+const bool asks_far = [] {
+    __builtin_cpu_init();
+    return bool(__builtin_cpu_is("amdfam17h")) || bool(__builtin_cpu_is("amdfam19h"));  // Zen to Zen 4
+}();
+#else
+const bool asks_far = false;
+#endif
+
 int32_t fail(const char* message) {
     last_error = message;
     return -1;

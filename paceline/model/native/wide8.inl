@@ -158,14 +158,15 @@ void unpack_group(const PnPanel& panel, const uint8_t* group, uint8_t* to) {
         });
 }
 
-// `Rows` rows with an unpacked group. `ahead`: what comes of packed ones, so many bytes a block; of the first tile only.
+// `Rows` rows with an unpacked group. `packed`: what was unpacked; the first tile asks for what comes behind it, so many bytes a
+// block.
 template <class Dots, int Rows, int Halves>
-void unpacked_rows(const PanelInputs& in, const uint8_t* codes, int num_blocks, const uint8_t* ahead, int ahead_bytes,
+void unpacked_rows(const PanelInputs& in, const uint8_t* codes, int num_blocks, const uint8_t* packed, int packed_bytes,
                    const Output& output, int first_row) {
     const float* floats = reinterpret_cast<const float*>(codes + num_blocks * kUnpackedBytes);
     vf acc[Rows][2] = {};
-    for (int block = 0; block < num_blocks; ++block, codes += kUnpackedBytes, ahead += ahead_bytes) {
-        for (int at = 0; at < ahead_bytes; at += 64) __builtin_prefetch(ahead + at);
+    for (int block = 0; block < num_blocks; ++block, codes += kUnpackedBytes, packed += packed_bytes) {
+        for (int at = 0; at < packed_bytes; at += 64) ask_for_weights(packed + at);
         each<Halves>([&](auto half) PN_INLINE {
             vi whole[Rows][2];
             whole_sums<Dots, Rows>(codes + half * 256, in.words + block * 2 * kBlock + half * Dots::kPieceBytes, in.row_bytes,
@@ -197,12 +198,13 @@ inline void tile_of(int size, const Arguments&... arguments) {
 
 template <class Dots, int Halves>
 __attribute__((noinline)) void unpacked_group(const Product& product, const PnPanel& panel, const uint8_t* codes,
-                                              const uint8_t* ahead, const Output& output) {
+                                              const uint8_t* packed, const Output& output) {
     const int num_tiles = (product.num_rows + kUnpackedRows - 1) / kUnpackedRows;
     for (int index = 0, row = 0, size; index < num_tiles; ++index, row += size) {
         size = (product.num_rows - row + num_tiles - index - 1) / (num_tiles - index);
-        const int ahead_bytes = index == 0 ? int(panel.group_bytes) / panel.num_blocks : 0;
-        tile_of<Dots, Halves>(size, PanelInputs(product, panel, row), codes, panel.num_blocks, ahead, ahead_bytes, output, row);
+        const int packed_bytes = index == 0 ? int(panel.group_bytes) / panel.num_blocks : 0;
+        tile_of<Dots, Halves>(size, PanelInputs(product, panel, row), codes, panel.num_blocks, packed, packed_bytes, output,
+                              row);
     }
 }
 
@@ -219,7 +221,7 @@ struct Wide8 {
                       const Output& output) {
         uint8_t* codes = static_cast<uint8_t*>(scratch);
         unpack_group<Format>(panel, data, codes);
-        unpacked_group<Dots, form_of(Format).halves>(product, panel, codes, data + kAhead, output);
+        unpacked_group<Dots, form_of(Format).halves>(product, panel, codes, data, output);
         return 1;
     }
 };
