@@ -4,9 +4,9 @@ Each step does at most one prefill chunk and one decode round, so a long prompt 
 
 Prompts that begin alike share the work: keys, values and a drafter's features of a common prefix are copied between rows.
 A row remembers the tokens whose keys and values it holds, also after its sequence is gone and until another takes it. A new
-sequence takes over the longest prefix that any row has, from its own row without a copy. Where more of its prompt is about to be
-read for another, as in a group of answers to one prompt, it waits for that: its turn to read comes after. Only for targets that
-give a position the same bits in any company (`Target.is_width_invariant`): then reuse changes nothing of what is said.
+sequence takes over the longest prefix that any row has, from its own row without a copy. Where more of its prompt is about to
+be read for another, as in a group of answers to one prompt, it waits for that: its turn to read comes after. Only for targets
+that give a position the same bits in any company (`Target.is_width_invariant`): then reuse changes nothing of what is said.
 """
 
 from __future__ import annotations
