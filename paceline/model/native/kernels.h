@@ -10,9 +10,9 @@
 
 namespace pn {
 
-// Whether weights are asked for into the second cache and twice as far ahead. Zen 4 and older have few requests of the nearest
-// cache under way, and a tile that computes for long waits for them: memory and arithmetic took turns. Elsewhere the nearest one is
-// as fast or faster.
+// Whether weights are asked for into the second cache and twice as far ahead. Zen 4 has few requests of the nearest cache under
+// way, and a tile that computes for long waits for them: memory and arithmetic took turns. Older ones were not measured and are
+// taken for alike. For Zen 5 the nearest cache is as fast or faster; of others it is not known.
 extern const bool asks_far;
 
 // Where a product with a part goes: y[row][column] for the columns of groups [first_group, last_group).

@@ -31,8 +31,6 @@ inline __m512 second_of(__m512i pairs) {
 }
 
 // As an instruction of its own: the compiler takes a function that only prefetches for one that does nothing.
-inline void ask_for(const void* at) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(at))); }
-inline void ask_for_l2(const void* at) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(at))); }
 #define PN_ASK_TO_WRITE
 inline void ask_to_write(const void* at) { asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(at))); }
 
@@ -82,11 +80,7 @@ struct Dense {
         const T* at = weights + block * block_stride + part * kWidth;
         each<kGroup>([&](auto lane) {
             out[lane] = Step<T>::load(at + lane * row_stride);
-            if (lanes_ahead >> lane & 1) {
-                const uint8_t* from = reinterpret_cast<const uint8_t*>(at + lane * row_stride);
-                if (is_far) ask_for_l2(from + 2 * kAhead);
-                else ask_for(from + kAhead);
-            }
+            if (lanes_ahead >> lane & 1) ask_for_weights(at + lane * row_stride, is_far);
         });
     }
 };

@@ -14,10 +14,10 @@ namespace {
 // How far ahead of their use weights are asked for, in bytes. Between two groups the processor computes for longer than its own
 // prefetcher remembers a stream: without this a pass of eight rows takes twice the time.
 constexpr int kAhead = 8192;
-// Asks for weights that tiles need soon; see asks_far in kernels.h.
-inline void ask_for_weights(const void* at) {
+// Asks for weights that tiles need soon; `is_far` as asks_far in kernels.h.
+inline void ask_for_weights(const void* at, bool is_far = asks_far) {
     const uint8_t* from = static_cast<const uint8_t*>(at);
-    if (asks_far) __builtin_prefetch(from + 2 * kAhead, 0, 2);
+    if (is_far) __builtin_prefetch(from + 2 * kAhead, 0, 2);
     else __builtin_prefetch(from + kAhead);
     asm volatile("");  // the compiler takes a function that only prefetches for one that does nothing
 }

@@ -10,6 +10,9 @@
 namespace pn {
 namespace {
 
+// Tiles take so many lines of memory of their own that those that are asked for wait in the second cache.
+inline void ask_for_l2(const void* at) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(at))); }
+
 constexpr int kChunkRows = 8;  // at most: with both planes a whole tile
 constexpr int kLeastChunkRows = 4;
 
@@ -71,7 +74,6 @@ struct TiledGroups {
             const uint8_t* from = codes + group * panel.group_bytes + size_t(block) * form.code_bytes();
             uint8_t* to = bytes + size_t(group * panel.num_blocks + block) * 8 * 64;
             each<8>([&](auto at) PN_INLINE { _mm512_storeu_si512(to + at * 64, (__m512i)quarter_of<Format, at>(from)); });
-            // Tiles take so many lines of memory of their own that those that are asked for wait in the second cache.
             each<form.bits>([&](auto vector) PN_INLINE { ask_for_l2(from + vector * 64 + Groups * 2 * kAhead); });
         });
     }
