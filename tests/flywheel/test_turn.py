@@ -27,6 +27,7 @@ from paceline.flywheel import ledger, price, stages, turn
 from paceline.flywheel.config import FlywheelConfig, read_config
 from paceline.flywheel.state import TurnState, traces_of
 from paceline.tables import Progress
+from paceline.train.answers import read_answers
 
 SETTINGS: dict[str, Any] = {
     "layers": [3, 2],
@@ -43,7 +44,7 @@ SETTINGS: dict[str, Any] = {
         "plan": "off", "max_len": 96, "shape": {"num_layers": 1, "block_size": 4, "num_taps": 2},
         "loop": {"max_steps": 4, "blocks_per_step": 8, "anchors": 4, "autocast": False, "serve_share": 0},
     },
-    "gates": {"least_rows": 10, "least_cases": 3, "least_speedup": 0, "most_lost": 0.95, "most_lost_in_all": 0.95},
+    "gates": {"least_rows": 10, "least_cases": 3, "least_speedup": 0, "most_lost": 0.8, "most_lost_in_all": 0.8},
 }  # fmt: skip
 
 
@@ -98,36 +99,37 @@ def serve(command: str, prompts: list[str]) -> None:
             process.kill()
 
 
+def killed(config: FlywheelConfig) -> int | str | None:
+    """A turn that SIGTERM ends while its student learns; its exit status."""
+    on_step_end = teaching.Watch.on_step_end
+
+    def ended(watch: Any, *given: Any, **named: Any) -> None:
+        on_step_end(watch, *given, **named)
+        if watch.clock.step == 9:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(teaching.Watch, "on_step_end", ended)
+        with pytest.raises(SystemExit) as stopped:
+            turn(config)
+    return stopped.value.code
+
+
 class Turned:
-    """A flywheel after one turn, which was killed while its student learned, and after two. What was made in the first was
-    served, and what it answered begins the second."""
+    """A flywheel after one turn, which was killed while its student learned, and after two."""
 
     def __init__(self, folder: Path, teacher: tuple[Path, Path]) -> None:
         self.config, self.told = asked(folder, teacher), Told()
-        self.killed_with = self._killed()
+        self.killed_with = killed(self.config)
         self.after_kill = TurnState.read(self.config.out / "turn-1")
         self.first = turn(self.config, progress=self.told)
         assert self.first.passed, self.first.reason
         shutil.copytree(self.config.out, folder / "once" / "wheel")
         self.once = folder / "once"
-        serve(self.first.command, [f"Answer this ticket of the shop, please: {chr(97 + number)}" for number in range(30)])
+        shutil.copytree(teacher[1], traces_of(self.config, 2))
         self.second = turn(self.config)
         assert self.second.passed, self.second.reason
         self.lines = ledger.read(self.config.out)
-
-    def _killed(self) -> int | str | None:
-        on_step_end = teaching.Watch.on_step_end
-
-        def killed(watch: Any, *given: Any, **named: Any) -> None:
-            on_step_end(watch, *given, **named)
-            if watch.clock.step == 9:
-                signal.raise_signal(signal.SIGTERM)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(teaching.Watch, "on_step_end", killed)
-            with pytest.raises(SystemExit) as ended:
-                turn(self.config)
-        return ended.value.code
 
 
 @pytest.fixture(scope="module")
@@ -166,15 +168,32 @@ def test_the_second_turn_starts_from_the_students_own_traces(turned: Turned) -> 
     second, state = turned.second, TurnState.read(turned.config.out / "turn-2")
     assert second.passed and second.turn == 2 and serving(turned.config.out)["first_model"] == turned.config.model
     assert state.stages["record"]["sources"] == [str(traces_of(turned.config, 2))]
-    served = parquet.read_table(traces_of(turned.config, 2))
-    assert served.num_rows == 30 and set(served.column("source").to_pylist()) == {"traces"}
-    assert set(served.column("model").to_pylist()) == {"student.gguf"}
     assert (
         len(state.stages["student"]["layers"]) == 2
         and len(TurnState.read(turned.config.out / "turn-1").stages["student"]["layers"]) == 3
     )
     drafters = json.loads((turned.config.out / "lineage.json").read_text())["drafters"]
     assert drafters[2]["target"] == turned.first.model and drafters[2]["parents"] == [turned.first.drafter]
+
+
+def test_what_the_first_student_served_begins_the_second_turn(
+    turned: Turned, tmp_path: Path, teacher: tuple[Path, Path]
+) -> None:
+    """By the command that the first turn ended with, its folder apart."""
+    config = asked(tmp_path, teacher)
+    shutil.copytree(turned.once / "wheel", config.out)
+    traces = traces_of(config, 2)
+    command = turned.first.command.replace(str(traces_of(turned.config, 2)), str(traces))
+    serve(command, [f"Answer this ticket of the shop, please: {chr(97 + number)}" for number in range(30)])
+    served = parquet.read_table(traces)
+    assert served.num_rows == 30 and set(served.column("model").to_pylist()) == {"student.gguf"}
+    assert killed(config) == 143
+    state = TurnState.read(config.out / "turn-2")
+    assert state.stages["record"]["sources"] == [str(traces)]
+    said = {tuple(row) for row in served.column("answer_ids").to_pylist()}
+    files = Path(state.stages["store"]["store"], "train").glob("*.parquet")
+    learned = [answer for file in files for answer in read_answers(file)]
+    assert len(learned) >= 10 and {tuple(answer.answer_ids) for answer in learned} <= said
 
 
 def test_the_ledger_has_a_line_for_every_model(turned: Turned) -> None:
@@ -218,7 +237,7 @@ def test_a_refused_student_leaves_what_served(
     lenient = {"least_agreement": 0.0, "least_fields": 0.0, "num_answers": 0}
     patched = asked(tmp_path, teacher, teaching=hardly | {"max_steps": 2}, drafter=without, student_gate=lenient)
     found = turn(patched)
-    assert not found.passed and "evals: a loss of more than 0.95 beside model is not ruled out" in found.reason
+    assert not found.passed and "evals: a loss of more than 0.8 beside model is not ruled out" in found.reason
     assert (config.out / "serving.json").read_bytes() == before and Path(turned.first.model).read_bytes() == model
     refused = [line for line in ledger.read(config.out) if line["state"] == "refused"]
     assert [line["why"] for line in refused] == [done["reason"], found.reason] and refused[1]["score"] < 0.3
