@@ -143,9 +143,8 @@ class PrefixReuse:
 
     def released(self, seq: Sequence, *, is_sound: bool = True) -> None:
         """The sequence is about to leave `seq.row`, whose keys and values others may use if they are sound."""
-        was_unread = seq.request_id in self._waiting
         self._waiting.discard(seq.request_id)
-        if self._running.pop(seq.row, None) is not None and is_sound and not was_unread:
+        if self._running.pop(seq.row, None) is not None and is_sound:
             self._left[seq.row] = seq.tokens[: seq.cached_len], self._target.cache.generations[seq.row]
 
     def _still_held(self, given: int | None = None) -> dict[int, list[int]]:
