@@ -329,3 +329,4 @@ class Engine:
         self.scheduler.check_integrity()
         alive = {seq.request_id for seq in (*self.scheduler.waiting, *self.scheduler.prefilling, *self.scheduler.running)}
         assert alive == set(self._requests), "a request leaked"
+        assert not self.prefix or self.prefix.deferred <= alive, "who waits for a beginning is not there"

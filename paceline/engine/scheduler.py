@@ -93,7 +93,7 @@ class PrefixReuse:
         self._left: dict[int, tuple[list[int], int]] = {}
         """Row without a sequence -> tokens it still holds, and which giving away of the row that was."""
         self._running: dict[int, Sequence] = {}
-        self._waiting: set[int] = set()
+        self.deferred: set[int] = set()
         """Requests that take over a prefix only when their turn to read comes."""
         self.num_reused = 0
         """Prompt tokens that were not computed again, since the engine began."""
@@ -110,14 +110,14 @@ class PrefixReuse:
         self._running[seq.row] = seq
         coming = max((_common(other.tokens[: other.prompt_len], seq) for other in self._unread(seq)), default=0)
         if coming > max(known, LEAST - 1):
-            self._waiting.add(seq.request_id)
+            self.deferred.add(seq.request_id)
         else:
             self._take_over(seq)
 
     def reads(self, seq: Sequence) -> None:
         """The sequence's prompt is read from now on."""
-        if seq.request_id in self._waiting:
-            self._waiting.remove(seq.request_id)
+        if seq.request_id in self.deferred:
+            self.deferred.remove(seq.request_id)
             self._take_over(seq)
 
     def _unread(self, seq: Sequence) -> list[Sequence]:
@@ -143,7 +143,7 @@ class PrefixReuse:
 
     def released(self, seq: Sequence, *, is_sound: bool = True) -> None:
         """The sequence is about to leave `seq.row`, whose keys and values others may use if they are sound."""
-        self._waiting.discard(seq.request_id)
+        self.deferred.discard(seq.request_id)
         if self._running.pop(seq.row, None) is not None and is_sound:
             self._left[seq.row] = seq.tokens[: seq.cached_len], self._target.cache.generations[seq.row]
 

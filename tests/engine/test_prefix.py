@@ -97,6 +97,7 @@ def test_who_waited_and_left_lends_nothing() -> None:
     left = engine.add([*SYSTEM, 2], SamplingParams(max_tokens=8))
     engine.step()
     engine.abort(left)
+    engine.check_integrity()
     late = engine.add([*SYSTEM, 3], SamplingParams(max_tokens=2))
     done = {chunk.sequence.request_id: chunk.sequence for _ in range(20) for chunk in engine.step()}
     assert done[late].num_reused == len(SYSTEM) and done[late].output_ids == target.greedy([*SYSTEM, 3], 2)
