@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from typer.testing import CliRunner
 
 from paceline.cli import app
+from paceline.commands.catalogue import SECTIONS
 
-MAKING = (("train",), ("regenerate",), ("synthesize",), ("distill",), ("turn",), ("evaluate",), ("report",))
-MAKING += (("export",), ("inspect",))
-BENCH = (("bench",), ("bench", "decode"), *(("bench", name) for name in ("serving", "latency", "steps", "lossy")))
-ADAPTING = (("adapt",), *(("adapt", name) for name in ("watch", "check", "replay", "log", "gate")))
-PREDICTING = (("advise",), ("simulate",), ("simulate-serving",), ("compare",), ("calculator",))
-DRAFTERS = (("drafters",), *(("drafters", word) for word in ("list", "load", "drain", "unload")))
-JUDGING = (("store",), *(("store", name) for name in ("add", "show", "split", "label", "forget")), ("evals",))
-JUDGING += tuple(("evals", name) for name in ("make", "run", "compare"))
-SERVING = (("serve",), *DRAFTERS, ("record",), ("audit",), *ADAPTING)
-COMMANDS = ((), ("generate",), ("chat",), ("models",), *BENCH, *MAKING, *JUDGING, *SERVING, *PREDICTING)
 TARGET = Path(__file__).parent / "cli.md"
+
+
+def command_words() -> Iterator[tuple[str, ...]]:
+    """`paceline` itself, then every command and group, in the order of `paceline --help`."""
+    yield ()
+    for name, entry in (each for entries in SECTIONS.values() for each in entries.items()):
+        yield (name,)
+        yield from ((name, member) for member in entry.members or {})
 
 
 def render() -> str:
@@ -27,7 +27,7 @@ def render() -> str:
     parts = ["# The command line\n\nMade by `python docs/make_cli.py` from `--help`; do not edit."]
     os.environ["COLUMNS"] = "100"
     runner = CliRunner()
-    for words in COMMANDS:
+    for words in command_words():
         shown = runner.invoke(app, [*words, "--help"], prog_name="paceline", terminal_width=100).output
         parts.append(f"## {' '.join(('paceline', *words))}\n\n```text\n{shown.strip()}\n```")
     return "\n\n".join(parts) + "\n"

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError
-from paceline.types import SamplingParams
 
 if TYPE_CHECKING:
     from paceline.draft.base import Drafter
     from paceline.engine.engine import Engine
     from paceline.engine.llm import LLM, Completion
+    from paceline.types import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "Drafter", "Engine", "PacelineError", "SamplingParams", "__version__"]
@@ -24,11 +24,12 @@ _LAZY = {
     "Completion": "paceline.engine.llm",
     "Engine": "paceline.engine.engine",
     "Drafter": "paceline.draft.base",
+    "SamplingParams": "paceline.types",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs PyTorch only when it is asked for, so that `paceline --help` answers at once."""
+    """Import a public name when it is first used, so that `paceline --help` answers at once."""
     if name not in _LAZY:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     import importlib

@@ -1,61 +1,97 @@
-"""The command line: `paceline.cli:main`. Files of `commands/` hold a command each, or several that belong together: options,
-and what is printed.
+"""The command line: `paceline.cli:main`.
 
-They import what is heavy when their command runs, so that `paceline --help` answers at once.
+`commands/catalogue.py` lists the commands; files of `commands/` hold a command each, or several that belong together.
+They are imported when one of their commands runs, so that `paceline --help` answers at once.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 import paceline
-from paceline.commands.adapt import adapt_check, adapt_gate, adapt_log, adapt_replay, adapt_watch
-from paceline.commands.advise import advise
-from paceline.commands.audit import audit
-from paceline.commands.bench import bench_decode, bench_latency, bench_lossy, bench_serving, bench_steps
-from paceline.commands.chat import chat
-from paceline.commands.checkpoints import export, inspect
-from paceline.commands.compare import compare
-from paceline.commands.distill import distill
-from paceline.commands.drafters import drafters_drain, drafters_list, drafters_load, drafters_unload
-from paceline.commands.evals import evals_compare, evals_make, evals_run
-from paceline.commands.evaluate import evaluate, report
-from paceline.commands.generate import generate
-from paceline.commands.models import models
-from paceline.commands.record import record
-from paceline.commands.serve import serve
-from paceline.commands.simulate import calculator, simulate, simulate_serving
-from paceline.commands.store import store_add, store_forget, store_label, store_show, store_split
-from paceline.commands.synthesize import synthesize
-from paceline.commands.train import regenerate, train
-from paceline.commands.turn import turn
+from paceline.commands.catalogue import SECTIONS, Entry
 from paceline.errors import PacelineError
 
-app = typer.Typer(
-    rich_markup_mode=None,  # rich takes longer to import than the rest of --help together
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Lossless speculative decoding: a small drafter goes ahead, the large model checks; same output, faster.",
-)
-bench_app = typer.Typer(rich_markup_mode=None, help="Measure speed in the real engine, the ceiling stated first.")
-app.add_typer(bench_app, name="bench")
-drafters_app = typer.Typer(rich_markup_mode=None, help="List, load, drain and unload the drafters of a running server.")
-app.add_typer(drafters_app, name="drafters")
-adapt_app = typer.Typer(rich_markup_mode=None, help="Keep a drafter fitted to its traffic: when, whether, and is it better.")
-app.add_typer(adapt_app, name="adapt")
-store_app = typer.Typer(
-    rich_markup_mode=None, help="What was asked and answered, in one place: kept, split, described, forgotten."
-)
-app.add_typer(store_app, name="store")
-evals_app = typer.Typer(rich_markup_mode=None, help="Is the answer right: suites, scores with intervals, gates.")
-app.add_typer(evals_app, name="evals")
+HELP = "Lossless speculative decoding: a small drafter goes ahead, the large model checks; same output, faster."
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+class LazyCommands(Mapping[str, Any]):
+    """Commands by name; each is imported when it is first looked up."""
+
+    def __init__(self, entries: Mapping[str, Entry], prefix: str = "") -> None:
+        """`prefix` begins the names of the functions: `bench_` for the group `bench`."""
+        self.entries, self.prefix = entries, prefix
+        self._built: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._built:
+            entry = self.entries[name]
+            self._built[name] = self._command(name, entry) if entry.members is None else _group(name, entry)
+        return self._built[name]
+
+    def _command(self, name: str, entry: Entry) -> Any:
+        module = importlib.import_module(f"paceline.commands.{entry.module}")
+        function = getattr(module, self.prefix + name.replace("-", "_"))
+        alone = typer.Typer(rich_markup_mode=None, add_completion=False)
+        alone.command(name, help=keep_example_lines(inspect.getdoc(function) or ""))(function)
+        return typer.main.get_command(alone)
+
+
+def keep_example_lines(text: str) -> str:
+    """A docstring with the marker before its `Examples:` that tells click not to join the lines that follow."""
+    return text.replace("\n\nExamples:\n", "\n\n\b\nExamples:\n")
+
+
+class Group(TyperGroup):
+    """A group whose help prints the catalogue's summaries, in sections, without importing a command."""
+
+    sections: Mapping[str, Mapping[str, Entry]]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        names = [name for entries in self.sections.values() for name in entries]
+        width = max(len(name) for name in names)  # one column in all sections
+        for title, entries in self.sections.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), entry.summary) for name, entry in entries.items()])
+
+
+class Root(Group):
+    """`paceline` itself."""
+
+    def __init__(self, **attrs: Any) -> None:
+        super().__init__(**attrs)
+        self.sections = SECTIONS
+        self.commands = LazyCommands(  # pyright: ignore[reportAttributeAccessIssue]  # read only
+            {name: entry for entries in SECTIONS.values() for name, entry in entries.items()}
+        )
+
+
+def _group(name: str, entry: Entry) -> Group:
+    group = Group(name=name, help=entry.summary, rich_markup_mode=None)
+    group.sections = {"Commands": entry.members or {}}
+    group.commands = LazyCommands(group.sections["Commands"], f"{name}_")  # pyright: ignore[reportAttributeAccessIssue]
+    return group
+
+
+# Rich takes longer to import than the rest of --help together.
+app = typer.Typer(cls=Root, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, help=HELP)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
         print(f"paceline {paceline.__version__}")
         raise typer.Exit
 
@@ -70,21 +106,6 @@ def start(
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
 
-
-for _each in (generate, chat, compare, train, regenerate, evaluate, report, serve, record, synthesize, export, inspect):
-    app.command()(_each)
-for _each in (distill, turn, advise, audit, simulate_serving, simulate, calculator, models):
-    app.command()(_each)
-for _each in (bench_decode, bench_serving, bench_latency, bench_steps, bench_lossy):
-    bench_app.command(_each.__name__.removeprefix("bench_"))(_each)
-for _each in (drafters_list, drafters_load, drafters_drain, drafters_unload):
-    drafters_app.command(_each.__name__.removeprefix("drafters_"))(_each)
-for _each in (adapt_watch, adapt_check, adapt_replay, adapt_log, adapt_gate):
-    adapt_app.command(_each.__name__.removeprefix("adapt_"))(_each)
-for _each in (store_add, store_show, store_split, store_label, store_forget):
-    store_app.command(_each.__name__.removeprefix("store_"))(_each)
-for _each in (evals_make, evals_run, evals_compare):
-    evals_app.command(_each.__name__.removeprefix("evals_"))(_each)
 
 _UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 """Typer carries its own click since 0.22; its base error has no public name."""

@@ -31,9 +31,12 @@ SERVERS = Changed(servers=Opt("--server"), patience_s=Opt("--patience"), num_dra
 
 @options
 def adapt_replay(config: ReplayConfig, seasonal: PolicyConfig, prices: PriceConfig, as_json: Json = False) -> dict[str, Any]:
-    """A policy on a virtual clock, without training: over made traffic whose truth is known, or over stored traces.
+    """Replay a policy on a virtual clock, without training.
 
-    Example: paceline adapt replay --scenario two-bases --policy seasonal --seeds 200
+    Uses synthetic traffic whose drift is known, or stored traces.
+
+    Examples:
+      paceline adapt replay --scenario two-bases --policy seasonal --seeds 200
     """
     from paceline.adapt.replay import run
 
@@ -46,9 +49,12 @@ def adapt_replay(config: ReplayConfig, seasonal: PolicyConfig, prices: PriceConf
 
 @options
 def adapt_check(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig, as_json: Json = False) -> None:
-    """One decision about the latest hour of stored traces; exit status 0: nothing to do, 3: something is, 2: an error.
+    """Decide once, from the latest hour of stored traces.
 
-    Example: paceline adapt check --traces traces
+    Exit status 0: nothing to do, 3: something to do, 2: an error.
+
+    Examples:
+      paceline adapt check --traces traces
     """
     from paceline.adapt.log import AdaptLog, rebuilt, told
     from paceline.adapt.policy import SeasonalPolicy
@@ -79,9 +85,13 @@ def adapt_gate(
     config: CandidateConfig,
     as_json: Json = False,
 ) -> None:
-    """May this drafter replace the one that serves? Scored on stored requests; exit status 0: yes, 3: no, 2: an error.
+    """Judge whether a drafter may replace the serving one.
 
-    Example: paceline adapt gate runs/mine/drafter --traces traces --cluster tickets --incumbent default
+    Both are scored on stored requests. Exit status 0: it may, 3: it may not, 2: an error.
+
+    Examples:
+      paceline adapt gate runs/mine/drafter --traces traces \\
+        --cluster tickets --incumbent default
     """
     starting(engine.model)
     from paceline.adapt.examine import examine
@@ -103,9 +113,10 @@ def adapt_log(
     page: Annotated[bool, typer.Option(help="Also write report.html: acceptance by cluster, and decisions on it.")] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """What was seen, decided and done, hour by hour, and why.
+    """Show what was seen, decided and done, hour by hour.
 
-    Example: paceline adapt log --state runs/adapt --page
+    Examples:
+      paceline adapt log --state runs/adapt --page
     """
     from paceline.adapt.log import AdaptLog
 
@@ -135,9 +146,14 @@ def adapt_watch(
     deploy: Annotated[DeployConfig, SERVERS],
     watch: Annotated[WatchConfig, Changed(every_s=Opt("--every"))],
 ) -> None:
-    """The daemon beside a server: decides every hour, trains, gates, swaps, watches, rolls back. Without --server it only says.
+    """Run the daemon that keeps a server's drafters fitted.
 
-    Example: paceline adapt watch --traces traces --server http://127.0.0.1:8000 --general runs/general/answers
+    Every hour it decides; it trains, gates, swaps, watches and rolls back. Without --server it only reports its
+    decisions.
+
+    Examples:
+      paceline adapt watch --traces traces --server http://127.0.0.1:8000 \\
+        --general runs/general/answers
     """
     from paceline.adapt.run import run
 

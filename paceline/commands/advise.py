@@ -40,17 +40,18 @@ def advise(
     ] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Say whether a drafter of your own is worth it: what it would bring, from how many answers, in how many hours, break-even.
+    """Decide whether a drafter of your own is worth it.
 
-    Tokens a round now come from traces or from a running server's metrics, else plain decoding is assumed. What more answers
-    would bring comes from measured learning curves, hours from the plan of `paceline train`, speed from `paceline simulate`.
-    No weights and no GPU are needed. The last line is the decision.
+    Says what it would bring, from how many answers, in how many hours, and when it pays. The acceptance length of
+    today comes from traces or from a running server's metrics, else plain decoding is assumed. What more answers
+    would bring comes from measured learning curves, hours from the plan of `paceline train`, speed from `paceline
+    simulate`. No weights and no GPU are needed. The last line is the decision.
 
-    Example: paceline advise --model Qwen3.5-27B --hardware "2x H100" --streams 16
-
-    Example: paceline advise traces/ --model Qwen3-8B --hardware H100 --price-per-hour 2.5 --traffic application
-
-    Example: paceline advise --url http://127.0.0.1:8000 --model Qwen3-8B --hardware H100
+    Examples:
+      paceline advise --model Qwen3.5-27B --hardware "2x H100" --streams 16
+      paceline advise traces/ --model Qwen3-8B --hardware H100 \\
+        --price-per-hour 2.5 --traffic application
+      paceline advise --url http://127.0.0.1:8000 --model Qwen3-8B --hardware H100
     """
     from paceline.train.advise import Seen
     from paceline.train.advise import advise as advised

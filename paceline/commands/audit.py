@@ -33,11 +33,13 @@ def audit(
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/audit-<time>].")] = None,
     as_json: Json = False,
 ) -> None:
-    """Is this endpoint still the model it claims, with speculation on? Exit status 0: no fault, 1: a fault, 2: not judged.
+    """Check that an endpoint runs the model it claims to run.
 
-    Sampled and greedy answers, seeds, log-probabilities, stop strings and counts of tokens are held against the model, here.
+    Sampled and greedy answers, seeds, log-probabilities, stop strings and token counts are compared with the model,
+    loaded here. Exit status 0: no fault found, 1: a fault, 2: not judged.
 
-    Example: paceline audit http://localhost:8000 --model smollm2-135m
+    Examples:
+      paceline audit http://localhost:8000 --model smollm2-135m
     """
     key = next(iter(read_api_keys((api_key,) if api_key else (), api_key_file)), None)
     starting(engine.model)

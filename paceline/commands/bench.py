@@ -65,9 +65,14 @@ def bench_decode(
     save_results: Annotated[Path | None, typer.Option(help="Also write one JSON file of figures and raw runs, here.")] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Tokens per second and acceptance: prompts x drafters x temperatures x batch sizes, against plain decoding.
+    """Measure decoding speed and acceptance.
 
-    Example: paceline bench decode --limit 4 --drafters none,ngram --batch 1,4 --max-tokens 64
+    Every combination of prompts, drafters, temperatures and batch sizes is measured, against plain decoding in the
+    same process.
+
+    Examples:
+      paceline bench decode --limit 4 --drafters none,ngram --batch 1,4 \\
+        --max-tokens 64
     """
     starting(engine.model)
     from paceline.bench import runs
@@ -117,11 +122,13 @@ def bench_steps(
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-steps-<time>].")] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Seconds of verifying, drafting and the host for each number of rows and positions, in turns: for simulate --calibrate.
+    """Measure step times for `simulate --calibrate`.
 
-    Acceptance is mocked: the text means nothing, the times are those of the engine's own rounds.
+    Times verifying, drafting and the host for each number of rows and positions, in turns. Acceptance is mocked: the
+    text means nothing, the times are those of the engine's own rounds.
 
-    Example: paceline bench steps --drafter random-dflash --context 256
+    Examples:
+      paceline bench steps --drafter random-dflash --context 256
     """
     starting(engine.model)
     from paceline.bench import runs
@@ -139,13 +146,16 @@ def bench_lossy(
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-lossy-<time>].")] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """What lossy rules bring and cost: plain decoding, the lossless lane and each setting in turns, on tasks with a score.
+    """Measure what lossy rules bring and cost.
 
-    Tokens a round, tokens/s, mean total variation and divergence from the model, share of tokens changed, and the task's score,
-    with intervals and a Pareto chart. Where the lossless lane dominates, the report says so. Code of HumanEval answers is
+    Plain decoding, the lossless lane and each setting take turns on tasks with a score. Reports acceptance length,
+    tokens/s, mean total variation and divergence from the model, share of tokens changed and the task's score, with
+    intervals and a Pareto chart. Where the lossless lane dominates, the report says so. Code of HumanEval answers is
     run, with limits of time and memory.
 
-    Example: paceline bench lossy --tasks tickets=heldout.jsonl --settings "typical:eps=0.3,delta=0.3;lenience:0.5" --limit 20
+    Examples:
+      paceline bench lossy --tasks tickets=heldout.jsonl --limit 20 \\
+        --settings "typical:eps=0.3,delta=0.3;lenience:0.5"
     """
     starting(engine.model)
     from paceline.bench import runs
@@ -163,16 +173,18 @@ def bench_serving(
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-serving-<time>].")] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """A server under load, speculation off and on taking turns: first token, inter-token and inter-chunk times, throughput.
+    """Measure a server under load, with and without drafts.
 
-    Without --url it starts a paceline server for each contender, all at once, and needs memory for each; with --url each
-    request says which contender it is, and other OpenAI-compatible servers are measured as they are. The client keeps
-    bytes and reads them after the pass, but it shares the processor with a server on the same machine: the report says how
-    much of a core it took. More prompts than the server has rows keep its prefix cache out of the first token's time.
+    Reports first-token, inter-token and inter-chunk times and throughput; the contenders take turns. Without --url a
+    paceline server is started for each contender, all at once, and memory is needed for each; with --url each request
+    names its contender, and other OpenAI-compatible servers are measured as they are. The client keeps bytes and
+    parses them after the pass, but it shares the processor with a server on the same machine: the report says how
+    much of a core it took. Use more prompts than the server has rows, so that its prefix cache does not shorten the
+    first-token time.
 
-    Example: paceline bench serving --concurrency 1,8 --limit 8 --max-tokens 64
-
-    Example: paceline bench serving --url http://127.0.0.1:8000 --rate 0.5,2,8 --repeat 3
+    Examples:
+      paceline bench serving --concurrency 1,8 --limit 8 --max-tokens 64
+      paceline bench serving --url http://127.0.0.1:8000 --rate 0.5,2,8 --repeat 3
     """
     words = words_of(engine)
     if servers.url and words:
@@ -200,16 +212,19 @@ def bench_latency(
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-latency-<time>].")] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Where a request's milliseconds go: communication, host, prefill, drafting, verifying, as bars that add up.
+    """Measure where a request's milliseconds go.
 
-    A paceline server is started for each drafter; --url measures servers that run. Servers of others do not say where their
-    time goes: then that is one part. Arms take turns, and are compared request by request with the first.
+    Parts are communication, host, prefill, drafting and verifying, as bars that add up. A paceline server is started
+    for each drafter; --url measures running servers. Servers of other engines do not report their parts: their time
+    is one part. Variants take turns, and each request is compared with the first variant's.
 
-    Example: paceline bench latency --drafters none,default --workload voice --workload chat
-
-    Example: paceline bench latency --drafters default,runs/tickets/drafter --prompts tickets_heldout.jsonl
-
-    Example: paceline bench latency --drafters default --url vllm=http://127.0.0.1:8001 --workload voice
+    Examples:
+      paceline bench latency --drafters none,default \\
+        --workload voice --workload chat
+      paceline bench latency --drafters default,runs/tickets/drafter \\
+        --prompts tickets_heldout.jsonl
+      paceline bench latency --drafters default \\
+        --url vllm=http://127.0.0.1:8001 --workload voice
     """
     words = words_of(engine)
     if not arms.drafters and words:

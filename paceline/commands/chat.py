@@ -44,9 +44,12 @@ def chat(
     name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.")] = None,
     system: System = None,
 ) -> None:
-    """Talk with the model: /reset forgets, /exit or Ctrl-D leaves, Ctrl-C stops an answer.
+    """Chat with a model in the terminal.
 
-    Example: paceline chat --temperature 0.7 --system "Answer in one sentence."
+    /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer.
+
+    Examples:
+      paceline chat --temperature 0.7 --system "Answer in one sentence."
     """
     note_without_effect(sampling)
     llm = load(engine, name)

@@ -48,14 +48,20 @@ def export(
     ] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Write a drafter for other programs: vLLM, SGLang, the authors' package, llama.cpp.
+    """Convert a drafter for vLLM, SGLang or llama.cpp.
 
-    Every command reads any of these formats directly; this is for other programs. A draft vocabulary is written as vLLM reads
-    it (d2t, t2d, lm_head): its head's rows are taken from --model, which speculators needs; without, z-lab's format leaves it
-    out. gguf takes the target's tokenizer from --model, a GGUF file itself. What the format has no place for is said. Examples:
-    paceline export runs/mine/drafter --format speculators --model smollm2-135m --out for-vllm
-    paceline export runs/mine/drafter --format gguf --model smollm2-135m --out drafter.gguf
-    paceline export runs/mtp/drafter --format target --model path/to/model --out path/to/model-2
+    Every paceline command reads these formats directly; export is for other programs. A draft vocabulary is written
+    as vLLM reads it (d2t, t2d, lm_head): the rows of its head are taken from --model, which the format speculators
+    requires; without --model, z-lab's format leaves the head out. The format gguf takes the target's tokenizer from
+    --model, a GGUF file itself. Settings that a format cannot express are reported.
+
+    Examples:
+      paceline export runs/mine/drafter --format speculators \\
+        --model smollm2-135m --out for-vllm
+      paceline export runs/mine/drafter --format gguf \\
+        --model smollm2-135m --out drafter.gguf
+      paceline export runs/mtp/drafter --format target \\
+        --model path/to/model --out path/to/model-2
     """
     from paceline.draft.checkpoint import read_stored
     from paceline.draft.export import export as write
@@ -151,12 +157,15 @@ def inspect(
     ] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Say what a drafter is, for which target it was made, and what its flags mean; with --model, what it brings, or why not.
+    """Describe a drafter, and check that it fits a model.
 
-    A drafter that reads the wrong layer, mask token or slot raises no error: it only drafts badly. With the target at hand
-    twenty prompts are answered, greedy. Below 2.0 tokens a round each setting is put as it could have been meant, one at a
-    time, and ranked: layer ids, mask token, rotary style and length, window flags, head, anchor slot, norm flags.
-    Example: paceline inspect runs/mine/drafter --model smollm2-135m
+    A drafter that reads the wrong layer, mask token or draft position raises no error: it only drafts badly. With
+    --model twenty prompts are answered, greedy. Below 2.0 tokens a round each setting is tried in the other ways it
+    could have been meant, one at a time, and ranked: layer ids, mask token, rotary style and length, window flags,
+    head, anchor position, norm flags.
+
+    Examples:
+      paceline inspect runs/mine/drafter --model smollm2-135m
     """
     from paceline.draft.checkpoint import read_stored
     from paceline.draft.described import described, described_eagle3, described_mtp

@@ -55,29 +55,28 @@ def compare(
     chart: Annotated[ChartConfig, CHART] = ChartConfig(),  # noqa: B008  (frozen)
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """One prompt with speculation off and on, every token at the time it came: a page that replays both side by side.
+    """Replay one answer without and with drafts, side by side.
 
-    The page is one file, compare.html in the run folder; it needs no server and no network.
+    Every token appears at the time it came. The page is one file, compare.html in the run folder; it needs no server
+    and no network. --simulate predicts both columns and their speed instead of decoding.
 
-    Example: paceline compare "Why is the sky blue?" --max-tokens 96 --svg demo.svg
-
-    Example: paceline compare --simulate --model Qwen3-8B --hardware H100 --results runs/mock --results runs/bench-decode-1
-
-    Example: paceline compare --simulate --model Qwen3-8B --hardware H100 --block 16 --acceptance 0.85 --columns columns.svg
+    Examples:
+      paceline compare "Why is the sky blue?" --max-tokens 96 --svg demo.svg
+      paceline compare --simulate --model Qwen3-8B --hardware H100 \\
+        --results runs/mock --results runs/bench-decode-1
+      paceline compare --simulate --model Qwen3-8B --hardware H100 \\
+        --block 16 --acceptance 0.85 --columns columns.svg
     """
     if simulate:
         if prompt is not None or recorded is not None or svg_speed is not None:
             raise ConfigError("--simulate answers nothing: leave the prompt, --from and --svg-speed out")
         return _simulated(engine, costs, chart, out, svg)
     _refuse_predicting(chart, costs)
-    if svg_speed is not None and not 0.05 <= svg_speed <= 20:
-        raise ConfigError(f"--svg-speed must be between 0.05 and 20, not {svg_speed:g}")
+    _check_values(svg_speed, repeat)
     if recorded is not None:
         return _drawn_again(recorded, prompt, out, svg, svg_speed)
     text = prompt_of(prompt, "paceline compare")
     check_template(raw, system)
-    if repeat < 1:
-        raise ConfigError(f"--repeat must be at least 1, not {repeat}")
     if engine.drafter == "none" or engine.num_drafted == 0 or engine.plan == "fixed:0":
         raise ConfigError("nothing to compare without drafts: choose another --drafter, --num-drafted or --plan")
     llm = load(engine)
@@ -92,6 +91,14 @@ def compare(
     run = RunFolder.create("compare", described, out)
     run.write_json(NAME, timing)
     return _draw(run, timing, svg, svg_speed)
+
+
+def _check_values(svg_speed: float | None, repeat: int) -> None:
+    """Raises ConfigError for a value out of range."""
+    if svg_speed is not None and not 0.05 <= svg_speed <= 20:
+        raise ConfigError(f"--svg-speed must be between 0.05 and 20, not {svg_speed:g}")
+    if repeat < 1:
+        raise ConfigError(f"--repeat must be at least 1, not {repeat}")
 
 
 def _refuse_predicting(chart: ChartConfig, costs: CostsConfig) -> None:

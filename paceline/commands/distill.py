@@ -35,11 +35,15 @@ def distill(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """A smaller model that answers as its teacher does: fewer layers, taught on the teacher's answers. Killed, it resumes.
+    """Train a smaller model on a larger one's answers.
 
-    Exit status 0: kept; 1: refused, for what it says on held-out prompts; nothing that served before is touched.
+    The student has fewer layers and is trained on the teacher's answers. The same command resumes a run that was
+    interrupted. Exit status 0: kept; 1: refused for its answers to held-out prompts. Nothing that served before is
+    changed.
 
-    Example: paceline distill --teacher smollm2-135m --answers runs/answers/answers --layers 12 --minutes 20 --out runs/student
+    Examples:
+      paceline distill --teacher smollm2-135m --answers runs/answers/answers \\
+        --layers 12 --minutes 20 --out runs/student
     """
     parts = {"teacher": teacher, "asked": asked, "answering": answering, "student": student, "teaching": teaching}
     config = replace(config, **parts, gate=gate, files=files)

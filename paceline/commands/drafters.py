@@ -38,10 +38,13 @@ COLUMNS = (
 
 @options
 def drafters_list(server: Server = HERE, admin_key: Key = None) -> dict[str, Any]:
-    """List the drafters of a server: what each is doing, how well, and what memory it takes.
+    """List the drafters of a running server.
 
-    States: ready; draining (gets no new request); leaving (replaced or unloaded, its last requests end); loading. The last line
-    is one JSON object. Example: paceline drafters list --server http://127.0.0.1:8000
+    Shows the state, quality and memory of each; the last line is one JSON object. States: loading; ready; draining
+    (gets no new requests); leaving (replaced or unloaded, its last requests finish).
+
+    Examples:
+      paceline drafters list --server http://127.0.0.1:8000
     """
     with _Admin.of(server, admin_key) as admin:
         return _shown(admin.ask("GET", PATH))
@@ -53,11 +56,13 @@ def drafters_load(
     server: Server = HERE,
     admin_key: Key = None,
 ) -> dict[str, Any]:
-    """Load a drafter under a name, or another in its place, while the server answers.
+    """Load a drafter, or replace one, while the server answers.
 
-    It is read and checked beside the traffic: that it fits the target, that its weights are finite, that it drafts after a
-    short text. Then new requests may get it; those that run keep theirs. What is refused has changed nothing.
-    Example: paceline drafters load tickets=runs/tickets/drafter
+    The drafter is checked beside the traffic: it fits the target, its weights are finite, it drafts after a short
+    text. Then new requests may use it; running requests keep theirs. A drafter that is refused changes nothing.
+
+    Examples:
+      paceline drafters load tickets=runs/tickets/drafter
     """
     name, _, folder = drafter.partition("=")
     if not name or not folder:
@@ -70,7 +75,11 @@ def drafters_load(
 
 @options
 def drafters_drain(name: Name, server: Server = HERE, admin_key: Key = None) -> dict[str, Any]:
-    """Give a drafter to no new request; those that have it finish. Example: paceline drafters drain tickets"""
+    """Give a drafter no new requests; running ones finish.
+
+    Examples:
+      paceline drafters drain tickets
+    """
     with _Admin.of(server, admin_key) as admin:
         admin.ask("POST", f"{PATH}/{quote(name, safe='')}/drain", {})
         return _shown(admin.ask("GET", PATH))
@@ -78,7 +87,11 @@ def drafters_drain(name: Name, server: Server = HERE, admin_key: Key = None) -> 
 
 @options
 def drafters_unload(name: Name, server: Server = HERE, admin_key: Key = None) -> dict[str, Any]:
-    """Free the memory of a drafter that no request has any more. Example: paceline drafters unload tickets"""
+    """Free the memory of a drafter that serves no request.
+
+    Examples:
+      paceline drafters unload tickets
+    """
     with _Admin.of(server, admin_key) as admin:
         admin.ask("DELETE", f"{PATH}/{quote(name, safe='')}")
         return _shown(admin.ask("GET", PATH))

@@ -37,9 +37,12 @@ def evals_make(
     apart_from: Annotated[Path | None, typer.Option(help="A store: leave out cases that it trains on, or nearly so.")] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """A suite: questions whose answers can be checked. Of a store, the recorded answer is what is right.
+    """Make a suite of cases from a store or a file.
 
-    Example: paceline evals make store --scorer json --out suite.jsonl
+    Cases are questions whose answers can be checked. In cases from a store the recorded answer is the reference.
+
+    Examples:
+      paceline evals make store --scorer json --out suite.jsonl
     """
     from dataclasses import replace
 
@@ -87,9 +90,13 @@ def evals_run(
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/evals-<time>].")] = None,
     as_json: Json = False,
 ) -> None:
-    """Ask a model, a model with a drafter, or an endpoint, and score. Exit status 0: passed, 3: a gate refuses, 2: an error.
+    """Score a model, a model with a drafter, or an endpoint.
 
-    Example: paceline evals run suite.jsonl --model smollm2-135m --fail-below 0.8 --no-worse-than runs/teacher
+    Exit status 0: passed, 3: a gate refuses, 2: an error.
+
+    Examples:
+      paceline evals run suite.jsonl --model smollm2-135m \\
+        --fail-below 0.8 --no-worse-than runs/teacher
     """
     if endpoint.url is None:
         starting(engine.model)
@@ -111,9 +118,13 @@ def evals_compare(
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/evals-<time>].")] = None,
     as_json: Json = False,
 ) -> None:
-    """Two runs of one suite, case by case: the difference, its interval, and what chance alone does. Exit status as of run.
+    """Compare two runs of one suite, case by case.
 
-    Example: paceline evals compare runs/teacher runs/student --margin 0.02
+    Reports the difference, its interval, and what chance alone produces. Exit status 0: passed, 3: a gate refuses, 2:
+    an error.
+
+    Examples:
+      paceline evals compare runs/teacher runs/student --margin 0.02
     """
     from paceline.evals.compare import Gate
     from paceline.evals.run import beside

@@ -31,9 +31,12 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Run folder, a training run's too [default: runs/evaluate-<time>].")] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """A drafter in the real engine, against plain decoding: tokens per round, survival, speed-up, texts, set by set.
+    """Measure a drafter in the real engine, set by set.
 
-    Example: paceline evaluate runs/mine/drafter --prompts questions.jsonl --limit 20
+    Reports acceptance length, survival by draft position and speed-up over plain decoding, and compares the texts.
+
+    Examples:
+      paceline evaluate runs/mine/drafter --prompts questions.jsonl --limit 20
     """
     starting(engine.model)
     from paceline.bench import evaluate as library
@@ -49,9 +52,12 @@ def report(
     folder: Annotated[Path, typer.Argument(help="Run folder of train, evaluate or bench decode.")],
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """One HTML page of a run: what it means, curves, figures, survival, texts; no network, no server.
+    """Write the HTML page of a run.
 
-    Example: paceline report runs/mine
+    One file that needs no network and no server: what the run means, curves, figures, survival, texts.
+
+    Examples:
+      paceline report runs/mine
     """
     from paceline.bench.html import page, read_run
 

@@ -35,6 +35,7 @@ from paceline.errors import ConfigError, PromptError, reraised
 from paceline.types import SamplingParams
 
 if TYPE_CHECKING:
+    from paceline.bench.beside import Beside
     from paceline.engine.llm import LLM, Completion
 
 
@@ -61,9 +62,10 @@ def generate(
     stats: Annotated[bool, typer.Option("--stats", help="Also accepted drafts by round, and where the time went.")] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Answer one prompt, streamed; a line on speed and acceptance goes to stderr.
+    """Answer one prompt and report speed and acceptance.
 
-    Example: paceline generate "Why is the sky blue?" --max-tokens 64 --compare
+    Examples:
+      paceline generate "Why is the sky blue?" --max-tokens 64 --compare
     """
     model, prompt = model_and_prompt(words or [], is_named(engine), prompt_file)
     sampling = replace(sampling, grammar=grammar_of(json_schema, regex), lossy=lossy_of(lossy, max_tv))
@@ -102,9 +104,18 @@ def generate(
         "bytes_per_s": read_per_s,
         "machine": machine,
         **({"logprobs": completion.logprobs} if sampling.logprobs is not None else {}),
-        **({"plain_tokens_per_s": beside.tokens_per_s, **{name: getattr(beside, name) for name in BESIDE}} if beside else {}),
-        **({"transformers": {"tokens_per_s": peer.tokens_per_s, "speedup": peer.speedup}} if peer else {}),
+        **_compared(beside, peer),
     }
+
+
+def _compared(plain: Beside | None, peer: Beside | None) -> dict[str, Any]:
+    """The JSON keys of the comparisons that were made: with plain decoding, and with Transformers."""
+    line: dict[str, Any] = {}
+    if plain:
+        line |= {"plain_tokens_per_s": plain.tokens_per_s, **{name: getattr(plain, name) for name in BESIDE}}
+    if peer:
+        line["transformers"] = {"tokens_per_s": peer.tokens_per_s, "speedup": peer.speedup}
+    return line
 
 
 def model_and_prompt(words: list[str], has_model: bool, prompt_file: Path | None) -> tuple[str | None, str]:

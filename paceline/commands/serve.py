@@ -98,15 +98,15 @@ def serve(
     ] = None,
     context: typer.Context = None,  # pyright: ignore[reportArgumentType]  (typer gives it)
 ) -> int | None:
-    """Serve the model to OpenAI clients: chat and text completions, streamed, with a page to try it.
+    """Serve a model over OpenAI's API.
 
-    Example: paceline serve --port 8000, or with two drafters, each for its requests: paceline serve --drafter general=default
-    --drafter tickets=runs/tickets
+    Chat and text completions, streamed, and a page to try the model at the server's address. With --engine, vLLM or
+    SGLang is started in paceline's place with the drafter; words behind `--` are passed to it.
 
-    Example: paceline serve --mock 4 --model Qwen3-0.6B, and paceline bench serving --url http://127.0.0.1:8000 --ignore-eos
-
-    Example, vLLM in our place: paceline serve --engine vllm --model Qwen/Qwen3-8B --drafter runs/mine/drafter
-    -- --tensor-parallel-size 8
+    Examples:
+      paceline serve --port 8000
+      paceline serve --drafter general=default --drafter tickets=runs/tickets
+      paceline serve --engine vllm --model Qwen/Qwen3-8B --drafter runs/mine/drafter
     """
     if other.engine != "paceline":
         return serve_with_other(llm, _with_keys(serving, api_key_file), other, tuple(words or ()), context)

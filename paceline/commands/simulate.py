@@ -89,24 +89,26 @@ def simulate(
     list_known: List = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Predict what speculation brings before anything is built: the best draft length, the speed-up, where the time goes.
+    """Predict the speed-up of speculation before training.
 
-    A round drafts g tokens and verifies g + 1 positions in one target pass; it yields N(g) tokens, more the more drafts stand:
-    speed-up(g) = N(g) / (pass of g + 1 positions / plain pass + drafting / plain pass). A dense model at a small batch verifies
-    drafts almost for nothing. A mixture of experts does not: at batches of 4 to 8 each draft brings new experts to read.
-    Neither a GPU nor weights are needed; each prediction prints its limits. docs/simulate.md has the formulas.
+    Prints the best draft length, the speed-up, and where the time goes. A round drafts g tokens and verifies g + 1
+    positions in one target pass; it yields N(g) tokens, more the more drafts are accepted: speed-up(g) = N(g) / (pass
+    of g + 1 positions / plain pass + drafting / plain pass). A dense model at a small batch verifies drafts almost
+    for nothing. A mixture of experts does not: at batches of 4 to 8 each draft brings new experts to read. Neither a
+    GPU nor weights are needed; each prediction prints its limits. docs/simulate.md has the formulas.
 
-    Example: paceline simulate --model DeepSeek-V4-Pro --hardware B200 --batch 1,8,32,128 --acceptance 0.89 --block 16
-
-    Example: paceline simulate --model Qwen3-8B --hardware H100 --acceptance runs/bench-decode-1 --flags
-
-    Example: paceline bench steps --out runs/steps && paceline simulate --calibrate runs/steps
-
-    Example: paceline simulate --model Qwen3-8B --hardware H100 --block 7 --tree 8,32
-
-    Example: paceline simulate --model Qwen3.5-27B --hardware B200 --plain-rate 75 --acceptance 0.8
-
-    Example: paceline simulate --model Qwen3-8B --hardware H100 --batch 8,32 --price-per-hour 2.5 --slo p90-total=2s
+    Examples:
+      paceline simulate --model DeepSeek-V4-Pro --hardware B200 \\
+        --batch 1,8,32,128 --acceptance 0.89 --block 16
+      paceline simulate --model Qwen3-8B --hardware H100 \\
+        --acceptance runs/bench-decode-1 --flags
+      paceline simulate --model Qwen3-8B --hardware H100 --block 7 --tree 8,32
+      paceline simulate --model Qwen3.5-27B --hardware B200 \\
+        --plain-rate 75 --acceptance 0.8
+      paceline simulate --model Qwen3-8B --hardware H100 --batch 8,32 \\
+        --price-per-hour 2.5 --slo p90-total=2s
+      paceline bench steps --out runs/steps
+      paceline simulate --calibrate runs/steps
     """
     if list_known:
         return _list_known(as_json)
@@ -273,14 +275,16 @@ def simulate_serving(
     out: Annotated[Path | None, typer.Option(help="Also write figures, a report and charts into this run folder.")] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """A server under load before there is one: first token, inter-token time, throughput and queue, by load and draft length.
+    """Predict a server's latency and throughput under load.
 
-    Requests come at random times, are prefilled in chunks and decode together, as the engine does it; a round takes what a
-    table of measured steps or the roofline says, and drafts stand as the acceptance curve says. No model is loaded.
+    Prints first-token time, inter-token time, throughput and queue by load and draft length. Requests arrive at
+    random times, are prefilled in chunks and decode together, as in the engine; a round takes the time of a table of
+    measured steps or of the roofline, and drafts are accepted as the acceptance curve says. No model is loaded.
 
-    Example: paceline simulate-serving --steps runs/steps --rate 0.5,1,2 --acceptance survival:.77,.57,.42
-
-    Example: paceline simulate-serving --against runs/bench-serving-1
+    Examples:
+      paceline simulate-serving --steps runs/steps --rate 0.5,1,2 \\
+        --acceptance survival:.77,.57,.42
+      paceline simulate-serving --against runs/bench-serving-1
     """
     from paceline.simulate.answer import simulate_server
     from paceline.simulate.replay import FIRST_TOKEN_WITHIN, THROUGHPUT_WITHIN
@@ -356,11 +360,13 @@ def calculator(
     this_machine: Annotated[bool, typer.Option("--this-machine", help="Also offer the machine at hand, measured.")] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Write the calculator: predictions of `paceline simulate` with sliders and charts, in one HTML file.
+    """Write the predictions as one interactive HTML page.
 
-    The file opens from disk, needs no server and no network, and can be hosted as it is. docs/calculator.md describes it.
+    The page shows the predictions of `paceline simulate` with sliders and charts. It opens from disk, needs no server
+    and no network, and can be hosted as it is. docs/calculator.md describes it.
 
-    Example: paceline calculator --out calculator.html --open
+    Examples:
+      paceline calculator --out calculator.html --open
     """
     if out.is_dir():
         raise ConfigError(f"--out {out} is a folder: name a file in it, such as {out / 'calculator.html'}")

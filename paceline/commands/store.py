@@ -24,9 +24,12 @@ def store_add(
     model: Annotated[str | None, typer.Option(help="Whose tokens these are; needed once, for a new store.")] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Take in what was asked and answered, once each, split into what may be trained on and what is kept for evals.
+    """Add traces and answers to a store, without duplicates.
 
-    Example: paceline store add store traces --model smollm2-135m
+    Each conversation goes to one side: training, or evals.
+
+    Examples:
+      paceline store add store traces --model smollm2-135m
     """
     from paceline.store.folder import Store
 
@@ -47,9 +50,12 @@ def store_add(
 
 @options
 def store_show(store: Folder, as_json: Json = False) -> dict[str, Any]:
-    """The card of a store: how much, of whom, from where, what was left out, which versions there are.
+    """Show what a store holds, and its versions.
 
-    Example: paceline store show store
+    Prints how much there is, of whom, from where, and what was left out.
+
+    Examples:
+      paceline store show store
     """
     from paceline.store.card import card_of, write_card
     from paceline.store.folder import Store
@@ -67,9 +73,12 @@ def store_split(
     config: Annotated[SplitConfig, Without("max_overlap"), Changed(split_seed=Opt("--seed"))],
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Share all conversations out anew. What was trained before may have seen what is then kept for evals.
+    """Redraw the split between training and evals.
 
-    Example: paceline store split store --evals-share 0.2
+    Models that were trained before may have seen what is kept for evals afterwards.
+
+    Examples:
+      paceline store split store --evals-share 0.2
     """
     from dataclasses import replace
 
@@ -89,9 +98,10 @@ def store_label(
     run: Annotated[Path, typer.Argument(help="Run folder of evals run, on a suite that was made from this store.")],
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Keep the scores of a run beside the rows that its cases were made of.
+    """Attach the scores of an evals run to stored rows.
 
-    Example: paceline store label store runs/evals-20261125-041500
+    Examples:
+      paceline store label store runs/evals-20261125-041500
     """
     from paceline.evals.scores import read_scores
     from paceline.store.folder import Store
@@ -115,9 +125,13 @@ def store_forget(
     ] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Delete on request: from shards, labels, and suites that were made from the store. It does not come back.
+    """Delete matching rows everywhere, for good.
 
-    Example: paceline store forget store --match "jane@example\\.com" --sources
+    Rows are deleted from shards, labels, and suites that were made from the store, and are refused when they are
+    added again.
+
+    Examples:
+      paceline store forget store --match "jane@example\\.com" --sources
     """
     from paceline.store.folder import Store
     from paceline.store.forget import forget

@@ -22,9 +22,13 @@ def synthesize(
     regex: Regex = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """The target answers in an application's own form, to prompts that are public or its own: data to train on without traffic.
+    """Make training data for an application without traffic.
 
-    Example: paceline synthesize --schema ticket.json --system "Answer each ticket." --prompts questions.jsonl --out runs/made
+    The target answers public prompts, or prompts of its own, in the application's output format.
+
+    Examples:
+      paceline synthesize --schema ticket.json --system "Answer each ticket." \\
+        --prompts questions.jsonl --out runs/made
     """
     from paceline.adapt.synthesize_run import run
 

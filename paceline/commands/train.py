@@ -63,11 +63,15 @@ def train(
     as_json: Json = False,
     context: typer.Context = None,  # pyright: ignore[reportArgumentType]  (typer gives it)
 ) -> dict[str, Any] | None:
-    """Prompts in, drafter out: the target answers, its hidden states teach a DFlash drafter. Killed, it resumes.
+    """Train a drafter for a model from prompts or traffic.
 
-    Says its plan first: what is not asked for is chosen for this target, data and machine.
+    The target answers the prompts, and its hidden states teach a DFlash drafter. The plan is printed first; settings
+    that are not given are chosen for this target, data and machine. The same command resumes a run that was
+    interrupted.
 
-    Example: paceline train --target path/to/model --prompts questions.jsonl --out runs/mine --minutes 60
+    Examples:
+      paceline train --target path/to/model --prompts questions.jsonl \\
+        --out runs/mine --minutes 60
     """
     config = replace(
         config,
@@ -132,9 +136,12 @@ def regenerate(
     regex: Regex = None,
     as_json: Json = False,
 ) -> dict[str, Any] | None:
-    """The target answers prompts, batched: the data a drafter learns from. Without prompts it writes some itself.
+    """Have the target answer prompts: the data to train on.
 
-    Example: paceline regenerate --prompts questions.jsonl --out runs/answers
+    Prompts are answered in batches. Without --prompts the target writes some itself.
+
+    Examples:
+      paceline regenerate --prompts questions.jsonl --out runs/answers
     """
     answering = replace(answering, grammar=grammar_of(json_schema, regex))
     config = replace(config, target=target, asked=asked, answering=answering, elsewhere=elsewhere)

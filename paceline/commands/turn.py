@@ -28,12 +28,14 @@ def turn(
     show_ledger: Annotated[bool, typer.Option("--ledger", help="Show what every turn so far brought, and stop.")] = False,
     as_json: Json = False,
 ) -> None:
-    """One turn of the flywheel: what a model answered becomes evals, a drafter, a smaller model with a drafter of its own, and
-    what to serve next. The same command again goes on where it stopped; after a turn, it starts the next from what serves then.
+    """Run the whole loop: evals, drafter, smaller model.
 
-    Exit status 0: passed, 3: a gate refuses the student, and what served before still does, 2: an error.
+    What a model answered becomes evals, a drafter, a smaller model with a drafter of its own, and the next model to
+    serve. The same command continues where it stopped; after a finished turn it starts the next from what serves
+    then. Exit status 0: passed, 3: a gate refuses the student, and what served before still serves, 2: an error.
 
-    Example: paceline turn --config flywheel.yaml --dry-run
+    Examples:
+      paceline turn --config flywheel.yaml --dry-run
     """
     from paceline.flywheel.config import read_config
 
