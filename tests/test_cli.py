@@ -109,6 +109,7 @@ def test_without_a_command_help_is_shown() -> None:
     assert paceline("--version").stdout.startswith("paceline ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -145,6 +146,7 @@ def test_bad_input_is_one_line_and_exit_code_2(words: tuple[str, ...], said: str
     assert said in done.stderr
 
 
+@pytest.mark.slow
 def test_an_answer_beside_plain_decoding_and_transformers(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "tiny")
     words = (
@@ -261,6 +263,7 @@ def test_a_terminal_shows_something_at_once(tmp_path: Path) -> None:
     assert "loading" not in piped.stderr
 
 
+@pytest.mark.slow
 def test_a_missing_model_is_one_line() -> None:
     done = paceline("generate", "/no/such/folder", "hi")
     assert done.returncode == 2

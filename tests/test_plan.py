@@ -80,6 +80,7 @@ class TestChoice:
 
 
 class TestNeverBelowPlain:
+    @pytest.mark.slow
     @pytest.mark.parametrize("num_rows", [1, 4, 8])
     @pytest.mark.parametrize("table", ["right", "flat", "steep"])
     @pytest.mark.parametrize("chances", [[0.02] * 7, [0.3, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1], [0.8, 0.75, 0.7, 0.7, 0.6, 0.6, 0.6]])

@@ -67,6 +67,7 @@ def traffic(
 MIXED: Gains = {("gsm8k", "general"): 2.0, ("gsm8k", "tickets"): 1.6, ("tickets", "general"): 1.6, ("tickets", "tickets"): 4.0}
 
 
+@pytest.mark.slow
 def test_half_and_half_is_within_three_percent_of_routing_by_hand() -> None:
     """After 200 requests, over 20 runs: what a token took on average, over what it takes with each cluster's best."""
     spent = best = 0.0
@@ -78,6 +79,7 @@ def test_half_and_half_is_within_three_percent_of_routing_by_hand() -> None:
     assert spent / best < 1.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gain", [0.6, 1.0])
 def test_a_member_with_random_weights_is_abandoned_within_fifty_requests(gain: float) -> None:
     """Whether it costs time or, as under a planner that drafts nothing when nothing pays, only brings nothing."""
@@ -144,6 +146,7 @@ def test_where_no_member_is_faster_than_plain_decoding_none_is_chosen() -> None:
         assert given["none"] >= 0.95 * len(served[100:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [{"a": 1.1, "b": 1.8}, {"a": 2.0, "b": 4.0}])
 def test_a_member_that_gets_worse_or_better_is_found_out(after: dict[str, float]) -> None:
     def gains(key: int) -> Gains:

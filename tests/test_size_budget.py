@@ -26,13 +26,15 @@ def test_the_tree_is_two_levels_deep() -> None:
     assert max(depths) <= 2
 
 
-def test_the_list_of_slow_tests_names_what_is_there() -> None:
+def test_files_of_slow_tests_only_are_recognised(request: pytest.FixtureRequest) -> None:
     tests = Path(__file__).parent
-    (assigned,) = [
-        node.value
-        for node in ast.parse((tests / "conftest.py").read_text()).body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "SLOW"
-    ]
-    for place in ast.literal_eval(assigned):
-        path, *names = place.split("::")
-        assert f"def {names[-1] if names else ''}" in (tests / path).read_text(), place
+    conftest = request.config.pluginmanager.get_plugin(str(tests / "conftest.py"))
+    assert conftest is not None
+    for path in tests.rglob("test_*.py"):
+        marked = any(
+            isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == "pytestmark"
+            and "pytest.mark.slow" in ast.unparse(node.value)
+            for node in ast.parse(path.read_text()).body
+        )
+        assert marked == (conftest.SLOW_FILE.search(path.read_text()) is not None), path

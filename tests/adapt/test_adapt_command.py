@@ -13,6 +13,8 @@ from paceline.adapt.config import PolicyConfig, ReplayConfig
 from paceline.cli import app
 from paceline.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 
 def paceline(*words: object) -> int | None:
     return app(["adapt", *map(str, words)], prog_name="paceline", standalone_mode=False)

@@ -106,6 +106,7 @@ class TestPolicy:
         assert set(policy.clusters) == {"a", "b", OTHER}
         assert policy.clusters[OTHER].last_day.requests == 300
 
+    @pytest.mark.slow
     def test_a_route_asks_the_scores_at_an_alarm_only(self) -> None:
         asked = []
 

@@ -159,6 +159,7 @@ class TestSeries:
         assert series.state == "calm"
         assert series.season.predict(FIRST + 12 * DAY)[0] == pytest.approx(0.5, abs=0.05)
 
+    @pytest.mark.slow
     def test_false_alarms_are_as_rare_as_theory_says(self) -> None:
         """40 series of four weeks without a fall: theory has 0.04 suspicions in each after the first week, and none is held."""
         found = [run(noise(seed, 4 * WEEK)) for seed in range(100, 140)]

@@ -306,6 +306,7 @@ def lines_until(process: subprocess.Popen[str], word: str) -> list[str]:
     raise AssertionError("".join(lines))
 
 
+@pytest.mark.slow
 def test_it_is_checked_and_a_signal_ends_both(command: Any, target: Path, drafter: Path, tmp_path: Path) -> None:
     given = given_to(Start("vllm", str(target), str(drafter)), tmp_path)
     ours = _measured(str(target), str(given.folder), 3, prompt_ids(str(target)), "float32")
@@ -320,6 +321,7 @@ def test_it_is_checked_and_a_signal_ends_both(command: Any, target: Path, drafte
     assert process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_one_that_drafts_badly_is_stopped(command: Any) -> None:
     process = command("--expected", "2.5", "--strict")
     lines = lines_until(process, "error:")

@@ -25,6 +25,8 @@ from paceline.draft.dflash import DFlashConfig, DFlashDrafter, DFlashNetwork
 from paceline.errors import ConfigError
 from paceline.train.answers import Answer, AnswerShards
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

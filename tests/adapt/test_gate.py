@@ -67,6 +67,7 @@ class TestJudge:
         steep = RoundTimes(PassCosts([(1, 0.01), (8, 0.08)]))
         assert compare(pairs(0.0, 0.2), steep).gain == pytest.approx(0.0, abs=0.01)
 
+    @pytest.mark.slow
     def test_the_interval_covers_the_truth(self) -> None:
         truth = compare(pairs(0.4, 0.5, number=1000, seed=99), FLAT).gain
         found = [compare(pairs(0.4, 0.5, seed=seed), FLAT, num_draws=200) for seed in range(30)]

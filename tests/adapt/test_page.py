@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 
 from paceline.adapt.decide import Decision
@@ -15,6 +16,8 @@ from paceline.adapt.page import page
 from paceline.adapt.policy import SeasonalPolicy
 from paceline.adapt.replay import fortnight
 from paceline.adapt.world import make_world
+
+pytestmark = pytest.mark.slow
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 

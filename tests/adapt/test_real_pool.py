@@ -23,6 +23,8 @@ from paceline.draft.dflash import DFlashDrafter
 from paceline.errors import DownloadError
 from paceline.routes import Router
 
+pytestmark = pytest.mark.slow
+
 TICKETS = label("tag:tickets")
 KEY = "admin"
 

@@ -15,6 +15,8 @@ from paceline.adapt.replay import fortnight, run, summary
 from paceline.adapt.world import LEAST_CHANCE, MATERIAL, World, make_world, tokens_per_round
 from paceline.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 SEEDS = 6
 FIRST_SEED = 50_000
 """None of the seeds that anything was looked at with."""

@@ -22,6 +22,8 @@ from paceline.errors import ConfigError
 from paceline.figures import Rounds
 from paceline.types import Batch, DraftBlock, GrammarSpec, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 VARIED: list[dict[str, Any]] = [
     {},
     {"max_tokens": 17},

@@ -24,6 +24,8 @@ from paceline.train.config import AnswerConfig, PromptsConfig
 from paceline.train.dataset import read_corpus
 from paceline.types import GrammarSpec
 
+pytestmark = pytest.mark.slow
+
 SCHEMA = {
     "type": "object",
     "properties": {"action": {"enum": ["refund", "trace", "repair"]}, "id": {"type": "string", "pattern": "^[a-z]{1,3}$"}},

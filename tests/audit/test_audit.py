@@ -23,6 +23,8 @@ from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
 from paceline.model.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 SMALL = AuditConfig(answers=48, max_tokens=16, greedy_tokens=24, server_precision="float32", temperatures=(1.0,))
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_batch": 4}

@@ -19,6 +19,8 @@ from paceline.model.logits import target_probs
 from paceline.types import SamplingParams
 from paceline.verify.lossy import allowed, chances
 
+pytestmark = pytest.mark.slow
+
 SEEDS = range(20)
 VOCABULARY, NUM_PROMPTS, ANSWERS, LENGTH = 48, 8, 64, 32
 ALLOWED = TOLERANCES["bfloat16"]

@@ -27,6 +27,8 @@ from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
 from paceline.prompts import Prompt
 from paceline.simulate.load import Arrivals, poisson
 
+pytestmark = pytest.mark.slow
+
 FAST = ("--concurrency", "2", "--rate", "50", "--requests", "3", "--max-tokens", "6")
 
 

@@ -149,6 +149,7 @@ def test_rows_that_are_too_short_or_too_few() -> None:
         StepBench(fake_llm(target()), StepsConfig((4,), 3, context=20), "none")
 
 
+@pytest.mark.slow
 def test_the_command_and_what_follows_it(tmp_path: Path) -> None:
     """Measure the built-in model at a few sizes, calibrate from it, predict with it."""
     runner = CliRunner()

@@ -16,6 +16,8 @@ from paceline.bench.html import RunData, numbers, page, read_run, thinned
 from paceline.commands.evaluate import report
 from paceline.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("matplotlib")
 EVIL = "</pre><script>alert('x')</script> & \x00 \u0007"
 VOID = {"meta", "br", "path", "use", "rect"}

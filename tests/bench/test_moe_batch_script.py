@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 TINY = "--hidden-size 32 --num-hidden-layers 2 --num-attention-heads 2 --num-key-value-heads 1 --head-dim 16 --vocab-size 256"
 TINY += " --num-experts 16 --num-experts-per-tok 2 --moe-intermediate-size 16 --intermediate-size 16 --dtype float32"

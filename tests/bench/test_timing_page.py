@@ -20,6 +20,8 @@ from timings import HOSTILE, story
 from paceline.bench.timing import Timing, page, svg
 from paceline.simulate.calculator import hash_of
 
+pytestmark = pytest.mark.slow
+
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e .[dev]")
 expect = api.expect
 expect.set_options(timeout=30_000)

@@ -68,6 +68,7 @@ def paceline_of(words: list[str]) -> list[str]:
     return words[words.index("paceline") + 1 :]
 
 
+@pytest.mark.slow
 def test_slurms_script(rendered: Any, tmp_path: Path) -> None:
     text = rendered("slurm", "--nodes", "4")
     (tmp_path / "slurm.sh").write_text(text)

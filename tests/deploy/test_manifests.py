@@ -101,6 +101,7 @@ def test_a_pod_has_the_time_that_a_drain_takes() -> None:
     assert spec["terminationGracePeriodSeconds"] > drain_s + pause_s
 
 
+@pytest.mark.slow
 def test_options_are_those_of_the_command() -> None:
     compose = documents(DEPLOY / "compose.yaml")[0]["services"]["paceline"]["command"]
     known = subprocess.run(
@@ -185,6 +186,7 @@ def test_a_damaged_dockerfile_is_not(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kept", "is_well"), [("3", True), ("2", False)])
 def test_what_the_image_is_asked_is_asked_of_a_server(
     check_image: ModuleType, tmp_path: Path, kept: str, is_well: bool

@@ -26,6 +26,8 @@ from paceline.model import checkpoint
 from paceline.train.dataset import Document
 from paceline.types import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:

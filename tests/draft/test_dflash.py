@@ -72,6 +72,7 @@ def assert_same_rounds(raw: dict[str, Any], model: Any, target: Decoder, max_tok
 
 
 # The reference cannot run sliding layers without a window: Transformers' cache fails on them.
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", sorted(VARIANTS.keys() - {"sliding-unused"}))
 def test_fifty_rounds_as_the_reference(name: str, kind: Any) -> None:
@@ -79,6 +80,7 @@ def test_fifty_rounds_as_the_reference(name: str, kind: Any) -> None:
     assert_same_rounds(raw_config(**VARIANTS[name]), model, target, max_tokens=90, min_rounds=50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_medium_shape_as_the_reference(kind: Any) -> None:
     model, target = targets(hidden=192, vocab=12, kind=kind)
@@ -86,6 +88,7 @@ def test_medium_shape_as_the_reference(kind: Any) -> None:
     assert_same_rounds(raw, model, target, max_tokens=40, min_rounds=15)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("keys", VARIANTS.values(), ids=VARIANTS.keys())
@@ -119,6 +122,7 @@ def _whole(target: Decoder, tokens: list[int]) -> ForwardBatch:
     return ForwardBatch([row], [0], [len(tokens)], tokens, "none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [VARIANTS["full"], VARIANTS["sliding-both-ways"]], ids=["full", "sliding"])
 def test_batched_rounds_equal_row_by_row(keys: dict[str, Any]) -> None:
     target = tiny_target()

@@ -73,6 +73,7 @@ def assert_formulas(drafter: Recording, kind: Any, least: int, are_best: bool = 
         assert not are_best or drafts == [int(drafter.ids[each.argmax()]) for each in logits]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_rounds_are_the_formulas(name: str, kind: Any) -> None:
@@ -91,6 +92,7 @@ def test_beside_a_native_target_steps_are_native(kind: Any) -> None:
     assert isinstance(drafter._path, Eagle3NativePath) == isinstance(target, NativeDecoder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounds_whose_drafts_stand_are_the_formulas(kind: Any) -> None:
     """Accepted drafts are read again with true features: taking the drafts' own keys would show in the next round's logits."""

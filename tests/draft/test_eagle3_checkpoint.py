@@ -79,6 +79,7 @@ def test_round_trip_of_specforges_style(tmp_path: Path) -> None:
     assert written["d2t"].dtype == torch.int64 and written["t2d"].dtype == torch.bool
 
 
+@pytest.mark.slow
 def test_both_styles_are_the_same_drafter(tmp_path: Path) -> None:
     raw = raw_reduced()
     plain = drafter_of(loud_network(raw))
@@ -112,6 +113,7 @@ def test_ways_of_counting_layers() -> None:
     assert Eagle3Config.from_json({**raw, **own}).tap_layers == (0, 2)
 
 
+@pytest.mark.slow
 def test_an_embedding_of_its_own_is_used(tmp_path: Path) -> None:
     raw, twin = raw_reduced(), tiny_target()
     embedding = twin.embed(torch.arange(VOCAB)).clone()

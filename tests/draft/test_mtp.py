@@ -174,6 +174,7 @@ def texts(folder: Path, drafter: Drafter | None, params: SamplingParams, rule: s
     return [seq.output_ids for seq in run(engine, PROMPTS, params)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3"])
 def test_drafts_are_the_reference_s_and_the_text_is_plain_decoding_s(name: str, make: Callable[[str], Made]) -> None:
     folder, reference = make(name)

@@ -27,6 +27,8 @@ from paceline.plan import FixedPlanner
 from paceline.train.mtp import new_layer
 from paceline.types import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folder:

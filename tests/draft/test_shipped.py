@@ -19,6 +19,8 @@ from paceline.draft.registry import SHIPPED
 from paceline.hub import resolve
 from paceline.types import Batch, DraftBlock
 
+pytestmark = pytest.mark.slow
+
 MODEL = "smollm2-135m"
 FOLDER = SHIPPED / MODEL
 QUESTION = "A farmer has 12 hens. Each lays 5 eggs a week. How many eggs does he collect in 4 weeks? Think step by step."

@@ -29,7 +29,10 @@ from paceline.train.losses import Head, head_loss
 from paceline.train.packs import DFlashTrainable, Pack, Packer
 from paceline.types import Batch, SamplingParams, Sequence
 
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
+]
 
 DOCUMENTS = [
     Document("one@0/0", np.array(PROMPT + PROMPT[::-1] + [4, 4, 2], dtype=np.int32), 3),

@@ -19,6 +19,8 @@ from paceline.types import SamplingParams
 from paceline.verify import rules
 from paceline.verify.rules import RULES, CheckedRow, RowVerdict, Rule, Uniforms
 
+pytestmark = pytest.mark.slow
+
 
 def exact_distribution(
     target: FakeTarget, prompt: list[int], params: SamplingParams, depth: int

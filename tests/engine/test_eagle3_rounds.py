@@ -27,6 +27,8 @@ from paceline.plan import AdaptivePlanner, FixedPlanner, Planner
 from paceline.types import SamplingParams, Sequence
 from paceline.verify.rules import RULES
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [PROMPT, PROMPT[:3], PROMPT[4:11], PROMPT[::-1], PROMPT[2:], PROMPT * 2]
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},

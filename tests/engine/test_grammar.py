@@ -109,6 +109,7 @@ def is_right(spec: GrammarSpec, text: str) -> bool:
     return list(parsed) == ["name", "age", "langs"] and 0 <= parsed["age"] <= 120 and set(parsed["langs"]) <= {"de", "en", "fr"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("penalty", [0.0, 0.8])
@@ -180,6 +181,7 @@ def exact_distribution(target: FakeTarget, prompt: list[int], params: SamplingPa
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
@@ -359,6 +361,7 @@ def test_neighbours_without_a_grammar_say_what_they_would(name: str) -> None:
         assert seq.output_ids == expected[: expected.index(EOS) + 1 if EOS in expected else None]
 
 
+@pytest.mark.slow
 def test_the_built_in_model_answers_a_schema() -> None:
     """Batched, drafted by what ships, in float32: the tokens of constrained plain decoding, and JSON."""
     llm = LLM("smollm2-135m", dtype="float32", max_batch=4, max_len=256, plan="fixed")

@@ -128,6 +128,7 @@ def test_a_row_that_others_used_meanwhile_lends_nothing() -> None:
     assert seq.num_reused == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accuracy", [None, 0.0, 0.6, 1.0])
 def test_any_order_of_events_gives_the_text_without_reuse(accuracy: float | None) -> None:
     """Random conversations over few rows: chat turns, shared systems, aborts; FakeTarget answers from what its rows hold."""

@@ -12,6 +12,8 @@ from paceline.engine.engine import Engine
 from paceline.errors import ContextLengthError
 from paceline.types import SamplingParams, Sequence
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 10_000
 
 

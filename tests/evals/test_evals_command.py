@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 
+pytestmark = pytest.mark.slow
+
 
 def said(*words: object, status: int = 0) -> dict[str, Any]:
     done = CliRunner().invoke(app, [*map(str, words), "--json"])

@@ -56,6 +56,7 @@ def test_it_says_why() -> None:
     )
 
 
+@pytest.mark.slow
 @needs_sandbox
 @pytest.mark.parametrize("name", list(HOSTILE["ANSWERS"]))
 def test_hostile_answers_do_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +69,7 @@ def test_hostile_answers_do_nothing(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert ran.outcome != "killed", "the warden ends it, not we from outside"
 
 
+@pytest.mark.slow
 @needs_landlock
 @pytest.mark.parametrize(
     "name", ["fork bomb", "file deletion", "network", "symlinks", "pickle", "disk filler", "daemon", "escape"]

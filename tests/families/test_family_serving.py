@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from live_server import serving
 
 from paceline.engine.llm import LLM
+
+pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 12
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from doubles import ByteTokenizer
 from engine_runs import run
@@ -16,6 +17,8 @@ from paceline.draft.small_model import SmallModelDrafter
 from paceline.engine.engine import Engine
 from paceline.plan import FixedPlanner
 from paceline.types import SamplingParams
+
+pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 24
 PROMPTS = [text(5), text(19, 1), text(4, 2) * 3]

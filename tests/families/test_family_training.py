@@ -28,6 +28,8 @@ from paceline.train.features import OnlineFeatures
 from paceline.train.start import network_for
 from paceline.types import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 80
 TURN = 6
 

@@ -29,6 +29,8 @@ from paceline.flywheel.state import TurnState, traces_of
 from paceline.tables import Progress
 from paceline.train.answers import read_answers
 
+pytestmark = pytest.mark.slow
+
 SETTINGS: dict[str, Any] = {
     "layers": [3, 2],
     "minutes": 1,

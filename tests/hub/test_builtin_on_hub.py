@@ -121,6 +121,7 @@ def test_without_hub_and_index_nothing_is_kept(
     assert resolve("tiny").read_bytes() == source.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offline", ["1", "0"])
 def test_a_hub_that_is_not_there_costs_no_time(offline: str, on_hub: Builtin, wheels: Path, home: Path) -> None:
     """With the real huggingface_hub, which reads its settings when it is imported: nobody listens at the port."""

@@ -241,6 +241,7 @@ def test_two_processes_at_once(tiny: Builtin, wheels: Path, home: Path) -> None:
     assert sha256(home / "downloads" / "tiny.gguf") == tiny.gguf_sha256
 
 
+@pytest.mark.slow
 def test_builtin_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real model, from the user's cache or fetched into it; only read here."""
     monkeypatch.delenv("PACELINE_HOME")

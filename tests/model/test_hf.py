@@ -10,6 +10,8 @@ from paceline.errors import ContextLengthError, ModelFileError, ModelNotFoundErr
 from paceline.model.hf import HFTarget
 from paceline.model.target import ForwardBatch
 
+pytestmark = pytest.mark.slow
+
 VOCAB, WIDTH, WINDOW = 61, 32, 8
 MAX_LEN = 256
 ATTENTION = {

@@ -72,6 +72,7 @@ def test_fifos_and_folders_are_not_waited_for(name: str, tmp_path: Path) -> None
             read(tmp_path / "model.gguf")
 
 
+@pytest.mark.slow
 def test_fuzzed_configs(tmp_path: Path) -> None:
     """Whatever a key of a model's or drafter's config holds, it is read or refused."""
     rng = random.Random(1)

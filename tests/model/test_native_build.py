@@ -19,6 +19,8 @@ import pytest
 from paceline.model.native import build
 from paceline.model.native.build import NativeBuildError, build_for_install, compile_library, find_compiler, library_name
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 COMPILER = next(filter(shutil.which, build.COMPILERS), None)
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")

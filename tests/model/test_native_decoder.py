@@ -34,7 +34,7 @@ from paceline.model.decoder import Decoder
 from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import ForwardBatch, ForwardOutput, head_weight
 
-pytestmark = needs_library
+pytestmark = [pytest.mark.slow, needs_library]
 TAPS = (2, 0)
 DTYPES = [torch.float32, torch.bfloat16]
 NEAR_TIE = 0.02

@@ -41,6 +41,7 @@ def by_pytorch(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
     return sample(target_probs(logits_V.unsqueeze(0), params)[0], uniform)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("size", [1, 3, 255, 256, 257, 5000])
 def test_it_is_pytorch_s(size: int, isa: str) -> None:

@@ -60,6 +60,7 @@ def weights_of(rows: int, cols: int) -> list[tuple[Tensor | Blocks, Tensor]]:
 SIZES = [(1, 1), (3, 7), (4, 32), (5, 33), (13, 64), (66, 96), (130, 160), (37, 256), (19, 1024)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("rows", "cols"), SIZES)
 def test_matrices_are_numpy_s(rows: int, cols: int, isa: str) -> None:
@@ -281,6 +282,7 @@ print("child:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), best() == ex
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_has_threads_of_its_own() -> None:
     said = in_a_process(FORK, PACELINE_NATIVE_LIBRARY=str(native_lib.library_path()), PYTHONPATH=str(ROOT / "tests"))

@@ -17,6 +17,8 @@ from paceline.errors import ModelFileError, ModelNotFoundError, PromptError, Uns
 from paceline.hub import resolve
 from paceline.model.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 TEXTS = [
     "Hello, world!",
     "  two  spaces\n\n\nthree lines\t\tand tabs \r\n",

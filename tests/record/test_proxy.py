@@ -22,6 +22,8 @@ from paceline import LLM
 from paceline.model.tokenizer import Tokenizer
 from paceline.train.answers import AnswerShards
 
+pytestmark = pytest.mark.slow
+
 KEY = "sk-very-secret-0123456789"
 HELLO = [{"role": "user", "content": "Say hello."}]
 PATH = "/v1/chat/completions"

@@ -11,9 +11,12 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import pytest
 from small_llm import tiny_model
 from trace_files import rows
 from upstream import answering, chunked, events, said
+
+pytestmark = pytest.mark.slow
 
 KEY = "sk-very-secret-0123456789"
 

@@ -90,6 +90,7 @@ def test_log_probabilities_are_those_of_the_whole_conversation(endpoint: Endpoin
             assert logprob == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_neither_drafts_nor_company_change_a_sample(folder: Path) -> None:
     told = []
     for drafter, at_once in (("none", 1), ("ngram", 4), ("random-dflash", 3)):

@@ -77,6 +77,7 @@ def test_the_estimate_is_the_gradient_of_the_expected_kept_tokens() -> None:
     assert torch.allclose(estimated, gradient, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_both_arms_of_a_drafter_learn_and_are_served(tmp_path: Path) -> None:
     words = ["--tiny", "--out", str(tmp_path), "--seeds", "1", "--seconds", "0.2", "--max-tokens", "12", "--heldout", "4"]
     for _ in range(2):  # the second time there is nothing to do

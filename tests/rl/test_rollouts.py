@@ -50,6 +50,7 @@ def test_drafts_change_no_sample(folder: Path) -> None:
     assert len({tuple(each.completion_ids) for each in said["none"][:6]}) == 6
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_the_policys(folder: Path) -> None:
     """As Transformers has them of the same weights, over the temperature."""
     transformers = pytest.importorskip("transformers")

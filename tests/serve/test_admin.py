@@ -22,6 +22,8 @@ from paceline.engine.engine import Engine
 from paceline.routes import Router
 from paceline.serve.settings import MOST_DRAFTERS
 
+pytestmark = pytest.mark.slow
+
 PATH = "/admin/drafters"
 LONG = {"max_tokens": 120, "temperature": 0, "ignore_eos": True}
 

@@ -15,6 +15,8 @@ from live_server import serving, talker
 
 from paceline.serve.app import API_PAGE
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 

@@ -18,6 +18,8 @@ from paceline.serve.run import Connection
 from paceline.serve.security import allowed_hosts, host_name
 from paceline.serve.settings import ServeConfig
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def live() -> Iterator[Live]:

@@ -12,6 +12,8 @@ from live_server import LONG, asked, break_engine, in_engine, in_threads, servin
 from paceline.draft.base import NoDrafter
 from paceline.errors import ModelNotFoundError
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_crash_is_told_and_survived() -> None:
     with serving(talker(0.01)) as live:

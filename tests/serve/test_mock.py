@@ -206,6 +206,7 @@ def test_the_stand_in_has_a_text_for_every_token() -> None:
     assert Tokenizer.stand_in(50).vocab_size == 50 and max(Tokenizer.stand_in(50).encode(text)) < 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -227,6 +228,7 @@ def test_what_does_not_go_together(words: tuple[str, ...], said: str, tmp_path: 
     assert process.returncode == 2 and not (tmp_path / "traces").exists()
 
 
+@pytest.mark.slow
 def test_the_command_from_a_config_alone(config_only: Path) -> None:
     process = start("--mock", ".9,.5", "--model", str(config_only / "config.json"), "--max-batch", "1", "--device", "cpu")
     with process:
@@ -242,6 +244,7 @@ def test_the_command_from_a_config_alone(config_only: Path) -> None:
             process.kill()
 
 
+@pytest.mark.slow
 def test_more_than_the_drafter_drafts_is_refused_when_it_is_loaded(config_only: Path) -> None:
     process = start("--mock", "4", "--speculate", "2", "--model", str(config_only), "--device", "cpu")
     assert "--mock asks for 4 tokens a round, and the drafter drafts 2" in process.communicate(timeout=120)[1]

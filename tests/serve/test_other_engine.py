@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from doubles import ByteTokenizer
 from live_server import asked, break_engine, serving, wait_until
 
@@ -86,6 +87,7 @@ def prompt(text: str, **more: Any) -> dict[str, Any]:
     return {"prompt": text, "max_tokens": 100, **more}
 
 
+@pytest.mark.slow
 def test_another_engine_is_served() -> None:
     factory: Callable[[], Model] = EchoModel
     with serving(factory) as live:

@@ -20,6 +20,8 @@ from page_server import HISTOGRAM, PAGE, STORY, STORY_TEXT, STORY_TOKENS, PageSe
 
 from paceline.serve.app import PAGES
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ("chat_visit",)
 ERRORS = {
     "refuse": "16 requests are waiting. The server is busy: try again in 2 s.",

@@ -8,8 +8,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
 from chat_visit import clipboard, done, expect, text_of
 from page_server import HOSTILE, MARKDOWN, MARKUP, PageServer
+
+pytestmark = pytest.mark.slow
 
 pytest_plugins = ("chat_visit",)
 

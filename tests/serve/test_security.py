@@ -207,6 +207,7 @@ FIELDS = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(more=st.dictionaries(st.sampled_from(" ".join(FIELDS).split()), JSON, min_size=1, max_size=2))
 def test_no_field_takes_the_server_down(live: Live, more: dict[str, Any]) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from small_llm import tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 def start(*words: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "paceline", "serve", "--port", "0", *words]

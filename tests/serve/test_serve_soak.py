@@ -23,6 +23,8 @@ from small_llm import tiny_model
 from paceline import LLM, SamplingParams
 from paceline.serve.worker import COMPILERS
 
+pytestmark = pytest.mark.slow
+
 NUM_REQUESTS, NUM_CLIENTS, MAX_TOKENS = 1000, 64, 24
 MOST_GROWTH_MB, MOST_NEW_OBJECTS = 24, 500
 """In the second half. Five megabytes of nonsense leave holes in the allocator's arenas; objects are counted exactly."""

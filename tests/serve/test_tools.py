@@ -26,6 +26,7 @@ def parse(pieces: list[str]) -> tuple[str, list[Call]]:
     return "".join(text for text, _ in parts), [call for _, calls in parts for call in calls]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "shown", "names"),
     [

@@ -22,6 +22,8 @@ from paceline.train.answers import AnswerShards
 from paceline.train.tiny import write_tiny_target
 from paceline.types import SamplingParams, Sequence
 
+pytestmark = pytest.mark.slow
+
 TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1")
 
 

@@ -21,6 +21,8 @@ from paceline.serve.run import make_server
 from paceline.serve.settings import ServeConfig
 from paceline.serve.worker import EngineWorker
 
+pytestmark = pytest.mark.slow
+
 
 def test_greedy_answers_equal_the_offline_ones_in_company() -> None:
     texts = [f"prompt {index}" for index in range(12)]

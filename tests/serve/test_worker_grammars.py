@@ -11,6 +11,8 @@ from live_server import asked, break_engine, serving, talker, wait_until
 from paceline.engine.grammar import Grammars
 from paceline.types import GrammarSpec
 
+pytestmark = pytest.mark.slow
+
 
 def test_compiling_a_grammar_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     go, real = threading.Event(), Grammars._compile

@@ -55,6 +55,7 @@ def test_a_drafter_that_goes_token_by_token_is_told_apart() -> None:
     assert found.position_s == pytest.approx(2e-4, rel=0.01)
 
 
+@pytest.mark.slow
 def test_held_out_sizes_are_predicted() -> None:
     steps = steps_of([steps_file()])
     found = fitted(steps, SHAPE, DEPLOYMENT)
@@ -145,6 +146,7 @@ def test_files_that_are_no_calibrations(tmp_path: Path, change: dict[str, Any], 
         read_calibration(file)
 
 
+@pytest.mark.slow
 def test_least_squares_without_negative_terms() -> None:
     """Against SciPy on problems where plain least squares would turn negative."""
     optimize = pytest.importorskip("scipy.optimize")

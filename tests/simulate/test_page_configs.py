@@ -12,6 +12,7 @@ import random
 from dataclasses import asdict
 from typing import Any
 
+import pytest
 from javascript import run_js
 
 from paceline.errors import PacelineError
@@ -73,6 +74,7 @@ def test_every_config_of_the_catalogue_is_read_as_python_reads_it() -> None:
         assert ours["again"] == ours["shape"]
 
 
+@pytest.mark.slow
 def test_spoiled_configs_are_read_or_refused_as_python_does() -> None:
     rng = random.Random(1)
     cases = [spoiled(rng, config) for config in configs() for _ in range(25)]

@@ -136,6 +136,7 @@ def drawn_case(rng: random.Random, place: int) -> tuple[dict[str, Any], dict[str
     return {**told, "plain_rate": plain_rate, "kind": kind, "values": values, "load": asdict(load)}, expected
 
 
+@pytest.mark.slow
 def test_a_thousand_random_inputs_agree() -> None:
     rng = random.Random(6)
     cases = [drawn_case(rng, place) for place in range(NUM_INPUTS)]

@@ -40,6 +40,8 @@ from paceline.simulate.serving import (
     make_planner,
 )
 
+pytestmark = pytest.mark.slow
+
 ONE_ROW = ServerShape(max_rows=1, prefill_chunk=None)
 HALF: Survival = tuple(0.5**place for place in range(1, 8))
 

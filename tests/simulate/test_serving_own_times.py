@@ -13,6 +13,8 @@ from paceline.simulate.load import Arrivals
 from paceline.simulate.replay import Recorded, compare, own_costs
 from paceline.simulate.serving import Case, Job, ServerShape, Simulation
 
+pytestmark = pytest.mark.slow
+
 Step = tuple[str, float, float, float]
 
 

@@ -35,6 +35,8 @@ from paceline.simulate.replay import (
 )
 from paceline.simulate.serving import Job, Lookups, ServerShape
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 from paceline.cli import app
 from paceline.errors import PacelineError
 
+pytestmark = pytest.mark.slow
+
 BLOCK = ["--model", "DeepSeek-V4-Pro", "--hardware", "B200", "--acceptance", "0.89", "--block", "16"]
 
 

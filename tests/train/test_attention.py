@@ -87,6 +87,7 @@ def slot_by_slot(kind: str, tensors: list[Tensor]) -> Tensor:
     return torch.stack(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_equals_the_definition(way: str, kind: str) -> None:
@@ -95,6 +96,7 @@ def test_every_way_equals_the_definition(way: str, kind: str) -> None:
         torch.testing.assert_close(attended(way, kind, tensors), slot_by_slot(kind, tensors), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["split", "sdpa"])  # flex has no backward without its kernel
 def test_gradients_equal_the_definition(way: str, kind: str) -> None:
@@ -107,6 +109,7 @@ def test_gradients_equal_the_definition(way: str, kind: str) -> None:
         torch.testing.assert_close(own, theirs, atol=2e-6, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_block_sees_neither_other_blocks_nor_documents_nor_what_follows(way: str, kind: str) -> None:
@@ -132,6 +135,7 @@ def test_a_block_sees_neither_other_blocks_nor_documents_nor_what_follows(way: s
         begin += length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_causal_slots_do_not_see_later_ones(way: str) -> None:
     tensors = [each.detach() for each in inputs()]
@@ -179,6 +183,7 @@ def test_auto_is_split_without_a_gpu() -> None:
     assert type(make_attention("auto", config_of("full"), layout_of(), torch.float32)) is WAYS["split"]
 
 
+@pytest.mark.slow
 def test_packs_of_every_size_share_what_is_compiled() -> None:
     """The mask is compiled for the first pack alone, the product for the first two sizes: no other number of documents, blocks
     or positions makes them again."""

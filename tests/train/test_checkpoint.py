@@ -56,6 +56,7 @@ def stopped(_stopped: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(_stopped, tmp_path, dirs_exist_ok=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -181,6 +182,7 @@ def test_a_cut_checkpoint_is_named_with_the_remedy(stopped: Path, file: str, kep
         trainer(stopped, config()).resume()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", ["save_file", "write_checkpoint", "Path.rename"])
 def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = trainer(tmp_path, config(checkpoint_minutes=EVERY_STEP))

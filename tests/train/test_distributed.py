@@ -29,6 +29,8 @@ from paceline.train.config import LoopConfig
 from paceline.train.parallel import Piece, Replicated, Sharded, make_parallel
 from paceline.train.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 EXACT = {"objective": 2e-6, "norm": 1e-5, "heldout": 2e-6, "weight": 5e-6}
 TOLERANCES = {
     "muon": {"objective": 2e-4, "norm": 2e-3, "heldout": 2e-4, "weight": 5e-4},

@@ -33,6 +33,8 @@ from paceline.train.served import finished_drafter
 from paceline.train.tiny import write_tiny_target
 from paceline.types import Batch, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 
 

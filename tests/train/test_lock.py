@@ -19,6 +19,8 @@ from paceline.errors import ConfigError
 from paceline.train import ranks
 from paceline.train.ranks import Ranks, only_run
 
+pytestmark = pytest.mark.slow
+
 TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1", "--features", "online")
 
 

@@ -42,6 +42,7 @@ def watched(folder: Path, **changes: Any) -> Trainer:
     return one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["ce", "d-pace", "lk-hybrid"])
 def test_packs_and_ways_of_attending_change_nothing(tmp_path: Path, loss: str) -> None:
     changes: dict[str, Any] = {"max_steps": 4, "loss": LossConfig(loss)}
@@ -64,6 +65,7 @@ def test_shares_of_a_step_add_up_to_it(tmp_path: Path) -> None:
     torch.testing.assert_close(found[0][1], found[1][1], atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
 def test_every_loss_and_optimiser_learns(tmp_path: Path, loss: str, optimiser: str) -> None:
@@ -76,6 +78,7 @@ def test_autocast_stays_near_full_precision(tmp_path: Path) -> None:
     assert half == pytest.approx(full, rel=0.02) and half != full
 
 
+@pytest.mark.slow
 def test_an_easy_text_is_learned(tmp_path: Path) -> None:
     settings = config(max_steps=150, blocks_per_step=64, anchors=16, blocks_per_pack=64, loss=LossConfig("d-pace"))
     figures = steps_of(trainer(tmp_path, settings))
@@ -143,6 +146,7 @@ class TestHeldOut:
         assert {"loss", "eal", "accuracy", "recall1", "recall16"} <= figures[1]["heldout"].keys()
         assert figures[1]["ood"]["eal"] >= 1.0
 
+    @pytest.mark.slow
     def test_looking_teaches_nothing(self, tmp_path: Path) -> None:
         plain = objectives(tmp_path / "a")
         looked = [each["objective"] for each in steps_of(watched(tmp_path / "b", heldout_every=1))]
@@ -194,6 +198,7 @@ class TestKeepBest:
         assert kept is None or torch.equal(kept[0]["fc.weight"], weights[kept[1]["step"] - 1])
         return kept and kept[1]["step"], weights
 
+    @pytest.mark.slow
     def test_the_weights_of_the_best_look_stay(self, tmp_path: Path) -> None:
         one = watched(tmp_path, max_steps=4, heldout_every=1, keep="best")
         step, weights = self._kept(one, [(1.0, 2.0), (3.0, 2.0), (2.0, 2.0), (2.5, 2.0)])

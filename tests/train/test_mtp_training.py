@@ -43,6 +43,8 @@ from paceline.train.served import finished_drafter
 from paceline.train.start import scale_first_logits
 from paceline.types import SamplingParams, Sequence
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 HELD = 6
 

@@ -25,7 +25,7 @@ from paceline.train.on_ray import LOCAL, Job, Share, Work, Worker, connected, sh
 
 RAY = ElsewhereConfig(ray=LOCAL, ray_workers=2)
 TARGET = EngineConfig(device="cpu", dtype="float32", threads=1)
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own warnings
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,8 @@ import pytest
 
 from paceline.train.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 
 def test_alone_and_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):

@@ -188,6 +188,7 @@ class TestLoop:
         settings = config(round_starts=0.5, max_steps=6, checkpoint_minutes=-1.0, **changes)
         return trainer(folder, settings, starts=AllOf(documents(), 0.5, step))
 
+    @pytest.mark.slow
     def test_a_resumed_run_follows_the_uninterrupted_one(self, tmp_path: Path) -> None:
         whole: list[float] = []
         self.made(tmp_path / "whole").run(lambda figures: whole.append(figures["objective"]))
@@ -226,6 +227,7 @@ def paceline(*words: object) -> None:
     app([str(word) for word in words], prog_name="paceline", standalone_mode=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("--features", "cached"), ("--features", "streamed", "--drafter-kind", "dflash2")])
 def test_the_command_continues_a_drafter_where_its_rounds_begin(
     first: Path, words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -59,6 +59,7 @@ def learned(llm: LLM, document: Document, folder: Path, steps: int) -> DFlashDra
     return DFlashDrafter.from_folder(folder / f"step-{steps:06d}")
 
 
+@pytest.mark.slow
 def test_one_sample_of_200_steps_is_drafted_almost_whole(llm: LLM, tmp_path: Path) -> None:
     """Through the checkpoint and the real engine: over 0.9 of the block in every round, and the text is the target's own."""
     llm.use_drafter("none")

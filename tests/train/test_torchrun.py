@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 
 from paceline.runlog import RunFolder
 
+pytestmark = pytest.mark.slow
+
 WORDS = (
     "train",
     "--scale",

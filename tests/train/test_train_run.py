@@ -38,6 +38,8 @@ from paceline.train.start import continued_draft_ids
 from paceline.train.stopping import Stop
 from paceline.train.tiny import PARTS
 
+pytestmark = pytest.mark.slow
+
 FORWARD = ("--max-steps", "30")
 
 

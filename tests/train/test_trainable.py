@@ -67,6 +67,7 @@ def losses(one: Trainer) -> dict[int, float]:
     return {figures["step"]: figures["loss"] for figures in steps}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"autocast": True}, {"gradient_checkpointing": True}], ids=str)
 def test_another_network_learns(tmp_path: Path, changes: dict[str, Any]) -> None:
     found = list(losses(trainer(tmp_path, max_steps=60, optim=OptimConfig(lr=3e-2), **changes)).values())

@@ -70,6 +70,7 @@ def test_eleven_ninths_against_ten_ninths_in_the_papers_example() -> None:
     assert block_wise == pytest.approx(11 / 9, abs=1e-14)
 
 
+@pytest.mark.slow
 def test_the_real_rule_keeps_eleven_ninths() -> None:
     total, rounds = 0, 4000
     for seed in range(rounds):

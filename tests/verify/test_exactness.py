@@ -201,6 +201,7 @@ def test_enumerated_text_is_the_targets(rule: str, drafter: str, name: str) -> N
         assert largest_error(found, name) < 1e-6  # float32 tables
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("width", [by_likeliest_tokens, by_entropy])
 def test_how_many_are_checked_may_depend_on_what_they_are_drawn_from(width: Width, rule: str) -> None:
@@ -209,6 +210,7 @@ def test_how_many_are_checked_may_depend_on_what_they_are_drawn_from(width: Widt
     assert largest_error(found, "plain") < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_enumeration_sees_a_width_chosen_by_the_drawn_tokens(rule: str) -> None:
     found, widths = enumerate_text(RULES[rule], "block", 3, "plain", by_drawn_tokens)
@@ -216,6 +218,7 @@ def test_enumeration_sees_a_width_chosen_by_the_drawn_tokens(rule: str) -> None:
     assert largest_error(found, "plain") > 1e-3
 
 
+@pytest.mark.slow
 def test_match_stays_exact_however_the_width_is_chosen() -> None:
     found, _ = enumerate_text(match_outcomes, "block", 3, "plain", by_drawn_tokens)
     assert largest_error(found, "plain") < 1e-6
