@@ -46,7 +46,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def answers(planner: Planner, way: dict[str, Any], num_seeds: int = 4, **drafter: Any) -> list[Sequence]:
+def answers(planner: Planner, way: dict[str, Any], num_seeds: int = 1, **drafter: Any) -> list[Sequence]:
     """All prompts with some seeds, several rows at a time. An answer of 24 tokens fills its row of the cache."""
     target = FakeTarget(vocab_size=24, sharpness=1.5, num_rows=3, max_len=32)
     draws = TreeDrafter(target, **({"accuracy": 1.0, "tap_layers": (0, 2)} | drafter))

@@ -28,7 +28,7 @@ from native_models import (
 from torch import Tensor
 
 from paceline.errors import ContextLengthError
-from paceline.model.blocks import BLOCK_KINDS, BlockKind, Blocks
+from paceline.model.blocks import BlockKind, Blocks
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
 from paceline.model.native_decoder import NativeDecoder
@@ -280,12 +280,12 @@ def test_blocks_are_their_dense_numbers(kinds: tuple[BlockKind | None, ...], dty
     assert same_bits(ours.embed(tokens), dense["model.embed_tokens.weight"].to(dtype))
 
 
-@pytest.mark.parametrize("kind", BLOCK_KINDS)
+@pytest.mark.parametrize("kind", ["Q5_1", "Q6_K"])
 def test_blocks_give_the_same_bits_on_every_instruction_set(kind: BlockKind) -> None:
     """Products in integers, norms, attention and what lies between: a pass of a model in blocks is the same everywhere.
 
     Sums of another order differ in the last of 24 bits, and what is rounded to eight of them shows one in thousands: many
-    numbers are needed to see it.
+    numbers are needed to see it. Products of every format have a test of their own in test_native_lib.py.
     """
     config = replace(WHOLE_BLOCKS, hidden_size=512, intermediate_size=1024, num_heads=8, head_dim=64)
     blocks = blocks_of(random_weights(config), (kind,))

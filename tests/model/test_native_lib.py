@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import gguf
@@ -48,6 +49,7 @@ def width_of(kind: BlockKind) -> int:
     return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
 
 
+@cache
 def weights_of(rows: int, cols: int) -> list[tuple[Tensor | Blocks, Tensor]]:
     """A random matrix in every format that its columns allow, and what it holds as float32."""
     values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows * 1000 + cols))
@@ -76,7 +78,7 @@ def test_matrices_are_numpy_s(rows: int, cols: int, isa: str) -> None:
             assert torch.equal(part.rows_of(list(range(len(ids))), dtype), held[ids].to(dtype))
             if matrix.formats == ["float32"] and dtype == torch.bfloat16:
                 continue  # refused, see below
-            for num_tokens in (1, 2, 5, 7, 12, 13, 64):
+            for num_tokens in (1, 2, 7, 13, 64):
                 x_TD = torch.randn(num_tokens, cols)
                 out = matrix.multiply(x_TD, dtype)
                 in_planes = isinstance(weight, Blocks) and dtype == torch.bfloat16

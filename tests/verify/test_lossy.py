@@ -77,7 +77,7 @@ class Given(Uniforms):
         return self.again
 
 
-def measures(outcome: Callable[[float], T], pieces: int = 100) -> dict[T, float]:
+def measures(outcome: Callable[[float], T], pieces: int = 20) -> dict[T, float]:
     """How much of [0, 1) leads to each outcome of a piecewise constant function; pieces must be longer than 1 / `pieces`."""
     found: dict[T, float] = defaultdict(float)
     edges = [place / pieces for place in range(pieces)]
@@ -86,7 +86,7 @@ def measures(outcome: Callable[[float], T], pieces: int = 100) -> dict[T, float]
         after = outcome(high)
         if after != now:
             left, right = low, high
-            for _ in range(60):
+            for _ in range(34):
                 middle = (left + right) / 2
                 left, right = (middle, right) if outcome(middle) == now else (left, middle)
             found[now] += right - begin
@@ -321,14 +321,14 @@ def test_greedy_says_nothing_that_cannot_be(name: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "max_tv", "num_tokens"),
     [
-        ("drawn", 0.02, 100_000),
-        ("certain", 0.02, 5_000),
-        ("tree", 0.02, 20_000),
-        ("greedy", 0.02, 100_000),
-        ("drawn", 0.0, 2_000),
-        ("tree", 0.0, 2_000),
-        ("drawn", 0.2, 5_000),
-        ("certain", 0.2, 5_000),
+        ("drawn", 0.02, 4_000),
+        ("certain", 0.02, 2_000),
+        ("tree", 0.02, 4_000),
+        ("greedy", 0.02, 10_000),
+        ("drawn", 0.0, 500),
+        ("tree", 0.0, 500),
+        ("drawn", 0.2, 2_000),
+        ("certain", 0.2, 2_000),
     ],
 )
 def test_the_budget_is_never_exceeded(kind: str, max_tv: float, num_tokens: int) -> None:
@@ -336,14 +336,13 @@ def test_the_budget_is_never_exceeded(kind: str, max_tv: float, num_tokens: int)
     random = torch.Generator().manual_seed(5)
     rows = torch.softmax(torch.randn(64, 5, generator=random, dtype=torch.float64) * 1.5, -1).tolist()
     rule, ledger = Lossy.of("lenience:0.3" if kind == "drawn" else "typical:eps=0.1,delta=0.3"), Ledger(max_tv)
-    priced = {(a, b): distance(said_drawn(rule, rows[a], rows[b]), rows[a]) for a in range(64) for b in range(64)}
-    total, count, picks = 0.0, 0, torch.randint(0, 64, (200_000, 2), generator=random).tolist()
+    total, count, picks = 0.0, 0, torch.randint(0, 64, (2 * num_tokens, 2), generator=random).tolist()
     for number, (a, b) in enumerate(picks):
         uniforms, before = Uniforms(number, 3), len(ledger.sums)
         if kind == "drawn":
             row = checked([b % 5], tensor(rows[b]).unsqueeze(0), tensor(rows[a]).repeat(2, 1), uniforms)
             lossy_rule(rule, ledger).verify(row)
-            prices = [priced[a, b], 0.0]
+            prices = [distance(said_drawn(rule, rows[a], rows[b]), rows[a]), 0.0]
         else:
             children = [b % 5, (b + 1) % 5] if kind == "tree" else [b % 5]
             best, draws = rows[a].index(max(rows[a])), uniforms.sample(0)
