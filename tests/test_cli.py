@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -10,21 +11,17 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import NamedTuple
 
 import pytest
-import typer
-from command_lines import parse, words_of
 from small_llm import tiny_model
-from typer.testing import CliRunner
 
 from paceline.bench.beside import Beside
 from paceline.bench.pages import render
-from paceline.cli import app
-from paceline.commands.catalogue import SECTIONS
+from paceline.cli import main
 from paceline.commands.generate import model_and_prompt
 from paceline.commands.shared import grammar_of, note_without_effect
 from paceline.config import EngineConfig
@@ -41,56 +38,28 @@ def paceline(*words: str, stdin: str = "", env: dict[str, str] | None = None) ->
     )
 
 
-def test_help_imports_no_command_and_nothing_heavy() -> None:
-    """Imports are what `--help` spends its time on; seconds would depend on the machine."""
-    code = (
-        "import sys; from typer.testing import CliRunner; from paceline.cli import app;"
-        "assert CliRunner().invoke(app, ['--help']).exit_code == 0;"
-        "print(*sorted(m for m in sys.modules if m.startswith('paceline')));"
-        "print(*({'torch', 'transformers', 'rich', 'numpy', 'yaml', 'jinja2'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    ours, heavy = done.stdout.splitlines()
-    names = ["paceline", "paceline.cli", "paceline.commands", "paceline.commands.catalogue", "paceline.errors"]
-    assert ours.split() == names
-    assert not heavy
+class Called(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
 
 
-def commands_of(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    for name, command in group.commands.items():
-        yield " ".join((*words, name)), command
-        if hasattr(command, "commands"):
-            yield from commands_of(command, (*words, name))
+Call = Callable[..., Called]
 
 
-def help_of(words: str) -> str:
-    return CliRunner().invoke(app, [*words.split(), "--help"], prog_name="paceline", terminal_width=80).output
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """The command line in this process, which has imported PyTorch long ago."""
 
+    def run(*words: str, stdin: str = "") -> Called:
+        monkeypatch.setattr(sys, "argv", ["paceline", *words])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert isinstance(ended.value.code, int)
+        return Called(ended.value.code, *capsys.readouterr())
 
-COMMANDS = dict(commands_of(typer.main.get_command(app)))
-
-
-@pytest.mark.parametrize("words", ["", *(name for name, command in COMMANDS.items() if hasattr(command, "commands"))])
-def test_each_command_is_one_whole_line_of_help(words: str) -> None:
-    shown = help_of(words).splitlines()
-    command = COMMANDS.get(words) or typer.main.get_command(app)
-    for entries in command.sections.values():
-        for name, entry in entries.items():
-            (line,) = (line for line in shown if line.split()[:1] == [name])
-            assert line.endswith(f"  {entry.summary}") and len(line) <= 80
-
-
-@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if not hasattr(command, "commands")])
-def test_help_begins_with_the_summary_and_its_examples_are_commands(name: str) -> None:
-    *group, last = name.split()
-    entries = COMMANDS[group[0]].sections if group else SECTIONS
-    (summary,) = (part[last].summary for part in entries.values() if last in part)
-    assert COMMANDS[name].help.split("\n\n")[0] == summary
-    examples = help_of(name).split("\n  Examples:\n")[1].split("\n\n")[0].replace("\\\n", " ")
-    lines = [line.strip() for line in examples.splitlines()]
-    assert len(lines) >= 1 and all(line.startswith("paceline ") for line in lines)
-    for line in lines:
-        parse(words_of(line))
+    return run
 
 
 def test_a_schema_is_a_file_or_itself(tmp_path: Path) -> None:
@@ -109,7 +78,6 @@ def test_without_a_command_help_is_shown() -> None:
     assert paceline("--version").stdout.startswith("paceline ")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -137,8 +105,8 @@ def test_without_a_command_help_is_shown() -> None:
         (("fly",), "fly"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(words: tuple[str, ...], said: str) -> None:
-    done = paceline(*words)
+def test_bad_input_is_one_line_and_exit_code_2(call: Call, words: tuple[str, ...], said: str) -> None:
+    done = call(*words)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
@@ -147,7 +115,7 @@ def test_bad_input_is_one_line_and_exit_code_2(words: tuple[str, ...], said: str
 
 
 @pytest.mark.slow
-def test_an_answer_beside_plain_decoding_and_transformers(tmp_path: Path) -> None:
+def test_an_answer_beside_plain_decoding_and_transformers(call: Call, tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "tiny")
     words = (
         "--compare",
@@ -161,7 +129,7 @@ def test_an_answer_beside_plain_decoding_and_transformers(tmp_path: Path) -> Non
         "8",
         "--json",
     )
-    done = paceline("generate", str(model), "hi hi hi hi", *words)
+    done = call("generate", str(model), "hi hi hi hi", *words)
     assert done.returncode == 0, done.stderr
     loaded, _, result = done.stderr.strip().splitlines()  # what was loaded, the answer, one line of result
     assert " on cpu, " in loaded
@@ -171,7 +139,7 @@ def test_an_answer_beside_plain_decoding_and_transformers(tmp_path: Path) -> Non
         result,
     )
     assert json.loads(done.stdout)["transformers"]["speedup"] > 0
-    done = paceline("generate", str(model), "hi hi hi hi", *words, "--stats")
+    done = call("generate", str(model), "hi hi hi hi", *words, "--stats")
     assert "token-identical" in done.stderr and "x as fast, the same tokens" in done.stderr
     assert "time: prefill" in done.stderr and "--stats" not in done.stderr
 
@@ -226,11 +194,11 @@ def test_with_json_an_error_is_json_too() -> None:
     assert "empty" in json.loads(done.stdout)["error"]
 
 
-def test_an_error_in_the_engine_names_the_options(tmp_path: Path) -> None:
+def test_an_error_in_the_engine_names_the_options(call: Call, tmp_path: Path) -> None:
     model = str(tiny_model(tmp_path / "tiny"))
-    done = paceline("generate", model, "hi", "--max-len", "32", "--max-tokens", "30")
+    done = call("generate", model, "hi", "--max-len", "32", "--max-tokens", "30")
     assert "lower --max-tokens, or raise --max-len" in done.stderr and done.returncode == 2
-    chat = paceline("chat", model, "--max-len", "32", "--max-tokens", "30", stdin="hi\n")
+    chat = call("chat", model, "--max-len", "32", "--max-tokens", "30", stdin="hi\n")
     assert "lower --max-tokens, or raise --max-len" in chat.stderr
 
 

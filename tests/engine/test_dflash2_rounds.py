@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
@@ -87,12 +88,17 @@ def answers(kind: Any, params: SamplingParams, planner: FixedPlanner, drafter: A
     return run(engine, PROMPTS, params)
 
 
+@cache
+def plain_answers(kind: Any, way: str) -> list[Sequence]:
+    return answers(kind, SamplingParams(max_tokens=24, **WAYS[way]), FixedPlanner(0))
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("agrees", "kind"), PAIRS)
 @pytest.mark.parametrize("num_nodes", [0, 12])
 def test_the_text_is_plain_decodings(num_nodes: int, agrees: str, kind: Any, way: str) -> None:
     params = SamplingParams(max_tokens=24, **WAYS[way])
-    plain = answers(kind, params, FixedPlanner(0))
+    plain = plain_answers(kind, way)
     drafter = DFlash2Drafter(network())
     if agrees != "its own":
         drafter = Agreeing(network())
@@ -129,7 +135,7 @@ def expected_answers(params: SamplingParams, depth: int) -> dict[tuple[int, ...]
     return masses
 
 
-def p_value(rule: str, monkeypatch: pytest.MonkeyPatch, num_samples: int = 900) -> float:
+def p_value(rule: str, monkeypatch: pytest.MonkeyPatch, num_samples: int = 300) -> float:
     """Chi-square of answers without a seed. Their drafts are drawn from the selector's own distribution, or guessed (auto)."""
     numbers = random.Random(4)
     monkeypatch.setattr(types.os, "urandom", numbers.randbytes)
@@ -159,4 +165,4 @@ def test_a_proposal_that_drafts_were_not_drawn_from_would_be_seen(monkeypatch: p
         return tokens, None if probs_KV is None else torch.full_like(probs_KV, 1.0 / VOCAB), sure
 
     monkeypatch.setattr(WalkedReading, "drawn", wrong)
-    assert p_value("block", monkeypatch, 300) < 1e-6
+    assert p_value("block", monkeypatch) < 1e-6
