@@ -5,6 +5,7 @@ Tests run tiny tensors: one thread is faster than two that wait for each other.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -22,6 +23,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
         return None
     return True if SLOW_FILE.search(collection_path.read_text()) else None
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    gc.disable()  # thousands of modules and items are allocated, none of which is garbage
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Later collections of garbage, which servers and tests ask for by the dozen, need not walk what is imported."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

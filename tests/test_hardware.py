@@ -18,10 +18,8 @@ def test_known_gpus() -> None:
     assert catalogue.machines()["GH200"].memory_bytes == 96 * 10**9
 
 
-def test_this_machine_is_measured_quickly() -> None:
-    started = time.perf_counter()
+def test_this_machine_is_measured() -> None:
     machine = this_machine()
-    assert time.perf_counter() - started < 5
     assert 1e8 < machine.bytes_per_s < 2e12
     assert all(1e8 < rate < 1e14 for rate in machine.cached_bytes_per_s.values()) and len(machine.cached_bytes_per_s) == 4
     assert set(machine.flops_per_s) == {"bfloat16", "float32"}

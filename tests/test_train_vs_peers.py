@@ -41,9 +41,9 @@ def test_a_curve_keeps_the_drafters_weights_when_it_is_time(monkeypatch: pytest.
 def test_a_stopped_watch_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = module("train_vs_peers_curve", monkeypatch).Stopwatch()
     first = watch.stop()
-    time.sleep(0.05)
+    time.sleep(0.5)
     watch.go_on()
-    assert watch.stop() - first < 0.05
+    assert watch.stop() - first < 0.5
 
 
 def side(points: list[tuple[float, float]], before: float) -> dict[str, Any]:
@@ -135,11 +135,11 @@ def module_text(peers: ModuleType) -> Any:
 
 
 def fake_run(job: Any, num_steps: int, on_step: Any) -> None:
-    """A peer's trainer of steps of 10 ms and 16 blocks; it does not end by itself."""
+    """A peer's trainer of steps of 50 ms and 16 blocks; it does not end by itself."""
     state = {"fc.weight": torch.zeros(1)}
     on_step(0, lambda: state)
     while True:
-        time.sleep(0.01)
+        time.sleep(0.05)
         state["fc.weight"] += 1
         on_step(16, lambda: state)
 
@@ -148,14 +148,14 @@ def test_a_peer_trains_as_many_steps_as_its_time_has_room_for(
     peers: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(peers, "specforge_run", fake_run)
-    job = SimpleNamespace(minutes=0.2 / 60, looks=2, out=str(tmp_path), changed=["specforge.batch_size=4"])
+    job = SimpleNamespace(minutes=1 / 60, looks=2, out=str(tmp_path), changed=["specforge.batch_size=4"])
     told = peers.steps("specforge", job)
     assert (
-        0.009 < told["probed_step_s"] < 0.05 and told["recipe"]["learning_rate"] == 6e-4 and told["recipe"]["batch_size"] == 4
+        0.045 < told["probed_step_s"] < 0.25 and told["recipe"]["learning_rate"] == 6e-4 and told["recipe"]["batch_size"] == 4
     )
     lines = [json.loads(line) for line in (tmp_path / "curve" / "curve.jsonl").read_text().splitlines()]
     assert lines[0]["seconds"] == 0 and lines[-1]["blocks"] == 16 * lines[-1]["steps"]
-    assert lines[-1]["steps"] == told["planned_steps"] or lines[-1]["seconds"] > 0.2
+    assert lines[-1]["steps"] == told["planned_steps"] or lines[-1]["seconds"] > 1
     assert load_file(tmp_path / "curve" / lines[-1]["weights"])["fc.weight"].item() == lines[-1]["steps"]
 
 

@@ -255,7 +255,10 @@ def test_figures_that_are_not_lossless_say_so(tmp_path: Path) -> None:
     assert "NOT LOSSLESS" in page(read_run(folder(tmp_path / "run", None, evaluation(lossless=False))))
 
 
-def verdict_of(run: Path) -> str:
+def verdict_of(run: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The sentence at the top of the page; drawing its plots, which other tests look at, would take a second."""
+    for section in ("_training", "_engine"):
+        monkeypatch.setattr(f"paceline.bench.html.{section}", lambda *_: [])
     return html.unescape(re.findall('<p class="verdict">(.*?)</p>', page(read_run(run)), re.DOTALL)[0])
 
 
@@ -277,25 +280,29 @@ def verdict_of(run: Path) -> str:
         ({"lossless": False}, "NOT LOSSLESS: acceptance was mocked"),
     ],
 )
-def test_a_report_opens_with_a_verdict(tmp_path: Path, values: dict[str, Any], said: str) -> None:
+def test_a_report_opens_with_a_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], said: str
+) -> None:
     found = evaluation(**values)
     for each in found["sets"]["gsm8k"]["results"]:
         each["identical"] = each["identical"] if each["temperature"] == 0 else None
-    verdict = verdict_of(folder(tmp_path / "run", None, found))
+    verdict = verdict_of(folder(tmp_path / "run", None, found), monkeypatch)
     assert said in verdict and "\n" not in verdict
     assert ("Its interval" in verdict) == ("speedup_interval" in values)
 
 
-def test_a_verdict_names_the_worst_setting(tmp_path: Path) -> None:
+def test_a_verdict_names_the_worst_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = evaluation()
     found["sets"]["gsm8k"]["results"][3]["speedup"] = 0.9
-    assert "The worst setting is 0.90x (d, 8 requests together, greedy)." in verdict_of(folder(tmp_path / "run", None, found))
+    assert "The worst setting is 0.90x (d, 8 requests together, greedy)." in verdict_of(
+        folder(tmp_path / "run", None, found), monkeypatch
+    )
 
 
-def test_a_verdict_on_plain_decoding_alone(tmp_path: Path) -> None:
+def test_a_verdict_on_plain_decoding_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = evaluation()
     found["sets"]["gsm8k"]["results"] = [row("none", 1, 0.0)]
-    assert "Only plain decoding was measured" in verdict_of(folder(tmp_path / "run", None, found))
+    assert "Only plain decoding was measured" in verdict_of(folder(tmp_path / "run", None, found), monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -308,11 +315,11 @@ def test_a_verdict_on_plain_decoding_alone(tmp_path: Path) -> None:
         ([step(1), check(1), check(2)], "It has stopped getting better"),
     ],
 )
-def test_a_verdict_on_training(tmp_path: Path, lines: list[dict[str, Any]], said: str) -> None:
+def test_a_verdict_on_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[dict[str, Any]], said: str) -> None:
     run = folder(tmp_path / "run", lines)
-    assert said in verdict_of(run) and f"Next: paceline evaluate {run}/drafter" in verdict_of(run)
+    assert said in verdict_of(run, monkeypatch) and f"Next: paceline evaluate {run}/drafter" in verdict_of(run, monkeypatch)
     (run / "heldout.json").write_text(json.dumps({"tokens_per_round": 2.6, "num_rounds": 3, "num_prompts": 1}))
-    assert "brings 2.60 tokens a round on prompts that it was not trained on: good." in verdict_of(run)
+    assert "brings 2.60 tokens a round on prompts that it was not trained on: good." in verdict_of(run, monkeypatch)
 
 
 def test_words_are_explained_and_settings_are_folded_away(tmp_path: Path) -> None:

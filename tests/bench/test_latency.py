@@ -29,7 +29,7 @@ from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 
 OURS = {"return_timings": True, "return_metrics": True, "ignore_eos": True}
-DELAY_S = 0.1
+DELAY_S = 0.2
 PASS_S = 0.015
 
 

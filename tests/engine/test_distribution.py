@@ -63,29 +63,37 @@ def chance_of(
     return float(chisquare(observed, [mass * scale for mass in masses]).pvalue)
 
 
+SHAPES = {
+    "plain": {"temperature": 1.0},
+    "filtered": {"temperature": 0.8, "top_p": 0.9, "min_p": 0.05},
+    "penalised": {
+        "temperature": 1.2,
+        "top_k": 4,
+        "presence_penalty": 0.7,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.3,
+    },
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "rule"),
+    ("name", "rule", "shape"),
     [
-        ("sometimes", "match"),
-        ("sometimes", "rejection"),
-        ("sometimes, with probabilities", "rejection"),
-        ("sometimes, with probabilities", "block"),
-        ("adversarial", "auto"),
-        ("adversarial", "rejection"),
+        ("sometimes", "match", "penalised"),
+        ("sometimes", "rejection", "plain"),
+        ("sometimes, with probabilities", "rejection", "filtered"),
+        ("sometimes, with probabilities", "rejection", "penalised"),
+        ("sometimes, with probabilities", "block", "plain"),
+        ("sometimes, with probabilities", "block", "penalised"),
+        ("adversarial", "auto", "filtered"),
+        ("adversarial", "rejection", "plain"),
     ],
 )
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"temperature": 1.0},
-        {"temperature": 0.8, "top_p": 0.9, "min_p": 0.05},
-        {"temperature": 1.2, "top_k": 4, "presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.3},
-    ],
-    ids=["plain", "filtered", "penalised"],
-)
-def test_sampled_answers_have_the_targets_distribution(name: str, rule: str, shape: dict[str, float]) -> None:
+def test_sampled_answers_have_the_targets_distribution(name: str, rule: str, shape: str) -> None:
+    """Each rule with the settings that it does not see and with those that change what it sees, text by text; verify/'s tests
+    have the rest by enumeration."""
     target = FakeTarget(vocab_size=5, sharpness=1.0, num_rows=16, max_len=16)
-    assert chance_of(target, drafters(target)[name], RULES[rule], shape) > 1e-4
+    assert chance_of(target, drafters(target)[name], RULES[rule], SHAPES[shape]) > 1e-4
 
 
 def target_for_residual(row: CheckedRow) -> RowVerdict:

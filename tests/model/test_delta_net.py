@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import Any
 
 import pytest
@@ -58,6 +59,11 @@ def feed(target: Decoder | NativeDecoder, row: int, tokens: list[int], parents: 
 
 def one_by_one(tokens: list[int]) -> Tensor:
     """Logits [T, V] of a fresh cache."""
+    return _one_by_one(tuple(tokens))
+
+
+@cache
+def _one_by_one(tokens: tuple[int, ...]) -> Tensor:
     target = target_of(1)
     row = target.cache.allocate()
     assert row is not None

@@ -31,7 +31,7 @@ def logits_of(size: int, sharpness: float = 1.0) -> torch.Tensor:
     return sharpness * torch.randn(size, generator=torch.Generator().manual_seed(size))
 
 
-def p_value(logits_V: torch.Tensor, params: SamplingParams, num_draws: int = 2500) -> float:
+def p_value(logits_V: torch.Tensor, params: SamplingParams, num_draws: int = 1500) -> float:
     """Chi-square of draws at as many positions, tokens that are seldom drawn taken together."""
     counts = Counter(race(logits_V, params, Noise(11, position)) for position in range(num_draws))
     masses = (num_draws * target_probs(logits_V[None], params)[0].double()).tolist()

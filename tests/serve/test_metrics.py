@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from call_counts import num_calls
 from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -240,20 +241,20 @@ def test_nothing_is_kept_of_requests_that_ended() -> None:
     assert not timed.metrics._open
 
 
-def test_a_step_of_sixteen_requests_costs_tens_of_microseconds() -> None:
+def test_a_step_of_sixteen_requests_costs_a_few_calls_for_each() -> None:
+    """Python's and C's functions, whose number is the same on every machine; on one of 2026 a step took 60 us."""
     metrics = Metrics("tiny")
     sequences = [Sequence(number, [1, 2], 1, SamplingParams()) for number in range(16)]
     stats = RoundStats([7] * 16, [number % 8 for number in range(16)], True, 1e-4, 1e-3, 1e-5)
     engine: Any = SimpleNamespace(rounds=[stats], read=(0, 0.0))
-    best = float("inf")
-    for repetition in range(400):
-        now = float(repetition + 1)
-        started = time.perf_counter()
+
+    def step(now: float) -> None:
         metrics.step(engine, 2e-3)
         for seq in sequences:
             metrics.chunk(seq, 2, now)
-        best = min(best, time.perf_counter() - started)
-    assert best < 100e-6, f"{best * 1e6:.0f} us"
+
+    step(1.0)
+    assert num_calls(lambda: step(2.0)) < 200
 
 
 def exported() -> set[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from call_counts import num_calls
 from doubles import FakeTarget, ScriptedDrafter
 from pyarrow import parquet
 from trace_files import BYTES, rows, sequence, writer, written
@@ -143,12 +144,9 @@ def test_a_full_queue_drops_and_counts_without_waiting(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(TraceWriter, "_row", slow)
     one = writer(tmp_path, queue_size=4)
-    seq, longest = sequence(), 0.0
+    seq = sequence()
     for _ in range(100):
-        started = time.perf_counter()
-        one.offer(seq, "stop")
-        longest = max(longest, time.perf_counter() - started)
-    assert longest < 0.1
+        one.offer(seq, "stop")  # one that waits would wait for the gate, for ever
     assert 95 <= one.dropped["queue"] <= 96, "four wait, and one may be in the thread's hands"
     gate.set()
     one.close()
@@ -282,14 +280,11 @@ def test_impossible_values(tmp_path: Path, options: dict[str, Any], message: str
     assert threading.active_count() == before
 
 
-def test_threads_end_and_offers_are_quick(tmp_path: Path) -> None:
+def test_threads_end_and_offers_are_a_few_calls(tmp_path: Path) -> None:
     before = threading.active_count()
     one = writer(tmp_path, queue_size=5000)
-    seq, taken = sequence(), []
-    for _ in range(2000):
-        started = time.perf_counter()
-        one.offer(seq, "stop")
-        taken.append(time.perf_counter() - started)
+    seq = sequence()
+    calls = [num_calls(lambda: one.offer(seq, "stop")) for _ in range(200)]
     one.close()
-    assert threading.active_count() == before and one.written == 2000
-    assert sorted(taken)[1000] < 50e-6
+    assert threading.active_count() == before and one.written == 200
+    assert max(calls) < 40

@@ -106,14 +106,26 @@ SLIDERS = [
 ]
 
 
-@pytest.mark.parametrize(("link", "name", "value"), CHANGES, ids=[name for _, name, _ in CHANGES])
-def test_every_control_moves_figures_and_charts(visit: Any, link: str, name: str, value: Any) -> None:
-    tab = visit(link.replace(" ", "%20"))
+def assert_moves(tab: Any, name: str, value: Any) -> None:
     shown, pixels = tab.shown(), tab.page.evaluate(PIXELS)
     tab.set(name, value)
-    assert tab.shown() != shown and tab.page.evaluate(PIXELS) != pixels
-    assert tab.page.locator("#fault").is_hidden()
+    assert tab.shown() != shown and tab.page.evaluate(PIXELS) != pixels, name
+    assert tab.page.locator("#fault").is_hidden(), name
     assert name in tab.link()
+
+
+def test_every_control_moves_figures_and_charts(visit: Any) -> None:
+    tab = visit()
+    opened = tab.shown()
+    for name, value in [(name, value) for link, name, value in CHANGES if not link]:
+        assert_moves(tab, name, value)
+        tab.page.get_by_role("button", name="Reset").click()
+        assert tab.shown() == opened, name
+
+
+@pytest.mark.parametrize(("link", "name", "value"), [each for each in CHANGES if each[0]], ids=lambda each: str(each)[:20])
+def test_controls_that_count_elsewhere_move_figures_and_charts(visit: Any, link: str, name: str, value: Any) -> None:
+    assert_moves(visit(link.replace(" ", "%20")), name, value)
 
 
 def test_no_control_is_left_out(visit: Any) -> None:
@@ -135,9 +147,15 @@ OPENED = {
 }
 
 
-@pytest.mark.parametrize("name", SLIDERS)
-def test_every_slider_moves_its_number_by_keys(visit: Any, name: str) -> None:
-    tab = visit(OPENED.get(name, ""))
+@pytest.mark.parametrize("link", ["", *OPENED.values()])
+def test_every_slider_moves_its_number_by_keys(visit: Any, link: str) -> None:
+    tab = visit(link)
+    for name in SLIDERS:
+        if OPENED.get(name, "") == link:
+            assert_slides(tab, name)
+
+
+def assert_slides(tab: Any, name: str) -> None:
     slider, box = tab.page.locator(f"#{name}-slider"), tab.page.locator(f"#{name}")
     tab.unfold(slider)
     slider.focus()
@@ -145,8 +163,8 @@ def test_every_slider_moves_its_number_by_keys(visit: Any, name: str) -> None:
     tab.page.keyboard.press("ArrowRight")
     if tab.shown() == shown:
         tab.page.keyboard.press("End")
-    assert float(box.input_value()) > float(before)
-    assert tab.shown() != shown
+    assert float(box.input_value()) > float(before), name
+    assert tab.shown() != shown, name
     assert slider.get_attribute("aria-valuetext").replace(",", "") == box.input_value()
     box.fill(before)
     assert tab.shown() == shown
@@ -218,9 +236,15 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "told"), WRONG)
-def test_nonsense_is_told_and_nothing_is_drawn(visit: Any, name: str, value: str, told: str) -> None:
+def test_nonsense_is_told_and_nothing_is_drawn(visit: Any) -> None:
     tab = visit()
+    tab.set("batch", "7")
+    tab.page.get_by_role("button", name="Reset").click()
+    for name, value, told in WRONG:
+        assert_told(tab, name, value, told)
+
+
+def assert_told(tab: Any, name: str, value: str, told: str) -> None:
     shown, link = tab.shown(), tab.link()
     tab.set(name, value)
     expect(tab.page.locator("#fault")).to_contain_text(told)
