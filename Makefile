@@ -12,7 +12,7 @@ SANITIZED := $(CURDIR)/build/native/libpaceline_native_sanitize.so
 
 SOURCES := paceline tests experiments deploy docs notebooks setup.py
 
-.PHONY: setup demo test test-quick test-arm lint check format bench docs native sanitize wheel clean
+.PHONY: setup demo test test-quick test-machines test-arm lint check format bench docs native sanitize wheel clean
 
 $(INSTALLED): requirements.lock pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -31,14 +31,21 @@ setup: $(READY)  ## the virtual environment with everything pinned
 demo: $(READY)  ## a small coding model changes a function, plainly, with drafts and in Transformers; what it wrote is run
 	$(BIN)/python experiments/demo.py
 
-# A process for each core; tests of one file stay together, because they share what is slow to make.
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
+# A process for each core; tests of one file stay together, because they share what is slow to make. tests/conftest.py has
+# their order: slow files first, which pytest-xdist would undo.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-test: $(READY)  ## the whole test suite but test-arm; ends with what was skipped and why
-	$(PYTEST) -rs --ignore tests/native
+# Also where the environment forbids them: without files of bytecode each process would compile paceline and its tests anew.
+test test-quick test-machines test-arm: export PYTHONDONTWRITEBYTECODE :=
 
-test-quick: $(READY)  ## the test suite without its slow tests (tests/conftest.py lists them)
+test: $(READY)  ## the whole test suite but test-arm; ends with the slowest tests, and with what was skipped and why
+	$(PYTEST) -rs --durations=50 --ignore tests/native
+
+test-quick: $(READY)  ## the test suite without the tests that are marked slow
 	$(PYTEST) -m "not slow" --ignore tests/native
+
+test-machines: $(READY)  ## the test suite as on other processors, with more threads, and beside other work: hours
+	$(BIN)/python tests/machines.py
 
 test-arm: $(READY)  ## the native library for ARM, under QEMU, against this machine's
 	$(BIN)/python -m pytest -rs tests/native

@@ -1,6 +1,7 @@
-"""Threads of the tests (one, unless PACELINE_TEST_THREADS says more), slow files that are not imported, and their order.
+"""What tests compute with, slow files that are not imported, and the order of files.
 
-Tests run tiny tensors: one thread is faster than two that wait for each other.
+Tests run tiny tensors: one thread is faster than two that wait for each other. PACELINE_TEST_THREADS takes another number of
+PyTorch's threads, PACELINE_ISA another instruction set of the native library (tests/machines.py tries all of them).
 """
 
 from __future__ import annotations
@@ -45,10 +46,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _threads() -> Iterator[None]:
+def _machine() -> Iterator[None]:
     import torch  # here, because the process that only hands tests to others needs no PyTorch
 
     before = torch.get_num_threads()
     torch.set_num_threads(int(os.environ.get("PACELINE_TEST_THREADS", "1")))
+    if isa := os.environ.get("PACELINE_ISA"):
+        from paceline.model import native_lib
+
+        native_lib.use(isa)
     yield
     torch.set_num_threads(before)
