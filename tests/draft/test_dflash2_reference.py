@@ -49,6 +49,8 @@ def reference_rounds(raw: dict[str, Any], network: DFlash2Network, model: Any, m
     return [(start, *each) for start, each in zip(starts, rounds, strict=False)], told.output_ids[0].tolist()
 
 
+REFERENCES: dict[tuple[int, tuple[float, ...]], Any] = {}
+"""The authors' greedy rounds, by length and sums of the weights."""
 NAMES = sorted(VARIANTS.keys() - {"sliding-unused", "sliding"})
 
 
@@ -102,7 +104,10 @@ def test_rounds_of_trained_weights_are_the_references(kind: Any, tmp_path: Path)
 def assert_same_rounds(
     raw: dict[str, Any], network: DFlash2Network, model: Any, target: Any, most: int, least: int
 ) -> Recording2:
-    theirs, tokens = reference_rounds(raw, network, model, most, 0.0)
+    key = most, tuple(float(tensor.double().sum()) for tensor in network.state_dict().values())
+    if key not in REFERENCES:  # the same for a native target
+        REFERENCES[key] = reference_rounds(raw, network, model, most, 0.0)
+    theirs, tokens = REFERENCES[key]
     drafter = Recording2(network)
     (answer,), _ = generate(target, drafter, [PROMPT], most, chunk=5)
     assert PROMPT + answer == tokens[: len(PROMPT) + most]
