@@ -280,6 +280,7 @@ def test_options_without_effect_are_noted(capsys: pytest.CaptureFixture[str]) ->
     assert "--top-p has no effect at temperature 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_page_of_the_commands_is_current() -> None:
     made = runpy.run_path(str(ROOT / "docs" / "make_cli.py"))["render"]()
     assert made == (ROOT / "docs" / "cli.md").read_text(), "run python docs/make_cli.py"

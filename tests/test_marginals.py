@@ -144,6 +144,7 @@ def mocked_answers(planner: FixedPlanner, way: dict[str, Any], num_answers: int 
     return run(engine, [[seed % 20 + 1, 3] for seed in range(num_answers)], params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [{}, {"temperature": 1.0, "presence_penalty": 0.4}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("num_nodes", [2, 8])
 def test_mocked_trees_keep_what_marginals_make_expected(num_nodes: int, way: dict[str, Any]) -> None:
@@ -154,6 +155,7 @@ def test_mocked_trees_keep_what_marginals_make_expected(num_nodes: int, way: dic
     assert not any(seq.lossless for seq in done)
 
 
+@pytest.mark.slow
 def test_mocked_trees_keep_more_than_mocked_chains() -> None:
     chain = sum(len(seq.rounds) for seq in mocked_answers(FixedPlanner(), {}))
     tree = sum(len(seq.rounds) for seq in mocked_answers(MockedPlanner(num_nodes=12, marginals=THREE), {}))

@@ -90,6 +90,7 @@ def test_a_member_with_random_weights_is_abandoned_within_fifty_requests(gain: f
         assert given["random"] <= 0.02 * len(served[50:]) and given["none"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gain", [0.97, 1.0, 1.05])
 def test_where_lookups_do_the_work_a_member_without_drafts_of_its_own_gives_way(gain: float) -> None:
     """All are equally fast then, and luck alone would share requests out."""
@@ -159,6 +160,7 @@ def test_a_member_that_gets_worse_or_better_is_found_out(after: dict[str, float]
         assert Counter(member for _, member, _ in served[900:])["b"] >= 90
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_members", "spread"), [(2, 0.0), (2, 0.5), (3, 0.05), (5, 0.0), (5, 0.5)])
 def test_exploring_is_bounded_as_it_is_stated(num_members: int, spread: float) -> None:
     members = [f"m{number}" for number in range(num_members)]
@@ -171,6 +173,7 @@ def test_exploring_is_bounded_as_it_is_stated(num_members: int, spread: float) -
     assert cluster.credit <= CREDIT * num_members
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_members", [2, 4])
 def test_exploring_is_bounded_where_members_are_nearly_equal(num_members: int) -> None:
     """There it may always be that another is better: only the credit keeps requests with the one that looks best."""

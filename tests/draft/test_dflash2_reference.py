@@ -30,6 +30,8 @@ from paceline.train.selector import trainable_of
 from paceline.train.start import network_for
 from paceline.types import Batch, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 
 def reference_rounds(raw: dict[str, Any], network: DFlash2Network, model: Any, max_tokens: int, temperature: float) -> Any:
     """(rounds, all tokens) of the authors' loop; a round: anchor's place, logits, path, candidates, q."""

@@ -29,6 +29,8 @@ from paceline.plan import FixedPlanner
 from paceline.types import Batch, SamplingParams, Sequence
 from paceline.verify.rules import RULES
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [PROMPT, PROMPT[:3], PROMPT[4:11], PROMPT[::-1]]
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -74,6 +74,7 @@ def test_lossless_values_give_rejections_text_for_drawn_drafts() -> None:
     assert [seq.rounds for seq in given] == [seq.rounds for seq in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_lossy_rule_keeps_more_drafts_and_says_what_it_cost(shape: str, way: str) -> None:
@@ -92,6 +93,7 @@ def test_a_lossy_rule_keeps_more_drafts_and_says_what_it_cost(shape: str, way: s
     assert all(GenerationStats.of(seq).lossy is None for seq in lossless)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
 @pytest.mark.parametrize("probs", [False, True])
 def test_no_part_of_an_answer_exceeds_the_budget(probs: bool, way: str) -> None:

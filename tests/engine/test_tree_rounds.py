@@ -65,6 +65,7 @@ def tokens(sequences: list[Sequence]) -> list[list[int]]:
     return [seq.output_ids for seq in sequences]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("num_nodes", [1, 6, 40])

@@ -131,6 +131,7 @@ def test_random_weights_have_norms_of_one() -> None:
     assert all((tensor == 0.0).all() for name, tensor in stored.items() if name.endswith(("layernorm.weight", "q_norm.weight")))
 
 
+@pytest.mark.slow
 def test_rows_with_different_accepted_lengths(made: Made) -> None:
     """Three rows in one pass, of equal and of unequal counts; each takes back what it likes, until all have settled often."""
     target, rng = target_of(made=made), random.Random(1)
@@ -153,6 +154,7 @@ def test_rows_with_different_accepted_lengths(made: Made) -> None:
         target.cache.rollback(rows, [start + keep for start, keep in zip(starts, keeps, strict=True)])
 
 
+@pytest.mark.slow
 def test_what_is_just_behind_is_taken_back_without_reading_again(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """A smaller model that drafts reads token by token, and takes several of them back."""
     target, tokens = target_of(1, made), text(150)

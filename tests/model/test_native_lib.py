@@ -318,6 +318,7 @@ print("ratio:", two_s / alone)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind a process to a core")
 def test_threads_that_share_a_core_give_it_to_each_other() -> None:
     """As where another program has the second core: a thread that waits for another does not keep it from working."""

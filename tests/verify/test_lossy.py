@@ -159,6 +159,7 @@ def replaced(rule: Lossy, x: int, rows_JV: Tensor, row_KV: Tensor) -> Callable[[
     return outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("drafted", DRAFTS)
 @pytest.mark.parametrize("aimed", TARGETS)
