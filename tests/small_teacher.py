@@ -1,4 +1,9 @@
-"""A teacher for tests of distillation: a Llama of four small layers in a GGUF file that has learned one answer."""
+"""A teacher for tests of distillation: a Llama of four small layers in a GGUF file that knows one answer, by construction.
+
+Nothing is trained, so that no test depends on what was learned. The tokens of the answer are all different, and each layer's MLP
+adds to a token's place in the stream the direction of the token that follows it. Every layer but the last does, so a student
+with fewer layers still gives the same answer, and is less sure of it: teaching it has something to gain.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +19,20 @@ from paceline.model.tokenizer import Tokenizer
 from paceline.train.answers import Answer, AnswerShards
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-SAID = '{"action": "refund", "id": "RF-204"}'
+SAID = '{"verb":"pay"}'
 END = 2
+MERGES = [("h", "e"), ("{", '"'), ('"', ":"), ('":', '"'), ('"', "}")]
 WORDS: dict[str, Any] = {
     "add_tokenizer_model": "gpt2",
     "add_tokenizer_pre": "smollm",
-    "add_token_list": [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "he"],
-    "add_token_types": [3] * 3 + [1] * 257,
-    "add_token_merges": ["h e"],
+    "add_token_list": [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, MERGES)],
+    "add_token_types": [3] * 3 + [1] * (256 + len(MERGES)),
+    "add_token_merges": [" ".join(pair) for pair in MERGES],
     "add_eos_token_id": END,
     "add_pad_token_id": END,
 }
 SHAPE: dict[str, Any] = {
-    "vocab_size": 260, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": 259 + len(MERGES), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 
@@ -44,40 +50,54 @@ def write_untaught(path: Path, quant: Quant = Quant.F32) -> Path:
     return path
 
 
+def prompt_of(letter: str) -> str:
+    """A ticket; all end with the same token, which the answer follows."""
+    return f"Answer this ticket {letter} of the shop, please:"
+
+
+PARTS = (1.5, 6.0, 0.5, 0.0)
+"""How much of the next token's direction each layer adds."""
+
+
+def knowing(path: Path) -> Any:
+    """A model of the vocabulary in `path` that gives SAID after every prompt of `prompt_of`.
+
+    Of the 32 channels each token of the chain has one that names it and one that points to it; all others share the rest. A
+    neuron of an MLP for each token but the last reads the former and writes the latter of the token that follows.
+    """
+    model, tokenizer = untaught(), Tokenizer.from_path(path)
+    chain = [tokenizer.encode(prompt_of("a"))[-1], *tokenizer.encode(SAID), END]
+    number, width = len(chain), SHAPE["hidden_size"]
+    assert len({*chain}) == number < width // 2 - 2, "each token has one that follows it"
+    with torch.no_grad():
+        words_VD = model.model.embed_tokens.weight
+        words_VD[:, : 2 * number] = 0
+        words_VD.mul_(2**0.5 / words_VD.norm(dim=1, keepdim=True))
+        words_VD[chain] = 0
+        words_VD[chain, torch.arange(number)] = words_VD[chain, number + torch.arange(number)] = 1.0
+        model.model.norm.weight.fill_(1.6)
+        for layer, part in zip(model.model.layers, PARTS, strict=True):
+            layer.self_attn.o_proj.weight.zero_()
+            for each in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
+                each.weight.zero_()
+            for place in range(number - 1):
+                layer.mlp.gate_proj.weight[place, place] = layer.mlp.up_proj.weight[place, place] = 1.0
+                layer.mlp.down_proj.weight[number + place + 1, place] = part / 10
+    return model
+
+
 def write_teacher(folder: Path, num_prompts: int = 24) -> tuple[Path, Path]:
     """The GGUF file, and the folder of its answers."""
-    path, model = write_untaught(folder / "words.gguf"), untaught()
-    tokenizer = Tokenizer.from_path(path)
-    said = [*tokenizer.encode(SAID), END]
-    prompts = [tokenizer.encode(f"Answer this ticket of the shop, please: {chr(97 + number)}") for number in range(num_prompts)]
-    ids_BT = torch.tensor([[*prompt, *said] for prompt in prompts])
-    optimiser = torch.optim.AdamW(model.parameters(), 1e-2)
-    first = len(prompts[0])
-    for step in range(300):
-        for group in optimiser.param_groups:
-            group["lr"] = 1e-2 * min(1.0, (step + 1) / 20)
-        logits = model(ids_BT).logits[:, first - 1 : -1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids_BT[:, first:].flatten())
-        optimiser.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        if loss.item() < 0.002:
-            break
-    assert loss.item() < 0.01
+    model = knowing(write_untaught(folder / "words.gguf"))
     write_gguf(folder / "teacher.gguf", model, "llama", Quant.Q8_0, **WORDS)
-    answers = [
-        Answer(f"ticket-{number}@0", "tickets", 0, 0.0, prompt, said, "stop", SAID) for number, prompt in enumerate(prompts)
-    ]
-    AnswerShards(folder / "answers").write(answers)
-    return folder / "teacher.gguf", folder / "answers"
+    return folder / "teacher.gguf", write_answers(folder / "answers", folder / "teacher.gguf", [SAID] * num_prompts)
 
 
 def write_answers(folder: Path, model: Path, said: list[str], ids: list[int] | None = None, first: str = "a") -> Path:
     """Answers to tickets that differ in one letter, from `first` on; `ids`: their tokens, whatever the text says."""
     tokenizer = Tokenizer.from_path(model)
     letters = [chr(ord(first) + number) for number in range(len(said))]
-    prompts = [tokenizer.encode(f"Answer this ticket of the shop, please: {letter}") for letter in letters]
+    prompts = [tokenizer.encode(prompt_of(letter)) for letter in letters]
     told = []
     for letter, prompt, text in zip(letters, prompts, said, strict=True):
         tokens = ids or [*tokenizer.encode(text), *([END] if text == SAID else [])]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from small_teacher import untaught, write_teacher
+from small_teacher import SAID, prompt_of, untaught, write_teacher
 
 pytest.importorskip("trl", reason="needs paceline[distill]")
+pytestmark = pytest.mark.slow
 
 from paceline.config import EngineConfig
 from paceline.distill import distill
@@ -36,7 +38,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def asked(taught: tuple[Path, Path], out: Path, layers: int = 3, **teach: Any) -> DistillConfig:
-    settings: dict[str, Any] = {"max_steps": 100, "batch_size": 4, "max_len": 96, "lr": 5e-3, "heldout_share": 0.2, "top_k": 8}
+    settings: dict[str, Any] = {"max_steps": 8, "batch_size": 4, "max_len": 64, "lr": 5e-3, "heldout_share": 0.2, "top_k": 8}
     engine = EngineConfig(str(taught[0]), dtype="float32")
     gate = GateConfig(num_answers=4)
     teach = settings | {"autocast": False} | teach
@@ -119,19 +121,23 @@ def test_hard_is_trls_own_loss(taught: tuple[Path, Path], tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("method", ["hard", "soft", "gkd"])
 def test_a_student_is_taught_kept_and_served(taught: tuple[Path, Path], tmp_path: Path, method: str) -> None:
-    """All of it: fewer layers, a folder that Transformers loads, a GGUF file that says the teacher's words."""
+    """All of it: fewer layers, a folder that Transformers loads, a GGUF file that says the teacher's words.
+
+    It says them before it learns; what is learned in a few steps is to be surer of them, of which there is plenty.
+    """
     import transformers
 
     config = asked(taught, tmp_path / "run", method=method)
     result = distill(config)
-    assert result.passed and result.layers == (0, 2, 3) and result.steps == 100, result.reason
+    assert result.passed and result.layers == (0, 2, 3) and result.steps == 8, result.reason
+    losses = result.findings[0].figures["loss"]
+    assert losses["teacher"] < 0.1 < 0.2 < losses["before"] and losses["student"] < 0.8 * losses["before"]
     assert result.findings[1].figures["fields"] == 1.0
     assert result.gguf is not None and checkpoint.load_config(result.gguf).num_layers == 3
     assert transformers.AutoModelForCausalLM.from_pretrained(result.student).config.num_hidden_layers == 3
-    prompt = "Answer this ticket of the shop, please: z"
     said = SamplingParams(max_tokens=50)
-    texts = [LLM(str(each), drafter="none", max_len=96).generate([prompt], said)[0].text for each in (taught[0], result.gguf)]
-    assert texts[0] == texts[1] and "refund" in texts[0]
+    models = (LLM(str(each), drafter="none", max_len=96) for each in (taught[0], result.gguf))
+    assert [each.generate([prompt_of("z")], said)[0].text for each in models] == [SAID, SAID]
     ours, theirs = (dict(checkpoint.load_tensors(each)) for each in (tmp_path / "run" / "trained", result.gguf))
     for name, tensor in theirs.items():  # it was taught as it is stored
         torch.testing.assert_close(tensor, ours[name], atol=2e-3, rtol=0)
@@ -149,14 +155,15 @@ class Never:
 
 
 def test_one_that_is_refused_takes_no_ones_place(taught: tuple[Path, Path], tmp_path: Path) -> None:
-    """A kept student stays when later ones fail: one by a gate of the caller's own, one that was hardly taught."""
+    """A kept student stays when later ones fail: one by a gate of the caller's own, one whose layer adds nothing."""
     out = tmp_path / "run"
     kept = distill(asked(taught, out))
     before = (out / "student.gguf").read_bytes()
     again = distill(asked(taught, out), judges=[Never()])
     assert kept.passed and not again.passed and again.findings[-1].name == "never"
     assert again.gguf == out / "refused.gguf" and (out / "student.gguf").read_bytes() == before
-    untrained = distill(asked(taught, tmp_path / "other", layers=1, max_steps=1, lr=1e-6))
+    lacking = asked(taught, tmp_path / "other", max_steps=1, lr=1e-6)
+    untrained = distill(replace(lacking, student=StudentConfig(keep_layers=(3,))))
     assert not untrained.passed and len(untrained.findings) == 1 and not (tmp_path / "other" / "student").exists()
 
 
@@ -167,7 +174,7 @@ def test_a_killed_training_goes_on_to_the_same_weights(
 
     def killed(self: Any, *given: Any, **named: Any) -> None:
         on_step_end(self, *given, **named)
-        if self.clock.step == 9:
+        if self.clock.step == 3:
             signal.raise_signal(signal.SIGTERM)
 
     on_step_end = teaching.Watch.on_step_end
@@ -177,7 +184,7 @@ def test_a_killed_training_goes_on_to_the_same_weights(
     assert ended.value.code == 143
     monkeypatch.undo()
     parts = distill(asked(taught, tmp_path / "killed"))
-    assert parts.steps == whole.steps == 100
+    assert parts.steps == whole.steps == 8
     ours, theirs = (dict(checkpoint.load_tensors(each.run / "trained")) for each in (parts, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     with pytest.raises(ConfigError, match="other settings.*method"):
@@ -217,13 +224,11 @@ def test_a_broken_checkpoint_is_passed_over(tmp_path: Path) -> None:
 def test_a_dry_run_says_what_it_takes_and_writes_nothing(taught: tuple[Path, Path], tmp_path: Path) -> None:
     found = price(asked(taught, tmp_path / "run", minutes=0.01))
     assert not (tmp_path / "run").exists()
-    assert found.figures["answers"] == 16 and 1 <= found.figures["steps"] <= 100
+    assert found.figures["answers"] == 16 and 1 <= found.figures["steps"] <= 8
     assert found.figures["weights"]["student"] < found.figures["weights"]["teacher"] and "core-hours" in found.text
 
 
 def test_forms_and_files(taught: tuple[Path, Path], tmp_path: Path) -> None:
-    from dataclasses import replace
-
     config = asked(taught, tmp_path / "run", max_steps=1)
     result = distill(replace(config, files=FilesConfig(gguf="none", save_dtype="float32")))
     assert result.gguf is None and not list((tmp_path / "run").glob("*.gguf"))

@@ -23,7 +23,6 @@ from paceline.tables import SILENT
 from paceline.train import facts
 
 pytestmark = pytest.mark.slow
-
 GATES = TurnGates(least_rows=5, least_cases=1)
 
 

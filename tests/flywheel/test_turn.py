@@ -1,4 +1,8 @@
-"""Two whole turns of a tiny flywheel: killed and resumed, refused, priced, written into the ledger; and bad input."""
+"""Two whole turns of a tiny flywheel: killed and resumed, refused, priced, written into the ledger; and bad input.
+
+Nothing here depends on how much a student learns: the teacher's answer survives the loss of layers (small_teacher.py), and a
+student that is to be refused has only a layer that adds nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,14 @@ from typing import Any
 import pytest
 import yaml
 from pyarrow import parquet
-from small_teacher import SAID, write_answers, write_teacher
+from small_teacher import SAID, prompt_of, write_answers, write_teacher
 
 pytest.importorskip("trl", reason="needs paceline[distill]")
+pytestmark = pytest.mark.slow
 
 from paceline.distill import teach as teaching
+from paceline.distill.config import GateConfig
+from paceline.distill.gate import Finding, Seat
 from paceline.errors import ConfigError, JudgeError, PromptError, TrainingError
 from paceline.flywheel import ledger, price, stages, turn
 from paceline.flywheel.config import FlywheelConfig, read_config
@@ -38,13 +45,13 @@ SETTINGS: dict[str, Any] = {
     "engine": {"dtype": "float32", "threads": 1},
     "split": {"evals_share": 0.3},
     "teaching": {
-        "max_steps": 150, "batch_size": 4, "lr": 5e-3, "heldout_share": 0.2, "top_k": 8, "autocast": False, "max_len": 96,
+        "max_steps": 8, "batch_size": 4, "lr": 5e-3, "heldout_share": 0.2, "top_k": 8, "autocast": False, "max_len": 64,
     },
     "student": {"choice": "even"},
     "student_gate": {"num_answers": 4, "least_agreement": 0.5, "least_fields": 0.2},
     "drafter": {
-        "plan": "off", "max_len": 96, "shape": {"num_layers": 1, "block_size": 4, "num_taps": 2},
-        "loop": {"max_steps": 4, "blocks_per_step": 8, "anchors": 4, "autocast": False, "serve_share": 0},
+        "plan": "off", "max_len": 64, "shape": {"num_layers": 1, "block_size": 4, "num_taps": 2},
+        "loop": {"max_steps": 2, "blocks_per_step": 8, "anchors": 4, "autocast": False, "serve_share": 0},
     },
     "gates": {"least_rows": 10, "least_cases": 3, "least_speedup": 0, "most_lost": 0.8, "most_lost_in_all": 0.8},
 }  # fmt: skip
@@ -107,7 +114,7 @@ def killed(config: FlywheelConfig) -> int | str | None:
 
     def ended(watch: Any, *given: Any, **named: Any) -> None:
         on_step_end(watch, *given, **named)
-        if watch.clock.step == 9:
+        if watch.clock.step == 3:
             signal.raise_signal(signal.SIGTERM)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -115,6 +122,18 @@ def killed(config: FlywheelConfig) -> int | str | None:
         with pytest.raises(SystemExit) as stopped:
             turn(config)
     return stopped.value.code
+
+
+class Passing:
+    """Distill's gate as this file needs it: whether a student learned enough is not asked (distill/test_gate.py)."""
+
+    name = "agreement"
+
+    def __init__(self, config: GateConfig) -> None:
+        self.config = config
+
+    def __call__(self, seat: Seat) -> Finding:
+        return Finding(self.name, len(seat.student) == len(seat.documents) > 0, "whatever it learned")
 
 
 class Turned:
@@ -136,7 +155,9 @@ class Turned:
 
 @pytest.fixture(scope="module")
 def turned(tmp_path_factory: pytest.TempPathFactory, teacher: tuple[Path, Path]) -> Turned:
-    return Turned(tmp_path_factory.mktemp("flywheel"), teacher)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.distill.run.Agreement", Passing)
+        return Turned(tmp_path_factory.mktemp("flywheel"), teacher)
 
 
 def serving(out: Path) -> dict[str, Any]:
@@ -151,7 +172,7 @@ def test_a_killed_turn_goes_on_at_its_stage(turned: Turned) -> None:
     state = TurnState.read(turned.config.out / "turn-1")
     for name, told in turned.after_kill.stages.items():
         assert state.stages[name] == told and state.spent[name] == turned.after_kill.spent[name]
-    assert state.stages["student"]["steps"] == 150
+    assert state.stages["student"]["steps"] == 8
     steps = [json.loads(line) for line in (turned.config.out / "turn-1/student/metrics.jsonl").read_text().splitlines()]
     assert state.spent["student"]["core_s"] > turned.after_kill.spent["student"]["core_s"] and steps
 
@@ -186,7 +207,7 @@ def test_what_the_first_student_served_begins_the_second_turn(
     shutil.copytree(turned.once / "wheel", config.out)
     traces = traces_of(config, 2)
     command = turned.first.command.replace(str(traces_of(turned.config, 2)), str(traces))
-    serve(command, [f"Answer this ticket of the shop, please: {chr(97 + number)}" for number in range(30)])
+    serve(command, [prompt_of(chr(97 + number)) for number in range(30)])
     served = parquet.read_table(traces)
     assert served.num_rows == 30 and set(served.column("model").to_pylist()) == {"student.gguf"}
     assert killed(config) == 143
@@ -208,8 +229,8 @@ def test_the_ledger_has_a_line_for_every_model(turned: Turned) -> None:
         low, high = line["interval"]
         assert low <= line["score"] <= high and line["p50_s"] > 0 and line["tokens_per_s"] > 0 and line["cases"] >= 3
         assert line["price_per_1000"] == pytest.approx(line["core_s_per_1000"] / 1000)
-    assert turned.lines[0]["score"] == 1.0 and turned.lines[2]["score"] > 0.5
-    assert turned.lines[7]["first_score"] > 0.2 and "first_score" not in turned.lines[2]
+    assert {line["score"] for line in turned.lines if line["what"] != "turn"} == {1.0}
+    assert turned.lines[7]["first_score"] == 1.0 and "first_score" not in turned.lines[2]
     texts = ledger.table(turned.lines).texts()
     assert texts[2][:3] == ["1", "student", "kept"] and texts[2][3].startswith(f"{turned.lines[2]['score']:.3f} [")
 
@@ -230,19 +251,20 @@ def test_a_refused_student_leaves_what_served(
 
     hardly = SETTINGS["teaching"] | {"max_steps": 1, "lr": 1e-4}
     without = SETTINGS["drafter"] | {"of_teacher": False}
-    config = again(turned, tmp_path, teacher, teaching=hardly, drafter=without)
+    changes: dict[str, Any] = {"layers": None, "student": {"keep_layers": [2]}, "drafter": without}  # one that adds nothing
+    config = again(turned, tmp_path, teacher, teaching=hardly, **changes)
     before, model = (config.out / "serving.json").read_bytes(), Path(turned.first.model).read_bytes()
     words = ["turn", "--config", str(tmp_path / "flywheel.yaml"), "--json"]
     assert app(words, prog_name="paceline", standalone_mode=False) == 3
     done = json.loads(capsys.readouterr().out)
     assert not done["passed"] and done["reason"] and done["model"] == turned.first.model
     lenient = {"least_agreement": 0.0, "least_fields": 0.0, "num_answers": 0}
-    patched = asked(tmp_path, teacher, teaching=hardly | {"max_steps": 2}, drafter=without, student_gate=lenient)
+    patched = asked(tmp_path, teacher, teaching=hardly | {"max_steps": 2}, student_gate=lenient, **changes)
     found = turn(patched)
     assert not found.passed and "evals: a loss of more than 0.8 beside model is not ruled out" in found.reason
     assert (config.out / "serving.json").read_bytes() == before and Path(turned.first.model).read_bytes() == model
     refused = [line for line in ledger.read(config.out) if line["state"] == "refused"]
-    assert [line["why"] for line in refused] == [done["reason"], found.reason] and refused[1]["score"] < 0.3
+    assert [line["why"] for line in refused] == [done["reason"], found.reason] and refused[1]["score"] == 0
     assert "student" not in TurnState.read(config.out / "turn-2").stages
 
 
@@ -297,11 +319,11 @@ def test_a_poisoned_or_empty_store_stops_before_anything_is_trained(tmp_path: Pa
 
 def test_evals_that_leak_are_refused(tmp_path: Path, teacher: tuple[Path, Path]) -> None:
     suite = tmp_path / "suite.jsonl"
-    scorer = {"kind": "json", "fields": {"action": "refund"}}
+    scorer = {"kind": "json", "fields": {"verb": "pay"}}
     rows = [
         {
             "id": chr(each),
-            "messages": [{"role": "user", "content": f"Answer this ticket of the shop, please: {chr(each)}"}],
+            "messages": [{"role": "user", "content": prompt_of(chr(each))}],
             "scorer": scorer,
         }
         for each in range(97, 107)
