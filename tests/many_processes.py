@@ -41,24 +41,25 @@ from paceline.train.packs import DFlashTrainable
 from paceline.train.ranks import Ranks
 from paceline.train.stream import StreamedFeatures, upcoming
 
-HIDDEN, VOCAB, TAPS, STEPS, KILLED_AT = 32, 96, (1, 3), 6, 4
+HIDDEN, VOCAB, TAPS, STEPS, KILLED_AT = 32, 96, (1, 3), 4, 3
 PATIENCE = 300
 """Seconds, on a machine with other work too, after which processes count as deadlocked and say where they are."""
-STEP_TIMEOUT_S = 8.0
-"""Of the groups that are to fail; within it four processes must also find each other on two busy cores."""
-TOO_LATE_S = 10.0
+WORLD = 3
+"""Processes of a group: an odd number, and of three one passes on what it gets from another."""
+STEP_TIMEOUT_S = 6.0
+"""Of the groups that are to fail; within it processes that are all there must also find each other on busy cores."""
+TOO_LATE_S = 8.0
 
 BASE = LoopConfig(max_steps=STEPS, blocks_per_step=24, anchors=5, blocks_per_pack=10, autocast=False, checkpoint_minutes=1e6)
 SCENARIOS = {
     "base": BASE,
-    "muon": replace(BASE, max_steps=3, optim=OptimConfig("muon")),
+    "muon": replace(BASE, max_steps=2, optim=OptimConfig("muon")),
     "recomputed": replace(BASE, gradient_checkpointing=True),
     "one-document": replace(BASE, blocks_per_step=5, blocks_per_pack=5),
     "vocabulary": replace(BASE, loss=replace(BASE.loss, vocab=24)),
     "bfloat16": replace(BASE, autocast=True),
 }
-OF_FOUR = ("base", "one-document", "bfloat16")
-"""What four processes do of them; in `one-document` three have nothing to compute."""
+"""In `one-document` all processes but one have nothing to compute."""
 WAYS = ("replicated", "sharded")
 SMALL_BUCKETS = mock.patch("paceline.train.buckets.BUCKET_BYTES", 4096)
 
@@ -120,22 +121,22 @@ def run(trainer: Trainer, killed_at: int | None = None) -> dict[str, Any]:
     return figures | {"steps": trainer.state.step}
 
 
-def started(folder: Path, world: int) -> tuple[list[int], list[str]]:
-    """Exit statuses and outputs of `world` processes that go through this file's scenarios in `folder`."""
+def started(folder: Path) -> tuple[list[int], list[str]]:
+    """Exit statuses and outputs of the processes that go through this file's scenarios in `folder`."""
     ports = []
     with contextlib.ExitStack() as probes:  # all open at once: no port twice
         for _ in range(1 + len(FAILURES)):
             probe = probes.enter_context(socket.socket())
             probe.bind(("127.0.0.1", 0))
             ports.append(str(probe.getsockname()[1]))
-    group = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "PORTS": ",".join(ports), "OMP_NUM_THREADS": "1"}
+    group = {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "PORTS": ",".join(ports), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
             [sys.executable, __file__, str(folder)],
             env={**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
-        for rank in range(world)
+        for rank in range(WORLD)
     ]  # fmt: skip
     try:
         outputs = [process.communicate(timeout=PATIENCE + 30)[0] for process in processes]
@@ -162,10 +163,9 @@ def weights_of(trainer: Trainer, file: Path) -> None:
 
 def train_in_all_ways(folder: Path, ranks: Ranks) -> None:
     """The scenarios, replicated and sharded, and runs that begin or end elsewhere."""
-    names = [*SCENARIOS] if ranks.world == 2 else OF_FOUR
     for way in WAYS:
         done: dict[str, Any] = {}
-        for name in names:
+        for name in SCENARIOS:
             trainer = make_trainer(replace(SCENARIOS[name], parallel=way), folder / f"{name}-{way}", ranks)
             done[name] = run(trainer)
             weights_of(trainer, folder / f"{name}-{way}.safetensors")
@@ -175,10 +175,9 @@ def train_in_all_ways(folder: Path, ranks: Ranks) -> None:
         assert resumed.resume()
         done["resumed"] = run(resumed)
         done["streamed"] = streamed(make_trainer(replace(BASE, parallel=way), folder / f"streamed-{way}", ranks))
-        if ranks.world == 2:
-            timed = replace(BASE, parallel=way, max_steps=10_000, max_minutes=0.4 / 60)
-            with clock_times(1 + 2 * ranks.rank):
-                done["timed"] = run(make_trainer(timed, folder / f"timed-{way}", ranks))
+        timed = replace(BASE, parallel=way, max_steps=10_000, max_minutes=0.2 / 60)
+        with clock_times(1 + 2 * ranks.rank):
+            done["timed"] = run(make_trainer(timed, folder / f"timed-{way}", ranks))
         (folder / f"{way}-{ranks.rank}.json").write_text(json.dumps(done))
 
 
@@ -285,6 +284,13 @@ def late(ranks: Ranks, wait: Any) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def all_here(folder: Path, name: str, ranks: Ranks) -> None:
+    """Wait for each other by files, so that a short limit for steps is not spent on whoever comes later."""
+    (folder / f"{name}-{ranks.rank}.here").touch()
+    while len(list(folder.glob(f"{name}-*.here"))) < ranks.world:
+        time.sleep(0.02)
+
+
 def dying(ranks: Ranks, wait: Any) -> None:
     """A process that ends without a word while others are in a step; the last one, which no port waits for."""
     wait()  # until all have found each other
@@ -301,6 +307,7 @@ FAILURES = {each.__name__: each for each in (uneven, raising, late, dying)}
 def fail(folder: Path, ranks: Ranks) -> None:
     for port, (name, failure) in zip(os.environ["PORTS"].split(",")[1:], FAILURES.items(), strict=True):
         os.environ["MASTER_PORT"] = port
+        all_here(folder, name, ranks)
         began, told = time.monotonic(), "no error"
         try:
             with process_group(ranks, "cpu", STEP_TIMEOUT_S / 60, beat_s=0.2) as wait:

@@ -13,7 +13,6 @@ import torch
 from small_teacher import SAID, prompt_of, untaught, write_teacher
 
 pytest.importorskip("trl", reason="needs paceline[distill]")
-pytestmark = pytest.mark.slow
 
 from paceline.config import EngineConfig
 from paceline.distill import distill

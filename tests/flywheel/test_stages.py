@@ -16,11 +16,9 @@ from paceline.evals.config import JudgeConfig
 from paceline.flywheel import checks, price, pricing, stages
 from paceline.flywheel.config import FlywheelConfig, TurnGates
 from paceline.flywheel.run import open_turn
-from paceline.hardware import Machine
 from paceline.store.config import SplitConfig
 from paceline.store.folder import Store
 from paceline.tables import SILENT
-from paceline.train import facts
 
 pytestmark = pytest.mark.slow
 GATES = TurnGates(least_rows=5, least_cases=1)
@@ -29,12 +27,6 @@ GATES = TurnGates(least_rows=5, least_cases=1)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_untaught(tmp_path_factory.mktemp("model") / "model.gguf")
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine("some processor", 3e10, {"bfloat16": 5e11, "float32": 2e11}, 2, 16 * 2**30)
-    monkeypatch.setattr(facts, "_measured_once", lambda device: facts.MachineFacts(machine))
 
 
 def test_a_store_of_ones_own_is_taken_as_it_is_and_must_not_change(tmp_path: Path, model: Path) -> None:
@@ -83,9 +75,7 @@ def test_answers_have_the_room_that_the_model_leaves(tmp_path: Path, model: Path
     assert told["max_tokens"] == 128 - told["longest_prompt"] < told["longest_answer"] + 32
 
 
-def test_a_dry_run_over_a_store_and_over_prompts(
-    tmp_path: Path, model: Path, here: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_over_a_store_and_over_prompts(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     figures = {"weights": {"teacher": 200, "student": 100}, "answers": 10, "heldout": 2, "minutes": {"train": 3.0, "read": 1.0}}
     monkeypatch.setattr(pricing, "price_student", lambda config: asked.append(config) or SimpleNamespace(figures=figures))

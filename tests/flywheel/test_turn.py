@@ -24,7 +24,6 @@ from pyarrow import parquet
 from small_teacher import SAID, prompt_of, write_answers, write_teacher
 
 pytest.importorskip("trl", reason="needs paceline[distill]")
-pytestmark = pytest.mark.slow
 
 from paceline.distill import teach as teaching
 from paceline.distill.config import GateConfig
@@ -37,7 +36,6 @@ from paceline.tables import Progress
 from paceline.train.answers import read_answers
 
 pytestmark = pytest.mark.slow
-
 SETTINGS: dict[str, Any] = {
     "layers": [3, 2],
     "minutes": 1,

@@ -20,7 +20,16 @@ from paceline.errors import ConfigError, DownloadError, PromptError
 from paceline.tables import Progress
 from paceline.train import on_ray, ray_answers, ray_features, regenerate, train
 from paceline.train.answers import AnswerShards
-from paceline.train.config import AnswerConfig, ElsewhereConfig, LoopConfig, PromptsConfig, RegenerateConfig, TrainConfig
+from paceline.train.config import (
+    AnswerConfig,
+    DrafterShape,
+    ElsewhereConfig,
+    LoopConfig,
+    PromptsConfig,
+    RegenerateConfig,
+    TrainConfig,
+)
+from paceline.train.conversation import Regenerated
 from paceline.train.on_ray import LOCAL, Job, Share, Work, Worker, connected, shared_out
 
 RAY = ElsewhereConfig(ray=LOCAL, ray_workers=2)
@@ -79,26 +88,6 @@ def files_of(run: Path, kind: str) -> dict[str, str]:
     return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
 
 
-def test_a_whole_run_with_a_worker_killed_in_each_stage(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = LoopConfig(max_steps=2, autocast=False, serve_share=0.0)
-    config = TrainConfig(out=tmp_path / "one", target=TARGET, scale="tiny", loop=loop, features="cached")
-    one = train(config)
-    for module, name in ((ray_answers, "Answering"), (ray_features, "Reading")):
-        job = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *given, job=job, name=name: Dying(job(*given), tmp_path / name))
-    prompts = tmp_path / "one" / "prompts.jsonl"
-    model = replace(TARGET, model=str(tmp_path / "one" / "target"))
-    two = train(replace(config, out=tmp_path / "two", target=model, asked=PromptsConfig((str(prompts),)), elsewhere=RAY))
-    assert (tmp_path / "Answering").exists() and (tmp_path / "Reading").exists(), "a worker was killed in each stage"
-    assert answers_of(one.run / "regenerate" / "answers") == answers_of(two.run / "regenerate" / "answers")
-    learned = files_of(one.run, "features")
-    assert learned and {Path(name).name: each for name, each in learned.items()} == {
-        Path(name).name: each for name, each in files_of(two.run, "features").items()
-    }
-    weights = [(each.drafter / "model.safetensors").read_bytes() for each in (one, two)]
-    assert weights[0] == weights[1] and not two.heldout
-
-
 QUESTIONS = [("Hi.", "And then?"), ("Name a colour.",), ("Sing!", "Louder.", "Stop."), ("Count to ten.",), ("Why?",)]
 
 
@@ -113,25 +102,58 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> RegenerateConfig:
     return RegenerateConfig(folder / "one", target, PromptsConfig((str(folder / "prompts.jsonl"),)), answering)
 
 
-def test_conversations_of_several_turns_and_a_run_that_goes_on(cluster: Any, asked: RegenerateConfig, tmp_path: Path) -> None:
-    one = regenerate(asked)
+@pytest.fixture(scope="module")
+def one(asked: RegenerateConfig) -> Regenerated:
+    """What one process answers."""
+    return regenerate(asked)
+
+
+def dying(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, died: Path) -> None:
+    """Have the first worker of this job die."""
+    job = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given: Dying(job(*given), died))
+
+
+def test_a_run_that_goes_on_with_answers_of_two_workers_of_which_one_is_killed(
+    cluster: Any, asked: RegenerateConfig, one: Regenerated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = replace(asked, out=tmp_path / "two", asked=replace(asked.asked, limit=2))
     assert regenerate(first).num_answers
-    told: list[str] = []
+    said: list[str] = []
 
-    class Told(Progress):
+    class Saying(Progress):
         def say(self, text: str) -> None:
-            told.append(text)
+            said.append(text)
 
-    two = regenerate(replace(asked, out=tmp_path / "two", elsewhere=RAY), progress=Told())
-    assert answers_of(one.answers) == answers_of(two.answers)
+    dying(monkeypatch, ray_answers, "Answering", tmp_path / "died")
+    two = regenerate(replace(asked, out=tmp_path / "two", elsewhere=RAY), progress=Saying())
+    assert (tmp_path / "died").exists() and answers_of(one.answers) == answers_of(two.answers)
     assert any(answer.turn for answer in AnswerShards(one.answers)), "some conversations went on"
     begun = sum(each.key.split("/")[1].startswith(("0", "1")) for each in AnswerShards(one.answers))
     assert two.num_found == 6 and two.num_answers + begun == one.num_answers
     assert (two.num_too_long, two.num_tokens_too_long) == (one.num_too_long, one.num_tokens_too_long) and two.num_too_long
-    assert any("the workers of Ray at local answer" in each for each in told)
+    assert any("the workers of Ray at local answer" in each for each in said)
     again = regenerate(replace(asked, out=tmp_path / "two", elsewhere=RAY))
     assert (again.num_found, again.num_answers) == (15, 0)
+
+
+def test_hidden_states_of_a_worker_that_is_killed_and_the_drafter_they_train(
+    cluster: Any, asked: RegenerateConfig, one: Regenerated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = DrafterShape(num_layers=1, block_size=4, num_taps=2)
+    loop = LoopConfig(max_steps=2, blocks_per_step=8, anchors=4, autocast=False, serve_share=0.0)
+    options: dict[str, Any] = {"plan": "off", "max_len": 256, "shape": shape, "loop": loop, "features": "cached"}
+    config = TrainConfig(tmp_path / "here", asked.target, answers=(one.answers,), **options)
+    here = train(config)
+    dying(monkeypatch, ray_features, "Reading", tmp_path / "died")
+    there = train(replace(config, out=tmp_path / "there", elsewhere=replace(RAY, ray_workers=1)))
+    assert (tmp_path / "died").exists(), "a worker was killed"
+    read = files_of(here.run, "features")
+    assert read and {Path(name).name: each for name, each in read.items()} == {
+        Path(name).name: each for name, each in files_of(there.run, "features").items()
+    }
+    weights = [(each.drafter / "model.safetensors").read_bytes() for each in (here, there)]
+    assert weights[0] == weights[1]
 
 
 @dataclass(frozen=True)
@@ -144,8 +166,9 @@ class Refusing:
 
 
 def test_what_a_worker_refuses_is_raised_here(cluster: Any) -> None:
-    with connected(RAY) as ray, pytest.raises(PromptError, match="no template for a with 1 threads"):
-        list(shared_out(ray, RAY, Refusing(), ["a"], 4))
+    alone = replace(RAY, ray_workers=1)
+    with connected(RAY) as ray, pytest.raises(PromptError, match="no template for a with 2 threads"):
+        list(shared_out(ray, alone, Refusing(), ["a"], 4))
 
 
 @dataclass(frozen=True)
@@ -218,6 +241,20 @@ class TestWithoutACluster:
     def test_hidden_states_are_kept(self, changes: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match="ray keeps hidden states on disk"):
             TrainConfig(elsewhere=RAY, **changes)
+
+    def test_a_training_has_its_answers_from_the_cluster(
+        self, asked: RegenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Seen(Exception):
+            pass
+
+        def shared(config: RegenerateConfig, *given: Any) -> None:
+            assert config.elsewhere == RAY
+            raise Seen
+
+        monkeypatch.setattr(ray_answers, "_shared", shared)
+        with pytest.raises(Seen):
+            train(TrainConfig(tmp_path / "run", asked.target, asked=asked.asked, plan="off", features="cached", elsewhere=RAY))
 
     def test_prompts_are_given(self, asked: RegenerateConfig, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="give prompts"):
