@@ -1,7 +1,8 @@
-"""vLLM or SGLang as `paceline serve --engine` sees them: `python fake_engine.py vllm|sglang|dies|deaf OPTIONS`.
+"""vLLM or SGLang as `paceline serve --engine` sees them: `python fake_engine.py vllm|sglang|dies|deaf|low OPTIONS`.
 
 vllm is our own server in its place, with the drafter of --speculative-config and all its drafts checked in every round: its
-completions and counters have the same words. Its command line is left in the file that WORDS names.
+completions and counters have the same words. Its command line is left in the file that WORDS names. low counts rounds of which
+no draft stood.
 """
 
 from __future__ import annotations
@@ -11,10 +12,23 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 
 def named(words: list[str], option: str) -> str:
     return words[words.index(option) + 1]
+
+
+def low(port: int) -> None:
+    from fake_servers import FakeServer, serving
+
+    class Low(FakeServer):
+        def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
+            self.count(10 * len(self.calls), 0, 10 * len(self.calls))
+            return (200, '{"data": [{"id": "m"}]}') if path == "/v1/models" else super().answer(method, path, body)
+
+    with serving(Low(), port):
+        time.sleep(600)
 
 
 def main(kind: str, words: list[str]) -> None:
@@ -24,6 +38,8 @@ def main(kind: str, words: list[str]) -> None:
         sys.exit(3)
     if kind == "deaf":
         time.sleep(600)
+    if kind == "low":
+        low(int(named(words, "--port")))
     asked = json.loads(named(words, "--speculative-config"))
     ours = ["serve", "--model", words[0] if "--model" not in words else named(words, "--model"), "--dtype", "float32"]
     ours += ["--port", named(words, "--port"), "--drafter", asked["model"], "--speculate", str(asked["num_speculative_tokens"])]

@@ -78,8 +78,8 @@ class FakeServer:
 
 
 @contextmanager
-def serving(fake: FakeServer) -> Iterator[FakeServer]:
-    """On a free port of loopback, from a thread."""
+def serving(fake: FakeServer, port: int = 0) -> Iterator[FakeServer]:
+    """On this port of loopback, or a free one, from a thread."""
 
     class Handler(BaseHTTPRequestHandler):
         def _any(self) -> None:
@@ -96,5 +96,5 @@ def serving(fake: FakeServer) -> Iterator[FakeServer]:
 
         def log_message(self, *_: Any) -> None: ...
 
-    with answering(Handler) as fake.url:
+    with answering(Handler, port) as fake.url:
         yield fake

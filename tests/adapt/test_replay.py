@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,12 @@ from paceline.adapt.world import LEAST_CHANCE, MATERIAL, World, make_world, toke
 from paceline.errors import ConfigError
 
 pytestmark = pytest.mark.slow
-
-SEEDS = 6
+SEEDS = 4
 FIRST_SEED = 50_000
 """None of the seeds that anything was looked at with."""
 
 
+@cache
 def replayed(scenario: str, policy: str = "seasonal", **changes: Any) -> dict[str, Any]:
     return run(ReplayConfig(**({"scenario": scenario, "policy": policy, "seeds": SEEDS, "first_seed": FIRST_SEED} | changes)))
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +38,29 @@ def held(folder: Path, ranks: Ranks | None = None, doing: str = "training") -> c
     return only_run(folder, doing, ranks or Ranks(), lambda text: None)
 
 
+HOLDING = """
+import sys
+from pathlib import Path
+from paceline.train.ranks import Ranks, only_run
+
+with only_run(Path(sys.argv[1]), "training", Ranks(), print):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
 def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
-    """Through the command, with a first run that is killed."""
-    run, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
-    words = [sys.executable, "-m", "paceline", *TINY, "--out", str(run), "--max-steps", "1000000"]
-    first = subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    """By the command, beside a first one in a process of its own, which is killed."""
+    run = tmp_path / "run"
+    words = [sys.executable, "-c", HOLDING, str(run)]
+    first = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        deadline = time.monotonic() + 300
-        while first.poll() is None and time.monotonic() < deadline and not (metrics.exists() and metrics.read_bytes()):
-            time.sleep(0.05)
-        assert first.poll() is None, "the test needs a first run that is at work"
+        assert first.stdout is not None and first.stdout.readline() == "held\n"
         with pytest.raises(ConfigError, match=rf"another run is training here: .*run \(pid {first.pid}\): wait until it ends"):
             paceline(*TINY, "--out", run, "--max-steps", "1")
     finally:
         first.send_signal(signal.SIGKILL)
-        first.wait()
+        first.communicate()
     with held(run):
         pass
 

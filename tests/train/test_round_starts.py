@@ -235,13 +235,13 @@ def test_the_command_continues_a_drafter_where_its_rounds_begin(
     """Of hidden states from disk, and of streamed ones with a DFlash 2 drafter; killed and resumed it reads what it found."""
     command = (*TINY, "--answers", first / "regenerate" / "answers", "--init", first / "drafter", "--out", tmp_path, *words)
     command = (*command, "--round-starts", "0.5", "--serve-share", "0")
-    paceline(*command, "--max-steps", 3)
+    paceline(*command, "--max-steps", 2)
     (folder,) = tmp_path.glob("round-starts-*")
     assert "rounds begin at" in capsys.readouterr().err
     before = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
-    paceline(*command, "--max-steps", 5)
+    paceline(*command, "--max-steps", 3)
     assert {file: file.stat().st_mtime_ns for file in folder.iterdir()} == before
-    assert [each["step"] for each in RunFolder(tmp_path).metrics()] == [1, 2, 3, 4, 5]
+    assert [each["step"] for each in RunFolder(tmp_path).metrics()] == [1, 2, 3]
     told = json.loads((tmp_path / "heldout.json").read_text())
     said = capsys.readouterr().err
     assert f"teacher-forced blocks give {told['teacher_forced']:.2f} tokens a round, the engine" in said
@@ -252,5 +252,5 @@ def test_the_command_continues_a_drafter_where_its_rounds_begin(
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose drafter others continue."""
     folder = tmp_path_factory.mktemp("first")
-    paceline(*TINY, "--max-steps", 10, "--out", folder, "--serve-share", "0")
+    paceline(*TINY, "--max-steps", 3, "--max-tokens", 32, "--out", folder, "--serve-share", "0")
     return folder
