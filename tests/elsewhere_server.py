@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -30,16 +29,17 @@ class Elsewhere:
         """Added to the numbers of tokens that it counts."""
         self.failures: list[int] = []
         """Statuses of the next answers, 0 to hang up."""
-        self.down_until = 0.0
-        """A time.monotonic() before which it hangs up on everybody."""
+        self.refuses = 0
+        """So many requests are hung up on."""
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
-        self.delay_s = 0.0
+        self.gathers = 0
+        """Nothing is answered before so many requests are there at once; once there were, all are answered as they come."""
         self.now = self.most_at_once = self.num_refused = 0
         self.url = ""
         self.other: Callable[[str, str, dict[str, Any]], tuple[int, bytes] | None] = lambda method, path, body: None
         """Answers first, where it has an answer."""
-        self._lock = threading.Lock()
+        self._lock, self._gathered = threading.Lock(), threading.Condition()
 
     def _generated(self, prompt_ids: list[int], body: dict[str, Any]) -> list[int]:
         params = SamplingParams(temperature=body["temperature"], max_tokens=body["max_tokens"], seed=body["seed"])
@@ -48,9 +48,10 @@ class Elsewhere:
 
     def answer(self, method: str, path: str, key: str | None, body: dict[str, Any]) -> tuple[int, bytes]:
         """Status 0 is a server that hangs up."""
-        if time.monotonic() < self.down_until:
-            self.num_refused += 1
-            return 0, b""
+        with self._gathered:
+            if self.refuses:
+                self.refuses, self.num_refused = self.refuses - 1, self.num_refused + 1
+                return 0, b""
         if self.failures:
             return self.failures.pop(0), b"busy"
         self.keys.append(key)
@@ -75,11 +76,14 @@ class Elsewhere:
             prompt_ids = tokenizer.encode(body["prompt"], add_special_tokens=False)
         if not is_chat and not (self.takes_ids if isinstance(body["prompt"], list) else self.takes_text):
             return 400 if self.takes_text else 404, b"not so"
-        self.now += 1
-        self.most_at_once = max(self.most_at_once, self.now)
-        time.sleep(self.delay_s)
+        with self._gathered:
+            self.now += 1
+            self.most_at_once = max(self.most_at_once, self.now)
+            self._gathered.notify_all()
+            self._gathered.wait_for(lambda: self.most_at_once >= self.gathers, timeout=60)
         ids = self.reply(prompt_ids, body)
-        self.now -= 1
+        with self._gathered:
+            self.now -= 1
         reason = "stop" if ids[-1] in tokenizer.eos_token_ids else "length"
         text = tokenizer.decode(ids[:-1] if reason == "stop" else ids, skip_special=False)
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason}

@@ -310,7 +310,7 @@ def fail(folder: Path, ranks: Ranks) -> None:
         all_here(folder, name, ranks)
         began, told = time.monotonic(), "no error"
         try:
-            with process_group(ranks, "cpu", STEP_TIMEOUT_S / 60, beat_s=0.2) as wait:
+            with process_group(ranks, "cpu", STEP_TIMEOUT_S / 60, beat_s=0.4) as wait:
                 failure(ranks, wait)
         except (ProcessesError, ValueError) as error:
             told = f"{type(error).__name__}: {error}"

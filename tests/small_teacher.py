@@ -32,8 +32,8 @@ WORDS: dict[str, Any] = {
     "add_pad_token_id": END,
 }
 SHAPE: dict[str, Any] = {
-    "vocab_size": 259 + len(MERGES), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
+    "vocab_size": 259 + len(MERGES), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 
 

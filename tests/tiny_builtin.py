@@ -93,6 +93,12 @@ def child(wheels: Path, tiny: Builtin, **environment: str) -> subprocess.Popen[s
     """A process of its own that resolves the tiny built-in; it waits for a line before it joins the second piece."""
     script = f"""
         import sys
+        import time
+        slept, sleep = [], time.sleep
+        def counted(seconds):
+            slept.append(seconds)
+            sleep(seconds)
+        time.sleep = counted
         from paceline import hub
         from paceline.hub import Builtin, Piece
         hub.BUILTINS["tiny"] = {tiny!r}
@@ -108,6 +114,7 @@ def child(wheels: Path, tiny: Builtin, **environment: str) -> subprocess.Popen[s
             append(piece, *args)
         hub._append = slow
         print(hub.resolve("tiny"), flush=True)
+        print(f"slept {{sum(slept):.1f}} s", file=sys.stderr)
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
     environment = {**os.environ, "PYTHONPATH": str(Path(hub.__file__).parents[1]), **environment}

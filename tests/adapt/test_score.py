@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from adapt_requests import request
 from doubles import ScriptedDrafter
+from fixed_seeds import fixed_seeds
 from scored import FASTEST, dflash, prompts, served, tiny_llm
 from small_llm import Talker, fake_llm
 from tiny_dflash import KINDS, loud_, network, raw_config
@@ -22,8 +23,9 @@ from paceline.errors import ConfigError
 from paceline.figures import Rounds
 from paceline.types import Batch, DraftBlock, GrammarSpec, SamplingParams
 
-pytestmark = pytest.mark.slow
+__all__ = ["fixed_seeds"]
 
+pytestmark = pytest.mark.slow
 VARIED: list[dict[str, Any]] = [
     {},
     {"max_tokens": 17},
@@ -116,7 +118,7 @@ class Recorded(Scorer):
 @pytest.mark.parametrize("make", [dflash, dflash2])
 @pytest.mark.parametrize("rule", ["auto", "rejection", "match"])
 def test_sampled_requests_are_predicted_within_the_interval(make: Any, rule: str, tmp_path: Path) -> None:
-    """Drafts are drawn, and stand by chance: tokens a round agree within four standard errors."""
+    """Drafts are drawn, and stand by chance: tokens a round agree within four standard errors, by fixed seeds."""
     llm = tiny_llm(FASTEST, rule=rule)
     params = SamplingParams(max_tokens=24, temperature=1.0, top_p=0.95)
     asked = [(prompt, params) for prompt in prompts(48)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixed_seeds import fixed_seeds
 from live_server import serving
 from safetensors.torch import load_file, save_file
 from small_llm import tiny_model
@@ -23,8 +24,9 @@ from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
 from paceline.model.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.slow
+__all__ = ["fixed_seeds"]
 
+pytestmark = pytest.mark.slow
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 SMALL = AuditConfig(answers=48, max_tokens=16, greedy_tokens=24, server_precision="float32", temperatures=(1.0,))
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_batch": 4}
@@ -92,8 +94,8 @@ def test_our_own_server_passes_without_a_drafter(model: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "check"),
-    [("flattened", "sampled"), ("top-p", "nucleus"), ("lossy", "sampled"), ("slipped", "greedy"), ("another", "greedy")],
+    ("name", "check"),  # one for each check; a lossy rule and slipped tokens: test_evidence.py
+    [("flattened", "sampled"), ("top-p", "nucleus"), ("another", "greedy")],
 )
 def test_planted_faults(
     script: ModuleType,

