@@ -1,8 +1,8 @@
 """A teacher for tests of distillation: a Llama of four small layers in a GGUF file that knows one answer, by construction.
 
-Nothing is trained, so that no test depends on what was learned. The tokens of the answer are all different, and each layer's MLP
-adds to a token's place in the stream the direction of the token that follows it. Every layer but the last does, so a student
-with fewer layers still gives the same answer, and is less sure of it: teaching it has something to gain.
+Nothing is trained, so that no test depends on what was learned. The tokens of the answer are all different, and each
+layer's MLP adds to a token's place in the stream the direction of the token that follows it. Every layer but the last
+does, so a student with fewer layers still gives the same answer, and is less sure of it: teaching it has something to gain.
 """
 
 from __future__ import annotations
@@ -32,9 +32,16 @@ WORDS: dict[str, Any] = {
     "add_pad_token_id": END,
 }
 SHAPE: dict[str, Any] = {
-    "vocab_size": 259 + len(MERGES), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
-}  # fmt: skip
+    "vocab_size": 259 + len(MERGES),
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+}
 
 
 def untaught(seed: int = 0) -> Any:

@@ -29,6 +29,7 @@ from paceline.model.decoder import Decoder
 from paceline.model.target import ForwardBatch
 from paceline.types import Batch, SamplingParams, Sequence
 
+pytestmark = pytest.mark.slow
 VOCAB, BLOCK, ROUNDS, PROMPT = 67, 6, 4, 40
 SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "is_causal": False}
 Spoil = Callable[[StoredDrafter], StoredDrafter]

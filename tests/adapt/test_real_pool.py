@@ -24,7 +24,6 @@ from paceline.errors import DownloadError
 from paceline.routes import Router
 
 pytestmark = pytest.mark.slow
-
 TICKETS = label("tag:tickets")
 KEY = "admin"
 

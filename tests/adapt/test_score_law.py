@@ -70,6 +70,7 @@ def counted_up(rule: str, text: tuple[int, ...]) -> list[float]:
     return [sum(joint[i:]) / said for i in range(1, num_slots + 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["block", "rejection"])
 def test_drafts_stand_as_often_as_all_outcomes_together_say(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For each of the 27 texts of three tokens: the number against which the scorer holds each i."""

@@ -25,7 +25,6 @@ from paceline.train.dataset import read_corpus
 from paceline.types import GrammarSpec
 
 pytestmark = pytest.mark.slow
-
 SCHEMA = {
     "type": "object",
     "properties": {"action": {"enum": ["refund", "trace", "repair"]}, "id": {"type": "string", "pattern": "^[a-z]{1,3}$"}},

@@ -21,7 +21,6 @@ import pytest
 import yaml
 
 pytestmark = pytest.mark.slow
-
 GATEWAY = Path(__file__).parents[2] / "deploy" / "gateway"
 TYPES = (
     "envoy.extensions.filters.network.http_connection_manager.v3.http_connection_manager_pb2",

@@ -55,6 +55,7 @@ def test_a_prompt_that_names_an_unseen_function_is_left_out(script: dict[str, An
     assert texts.reason("```python\ndef closed(x):\n") is None
 
 
+@pytest.mark.slow
 def test_the_script_writes_tasks_and_functions_and_counts_what_it_leaves_out(tmp_path: Path) -> None:
     other = TASK | {"task_id": 602, "text": "Return the first of them.", "code": "def first(a):\n    return a[0]"}
     other["test_list"] = ["assert first([1]) == 1"]

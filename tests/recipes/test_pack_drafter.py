@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
+
+import pytest
 
 from paceline.draft.checkpoint import weights_file
 from paceline.draft.dflash2 import read_drafter
@@ -13,15 +15,17 @@ from paceline.hub import SHIPPED
 SCRIPT = Path(__file__).parents[2] / "recipes" / "pack_drafter.py"
 
 
-def test_the_drafter_that_ships_in_half_the_bytes(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_drafter_that_ships_in_half_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     shipped, source = SHIPPED / "smollm2-135m", tmp_path / "dense"
     read_drafter(shipped).save(source)
     (source / "README.md").write_bytes((shipped / "README.md").read_bytes())
-    done = subprocess.run(
-        [sys.executable, SCRIPT, source, "--out", tmp_path / "small"], capture_output=True, text=True, check=True
-    )
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(source), "--out", str(tmp_path / "small")])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
     before, after = (weights_file(folder).stat().st_size for folder in (source, tmp_path / "small"))
-    assert 0.5 * before < after < 0.55 * before and f"{before / 1e6:.1f} MB" in done.stdout
+    assert 0.5 * before < after < 0.55 * before and f"{before / 1e6:.1f} MB" in capsys.readouterr().out
     assert (tmp_path / "small" / "README.md").read_bytes() == (source / "README.md").read_bytes()
     dense, small = (read_drafter(folder).network.state_dict() for folder in (source, tmp_path / "small"))
     off = [float((small[name].float() - each.float()).norm() / each.float().norm()) for name, each in dense.items()]

@@ -19,7 +19,6 @@ from paceline.model.tokenizer import Tokenizer
 from paceline.prompts import read_prompts
 
 pytestmark = pytest.mark.slow
-
 RUNS = Path(__file__).parents[2] / "recipes"
 MAX_PROMPT_TOKENS = 384
 TARGET = "smollm2-135m"

@@ -23,7 +23,6 @@ from paceline.model.tokenizer import Tokenizer
 from paceline.train.answers import AnswerShards
 
 pytestmark = pytest.mark.slow
-
 KEY = "sk-very-secret-0123456789"
 HELLO = [{"role": "user", "content": "Say hello."}]
 PATH = "/v1/chat/completions"

@@ -134,6 +134,7 @@ def test_a_turn_is_recorded_before_its_client_gets_the_answer(endpoint: Endpoint
     assert recorded == [1, 2]
 
 
+@pytest.mark.slow
 def test_who_comes_before_the_server_accepts_waits(folder: Path) -> None:
     served = endpoint_of(folder)
     with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])), timeout=5) as early, served:
@@ -160,6 +161,7 @@ def test_what_would_not_be_the_policys_is_refused(endpoint: Endpoint) -> None:
         attempt.sample()
 
 
+@pytest.mark.slow
 def test_new_weights_come_between_attempts(folder: Path) -> None:
     from safetensors.torch import load_file
 

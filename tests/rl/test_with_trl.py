@@ -19,7 +19,6 @@ from paceline.rl.rollouts import RolloutConfig, Rollouts
 from paceline.rl.with_trl import agent_rollout_func, attempt_reward, check_trainer, rollout_func, task_rows
 
 pytestmark = pytest.mark.slow
-
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_batch": 4, "max_len": 256}
 NEEDS_TRL = "trl is not installed: pip install 'paceline[rl]'"
 

@@ -43,6 +43,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_no_bit_changes(tmp_path: Path, settings: LoopConfig) -> None:
     curves, networks = [], []

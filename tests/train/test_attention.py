@@ -111,7 +111,7 @@ def test_gradients_equal_the_definition(way: str, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["split", "sdpa"])  # flex, which compiles for long, equals the definition (above)
 def test_a_block_sees_neither_other_blocks_nor_documents_nor_what_follows(way: str, kind: str) -> None:
     tensors = [each.detach() for each in inputs()]
     before = attended(way, kind, tensors).unflatten(0, (-1, SIZE))

@@ -155,6 +155,7 @@ def test_fused_taps_count_alike_and_come_out_at_about_unit_size(tmp_path: Path) 
         assert torch.corrcoef(torch.stack([fused.flatten(), tap.flatten()]))[0, 1] > 0.6
 
 
+@pytest.mark.slow
 def test_a_drafter_with_biases_is_served_as_it_was_trained(tmp_path: Path) -> None:
     """Through its file: the engine's text stays the target's, in the native pass and in PyTorch."""
     folder = write_tiny_target(tmp_path / "target")

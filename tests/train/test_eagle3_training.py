@@ -34,7 +34,6 @@ from paceline.train.tiny import write_tiny_target
 from paceline.types import Batch, SamplingParams
 
 pytestmark = pytest.mark.slow
-
 STEPS = 3
 
 

@@ -19,7 +19,6 @@ from paceline.train import ranks
 from paceline.train.ranks import Ranks, only_run
 
 pytestmark = pytest.mark.slow
-
 TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1", "--features", "online")
 
 

@@ -44,7 +44,6 @@ from paceline.train.start import scale_first_logits
 from paceline.types import SamplingParams, Sequence
 
 pytestmark = pytest.mark.slow
-
 STEPS = 3
 HELD = 6
 

@@ -150,6 +150,7 @@ def same(one: dict[str, Any], two: dict[str, Any]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", ["cached", "streamed"])
 def test_vllm_s_files_give_the_same_drafter(
     tmp_path: Path, engine: EngineConfig, answers: Path, vllm: tuple[VLLM, Elsewhere], features: str
@@ -163,6 +164,7 @@ def test_vllm_s_files_give_the_same_drafter(
     assert one.number >= 12
 
 
+@pytest.mark.slow
 def test_a_whole_run_elsewhere_gives_the_same_drafter(
     tmp_path: Path, engine: EngineConfig, vllm: tuple[VLLM, Elsewhere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +188,7 @@ def test_a_whole_run_elsewhere_gives_the_same_drafter(
     assert "it ran elsewhere" in (tmp_path / "planned" / "drafter" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_our_server_gives_the_same_drafter(
     tmp_path: Path, engine: EngineConfig, answers: Path, live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:

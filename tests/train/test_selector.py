@@ -213,6 +213,7 @@ def test_the_selector_learns_after_its_share_of_the_run(tmp_path: Path) -> None:
     assert looks[-1]["eal"] == pytest.approx(looks[-1]["base_eal"] + looks[-1]["selector_lift"])
 
 
+@pytest.mark.slow
 def test_it_lifts_a_body_that_stays_as_it_is(tmp_path: Path) -> None:
     """The texts go through the vocabulary in steps: what comes next is told by what came before."""
     one = trainer_2(tmp_path, config(max_steps=40, selector_from=0.0, heldout_every=39, optim=OptimConfig(lr=2e-2)))
@@ -264,6 +265,7 @@ def test_codebooks_written_out_score_as_their_factors(tmp_path: Path) -> None:
     assert whole.candidate_selector.get_parameter("successor_codebook").shape == (VOCAB, 6)
 
 
+@pytest.mark.slow
 def test_the_command_continues_a_v1_drafter(tmp_path: Path) -> None:
     """v1 in, DFlash 2 out, with a draft vocabulary; served by the engine as it is teacher-forced."""
     run, second = tmp_path / "v1", tmp_path / "v2"

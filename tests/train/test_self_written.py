@@ -132,6 +132,7 @@ def test_a_run_goes_on_after_its_last_whole_line(tmp_path: Path, tail: bytes) ->
     assert file.read_bytes() == content
 
 
+@pytest.mark.slow
 def test_a_prompt_of_an_earlier_run_is_not_written_again(tmp_path: Path) -> None:
     file = tmp_path / "own.jsonl"
     file.write_text('{"id": "self-0", "prompt": "Can I ask you a thing?"}\n')

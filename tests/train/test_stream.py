@@ -63,6 +63,7 @@ def curve(one: Trainer, streamed: StreamedFeatures | None = None) -> list[tuple[
 SETTINGS = [config(max_steps=12), config(max_steps=12, tokens_per_pack=16, blocks_per_pack=2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=["packs", "pieces"])
 def test_the_curve_is_that_of_features_computed_as_they_are_asked_for(tmp_path: Path, settings: LoopConfig) -> None:
     expected = curve(trainer(tmp_path / "online", settings))
@@ -72,6 +73,7 @@ def test_the_curve_is_that_of_features_computed_as_they_are_asked_for(tmp_path: 
     assert streamed.num_aside == 0, "every document was there when it was asked for"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_same_curve(tmp_path: Path) -> None:
     expected = curve(trainer(tmp_path / "whole", config(max_steps=12)))
 

@@ -77,6 +77,7 @@ def written(folder: Path, token: int, text: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_without_held_out_documents_the_newest_step_counts(tmp_path: Path, capsys: Any) -> None:
     answers = written(tmp_path / "answers", 70, "")
     paceline(*TINY, "--answers", answers, "--out", tmp_path / "run", "--max-steps", "4", "--json")
