@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from paceline.chances import PRIORS, Chances, Truth
 from paceline.chunks import ChunkSizes
 from paceline.errors import ConfigError
-from paceline.learned import PRIORS, RECENT, Chances, PassCosts, RoundCosts, RoundRecord, Truth
+from paceline.learned import RECENT, PassCosts, RoundCosts, RoundRecord
 from paceline.shares import TREE_S, Drafted, Objective, TreeWorth, Want, gains_of, grown, share_out, spared_by, surplus_of
 from paceline.trees import MOST_NODES, Candidates, Growing, Tree, Weigh, as_told, grow
 from paceline.types import Offer, RoundStats, Row, RowKind, Take

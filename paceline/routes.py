@@ -25,9 +25,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from paceline.chances import Ratio
 from paceline.clusters import Clusters, label
 from paceline.errors import ConfigError
-from paceline.learned import Ratio
 from paceline.types import LOOKUP, NONE, RoundStats
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from collections.abc import Set as AbstractSet
 import pytest
 from simulated_rounds import FLAT, STEEP, Machine, UnsteadyMachine, counts, row, stats
 
+from paceline.chances import Chances
 from paceline.chunks import LEAST_CHUNK, ChunkSizes
 from paceline.errors import ConfigError
-from paceline.learned import PLAIN_EVERY, TRIAL_SHARE, Chances, PassCosts, RoundCosts, RoundRecord
+from paceline.learned import PLAIN_EVERY, TRIAL_SHARE, PassCosts, RoundCosts, RoundRecord
 from paceline.plan import AdaptivePlanner, FixedPlanner, Offer, Row, fixed_planner
 from paceline.trees import Candidates, Tree
 from paceline.types import Take

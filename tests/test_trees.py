@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from paceline.learned import Chances
+from paceline.chances import Chances
 from paceline.shares import FIRST_NODES, TREE_EVERY, Drafted, TreeWorth, Want, grown
 from paceline.trees import LEAST_GAIN, MOST_NODES, Candidates, Growing, Outcome, Tree, as_told, grow
 from paceline.types import Offer
