@@ -51,7 +51,7 @@ class Plan:
     rows: list[Row]
     drafts: list[Take]
     num_rows: int
-    """Rows that decode, those that are about to join included."""
+    """Rows that decode, the one whose prompt ends in this step included."""
     whole_blocks: bool = False
     """Whether block drafters draft their whole block, so that drafts do not depend on how many are checked."""
     num_trees: int = 0
@@ -75,8 +75,9 @@ class Planner(Protocol):
         may check `most` of them."""
         ...
 
-    def next(self, rows: list[Row], num_joining: int = 0, prompt_left: int = 0) -> Plan:
-        """The next step: `num_joining` rows are about to decode too, `prompt_left` tokens of a prompt wait to be read."""
+    def next(self, rows: list[Row], prompt_left: int = 0) -> Plan:
+        """The next step: `prompt_left` tokens wait to be read of the prompt whose turn it is. If its chunk ends it, its row
+        decodes in this step's round too; prompts behind it do not."""
         ...
 
     def join(self, plan: Plan, place: int, row: Row) -> None:
@@ -125,10 +126,11 @@ class FixedPlanner:
     def offer(self, source: str, kind: RowKind, most: int, *, is_stepwise: bool = False) -> Offer:
         return Offer(source, (1.0,) * most)
 
-    def next(self, rows: list[Row], num_joining: int = 0, prompt_left: int = 0) -> Plan:
-        self._begin(len(rows) + num_joining)
-        drafts = [self._take(row) for row in rows]
-        return Plan(min(self.most_chunk, prompt_left), rows, drafts, len(rows) + num_joining, self.whole_blocks)
+    def next(self, rows: list[Row], prompt_left: int = 0) -> Plan:
+        chunk = min(self.most_chunk, prompt_left)
+        num_rows = len(rows) + (chunk == prompt_left > 0)
+        self._begin(num_rows)
+        return Plan(chunk, rows, [self._take(row) for row in rows], num_rows, self.whole_blocks)
 
     def _begin(self, num_rows: int) -> None:
         """Before a round of so many rows is planned."""
@@ -232,9 +234,9 @@ class AdaptivePlanner:
             known = self._chances[source, kind] = Chances(max(most, 1), PRIORS[kind])
         return known
 
-    def next(self, rows: list[Row], num_joining: int = 0, prompt_left: int = 0) -> Plan:
-        kind, num_rows = self._kind(rows), len(rows) + num_joining
+    def next(self, rows: list[Row], prompt_left: int = 0) -> Plan:
         chunk = min(self.chunks.size(len(rows)), prompt_left)
+        kind, num_rows = self._kind(rows), len(rows) + (chunk == prompt_left > 0)
         plan = Plan(chunk, rows, [NO_DRAFTS] * len(rows), num_rows)
         kind.begin({row.key for row in rows})
         if not rows or kind.needs_plain(len(rows)):

@@ -67,10 +67,12 @@ class TestChoice:
         few, many = counts(planner.next(rows))
         assert few + many == 6 and many > few
 
-    def test_who_is_about_to_join_counts(self) -> None:
-        planner = AdaptivePlanner(PassCosts(((1, 1.0), (8, 1.05), (9, 2.0), (16, 9.0))))
-        assert counts(planner.next([row(planner, most=0, lookup=0.9)])) == [7]
-        assert counts(planner.next([row(planner, most=0, lookup=0.9)], num_joining=7)) == [0]
+    def test_a_prompt_that_ends_in_this_step_counts_and_others_do_not(self) -> None:
+        planner = AdaptivePlanner(PassCosts(((1, 1.0), (2, 1.05), (3, 9.0))), most_chunk=64)
+        for prompt_left, num_rows, expected in ((0, 1, 1), (65, 1, 1), (64, 2, 0)):
+            plan = planner.next([row(planner, most=0, lookup=0.9)], prompt_left)
+            assert (plan.num_rows, counts(plan)) == (num_rows, [expected])
+            assert FixedPlanner(most_chunk=64).next([row(planner)], prompt_left).num_rows == num_rows
 
     def test_beside_a_chunk_drafts_do_not_lengthen_the_round(self) -> None:
         planner = AdaptivePlanner(PassCosts(((1, 1.0), (16, 2.0))))

@@ -63,9 +63,9 @@ def test_one_row_alone_and_the_extremes() -> None:
     free, dear = (AdaptivePlanner(costs, objective="latency") for costs in (FLAT, STEEP))
     assert counts(free.next([row(free)])) == [7]
     assert counts(dear.next([row(dear, most=0, lookup=0.9)])) == [0]
-    planner = AdaptivePlanner(PassCosts(((1, 1.0), (8, 1.05), (9, 2.0), (16, 9.0))), objective="latency")
-    assert counts(planner.next([row(planner, most=0, lookup=0.9)]))[0] >= 7
-    assert counts(planner.next([row(planner, most=0, lookup=0.9)], num_joining=7)) == [0]
+    planner = AdaptivePlanner(PassCosts(((1, 1.0), (2, 1.05), (3, 9.0))), most_chunk=64, objective="latency")
+    assert counts(planner.next([row(planner, most=0, lookup=0.9)], prompt_left=65)) == [1]
+    assert counts(planner.next([row(planner, most=0, lookup=0.9)], prompt_left=64)) == [0]
 
 
 @pytest.mark.parametrize("seed", range(20))

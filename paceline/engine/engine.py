@@ -204,7 +204,7 @@ class Engine:
         if reading and self.prefix:
             self.prefix.reads(reading[0])
         prompt_left = reading[0].prompt_len - reading[0].cached_len if reading else 0
-        plan = self.planner.next([self._row(seq) for seq in self.scheduler.running], len(reading), prompt_left)
+        plan = self.planner.next([self._row(seq) for seq in self.scheduler.running], prompt_left)
         chunks = self._prefill(plan.chunk)
         begun = {chunk.sequence.request_id for chunk in chunks}
         if not chunks or any(seq.request_id not in begun for seq in self.scheduler.running):

@@ -229,7 +229,7 @@ class Simulation:
     def _step(self) -> None:
         began, reading = self._now, self._prefilling
         prompt_left = reading[0].job.prompt_tokens - reading[0].num_prefilled if reading else 0
-        plan = self._planner.next([self._row(each) for each in self._running], len(reading), prompt_left)
+        plan = self._planner.next([self._row(each) for each in self._running], prompt_left)
         joining = self._prefill(plan.chunk)
         made = [(joining, 1)] if joining else []
         rows = self._running + ([joining] if joining and joining.job.answer_tokens > 1 else [])
