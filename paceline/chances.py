@@ -54,6 +54,12 @@ class Chances:
         self._off = self._variance = 0.0
         """Drafts that stood in recent rounds beyond those that were expected to, and the variance of that."""
 
+    def reach(self, num_places: int) -> None:
+        """Add places up to this number; until something is known of them they are as good as the last one before."""
+        more = num_places - len(self.places)
+        self._tallies += [Ratio() for _ in range(more)]
+        self.places += self.places[-1:] * more
+
     def of(self, sure: Sequence[float]) -> list[float]:
         """By place, given the log-probability of the drafter's best token at each."""
         return [self._chance(place, bisect_left(_SURE_EDGES, each)) for place, each in enumerate(sure)]

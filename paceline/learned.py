@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
 from paceline.chances import Ratio
-from paceline.types import LOOKUP
+from paceline.types import LOOKUP, RoundStats
 
 TRIAL_SHARE = 0.005
 """Share of the time that may go into drafts that do not seem to pay, to see whether they do by now; what is saved is enough
@@ -146,6 +146,14 @@ class RoundCosts:
         step = 0.5 * min(max(off, -most), most) * max(0.06, 1.0 / (1 + num_seen))
         for each, by in ((size, step), (before, -step)):
             self._factors[each] = self._factor(each) * math.exp(by), self._factors.get(each, (1.0, 0))[1] + 1
+
+
+def drafting_by(stats: RoundStats, rows_by: Mapping[str, int]) -> dict[str, float]:
+    """Returns the seconds of a round's drafting by source, given how many rows each source computed drafts for: its own
+    seconds, and its rows' share of those that no source took, such as to weigh drafts and to cut them."""
+    shared_s = max(stats.draft_s - sum(stats.source_s.values()), 0.0)
+    num_rows = sum(rows_by.values())
+    return {source: stats.source_s.get(source, 0.0) + shared_s * rows / num_rows for source, rows in rows_by.items()}
 
 
 @lru_cache(maxsize=4096)

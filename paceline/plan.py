@@ -16,15 +16,16 @@ the token that was drawn. So a plan changes nothing of what is said.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from paceline.chances import PRIORS, Chances, Truth
 from paceline.chunks import ChunkSizes
 from paceline.errors import ConfigError
-from paceline.learned import RECENT, PassCosts, RoundCosts, RoundRecord
+from paceline.learned import RECENT, PassCosts, RoundCosts, RoundRecord, drafting_by
 from paceline.shares import TREE_S, Drafted, Objective, TreeWorth, Want, gains_of, grown, share_out, spared_by, surplus_of
 from paceline.trees import MOST_NODES, Candidates, Growing, Tree, Weigh, as_told, grow
 from paceline.types import Offer, RoundStats, Row, RowKind, Take
@@ -54,8 +55,8 @@ class Plan:
     """Rows that decode, the one whose prompt ends in this step included."""
     whole_blocks: bool = False
     """Whether block drafters draft their whole block, so that drafts do not depend on how many are checked."""
-    num_trees: int = 0
-    """Rows whose drafter has named candidates for a tree."""
+    num_trees: Counter[str] = field(default_factory=Counter)
+    """By source: rows whose drafter has named candidates for a tree."""
     is_trial: bool = False
     """Drafts to learn whether they pay by now."""
 
@@ -201,6 +202,7 @@ class AdaptivePlanner:
         self._share_out = partial(share_out, sooner=self._is_for_latency)
         self.tells_said, self._trees = False, TreeWorth() if grows_trees else None
         self._kinds = {name: RoundRecord(RoundCosts(passes)) for name in ("greedy", "drawn")}
+        self._now = self._kinds["greedy"]  # that of the rows planned last: by it drafting is priced, whatever a row's own kind
         self._chances: dict[tuple[str, str], Chances] = {}
         """By source and kind of row."""
         self._lifts: dict[tuple[str, str], float] = {}
@@ -224,19 +226,21 @@ class AdaptivePlanner:
         if is_stepwise:
             self._stepwise.add(source)
         places = self._known(source, kind, most).places
-        drafting_s = self._kinds["greedy" if kind == "greedy" else "drawn"].costs.drafting_s(source, 1)
+        drafting_s = self._now.costs.drafting_s(source, 1)
         whole_s, each_s = (drafting_s, 0.0) if source in self._blocks else (0.0, drafting_s)
         return Offer(source, tuple(places[:most]), max(whole_s, 1e-9), each_s)
 
     def _known(self, source: str, kind: RowKind, most: int) -> Chances:
-        known = self._chances.get((source, kind))
-        if known is None or len(known.places) < most:
+        if (known := self._chances.get((source, kind))) is None:
             known = self._chances[source, kind] = Chances(max(most, 1), PRIORS[kind])
+        if len(known.places) < most:
+            known.reach(most)
         return known
 
     def next(self, rows: list[Row], prompt_left: int = 0) -> Plan:
         chunk = min(self.chunks.size(len(rows)), prompt_left)
         kind, num_rows = self._kind(rows), len(rows) + (chunk == prompt_left > 0)
+        self._now = kind  # before rows make their offers
         plan = Plan(chunk, rows, [NO_DRAFTS] * len(rows), num_rows)
         kind.begin({row.key for row in rows})
         if not rows or kind.needs_plain(len(rows)):
@@ -251,11 +255,8 @@ class AdaptivePlanner:
         if not sum(len(row.weigh(unwanted)) for row in rows):
             return plan
         rate = num_rows / kind.costs.pass_s(num_rows) if self._is_for_latency else kind.rate(num_rows)
-        wants = [
-            want
-            for place, row in enumerate(rows)
-            if (want := self._best(kind, rate, num_rows, place, row, may_compute, paused)) is not None
-        ]
+        bests = (self._best(kind, rate, num_rows, place, row, may_compute, paused) for place, row in enumerate(rows))
+        wants = [want for want in bests if want]
         counts = self._share_out(kind.costs, rate, num_rows, wants, most_s, margin=MARGIN)
         for want, count in zip(wants, counts, strict=True):
             if count:
@@ -333,7 +334,7 @@ class AdaptivePlanner:
             known = self._known(take.source, row.kind, take.count)
             offer, average = Offer(take.source, tuple(known.of(sure[: take.count]))), gains_of(known.places[: take.count])
             drafted.append(Drafted(place, offer, average, candidates and Growing(candidates, known.of_candidates)))
-            plan.num_trees += candidates is not None
+            plan.num_trees[take.source] += candidates is not None
         asked, more = (kind.costs, kind.rate(plan.num_rows), plan.num_rows), list[float]()
         share, surplus = partial(self._share_out, *asked, num_fixed=fixed, spared=spared), partial(surplus_of, *asked)
         for each, count in zip(drafted, grown(drafted, lambda wants: share(wants, math.inf)), strict=True):
@@ -349,12 +350,11 @@ class AdaptivePlanner:
 
     def learn(self, plan: Plan, stats: RoundStats) -> None:
         kind, num_rows = self._kind(plan.rows), len(plan.rows)
-        costs, longest = kind.costs, dict[str, int]()
-        computing: dict[str, int] = {}
+        costs, computing, longest = kind.costs, dict[str, int](), dict[str, int]()
         sure_B = stats.sure_B or [None] * num_rows
-        outcomes = zip(plan.rows, plan.drafts, stats.num_drafted_B, stats.num_accepted_B, sure_B, strict=True)
         trees_B = stats.trees_B or [None] * num_rows
-        for place, (row, take, num_drafted, num_kept, sure) in enumerate(outcomes):
+        outcomes = zip(plan.rows, plan.drafts, stats.num_drafted_B, stats.num_accepted_B, sure_B, trees_B, strict=True)
+        for row, take, num_drafted, num_kept, sure, outcome in outcomes:
             if not take.count:
                 continue
             offer = next(offer for offer in row.offers if offer.source == take.source)
@@ -364,7 +364,7 @@ class AdaptivePlanner:
                 if sure is not None and take.source not in self._stepwise:
                     self._blocks.add(take.source)
                 known = self._known(take.source, row.kind, take.count)
-                if (outcome := trees_B[place]) is None:
+                if outcome is None:
                     known.record(num_drafted, num_kept, sure)
                 else:
                     known.record_tree(outcome, sure)
@@ -372,9 +372,8 @@ class AdaptivePlanner:
                 expected = sum(offer.chances[: min(num_kept + 1, num_drafted)])
                 self._truths.setdefault((take.source, row.kind), Truth()).add(num_kept, expected, RECENT)
         costs.record(num_rows + sum(stats.num_checked_B), stats.verify_s + stats.host_s)
-        spent_s = stats.source_s if len(computing) > 1 else dict.fromkeys(computing, stats.draft_s)
-        for source in computing.keys() & spent_s.keys():
-            spent = max(spent_s[source] - plan.num_trees * TREE_S, 0.5 * spent_s[source])  # those are weighed by TreeWorth
+        for source, drafting_s in drafting_by(stats, computing).items():
+            spent = max(drafting_s - plan.num_trees[source] * TREE_S, 0.5 * drafting_s)  # trees are weighed by TreeWorth
             costs.drafted(source, computing[source], spent / (1 if source in self._blocks else longest[source]))
         round_s = stats.draft_s + stats.verify_s + stats.host_s
         kind.record(num_rows, num_rows + sum(stats.num_accepted_B), round_s / costs.slowness, plan.is_trial)

@@ -40,8 +40,8 @@ def test_the_time_of_trees_is_not_drafting_s() -> None:
         [count] = counts(plan)
         named = likely if count and planner.num_candidates else None
         planner.narrow(plan, [[-0.1] * count if count else None], [named])
-        assert plan.num_trees == (named is not None)
-        done = stats(plan, [count], 1.0, drafting_s + TREE_S * plan.num_trees if count else 0.0)
+        assert plan.num_trees.total() == (named is not None)
+        done = stats(plan, [count], 1.0, drafting_s + TREE_S * plan.num_trees.total() if count else 0.0)
         done.sure_B = [[-0.1] * count]
         planner.learn(plan, done)
     assert planner.num_candidates, "the test needs rounds that name candidates"
