@@ -18,7 +18,7 @@ from paceline.errors import ConfigError
 from paceline.model.target import Target
 from paceline.plan import Offer, Planner
 from paceline.trees import Candidates
-from paceline.types import NONE, Batch, DraftBlock, Sequence, Take
+from paceline.types import LOOKUP, NONE, Batch, DraftBlock, Sequence, Take
 
 LOOKUP_MATCH = 2
 """Tokens that a lookup beside a drafter must match: one that stood before says less than any drafter does."""
@@ -97,22 +97,30 @@ class Pool:
         return self.members[name]
 
     def swap(self, drafter: Drafter) -> None:
-        """Put `drafter` in the default's place, under its own name. Raises DrafterMismatchError, and changes nothing then."""
+        """Put `drafter` in the default's place, under its own name, and in the place of any other of this name. Raises
+        DrafterMismatchError, and changes nothing then."""
         old = self.default
         if drafter is old.drafter:
             return
         if drafter not in self.drafters:
             drafter.bind(self.target)
-        others = {name: member for name, member in self.members.items() if member is not old}
-        self.members = {drafter.name: Member(drafter.name, drafter)} | others
+        new = self.members.get(drafter.name)
+        if new is None or new.drafter is not drafter:
+            new = Member(drafter.name, drafter)
+        new.is_open = True
+        others = {name: member for name, member in self.members.items() if member is not old and name != new.name}
+        self.members = {new.name: new} | others
         self._let_go()
 
     def put(self, name: str, drafter: Drafter) -> None:
-        """Make `drafter` a member, in the place of any other of this name. Raises DrafterMismatchError, and changes nothing."""
+        """Make `drafter` a member, in the place of any other of this name. Raises DrafterMismatchError, and ConfigError for a
+        name that means something else, and changes nothing then."""
         self._join(name, drafter)
         self._let_go()
 
     def _join(self, name: str, drafter: Drafter) -> None:
+        if name in (NONE, LOOKUP) and drafter.num_drafted and not drafter.is_at_hand:  # its drafts would pass for lookups, or for none
+            raise ConfigError(f"a drafter cannot be the member {name!r}, which means no drafter here or lookups: rename it")
         if drafter not in self.drafters:
             drafter.bind(self.target)
         if not drafter.is_at_hand:
