@@ -85,7 +85,8 @@ class Engine:
         self._requests: dict[int, tuple[Sequence, TextStream]] = {}
         self._guests: dict[int, Drafter] = {}
         """By request, drafters that are tried."""
-        self._ids = itertools.count()
+        self.ids = itertools.count()
+        """Numbers of requests; an engine that takes this one's place goes on with them, so that none names two requests."""
 
     @property
     def drafter(self) -> Drafter:
@@ -137,7 +138,7 @@ class Engine:
             constraint = self.grammars.compile(params.grammar)
         ignores_eos = params.ignore_eos and not params.grammar
         ends = params.stop_token_ids if ignores_eos else (*self.eos_token_ids, *params.stop_token_ids)
-        seq = Sequence(next(self._ids), list(prompt_ids), len(prompt_ids), params, eos_token_ids=ends, constraint=constraint)
+        seq = Sequence(next(self.ids), list(prompt_ids), len(prompt_ids), params, eos_token_ids=ends, constraint=constraint)
         seq.route, seq.drafter = route, route.drafter if route else ""
         if params.lossy:
             seq.ledger, seq.lossless = Ledger(params.lossy.within(self.max_tv).max_tv), False

@@ -25,7 +25,7 @@ from paceline.draft.pool import Member
 from paceline.draft.registry import make_drafter
 from paceline.engine.engine import Chunk, Engine
 from paceline.engine.round import RuleJudge
-from paceline.errors import ConfigError, MemoryBudgetError
+from paceline.errors import ConfigError, EngineReplacedError, MemoryBudgetError
 from paceline.figures import Rounds
 from paceline.hub import resolve as resolve_model
 from paceline.learned import PassCosts
@@ -220,10 +220,19 @@ class LLM:
         return {name: replace(member) for name, member in self.engine.pool.members.items()}
 
     def use_members(self, members: Mapping[str, Member]) -> None:
-        """A new engine with these drafters. Raises what binding them raises."""
-        grammars = self.engine.grammars  # they know the tokenizer alone, and took a while
+        """A new engine with these drafters. Raises ConfigError while answers are under way, and what binding them raises."""
+        self._refuse_under_way("drafters cannot be exchanged all at once")
+        self._replace_engine(members)
+
+    def _refuse_under_way(self, what: str) -> None:
+        if self.engine.has_work:
+            raise ConfigError(f"{what} while answers are under way: wait until they have ended, or close their streams")
+
+    def _replace_engine(self, members: Mapping[str, Member]) -> None:
+        old = self.engine
         self.engine = self.new_engine({name: member.drafter for name, member in members.items()})
-        self.engine.grammars = grammars
+        self.engine.grammars = old.grammars  # they know the tokenizer alone, and took a while
+        self.engine.ids = old.ids
         for name, member in members.items():
             self.engine.pool.admit(name, member.is_open)
         self.drafter = self.engine.drafter
@@ -245,10 +254,11 @@ class LLM:
         self.drafter = self.engine.drafter
 
     def renew(self) -> None:
-        """After an engine failed: the same weights and drafters, an empty cache, a new engine."""
+        """After an engine failed: the same weights and drafters, an empty cache, a new engine. Answers under way are lost:
+        their streams raise EngineReplacedError."""
         cache, members = self.target.cache, self.members
         self.target.allocate_cache(cache.num_rows, cache.max_len)
-        self.use_members(members)
+        self._replace_engine(members)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Other weights for the model, of the same shapes, by their Hugging Face names: a policy after an update. Keys, values
@@ -256,11 +266,10 @@ class LLM:
 
         Raises ConfigError while answers are under way, and what `Target.load_weights` does; then nothing has changed.
         """
-        if self.engine.has_work:
-            raise ConfigError("weights cannot change while answers are under way: wait until they have ended")
+        self._refuse_under_way("weights cannot change")
         members = self.members
         self.target.load_weights(tensors.items())
-        self.use_members(members)
+        self._replace_engine(members)
 
     def encode_chat(
         self, messages: list[Message], tools: Iterable[Message] | None = None, variables: Mapping[str, Any] | None = None
@@ -324,15 +333,19 @@ class LLM:
 
     def _answer(self, asked: list[tuple[list[int], SamplingParams | None]]) -> Generator[tuple[int, Chunk]]:
         """Chunks of these requests, each with the place of its request, until all are finished; the others are then aborted."""
-        inbox, places = deque[Chunk](), dict[int, int]()
+        engine, inbox, places = self.engine, deque[Chunk](), dict[int, int]()
         try:
             for place, (prompt_ids, params) in enumerate(asked):
-                request_id = self.engine.add(prompt_ids, params)
+                request_id = engine.add(prompt_ids, params)
                 self._inboxes[request_id], places[request_id] = inbox, place
             num_left = len(asked)
             while num_left:
                 while not inbox:
-                    for chunk in self.engine.step():
+                    if self.engine is not engine or not engine.has_work:
+                        raise EngineReplacedError(
+                            "the engine was replaced or the request dropped before the answer's end: send the prompt again"
+                        )
+                    for chunk in engine.step():
                         if chunk.sequence.request_id in self._inboxes:
                             self._inboxes[chunk.sequence.request_id].append(chunk)
                 chunk = inbox.popleft()
@@ -343,7 +356,8 @@ class LLM:
         finally:
             for request_id in places:
                 del self._inboxes[request_id]
-                self.engine.abort(request_id)
+                if self.engine is engine:  # the rows of one that was replaced are others' by now
+                    engine.abort(request_id)
 
     def _ids_of(self, prompt: list[Message] | str | list[int]) -> list[int]:
         if isinstance(prompt, str):

@@ -7,6 +7,7 @@ A drafter that is refused has changed nothing. Requests that run keep the drafte
 from __future__ import annotations
 
 import asyncio
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -126,14 +127,19 @@ class Drafters:
         return await self._worker.call(checked)
 
     async def _try(self, drafter: Any, vocab_size: int) -> None:
-        """Have it draft after a short text, among the requests that run. Raises what the drafter raised."""
+        """Have it draft after a short text, among the requests that run. Raises what the drafter raised. Keeps no engine alive:
+        one that crashes meanwhile must leave the memory."""
         trial = Probation(drafter, vocab_size)
 
-        def begin(model: Any) -> int:
+        def begin(model: Any) -> tuple[weakref.ref[Any], int]:
             prompt = model.tokenizer.encode(TRY_TEXT) or [0]
-            return model.engine.add(prompt, TRY_PARAMS, guest=trial)
+            return weakref.ref(model.engine), model.engine.add(prompt, TRY_PARAMS, guest=trial)
 
-        request_id = await self._worker.call(begin)
+        def end(model: Any) -> None:
+            if engine() is model.engine:  # a new engine's numbers may begin anew
+                model.engine.abort(request_id)
+
+        engine, request_id = await self._worker.call(begin)
         try:
             await asyncio.wait_for(asyncio.wrap_future(trial.done), TRY_SECONDS)
         except TimeoutError:
@@ -141,7 +147,7 @@ class Drafters:
                 f"the drafter could not be tried within {TRY_SECONDS:g} s: try when there is less traffic"
             ) from None
         finally:
-            await self._worker.call(lambda model: model.engine.abort(request_id))
+            await self._worker.call(end)
 
     def _counted(self, name: str) -> tuple[int, int, float]:
         return self._worker.metrics.drafters.totals(name)

@@ -320,7 +320,8 @@ class EngineWorker(Generic[M]):
     def _drop(self, ticket: Ticket, error: Exception) -> None:
         """End what is unfinished of a ticket; nothing when all of it is done."""
         for request_id in ticket.request_ids:
-            if self._live.pop(request_id, None):
+            if (live := self._live.get(request_id)) and live.ticket is ticket:  # a new engine's numbers may begin anew
+                del self._live[request_id]
                 seq = self._engine.abort(request_id)
                 if seq is not None:
                     self._watch(self.metrics.finished, seq, "abort", ticket.tag)
