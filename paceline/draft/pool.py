@@ -119,7 +119,9 @@ class Pool:
         self._let_go()
 
     def _join(self, name: str, drafter: Drafter) -> None:
-        if name in (NONE, LOOKUP) and drafter.num_drafted and not drafter.is_at_hand:  # its drafts would pass for lookups, or for none
+        if (
+            name in (NONE, LOOKUP) and drafter.num_drafted and not drafter.is_at_hand
+        ):  # its drafts would pass for lookups, or for none
             raise ConfigError(f"a drafter cannot be the member {name!r}, which means no drafter here or lookups: rename it")
         if drafter not in self.drafters:
             drafter.bind(self.target)

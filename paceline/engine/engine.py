@@ -20,6 +20,7 @@ from paceline.draft.pool import LOOKUP_MATCH, Pool
 from paceline.engine.grammar import Grammars
 from paceline.engine.round import RuleJudge, decode_round, fail
 from paceline.engine.scheduler import PrefixReuse, Scheduler
+from paceline.engine.threads import limit_threads, restore_threads
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.lossy import NOT_ALLOWED, Ledger
 from paceline.model.target import ForwardBatch, Target
@@ -193,12 +194,11 @@ class Engine:
         self.rounds, self.read = [], (0, 0.0)
         if not (self.target.has_own_threads and self.pool.has_own_threads):
             return self._advance()
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # the others would spin after each operation, on the cores that the next pass needs
+        before = limit_threads()  # the others would spin after each operation, on the cores that the next pass needs
         try:
             return self._advance()
         finally:
-            torch.set_num_threads(num_threads)
+            restore_threads(before)
 
     def _advance(self) -> list[Chunk]:
         reading = self.scheduler.prefilling
