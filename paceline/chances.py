@@ -1,5 +1,6 @@
-"""Chances that drafts are accepted, by source, place and the drafter's confidence, as a planner (`plan.py`) learns them from
-rounds. No PyTorch."""
+"""Chances that drafts are accepted, by source, place and confidence, as a planner (`plan.py`) learns them.
+
+No PyTorch."""
 
 from __future__ import annotations
 
@@ -13,21 +14,21 @@ from paceline.trees import Outcome
 PRIORS = {"greedy": 0.75, "sampled": 0.5, "seeded": 0.5, "lossy": 0.75, "lossy sampled": 0.5}
 """Chance that the first draft of a row of each kind stands, of which nothing is known."""
 _PRIOR_WEIGHT = 4.0
-"""How many tries of a place its prior counts for; behind the first place the prior is the chance of the place before."""
+"""Tries that the prior of a place counts for; behind the first place the prior is the chance of the place before."""
 _KEEP = 0.98
-"""What is left of a place's tries after each round: the latest 50 count."""
+"""Share of a place's tries that is kept after each round: the latest 50 count."""
 _SURE_EDGES = tuple(math.log(share) for share in (0.05, 0.12, 0.22, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.985))
 """Bounds of the classes of how sure a drafter is: log-probability of its best token."""
 _SIBLING_WEIGHT = 4.0  # of what a drafter itself says of tokens that are not its likeliest, in tokens
 _WATCH_KEEP, _SURPRISE, _DOUBT = 0.9, 4.0, 0.2
-"""The latest 10 rounds are watched; when they are so many standard deviations off, this share of what was taught is kept."""
+"""The latest 10 rounds are watched; when they are _SURPRISE standard deviations off, _DOUBT of older tries is kept."""
 _CLASS_WEIGHT, _CELL_WEIGHT, _SURE_KEEP = 4.0, 12.0, 0.995
-"""A class of sureness starts from the place's average with this weight, a class at one place from the class; old tries fade."""
+"""Weights of a place's average in a class of confidence, and of the class at one place; share of old tries kept."""
 
 
 @dataclass(slots=True)
 class Ratio:
-    """Of two sums, older parts counting less: drafts that stood over those that were tried, tokens over seconds."""
+    """Ratio of two sums, older parts counting less: drafts accepted over drafts tried, tokens over seconds."""
 
     over: float = 0.0
     under: float = 0.0
@@ -36,7 +37,7 @@ class Ratio:
         self.over, self.under = keep * self.over + over, keep * self.under + under
 
     def near(self, prior: float, weight: float) -> float:
-        """As if `prior` had been seen before, with this weight."""
+        """Returns the ratio as if `prior` had been seen before, with this weight."""
         return (weight * prior + self.over) / (weight + self.under)
 
 
@@ -65,8 +66,8 @@ class Chances:
         return [self._chance(place, bisect_left(_SURE_EDGES, each)) for place, each in enumerate(sure)]
 
     def _chance(self, place: int, kind: int) -> float:
-        found = self._classes.get(kind)
-        chance = found.near(self.places[place], _CLASS_WEIGHT) if found else self.places[place]
+        of_class = self._classes.get(kind)
+        chance = of_class.near(self.places[place], _CLASS_WEIGHT) if of_class else self.places[place]
         cell = self._cells.get((place, kind))
         return cell.near(chance, _CELL_WEIGHT) if cell else chance
 
@@ -80,7 +81,7 @@ class Chances:
         return chances
 
     def record_tree(self, outcome: Outcome, sure: Sequence[float] | None) -> None:
-        """As `record`, of a tree."""
+        """Counts one row's tree of a round, as `record` does a chain."""
         self.record(len(outcome.tree.spine), outcome.spine_kept, sure)
         siblings = outcome.siblings()
         expected = sum(math.exp(logprob) for logprob, _ in siblings)

@@ -19,7 +19,7 @@ The command line prints that line and exits with code 2; anything else is a bug 
     ├── TrainingError         (ArithmeticError)    a loss or gradient that is no number
     ├── RolloutError          (RuntimeError)       an agent or a judge that fails: nothing to learn from
     ├── ProcessesError        (RuntimeError)       one of several processes is gone, late, or differs from the others
-    ├── EngineReplacedError   (RuntimeError)       an answer is lost: its engine was replaced, or its request dropped
+    ├── EngineReplacedError   (RuntimeError)       an answer that is lost with its engine, or with its request
     ├── NativeError           (RuntimeError)       the native library is missing or refused a call
     ├── SandboxError          (RuntimeError)       code of a stranger cannot be kept apart from this machine
     └── JudgeError            (RuntimeError)       a judge of answers that is down, or says nothing of use

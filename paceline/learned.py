@@ -1,5 +1,7 @@
-"""Costs that a planner (`plan.py`) learns from rounds: seconds of target passes by their number of positions, and of drafting
-(`RoundCosts`), and whether drafts have been worth their time (`RoundRecord`). No PyTorch."""
+"""Costs that a planner (`plan.py`) learns from rounds. No PyTorch.
+
+`RoundCosts` holds seconds of target passes by their number of positions, and of drafting; `RoundRecord` whether drafts
+were worth their time."""
 
 from __future__ import annotations
 

@@ -77,8 +77,8 @@ class Planner(Protocol):
         ...
 
     def next(self, rows: list[Row], prompt_left: int = 0) -> Plan:
-        """The next step: `prompt_left` tokens wait to be read of the prompt whose turn it is. If its chunk ends it, its row
-        decodes in this step's round too; prompts behind it do not."""
+        """The next step: `prompt_left` tokens wait to be read of the prompt whose turn it is. If its chunk ends it, its
+        row decodes in this step's round too; prompts behind it do not."""
         ...
 
     def join(self, plan: Plan, place: int, row: Row) -> None:
@@ -202,7 +202,7 @@ class AdaptivePlanner:
         self._share_out = partial(share_out, sooner=self._is_for_latency)
         self.tells_said, self._trees = False, TreeWorth() if grows_trees else None
         self._kinds = {name: RoundRecord(RoundCosts(passes)) for name in ("greedy", "drawn")}
-        self._now = self._kinds["greedy"]  # that of the rows planned last: by it drafting is priced, whatever a row's own kind
+        self._now = self._kinds["greedy"]  # of the rows planned last: prices drafting, whatever a row's own kind
         self._chances: dict[tuple[str, str], Chances] = {}
         """By source and kind of row."""
         self._lifts: dict[tuple[str, str], float] = {}
@@ -373,7 +373,7 @@ class AdaptivePlanner:
                 self._truths.setdefault((take.source, row.kind), Truth()).add(num_kept, expected, RECENT)
         costs.record(num_rows + sum(stats.num_checked_B), stats.verify_s + stats.host_s)
         for source, drafting_s in drafting_by(stats, computing).items():
-            spent = max(drafting_s - plan.num_trees[source] * TREE_S, 0.5 * drafting_s)  # trees are weighed by TreeWorth
+            spent = max(drafting_s - plan.num_trees[source] * TREE_S, 0.5 * drafting_s)  # trees: see TreeWorth
             costs.drafted(source, computing[source], spent / (1 if source in self._blocks else longest[source]))
         round_s = stats.draft_s + stats.verify_s + stats.host_s
         kind.record(num_rows, num_rows + sum(stats.num_accepted_B), round_s / costs.slowness, plan.is_trial)

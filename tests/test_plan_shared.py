@@ -1,4 +1,4 @@
-"""Rows of several kinds, drafters and lengths under one planner: what is learned of one holds where it is used for others."""
+"""Rows of several kinds, drafters and lengths under one planner: what is learned of some is used for others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_prompts_that_wait_do_not_stop_drafts() -> None:
 
 
 def test_mixed_rows_pay_for_drafting_what_it_takes_in_their_rounds() -> None:
-    """Greedy and sampled rows together, each with drafts that hardly ever stand: drafting must not seem free to either."""
+    """Greedy and sampled rows together, with drafts that are never accepted: drafting must not seem free to either."""
     planner = AdaptivePlanner(FLAT)
     for _ in range(40):
         plan = planner.next([row(planner), row(planner, kind="sampled")])
@@ -72,12 +72,13 @@ def test_places_that_are_reached_later_learn_as_the_first_ones_do() -> None:
 
 
 def taught(*sources: str, has_trees: bool = False, is_told: bool = True) -> AdaptivePlanner:
-    """A planner after rounds of a row for each source, whose drafting takes DRAFTING_S in all: a quarter of a second shared by
-    all, the rest in equal parts theirs."""
+    """A planner after rounds of a row for each source. Drafting takes DRAFTING_S in all: a quarter of it is shared by
+    all, the rest is theirs in equal parts."""
     planner = AdaptivePlanner(FLAT, grows_trees=has_trees)
     shared_s, likely = 0.25 * DRAFTING_S, Candidates([[1, 2]] * 3, [[-0.1, -3.0]] * 3)
     for _ in range(30):
-        plan = planner.next([Row(key, "greedy", [planner.offer(name, "greedy", 3)]) for key, name in enumerate(sources)])
+        offers = [planner.offer(name, "greedy", 3) for name in sources]
+        plan = planner.next([Row(key, "greedy", [offer]) for key, offer in enumerate(offers)])
         plan.drafts, plan.is_trial = [Take(name, 3) for name in sources], False
         spent_s = DRAFTING_S
         if has_trees:
@@ -94,8 +95,8 @@ def taught(*sources: str, has_trees: bool = False, is_told: bool = True) -> Adap
 @pytest.mark.parametrize("is_told", [True, False], ids=["by source", "in all"])
 @pytest.mark.parametrize("has_trees", [False, True], ids=["chains", "trees"])
 def test_drafting_takes_what_it_takes_with_one_source_and_with_several(has_trees: bool, is_told: bool) -> None:
-    """What no source took, to weigh drafts and to cut them, is shared by those that drafted."""
-    alone, beside = taught("a", has_trees=has_trees, is_told=is_told), taught("a", "b", has_trees=has_trees, is_told=is_told)
+    """Seconds that no source took, to weigh drafts and to cut them, are shared by those that drafted."""
+    alone, beside = (taught(*names, has_trees=has_trees, is_told=is_told) for names in ("a", "ab"))
     assert alone.offer("a", "greedy", 3).cost_s == pytest.approx(DRAFTING_S, rel=1e-3)
     assert [beside.offer(name, "greedy", 3).cost_s for name in "ab"] == pytest.approx([DRAFTING_S / 2] * 2, rel=1e-3)
 

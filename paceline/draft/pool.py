@@ -113,8 +113,8 @@ class Pool:
         self._let_go()
 
     def put(self, name: str, drafter: Drafter) -> None:
-        """Make `drafter` a member, in the place of any other of this name. Raises DrafterMismatchError, and ConfigError for a
-        name that means something else, and changes nothing then."""
+        """Make `drafter` a member, in the place of any other of this name. Raises DrafterMismatchError, or ConfigError
+        for a name that means something else, and changes nothing then."""
         self._join(name, drafter)
         self._let_go()
 
@@ -122,7 +122,7 @@ class Pool:
         if (
             name in (NONE, LOOKUP) and drafter.num_drafted and not drafter.is_at_hand
         ):  # its drafts would pass for lookups, or for none
-            raise ConfigError(f"a drafter cannot be the member {name!r}, which means no drafter here or lookups: rename it")
+            raise ConfigError(f"a drafter cannot be the member {name!r}, which means lookups or no drafter: rename it")
         if drafter not in self.drafters:
             drafter.bind(self.target)
         if not drafter.is_at_hand:

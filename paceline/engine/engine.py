@@ -87,7 +87,7 @@ class Engine:
         self._guests: dict[int, Drafter] = {}
         """By request, drafters that are tried."""
         self.ids = itertools.count()
-        """Numbers of requests; an engine that takes this one's place goes on with them, so that none names two requests."""
+        """Numbers of requests; an engine that takes this one's place goes on with them: none names two requests."""
 
     @property
     def drafter(self) -> Drafter:
@@ -139,8 +139,8 @@ class Engine:
             constraint = self.grammars.compile(params.grammar)
         ignores_eos = params.ignore_eos and not params.grammar
         ends = params.stop_token_ids if ignores_eos else (*self.eos_token_ids, *params.stop_token_ids)
-        seq = Sequence(next(self.ids), list(prompt_ids), len(prompt_ids), params, eos_token_ids=ends, constraint=constraint)
-        seq.route, seq.drafter = route, route.drafter if route else ""
+        seq = Sequence(next(self.ids), list(prompt_ids), len(prompt_ids), params, eos_token_ids=ends)
+        seq.constraint, seq.route, seq.drafter = constraint, route, route.drafter if route else ""
         if params.lossy:
             seq.ledger, seq.lossless = Ledger(params.lossy.within(self.max_tv).max_tv), False
         seq.timings.arrival_s = time.perf_counter()

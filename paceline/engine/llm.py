@@ -220,7 +220,8 @@ class LLM:
         return {name: replace(member) for name, member in self.engine.pool.members.items()}
 
     def use_members(self, members: Mapping[str, Member]) -> None:
-        """A new engine with these drafters. Raises ConfigError while answers are under way, and what binding them raises."""
+        """Replaces the engine by one with these drafters. Raises ConfigError while answers are under way, and what
+        binding the drafters raises."""
         self._refuse_under_way("drafters cannot be exchanged all at once")
         self._replace_engine(members)
 
@@ -254,8 +255,8 @@ class LLM:
         self.drafter = self.engine.drafter
 
     def renew(self) -> None:
-        """After an engine failed: the same weights and drafters, an empty cache, a new engine. Answers under way are lost:
-        their streams raise EngineReplacedError."""
+        """After an engine failed: the same weights and drafters, an empty cache, a new engine. Answers under way are
+        lost: their streams raise EngineReplacedError."""
         cache, members = self.target.cache, self.members
         self.target.allocate_cache(cache.num_rows, cache.max_len)
         self._replace_engine(members)
@@ -343,7 +344,7 @@ class LLM:
                 while not inbox:
                     if self.engine is not engine or not engine.has_work:
                         raise EngineReplacedError(
-                            "the engine was replaced or the request dropped before the answer's end: send the prompt again"
+                            "the engine was replaced or the request dropped before the end: send the prompt again"
                         )
                     for chunk in engine.step():
                         if chunk.sequence.request_id in self._inboxes:

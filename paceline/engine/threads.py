@@ -18,7 +18,7 @@ SetThreads = Callable[[int], int]
 
 
 def _setters() -> tuple[SetThreads, SetThreads] | None:
-    """Returns the setters of OpenMP and of MKL; None for a build of PyTorch without OpenMP, whose threads do not spin."""
+    """Returns the setters of OpenMP and MKL; None for a build of PyTorch without OpenMP, whose threads do not spin."""
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.PyDLL(torch._C.__file__)  # keeps the GIL: each call takes less than to let it go
         return library.omp_set_num_threads, getattr(library, "MKL_Set_Num_Threads_Local", lambda num_threads: 0)
@@ -31,7 +31,7 @@ _SETTERS = _setters()
 def limit_threads() -> tuple[int, int] | None:
     """Limits what the calling thread computes to that thread, until `restore_threads` is given what this returns. Two
     functions, because a context manager took 4% of a tiny model's step."""
-    num_threads = torch.get_num_threads()  # a thread that has not computed yet takes the process's number now, not later
+    num_threads = torch.get_num_threads()  # has a thread that did not compute yet take the process's number now
     if num_threads == 1 or not _SETTERS:
         return None
     set_openmp, set_mkl = _SETTERS

@@ -127,8 +127,8 @@ class Drafters:
         return await self._worker.call(checked)
 
     async def _try(self, drafter: Any, vocab_size: int) -> None:
-        """Have it draft after a short text, among the requests that run. Raises what the drafter raised. Keeps no engine alive:
-        one that crashes meanwhile must leave the memory."""
+        """Have it draft after a short text, among the requests that run. Raises what the drafter raised. Keeps no
+        engine alive: one that crashes meanwhile must leave the memory."""
         trial = Probation(drafter, vocab_size)
 
         def begin(model: Any) -> tuple[weakref.ref[Any], int]:

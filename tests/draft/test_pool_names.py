@@ -70,5 +70,5 @@ def test_a_drafter_cannot_pass_for_lookups_or_for_none(name: str) -> None:
 
 
 def test_a_pool_of_no_drafter_alone() -> None:
-    """As an engine has it that is made anew without drafters."""
+    """An engine that is made anew without drafters has such a pool."""
     assert Pool(FakeTarget(), {"none": NoDrafter()}).open == ["none"]

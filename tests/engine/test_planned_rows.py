@@ -1,4 +1,4 @@
-"""Rounds are planned for the rows that decode in them, in the engine and in the simulated server, however many prompts wait."""
+"""Rounds are planned for the rows that decode in them, in the engine and in the simulated server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Constant(StepCosts):
 def in_the_engine(planner: FixedPlanner) -> None:
     target = FakeTarget(num_rows=4, max_len=128)
     prompts = [[number, 3, 5] * 9 for number in range(6)]
-    run(Engine(target, ByteTokenizer(), ScriptedDrafter(target), planner=planner), prompts, SamplingParams(max_tokens=30))
+    engine = Engine(target, ByteTokenizer(), ScriptedDrafter(target), planner=planner)
+    run(engine, prompts, SamplingParams(max_tokens=30))
 
 
 def simulated(planner: FixedPlanner) -> None:

@@ -1,4 +1,4 @@
-"""An engine that another takes the place of: numbers of requests go on, and streams that were suspended come to an end."""
+"""An engine that another takes the place of: numbers of requests go on, and suspended streams come to an end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def other_engine(llm: LLM) -> None:
 
 
 def dropped(llm: LLM) -> None:
-    """As somebody would who knows the request's number."""
+    """Aborts the request by its number, as any caller can."""
     llm.engine.abort(llm.engine.scheduler.running[0].request_id)
 
 

@@ -15,7 +15,6 @@ from paceline.engine.engine import Engine
 from paceline.engine.threads import limit_threads, restore_threads
 from paceline.types import SamplingParams
 
-
 needs_openmp = pytest.mark.skipif(not threads._SETTERS, reason="this PyTorch is built without OpenMP")
 
 
@@ -28,7 +27,7 @@ def _three_threads() -> Iterator[None]:
 
 
 def elsewhere(function: Callable[[], object]) -> object:
-    """What it returns in a thread that has not computed before."""
+    """Runs the function in a thread that has not computed before."""
     results = list[object]()
     thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()
