@@ -12,11 +12,9 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import gguf
 import torch
-from gguf import GGMLQuantizationType as Quant
 from torch import Tensor
 
 from paceline.draft.checkpoint import READABLE, DFlashConfig, StoredDrafter
@@ -35,8 +33,13 @@ from paceline.draft.gguf_reading import (
     WHOLE_NAMES,
 )
 from paceline.errors import CacheError, ConfigError, UnsupportedModelError, reraised
+from paceline.model.gguf_package import gguf_package
 
-STORED = {torch.float32: Quant.F32, torch.float16: Quant.F16, torch.bfloat16: Quant.BF16, torch.int64: Quant.I64}
+if TYPE_CHECKING:
+    import gguf
+
+STORED = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
+"""ggml's names of the types that are stored as they are."""
 YARN = {"rope_type", "rope_theta", "factor", "beta_fast", "beta_slow", "original_max_position_embeddings"}
 CAUSAL = "layers in which a slot sees only those before it: llama.cpp's see their whole block"
 
@@ -71,7 +74,7 @@ def write_gguf(
     with ExitStack() as stack, reraised(CacheError, f"the drafter cannot be written to {file}", remedy, OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         stack.callback(scratch.unlink, missing_ok=True)
-        writer = gguf.GGUFWriter(scratch, ARCH)
+        writer = gguf_package().GGUFWriter(scratch, ARCH)
         _add_config(writer, config)
         if ids is not None and "d2t" not in tensors:
             writer.add_array(DRAFT_IDS, ids.tolist())
@@ -168,7 +171,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, config: DFlashConfig, target: Path |
     """The keys `tokenizer.*` of the target's file, as they are."""
     if target is None:
         return ["the target's tokenizer, without which llama.cpp does not load the file: name the target's GGUF file (--model)"]
-    fields = gguf.GGUFReader(target).fields
+    fields = gguf_package().GGUFReader(target).fields
     tokens = len(fields[TOKENS].data) if TOKENS in fields else 0
     if tokens != config.vocab_size:
         raise ConfigError(
@@ -186,8 +189,8 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor) -> None:
     is_matrix = tensor.dim() == 2 or tensor.dtype == torch.int64
     kept = tensor if is_matrix and tensor.dtype in STORED else tensor.float()
     data = kept.detach().cpu().contiguous()
-    kind = STORED[data.dtype]
-    if kind is Quant.BF16:  # NumPy has no such type
+    kind = gguf_package().GGMLQuantizationType[STORED[data.dtype]]
+    if kind.name == "BF16":  # NumPy has no such type
         writer.add_tensor(name, data.view(torch.uint8).numpy(), raw_dtype=kind)
     else:
         writer.add_tensor(name, data.numpy(), raw_dtype=kind)

@@ -11,18 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import gguf
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.errors import ModelFileError, reraised
-from paceline.model.blocks import Blocks, quantise
+from paceline.model.blocks import BLOCK_SIZES, Blocks, quantise
 
 PACKED = "model-q8_0.safetensors"
-COLUMNS, BYTES = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q8_0]
-"""Of one block."""
+COLUMNS, BYTES = BLOCK_SIZES["Q8_0"]
 
 
 def packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

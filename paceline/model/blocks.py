@@ -6,14 +6,28 @@ import itertools
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
-import gguf
 import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.model.gguf_package import gguf_package
+
 BlockKind = Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"]
 BLOCK_KINDS: tuple[BlockKind, ...] = get_args(BlockKind)
 """Those that the native pass multiplies as they are."""
+BLOCK_SIZES: dict[BlockKind, tuple[int, int]] = {
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+}
+"""Numbers and bytes of one block, as in ggml."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +41,19 @@ class Blocks:
 
     def scales(self) -> Tensor:
         """The half-precision numbers of all blocks, float16."""
-        num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.kind]][1]
+        num_bytes = BLOCK_SIZES[self.kind][1]
         first = num_bytes - 2 if self.kind == "Q6_K" else 0
         count = 2 if self.kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
         return self.data.view(-1, num_bytes)[:, first : first + 2 * count].contiguous().view(torch.float16)
 
     def dense(self) -> Tensor:
         """The same numbers as float32 [rows, cols]."""
-        values = gguf.dequantize(self.data.numpy(), gguf.GGMLQuantizationType[self.kind])
+        if self.kind == "Q8_0":  # the format of the drafters that ship, which need no gguf package for it
+            scale, codes = self.data.view(-1, BLOCK_SIZES["Q8_0"][1]).tensor_split([2], dim=1)
+            dense = codes.contiguous().view(torch.int8).float() * scale.contiguous().view(torch.float16).float()
+            return dense.reshape(self.shape)
+        ggml = gguf_package()
+        values = ggml.dequantize(self.data.numpy(), ggml.GGMLQuantizationType[self.kind])
         return torch.from_numpy(values).reshape(self.shape)
 
 
@@ -60,7 +79,7 @@ def select_rows(weight: AnyWeight, rows: Tensor | slice) -> AnyWeight:
 def quantise(weight: Weight, kind: BlockKind) -> Weight:
     """Rounded to ggml's blocks, of 32 numbers that share a scale or 256 of a K-quant; as it is where rows are no whole blocks,
     or no matrix."""
-    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
+    size = BLOCK_SIZES[kind][0]
     if isinstance(weight, Blocks) or weight.dim() != 2 or weight.shape[1] % size:
         return weight
     rows = weight.float().numpy()
@@ -69,7 +88,8 @@ def quantise(weight: Weight, kind: BlockKind) -> Weight:
     elif kind in ("Q4_K", "Q5_K"):
         data = _q4_or_q5_k(rows, bits=4 if kind == "Q4_K" else 5)
     else:
-        data = gguf.quantize(rows, gguf.GGMLQuantizationType[kind])
+        ggml = gguf_package()
+        data = ggml.quantize(rows, ggml.GGMLQuantizationType[kind])
     return Blocks(torch.from_numpy(data), tuple(weight.shape), kind)
 
 

@@ -13,10 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType as Quant
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 
@@ -24,6 +22,7 @@ from paceline.errors import ModelFileError, UnsupportedModelError, reraised
 from paceline.model.blocks import BLOCK_KINDS, BlockKind, Blocks, Weight
 from paceline.model.config_values import MAX_SIZE, TABLES
 from paceline.model.gguf_file import GGUFFile, StoredTensor, open_gguf
+from paceline.model.gguf_package import gguf_package
 
 GGUF: dict[str, dict[str, Any]] = TABLES["gguf"]
 ARCHITECTURES = GGUF["architectures"]
@@ -31,7 +30,7 @@ ARCHITECTURES = GGUF["architectures"]
 NAMES, LAYER_NAMES = GGUF["model"], GGUF["layer"]
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 KINDS_BY_NAME: dict[str, BlockKind] = {kind: kind for kind in BLOCK_KINDS}
-HALVES = {Quant.F16: torch.float16, Quant.BF16: torch.bfloat16}
+HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def config_json(path: Path) -> dict[str, Any]:
@@ -132,8 +131,8 @@ def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, W
         is_kept = keep_blocks and len(stored.shape) > 1
         if is_kept and kind:
             tensor = Blocks(torch.from_numpy(file.read(stored)), stored.shape, kind)
-        elif is_kept and stored.kind in HALVES:
-            tensor = torch.from_numpy(file.read(stored)).view(HALVES[stored.kind])
+        elif is_kept and stored.kind.name in HALVES:
+            tensor = torch.from_numpy(file.read(stored)).view(HALVES[stored.kind.name])
         else:
             tensor = _dequantise(file, stored)
             expanded |= {stored.kind.name} - {"F32", "F16", "BF16"} if keep_blocks else set()
@@ -193,15 +192,15 @@ def _hf_name(name: str, path: Path, others: dict[str, str]) -> str:
 
 def tensor_of(file: GGUFFile, stored: StoredTensor) -> Tensor:
     """One tensor: halves and whole numbers as they are, everything else in float32."""
-    kept = HALVES | {Quant.I64: torch.int64}
-    return torch.from_numpy(file.read(stored)).view(kept[stored.kind]) if stored.kind in kept else _dequantise(file, stored)
+    dtype = (HALVES | {"I64": torch.int64}).get(stored.kind.name)
+    return _dequantise(file, stored) if dtype is None else torch.from_numpy(file.read(stored)).view(dtype)
 
 
 def _dequantise(file: GGUFFile, stored: StoredTensor) -> Tensor:
     unknown = f"{file.path}: quantisation {stored.kind.name} of {stored.name!r} is not implemented"
     remedy = f"fetch the model in one of {', '.join(BLOCK_KINDS)}"
     with reraised(UnsupportedModelError, unknown, remedy, NotImplementedError):
-        values = gguf.dequantize(file.read(stored), stored.kind)
+        values = gguf_package().dequantize(file.read(stored), stored.kind)
     return torch.from_numpy(values).reshape(stored.shape)
 
 

@@ -12,13 +12,15 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES
-from gguf import GGMLQuantizationType as Quant
 
 from paceline.errors import ModelFileError, reraised
+from paceline.model.gguf_package import gguf_package
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType as Quant
 
 MAX_HEADER_BYTES = 64 << 20
 """Metadata and tensor table together; the largest known, with a vocabulary of 262,144 tokens, have 16 MB."""
@@ -201,11 +203,13 @@ class _Reader:
 
     def stored(self, name: str, info: tuple[tuple[int, ...], int, int], first: int, alignment: int) -> StoredTensor:
         shape, kind, offset = info
-        block_size, block_bytes = GGML_QUANT_SIZES[Quant(kind)]
+        ggml = gguf_package()
+        quant = ggml.GGMLQuantizationType(kind)
+        block_size, block_bytes = ggml.GGML_QUANT_SIZES[quant]
         num_bytes = math.prod(shape) // block_size * block_bytes
         if offset % alignment or shape[-1] % block_size or not num_bytes or first + offset + num_bytes > len(self.data):
             raise ValueError(f"tensor {name!r} of shape {shape} at {offset} lies across its blocks or its end")
-        return StoredTensor(name, Quant(kind), shape, first + offset, num_bytes)
+        return StoredTensor(name, quant, shape, first + offset, num_bytes)
 
 
 def _strings(data: bytes, length: int) -> list[str]:

@@ -11,28 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType as Quant
 from torch import Tensor
 
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model import checkpoint
 from paceline.model.gguf import LAYER_NAMES, NAMES
 from paceline.model.gguf_file import is_gguf
+from paceline.model.gguf_package import gguf_package
 from paceline.runlog import whole_file
 
-FORMATS = {"q8_0": Quant.Q8_0, "q4_1": Quant.Q4_1, "bf16": Quant.BF16, "f32": Quant.F32}
+if TYPE_CHECKING:
+    import gguf
+    from gguf import GGMLQuantizationType as Quant
+
+FORMATS = {"q8_0": "MOSTLY_Q8_0", "q4_1": "MOSTLY_Q4_1", "bf16": "MOSTLY_BF16", "f32": "ALL_F32"}
+"""llama.cpp's names of files whose matrices are so."""
 Format = Annotated[str, tuple(FORMATS)]
-FILE_TYPES = {
-    Quant.Q8_0: gguf.LlamaFileType.MOSTLY_Q8_0,
-    Quant.Q4_1: gguf.LlamaFileType.MOSTLY_Q4_1,
-    Quant.BF16: gguf.LlamaFileType.MOSTLY_BF16,
-    Quant.F32: gguf.LlamaFileType.ALL_F32,
-}
 WRITTEN = ("llama", "qwen2", "qwen3")
 """llama.cpp's names of the families whose files are written."""
 OWN_KEYS = ("general.architecture", "general.file_type", "general.quantization_version", "general.name")
@@ -56,7 +54,8 @@ def write_gguf(folder: Path, like: Path, target: Path, form: str = "q8_0", embed
             f"{like} is no GGUF file whose tokenizer could be copied: convert {folder} with llama.cpp's convert_hf_to_gguf.py"
         )
     config = _same_model(folder, like)
-    reader = gguf.GGUFReader(like)
+    ggml = gguf_package()
+    reader = ggml.GGUFReader(like)
     arch = reader.fields["general.architecture"].contents()
     if arch not in WRITTEN:
         raise UnsupportedModelError(
@@ -64,19 +63,24 @@ def write_gguf(folder: Path, like: Path, target: Path, form: str = "q8_0", embed
             f"convert {folder} with llama.cpp's convert_hf_to_gguf.py"
         )
     with whole_file(target, "free space or choose another --out") as scratch:
-        writer = gguf.GGUFWriter(scratch, arch)
+        writer = ggml.GGUFWriter(scratch, arch)
         _copy_keys(reader, writer, {f"{arch}.block_count": config.num_layers})
         writer.add_name(target.stem)
-        writer.add_file_type(FILE_TYPES[FORMATS[form]])
+        writer.add_file_type(ggml.LlamaFileType[FORMATS[form]])
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if arch == "llama" else {}
-        kinds = {"embed_tokens": FORMATS.get(embedding or ""), "lm_head": FORMATS.get(embedding or "")}
-        for stored_name, values, kind in _stored(folder, reader, FORMATS[form], kinds, heads):
+        of_ends = _quant(embedding) if embedding else None
+        kinds = {"embed_tokens": of_ends, "lm_head": of_ends}
+        for stored_name, values, kind in _stored(folder, reader, _quant(form), kinds, heads):
             writer.add_tensor(stored_name, values, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
     return target
+
+
+def _quant(form: str) -> Quant:
+    return gguf_package().GGMLQuantizationType[form.upper()]
 
 
 def _same_model(folder: Path, like: Path) -> Any:
@@ -95,7 +99,7 @@ def _copy_keys(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, changed: dict[s
     for key, entry in reader.fields.items():
         if key.startswith("GGUF.") or key in OWN_KEYS:
             continue
-        inner = entry.types[1] if entry.types[0] == gguf.GGUFValueType.ARRAY else None
+        inner = entry.types[1] if entry.types[0] == gguf_package().GGUFValueType.ARRAY else None
         writer.add_key_value(key, changed.get(key, entry.contents()), entry.types[0], sub_type=inner)
 
 
@@ -103,7 +107,7 @@ def _stored(
     folder: Path, reader: gguf.GGUFReader, form: Quant, kinds: dict[str, Quant | None], heads: dict[str, int]
 ) -> Iterator[tuple[str, np.ndarray[Any, Any], Quant]]:
     """Name, data and kind of every tensor of the file."""
-    before = {stored.name: stored for stored in reader.tensors}
+    ggml, before = gguf_package(), {stored.name: stored for stored in reader.tensors}
     config = checkpoint.load_config(folder)
     for name, tensor in checkpoint.check_tensors(config, checkpoint.load_tensors(folder), folder):
         stored_name, own = gguf_name(name), name.split(".")[-2]
@@ -114,13 +118,13 @@ def _stored(
         if old is not None and own not in heads and asked in (None, old.tensor_type) and _is_same(old, values):
             yield stored_name, old.data, old.tensor_type
             continue
-        own_kind = Quant.F32 if values.ndim == 1 else asked or form
-        block = gguf.GGML_QUANT_SIZES[own_kind][0]
+        own_kind = _quant("f32") if values.ndim == 1 else asked or form
+        block = ggml.GGML_QUANT_SIZES[own_kind][0]
         if values.shape[-1] % block:
             raise UnsupportedModelError(
                 f"rows of {name} hold {values.shape[-1]} numbers, no whole blocks of {block}: write this model as bf16"
             )
-        yield stored_name, gguf.quantize(values, own_kind), own_kind
+        yield stored_name, ggml.quantize(values, own_kind), own_kind
     factors = before.get("rope_freqs.weight")
     if factors is not None:
         yield factors.name, factors.data, factors.tensor_type
@@ -131,7 +135,7 @@ def _is_same(stored: Any, values: np.ndarray[Any, Any]) -> bool:
     shape = tuple(int(size) for size in reversed(stored.shape))
     if shape != values.shape:
         return False
-    old = gguf.dequantize(stored.data, stored.tensor_type).reshape(shape)
+    old = gguf_package().dequantize(stored.data, stored.tensor_type).reshape(shape)
     if np.array_equal(old, values):
         return True
     rounded = torch.from_numpy(np.array(old)).bfloat16().float().numpy()

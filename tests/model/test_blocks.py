@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gguf
 import pytest
 import torch
 from native_models import quantised
 
-from paceline.model.blocks import BLOCK_KINDS, BlockKind, Blocks, quantise
+from paceline.model.blocks import BLOCK_KINDS, BLOCK_SIZES, BlockKind, Blocks, quantise
 
 STEPS: dict[BlockKind, int] = {"Q4_0": 15, "Q4_1": 15, "Q5_0": 31, "Q5_1": 31, "Q8_0": 254, "Q4_K": 15, "Q5_K": 31, "Q6_K": 62}
 """Codes of a block from its least to its largest number."""
@@ -41,3 +42,17 @@ def test_scales_are_where_the_format_has_them(kind: BlockKind) -> None:
     blocks.data[1, place] = 0xFF
     assert not blocks.scales().isfinite().all()
     assert not blocks.dense()[1].isfinite().all() and blocks.dense()[0].isfinite().all()
+
+
+def test_sizes_of_blocks_are_ggml_s() -> None:
+    sizes = {kind: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] for kind in BLOCK_KINDS}
+    assert sizes == BLOCK_SIZES
+
+
+def test_eight_bits_are_expanded_to_the_bits_of_the_gguf_package() -> None:
+    weight = quantise(torch.randn(6, 96, generator=torch.Generator().manual_seed(0)) * 3, "Q8_0")
+    assert isinstance(weight, Blocks)
+    expected = gguf.dequantize(weight.data.numpy(), gguf.GGMLQuantizationType.Q8_0)
+    assert torch.equal(weight.dense(), torch.from_numpy(expected))
+    stack = Blocks(weight.data.view(2, 3, -1), (2, 3, 96), "Q8_0")
+    assert torch.equal(stack.dense().flatten(0, 1), weight.dense())

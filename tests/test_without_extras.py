@@ -1,0 +1,94 @@
+"""A machine with PyTorch and little else: every module but those of an extra imports, and safetensors checkpoints run."""
+
+from __future__ import annotations
+
+import importlib.abc
+import json
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ABSENT = {"gguf", "llguidance", "fastapi", "uvicorn", "datasketch", "river", "ray", "trl", "datasets", "jsonschema"}
+NEED_EXTRAS = {
+    "serve": "admin, answers, app, completions, drafters, failures, features, routing, run, security, tools, worker",
+    "record": "proxy, reader, run",
+    "rl": "agents, endpoint, judge",
+    "distill": "teach",
+}
+"""Modules that may need an extra of pyproject.toml to be imported: `serve` for all of them, `distill` for the last."""
+
+
+class Absent(importlib.abc.MetaPathFinder):
+    """Refuses to find the packages of ABSENT."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if name.split(".")[0] in ABSENT:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def report(folder: Path) -> dict[str, Any]:
+    """Runs in a process of its own, where the packages are absent: what imports, and what comes of `folder`'s files."""
+    sys.meta_path.insert(0, Absent())
+    from small_llm import tiny_model
+
+    import paceline
+    from paceline import LLM, SamplingParams
+    from paceline.draft.packed import read_packed
+    from paceline.errors import PacelineError
+    from paceline.model.backends import load_target
+
+    refused: dict[str, str] = {}
+    names = [each.name for each in pkgutil.walk_packages(paceline.__path__, "paceline.")]
+    for name in names:
+        if not name.endswith("__main__"):
+            try:
+                importlib.import_module(name)
+            except (ImportError, PacelineError) as error:
+                refused[name] = str(error)
+    texts = []
+    for drafter in ("none", "random-dflash"):
+        llm = LLM(str(tiny_model(folder / "model")), drafter=drafter, dtype="float32", device="cpu", max_len=64)
+        texts.append(llm.generate(["ab"], SamplingParams(temperature=0.0, max_tokens=4))[0].token_ids)
+    errors = []
+    for settings in ({"model": str(folder / "model.gguf")}, {"model": str(folder / "model"), "weight_format": "q4_1"}):
+        try:
+            LLM(**settings, drafter="none", dtype="float32", device="cpu")
+        except PacelineError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    dtypes = {str(tensor.dtype) for tensor in read_packed(folder / "packed.safetensors").values()}
+    return {"refused": refused, "texts": texts, "errors": errors, "dtypes": sorted(dtypes), "loads": load_target.__name__}
+
+
+@pytest.mark.slow
+def test_everything_but_the_extras_imports_and_runs(tmp_path: Path) -> None:
+    import gguf
+    import torch
+    from safetensors.torch import save_file
+
+    from paceline.draft.packed import packed
+
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tensor("token_embd.weight", torch.ones(4, 32).numpy())
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        write()
+    save_file(packed({"fc.weight": torch.randn(4, 64)}), tmp_path / "packed.safetensors")
+    here = Path(__file__)
+    code = (
+        f"import json, sys; sys.path[:0] = [{str(here.parent)!r}, {str(here.parent.parent)!r}]; from pathlib import Path; "
+        f"from {here.stem} import report; print(json.dumps(report(Path({str(tmp_path)!r}))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    expected = {f"paceline.{part}.{name}" for part, names in NEED_EXTRAS.items() for name in names.split(", ")}
+    assert set(found["refused"]) == expected, found["refused"]
+    assert found["texts"][0] == found["texts"][1] and len(found["texts"][0]) == 4
+    assert len(found["errors"]) == 2
+    assert all("pip install gguf, or use a folder of safetensors" in each for each in found["errors"]), found["errors"]
+    assert found["dtypes"] == ["torch.bfloat16"]
