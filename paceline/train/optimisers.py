@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,12 +58,21 @@ class Optimisers:
                 yield from ((f"{number}.{index}.{key}", tensor) for key, tensor in state.items())
 
     def fill(self, stored: dict[str, Tensor], laid_out: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Take up what `states` gave: moments as `laid_out(parameter, moment)`, counts of steps as they are, on the CPU."""
-        parameters = [[each for group in one.param_groups for each in group["params"]] for one in self.every]
+        """Restore what `states` gave: moments as `laid_out(parameter, moment)`, on the parameter's device and in its
+        dtype, counts of steps where the optimiser's kernel reads them."""
+        slots = [[(each, group) for group in one.param_groups for each in group["params"]] for one in self.every]
         for name, tensor in stored.items():
             number, index, key = name.split(".")
-            parameter = parameters[int(number)][int(index)]
-            self.every[int(number)].state[parameter][key] = laid_out(parameter, tensor) if tensor.ndim else tensor
+            parameter, group = slots[int(number)][int(index)]
+            state = self.every[int(number)].state[parameter]
+            is_moment = tensor.ndim > 0
+            state[key] = laid_out(parameter, tensor.to(parameter.dtype)) if is_moment else _count(parameter, tensor, group)
+
+
+def _count(parameter: Tensor, steps: Tensor, group: dict[str, Any]) -> Tensor:
+    """A fused kernel reads the count of steps on the parameter's device, a loop over parameters reads it on the CPU."""
+    is_on_device = group.get("fused") or group.get("capturable")
+    return steps.to(parameter.device, torch.float32) if is_on_device else steps.cpu()
 
 
 def learning_rate_share(progress: float) -> float:
