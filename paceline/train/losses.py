@@ -26,6 +26,7 @@ from paceline.train.config import LossConfig
 
 CHUNK_ROWS = 256
 NUM_RECALLED = 16
+SOFTMAX_ROWS = 4
 EPS = 1e-6
 
 
@@ -184,11 +185,11 @@ def _chunk(
 def _cross_entropy(
     hidden_RD: Tensor, slots: Slots, head: Head, config: LossConfig, needs_grad: bool, is_measured: bool
 ) -> tuple[Tensor, Tensor | None, SlotMetrics | None]:
-    """By hand: the softmax is written over the logits, and its gradient over the softmax."""
+    """By hand: the softmax takes the place of the logits, and its gradient that of the softmax."""
     logits_RV = head.logits(hidden_RD)
     label_R = slots.labels_AK.flatten()[:, None]
     metrics = measure(logits_RV, label_R, slots.valid_AK) if is_measured else None
-    probs_RV = torch.softmax(logits_RV, dim=-1, out=logits_RV)  # in place: fresh memory costs more than the softmax
+    probs_RV = softmax_over(logits_RV)
     chosen_R = probs_RV.gather(1, label_R).float().clamp_(min=1e-30)
     loss_AK = -chosen_R.log().view(slots.labels_AK.shape)
     weight_AK = slot_weights(config, loss_AK, slots.valid_AK)
@@ -201,6 +202,18 @@ def _cross_entropy(
     probs_RV[torch.arange(len(label_R), device=label_R.device), label_R[:, 0]] -= 1.0
     grad_RD = (probs_RV @ head.weight_VD).float() * weight_R1
     return loss, grad_RD.to(hidden_RD.dtype), metrics
+
+
+def softmax_over(logits_RV: Tensor) -> Tensor:
+    """Softmax of each row; on CPU in the memory of the logits, because fresh memory costs more than the softmax.
+
+    A few rows at a time by way of a copy that caches hold: PyTorch promises nothing of an output that is its own input.
+    """
+    if logits_RV.device.type != "cpu":
+        return logits_RV.softmax(-1)
+    for rows_RV in logits_RV.split(SOFTMAX_ROWS):
+        rows_RV.copy_(rows_RV.softmax(-1))
+    return logits_RV
 
 
 def _by_autograd(

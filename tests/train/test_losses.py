@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import ConfigError
 from paceline.train import losses
@@ -272,3 +273,33 @@ def test_a_token_the_head_lacks_is_missed_and_teaches_nothing() -> None:
     assert metrics.sums_4K[0].tolist() == [1, 1, 1]
     assert metrics.sums_4K[1][1] == 0 and metrics.sums_4K[3].tolist()[1:] == [0, 0]
     assert hidden.grad is not None and not hidden.grad[1].any() and hidden.grad[0].any()
+
+
+class Aliased(TorchDispatchMode):
+    """Raises where an operation writes its `out` over an input of its own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = kwargs.get("out")
+        assert out is None or all(out is not each for each in args), func
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1000, 32_003])
+def test_softmax_over_the_logits_is_that_of_a_copy(vocab: int, dtype: torch.dtype) -> None:
+    logits_RV = (8 * draw(2 * losses.SOFTMAX_ROWS + 1, vocab)).to(dtype)
+    expected_RV = torch.softmax(logits_RV.clone(), -1)
+    with Aliased():
+        found_RV = losses.softmax_over(logits_RV)
+    assert torch.equal(found_RV, expected_RV)
+    assert found_RV.data_ptr() == logits_RV.data_ptr(), "fresh memory costs a CPU more than the softmax"
+
+
+def test_no_operation_of_a_loss_writes_over_its_input() -> None:
+    """PyTorch promises nothing of one that does; on a GPU the memory is fresh."""
+    hidden_TD, slots, weight_VD = batch()
+    with Aliased():
+        head_loss(hidden_TD, slots, Head(weight_VD), LossConfig("ce"), 20.0)[0].backward()
+    elsewhere = draw(3, 11).to("meta")
+    assert losses.softmax_over(elsewhere) is not elsewhere
