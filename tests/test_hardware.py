@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from typing import ClassVar
 
 import pytest
+import torch
 
+from paceline import hardware
 from paceline.hardware import BusyClock, Machine, this_machine
 from paceline.simulate import catalogue
 
@@ -54,3 +57,48 @@ def test_working_alone_is_not_disturbed_by_oneself() -> None:
         pass
     now = clock._now()
     assert now[2] - own >= 0.25 and now[0] > began and (busy == 0.0 or now[1] - busy >= 0.2)
+
+
+class FakeEvents:
+    """A GPU's clock and queue: work takes 2 ms there, however long the host waits."""
+
+    now_ms = 0.0
+    recorded: ClassVar[list[float]] = []
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: str) -> None:
+        self.at_ms = FakeEvents.now_ms
+        FakeEvents.recorded.append(self.at_ms)
+        assert stream == "stream of cuda:0"
+
+    def synchronize(self) -> None:
+        FakeEvents.now_ms += 1000.0  # of waiting, which is nobody's work
+
+    def elapsed_time(self, end: FakeEvents) -> float:
+        return end.at_ms - self.at_ms
+
+
+def test_a_gpu_is_measured_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several runs between two events, none of the host's time, and no wait between the runs."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvents)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+
+    def work() -> None:
+        FakeEvents.now_ms += 2.0
+
+    def wait(device: object) -> None:
+        raise AssertionError("the host waits for each run")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    assert hardware._best_s(work, torch.device("cuda:0"), budget_s=0.0) == pytest.approx(0.002)
+    assert len(FakeEvents.recorded) >= 2 and FakeEvents.recorded[1] - FakeEvents.recorded[0] > 2.0
+
+
+def test_a_gpu_multiplies_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal ones would be multiplied faster than weights are."""
+    kinds: list[str] = []
+    monkeypatch.setattr(torch, "randn", lambda shape, device: kinds.append(f"{device}") or torch.zeros(1))
+    assert hardware._numbers(2, 3, device=torch.device("cuda:0")).shape == (1,) and kinds == ["cuda:0"]
+    assert hardware._numbers(2, 3, device=torch.device("cpu")).shape == (2, 3) and kinds == ["cuda:0"]
