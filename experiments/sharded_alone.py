@@ -1,0 +1,153 @@
+"""Sharded training (FSDP2) on one process and one device: a group of one, killed and resumed, against the whole network.
+
+    python experiments/sharded_alone.py                  # the CPU, by gloo
+    python experiments/sharded_alone.py --device cuda    # by NCCL, which takes two processes on one GPU for a mistake
+
+`make_parallel` gives a process without others the whole network, so that `Sharded` runs on several GPUs only. Here it is put
+in a trainer's place by hand: what FSDP2 does with NCCL, mixed precision and optimiser states on a GPU is seen on one. Data is
+random. The last line is JSON; `sharded_alone` gives the same to whoever calls it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from paceline.draft.checkpoint import DFlashConfig, new_config
+from paceline.draft.dflash import DFlashNetwork
+from paceline.train.config import LoopConfig, OptimConfig
+from paceline.train.dataset import Corpus, Document
+from paceline.train.features import Features
+from paceline.train.loop import Trainer
+from paceline.train.losses import Head
+from paceline.train.optimisers import Optimisers
+from paceline.train.packs import DFlashTrainable
+from paceline.train.parallel import Sharded
+from paceline.train.ranks import Ranks
+
+HIDDEN, VOCAB, LAYERS, TAPS, STEPS, KILLED_AT = 64, 96, 2, (1, 3), 4, 3
+
+
+class RandomFeatures:
+    """Hidden states drawn from the document's number."""
+
+    def __init__(self, documents: list[Document]) -> None:
+        self.documents = documents
+
+    def of(self, number: int) -> Features:
+        generator = torch.Generator().manual_seed(number)
+        return Features(torch.randn(len(self.documents[number]), len(TAPS) * HIDDEN, generator=generator), None)
+
+
+class Killed(Exception):
+    """Stops a run between its checkpoints."""
+
+
+@contextlib.contextmanager
+def group_of_one(device: str) -> Iterator[None]:
+    """A process group of this process alone, by a store in its memory."""
+    dist.init_process_group("gloo" if device == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def trainer(folder: Path, device: str, optimiser: str, is_autocast: bool) -> Trainer:
+    """A drafter of two layers over random documents, its network whole."""
+    raw = new_config(
+        HIDDEN, VOCAB, 6, num_layers=LAYERS, block_size=4, mask_token_id=VOCAB - 1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, intermediate_size=96,
+    )  # fmt: skip
+    raw["dflash_config"]["target_layer_ids"] = list(TAPS)
+    numbers = np.random.default_rng(0)
+    documents = [Document(str(key), numbers.integers(0, VOCAB - 1, 20 + key).astype(np.int32), 4) for key in range(12)]
+    weight_VD = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(0)).to(device)
+    network = DFlashNetwork.random(DFlashConfig.from_json(raw)).to(device)
+    config = LoopConfig(
+        max_steps=STEPS, blocks_per_step=16, anchors=4, blocks_per_pack=8, autocast=is_autocast, checkpoint_minutes=0.0,
+        optim=OptimConfig(optimiser, lr=1e-3),
+    )  # fmt: skip
+    # Split: the kernel of FlexAttention would compile for longer than all else takes.
+    drafter, features = DFlashTrainable(network, raw, "split"), RandomFeatures(documents)
+    return Trainer(drafter, Corpus(documents, []), features, weight_VD, Head(weight_VD), config, folder=folder)
+
+
+def shard(one: Trainer) -> Trainer:
+    """The trainer with `Sharded` in the place of the whole network, and optimisers of its parts."""
+    one.parallel = Sharded(Ranks(), one.device)
+    one.parallel.prepare(one.drafter, one.config.autocast)
+    one.optimisers = Optimisers(one.network, one.config.optim)
+    assert all(isinstance(each, DTensor) for each in one.network.parameters())
+    return one
+
+
+def losses(one: Trainer, killed_at: int | None = None) -> dict[int, float]:
+    """Loss by step, until the end or until it is killed after a step."""
+    seen: dict[int, float] = {}
+
+    def on_step(figures: dict[str, Any]) -> None:
+        if figures["step"] == killed_at:
+            raise Killed
+        seen[figures["step"]] = figures["loss"]
+
+    with contextlib.suppress(Killed):
+        one.run(on_step)
+    return seen
+
+
+def misplaced(one: Trainer) -> list[str]:
+    """States of optimisers that are not on the device of their parameters."""
+    return [name for name, tensor in one.optimisers.states() if tensor.device.type != one.device.type]
+
+
+def sharded_alone(device: str = "cpu", optimiser: str = "adamw", is_autocast: bool = False) -> dict[str, Any]:
+    """Train the whole network, then its parts killed and resumed.
+
+    Returns the largest difference of losses and weights between the two, states on a wrong device, and seconds.
+    """
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as scratch, group_of_one(device):
+        whole = trainer(Path(scratch) / "whole", device, optimiser, is_autocast)
+        expected = losses(whole)
+        first = losses(shard(trainer(Path(scratch) / "parts", device, optimiser, is_autocast)), KILLED_AT)
+        again = shard(trainer(Path(scratch) / "parts", device, optimiser, is_autocast))
+        assert again.resume(), "nothing to resume: the first part saved no checkpoint"
+        wrong = misplaced(again)
+        found = first | losses(again)
+        weights: tuple[dict[str, Tensor], ...] = whole.parallel.weights(whole.network), again.parallel.weights(again.network)
+        apart = max(float((tensor - weights[1][name]).abs().max()) for name, tensor in weights[0].items())
+    return {
+        "device": device,
+        "optimiser": optimiser,
+        "autocast": is_autocast,
+        "steps": sorted(found),
+        "loss_difference": max(abs(found[step] - loss) for step, loss in expected.items()),
+        "weight_difference": apart,
+        "states_misplaced": wrong,
+        "seconds": round(time.perf_counter() - began, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options = parser.parse_args()
+    cases = [("adamw", False), ("muon", False), ("adamw", True)]
+    print(json.dumps({"cases": [sharded_alone(options.device, *case) for case in cases]}))
+
+
+if __name__ == "__main__":
+    main()
