@@ -60,17 +60,28 @@ class Experts:
         weights_TK, chosen_TK = probs_TE.topk(self._per_token, dim=-1)
         if self._is_normed:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        chosen_S = chosen_TK.flatten()
-        order_S = chosen_S.argsort(stable=True)
-        token_S = order_S // self._per_token
-        counts = torch.bincount(chosen_S, minlength=len(self._experts)).tolist()
-        shares = zip(self._experts, normed_TD[token_S].split(counts), strict=True)
+        chosen_TK, place_TK = chosen_TK.sort(-1)
+        order_S = chosen_TK.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen_TK.flatten(), minlength=len(self._experts)).tolist()
+        shares = zip(self._experts, normed_TD[order_S // self._per_token].split(counts), strict=True)
         outputs = [expert(inputs) for expert, inputs in shares if len(inputs)]
         self.num_read, outputs_SD = len(outputs), torch.cat(outputs)
-        outputs_SD = outputs_SD.float().mul_(weights_TK.flatten()[order_S, None])
-        summed_TD = torch.zeros(normed_TD.shape, dtype=torch.float32, device=normed_TD.device)
-        summed_TD = summed_TD.index_add_(0, token_S, outputs_SD).to(normed_TD.dtype)
+        outputs_SD = outputs_SD.float().mul_(weights_TK.gather(-1, place_TK).flatten()[order_S, None])
+        summed_TD = _summed(outputs_SD, order_S.argsort().view(chosen_TK.shape)).to(normed_TD.dtype)
         if self._shared is not None:
             expert, gate = self._shared
             summed_TD += expert(normed_TD) * torch.sigmoid(gate(normed_TD))
         return summed_TD
+
+
+def _summed(weighted_SD: Tensor, place_TK: Tensor) -> Tensor:
+    """The sum [T, D] of each token's outputs, which stand at these places, from the first expert to the last.
+
+    One addition after another: `index_add_` adds by atomic operations on CUDA, in another order every run, so that no
+    text would be repeated bit by bit.
+    """
+    first_T, *others = place_TK.unbind(1)
+    summed_TD = weighted_SD[first_T]
+    for place_T in others:
+        summed_TD += weighted_SD[place_T]
+    return summed_TD
