@@ -99,7 +99,7 @@ class DeltaNet:
         system = k @ k.transpose(2, 3) * of_new * beta
         changes = beta * (value.transpose(1, 2) - known_k)
         if count > 1:
-            changes = torch.linalg.solve_triangular(system, changes, upper=False, unitriangular=True)
+            changes = _solved(system, changes)
         found = known_q + (q @ k.transpose(2, 3) * of_new) @ changes
         place_RC = stage.held_R[:, None] + torch.arange(count, device=rows.device)
         for tensor, new in zip(memory.trail, (inputs_RCX, key, changes.transpose(1, 2), decay_RCH), strict=True):
@@ -145,6 +145,44 @@ class DeltaNet:
     def _spread(self, heads: Tensor) -> Tensor:
         """Of each key head [R, G, ...] to that of each value head [R, H, ...]."""
         return heads.repeat_interleave(self._shape.num_value_heads // self._shape.num_key_heads, dim=1)
+
+
+MOST_INVERTED = 32
+"""Tokens of a row up to which a GPU multiplies by the inverse: as many as a decode pass of fixed shape may bring."""
+
+
+def _solved(system: Tensor, right: Tensor) -> Tensor:
+    """X of (I + A) X = right, A the part of `system` below its diagonal.
+
+    On a GPU few tokens go by products of fixed shape: cuBLAS's triangular solver allocates and uploads pointers, which
+    a CUDA graph cannot record. On the CPU the solver is one call, where the products are dozens.
+    """
+    if system.device.type == "cpu" or system.shape[-1] > MOST_INVERTED:
+        return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    return unit_lower_inverse(system) @ right
+
+
+def unit_lower_inverse(system: Tensor) -> Tensor:
+    """(I + A)^-1 [..., C, C], A the part of `system` [..., C, C] below its diagonal, in log2(C) doublings.
+
+    Inverses of neighbouring blocks P and Q on the diagonal, with B below P, give that of both together: P^-1 and Q^-1
+    on the diagonal, -Q^-1 B P^-1 below. The shorter (I - A)(I + A^2)(I + A^4) ... is not used: where keys repeat,
+    powers of A grow to hundreds of millions at 32 tokens and cancel.
+    """
+    count = system.shape[-1]
+    size = 1 << (count - 1).bit_length()
+    lower = F.pad(system, (0, size - count, 0, size - count))
+    inverse = torch.ones_like(lower[..., :1, :1]).unsqueeze(-3).expand(*lower.shape[:-2], size, 1, 1)
+    width = 1
+    while width < size:
+        pairs = lower.unflatten(-1, (-1, 2 * width)).unflatten(-3, (-1, 2 * width))  # [..., n, 2 width, n, 2 width]
+        below = pairs.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)[..., width:, :width]
+        first, second = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
+        corner = -(second @ below @ first)
+        upper = F.pad(first, (0, width))
+        inverse = torch.cat([upper, torch.cat([corner, second], dim=-1)], dim=-2)
+        width *= 2
+    return inverse[..., 0, :count, :count]
 
 
 def _unit(heads: Tensor) -> Tensor:
