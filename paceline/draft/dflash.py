@@ -141,11 +141,17 @@ class DFlashNetwork(nn.Module):
         return dict(self.state_dict())
 
     @classmethod
-    def random(cls, config: DFlashConfig, seed: int = 0) -> Self:
-        """Float32 weights, normal with deviation 0.02, norms one; the same for the same seed."""
+    def random(
+        cls,
+        config: DFlashConfig,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> Self:
+        """Weights as `checkpoint.random_weights` draws them for a target of this device and dtype."""
         with torch.device("meta"):
             shapes = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
-        return cls.of(config, dict(random_weights(shapes, seed)))
+        return cls.of(config, dict(random_weights(shapes, seed, device, dtype)))
 
     def forward(self, block_TD: Tensor, taps_NF: Tensor, attend: Attend) -> Tensor:
         """Final normed hidden states [T, D] of block inputs, given the target's taps at N context positions.
@@ -211,7 +217,8 @@ class DFlashDrafter(TappedDrafter):
     def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> DFlashDrafter:
         """Random weights for mocking: right cost, useless drafts. `keys` are those of `checkpoint.new_config`."""
         raw = new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys)
-        return cls(DFlashNetwork.random(DFlashConfig.from_json(raw), seed), num_drafted=num_drafted)
+        network = DFlashNetwork.random(DFlashConfig.from_json(raw), seed, target.device, target.dtype)
+        return cls(network, num_drafted=num_drafted)
 
     def save(self, folder: Path | str, *, in_8_bits: bool = False) -> None:
         """Write the checkpoint; what was loaded is written back unchanged, unless `in_8_bits` rounds the matrices for a file

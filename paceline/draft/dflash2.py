@@ -97,10 +97,17 @@ class DFlash2Network(DFlashNetwork):
         return network
 
     @classmethod
-    def random(cls, config: DFlashConfig, seed: int = 0) -> Self:
+    def random(
+        cls,
+        config: DFlashConfig,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> Self:
         """A random DFlash v1 body, and convolution and selector that change nothing yet."""
-        body = DFlashNetwork.random(replace(config, second=None), seed).state_dict()
-        return cls.of(config, body | beginnings(config, seed))
+        body = DFlashNetwork.random(replace(config, second=None), seed, device, dtype).state_dict()
+        like = next(iter(body.values()))
+        return cls.of(config, body | {name: tensor.to(like) for name, tensor in beginnings(config, seed).items()})
 
     def of_file(self) -> dict[str, Tensor]:
         names = {f"{SELECTOR}{book}": f"{SELECTOR}{book}{self.codebook_suffix}" for book in BOOKS}
@@ -165,7 +172,8 @@ class DFlash2Drafter(DFlashDrafter):
         """As DFlashDrafter.random; `selector_rank` is 64 unless it is given."""
         rank = keys.pop("selector_rank", 64)
         raw = as_dflash2(new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys), rank=rank)
-        return cls(DFlash2Network.random(DFlashConfig.from_json(raw), seed), num_drafted=num_drafted)
+        network = DFlash2Network.random(DFlashConfig.from_json(raw), seed, target.device, target.dtype)
+        return cls(network, num_drafted=num_drafted)
 
     def _make_path(self, target: Target) -> DFlash2Path | DFlash2NativePath:
         own = Vocabulary(self.draft_ids, self.head_VD)

@@ -145,14 +145,20 @@ class Eagle3Network(nn.Module):
         return network
 
     @classmethod
-    def random(cls, config: Eagle3Config, seed: int = 0) -> Self:
-        """Float32 weights, normal with deviation 0.02, norms one; the same for the same seed."""
+    def random(
+        cls,
+        config: Eagle3Config,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> Self:
+        """Weights as `checkpoint.random_weights` draws them for a target of this device and dtype."""
         with torch.device("meta"):
             shapes = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
-        tensors = dict(random_weights(shapes, seed))
+        tensors = dict(random_weights(shapes, seed, device, dtype))
         for name in tensors:
             if name.startswith("fc_norm."):  # ends like a matrix of a list
-                tensors[name] = torch.ones(shapes[name])
+                tensors[name] = torch.ones_like(tensors[name])
         return cls.of(config, tensors)
 
     def features(self, taps_NF: Tensor) -> Tensor:
@@ -208,7 +214,8 @@ class Eagle3Drafter(ChainedDrafter):
     def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> Eagle3Drafter:
         """Random weights for mocking: right cost, useless drafts. `keys` are those of `eagle3_checkpoint.new_config`."""
         raw = new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys)
-        return cls(Eagle3Network.random(Eagle3Config.from_json(raw), seed), num_drafted=num_drafted)
+        network = Eagle3Network.random(Eagle3Config.from_json(raw), seed, target.device, target.dtype)
+        return cls(network, num_drafted=num_drafted)
 
     def save(self, folder: Path | str) -> None:
         """Write SpecForge's style, whatever was read. Raises CacheError."""

@@ -81,7 +81,7 @@ def load_target(settings: EngineConfig) -> Target:
     else:
         if is_rounded:
             raise NativeError(f"weights in {weight_format} need the native pass: leave --backend or --weight-format out")
-        dense = random_tensors(config) if weights == "random" else load_tensors(path)
+        dense = random_tensors(config, 0, device, dtype) if weights == "random" else load_tensors(path)
         # Which expert gets how many tokens, and how many positions a state lags behind, is not known when a pass is recorded.
         is_fixed = not config.num_experts and config.delta is None
         decoder = GraphDecoder if device.type == "cuda" and is_fixed else Decoder
