@@ -50,6 +50,7 @@ def load_target(settings: EngineConfig) -> Target:
     num_rows = 1 if settings.kv_memory else settings.max_batch  # a budget is shared out when the drafter is known, too
     weight_format = settings.weight_format
     path = resolve(settings.model)
+    keep_sums_in_float32(device)
     try:
         config = load_config(path)
     except UnsupportedModelError as error:
@@ -89,6 +90,17 @@ def load_target(settings: EngineConfig) -> Target:
         target = decoder(config, tensors, num_rows=num_rows, max_len=max_len, dtype=dtype, device=device)
     _return_freed_memory()
     return target
+
+
+def keep_sums_in_float32(device: torch.device) -> None:
+    """Partial sums of half-precision matrix products in float32 on CUDA, for the whole process.
+
+    PyTorch lets cuBLAS round them to the inputs' type where a product is split along its inner dimension. Whether it
+    is depends on how many positions a pass has: plain decoding and verification would differ by that rounding.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 KINDS: dict[str, BlockKind] = {"q8_0": "Q8_0", "q6_k": "Q6_K", "q5_k": "Q5_K", "q4_k": "Q4_K", "q4_1": "Q4_1"}

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from paceline.config import EngineConfig
 from paceline.errors import DownloadError, ModelFileError, UnsupportedModelError, reraised
 from paceline.hub import HUB_ID, resolve
-from paceline.model.backends import load_target
+from paceline.model.backends import keep_sums_in_float32, load_target
 from paceline.model.checkpoint import load_config, read_json
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import end_scales
@@ -97,6 +97,7 @@ def load_ends(settings: EngineConfig) -> Target:
     if EMBEDDING not in found:
         raise ModelFileError(f"{folder} holds no tensor that ends in {EMBEDDING}: give the target's own folder")
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
+    keep_sums_in_float32(device)
     embedding = found[EMBEDDING].to(device, dtype)
     head = found[HEAD].to(device, dtype) if HEAD in found else embedding
     ends = Ends(raw, embedding, head, int(raw.get("max_position_embeddings", 2**31)))
