@@ -147,9 +147,8 @@ class Eagle3Path(EagleEnds):
         """Keys and values into the cache; the queries [T, heads, head_dim]."""
         layer, num_heads, num_kv_heads = self._layers[index], self._shape.num_heads, self._shape.num_kv_heads
         heads = layer.qkv(inputs_TX).view(-1, num_heads + 2 * num_kv_heads, self._shape.head_dim)
-        rotated = heads[:, : num_heads + num_kv_heads]
-        if layer.qk_norm is not None:
-            rotated = layer.qk_norm(rotated)
+        num_rotated = num_heads + num_kv_heads
+        rotated = heads[:, :num_rotated] if layer.qk_norm is None else layer.qk_norm.of_first(heads, num_rotated)
         rotated = self._rope.rotate(rotated, tables)
         writer.write(self.cache.keys[index], rotated[:, num_heads:])
         writer.write(self.cache.values[index], heads[:, num_heads + num_kv_heads :])

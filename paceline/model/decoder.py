@@ -109,9 +109,7 @@ class Layer:
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
         num_qk_heads = num_heads + num_kv_heads
         heads = self.qkv(normed_TD).unflatten(-1, (-1, self.config.head_dim))
-        qk_heads = heads[:, :num_qk_heads]
-        if self.qk_norm is not None:
-            qk_heads = self.qk_norm(qk_heads)
+        qk_heads = heads[:, :num_qk_heads] if self.qk_norm is None else self.qk_norm.of_first(heads, num_qk_heads)
         if rope is not None and tables is not None:
             qk_heads = rope.rotate(qk_heads, tables)
         writer.write(keys, qk_heads[:, num_heads:])

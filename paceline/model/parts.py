@@ -65,10 +65,21 @@ class RMSNorm:
 
     def __call__(self, inputs: Tensor) -> Tensor:
         if not self._is_cpu:
-            normed = F.rms_norm(inputs.float() if self._is_wide else inputs, inputs.shape[-1:], eps=self._eps)
-            return (normed * self._weight).to(self._dtype) if self._is_wide else normed.to(self._dtype) * self._weight
+            return self._weighted(self._normed(inputs))
         scale = torch.hypot(torch.linalg.vector_norm(inputs, dim=-1, keepdim=True, dtype=torch.float32), self._floor)
         return inputs.div(scale).mul_(self._weight).to(self._dtype)
+
+    def of_first(self, heads_THD: Tensor, num_heads: int) -> Tensor:
+        """Norms of the first heads of a fused product. On a GPU all heads are normed: its kernel would copy a slice."""
+        if self._is_cpu:
+            return self(heads_THD[:, :num_heads])
+        return self._weighted(self._normed(heads_THD)[:, :num_heads])
+
+    def _normed(self, inputs: Tensor) -> Tensor:
+        return F.rms_norm(inputs.float() if self._is_wide else inputs, inputs.shape[-1:], eps=self._eps)
+
+    def _weighted(self, normed: Tensor) -> Tensor:
+        return (normed * self._weight).to(self._dtype) if self._is_wide else normed.to(self._dtype) * self._weight
 
 
 class NoNorm:
@@ -91,6 +102,10 @@ class WholeNorm:
         query_THD, key_THD = heads_THD.tensor_split([self._num_heads], dim=1)
         queries, keys = self._query_norm(query_THD.flatten(1)), self._key_norm(key_THD.flatten(1))
         return torch.cat([queries, keys], dim=1).view(heads_THD.shape)
+
+    def of_first(self, heads_THD: Tensor, num_heads: int) -> Tensor:
+        """Norms of the first heads, which are cut out: more heads together would have another norm."""
+        return self(heads_THD[:, :num_heads])
 
 
 Norm = RMSNorm | NoNorm
