@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.model.config import DecoderConfig, RopeKind, check_rope
+from paceline.model.sdpa import chosen_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,8 @@ def attend_rows(query_THD: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
     if scores.cap or scores.sinks_H is not None:
         out = _weigh(stacked, keys, mask, scores, count) @ values
     else:
-        out = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask, scale=scores.scale)
+        with chosen_kernels(keys.device):
+            out = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask, scale=scores.scale)
     if count > 1:
         out = out.view(num_rows, kv_heads, group, count, head_dim).permute(0, 3, 1, 2, 4)
     return out.reshape(len(query_THD), -1)

@@ -26,6 +26,7 @@ from paceline.model.experts import Experts
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.layout import NORMS, gate_apart, layer_shapes
 from paceline.model.parts import GatedMLP, NoNorm, Norm, PackedLinear, RMSNorm, WholeNorm, fuse, make_experts
+from paceline.model.sdpa import chosen_kernels
 from paceline.model.target import EndScales, ForwardBatch, ForwardOutput, Target
 
 Tables = tuple[Tensor, Tensor]
@@ -245,15 +246,17 @@ class Decoder(Target):
         hidden_TD = self.embed(tokens_T).to(self._residual_dtype)
         memories = iter(self.kv.memories if isinstance(self.kv, DeltaCache) else ())
         caches = zip(self.kv.keys, self.kv.values, strict=True)
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, DeltaLayer):
-                layer.run(hidden_TD, next(memories), stages)
-            else:
-                rope = self.ropes.get(layer.rope)
-                layer.run(hidden_TD, *next(caches), plans[layer.window], writer, rope, tables.get(layer.rope))
-            if index in self.tap_layers:
-                is_last = index == self.num_layers - 1  # tapped after the final norm, as Transformers' hidden_states[-1]
-                taps_TLD[:, self.tap_layers.index(index)] = self.final_norm(hidden_TD) if is_last else hidden_TD
+        with chosen_kernels(self.device):
+            for index, layer in enumerate(self.layers):
+                if isinstance(layer, DeltaLayer):
+                    layer.run(hidden_TD, next(memories), stages)
+                else:
+                    rope = self.ropes.get(layer.rope)
+                    layer.run(hidden_TD, *next(caches), plans[layer.window], writer, rope, tables.get(layer.rope))
+                if index in self.tap_layers:
+                    # The last layer is tapped after the final norm, as Transformers' hidden_states[-1].
+                    tapped_TD = self.final_norm(hidden_TD) if index == self.num_layers - 1 else hidden_TD
+                    taps_TLD[:, self.tap_layers.index(index)] = tapped_TD
         return hidden_TD, taps_TLD.flatten(1) if self.tap_layers else None
 
 
