@@ -1,11 +1,11 @@
-"""Sharded training (FSDP2) on one process and one device: a group of one, killed and resumed, against the whole network.
+"""Sharded training (FSDP2) on one process and device: a group of one, killed and resumed, beside the whole network.
 
     python experiments/sharded_alone.py                  # the CPU, by gloo
     python experiments/sharded_alone.py --device cuda    # by NCCL, which takes two processes on one GPU for a mistake
 
-`make_parallel` gives a process without others the whole network, so that `Sharded` runs on several GPUs only. Here it is put
-in a trainer's place by hand: what FSDP2 does with NCCL, mixed precision and optimiser states on a GPU is seen on one. Data is
-random. The last line is JSON; `sharded_alone` gives the same to whoever calls it.
+`make_parallel` gives a process without others the whole network, so that `Sharded` runs on several GPUs only. Here it
+is put in a trainer's place by hand: what FSDP2 does with NCCL, mixed precision and optimiser states on a GPU is seen on
+one. Data is random. The last line is JSON; `sharded_alone` gives the same to whoever calls it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline.draft.checkpoint import DFlashConfig, new_config
@@ -126,15 +125,16 @@ def sharded_alone(device: str = "cpu", optimiser: str = "adamw", is_autocast: bo
         again = shard(trainer(Path(scratch) / "parts", device, optimiser, is_autocast))
         assert again.resume(), "nothing to resume: the first part saved no checkpoint"
         wrong = misplaced(again)
-        found = first | losses(again)
-        weights: tuple[dict[str, Tensor], ...] = whole.parallel.weights(whole.network), again.parallel.weights(again.network)
-        apart = max(float((tensor - weights[1][name]).abs().max()) for name, tensor in weights[0].items())
+        by_step = first | losses(again)
+        weights = again.parallel.weights(again.network)
+        pairs = ((tensor, weights[name]) for name, tensor in whole.parallel.weights(whole.network).items())
+        apart = max(float((one - other).abs().max()) for one, other in pairs)
     return {
         "device": device,
         "optimiser": optimiser,
         "autocast": is_autocast,
-        "steps": sorted(found),
-        "loss_difference": max(abs(found[step] - loss) for step, loss in expected.items()),
+        "steps": sorted(by_step),
+        "loss_difference": max(abs(by_step[step] - loss) for step, loss in expected.items()),
         "weight_difference": apart,
         "states_misplaced": wrong,
         "seconds": round(time.perf_counter() - began, 3),

@@ -1,4 +1,4 @@
-"""A machine with PyTorch and little else: every module but those of an extra imports, and safetensors checkpoints run."""
+"""A machine with PyTorch and little else: all but the extras' modules import, and safetensors checkpoints run."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def collected() -> int:
 
 @pytest.mark.slow
 def test_tests_of_a_gpu_are_collected() -> None:
-    """Whatever a GPU's machine lacks, each file's tests are found: one that cannot be imported ends a day there."""
+    """Whatever a GPU's machine lacks, each file's tests are collected: one that cannot be imported ends a day there."""
     done = in_a_process("import sys; from {name} import collected; sys.exit(collected())")
-    found = {line.partition("::")[0].partition("tests/")[2] for line in done.stdout.splitlines() if "::" in line}
-    assert done.returncode == 0 and found == set(GPU_TESTS), done.stdout[-2000:]
+    files = {line.partition("::")[0].partition("tests/")[2] for line in done.stdout.splitlines() if "::" in line}
+    assert done.returncode == 0 and files == set(GPU_TESTS), done.stdout[-2000:]
 
 
 def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
@@ -100,16 +100,18 @@ def test_everything_but_the_extras_imports_and_runs(tmp_path: Path) -> None:
 
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.add_tensor("token_embd.weight", torch.ones(4, 32).numpy())
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
-        write()
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     save_file(packed({"fc.weight": torch.randn(4, 64)}), tmp_path / "packed.safetensors")
     code = "import json; from pathlib import Path; from {name} import report; "
     done = in_a_process(code + f"print(json.dumps(report(Path({str(tmp_path)!r}))))")
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    outcome = json.loads(done.stdout.splitlines()[-1])
     expected = {f"paceline.{part}.{name}" for part, names in NEED_EXTRAS.items() for name in names.split(", ")}
-    assert set(found["refused"]) == expected, found["refused"]
-    assert found["texts"][0] == found["texts"][1] and len(found["texts"][0]) == 4
-    assert len(found["errors"]) == 2
-    assert all("pip install gguf, or use a folder of safetensors" in each for each in found["errors"]), found["errors"]
-    assert found["dtypes"] == ["torch.bfloat16"]
+    assert set(outcome["refused"]) == expected, outcome["refused"]
+    assert outcome["texts"][0] == outcome["texts"][1] and len(outcome["texts"][0]) == 4
+    assert len(outcome["errors"]) == 2
+    assert all("pip install gguf, or use a folder" in each for each in outcome["errors"]), outcome["errors"]
+    assert outcome["dtypes"] == ["torch.bfloat16"]

@@ -12,9 +12,7 @@ from paceline.errors import UnsupportedModelError, needing
 
 def gguf_package() -> ModuleType:
     """Returns the imported package. Raises UnsupportedModelError where it is not installed."""
-    with needing(
-        UnsupportedModelError,
-        "GGUF files and weights in their blocks need the gguf package: pip install gguf, or use a folder of safetensors",
-    ):
+    remedy = "pip install gguf, or use a folder of safetensors"
+    with needing(UnsupportedModelError, f"GGUF files and weights in their blocks need the gguf package: {remedy}"):
         import gguf
     return gguf

@@ -1,8 +1,8 @@
-"""Which of PyTorch's kernels computes scaled-dot-product attention on a GPU: chosen by us, and named for reports.
+"""PyTorch's kernels of scaled-dot-product attention on a GPU: chosen here, and named for reports.
 
-Our masks are floating-point numbers, which the flash kernel does not take. The memory-efficient one does; what it does not
-take either (head sizes, strides) goes to the math kernel, which holds the whole matrix of scores. cuDNN's is left out: it
-makes a new plan for every shape, and a prefill has a new length in every chunk.
+Our masks are floating-point numbers, which the flash kernel does not take. The memory-efficient one does; what it does
+not take either (head sizes, strides) goes to the math kernel, which holds the whole matrix of scores. cuDNN's is left
+out: it makes a new plan for every shape, and a prefill has a new length in every chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBacken
 def chosen_kernels(device: torch.device) -> Iterator[None]:
     """On CUDA attention within runs on one of KERNELS; elsewhere nothing changes.
 
-    Entering takes some 30 us, so a pass enters it once: within it, or where cuDNN is off anyway, it costs a look at a flag.
+    Entering takes some 30 us, so a pass enters it once: within it, or where cuDNN is off anyway, it only reads a flag.
     """
     if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
         yield

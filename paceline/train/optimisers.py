@@ -65,8 +65,8 @@ class Optimisers:
             number, index, key = name.split(".")
             parameter, group = slots[int(number)][int(index)]
             state = self.every[int(number)].state[parameter]
-            is_moment = tensor.ndim > 0
-            state[key] = laid_out(parameter, tensor.to(parameter.dtype)) if is_moment else _count(parameter, tensor, group)
+            whole = tensor.to(parameter.dtype)
+            state[key] = laid_out(parameter, whole) if tensor.ndim else _count(parameter, tensor, group)
 
 
 def _count(parameter: Tensor, steps: Tensor, group: dict[str, Any]) -> Tensor:

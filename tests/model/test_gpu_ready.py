@@ -1,4 +1,4 @@
-"""What a GPU needs of the model's parts, checked without one: kernels, orders of sums, places of random weights."""
+"""The model's parts on a GPU, checked without one: kernels, orders of sums, places of random weights."""
 
 from __future__ import annotations
 

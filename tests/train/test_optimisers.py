@@ -52,9 +52,9 @@ def test_what_is_restored_lies_where_its_parameter_does(name: str) -> None:
     stored = {key: tensor.clone() for key, tensor in stepped(name).states()}
     moved = stepped(name, "meta")
     moved.fill(stored, laid_out)
-    found = states(moved)
-    assert len(found) == len(stored) and any(key == "step" for _, key, _, _ in found)
-    for parameter, key, tensor, group in found:
+    restored = states(moved)
+    assert len(restored) == len(stored) and any(key == "step" for _, key, _, _ in restored)
+    for parameter, key, tensor, group in restored:
         assert tensor.device == parameter.device, key
         assert tensor.dtype == (torch.float32 if key == "step" else parameter.dtype), key
         assert key != "step" or group["fused"]
