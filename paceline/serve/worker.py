@@ -15,9 +15,8 @@ import math
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from paceline.errors import PacelineError
 from paceline.serve.engine import Engine, Model, ModelInfo
 from paceline.serve.failures import ApiError, RequestRefused
+from paceline.serve.inbox import Inbox
 from paceline.serve.metrics import Metrics
 from paceline.serve.settings import ServeConfig
 from paceline.serve.ticket import Addressed, Event, Job, Outbox, Ticket
@@ -89,12 +89,10 @@ class EngineWorker(Generic[M]):
         self._own_members: Any = None
         """Which drafters the model was loaded with; keeps none of them in memory."""
         self._grammars: Any = None
-        self._commands: deque[Callable[[], None]] = deque()
-        self._condition = threading.Condition()
-        self._is_stopping = False
+        self._inbox = Inbox()
         self._outbox = Outbox(partial(self._tell, self._deliver), 1e-3 * config.stream_interval_ms)
         self._live: dict[int, _Live] = {}
-        self._deadlines: deque[Ticket] = deque()
+        """By the engine's id, the one with the earliest deadline first: all requests get the same time."""
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
 
     # The event loop's side
@@ -110,6 +108,8 @@ class EngineWorker(Generic[M]):
         await self._settled.wait()
         if self.failure:
             raise self.failure
+        if self.info is None:
+            raise ApiError.known("stopped")
 
     def serving(self) -> ModelInfo:
         """The model. Raises ApiError unless requests are taken now."""
@@ -145,18 +145,22 @@ class EngineWorker(Generic[M]):
         ticket = Ticket(jobs, self.abort, tag=tag[:MAX_TAG] if tag else None, route=route, deadline=deadline)
         self._open.add(ticket)
         self._idle.clear()
-        self._post(partial(self._add, ticket))
+        self._inbox.post(partial(self._add, ticket))
         return ticket
 
     def abort(self, ticket: Ticket) -> None:
         """Drop what is unfinished of a ticket."""
-        self._post(partial(self._drop, ticket, ApiError.known("aborted")))
+        self._inbox.post(partial(self._drop, ticket, ApiError.known("aborted")))
 
     async def call(self, function: Callable[[M], Any]) -> Any:
-        """Run a function in the engine's thread between two steps; returns its result, raises its exception."""
-        future: Future[Any] = Future()
-        self._post(partial(self._answer, future, function))
-        return await asyncio.wrap_future(future)
+        """Run a function in the engine's thread between two steps; returns its result, raises its exception, or ApiError when
+        the thread ends before it comes to it."""
+
+        def run() -> Any:
+            assert self._model is not None
+            return function(self._model)
+
+        return await asyncio.wrap_future(self._inbox.call(run))
 
     async def drain(self, seconds: float) -> None:
         """Take nothing new, let what is in flight finish for at most this long, abort the rest, end the thread."""
@@ -169,18 +173,11 @@ class EngineWorker(Generic[M]):
             for ticket in list(self._open):
                 self._fail(ticket, ApiError.known("draining"))
                 self.abort(ticket)
-        with self._condition:
-            self._is_stopping = True
-            self._condition.notify()
+        self._inbox.stop()
         while self._thread.is_alive():
             await asyncio.sleep(0.005)
         self._compiling.shutdown(wait=False, cancel_futures=True)
         self.state = "stopped"
-
-    def _post(self, command: Callable[[], None]) -> None:
-        with self._condition:
-            self._commands.append(command)
-            self._condition.notify()
 
     def _deliver(self, events: list[Addressed]) -> None:
         for ticket, event in events:
@@ -218,17 +215,32 @@ class EngineWorker(Generic[M]):
     # The thread's side
 
     def _run(self) -> None:
+        """Whatever ends the thread, nobody is left waiting for it."""
+        failure: Exception | None = None
+        try:
+            failure = self._serve_on()
+        except BaseException as error:
+            log.exception("the engine's thread failed")
+            failure = error if isinstance(error, Exception) else RuntimeError(f"the engine's thread ended: {error!r}")
+        finally:
+            self._inbox.close("failed" if failure else "stopped")
+            if failure:
+                self._tell(self._settle, "failed", None, failure)
+            else:
+                self._tell(self._settled.set)
+
+    def _serve_on(self) -> Exception | None:
+        """Load and serve, again after each crash, until the inbox is stopped; returns what keeps it from going on."""
         steady: M | None = None
         swapped: Any = None
         failures = 0
-        while not self._is_stopping:
+        while not self._inbox.is_stopping:
             try:
                 model = self._load(steady, swapped)
             except Exception as error:
                 steady, failures = None, failures + 1
                 if self.info is None or failures == MAX_LOADS:
-                    self._tell(self._settle, "failed", None, error)
-                    return
+                    return error
                 log.exception("the engine cannot be built anew, try %d of %d", failures, MAX_LOADS)
                 if failures == MAX_LOADS - 1:
                     swapped = None  # the last try is made with the drafter from the start
@@ -248,6 +260,7 @@ class EngineWorker(Generic[M]):
             self._model = None
             gc.unfreeze()
             gc.collect()
+        return None
 
     def _load(self, steady: M | None, swapped: Any) -> M:
         """A model that is ready to serve: `steady` with a new engine, else a new one, with the drafters that were put in."""
@@ -268,17 +281,14 @@ class EngineWorker(Generic[M]):
     def _serve(self, model: M) -> None:
         engine, resumed = model.engine, time.perf_counter()
         while True:
-            if not self._commands and not engine.has_work:
-                with self._condition:
-                    while not self._commands:
-                        if self._is_stopping:
-                            return
-                        self._condition.wait()
+            if not self._inbox and not engine.has_work:
+                if not self._inbox.wait():
+                    return
                 resumed = time.perf_counter()
-            if self._commands:
+            if self._inbox:
                 self._outbox.flush()
-            while self._commands:
-                self._commands.popleft()()
+            while self._inbox:
+                self._inbox.take()()
                 engine = model.engine
             if engine.has_work:
                 started = time.perf_counter()
@@ -288,10 +298,8 @@ class EngineWorker(Generic[M]):
                 resumed = now
                 if chunks:
                     self._hand_over(chunks, now, now - started, is_prefilling=bool(engine.scheduler.prefilling))
-            if not self._live:
-                self._deadlines.clear()
-            while self._deadlines and self._deadlines[0].deadline <= time.perf_counter():
-                self._drop(self._deadlines.popleft(), ApiError.known("deadline_exceeded", seconds=self.config.deadline))
+            while self._live and (ticket := next(iter(self._live.values())).ticket).deadline <= time.perf_counter():
+                self._drop(ticket, ApiError.known("deadline_exceeded", seconds=self.config.deadline))
 
     def _step(self, engine: Engine) -> list[Chunk]:
         return engine.step()
@@ -314,8 +322,6 @@ class EngineWorker(Generic[M]):
             log.exception("a request could not be queued")
             self._drop(ticket, ApiError.known("request_failed"))
             self._engine.check_integrity()  # an engine that was harmed is built anew
-        else:
-            self._deadlines.append(ticket)
 
     def _drop(self, ticket: Ticket, error: Exception) -> None:
         """End what is unfinished of a ticket; nothing when all of it is done."""
@@ -370,22 +376,12 @@ class EngineWorker(Generic[M]):
             if (live := self._live.get(seq.request_id)) and live.ticket not in kept:
                 self._watch(self.metrics.finished, seq, "error", live.ticket.tag)
         self._live.clear()
-        self._deadlines.clear()
         for ticket in reversed(kept):
             ticket.request_ids.clear()
-            self._commands.appendleft(partial(self._add, ticket))
+            self._inbox.post_first(partial(self._add, ticket))
         self._watch(self.metrics.crashed)
         self._tell(self._settle, "restarting")
         self._outbox.send([(ticket, ApiError.known("engine_crashed")) for ticket in tickets if ticket not in kept])
-
-    def _answer(self, future: Future[Any], function: Callable[[M], Any]) -> None:
-        assert self._model is not None
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(function(self._model))
-        except Exception as error:  # noqa: BLE001  (it is raised again where `call` was awaited)
-            future.set_exception(error)
 
     def _watch(self, call: Callable[..., None], *arguments: Any) -> None:
         """Counting may fail without harm to the requests."""

@@ -106,7 +106,7 @@ def test_requests_of_which_many_are_bad(clients: ModuleType, tmp_path: Path) -> 
         assert "abort" in live.seen.outcomes, "no client was missed while its answer was written"
         assert {"stop", "length", "abort"} >= set(live.seen.outcomes)
         live.llm.engine.check_integrity()
-        assert not live.worker._live and not live.worker._open and not live.worker._commands and not live.worker._deadlines
+        assert not live.worker._live and not live.worker._open and not live.worker._inbox
         assert not live.llm.engine._requests
         assert num_tasks(live) == tasks_before
         assert num_files() <= files_before + 1
