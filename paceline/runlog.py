@@ -5,17 +5,20 @@
         metrics.jsonl   one line per `log` call        report.md     for people      *.svg   figures
         results.json    the figures, and what made them: processor, versions, commit
 
-Scripts write their results with `write_results`, the same way. Files appear whole or not at all (written beside, then
-renamed); metrics.jsonl only grows, line by line.
+Scripts write their results with `write_results`, the same way. Files appear whole or not at all, also after a power cut
+(`whole_file`: written beside, synced, renamed); metrics.jsonl only grows, line by line.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
 import platform
+import re
+import secrets
 import shlex
 import subprocess
 import sys
@@ -31,6 +34,10 @@ from paceline.hardware import processor
 PACKAGES = ("paceline", "torch", "transformers", "tokenizers", "safetensors", "numpy", "llama-cpp-python", "vllm")
 """Those that decide speed or output, ours and peers."""
 ELSEWHERE = "choose another folder with --out"
+SCRATCH = re.compile(r".+\.[0-9a-f]{16}\.part")
+"""Names of files that are being written."""
+LEFT_S = 86400.0
+"""Nobody writes a file any more that was not changed for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +122,56 @@ def check_new(out: Path, what: str = "folder") -> None:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path, remedy: str = ELSEWHERE) -> Iterator[Path]:
-    """Where to write a file that becomes `path` when it is done. Raises CacheError with the remedy when the disk refuses."""
+def whole_file(path: Path, remedy: str = ELSEWHERE, mode: int = 0o666) -> Iterator[Path]:
+    """Yields a new empty file beside `path`, this writer's alone, which takes its place once it is on the disk.
+
+    `mode` is that of the new file, less the umask. Files that killed writers left in the folder are deleted when they
+    are a day old. Raises CacheError with the remedy when the disk refuses; then `path` is as it was.
+    """
     from safetensors import SafetensorError
 
-    scratch = path.with_suffix(".part")
     with reraised(CacheError, f"cannot write {path}", remedy, OSError, SafetensorError):
         path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_leftovers(path.parent.absolute())
+        scratch = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
         try:
+            os.close(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
             yield scratch
+            sync(scratch)
             scratch.replace(path)
+            sync(path.parent)
         finally:
             scratch.unlink(missing_ok=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _drop_leftovers(folder: Path) -> None:
+    """Once a process and folder: a folder of many files takes long to list."""
+    for left in folder.glob("*.part"):
+        if SCRATCH.fullmatch(left.name):
+            with contextlib.suppress(FileNotFoundError):  # it was renamed, or another process deletes it too
+                if time.time() - left.stat().st_mtime > LEFT_S:
+                    left.unlink()
+
+
+def sync(*paths: Path) -> None:
+    """Flush files or folders to the disk, so that a rename never comes before the content."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder with all its files to the disk, before it is renamed or marked as whole."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            sync(path)
+    sync(folder)
 
 
 def plain(value: Any) -> Any:

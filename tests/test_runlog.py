@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 from pathlib import Path
 
 import pytest
 
 from paceline.errors import CacheError
-from paceline.runlog import RunFolder, plain, write_results
+from paceline.runlog import RunFolder, plain, sync_folder, whole_file, write_results, write_whole
 
 
 def test_a_run_folder_holds_what_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,3 +109,72 @@ def test_plain_values() -> None:
         "1": [None, True, None],
         "s": [3],
     }
+
+
+class TestWholeFile:
+    def test_files_of_one_stem_are_written_side_by_side(self, tmp_path: Path) -> None:
+        """Two formats of one thing, and two writers of the same file: the last one to end wins."""
+        with whole_file(tmp_path / "a.safetensors") as weights, whole_file(tmp_path / "a.json") as told:
+            weights.write_bytes(b"weights")
+            told.write_text("{}")
+        with whole_file(tmp_path / "b") as first, whole_file(tmp_path / "b") as second:
+            first.write_text("first")
+            second.write_text("second")
+        names = {path.name: path.read_text() for path in tmp_path.iterdir()}
+        assert names == {"a.safetensors": "weights", "a.json": "{}", "b": "first"}
+
+    def test_what_fails_leaves_the_old_file_and_nothing_else(self, tmp_path: Path) -> None:
+        (tmp_path / "a.json").write_text("old")
+
+        def fail() -> None:
+            with whole_file(tmp_path / "a.json") as scratch:
+                scratch.write_text("ne")
+                raise OSError("no space")
+
+        with pytest.raises(CacheError, match="no space"):
+            fail()
+        assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.json", "old")]
+
+    def test_it_is_on_the_disk_before_it_has_its_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """File, name, folder: in any other order a power cut may leave a name with half a file."""
+        steps: list[str] = []
+        replace, fsync = Path.replace, os.fsync
+
+        def renamed(scratch: Path, path: Path) -> Path:
+            steps.append("rename")
+            return replace(scratch, path)
+
+        def synced(handle: int) -> None:
+            steps.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
+            fsync(handle)
+
+        monkeypatch.setattr(Path, "replace", renamed)
+        monkeypatch.setattr(os, "fsync", synced)
+        write_whole(tmp_path / "a.json", "{}")
+        assert steps == ["file", "rename", "folder"]
+
+    def test_what_a_killed_writer_left_goes_when_it_is_old(self, tmp_path: Path) -> None:
+        kinds = {"old": f"a.json.{'0' * 16}.part", "young": f"a.json.{'1' * 16}.part", "foreign": "a.part"}
+        for name in kinds.values():
+            (tmp_path / name).write_text("half")
+            os.utime(tmp_path / name, (1, 1))
+        os.utime(tmp_path / kinds["young"])
+        write_whole(tmp_path / "b.json", "{}")
+        assert {path.name for path in tmp_path.iterdir()} == {kinds["young"], kinds["foreign"], "b.json"}
+
+    def test_it_has_the_mode_that_was_wanted(self, tmp_path: Path) -> None:
+        with whole_file(tmp_path / "a", mode=0o600) as scratch:
+            assert stat.S_IMODE(scratch.stat().st_mode) == 0o600
+            scratch.write_text("secret")
+        assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600
+
+
+def test_a_folder_is_synced_with_all_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inner").mkdir()
+    for name in ("a", "inner/b"):
+        (tmp_path / name).write_text("text")
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_ino))
+    sync_folder(tmp_path)
+    paths = [tmp_path / "a", tmp_path / "inner" / "b", tmp_path / "inner", tmp_path]
+    assert sorted(synced) == sorted(path.stat().st_ino for path in paths) and synced[-1] == tmp_path.stat().st_ino

@@ -29,7 +29,7 @@ from paceline.model.folder import LAST_FILE, write_folder, write_model
 from paceline.model.gguf_file import is_gguf
 from paceline.model.gguf_writer import write_gguf
 from paceline.model.tokenizer import Tokenizer
-from paceline.runlog import RunFolder, plain
+from paceline.runlog import RunFolder, plain, sync
 from paceline.tables import Column, Progress, Table
 from paceline.train.asked import check_same_run
 from paceline.train.config import RegenerateConfig
@@ -231,6 +231,7 @@ class _Stages:
                 (out / name).rename(before)
             settled = folder.rename(out / name)
             file = gguf.replace(out / f"{name}.gguf") if gguf else None
+            sync(out)
             shutil.rmtree(before, ignore_errors=True)
         return settled, file
 

@@ -30,6 +30,7 @@ from paceline.model.checkpoint import check_finite, load_tensors, read_json
 from paceline.model.config import FAMILIES, LARGEST, TABLES, DecoderConfig, decoder_config, fraction, is_whole, short, whole
 from paceline.model.gguf_file import is_gguf
 from paceline.model.target import Sizes
+from paceline.runlog import sync, sync_folder
 
 ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
 DENSE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -334,16 +335,15 @@ def _saved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _publish(made: Path, folder: Path) -> None:
     for file in made.iterdir():
         file.chmod(READABLE)
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
+    sync_folder(made)
     if not folder.exists():
         os.rename(made, folder)
-        return
-    for name in (DENSE, PACKED, INDEX, DRAFT_IDS, "config.json"):
+    for name in (DENSE, PACKED, INDEX, DRAFT_IDS, "config.json") if made.exists() else ():
         if (made / name).exists():
             os.replace(made / name, folder / name)
         else:
             (folder / name).unlink(missing_ok=True)
+    sync(folder, folder.parent)
 
 
 def _causal_layers(values: dict[str, Any], num_layers: int, path: Path) -> tuple[bool, ...]:

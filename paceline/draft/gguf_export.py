@@ -8,16 +8,14 @@ Keys and names: `gguf_reading.py`. What llama.cpp would compute otherwise in sil
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from paceline.draft.checkpoint import READABLE, DFlashConfig, StoredDrafter
+from paceline.draft.checkpoint import DFlashConfig, StoredDrafter
 from paceline.draft.gguf_reading import (
     ARCH,
     CONFIG,
@@ -32,8 +30,9 @@ from paceline.draft.gguf_reading import (
     TOKENS,
     WHOLE_NAMES,
 )
-from paceline.errors import CacheError, ConfigError, UnsupportedModelError, reraised
+from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.model.gguf_package import gguf_package
+from paceline.runlog import whole_file
 
 if TYPE_CHECKING:
     import gguf
@@ -69,11 +68,7 @@ def write_gguf(
         told.append(
             "output_multiplier and final_logit_softcapping, which llama.cpp reads of DFlash 2 alone; the best stay the best"
         )
-    scratch = file.with_name(f".{file.name}.part")
-    remedy = "free space or choose another file"
-    with ExitStack() as stack, reraised(CacheError, f"the drafter cannot be written to {file}", remedy, OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        stack.callback(scratch.unlink, missing_ok=True)
+    with whole_file(file, "free space or choose another file") as scratch:
         writer = gguf_package().GGUFWriter(scratch, ARCH)
         _add_config(writer, config)
         if ids is not None and "d2t" not in tensors:
@@ -83,8 +78,6 @@ def write_gguf(
             _add_tensor(writer, _their_name(name), tensor)
         for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
             write()
-        scratch.chmod(READABLE)
-        os.replace(scratch, file)
     return told
 
 

@@ -25,7 +25,7 @@ from paceline.model.checkpoint import config_json, existing, shards_of
 from paceline.model.config import decoder_config
 from paceline.model.layout import FUSED
 from paceline.model.stored_experts import TOGETHER
-from paceline.runlog import check_new
+from paceline.runlog import check_new, sync, sync_folder
 
 WHOLE, INDEX, NEW = "model.safetensors", "model.safetensors.index.json", "model-mtp.safetensors"
 
@@ -53,7 +53,9 @@ def stitch(layer: MtpLayer, target: Path, out: Path) -> list[str]:
             made = Path(scratch) / "model"
             made.mkdir()
             names = _replace(target_names(layer), target, files, made) or _add(layer, made, raw)
+            sync_folder(made)
             made.rename(out)
+            sync(out.parent)
     return names
 
 

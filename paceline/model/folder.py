@@ -22,6 +22,7 @@ from torch import Tensor
 from paceline.errors import CacheError, UnsupportedModelError, reraised
 from paceline.model import checkpoint
 from paceline.model.tokenizer import Tokenizer
+from paceline.runlog import sync_folder, write_whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OTHER_NAMES = ("phi3",)
@@ -72,7 +73,8 @@ def write_model(
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         write_tokenizer(words, folder)
         (folder / "config.json").write_text(_json(dict(shape) | {"torch_dtype": dtype}), encoding="utf-8")
-        (folder / LAST_FILE).write_text(_json(_generation(words, special)), encoding="utf-8")
+        sync_folder(folder)  # the last file says that the others are whole
+        write_whole(folder / LAST_FILE, _json(_generation(words, special)))
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Commands for the engine's thread, the way in that `ticket.Outbox` is out: requests to add or drop, functions to run there.
+"""Commands for the engine's thread: requests to add or drop, functions to run there. `ticket.Outbox` is the way out.
 
 A caller of `call` gets its result or an error in any case, also when the thread ends before it comes to it.
 """
@@ -24,7 +24,7 @@ class Inbox:
         self._commands: deque[Command] = deque()
         self._condition = threading.Condition()
         self._calls: set[Future[Any]] = set()
-        """Those without a result yet."""
+        """Futures without a result yet."""
         self._closed: str | None = None
         self.is_stopping = False
 
@@ -75,7 +75,7 @@ class Inbox:
         return self._commands.popleft()
 
     def close(self, code: str) -> None:
-        """Nothing is taken out any more: every call without a result, and every later one, gets this error of failures.json."""
+        """Fail every call without a result, and every later one, with this error of failures.json."""
         with self._condition:
             self._closed = code
             self._commands.clear()

@@ -282,12 +282,10 @@ class TraceWriter:
         table = pa.Table.from_pylist(rows, SCHEMA)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what users said is for the owner alone
         with (
-            whole_file(path, "free space, or make it writable") as scratch,
-            open(scratch, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file,
+            whole_file(path, "free space, or make it writable", mode=0o600) as scratch,
+            scratch.open("wb") as file,
         ):
             parquet.write_table(table, file, compression="zstd")
-            file.flush()
-            os.fsync(file.fileno())  # some disks say only now that they are full
         self._num_shards += 1
         self.written += len(rows)
 

@@ -153,8 +153,9 @@ class EngineWorker(Generic[M]):
         self._inbox.post(partial(self._drop, ticket, ApiError.known("aborted")))
 
     async def call(self, function: Callable[[M], Any]) -> Any:
-        """Run a function in the engine's thread between two steps; returns its result, raises its exception, or ApiError when
-        the thread ends before it comes to it."""
+        """Run a function in the engine's thread between two steps; returns its result, raises its exception.
+
+        Raises ApiError when the thread ends before it comes to it."""
 
         def run() -> Any:
             assert self._model is not None

@@ -247,9 +247,8 @@ def _told(incoming: Incoming) -> str:
 def write_shard(file: Path, rows: Sequence[Row]) -> None:
     """Whole or not at all; for the owner alone. Raises CacheError."""
     table = pa.Table.from_pylist([{name: row.get(name) for name in STORED.names} for row in rows], STORED)
-    with whole_file(file, ELSEWHERE) as scratch:
+    with whole_file(file, ELSEWHERE, mode=0o600) as scratch:
         parquet.write_table(table, scratch, compression="zstd")
-        scratch.chmod(0o600)
 
 
 def sha256_of(file: Path) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.draft.checkpoint import write_checkpoint
 from paceline.errors import CacheError, ConfigError, PacelineError, reraised
 from paceline.model.checkpoint import load_tensors, read_json
-from paceline.runlog import plain
+from paceline.runlog import plain, sync, sync_folder
 from paceline.tables import differences
 from paceline.train.agreement import mark_of, mark_of_text
 
@@ -75,8 +75,10 @@ def save_checkpoint(
             write_checkpoint(scratch, raw, tensors)
             save_file(optimisers, scratch / "optimiser.safetensors")
             (scratch / "trainer.json").write_text(described, encoding="utf-8")
+            sync_folder(scratch)
             shutil.rmtree(newest, ignore_errors=True)
             scratch.rename(newest)
+            sync(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     others = sorted(old for old in folder.glob("step-*") if old != newest)
@@ -94,8 +96,10 @@ def save_best(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor], tol
         with refused:
             write_checkpoint(scratch, raw, tensors)
             (scratch / "trainer.json").write_text(json.dumps(plain(told)) + "\n", encoding="utf-8")
+            sync_folder(scratch)
             shutil.rmtree(best, ignore_errors=True)
             scratch.rename(best)
+            sync(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ def test_processes_write_beside_each_other_and_later_runs_after_earlier_ones(tmp
 
 def test_what_a_crash_left_is_ignored(tmp_path: Path) -> None:
     shards = AnswerShards(tmp_path)
-    (tmp_path / "answers-r0-00000.part").write_bytes(b"half")
+    half = tmp_path / f"answers-r0-00000.parquet.{'0' * 16}.part"
+    half.write_bytes(b"half")
+    os.utime(half, (1, 1))
     assert not shards.keys()
     shards.write([answer()])
     assert [path.name for path in tmp_path.iterdir()] == ["answers-r0-00000.parquet"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import namedtuple
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 from native_models import needs_library
 from small_training import HIDDEN, SHAPE, document, documents, tiny_decoder
 
+from paceline import runlog
 from paceline.errors import CacheError
 from paceline.model.checkpoint import random_tensors
 from paceline.model.native_decoder import NativeDecoder
@@ -109,7 +111,10 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.M
     wanted = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert sorted(wanted) == [f"document-{number:06d}.safetensors" for number in range(10)]
     (tmp_path / "document-000001.safetensors").unlink()
-    (tmp_path / "document-000001.part").write_bytes(b"cut short")
+    cut = tmp_path / f"document-000001.safetensors.{'0' * 16}.part"
+    cut.write_bytes(b"cut short")
+    os.utime(cut, (1, 1))
+    runlog._drop_leftovers.cache_clear()  # as of a new process
     target = tiny_decoder()
     forward = target.forward
     monkeypatch.setattr(target, "forward", lambda batch: (calls.append(batch), forward(batch))[1])
