@@ -7,7 +7,8 @@ The command line prints that line and exits with code 2; anything else is a bug 
     ├── ModelNotFoundError    (FileNotFoundError)  no such folder, file, built-in name or hub id
     ├── ModelFileError        (ValueError)         truncated, damaged, or not the bytes we expected
     ├── UnsupportedModelError (ValueError)         an architecture or option we do not implement
-    ├── DownloadError         (ConnectionError)    the network, or the server behind it, did not answer
+    ├── DownloadError         (ConnectionError)    the network, or the server behind it, did not answer, or refused
+    │   └── UnreachableError                       it does not answer now, which says nothing about what it would answer
     ├── CacheError            (OSError)            the cache folder cannot be written
     ├── DrafterMismatchError  (ValueError)         a drafter made for another target
     ├── ContextLengthError    (ValueError)         prompt and answer do not fit the context
@@ -45,6 +46,9 @@ class UnsupportedModelError(PacelineError, ValueError): ...
 
 
 class DownloadError(PacelineError, ConnectionError): ...
+
+
+class UnreachableError(DownloadError): ...
 
 
 class CacheError(PacelineError, OSError): ...

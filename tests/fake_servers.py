@@ -25,16 +25,20 @@ class FakeServer:
         """Path -> status and answer, in place of what is usual."""
         self.keys: list[str | None] = []
         self.is_well = True
+        self.is_away = False
+        """Hangs up without an answer."""
+        self.loses: set[str] = set()
+        """Paths whose answer is lost once the request has been carried out."""
         self.metrics = ""
         self.url = ""
 
-    def count(self, rounds: int, accepted: int, tokens: int, errors: int = 0) -> None:
-        """What vLLM's counters say, and paceline's."""
+    def count(self, rounds: int, accepted: int, tokens: int, errors: int = 0, ended: int = 99) -> None:
+        """What vLLM's counters say, and paceline's; `ended`: requests that ended well."""
         self.metrics = (
             f'vllm:spec_decode_num_drafts_total{{model_name="m",engine="0"}} {rounds}\n'
             f'vllm:spec_decode_num_accepted_tokens_total{{model_name="m",engine="0"}} {accepted}\n'
             f'vllm:generation_tokens_total{{model_name="m",engine="0"}} {tokens}\n'
-            f'vllm:request_success_total{{model_name="m",finished_reason="stop"}} 99\n'
+            f'vllm:request_success_total{{model_name="m",finished_reason="stop"}} {ended}\n'
             f'vllm:request_success_total{{model_name="m",finished_reason="error"}} {errors}\n'
         )
 
@@ -85,8 +89,14 @@ def serving(fake: FakeServer, port: int = 0) -> Iterator[FakeServer]:
         def _any(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
             body = self.rfile.read(length)
+            if fake.is_away:
+                self.close_connection = True
+                return
             fake.keys.append(self.headers.get("Authorization"))
             status, text = fake.answer(self.command, self.path, json.loads(body) if body else {})
+            if self.path in fake.loses:
+                self.close_connection = True
+                return
             self.send_response(status)
             self.send_header("Content-Length", str(len(text.encode())))
             self.end_headers()

@@ -12,6 +12,7 @@ from paceline.errors import ConfigError, refuse
 SCENARIOS = ("two-bases", "slow-drift", "new-schema", "weekend", "noise", "empty-day", "two-bases-drift")
 ENGINES = ("paceline", "vllm", "sglang")
 POLICIES = ("seasonal", "naive")
+UNPROVEN = ("take-back", "keep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,15 @@ class WatchConfig:
     every_s: Positive = 60.0
     """Seconds between looks at trainings and at the server; decisions come once an hour."""
     probation_minutes: Positive = 60.0
-    """How long a new drafter is watched before it is kept."""
+    """How long a new drafter is watched before it is kept, at least."""
+    most_probation_hours: Positive = 24.0
+    """How long it is watched at most, when the traffic is not enough to judge it."""
+    unproven: Annotated[str, UNPROVEN] = "take-back"
+    """What becomes of it then; one that somebody loaded by hand stays."""
+    most_errors: Share = 0.02
+    """Rise of the share of requests that end in an error, against those before the swap, from which on it is rolled back."""
+    most_wait_hours: Positive = 24.0
+    """How long a server that does not answer is tried again before a swap is given up."""
     most_drop: Share = 0.05
     """Fall of tokens a round against those before the swap from which on it is rolled back."""
     metrics_port: Annotated[int, within("between 1 and 65535", least=1, most=65535)] | None = None
@@ -163,6 +172,8 @@ class WatchConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if 60 * self.most_probation_hours < self.probation_minutes:
+            raise ConfigError("most_probation_hours must be at least probation_minutes: it is the longer of the two")
 
 
 @dataclass(frozen=True, slots=True)

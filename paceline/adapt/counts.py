@@ -1,7 +1,7 @@
 """What a server says of itself: counters by which acceptance and pace are read, its health, and answers in JSON.
 
 vLLM's names, which paceline's own server has too; SGLang's are read in `deploy.py`. Whatever goes wrong is a DownloadError in
-one line.
+one line: UnreachableError where the server does not answer, or says that it cannot now, so that the same may be tried again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from paceline.bench.client import Client
-from paceline.errors import DownloadError
+from paceline.errors import DownloadError, UnreachableError
 
 COUNTERS = {
     "rounds": "vllm:spec_decode_num_drafts_total",
@@ -21,7 +21,12 @@ COUNTERS = {
     "steps": "paceline:rounds_total",
 }
 """vLLM's names, which paceline's server has too; of requests those that ended in an error. `steps`: rounds of a batch."""
+REQUESTS = "vllm:request_success_total"
 BUSY = ("paceline:draft_seconds_total", "paceline:verify_seconds_total", "paceline:host_seconds_total")
+DRAFTS = "paceline:drafter_drafts_total"
+"""Rounds with drafts of each member of a pool, by its label `drafter`."""
+NOT_NOW = (408, 409, 425, 429, 502, 503, 504)
+"""Statuses of a server that is busy, loads, or is behind a proxy that does not reach it."""
 LEAST_STEPS = 100
 """Rounds whose time says something."""
 
@@ -36,10 +41,17 @@ class Counts:
     errors: float = 0.0
     steps: float = 0.0
     busy_s: float = 0.0
+    requests: float = 0.0
+    """Requests that ended, those that ended in an error included."""
 
     def __add__(self, other: Counts) -> Counts:
         pairs = zip(astuple(self), astuple(other), strict=True)
         return Counts(*(ours + theirs for ours, theirs in pairs))
+
+
+def is_restarted(before: Counts, after: Counts) -> bool:
+    """True if counters went back: the server, or one of several, was started again between two readings."""
+    return after.tokens < before.tokens or after.rounds < before.rounds or after.requests < before.requests
 
 
 def tokens_per_round(before: Counts, after: Counts) -> float | None:
@@ -57,11 +69,20 @@ def pace(before: Counts, after: Counts) -> tuple[float, float] | None:
 def counts_of(client: Client) -> Counts:
     values = metrics_of(client)
     counted = {name: values.get(metric, 0.0) for name, metric in COUNTERS.items()}
-    return Counts(**counted, busy_s=sum(values.get(name, 0.0) for name in BUSY))
+    requests = counted["errors"] + values.get(REQUESTS, 0.0)
+    return Counts(**counted, busy_s=sum(values.get(name, 0.0) for name in BUSY), requests=requests)
 
 
-def metrics_of(client: Client) -> dict[str, float]:
-    """Name -> value, of all series of that name together; of gauges the mean."""
+def drafts_of(client: Client, member: str) -> float | None:
+    """Rounds in which this member of a pool has drafted; None where the server does not count them by member."""
+    values = metrics_of(client, "drafter")
+    is_counted = any(name.startswith(DRAFTS) for name in values)
+    return values.get(f"{DRAFTS}{{{member}}}", 0.0) if is_counted else None
+
+
+def metrics_of(client: Client, by: str | None = None) -> dict[str, float]:
+    """Name -> value, of all series of that name together, or of those with one value of the label `by` (NAME{VALUE}); of
+    gauges the mean."""
     from prometheus_client.parser import text_string_to_metric_families
 
     text = answer_of(client, "GET", "/metrics").decode("utf-8", "replace")
@@ -71,6 +92,7 @@ def metrics_of(client: Client) -> dict[str, float]:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 name = sample.name + ("{error}" if sample.labels.get("finished_reason") == "error" else "")
+                name += f"{{{sample.labels[by]}}}" if by in sample.labels else ""
                 found.setdefault(name, []).append(float(sample.value))
                 if family.type == "gauge":
                     means.add(name)
@@ -80,9 +102,18 @@ def metrics_of(client: Client) -> dict[str, float]:
 
 
 def is_well(client: Client) -> bool:
+    """What the server says of its own health. Raises UnreachableError when it says nothing."""
     try:
         return client.get("/health").status == 200
-    except OSError:
+    except OSError as error:
+        raise _silent(client, error) from error
+
+
+def is_up(client: Client) -> bool:
+    """True if the server answers and says that it is well: while one starts, silence is no error."""
+    try:
+        return is_well(client)
+    except UnreachableError:
         return False
 
 
@@ -102,10 +133,15 @@ def answer_of(client: Client, method: str, path: str, body: dict[str, Any] | Non
         else:
             stream = client.ask(method, path, None if method == "DELETE" else json.dumps(body or {}).encode())
     except OSError as error:
-        raise DownloadError(f"{client.url} does not answer ({error}): start it, or check its address") from error
+        raise _silent(client, error) from error
     if stream.failure:
-        raise DownloadError(f"{client.url} does not answer ({stream.failure}): start it, or check its address")
+        raise _silent(client, stream.failure)
     if not 200 <= stream.status < 300:
         said = stream.body.decode("utf-8", "replace").strip()[:300]
-        raise DownloadError(f"{client.url}{path} answered {stream.status} ({said})")
+        kind = UnreachableError if stream.status in NOT_NOW else DownloadError
+        raise kind(f"{client.url}{path} answered {stream.status} ({said})")
     return stream.body
+
+
+def _silent(client: Client, why: object) -> UnreachableError:
+    return UnreachableError(f"{client.url} does not answer ({why}): start it, or check its address")

@@ -6,7 +6,8 @@
     tokens_per_round(before, deployment.counts())
     deployment.roll_back()
 
-A deployment is well, or raises DownloadError in one line; `roll_back` gives back what was there before.
+A deployment is well, or raises DownloadError in one line; `roll_back` gives back what was there before. UnreachableError says
+that a server does not answer now: nobody knows whether it did what it was to do, and the same call may be made again.
 
 paceline   the admin API of its pool (`serve/admin.py`, docs/drafters.md): POST /admin/drafters/NAME loads a drafter,
            health-checked, under traffic; POST /admin/clusters/CLUSTER sends requests of a kind to a member
@@ -21,8 +22,8 @@ PACELINE_SPECULATIVE_CONFIG (JSON, as --speculative-config of vLLM takes it) in 
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import os
 import shlex
 import subprocess
@@ -32,11 +33,12 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from paceline.adapt.config import DeployConfig
-from paceline.adapt.counts import Counts, ask, counts_of, is_well, metrics_of
+from paceline.adapt.counts import Counts, ask, counts_of, drafts_of, is_up, is_well, metrics_of
 from paceline.bench.client import Client
-from paceline.errors import DownloadError
+from paceline.errors import DownloadError, UnreachableError
 from paceline.types import NONE
 
+log = logging.getLogger("paceline.adapt")
 SGLANG_LENGTH, SGLANG_TOKENS = "sglang:spec_accept_length", "sglang:generation_tokens_total"
 POLL_S = 0.5
 ONLY = "drafter"
@@ -64,7 +66,8 @@ class Deployment(Protocol):
         ...
 
     def load(self, name: str, folder: Path) -> None:
-        """Put a drafter to work under a name, in the place of any other. When it raises, the servers work as before."""
+        """Put a drafter to work under a name, in the place of any other. When it raises, the servers work as before; after
+        an UnreachableError they may not, and `undo` says what was there."""
         ...
 
     def route(self, cluster: str, name: str) -> None:
@@ -85,7 +88,17 @@ class Deployment(Protocol):
 
     def counts(self) -> Counts: ...
 
-    def is_well(self) -> bool: ...
+    def drafts(self, name: str) -> float | None:
+        """Rounds in which this member has drafted; None where a server does not count by member."""
+        ...
+
+    def holds(self, name: str, drafter: str) -> bool:
+        """False if the server has another drafter under this name by now, or none."""
+        ...
+
+    def is_well(self) -> bool:
+        """What the servers say of their own health."""
+        ...
 
     def close(self) -> None:
         """Hang up."""
@@ -133,14 +146,24 @@ class PacelineServer:
         raise DownloadError(f"{self._client.url} knows no requests of {cluster!r}: it needs --route auto, and such traffic")
 
     def load(self, name: str, folder: Path) -> None:
-        before = self.members().get(name)
-        self._ask("POST", "drafters", name, {"drafter": str(folder.absolute())})
-        self.found(name, before)
+        self._change("drafter", name, self.members().get(name), str(folder.absolute()))
 
     def route(self, cluster: str, name: str) -> None:
-        before = self.pinned(cluster)
-        self._ask("POST", "clusters", cluster, {"drafter": name})
-        self.undo.append(["cluster", cluster, before])
+        self._change("cluster", cluster, self.pinned(cluster), name)
+
+    def _change(self, kind: str, name: str, before: str | None, drafter: str) -> None:
+        """Noted before it is asked for: a request whose answer was lost may have been carried out."""
+        is_noted = any(each[:2] == [kind, name] for each in self.undo)  # it is tried again
+        if not is_noted:
+            self.undo.append([kind, name, before])
+        try:
+            self._ask("POST", f"{kind}s", name, {"drafter": drafter})
+        except UnreachableError:
+            raise
+        except DownloadError:
+            if not is_noted:
+                self.undo.pop()
+            raise
 
     def found(self, name: str, before: str | None) -> None:
         self.undo.append(["drafter", name, before])
@@ -161,9 +184,13 @@ class PacelineServer:
     def _take_out(self, name: str, before: str | None) -> None:
         """Give back the drafter from before; where there was none, or it is refused now, requests get other members."""
         if before is not None:
-            with contextlib.suppress(DownloadError):
+            try:
                 self._ask("POST", "drafters", name, {"drafter": before})
                 return
+            except UnreachableError:
+                raise
+            except DownloadError as error:
+                log.warning("the drafter from before is not taken back under the name %s: %s", name, error)
         if name in self.members():
             self._ask("POST", "drafters", f"{name}/drain", {})
         self._leaving.add(name)
@@ -179,6 +206,12 @@ class PacelineServer:
 
     def counts(self) -> Counts:
         return counts_of(self._client)
+
+    def drafts(self, name: str) -> float | None:
+        return drafts_of(self._client, name)
+
+    def holds(self, name: str, drafter: str) -> bool:
+        return self.members().get(name) == drafter
 
     def is_well(self) -> bool:
         return is_well(self._client)
@@ -225,7 +258,7 @@ class _Restarted:
 
     def _give_back(self, done: list[Client], error: DownloadError) -> None:
         if self._serving is None:
-            raise DownloadError(f"{error}; nothing is known to go back to: restart the server by hand") from error
+            raise type(error)(f"{error}; nothing is known to go back to: restart the server by hand") from error
         for client in done:
             self._replace(client, self._serving)
 
@@ -246,6 +279,12 @@ class _Restarted:
     def counts(self) -> Counts:
         return sum((self._read(client) for client in self._clients), Counts())
 
+    def drafts(self, name: str) -> float | None:
+        return None
+
+    def holds(self, name: str, drafter: str) -> bool:
+        return True  # these servers do not say what they draft with
+
     def is_well(self) -> bool:
         return all(is_well(client) for client in self._clients)
 
@@ -261,7 +300,7 @@ class _Restarted:
         assert self.config.restart is not None
         self._command(self.config.restart, client, folder)
         until = time.monotonic() + self.config.patience_s
-        while not is_well(client):
+        while not is_up(client):
             if time.monotonic() > until:
                 raise DownloadError(f"{client.url} is not well {self.config.patience_s:g} s after its restart with {folder}")
             time.sleep(POLL_S)
@@ -284,7 +323,7 @@ class VllmServers(_Restarted):
     """Weights while it runs where that is possible, else a rolling restart."""
 
     def _replace(self, client: Client, folder: Path) -> None:
-        if self.config.publish is not None and _status(client.post("/start_draft_weight_update", b"{}")) == 200:
+        if self.config.publish is not None and _takes_weights(client):
             self._command(self.config.publish, client, folder)
             ask(client, "POST", "/finish_weight_update", {})
             if not is_well(client):
@@ -325,5 +364,9 @@ class SglangServers(_Restarted):
         return now
 
 
-def _status(stream: Any) -> int:
-    return 0 if stream.failure else stream.status
+def _takes_weights(client: Client) -> bool:
+    """Whether this vLLM has begun an update of its draft weights. Raises UnreachableError."""
+    stream = client.post("/start_draft_weight_update", b"{}")
+    if stream.failure:
+        raise UnreachableError(f"{client.url} does not answer ({stream.failure}): start it, or check its address")
+    return stream.status == 200

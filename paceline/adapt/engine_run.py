@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from paceline.adapt.config import OtherEngineConfig
-from paceline.adapt.counts import ask, is_well
+from paceline.adapt.counts import ask, is_up
 from paceline.adapt.engine_check import Comparison, brings, prompt_ids, served
 from paceline.adapt.engines import Given, Start, command_of, environment_of, given_to
 from paceline.bench.client import Client
@@ -101,7 +101,7 @@ class _Engine:
 
 def _model_of(client: Client) -> str:
     """What a server calls its model, once it is well; else nothing."""
-    if not is_well(client):
+    if not is_up(client):
         return ""
     with contextlib.suppress(DownloadError, LookupError, TypeError):
         return str(ask(client, "GET", "/v1/models")["data"][0]["id"])

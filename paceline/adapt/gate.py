@@ -74,6 +74,8 @@ class Verdict:
     """Folder of what was judged: the candidate's, or of a blend with the incumbent."""
     share: float = 1.0
     """Of the candidate's weights in it."""
+    is_judged: bool = True
+    """False if there was too little to judge by: nothing is known of the drafter then."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -89,7 +91,8 @@ def judge(
     """Whether the candidate may be swapped in; of `config` its limits."""
     config = config or CandidateConfig()
     if len(drifted) < config.least_requests:
-        return Verdict(False, f"{len(drifted)} prompts are too few to judge by, {config.least_requests} are needed")
+        why = f"{len(drifted)} prompts are too few to judge by, {config.least_requests} are needed"
+        return Verdict(False, why, is_judged=False)
     gains = {"drifted": compare(drifted, times)}
     others = {**elsewhere, **({"ood": ood} if ood is not None else {})}
     gains |= {name: compare(pairs, times) for name, pairs in others.items() if len(pairs) >= 2}

@@ -39,15 +39,13 @@ class Lineage:
 
     def add(self, drafter: str, *, parents: Iterable[str], state: str, **figures: Any) -> None:
         """One more drafter: "refused", "serving", "rolled back" ..."""
+        self.add_all([{"drafter": drafter, "parents": list(parents), "state": state, **figures}])
+
+    def add_all(self, drafters: Iterable[dict[str, Any]]) -> None:
+        """Several drafters, all or none; each as `add` takes it. Raises CacheError when the disk refuses."""
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        entry = {
-            "drafter": drafter,
-            "weights": weights_hash(Path(drafter)),
-            "parents": list(parents),
-            "state": state,
-            "when": when,
-        }
-        self._write([*self.entries(), plain({**entry, **figures})])
+        new = [{"weights": weights_hash(Path(each["drafter"])), "when": when, **each} for each in drafters]
+        self._write([*self.entries(), *plain(new)])
 
     def mark(self, drafter: str, state: str, reason: str) -> None:
         """What became of the newest entry of this name."""

@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ class AdaptLog:
     """The file `log.jsonl` of a folder."""
 
     folder: Path
+    late: list[dict[str, Any]] = field(default_factory=list)
+    """Lines that the disk has refused so far; they are written with the next one."""
 
     @property
     def file(self) -> Path:
@@ -31,11 +35,11 @@ class AdaptLog:
 
     def hour(self, line: Line) -> dict[str, Any]:
         """Write an hour; returns what was written."""
-        return self._append(told(line))
+        return self.append(told(line))
 
     def event(self, hour: int, event: str, **figures: Any) -> dict[str, Any]:
-        """Write what was done: training, scored, swapped, routed, kept, rolled back, refused, failed, told."""
-        return self._append(plain({**_stamped(hour), "event": event, **figures}))
+        """Write what was done, one of metrics.EVENTS."""
+        return self.append(event_line(hour, event, **figures))
 
     def lines(self) -> list[dict[str, Any]]:
         """All of them; a last one that a crash cut is left out."""
@@ -44,13 +48,27 @@ class AdaptLog:
         run = RunFolder(self.folder)
         return run.lines(self.file.name)
 
-    def _append(self, line: dict[str, Any]) -> dict[str, Any]:
+    def append(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Write a line, after those that are late. Raises CacheError; then it is late itself."""
+        self.late.append(line)
         with reraised(CacheError, f"cannot write {self.file}", "free space, or choose another --state", OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             drop_cut_line(self.file)
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            size = self.file.stat().st_size if self.file.exists() else 0
+            try:
+                with self.file.open("a", encoding="utf-8") as file:
+                    file.write("".join(json.dumps(each) + "\n" for each in self.late))
+            except OSError:
+                with contextlib.suppress(OSError):  # the first error is the one to tell
+                    os.truncate(self.file, size)
+                raise
+        self.late.clear()
         return line
+
+
+def event_line(hour: int, event: str, **figures: Any) -> dict[str, Any]:
+    """What was done, as JSON."""
+    return plain({**_stamped(hour), "event": event, **figures})
 
 
 def told(line: Line) -> dict[str, Any]:

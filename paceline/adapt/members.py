@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 from paceline.adapt.deploy import Deployment
-from paceline.errors import DownloadError
+from paceline.errors import DownloadError, UnreachableError
 
 
 def serving(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, str]:
     """Name and drafter of the member that a cluster is sent to, else of the incumbent. Raises DownloadError."""
-    name = None
-    with contextlib.suppress(DownloadError):  # a server may have nothing to choose
+    try:
         name = deployment.pinned(cluster)
+    except UnreachableError:
+        raise
+    except DownloadError:
+        name = None  # a server may have nothing to choose
     drafter = deployment.members().get(name) if name else None
     return (name, drafter) if name and drafter else (deployment.place_of(incumbent), incumbent)
 
@@ -29,12 +31,15 @@ def others(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, d
 def scores(
     deployment: Deployment, cluster: str, incumbent: str, scored: Mapping[str, Any] | None, raised: int, now: float
 ) -> dict[str, float] | None:
-    """Tokens a round of the other members that passed the gate; None when they were not judged since the hour `raised`.
+    """Tokens a round of the other members that passed the gate; None when they were not judged since the hour `raised`, or
+    the server does not say now which there are.
 
     `now` are those of the member that serves. `scored` is {"hour": when, "members": {name: verdict}}.
     """
     try:
         names = others(deployment, cluster, incumbent)[1]
+    except UnreachableError:
+        return None
     except DownloadError:
         return {}
     if not names:

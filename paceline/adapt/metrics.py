@@ -14,6 +14,11 @@ from paceline.adapt.hours import HOUR_S
 from paceline.adapt.policy import SeasonalPolicy
 
 STATES = {"learning": -1, "calm": 0, "raised": 1, "held": 2}
+EVENTS = (
+    *("training", "scored", "swapped", "routed", "kept", "rolled back", "refused", "failed", "told"),
+    *("waiting", "answers"),
+)
+"""What the log has lines of; the last two: a server that something waits for, and its end."""
 PREFIX = "paceline:adapt_"
 
 
@@ -22,8 +27,8 @@ class AdaptMetrics(Collector):
 
     def __init__(self, policy: SeasonalPolicy) -> None:
         self.registry = CollectorRegistry()
-        self.policy, self.stage, self.hour = policy, "", 0
-        """`stage`: what is under way; `hour`: the last one that was decided about."""
+        self.policy, self.stage, self.hour, self.is_reached = policy, "", 0, True
+        """`stage`: what is under way; `hour`: the last one that was decided about; `is_reached`: the server answers."""
         self.events: Counter[str] = Counter()
         self.registry.register(self)
 
@@ -46,9 +51,10 @@ class AdaptMetrics(Collector):
         state.add_metric(["(mix)"], STATES[self.policy.mix.state])
         yield from (now, usual, state, loss)
         yield GaugeMetricFamily(PREFIX + "training", "1 while a training, its gate or a probation runs", value=bool(self.stage))
+        yield GaugeMetricFamily(PREFIX + "server_up", "0 while the server does not answer", value=self.is_reached)
         told = "End of the hour that was last decided about, seconds since 1970"
         yield GaugeMetricFamily(PREFIX + "last_decision_seconds", told, value=(self.hour + 1) * HOUR_S)
         events = CounterMetricFamily(PREFIX + "events", "What was done", labels=["event"])
-        for name in ("training", "scored", "swapped", "routed", "kept", "rolled back", "refused", "failed", "told"):
+        for name in EVENTS:
             events.add_metric([name], self.events[name])
         yield events

@@ -12,7 +12,7 @@ from paceline.adapt.hours import DAY
 from paceline.bench.pages import Mark, Plot, Series, curves, render
 from paceline.tables import Column, Table
 
-MARKED = ("swapped", "routed", "rolled back", "training", "kept", "refused", "failed", "told")
+MARKED = ("swapped", "routed", "rolled back", "training", "kept", "refused", "failed", "told", "waiting")
 COLUMNS = (
     Column("when", lambda line: line["time"]),
     Column("what", lambda line: line.get("event") or line["decision"]["action"]),

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from paceline.adapt.config import CandidateConfig, RetrainConfig, StoreConfig
 from paceline.adapt.counted import ALL
@@ -118,14 +118,28 @@ def gate_command(candidate: str, engine: EngineConfig, traces: Path, asked: dict
 
 
 def verdict_of(job: Job, status: int) -> dict[str, Any]:
-    """What a gate said at its end; one that died, or whose last line is no verdict, has refused."""
+    """The verdict of a gate at its end; of one that died, or whose last line is none, a verdict of `unjudged`."""
     try:
         verdict = json.loads(job.last_line)
     except ValueError:
         verdict = None
-    if not isinstance(verdict, dict) or not isinstance(verdict.get("passed"), bool) or "reason" not in verdict:
-        return {"passed": False, "reason": f"the gate gave no verdict and ended with status {status}: {job.last_words}"}
+    if not _is_verdict(verdict):
+        return unjudged(f"the gate gave no verdict and ended with status {status}: {job.last_words}")
     return verdict
+
+
+def unjudged(reason: str) -> dict[str, Any]:
+    """In place of a verdict, of a candidate that nothing is known of."""
+    return {"passed": False, "reason": reason, "is_judged": False}
+
+
+def _is_verdict(verdict: Any) -> TypeGuard[dict[str, Any]]:
+    if not isinstance(verdict, dict) or not isinstance(verdict.get("passed"), bool) or "reason" not in verdict:
+        return False
+    gains = verdict.get("gains") or {}
+    figures = gains.get("drifted") if isinstance(gains, dict) else None
+    has_gain = isinstance(figures, dict) and {"low", "incumbent", "candidate"} <= figures.keys()
+    return has_gain or not verdict["passed"]
 
 
 def polite() -> list[str]:

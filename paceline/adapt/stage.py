@@ -2,31 +2,42 @@
 
 A stage is written down before it begins (`state.json`). Its kind says what it is for, its name what is happening now:
 
-    retrain    training, gate, probation     another drafter in the place of the one that serves
-    propose    training, gate, probation     a drafter beside it, for one cluster
-    score      gate                          how the other members would do on a cluster
-    route      probation                     a cluster goes to a member that is there
-    found      probation                     a drafter that somebody loaded by hand
+    retrain    training, gate, choose, swap, probation    another drafter in the place of the one that serves
+    propose    training, gate, choose, swap, probation    a drafter beside it, for one cluster
+    score      gate, choose                               how the other members would do on a cluster
+    route      swap, probation                            a cluster goes to a member that is there
+    found      probation                                  a drafter that somebody loaded by hand
+
+`undo` follows a swap that was refused, and a probation that was failed or not completed. Each of these can be begun again where
+it was broken off, by a server that does not answer, a full disk, or a daemon that was killed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.adapt.config import WatchConfig
-from paceline.adapt.counts import Counts, pace, tokens_per_round
+from paceline.adapt.counts import Counts, is_restarted, pace, tokens_per_round
+from paceline.adapt.evidence import Failures, more_failures
+from paceline.adapt.hours import HOUR_S, Sums
 from paceline.adapt.stored import read_span
 
 LEAST_ROUNDS = 200
-"""Rounds that probation must have seen before it says anything."""
+"""Rounds that a probation must have seen before it says anything, good or bad."""
 SPAN_S = 24 * 3600.0
 """Traffic before a swap that a new drafter is compared with."""
 SAME_ROWS = 0.2
 """Rounds whose mean number of rows differs by less than this share are compared."""
+FIRST_WAIT_S, LONGEST_WAIT_S = 60.0, 3600.0
+"""Pauses between tries while a server does not answer; each is twice as long as the one before."""
+AWAY_S = 600.0
+"""A drafter in probation is taken back when the server does not answer for so long: that may be the drafter's doing."""
+ON_SERVER = ("swap", "probation", "undo")
+"""Names of stages that change the server, or watch it."""
 WHOLE = ""
 """In place of a cluster: all that the server counts."""
 
@@ -63,12 +74,40 @@ class Stage:
     """What the server had counted by then, as of Counts."""
     pace: list[float] = field(default_factory=list)
     """Rows of a round, and its seconds, before the swap; where the server tells."""
+    failures: list[float] = field(default_factory=list)
+    """Requests that ended in an error, and all that ended, before the swap."""
+    seen: list[float] = field(default_factory=list)
+    """Counts of the latest look: counters that go back tell of a restart."""
+    served: str = ""
+    """What the server calls the drafter that is in probation."""
+    drafts: float | None = None
+    """Rounds in which the member had drafted by then, where the server counts by member."""
     undo: list[list[str | None]] = field(default_factory=list)
     """As of Deployment."""
+    why: str = ""
+    """In swap and probation: why it was chosen; in undo: why it is taken back."""
+    ending: str = ""
+    """In undo: what the lineage will say of the drafter, "refused", "rolled back" or "unproven"."""
+    num_tries: int = 0
+    """Tries in a row at which the server did not answer."""
+    wait_until: float = 0.0
+    away_since: float = 0.0
+    """Seconds since 1970, as of the next try and of the first of these; 0: it answers."""
 
     @property
     def trains(self) -> bool:
-        return self.kind in ("retrain", "propose") and self.name != "probation"
+        return self.kind in ("retrain", "propose") and self.name not in ("probation", "undo")
+
+    def wait(self, now: float) -> None:
+        """Note that the server does not answer; the next try comes later, but a probation goes on looking."""
+        self.away_since = self.away_since or now
+        pause = min(FIRST_WAIT_S * 2**self.num_tries, LONGEST_WAIT_S)
+        self.wait_until = now if self.name == "probation" else now + pause
+        self.num_tries += 1
+
+    def reached(self) -> None:
+        """Note that the server answers."""
+        self.num_tries, self.wait_until, self.away_since = 0, 0.0, 0.0
 
     def begin_probation(self, traces: Path, first: Counts | None, counts: Counts, now: float) -> None:
         """Write down how things were; `first` is the oldest reading of the server that is known."""
@@ -77,18 +116,42 @@ class Stage:
         self.before = {name: sums.tokens_per_round for name, sums in spans.items() if sums.rounds >= LEAST_ROUNDS}
         if first is not None and (rate := tokens_per_round(first, counts)):
             self.before[WHOLE] = rate
-        self.counted = list(astuple(counts))
+        self.counted, self.seen = list(astuple(counts)), list(astuple(counts))
         self.pace = list((pace(first, counts) if first is not None else None) or ())
+        self.failures = [0.0, 0.0]
+        if first is not None and not is_restarted(first, counts):
+            self.failures = [counts.errors - first.errors, counts.requests - first.requests]
+
+    def look(self, counts: Counts, drafts: float | None) -> None:
+        """Take a reading; after a restart of the server the counting begins anew."""
+        if is_restarted(Counts(*self.seen), counts):
+            self.counted, self.drafts = list(astuple(counts)), drafts
+        self.seen = list(astuple(counts))
+
+    def rounds(self, drafts: float | None) -> float:
+        """Rounds that tell of this drafter: its own where the server counts by member."""
+        if drafts is not None and self.drafts is not None:
+            return drafts - self.drafts
+        return Counts(*self.seen).rounds - Counts(*self.counted).rounds
+
+    def is_over(self, now: float, config: WatchConfig, drafts: float | None) -> str | None:
+        """Says how a probation in which nothing was wrong ends, "proven" or "unproven"; None while it goes on."""
+        if now - self.began < 60 * config.probation_minutes:
+            return None
+        if self.rounds(drafts) >= LEAST_ROUNDS:
+            return "proven"
+        return "unproven" if now - self.began >= config.most_probation_hours * HOUR_S else None
 
     def wrong(self, traces: Path, counts: Counts, now: float, config: WatchConfig) -> str | None:
         """What is worse than before, if anything. By cluster where traces tell, so that the mix of clusters moves nothing."""
         then = Counts(*self.counted)
-        if counts.errors > then.errors:
-            return f"{counts.errors - then.errors:g} requests ended in an error"
+        now_failures = Failures(counts.errors - then.errors, counts.requests - then.requests)
+        if failing := more_failures(Failures(*self.failures or (0.0, 0.0)), now_failures, config.most_errors):
+            return failing
         if self.pace and (now_pace := pace(then, counts)) and _is_slower(self.pace, now_pace, config.most_slowdown):
             return f"a round takes {1000 * now_pace[1]:.1f} ms, {1000 * self.pace[1]:.1f} before with as many rows"
         least = 1 - config.most_drop
-        spans = {name: sums for name, sums in read_span(traces, self.began, now).items() if name in self.before}
+        spans = self._judged_by(read_span(traces, self.began, now))
         rounds = sum(sums.rounds for sums in spans.values())
         if rounds >= LEAST_ROUNDS:
             tokens = sum(sums.tokens for sums in spans.values())
@@ -100,6 +163,11 @@ class Stage:
             return None
         before = self.before[WHOLE]
         return f"{rate:.2f} tokens a round by its metrics, {before:.2f} before" if rate < least * before else None
+
+    def _judged_by(self, spans: Mapping[str, Sums]) -> dict[str, Sums]:
+        """Clusters that are compared: those known from before, and of a member for one cluster that one alone."""
+        alone = self.clusters if self.kind in ("route", "propose") else None
+        return {name: sums for name, sums in spans.items() if name in self.before and (alone is None or name in alone)}
 
 
 def _is_slower(before: Sequence[float], now: Sequence[float], most: float) -> bool:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from fake_servers import FakeServer, serving
 
-from paceline.adapt import deploy
+from paceline.adapt import deploy, members
 from paceline.adapt.config import DeployConfig
 from paceline.adapt.counts import Counts, tokens_per_round
 from paceline.adapt.deploy import Deployment, open_deployment
-from paceline.errors import ConfigError, DownloadError
+from paceline.errors import ConfigError, DownloadError, UnreachableError
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_acceptance_is_read_by_vllm_s_names(server: FakeServer) -> None:
     deployment = opened(server)
     server.count(rounds=100, accepted=150, tokens=260)
     before = deployment.counts()
-    assert before == Counts(260, 100, 150, 0)
+    assert before == Counts(260, 100, 150, 0, requests=99)
     assert tokens_per_round(before, before) is None
     server.count(rounds=300, accepted=750, tokens=900, errors=2)
     assert tokens_per_round(before, deployment.counts()) == pytest.approx(4.0)
@@ -236,3 +236,60 @@ def test_settings_that_cannot_work() -> None:
     assert DeployConfig().servers == ()
     with pytest.raises(DownloadError, match="does not answer"):
         open_deployment(DeployConfig(servers=("http://127.0.0.1:9",))).counts()
+
+
+class TestSilence:
+    """A server that does not answer, or says that it cannot now, is told from one that refuses."""
+
+    def test_every_call_tells_the_two_apart(self, any_deployment: Deployment, server: FakeServer, tmp_path: Path) -> None:
+        server.is_away = True
+        for call in (any_deployment.counts, any_deployment.is_well):
+            with pytest.raises(UnreachableError, match="does not answer"):
+                call()
+        server.is_away = False
+        for status in (429, 503):
+            server.refuses["/metrics"] = status, {}
+            with pytest.raises(UnreachableError, match=f"answered {status}"):
+                any_deployment.counts()
+        server.refuses["/metrics"] = 500, {}
+        with pytest.raises(DownloadError) as refused:
+            any_deployment.counts()
+        assert not isinstance(refused.value, UnreachableError)
+
+    def test_vllm_is_not_restarted_because_it_is_silent(self, server: FakeServer, tmp_path: Path) -> None:
+        """Nor taken for a version that takes no weights."""
+        deployment = opened(server, tmp_path / "old", engine="vllm", publish=restart_command(tmp_path))
+        server.is_away = True
+        with pytest.raises(UnreachableError):
+            deployment.load("tickets", tmp_path / "new")
+        assert not (tmp_path / "told.jsonl").exists() and deployment.members() == {"drafter": str(tmp_path / "old")}
+
+    def test_a_roll_back_to_a_silent_server_gives_back_nothing_yet(self, server: FakeServer, tmp_path: Path) -> None:
+        """It would drain the new drafter, and never load the old one, if silence were a refusal."""
+        deployment = opened(server)
+        deployment.load("general", tmp_path / "new")
+        server.refuses["/admin/drafters/general"] = 503, {"error": "loading"}
+        with pytest.raises(UnreachableError):
+            deployment.roll_back()
+        assert not server.drained and deployment.undo == [["drafter", "general", "default"]]
+        server.refuses.clear()
+        deployment.roll_back()
+        assert server.members == {"general": "default"}
+
+    def test_a_pinned_member_is_not_taken_for_none(self, server: FakeServer) -> None:
+        server.members["mine"], server.clusters["tickets"] = "runs/mine", "mine"
+        deployment = opened(server)
+        assert members.serving(deployment, "tickets", "default") == ("mine", "runs/mine")
+        server.refuses["/admin/drafters"] = 503, {}
+        with pytest.raises(UnreachableError):
+            members.serving(deployment, "tickets", "default")
+
+
+def test_rounds_are_read_by_member(server: FakeServer, tmp_path: Path) -> None:
+    deployment = opened(server)
+    server.count(rounds=100, accepted=150, tokens=260)
+    assert deployment.drafts("general") is None, "this server does not count by member"
+    for name, number in (("general", 60), ("mine", 40)):
+        server.metrics += f'paceline:drafter_drafts_total{{model_name="m",drafter="{name}"}} {number}\n'
+    assert [deployment.drafts(name) for name in ("general", "mine", "new")] == [60, 40, 0]
+    assert opened(server, tmp_path, engine="sglang", restart="true").drafts("drafter") is None

@@ -190,7 +190,7 @@ class TestProbation:
 
     def test_failed_requests_are_rolled_back(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.swapped(tmp_path, server)
-        server.count(rounds=2600, accepted=2600, tokens=5200, errors=1)
+        server.count(rounds=2600, accepted=2600, tokens=5200, errors=30)
         one.tick(NOW + 300)
         assert events(one)[-1] == "rolled back"
 

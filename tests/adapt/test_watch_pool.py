@@ -55,6 +55,7 @@ class TestRoute:
         assert events(one)[-1] == "routed" and server.clusters == {"tickets": "old"}
         [entry] = one.lineage.entries()
         assert (entry["drafter"], entry["state"], entry["member"]) == ("runs/old", "routed", "old") and entry["gate"] == PASSED
+        server.count(rounds=3000, accepted=3000, tokens=6000)
         ticked(one, 2, 1)
         assert events(one)[-1] == "kept" and server.clusters == {"tickets": "old"} and one.incumbent == "default"
 
@@ -122,6 +123,7 @@ class TestPropose:
         [entry] = one.lineage.entries()
         assert server.members == {"general": "default", "mine": entry["drafter"]} and entry["parents"] == ["runs/mine"]
         assert jobs.commands[0][jobs.commands[0].index("--init") + 1] == "runs/mine"
+        server.count(rounds=3000, accepted=3000, tokens=6000)
         one.tick(NOW + 60 * 30)
         assert events(one)[-1] == "kept" and one.incumbent == "default"
 

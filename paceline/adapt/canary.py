@@ -1,0 +1,128 @@
+"""The daemon's hand on the server: a drafter is put in, judged by what the server counts, kept or taken back.
+
+Every method may raise UnreachableError and can be called again then: nothing is done twice, and nothing is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.adapt.config import WatchConfig
+from paceline.adapt.counted import CountedHours
+from paceline.adapt.counts import Counts
+from paceline.adapt.deploy import Deployment
+from paceline.adapt.hours import HOUR_S
+from paceline.adapt.stage import LEAST_ROUNDS, Stage
+from paceline.errors import DownloadError, UnreachableError
+
+MOST_READINGS = 120
+"""Readings of the server's counters that are kept: what acceptance was before a swap."""
+
+
+@dataclass(slots=True)
+class Canary:
+    """One server, or several with one drafter each."""
+
+    deployment: Deployment
+    traces: Path
+    counted: CountedHours | None = None
+    """Hours of servers whose rounds no trace tells."""
+    known: dict[str, str] | None = None
+    """Name -> drafter of the members that were loaded by us, or have been seen."""
+    readings: deque[tuple[float, Counts]] = field(default_factory=lambda: deque(maxlen=MOST_READINGS))
+
+    def read(self, now: float) -> Counts:
+        """Read the server's counters."""
+        counts = self.deployment.counts()
+        if self.counted:
+            self.counted.read(now, counts)
+        return counts
+
+    def look(self, now: float) -> Stage | None:
+        """Take a reading; returns a probation for a drafter that somebody else has loaded, in its first minute."""
+        self.readings.append((now, self.read(now)))
+        members, known = self.deployment.members(), self.known
+        new = sorted(name for name, drafter in members.items() if known is not None and known.get(name) != drafter)
+        if known is None or not new:
+            self.known = members
+            return None
+        name = new[0]  # the others when this one is decided about
+        stage = Stage("found", "probation", int(now // HOUR_S), (), name, drafter=members[name], served=members[name])
+        stage.drafts = self.deployment.drafts(name)
+        stage.begin_probation(self.traces, self.readings[0][1], self.readings[-1][1], now)
+        self.deployment.found(name, known.get(name))
+        stage.undo, self.known = self.deployment.undo, {**known, name: members[name]}
+        return stage
+
+    def put_in(self, stage: Stage, now: float) -> None:
+        """Load the drafter, or send its cluster to it, and begin its probation. Raises DownloadError when it is refused."""
+        try:
+            counts = self.read(now)
+        except DownloadError as error:  # whatever the counters say, it is not about this drafter
+            raise UnreachableError(str(error)) from error
+        stage.begin_probation(self.traces, self.readings[0][1] if self.readings else None, counts, now)
+        stage.name = "swap"
+        try:
+            if stage.kind != "route":
+                self.deployment.load(stage.member, Path(stage.drafter))
+            if stage.kind in ("route", "propose"):
+                self.deployment.route(stage.clusters[0], stage.member)
+        finally:
+            stage.undo = self.deployment.undo
+        stage.drafts = self.deployment.drafts(stage.member)
+        stage.served = self.deployment.members().get(stage.member, "")
+        if self.known is not None and stage.served:
+            self.known[stage.member] = stage.served
+        stage.name = "probation"
+
+    def judge(self, stage: Stage, now: float, config: WatchConfig) -> tuple[str, str] | None:
+        """How a probation ends, and why: kept, rolled back, unproven, or gone from the server; None while it goes on."""
+        counts = self.read(now)
+        if not self.deployment.is_well():
+            return "unproven", "the server is not well"
+        if not self._is_there(stage):
+            return "gone", f"{stage.member} drafts there no more: the server was started again, or somebody replaced it"
+        drafts = self.deployment.drafts(stage.member)
+        stage.look(counts, drafts)
+        if wrong := stage.wrong(self.traces, counts, now, config):
+            return "rolled back", wrong
+        ending, rounds = stage.is_over(now, config, drafts), stage.rounds(drafts)
+        if ending == "unproven":
+            hours = (now - stage.began) / HOUR_S
+            why = f"not enough traffic to judge it: {rounds:g} rounds in {hours:.3g} hours, {LEAST_ROUNDS} are needed"
+            return ("kept" if stage.kind == "found" or config.unproven == "keep" else "unproven"), why
+        return ("kept", f"nothing fell in {rounds:g} rounds") if ending else None
+
+    def _is_there(self, stage: Stage) -> bool:
+        if stage.served and not self.deployment.holds(stage.member, stage.served):
+            return False
+        if stage.kind not in ("route", "propose"):
+            return True
+        try:
+            return self.deployment.pinned(stage.clusters[0]) == stage.member
+        except UnreachableError:
+            raise
+        except DownloadError:
+            return False  # a server that was started again knows no clusters yet
+
+    def keep(self) -> None:
+        self.deployment.keep()
+        self.readings.clear()
+
+    def take_back(self, stage: Stage) -> None:
+        """Give back what was there before; other members that somebody has loaded meanwhile stay unknown."""
+        self.deployment.roll_back()
+        self._knows(stage.member, self.deployment.members().get(stage.member))
+
+    def let_go(self, stage: Stage) -> None:
+        """Forget a drafter that is not there any more; what serves in its place is looked at if it is another than before."""
+        before = next((each[2] for each in stage.undo if each[:2] == ["drafter", stage.member]), None)
+        self.deployment.keep()
+        self._knows(stage.member, stage.served if stage.kind == "route" else before)
+
+    def _knows(self, name: str, drafter: str | None) -> None:
+        if self.known is not None:
+            self.known = {key: value for key, value in self.known.items() if key != name}
+            self.known |= {name: drafter} if drafter is not None else {}

@@ -1,0 +1,58 @@
+"""Whether requests fail more often than before: a test on counts, so that one failure of any cause says nothing.
+
+more_failures(Failures(3, 9000), Failures(9, 40), most=0.02)      # "9 of 40 requests ended in an error, 0.03% before"
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+LEAST_REQUESTS, LEAST_FAILED = 20, 3
+"""Requests that must have ended, and failed, before anything is said."""
+LEVEL = 1e-3
+"""Chance of an error that is accepted at one look; a probation has about sixty."""
+PRIOR_FAILED, PRIOR_REQUESTS = 1, 100
+"""Added to what was before: of a server that nothing is known of, one request in a hundred fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """Requests that ended in an error, among all that ended."""
+
+    failed: float
+    requests: float
+
+    @property
+    def share(self) -> float:
+        return self.failed / self.requests if self.requests > 0 else 0.0
+
+
+def more_failures(before: Failures, now: Failures, most: float) -> str | None:
+    """Says so when the share that fails rose by more than `most`, and chance would hardly do that."""
+    if now.requests < LEAST_REQUESTS or now.failed < LEAST_FAILED or now.share - before.share <= most:
+        return None
+    if chance_of(before, now) >= LEVEL:
+        return None
+    known = f"{before.share:.2%} before" if before.requests else "nothing is known of before"
+    return f"{now.failed:g} of {now.requests:g} requests ended in an error, {known}"
+
+
+def chance_of(before: Failures, now: Failures) -> float:
+    """Probability that as many or more of all failures fall among the newer requests, if both were alike.
+
+    Fisher's exact test, one-sided (Fisher 1934), with the prior counted to `before`.
+    """
+    newer, older = round(now.requests), round(max(before.requests, 0)) + PRIOR_REQUESTS
+    failed = round(now.failed) + round(max(before.failed, 0)) + PRIOR_FAILED
+    whole = _log_choose(newer + older, failed)
+    most = min(failed, newer)
+    return math.fsum(
+        math.exp(_log_choose(newer, each) + _log_choose(older, failed - each) - whole)
+        for each in range(round(now.failed), most + 1)
+        if failed - each <= older
+    )
+
+
+def _log_choose(number: int, chosen: int) -> float:
+    return math.lgamma(number + 1) - math.lgamma(chosen + 1) - math.lgamma(number - chosen + 1)
