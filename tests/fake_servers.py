@@ -33,7 +33,7 @@ class FakeServer:
         self.url = ""
 
     def count(self, rounds: int, accepted: int, tokens: int, errors: int = 0, ended: int = 99) -> None:
-        """What vLLM's counters say, and paceline's; `ended`: requests that ended well."""
+        """Set vLLM's counters, and paceline's; `ended`: requests that ended well."""
         self.metrics = (
             f'vllm:spec_decode_num_drafts_total{{model_name="m",engine="0"}} {rounds}\n'
             f'vllm:spec_decode_num_accepted_tokens_total{{model_name="m",engine="0"}} {accepted}\n'

@@ -57,7 +57,9 @@ class Canary:
         return stage
 
     def put_in(self, stage: Stage, now: float) -> None:
-        """Load the drafter, or send its cluster to it, and begin its probation. Raises DownloadError when it is refused."""
+        """Load the drafter, or send its cluster to it, and begin its probation.
+
+        Raises DownloadError when the server refuses it."""
         try:
             counts = self.read(now)
         except DownloadError as error:  # whatever the counters say, it is not about this drafter
@@ -78,12 +80,14 @@ class Canary:
         stage.name = "probation"
 
     def judge(self, stage: Stage, now: float, config: WatchConfig) -> tuple[str, str] | None:
-        """How a probation ends, and why: kept, rolled back, unproven, or gone from the server; None while it goes on."""
+        """Judges a probation; returns how it ended (kept, rolled back, unproven, gone) and why, or None so far."""
         counts = self.read(now)
         if not self.deployment.is_well():
             return "unproven", "the server is not well"
-        if not self._is_there(stage):
+        if stage.served and not self.deployment.holds(stage.member, stage.served):
             return "gone", f"{stage.member} drafts there no more: the server was started again, or somebody replaced it"
+        if not self._is_sent_there(stage):
+            return "unproven", f"{stage.clusters[0]} is not sent to {stage.member} any more"
         drafts = self.deployment.drafts(stage.member)
         stage.look(counts, drafts)
         if wrong := stage.wrong(self.traces, counts, now, config):
@@ -95,9 +99,7 @@ class Canary:
             return ("kept" if stage.kind == "found" or config.unproven == "keep" else "unproven"), why
         return ("kept", f"nothing fell in {rounds:g} rounds") if ending else None
 
-    def _is_there(self, stage: Stage) -> bool:
-        if stage.served and not self.deployment.holds(stage.member, stage.served):
-            return False
+    def _is_sent_there(self, stage: Stage) -> bool:
         if stage.kind not in ("route", "propose"):
             return True
         try:
@@ -117,7 +119,7 @@ class Canary:
         self._knows(stage.member, self.deployment.members().get(stage.member))
 
     def let_go(self, stage: Stage) -> None:
-        """Forget a drafter that is not there any more; what serves in its place is looked at if it is another than before."""
+        """Forget a drafter that has left the server; `look` reports what serves there now, if that is new."""
         before = next((each[2] for each in stage.undo if each[:2] == ["drafter", stage.member]), None)
         self.deployment.keep()
         self._knows(stage.member, stage.served if stage.kind == "route" else before)

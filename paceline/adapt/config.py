@@ -156,9 +156,9 @@ class WatchConfig:
     most_probation_hours: Positive = 24.0
     """How long it is watched at most, when the traffic is not enough to judge it."""
     unproven: Annotated[str, UNPROVEN] = "take-back"
-    """What becomes of it then; one that somebody loaded by hand stays."""
+    """Take such a drafter back, or keep it; one that somebody loaded by hand stays."""
     most_errors: Share = 0.02
-    """Rise of the share of requests that end in an error, against those before the swap, from which on it is rolled back."""
+    """Rise of the share of requests that end in an error from which on it is rolled back."""
     most_wait_hours: Positive = 24.0
     """How long a server that does not answer is tried again before a swap is given up."""
     most_drop: Share = 0.05

@@ -1,7 +1,7 @@
 """What a server says of itself: counters by which acceptance and pace are read, its health, and answers in JSON.
 
-vLLM's names, which paceline's own server has too; SGLang's are read in `deploy.py`. Whatever goes wrong is a DownloadError in
-one line: UnreachableError where the server does not answer, or says that it cannot now, so that the same may be tried again.
+vLLM's names, which paceline's own server has too; SGLang's are read in `deploy.py`. Whatever goes wrong is a DownloadError
+in one line: UnreachableError where the server does not answer or is busy, so that the same call may be tried again.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def drafts_of(client: Client, member: str) -> float | None:
 
 
 def metrics_of(client: Client, by: str | None = None) -> dict[str, float]:
-    """Name -> value, of all series of that name together, or of those with one value of the label `by` (NAME{VALUE}); of
-    gauges the mean."""
+    """Name -> sum of all series of that name, of gauges the mean.
+
+    Series with the label `by` are summed by its value, under NAME{VALUE}."""
     from prometheus_client.parser import text_string_to_metric_families
 
     text = answer_of(client, "GET", "/metrics").decode("utf-8", "replace")
@@ -102,7 +103,7 @@ def metrics_of(client: Client, by: str | None = None) -> dict[str, float]:
 
 
 def is_well(client: Client) -> bool:
-    """What the server says of its own health. Raises UnreachableError when it says nothing."""
+    """True if the server says that it is well. Raises UnreachableError when it does not answer."""
     try:
         return client.get("/health").status == 200
     except OSError as error:

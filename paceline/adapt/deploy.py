@@ -6,8 +6,8 @@
     tokens_per_round(before, deployment.counts())
     deployment.roll_back()
 
-A deployment is well, or raises DownloadError in one line; `roll_back` gives back what was there before. UnreachableError says
-that a server does not answer now: nobody knows whether it did what it was to do, and the same call may be made again.
+A deployment is well, or raises DownloadError in one line; `roll_back` gives back what was there before. UnreachableError
+means that a server does not answer now: it may have carried the call out or not, and the call may be made again.
 
 paceline   the admin API of its pool (`serve/admin.py`, docs/drafters.md): POST /admin/drafters/NAME loads a drafter,
            health-checked, under traffic; POST /admin/clusters/CLUSTER sends requests of a kind to a member
@@ -66,8 +66,9 @@ class Deployment(Protocol):
         ...
 
     def load(self, name: str, folder: Path) -> None:
-        """Put a drafter to work under a name, in the place of any other. When it raises, the servers work as before; after
-        an UnreachableError they may not, and `undo` says what was there."""
+        """Put a drafter to work under a name, in the place of any other.
+
+        When it raises, the servers work as before; after an UnreachableError they may not, and `undo` has what was there."""
         ...
 
     def route(self, cluster: str, name: str) -> None:
@@ -97,7 +98,7 @@ class Deployment(Protocol):
         ...
 
     def is_well(self) -> bool:
-        """What the servers say of their own health."""
+        """True if all servers say that they are well."""
         ...
 
     def close(self) -> None:
@@ -176,10 +177,19 @@ class PacelineServer:
             kind, name, before = self.undo[-1]
             assert name is not None
             if kind == "cluster":
-                self._ask("POST" if before else "DELETE", "clusters", name, {"drafter": before} if before else None)
+                self._release(name, before)
             else:
                 self._take_out(name, before)
             self.undo.pop()
+
+    def _release(self, cluster: str, before: str | None) -> None:
+        """Send a cluster where it went before; a server that was started again may not know it any more."""
+        try:
+            self._ask("POST" if before else "DELETE", "clusters", cluster, {"drafter": before} if before else None)
+        except UnreachableError:
+            raise
+        except DownloadError as error:
+            log.warning("the cluster %s is not sent back: %s", cluster, error)
 
     def _take_out(self, name: str, before: str | None) -> None:
         """Give back the drafter from before; where there was none, or it is refused now, requests get other members."""

@@ -67,7 +67,7 @@ class AdaptLog:
 
 
 def event_line(hour: int, event: str, **figures: Any) -> dict[str, Any]:
-    """What was done, as JSON."""
+    """Builds the line of an event: what was done in an hour."""
     return plain({**_stamped(hour), "event": event, **figures})
 
 

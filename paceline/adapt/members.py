@@ -31,8 +31,8 @@ def others(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, d
 def scores(
     deployment: Deployment, cluster: str, incumbent: str, scored: Mapping[str, Any] | None, raised: int, now: float
 ) -> dict[str, float] | None:
-    """Tokens a round of the other members that passed the gate; None when they were not judged since the hour `raised`, or
-    the server does not say now which there are.
+    """Tokens a round of the other members that passed the gate; None when they were not judged since the hour `raised`,
+    or the server does not answer.
 
     `now` are those of the member that serves. `scored` is {"hour": when, "members": {name: verdict}}.
     """

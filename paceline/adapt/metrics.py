@@ -18,7 +18,7 @@ EVENTS = (
     *("training", "scored", "swapped", "routed", "kept", "rolled back", "refused", "failed", "told"),
     *("waiting", "answers"),
 )
-"""What the log has lines of; the last two: a server that something waits for, and its end."""
+"""Events of the log; the last two: something waits for a server that does not answer, and the server answers again."""
 PREFIX = "paceline:adapt_"
 
 

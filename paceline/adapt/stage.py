@@ -8,8 +8,8 @@ A stage is written down before it begins (`state.json`). Its kind says what it i
     route      swap, probation                            a cluster goes to a member that is there
     found      probation                                  a drafter that somebody loaded by hand
 
-`undo` follows a swap that was refused, and a probation that was failed or not completed. Each of these can be begun again where
-it was broken off, by a server that does not answer, a full disk, or a daemon that was killed.
+`undo` follows a swap that was refused or given up, and a probation that was not passed. Each of these can be begun again
+where it was broken off by a server that does not answer, a full disk, or the daemon's end.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Stage:
     seen: list[float] = field(default_factory=list)
     """Counts of the latest look: counters that go back tell of a restart."""
     served: str = ""
-    """What the server calls the drafter that is in probation."""
+    """Name by which the server lists the drafter that is in probation."""
     drafts: float | None = None
     """Rounds in which the member had drafted by then, where the server counts by member."""
     undo: list[list[str | None]] = field(default_factory=list)

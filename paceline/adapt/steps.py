@@ -1,7 +1,7 @@
-"""What the daemon has under way, step by step: trainings and gates as jobs, then what is done on the server.
+"""Steps of the daemon's work: trainings and gates as jobs, then what is done on the server.
 
-A step that fails, on a full disk or with a server that does not answer, has changed the stage or left it as it was, and is made
-again at the next look.
+A step that fails, on a full disk or with a server that does not answer, is made again at a later look: it has left the
+stage as it was, or brought it to where it goes on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.adapt.log import AdaptLog, apply, event_line
 from paceline.adapt.metrics import AdaptMetrics
 from paceline.adapt.policy import SeasonalPolicy
 from paceline.adapt.retrain import Job, command_of, unjudged, verdict_of
-from paceline.adapt.stage import AWAY_S, ON_SERVER, Stage
+from paceline.adapt.stage import AWAY_S, LONGEST_WAIT_S, ON_SERVER, Stage
 from paceline.config import EngineConfig
 from paceline.errors import CacheError, DownloadError, UnreachableError
 
@@ -31,7 +31,7 @@ Start = Callable[[list[str], Path], Job]
 
 @dataclass(slots=True)
 class Steps:
-    """What the daemon is made of, and the steps of what it has under way."""
+    """Holds all that the daemon has, and makes the steps of its stages."""
 
     store: StoreConfig
     engine: EngineConfig
@@ -47,7 +47,7 @@ class Steps:
     log: AdaptLog = field(init=False)
     lineage: Lineage = field(init=False)
     stage: Stage | None = field(init=False, default=None)
-    found: Stage | None = field(init=False, default=None)
+    by_hand: Stage | None = field(init=False, default=None)
     """Probation of a drafter that somebody loaded by hand; a training may run meanwhile."""
     incumbent: str = field(init=False)
     _job: Job | None = field(init=False, default=None)
@@ -55,7 +55,7 @@ class Steps:
     """The next hour to decide about."""
     _canary: Canary | None = field(init=False, default=None)
     _counted: CountedHours | None = field(init=False, default=None)
-    """Of servers whose rounds no trace tells."""
+    """Hours of servers whose rounds are in no trace."""
     _is_unsaved: bool = field(init=False, default=False)
     _scored: dict[str, Any] = field(init=False, default_factory=dict)
     """By cluster: the hour in which its other members were judged, and the verdicts of those that passed."""
@@ -76,10 +76,10 @@ class Steps:
             self.say(f"adapt: {error}; the line is written with the next one")
 
     def _advance(self, now: float) -> None:
-        if self.found is not None:
-            self._on_server(self.found, now)
+        if self.by_hand is not None:
+            self._on_server(self.by_hand, now)
         stage = self.stage
-        if stage is None or (self.found is not None and stage.name in ON_SERVER):
+        if stage is None or (self.by_hand is not None and stage.name in ON_SERVER):
             return
         if stage.name == "choose":
             self._choose(stage, now)
@@ -119,7 +119,7 @@ class Steps:
             self._choose(stage, now)
 
     def _scored_all(self, stage: Stage, now: float) -> None:
-        """What the policy is told when it asks again."""
+        """Keep the verdicts for the policy, which asks again."""
         verdicts = dict(zip(stage.names, stage.verdicts, strict=True))
         passed = {name: verdict for name, verdict in verdicts.items() if verdict["passed"]}
         self._scored[stage.clusters[0]] = {"hour": hour_of(now), "members": passed}
@@ -144,7 +144,7 @@ class Steps:
         stage.at = max(passed, key=lambda at: stage.verdicts[at]["gains"]["drifted"]["low"])
         stage.drafter, stage.why, stage.name = stage.candidates[stage.at], stage.verdicts[stage.at]["reason"], "swap"
         self._is_unsaved = True
-        if self.found is None:
+        if self.by_hand is None:
             self._on_server(stage, now)
 
     def _refused(self, stage: Stage, now: float, why: str, event: str = "refused") -> None:
@@ -157,8 +157,8 @@ class Steps:
 
     def _end(self, stage: Stage) -> None:
         self._is_unsaved = True
-        if stage is self.found:
-            self.found = None
+        if stage is self.by_hand:
+            self.by_hand = None
         else:
             self.stage = None
 
@@ -166,7 +166,7 @@ class Steps:
 
     def _on_server(self, stage: Stage, now: float) -> None:
         """The next step of a stage that needs the server; later again when it does not answer."""
-        if now < stage.wait_until:
+        if 0 < stage.wait_until - now <= LONGEST_WAIT_S:  # after a clock that went back it would be for ever
             return
         try:
             {"swap": self._swap, "probation": self._probation, "undo": self._undo}[stage.name](stage, now)
@@ -178,14 +178,15 @@ class Steps:
         if stage.away_since:
             stage.reached()
             self._is_unsaved = True
-            self._event(hour_of(now), "answers", clusters=stage.clusters, drafter=stage.drafter, why="the server answers again")
+            why = "the server answers again"
+            self._event(hour_of(now), "answers", clusters=stage.clusters, drafter=stage.drafter, why=why)
 
     def _reached(self) -> None:
         if self.metrics is not None:
             self.metrics.is_reached = True
 
     def _wait(self, stage: Stage, now: float, error: DownloadError) -> None:
-        """Try again later: a server that does not answer has refused nothing. A swap is given up in the end, a roll-back not."""
+        """Try again later: a server that does not answer has refused nothing. A roll-back is never given up."""
         if self.metrics is not None:
             self.metrics.is_reached = False
         self._is_unsaved, is_first = True, not stage.away_since
@@ -225,7 +226,7 @@ class Steps:
             self.lineage.mark(stage.drafter, "serving", stage.why)
 
     def _probation(self, stage: Stage, now: float) -> None:
-        """Keep what was changed, or take it back: the server is not well, requests fail, acceptance fell, or nobody can say."""
+        """Keep the drafter, or take it back: requests fail, acceptance fell, or there is not enough to judge it by."""
         assert self._canary is not None
         ended = self._canary.judge(stage, now, self.watch)
         if ended is None:
@@ -275,7 +276,7 @@ class Steps:
 
 
 def _entries(stage: Stage) -> list[dict[str, Any]]:
-    """What the lineage will have of the candidates. One that nothing is known of is no refused one."""
+    """Builds the candidates' entries in the lineage. One that was not judged is not refused."""
     window = {key: value for key, value in stage.window.items() if key != "folder"}
     entries = []
     for drafter, verdict in zip(stage.candidates, stage.verdicts, strict=True):

@@ -3,10 +3,10 @@
     watcher = Watcher(...)
     while True: watcher.tick(time.time()); time.sleep(60)
 
-One thing is under way at a time, a `Stage`, and it is written down (`state.json`) before it begins: a daemon that was killed
-goes on with it. Beside it a drafter that somebody loaded by hand may be on probation; nothing of ours is put in meanwhile. The
-server is touched by the `Canary` alone, after a verdict that passed, and to take back what was put in. What goes wrong anywhere
-else is a line in the log, and the server goes on as it is.
+One thing is under way at a time, a `Stage`, and it is written down (`state.json`) before it begins: a daemon that was
+killed goes on with it. Beside it a drafter that somebody loaded by hand may be on probation; nothing of ours is put in
+meanwhile. The server is changed by the `Canary` alone, after a verdict that passed, and to take back what was put in. What
+goes wrong anywhere else is a line in the log, and the server goes on as it is.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Watcher(Steps):
                     self.metrics.is_reached = False
                 self.say(f"adapt: {error}")
         if self.metrics is not None:
-            self.metrics.stage = (self.found or self.stage or Stage("", "", 0, ())).name
+            self.metrics.stage = (self.by_hand or self.stage or Stage("", "", 0, ())).name
             self.metrics.hour = (self._next or 1) - 1
 
     def _hours(self, now: float) -> None:
@@ -86,7 +86,7 @@ class Watcher(Steps):
             self.say(f"adapt: left out {dict(left_out)}")
         if decision.action == "none":
             return
-        if self.stage is not None or self.found is not None:
+        if self.stage is not None or self.by_hand is not None:
             self.policy.proposed -= set(decision.clusters)  # it will be decided again
         elif self.watch.dry_run or (self.deployment is None and decision.action != "retrain"):
             self._event(number, "told", clusters=decision.clusters, action=decision.action, why=decision.why)
@@ -146,7 +146,7 @@ class Watcher(Steps):
         return True
 
     def _to_route(self, stage: Stage, decision: Decision) -> None:
-        """Send a cluster to a member that the gate has found good enough. Raises DownloadError when the two are not there."""
+        """Prepare to send a cluster to a member that passed the gate. Raises DownloadError when one of them is gone."""
         assert self.deployment is not None and decision.member is not None
         self.deployment.pinned(decision.clusters[0])
         stage.member, stage.why, stage.name = decision.member, decision.why, "swap"
@@ -156,20 +156,22 @@ class Watcher(Steps):
 
     def _look(self, now: float) -> None:
         """Read the server's counters, but while something of ours is put in or watched, which does so itself."""
-        if self._canary is None or self.found is not None or (self.stage is not None and self.stage.name in ON_SERVER):
+        is_watching = self.by_hand is not None or (self.stage is not None and self.stage.name in ON_SERVER)
+        if self._canary is None or is_watching:
             return
-        found = self._canary.look(now)
+        probation = self._canary.look(now)
         self._reached()
-        if found is not None:
-            found.incumbent, self.found, self._is_unsaved = self.incumbent, found, True
-            self._event(found.hour, "told", drafter=found.drafter, why=f"{found.member} was loaded by hand: it is watched")
+        if probation is not None:
+            probation.incumbent, self.by_hand, self._is_unsaved = self.incumbent, probation, True
+            why = f"{probation.member} was loaded by hand: it is watched"
+            self._event(probation.hour, "told", drafter=probation.drafter, why=why)
 
     # Written down
 
     def _save(self, now: float) -> None:
         """Write the state down if it has changed. Raises CacheError, and is called again."""
         if self._is_unsaved:
-            stages = {name: each and asdict(each) for name, each in (("stage", self.stage), ("found", self.found))}
+            stages = {name: each and asdict(each) for name, each in (("stage", self.stage), ("by_hand", self.by_hand))}
             known = self._canary.known if self._canary else None
             state = {"incumbent": self.incumbent, **stages, "scored": self._scored, "known": known}
             write_whole(self.store.state / "state.json", json.dumps(plain(state), indent=1) + "\n")
@@ -182,11 +184,11 @@ class Watcher(Steps):
         with reraised(ConfigError, f"{file} is damaged", "move it away", OSError, ValueError, KeyError, TypeError):
             state = json.loads(file.read_text(encoding="utf-8"))
             self.incumbent, self._scored = str(state["incumbent"]), dict(state["scored"])
-            self.stage, self.found = _stage_of(state["stage"]), _stage_of(state.get("found"))
+            self.stage, self.by_hand = _stage_of(state["stage"]), _stage_of(state.get("by_hand"))
             known = state.get("known")
-            if self._canary is not None and known is not None:
-                self._canary.known = dict(known)
-        changed = self.found or self.stage
+            if self._canary is not None and self._canary.deployment.traces_rounds and known is not None:
+                self._canary.known = dict(known)  # other servers do not list what they draft with
+        changed = self.by_hand or self.stage
         if self.deployment is not None and changed is not None:
             self.deployment.undo = changed.undo
 

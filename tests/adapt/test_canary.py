@@ -1,4 +1,4 @@
-"""A canary is judged by evidence: what one failure, a silent server, no traffic, somebody's hands and a full disk do to it.
+"""A canary is judged by evidence: one failure, a silent server, no traffic, somebody's hands and a full disk beside it.
 
 On a virtual clock, beside a server that only looks like one.
 """
@@ -111,7 +111,8 @@ class TestFailures:
         traffic(tmp_path)
         one = watcher(tmp_path, server, Played((0, ""), (0, PASSED)))
         for minute in range(4):
-            server.count(rounds=1000 + 500 * minute, accepted=1000, tokens=2000, errors=100 * minute, ended=900 * minute)
+            failed, ended = 100 * minute, 900 * minute
+            server.count(rounds=1000 + 500 * minute, accepted=1000, tokens=2000, errors=failed, ended=ended)
             one.tick(NOW + 60 * minute)
         server.count(rounds=2600, accepted=1100, tokens=2200, errors=310, ended=2790)
         one.tick(NOW + 240)
@@ -278,7 +279,7 @@ class TestHands:
         server.members["mine"] = "poisoned"
         server.count(rounds=2000, accepted=2000, tokens=4000)
         one.tick(NOW + 120)
-        assert events(one) == ["training", "told"] and one.found is not None
+        assert events(one) == ["training", "told"] and one.by_hand is not None
         server.count(rounds=3000, accepted=2100, tokens=5100)
         one.tick(NOW + 180)
         assert events(one)[2:] == ["rolled back", "swapped"], "the training went on beside it"
@@ -291,7 +292,7 @@ class TestHands:
             one.tick(NOW + 60 * minute)
         assert one.stage is not None and one.stage.name == "swap" and server.members["general"] == "default"
         again = watcher(tmp_path, server, Played())
-        assert again.found is not None and again.found.member == "mine"
+        assert again.by_hand is not None and again.by_hand.member == "mine"
         server.count(rounds=9000, accepted=9000, tokens=18000)
         again.tick(NOW + 900)
         again.tick(NOW + 960)
@@ -307,8 +308,8 @@ class TestHands:
         watched = []
         for turn in range(1, 3):
             one.tick(NOW + 3600 * turn)
-            assert one.found is not None
-            watched.append(one.found.member)
+            assert one.by_hand is not None
+            watched.append(one.by_hand.member)
             server.count(rounds=9000 + 1000 * turn, accepted=9000 + 1000 * turn, tokens=18000 + 2000 * turn)
             one.tick(NOW + 3600 * turn + 900)
         assert watched == ["mine", "yours"] and events(one)[-4:] == ["told", "kept", "told", "kept"]
@@ -319,7 +320,7 @@ class TestHands:
         one.tick(NOW + 240)
         assert events(one)[-1] == "rolled back" and one.lineage.entries()[-1]["state"] == "unproven"
         one.tick(NOW + 300)
-        assert one.found is not None and one.found.undo == [["drafter", "general", "default"]]
+        assert one.by_hand is not None and one.by_hand.undo == [["drafter", "general", "default"]]
         assert server.members == {"general": "runs/mine"}
 
     def test_a_server_that_was_started_again_without_it(self, tmp_path: Path, server: FakeServer) -> None:
@@ -328,7 +329,18 @@ class TestHands:
         server.count(rounds=10, accepted=10, tokens=20)
         one.tick(NOW + 240)
         one.tick(NOW + 300)
-        assert events(one)[-1] == "rolled back" and one.stage is None and one.found is None and not is_condemned(one)
+        assert events(one)[-1] == "rolled back" and one.stage is None and one.by_hand is None and not is_condemned(one)
+
+    def test_a_cluster_that_is_sent_elsewhere_proves_nothing(self, tmp_path: Path, server: FakeServer) -> None:
+        """The member is taken out all the same, also where the server does not know the cluster any more."""
+        traffic(tmp_path)
+        policy = Deciding(Decision("propose", ("tickets",), why="it returns"))
+        one = watcher(tmp_path, server, Played((0, ""), (0, PASSED)), policy=policy)
+        ticked(one, 0, 5)
+        assert events(one)[-1] == "swapped" and len(server.members) == 2
+        server.clusters.clear()
+        one.tick(NOW + 360)
+        assert events(one)[-1] == "rolled back" and server.members == {"general": "default"} and one.stage is None
 
     def test_counters_that_begin_anew_are_counted_anew(self, tmp_path: Path, server: FakeServer) -> None:
         one = swapped(tmp_path, server)
@@ -357,7 +369,7 @@ class TestFullDisk:
         assert events(one) == ["training", "swapped"]
         assert [entry["state"] for entry in one.lineage.entries()] == ["serving"]
 
-    def test_a_route_is_watched_all_the_same(self, tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_route_is_watched(self, tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
         traffic(tmp_path)
         server.members["old"] = "runs/old"
         wanted = Decision("score", ("tickets",)), Decision("route", ("tickets",), "old", "it is good enough")

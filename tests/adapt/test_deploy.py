@@ -241,7 +241,7 @@ def test_settings_that_cannot_work() -> None:
 class TestSilence:
     """A server that does not answer, or says that it cannot now, is told from one that refuses."""
 
-    def test_every_call_tells_the_two_apart(self, any_deployment: Deployment, server: FakeServer, tmp_path: Path) -> None:
+    def test_it_is_told_apart(self, any_deployment: Deployment, server: FakeServer, tmp_path: Path) -> None:
         server.is_away = True
         for call in (any_deployment.counts, any_deployment.is_well):
             with pytest.raises(UnreachableError, match="does not answer"):

@@ -65,5 +65,5 @@ def test_slower_rounds(tmp_path: Path, rounds: int, busy_s: float, is_slower: bo
 
 def test_requests_that_ended_in_an_error(tmp_path: Path) -> None:
     assert wrong(begun(tmp_path), tmp_path, errors=1, requests=1) is None, "one may fail of any cause"
-    told = wrong(begun(tmp_path), tmp_path, errors=20, requests=40)
-    assert told == "20 of 40 requests ended in an error, nothing is known of before"
+    reason = wrong(begun(tmp_path), tmp_path, errors=20, requests=40)
+    assert reason == "20 of 40 requests ended in an error, nothing is known of before"
