@@ -1,6 +1,7 @@
-"""Whether requests fail more often than before: a test on counts, so that one failure of any cause says nothing.
+"""Tests of a drafter against the time before it: do more requests fail, did acceptance fall, by more than chance would do.
 
-more_failures(Failures(3, 9000), Failures(9, 40), most=0.02)      # "9 of 40 requests ended in an error, 0.03% before"
+fall(2.71, 3.02, log_variance=4e-4, most=0.05)                   # "2.71 tokens a round, 3.02 before"
+more_failures(Failures(3, 9000), Failures(9, 40), most=0.02)     # "9 of 40 requests ended in an error, 0.03% before"
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ LEAST_REQUESTS, LEAST_FAILED = 20, 3
 """Requests that must have ended, and failed, before anything is said."""
 LEVEL = 1e-3
 """Chance of an error that is accepted at one look; a probation has about sixty."""
+FALL_ERRORS = 2.0
+"""Standard errors by which tokens a round must lie below those of before, beside the share that is allowed."""
 PRIOR_FAILED, PRIOR_REQUESTS = 1, 100
 """Added to what was before: of a server that nothing is known of, one request in a hundred fails."""
 
@@ -28,8 +31,19 @@ class Failures:
         return self.failed / self.requests if self.requests > 0 else 0.0
 
 
+def fall(now: float, before: float, log_variance: float, most: float, source: str = "") -> str | None:
+    """Reason when tokens a round fell by more than the share `most`, and by more than chance would do."""
+    is_less = now < (1 - most) * before and math.log(before / now) > FALL_ERRORS * math.sqrt(log_variance)
+    return f"{now:.2f} tokens a round{source}, {before:.2f} before" if is_less else None
+
+
+def variance_of_rounds(rate: float, rounds: float) -> float:
+    """Squared standard error of log(rate) of so many rounds, with accepted drafts geometric: no chain of them varies more."""
+    return (rate - 1) * rate / rounds / rate**2
+
+
 def more_failures(before: Failures, now: Failures, most: float) -> str | None:
-    """Says so when the share that fails rose by more than `most`, and chance would hardly do that."""
+    """Reason when the share that fails rose by more than `most`, and by more than chance would do."""
     if now.requests < LEAST_REQUESTS or now.failed < LEAST_FAILED or now.share - before.share <= most:
         return None
     if chance_of(before, now) >= LEVEL:

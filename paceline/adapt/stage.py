@@ -22,8 +22,8 @@ from typing import Any
 
 from paceline.adapt.config import WatchConfig
 from paceline.adapt.counts import Counts, is_restarted, pace, tokens_per_round
-from paceline.adapt.evidence import Failures, more_failures
-from paceline.adapt.hours import HOUR_S, Sums
+from paceline.adapt.evidence import Failures, fall, more_failures, variance_of_rounds
+from paceline.adapt.hours import HOUR_S, Sums, total
 from paceline.adapt.stored import read_span
 
 LEAST_ROUNDS = 200
@@ -150,19 +150,15 @@ class Stage:
             return failing
         if self.pace and (now_pace := pace(then, counts)) and _is_slower(self.pace, now_pace, config.most_slowdown):
             return f"a round takes {1000 * now_pace[1]:.1f} ms, {1000 * self.pace[1]:.1f} before with as many rows"
-        least = 1 - config.most_drop
         spans = self._judged_by(read_span(traces, self.began, now))
-        rounds = sum(sums.rounds for sums in spans.values())
-        if rounds >= LEAST_ROUNDS:
-            tokens = sum(sums.tokens for sums in spans.values())
-            expected = tokens / sum(sums.tokens / self.before[name] for name, sums in spans.items())
-            told = f"{tokens / rounds:.2f} tokens a round, {expected:.2f} before"
-            return told if tokens / rounds < least * expected else None
+        if (seen := total(spans.values())).rounds >= LEAST_ROUNDS:
+            expected = seen.tokens / sum(sums.tokens / self.before[name] for name, sums in spans.items())
+            return fall(seen.tokens_per_round, expected, seen.log_variance, config.most_drop)
         rate = tokens_per_round(then, counts)
         if rate is None or WHOLE not in self.before or counts.rounds - then.rounds < LEAST_ROUNDS:
             return None
-        before = self.before[WHOLE]
-        return f"{rate:.2f} tokens a round by its metrics, {before:.2f} before" if rate < least * before else None
+        variance = variance_of_rounds(rate, counts.rounds - then.rounds)
+        return fall(rate, self.before[WHOLE], variance, config.most_drop, " by its metrics")
 
     def _judged_by(self, spans: Mapping[str, Sums]) -> dict[str, Sums]:
         """Clusters that are compared: those known from before, and of a member for one cluster that one alone."""

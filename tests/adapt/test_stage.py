@@ -35,6 +35,7 @@ def test_fewer_tokens_by_its_counters(tmp_path: Path) -> None:
     assert wrong(stage, tmp_path, rounds=LEAST_ROUNDS - 1, accepted=0) is None, "too few rounds say nothing"
     assert "1.00 tokens a round by its metrics, 2.00 before" in str(wrong(stage, tmp_path, rounds=LEAST_ROUNDS, accepted=0))
     assert wrong(stage, tmp_path, rounds=1000, accepted=910) is None, "less than 5%"
+    assert wrong(stage, tmp_path, rounds=LEAST_ROUNDS, accepted=176) is None, "6%, and one standard error is 5%"
     assert wrong(stage, tmp_path, rounds=1000, accepted=890) is not None
     assert wrong(begun(tmp_path, None), tmp_path, rounds=1000, accepted=0) is None, "nothing is known of before"
 
