@@ -1,4 +1,4 @@
-"""Tests of a drafter against the time before it: do more requests fail, did acceptance fall, by more than chance would do.
+"""Tests of a drafter against the time before it: do more requests fail, did acceptance fall, by more than chance?
 
 fall(2.71, 3.02, log_variance=4e-4, most=0.05)                   # "2.71 tokens a round, 3.02 before"
 more_failures(Failures(3, 9000), Failures(9, 40), most=0.02)     # "9 of 40 requests ended in an error, 0.03% before"
@@ -38,7 +38,7 @@ def fall(now: float, before: float, log_variance: float, most: float, source: st
 
 
 def variance_of_rounds(rate: float, rounds: float) -> float:
-    """Squared standard error of log(rate) of so many rounds, with accepted drafts geometric: no chain of them varies more."""
+    """Squared standard error of log(rate) over so many rounds, if accepted drafts are geometric: an upper bound for one."""
     return (rate - 1) * rate / rounds / rate**2
 
 
