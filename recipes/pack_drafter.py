@@ -1,8 +1,10 @@
 """A drafter's folder with its matrices in 8 bits, as decoding multiplies them: half the bytes, for a package or a download.
 
-    python recipes/pack_drafter.py runs/coder-drafter/run/drafter --out paceline/draft/shipped/qwen2.5-coder-0.5b
+    python recipes/pack_drafter.py runs/coder-drafter/run/drafter --out drafters/paceline_drafters/qwen2.5-coder-0.5b
 
-paceline alone reads such a folder; `read_drafter(FOLDER).save(OTHER)` writes one for other engines.
+A DFlash 2 drafter with a draft vocabulary loses the codebook rows of all other tokens (`paceline/draft/packed.py`). A
+folder that is in 8 bits already is not rounded again: its blocks are copied, without those rows. paceline alone reads
+such a folder; `read_drafter(FOLDER).save(OTHER)` writes one for other engines.
 """
 
 from __future__ import annotations
@@ -11,8 +13,23 @@ import argparse
 import shutil
 from pathlib import Path
 
-from paceline.draft.checkpoint import weights_file
+from paceline.draft.checkpoint import read_draft_ids, weights_file
 from paceline.draft.dflash2 import read_drafter
+from paceline.draft.packed import PACKED, pack_smaller
+
+
+def pack(source: Path, out: Path) -> None:
+    """Writes the folder `out`. Raises what reading the source raises, and CacheError."""
+    if weights_file(source).name != PACKED:
+        read_drafter(source).save(out, in_8_bits=True)
+        if (source / "README.md").is_file():
+            shutil.copy(source / "README.md", out / "README.md")
+        return
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns(PACKED))
+    if (ids := read_draft_ids(source)) is None:
+        shutil.copy(source / PACKED, out / PACKED)
+    else:
+        pack_smaller(source / PACKED, out / PACKED, ids)
 
 
 def main() -> None:
@@ -20,9 +37,7 @@ def main() -> None:
     parser.add_argument("drafter", type=Path, help="folder of a DFlash or DFlash 2 checkpoint")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    read_drafter(given.drafter).save(given.out, in_8_bits=True)
-    if (given.drafter / "README.md").is_file():
-        shutil.copy(given.drafter / "README.md", given.out / "README.md")
+    pack(given.drafter, given.out)
     before, after = (weights_file(folder).stat().st_size for folder in (given.drafter, given.out))
     print(f"{before / 1e6:.1f} MB -> {after / 1e6:.1f} MB: {weights_file(given.out)}")
 

@@ -238,7 +238,7 @@ def read_stored(folder: Path | str) -> StoredDrafter:
     form = "speculators" if "speculators_model_type" in own else "z-lab"
     config = DFlashConfig.from_json(speculators.to_z_lab(own, folder) if form == "speculators" else own, folder)
     file = weights_file(folder)
-    stored = read_packed(file) if file.name == PACKED else dict(load_tensors(folder))
+    stored = read_packed(file, config.vocab_size) if file.name == PACKED else dict(load_tensors(folder))
     tensors, within, others = vocabulary.split(stored, folder)
     if config.shape.num_layers > len(tensors):
         raise ModelFileError(
@@ -314,7 +314,8 @@ def write_checkpoint(
             made = Path(scratch) / "drafter"
             made.mkdir()
             dense = _saved(tensors)
-            save_file(packed(dense) if in_8_bits else dense, made / (PACKED if in_8_bits else DENSE), {"format": "pt"})
+            weights, file = (packed(dense, draft_ids), PACKED) if in_8_bits else (dense, DENSE)
+            save_file(weights, made / file, {"format": "pt"})
             if not in_8_bits:
                 total = sum(tensor.nbytes for tensor in dense.values())
                 index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(dense, DENSE)}
@@ -322,8 +323,7 @@ def write_checkpoint(
             if head_VD is not None and draft_ids is None:
                 draft_ids = torch.arange(len(head_VD))
             if draft_ids is not None:
-                beside = {"ids": draft_ids} if head_VD is None else {"ids": draft_ids, "head": head_VD}
-                save_file(_saved(beside), made / DRAFT_IDS)
+                save_file(_saved({"ids": draft_ids} | ({} if head_VD is None else {"head": head_VD})), made / DRAFT_IDS)
             (made / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
             _publish(made, folder)
 

@@ -119,8 +119,17 @@ def _second(stored: StoredDrafter) -> str:
         return "slots are drafted independently of each other"
     return (
         f"convolutions of {sizes.conv_kernel_size} taps in groups of {sizes.conv_group_size}, "
-        f"a selector of rank {sizes.selector_rank} among {sizes.selector_top_k} candidates a slot"
+        f"a selector of rank {sizes.selector_rank} among {sizes.selector_top_k} candidates a slot{_books(stored)}"
     )
+
+
+def _books(stored: StoredDrafter) -> str:
+    """Counts the tokens with a row in the selector's codebooks, where the file lacks others (`packed.py`)."""
+    book_VR = next(tensor for name, tensor in stored.tensors.items() if "predecessor_codebook" in name)
+    num_rows, num_tokens = int(book_VR.any(dim=1).sum()), len(book_VR)
+    if num_rows == num_tokens:
+        return ""
+    return f"; its codebooks have rows of {num_rows} tokens: behind others it adds nothing"
 
 
 def _head(has_own: bool) -> str:

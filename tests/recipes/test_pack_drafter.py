@@ -1,4 +1,4 @@
-"""A drafter packed in 8 bits: half the bytes, its card beside it, and the real one that ships drafts nearly as before."""
+"""A drafter packed in 8 bits: less than half the bytes, its card beside it, and nearly the same numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.draft.checkpoint import weights_file
+from paceline.draft.checkpoint import read_draft_ids, weights_file
 from paceline.draft.dflash2 import read_drafter
 from paceline.hub import SHIPPED
 
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "recipes" / "pack_drafter.py"
 
 
 @pytest.mark.slow
-def test_the_drafter_that_ships_in_half_the_bytes(
+def test_the_drafter_that_ships_in_less_than_half_the_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shipped, source = SHIPPED / "smollm2-135m", tmp_path / "dense"
@@ -25,8 +25,13 @@ def test_the_drafter_that_ships_in_half_the_bytes(
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(source), "--out", str(tmp_path / "small")])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     before, after = (weights_file(folder).stat().st_size for folder in (source, tmp_path / "small"))
-    assert 0.5 * before < after < 0.55 * before and f"{before / 1e6:.1f} MB" in capsys.readouterr().out
+    # 8 bits in place of 16, and codebook rows of 22,203 tokens in place of 49,152.
+    assert 0.42 * before < after < 0.45 * before and f"{before / 1e6:.1f} MB" in capsys.readouterr().out
     assert (tmp_path / "small" / "README.md").read_bytes() == (source / "README.md").read_bytes()
     dense, small = (read_drafter(folder).network.state_dict() for folder in (source, tmp_path / "small"))
+    ids = read_draft_ids(shipped)
+    for state in (dense, small):
+        for name in [name for name in state if name.endswith("_codebook")]:
+            state[name] = state[name][ids]
     off = [float((small[name].float() - each.float()).norm() / each.float().norm()) for name, each in dense.items()]
     assert dense.keys() == small.keys() and max(off) < 0.012
