@@ -10,15 +10,17 @@ NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/probes/*.cpp) $(NATIVE
 CPP := $(NATIVE_CODE) $(wildcard $(NATIVE)/probes/*.cpp tests/native/*.cpp)
 SANITIZED := $(CURDIR)/build/native/libpaceline_native_sanitize.so
 
-SOURCES := paceline tests experiments deploy docs notebooks setup.py
+BUILDER := build/wheel
 
-.PHONY: setup demo test test-quick test-machines test-arm lint check format bench docs native sanitize wheel clean
+SOURCES := paceline tests experiments deploy docs drafters notebooks setup.py
 
-$(INSTALLED): requirements.lock pyproject.toml setup.py
+.PHONY: setup demo test test-quick test-machines test-arm lint check format bench docs native sanitize wheel wheel-drafters clean
+
+$(INSTALLED): requirements.lock pyproject.toml setup.py drafters/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
 	PACELINE_NATIVE_BUILD=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
-	  --editable .
+	  --editable . --editable ./drafters
 	touch $(INSTALLED)
 
 # The library apart from pip, which would hide the one line that says there is no compiler.
@@ -79,10 +81,22 @@ sanitize: $(READY)  ## the tests of the native library, with address and undefin
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PACELINE_NATIVE_LIBRARY=$(SANITIZED) \
 	  $(BIN)/python -m pytest tests/model/test_native_*.py
 
-wheel: $(INSTALLED)  ## dist/paceline-*.whl for this platform, with the native library
-	rm -rf build/lib build/lib.* build/bdist.*
-	PACELINE_NATIVE_BUILD=$${PACELINE_NATIVE_BUILD:-require} \
-	  $(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+# What a wheel needs: pip, setuptools and a compiler, not the whole lock.
+$(BUILDER)/.ready: requirements.lock
+	$(PYTHON) -m venv $(BUILDER)
+	$(BUILDER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $$(grep '^setuptools==' requirements.lock)
+	touch $@
+
+WHEEL := $(BUILDER)/bin/python -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist
+
+wheel: $(BUILDER)/.ready  ## dist/paceline-*.whl for this platform, with the native library; at most 8 MB
+	rm -rf build/lib build/lib.* build/bdist.* dist/paceline-*.whl
+	PACELINE_NATIVE_BUILD=$${PACELINE_NATIVE_BUILD:-require} $(WHEEL) .
+	test "$$(wc -c < dist/paceline-*.whl)" -le 8000000
+
+wheel-drafters: $(BUILDER)/.ready  ## dist/paceline_drafters-*.whl: the weights of the drafters that ship
+	rm -rf drafters/build
+	$(WHEEL) ./drafters
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info $(NATIVE)/libpaceline_native.*

@@ -44,6 +44,8 @@ PASSED = re.compile(r"PIP_\w+|https?_proxy|HTTPS?_PROXY|SSL_CERT_\w+|REQUESTS_CA
 APT = re.compile(r"apt-get install [^&|;]*")
 BRINGS = {"g++": "g++"}
 """Debian package -> a command that it brings."""
+NOT_COPIED = ("__pycache__", "*.egg-info", "build", "libpaceline_native.*", ".native-*")
+"""What Dockerfile.dockerignore leaves out of the folders that are copied."""
 USERS = re.compile(r"\b(groupadd|useradd|chown) ")
 SHAPE = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64}
 SHAPE |= {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512}
@@ -162,7 +164,7 @@ class Steps:
             if self.dry_run:
                 continue
             if origin.is_dir():
-                ignored = shutil.ignore_patterns("__pycache__", "libpaceline_native.*", ".native-*")
+                ignored = shutil.ignore_patterns(*NOT_COPIED)
                 shutil.copytree(origin, folder, ignore=ignored, dirs_exist_ok=True)
             else:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -252,7 +254,8 @@ def check_steps(dockerfile: Path, root: Path, dry_run: bool) -> None:
         raise ImageError(f"the entrypoint {entry[0]} was not installed")
     python = str(root / "opt/paceline/bin/python")
     native = (
-        "from paceline.model import native_lib; assert native_lib.load() is not None; import paceline; print(paceline.__file__)"
+        "from paceline import shipped; from paceline.model import native_lib; import paceline; "
+        "assert native_lib.load() is not None and shipped.local('smollm2-135m'); print(paceline.__file__)"
     )
     where = subprocess.run([python, "-c", native], env=env, cwd=root, check=True, capture_output=True, text=True).stdout.strip()
     if not where.startswith(str(root)):

@@ -38,10 +38,11 @@ from decode_vs_peers_pipe import Prompts, Worker, WorkerError
 from decode_vs_peers_report import PLAIN, figures_of, show
 from gguf_to_folder import folder_of
 
+from paceline import shipped
 from paceline.draft.checkpoint import read_stored
 from paceline.draft.export import export
 from paceline.hardware import this_machine
-from paceline.hub import SHIPPED, resolve
+from paceline.hub import resolve
 from paceline.model.tokenizer import Tokenizer
 from paceline.prompts import read_prompts
 from paceline.runlog import drop_cut_line, write_results
@@ -146,7 +147,7 @@ class Block:
 
     def _processes(self) -> Iterator[tuple[str, list[str]]]:
         """Which ways share a process."""
-        drafts = {"draft": self._model in DRAFTS, "default": self._shipped.is_dir(), "dflash": self._shipped.is_dir()}
+        drafts = {"draft": self._model in DRAFTS, "default": bool(self._shipped), "dflash": bool(self._shipped)}
         for peer, ways in WAYS.items():
             there = [way for way in ways if drafts.get(way, True) and self._is_wanted(f"{peer}/{way}")]
             if peer in OWN_PROCESSES:
@@ -160,8 +161,8 @@ class Block:
         return name == PLAIN or any(fnmatch(name, pattern) for pattern in self._args.contenders)
 
     @property
-    def _shipped(self) -> Path:
-        return SHIPPED / self._model
+    def _shipped(self) -> Path | None:
+        return shipped.local(self._model)
 
     def _start(self, peer: str, ways: list[str]) -> None:
         """Start a process, load its ways and warm them up; says why where it cannot."""
@@ -229,11 +230,11 @@ def installed(path: Path, peer: str) -> str:
     return str(path)
 
 
-def plain_drafter(shipped: Path, home: Path) -> Path:
+def plain_drafter(drafter: Path, home: Path) -> Path:
     """Our drafter in z-lab's format, dense and without its draft vocabulary."""
-    folder = home / f"{shipped.name}-dflash"
+    folder = home / f"{drafter.name}-dflash"
     shutil.rmtree(folder, ignore_errors=True)
-    export(read_stored(shipped), "z-lab", folder)
+    export(read_stored(drafter), "z-lab", folder)
     return folder
 
 

@@ -33,12 +33,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from grpo_agents import AGENTS, problems, reward
 
+from paceline import shipped
 from paceline.draft.base import Drafter
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.dflash2 import read_drafter
 from paceline.engine.llm import LLM
 from paceline.figures import Rounds
-from paceline.hub import SHIPPED, resolve
+from paceline.hub import resolve
 from paceline.plan import FixedPlanner
 from paceline.rl.agents import AgentRollouts, Trajectory, by_code
 from paceline.rl.endpoint import Endpoint
@@ -67,7 +68,7 @@ def model_folder(args: argparse.Namespace) -> Path:
 def new_drafter(args: argparse.Namespace, folder: Path) -> DFlashDrafter:
     """The one that ships, read anew; in a tiny run a random one."""
     if not args.tiny:
-        return read_drafter(SHIPPED / MODEL)
+        return read_drafter(shipped.find(MODEL))
     target = LLM(str(folder), drafter="none", device="cpu", dtype="float32", max_len=64).target
     return DFlashDrafter.random(target, num_layers=1, block_size=4)
 

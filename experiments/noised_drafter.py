@@ -15,14 +15,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-import paceline
-
-SHIPPED = Path(paceline.__file__).parent / "draft" / "shipped"
+from paceline import shipped
 
 
 def folder_of(drafter: str, model: str) -> Path:
     """Where a drafter lies: `default` is the one that ships for the model."""
-    folder = SHIPPED / model if drafter == "default" else Path(drafter)
+    folder = shipped.find(model) if drafter == "default" else Path(drafter)
     if not (folder / "model.safetensors").is_file():
         sys.exit(f"there is no drafter with weights in {folder}: give a folder")
     return folder.resolve()

@@ -26,7 +26,7 @@ stage() {  # stage NAME COMMAND...: unless an earlier run finished it; --out is 
 for model in ${MODELS:-smollm2-135m qwen2.5-coder-0.5b}; do
     # Mocked rounds draft with what ships for the model, else with a DFlash drafter of random weights: its cost is calibrated.
     drafter=random-dflash
-    if [ -d "paceline/draft/shipped/$model" ]; then drafter=default; fi
+    if [ -d "drafters/paceline_drafters/$model" ]; then drafter=default; fi
     stage steps paceline bench steps --drafter "$drafter" --batch 1 --positions 9 --context 200
     if [ ! -e "$out/$model/steps/calibration.json" ]; then paceline simulate --calibrate "$out/$model/steps"; fi
     stage mock paceline bench decode --mock-tokens-per-round 1,2,3,4,6,8 --mock-prompt-tokens 200 --max-tokens 96 --repeat "$repeat"

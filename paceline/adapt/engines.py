@@ -32,9 +32,9 @@ from paceline.draft.eagle3_checkpoint import check_eagle3_fit, default_taps, is_
 from paceline.draft.export import HeadRows, export, rows_of
 from paceline.draft.gguf_reading import is_gguf_drafter
 from paceline.draft.mtp_checkpoint import is_mtp
-from paceline.draft.registry import DRAFTERS, checkpoint_of
+from paceline.draft.registry import DRAFTERS, shipped_or_checkpoint
 from paceline.errors import ConfigError, ModelFileError, UnsupportedModelError, refuse
-from paceline.hub import BUILTINS, SHIPPED
+from paceline.hub import BUILTINS
 from paceline.model.checkpoint import config_json, read_json
 from paceline.model.gguf_file import is_gguf
 from paceline.model.target import head_weight
@@ -141,9 +141,7 @@ def given_to(start: Start, scratch: Path) -> Given:
     Raises DrafterMismatchError where it is another target's, ConfigError for drafts that it does not have, and what reading
     and exporting it raises.
     """
-    shipped = SHIPPED / start.drafter
-    is_shipped = start.drafter == shipped.name and (shipped / "config.json").is_file()
-    folder, sizes = shipped if is_shipped else checkpoint_of(start.drafter), sizes_of(start.model)
+    folder, sizes = shipped_or_checkpoint(start.drafter), sizes_of(start.model)
     raw = read_json(folder / "config.json") if folder.is_dir() else {}
     if is_dflash(raw) or is_gguf_drafter(folder):
         return _dflash(start, folder, raw, sizes, scratch)

@@ -24,11 +24,10 @@ from paceline.adapt.stored import Request, read_requests
 from paceline.config import EngineConfig
 from paceline.draft.base import Drafter
 from paceline.draft.blend import blended
-from paceline.draft.registry import checkpoint_of
+from paceline.draft.registry import checkpoint_of, folder_of
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ModelNotFoundError, PacelineError
 from paceline.figures import Rounds
-from paceline.hub import SHIPPED
 from paceline.model.target import measure_passes
 from paceline.tables import SILENT, Progress
 from paceline.train.answers import AnswerShards
@@ -62,7 +61,7 @@ def examine(
     longest = max(len(each.prompt_ids) + len(each.answer_ids) for chosen in sets.values() for each in chosen)
     llm = LLM.of(replace(engine, drafter="none", plan="fixed", max_batch=BATCH, max_len=longest + 1))
     progress.loaded(llm)
-    return _Comparison(llm, sets, config, progress).verdict(candidate, SHIPPED / engine.model)
+    return _Comparison(llm, sets, config, progress).verdict(candidate, engine.model)
 
 
 class _Comparison:
@@ -73,11 +72,11 @@ class _Comparison:
         self._incumbent = llm.make_drafter(config.incumbent)
         self._figures: dict[str, list[Rounds]] = {}
 
-    def verdict(self, candidate: Path, shipped: Path) -> Verdict:
+    def verdict(self, candidate: Path, target_name: str) -> Verdict:
         """About the candidate; where that loses too much elsewhere, about the first of its shares that does not."""
         told, verdict = list[str](), Verdict(False, "")
         for share in sorted(self._config.shares, reverse=True):
-            verdict = self._verdict_at(candidate, share, shipped)
+            verdict = self._verdict_at(candidate, share, target_name)
             whole = share == 1.0
             told.append(verdict.reason if whole else f"{share:.0%} of the way from {self._config.incumbent}: {verdict.reason}")
             if not verdict.loses:
@@ -85,13 +84,14 @@ class _Comparison:
             self._progress.say(told[-1])
         return replace(verdict, reason="; ".join(told))
 
-    def _verdict_at(self, candidate: Path, share: float, shipped: Path) -> Verdict:
+    def _verdict_at(self, candidate: Path, share: float, target_name: str) -> Verdict:
         """About the candidate, or a drafter with this share of its weights, written beside it."""
         folder, before = candidate, self._config.incumbent
         if share < 1:
             folder = candidate.with_name(f"{candidate.name}-{100 * share:g}")
             try:
-                blended(shipped if before == "default" else checkpoint_of(before), candidate, share, folder)
+                incumbent = folder_of(before, target_name) if before == "default" else checkpoint_of(before)
+                blended(incumbent, candidate, share, folder)
             except PacelineError as error:
                 return Verdict(False, str(error))
         made = read_candidate(folder, self._llm)

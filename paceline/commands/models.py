@@ -21,11 +21,12 @@ def models(as_json: Json = False) -> dict[str, Any]:
       paceline models
       paceline generate qwen2.5-coder-0.5b "Write a quicksort in Python."
     """
-    from paceline.hub import BUILTINS, SHIPPED, cache_home
+    from paceline.hub import BUILTINS, cache_home
+    from paceline.shipped import SHIPPED
 
     home, found = cache_home(), []
     for each in BUILTINS.values():
-        drafter = "dflash" if (SHIPPED / each.name).is_dir() else "ngram"
+        drafter = "dflash" if each.name in SHIPPED else "ngram"
         path = each.kept_in(home) if each.is_kept_in(home) else None
         shown = {"name": each.name, "file_bytes": each.gguf_bytes, "memory_bytes": each.memory_bytes, "licence": each.licence}
         found.append({**shown, "drafter": drafter, "path": path})

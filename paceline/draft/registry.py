@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline import hub
+from paceline import hub, shipped
 from paceline.config import EngineConfig
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.checkpoint import is_dflash
@@ -20,17 +20,15 @@ from paceline.draft.mtp_checkpoint import is_mtp
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.errors import ConfigError, ModelFileError, ModelNotFoundError
-from paceline.hub import SHIPPED
 from paceline.model.backends import load_target
 from paceline.model.checkpoint import read_json
 from paceline.model.target import Target
 
 
 def _default(target: Target, target_name: str, **options: Any) -> Drafter:
-    """The drafter that ships for this target, else n-gram lookup."""
-    folder = SHIPPED / target_name
-    is_shipped = target_name == folder.name and (folder / "config.json").is_file()
-    return read_drafter(folder, **options) if is_shipped else NgramDrafter(**options)
+    """The drafter that ships for this target, else n-gram lookup; stderr gets a line where one ships and is missing."""
+    folder = shipped.find_or_report(target_name) if target_name in shipped.SHIPPED else None
+    return read_drafter(folder, **options) if folder else NgramDrafter(**options)
 
 
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
@@ -80,21 +78,27 @@ def _made(spec: str, target: Target, target_name: str, options: dict[str, Any]) 
 
 def folder_of(name: str, target_name: str | None = None) -> Path:
     """Where a drafter's checkpoint lies: a folder, a GGUF file, a hub id, or a built-in model that has a drafter; "default" is
-    that of the target. Raises ModelNotFoundError, ModelFileError for what is neither a DFlash or EAGLE-3 drafter's nor an MTP
-    layer's, ConfigError for "default" without a target that has one."""
+    that of the target.
+
+    Raises ModelNotFoundError, DownloadError for a drafter that ships and is missing, ModelFileError for what is neither
+    a DFlash or EAGLE-3 drafter's nor an MTP layer's, ConfigError for "default" without a target that has one.
+    """
     if name == "default":
-        own = SHIPPED / (target_name or "")
-        if target_name is None or target_name != own.name or not (own / "config.json").is_file():
-            having = ", ".join(sorted(each.parent.name for each in SHIPPED.glob("*/config.json")))
+        if target_name not in shipped.SHIPPED:
+            having = ", ".join(sorted(shipped.SHIPPED))
             raise ConfigError(f"default is the drafter that ships for a model: name that model (--model), one of {having}")
         name = target_name
-    shipped = SHIPPED / name
-    folder = shipped if name == shipped.name and (shipped / "config.json").is_file() else checkpoint_of(name)
+    folder = shipped_or_checkpoint(name)
     if not (holds_dflash(folder) or holds_eagle3(folder) or holds_mtp(folder)):
         raise ModelFileError(
             f"{folder} holds no DFlash or EAGLE-3 drafter: give a folder with the config.json of one, or a GGUF file"
         )
     return folder
+
+
+def shipped_or_checkpoint(name: str) -> Path:
+    """Folder or file of a drafter; a built-in model's name means the drafter that ships for it, where one does."""
+    return shipped.find(name) if name in shipped.SHIPPED else checkpoint_of(name)
 
 
 def holds_dflash(path: Path) -> bool:

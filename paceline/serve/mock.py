@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from paceline import hub
+from paceline import hub, shipped
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, reraised
 from paceline.marginals import Marginals
@@ -112,11 +112,11 @@ def _with_config(engine: EngineConfig, config: dict[str, Any], folder: Path) -> 
 
 
 def mocked_drafter(name: str, model: str, most_kept: float) -> str:
-    """The drafter `name` of a mocked server. "default" is what ships for the model, else random weights of a block drafter's
-    size: the right cost. Raises ConfigError for one that does not draft in every round."""
+    """The drafter `name` of a mocked server. "default" is what ships for the model, if that is on this machine, else
+    random weights of a block drafter's size: the right cost. Raises ConfigError for one that does not draft in every
+    round."""
     if name == "default":
-        is_shipped = model in hub.BUILTINS and (hub.SHIPPED / model / "config.json").is_file()
-        return name if is_shipped else "random-dflash"
+        return name if shipped.local(model) else "random-dflash"
     if name == LOOKUP or (name == NONE and most_kept > 1):
         raise ConfigError(
             f"--drafter {name} does not draft in every round, so nothing could be kept as --mock says: leave --drafter out, or "

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline import shipped
 from paceline.config import EngineConfig
 from paceline.draft.base import Drafter
 from paceline.draft.checkpoint import DFlashConfig
@@ -29,7 +30,6 @@ from paceline.draft.mtp_checkpoint import is_mtp, layer_of
 from paceline.engine.llm import LLM
 from paceline.figures import Rounds
 from paceline.hardware import free_bytes
-from paceline.hub import SHIPPED
 from paceline.model.checkpoint import read_json
 from paceline.model.target import Target
 from paceline.plan import FixedPlanner
@@ -160,7 +160,7 @@ def final_figures(target: EngineConfig, drafter: Drafter, documents: list[Docume
     """Everything that is measured at the end of a run, for heldout.json.
 
     tokens_per_round and its parts, served; `teacher_forced`, of the same answers; tokens/s of one stream without a drafter,
-    with this one, and with the one that ships for the target, where there is one.
+    with this one, and with the one that ships for the target, where it is on this machine.
     """
     longest = max(document.answer_start for document in documents) + max_tokens
     llm = LLM.of(replace(target, drafter="none", max_batch=SERVED_BATCH, max_len=longest))
@@ -171,12 +171,11 @@ def final_figures(target: EngineConfig, drafter: Drafter, documents: list[Docume
     plain = _tokens_per_s(llm, "none", documents, max_tokens)
     drafted = _tokens_per_s(llm, drafter, documents, max_tokens)
     told |= {"plain_tokens_per_s": plain, "drafted_tokens_per_s": drafted, "speedup": drafted / plain if plain else None}
-    folder = SHIPPED / target.model
-    if folder.name == target.model and (folder / "config.json").is_file():
-        shipped = read_drafter(folder)
+    if folder := shipped.local(target.model):
+        default = read_drafter(folder)
         told["default_drafter"] = {
-            "tokens_per_round": serve_heldout(llm, shipped, documents, max_tokens).tokens_per_round,
-            "tokens_per_s": _tokens_per_s(llm, shipped, documents, max_tokens),
+            "tokens_per_round": serve_heldout(llm, default, documents, max_tokens).tokens_per_round,
+            "tokens_per_s": _tokens_per_s(llm, default, documents, max_tokens),
         }
     llm.use_drafter("none")
     if isinstance(drafter, DFlashDrafter):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from paceline import shipped
 from paceline.draft.checkpoint import (
     DFlashConfig,
     as_dflash2,
@@ -27,7 +28,6 @@ from paceline.draft.checkpoint import (
 )
 from paceline.draft.dflash import DFlashNetwork
 from paceline.draft.dflash2 import DFlash2Network, beginnings, network_of
-from paceline.draft.registry import SHIPPED
 from paceline.errors import ConfigError
 from paceline.hub import resolve
 from paceline.model.checkpoint import load_tensors
@@ -127,10 +127,14 @@ def _tap_layers(num_layers: int, shape: DrafterShape) -> tuple[int, ...]:
 
 
 def init_folder(init: str | None, target_name: str) -> Path | None:
-    """Where the drafter to be continued lies; None when a new one is made. Raises ConfigError when there is none."""
+    """Where the drafter to be continued lies; None when a new one is made.
+
+    Raises ConfigError when there is none, DownloadError for one that ships and is missing.
+    """
     if init is None:
         return None
-    folder = SHIPPED / target_name if init == "default" else Path(init).expanduser()
+    ships = init == "default" and target_name in shipped.SHIPPED
+    folder = shipped.find(target_name) if ships else Path(init).expanduser()
     if not (folder / "config.json").is_file():
         raise ConfigError(f"--init {init}: there is no drafter in {folder}: give a folder with config.json")
     return folder

@@ -9,14 +9,13 @@ import pytest
 from doubles import FakeTarget
 from safetensors.torch import save_file
 
-from paceline.draft import registry
+from paceline import shipped
 from paceline.draft.base import NoDrafter
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.registry import folder_of, make_drafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.errors import ConfigError, DrafterMismatchError, ModelNotFoundError, UnsupportedModelError
-from paceline.hub import SHIPPED
 from paceline.model.checkpoint import random_tensors
 from paceline.model.config import DecoderConfig
 
@@ -35,11 +34,13 @@ def test_names(target: FakeTarget) -> None:
 
 
 def test_default_is_the_shipped_one_else_ngram(target: FakeTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "SHIPPED", tmp_path)
+    monkeypatch.setattr(shipped, "BESIDE", tmp_path)
     assert type(make_drafter("default", target, target_name="tiny")) is NgramDrafter
+    monkeypatch.setitem(shipped.SHIPPED, "tiny", {})
+    shipped.find_or_report.cache_clear()
     DFlashDrafter.random(target).save(tmp_path / "tiny")
-    shipped = make_drafter("default", target, target_name="tiny", num_drafted=2)
-    assert type(shipped) is DFlashDrafter and shipped.num_drafted == 2
+    drafter = make_drafter("default", target, target_name="tiny", num_drafted=2)
+    assert type(drafter) is DFlashDrafter and drafter.num_drafted == 2
     for name in ("", "other", f"{tmp_path}/tiny", "./tiny", ".."):
         assert type(make_drafter("default", target, target_name=name)) is NgramDrafter
 
@@ -81,7 +82,8 @@ def test_unknown_names_list_the_known(target: FakeTarget) -> None:
 
 
 def test_the_checkpoint_of_default_is_that_of_the_target() -> None:
-    assert folder_of("default", "smollm2-135m") == SHIPPED / "smollm2-135m"
-    for target_name in (None, "org/other", str(SHIPPED / "smollm2-135m")):
+    own = shipped.find("smollm2-135m")
+    assert folder_of("default", "smollm2-135m") == folder_of("smollm2-135m") == own
+    for target_name in (None, "org/other", str(own)):
         with pytest.raises(ConfigError, match="one of .*smollm2-135m"):
             folder_of("default", target_name)

@@ -15,14 +15,14 @@ from paceline.bench.beside import transformers_model
 from paceline.draft.checkpoint import read_draft_ids, read_stored, weights_file
 from paceline.draft.dflash2 import DFlash2Drafter
 from paceline.draft.packed import PACKED
-from paceline.draft.registry import SHIPPED
 from paceline.hub import resolve
+from paceline.shipped import find
 from paceline.types import Batch, DraftBlock
 
 pytestmark = pytest.mark.slow
 
 MODEL = "smollm2-135m"
-FOLDER = SHIPPED / MODEL
+FOLDER = find(MODEL)
 QUESTION = "A farmer has 12 hens. Each lays 5 eggs a week. How many eggs does he collect in 4 weeks? Think step by step."
 MAX_TOKENS = 48
 
@@ -42,7 +42,7 @@ def test_it_is_the_default_and_small(llm: LLM) -> None:
 
 def test_the_coder_s_is_small_and_drafts_among_few() -> None:
     """In 8 bits, a third of which are codebooks of 151,936 tokens; the folder reads without its target."""
-    folder = SHIPPED / "qwen2.5-coder-0.5b"
+    folder = find("qwen2.5-coder-0.5b")
     assert sum(file.stat().st_size for file in folder.iterdir()) < 60e6
     stored, ids = read_stored(folder), read_draft_ids(folder)
     assert weights_file(folder).name == PACKED and stored.config.shape.hidden_size == 896

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.draft.checkpoint import read_draft_ids, weights_file
 from paceline.draft.dflash2 import read_drafter
-from paceline.hub import SHIPPED
+from paceline.shipped import find
 
 SCRIPT = Path(__file__).parents[2] / "recipes" / "pack_drafter.py"
 
@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parents[2] / "recipes" / "pack_drafter.py"
 def test_the_drafter_that_ships_in_less_than_half_the_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shipped, source = SHIPPED / "smollm2-135m", tmp_path / "dense"
+    shipped, source = find("smollm2-135m"), tmp_path / "dense"
     read_drafter(shipped).save(source)
     (source / "README.md").write_bytes((shipped / "README.md").read_bytes())
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(source), "--out", str(tmp_path / "small")])
