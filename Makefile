@@ -92,7 +92,7 @@ WHEEL := $(BUILDER)/bin/python -m pip wheel --disable-pip-version-check --no-dep
 wheel: $(BUILDER)/.ready  ## dist/paceline-*.whl for this platform, with the native library; at most 8 MB
 	rm -rf build/lib build/lib.* build/bdist.* dist/paceline-*.whl
 	PACELINE_NATIVE_BUILD=$${PACELINE_NATIVE_BUILD:-require} $(WHEEL) .
-	test "$$(wc -c < dist/paceline-*.whl)" -le 8000000
+	test "$$(cat dist/paceline-*.whl | wc -c)" -le 8000000
 
 wheel-drafters: $(BUILDER)/.ready  ## dist/paceline_drafters-*.whl: the weights of the drafters that ship
 	rm -rf drafters/build
