@@ -6,8 +6,8 @@
     checkout     drafters/ beside the package, where paceline runs from a checkout (an editable installation)
     hub          the repository REPO, fetched into the cache; every file is checked by its SHA-256 in `shipped.json`
 
-`local(name)` does the same without a network. A drafter that is nowhere is an error with one sentence on what to install;
-`default` (`draft/registry.py`) prints that sentence once and drafts by lookups.
+`local(name)` does the same without a network. A drafter that is nowhere is an error with one sentence on what to
+install; `default` (`draft/registry.py`) prints that sentence once and drafts by lookups.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from paceline.hub import HubFile
 
 DISTRIBUTION = "paceline_drafters"
 """Import package of the distribution: a folder a target."""
-BESIDE = Path(__file__).parent / "draft" / "shipped"
+BESIDE = Path(__file__).parents[1] / "drafters" / DISTRIBUTION
 """The same folders in a checkout."""
 REPO = "paceline/drafters"
 INSTALL = "run `pip install ./drafters` in a checkout of paceline"
-SHIPPED: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_name("shipped.json").read_text(encoding="utf-8"))
+TABLE = Path(__file__).with_name("shipped.json")
+SHIPPED: dict[str, dict[str, dict[str, Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
 """Target's name -> file's name -> num_bytes and sha256."""
 
 
@@ -58,7 +59,7 @@ def find(name: str) -> Path:
 
 @functools.cache
 def find_or_report(name: str) -> Path | None:
-    """Finds as `find` does; prints the error and returns None where there is none. Looks and prints once in a process."""
+    """Finds as `find` does; prints the error and returns None where there is none. Looks once in a process."""
     try:
         return find(name)
     except (DownloadError, CacheError) as error:

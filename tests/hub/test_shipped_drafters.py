@@ -20,7 +20,7 @@ from paceline.draft.registry import folder_of, make_drafter
 from paceline.errors import CacheError, DownloadError, ModelNotFoundError
 from paceline.train.start import init_folder
 
-INSTALL = r"the drafter of tiny is not installed, and the hub does not give it .*: run `pip install \./drafters` in a checkout"
+INSTALL = r"the drafter of tiny is not installed, and the hub does not give it .*: run `pip install \./drafters` in a"
 
 
 class FakeHub:
@@ -66,9 +66,8 @@ def tiny(target: FakeTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def listed(folder: Path) -> dict[str, dict[str, Any]]:
     """The entry of `shipped.json` for a folder: every file but its card."""
     files = sorted(each for each in folder.iterdir() if each.name != "README.md")
-    return {
-        each.name: {"num_bytes": each.stat().st_size, "sha256": hashlib.sha256(each.read_bytes()).hexdigest()} for each in files
-    }
+    data = {each.name: each.read_bytes() for each in files}
+    return {name: {"num_bytes": len(each), "sha256": hashlib.sha256(each).hexdigest()} for name, each in data.items()}
 
 
 def use(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
@@ -99,8 +98,9 @@ def test_the_distribution_comes_first_then_the_checkout_then_the_hub(
     hub = use(FakeHub(tiny), monkeypatch)
     assert shipped.local("tiny") is None and shipped.local("another") is None
     assert shipped.find("tiny") == home / "drafters" / "tiny" == shipped.local("tiny")
-    asked = len(hub.requests)
-    assert shipped.find("tiny") == home / "drafters" / "tiny" and len(hub.requests) == asked == len(shipped.SHIPPED["tiny"])
+    num_requests = len(hub.requests)
+    assert shipped.find("tiny") == home / "drafters" / "tiny"
+    assert len(hub.requests) == num_requests == len(shipped.SHIPPED["tiny"])
     assert not list((home / "tmp").iterdir())
     checkout = put(tiny, tmp_path / "checkout" / "tiny")
     assert shipped.find("tiny") == shipped.local("tiny") == checkout
@@ -127,7 +127,7 @@ def test_other_bytes_are_not_taken(tiny: Path, home: Path, tmp_path: Path, monke
         assert not (home / "drafters").exists() and not list((home / "tmp").iterdir())
 
 
-def test_a_damaged_folder_of_the_cache_is_fetched_again(tiny: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_folder_is_fetched_again(tiny: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(FakeHub(tiny), monkeypatch)
     shipped.find("tiny")
     (home / "drafters" / "tiny" / "config.json").unlink()
