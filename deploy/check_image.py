@@ -45,7 +45,7 @@ APT = re.compile(r"apt-get install [^&|;]*")
 BRINGS = {"g++": "g++"}
 """Debian package -> a command that it brings."""
 NOT_COPIED = ("__pycache__", "*.egg-info", "build", "libpaceline_native.*", ".native-*")
-"""What Dockerfile.dockerignore leaves out of the folders that are copied."""
+"""Left out of copied folders, as by Dockerfile.dockerignore."""
 USERS = re.compile(r"\b(groupadd|useradd|chown) ")
 SHAPE = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64}
 SHAPE |= {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512}

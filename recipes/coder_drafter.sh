@@ -49,8 +49,8 @@ if [ -z "${INIT:-}" ]; then
         --max-minutes "${MINUTES:-150}" --heldout-every 250 --keep best
 fi
 
-# 4. From there on DFlash 2, in processes of one thread each, and 8 bits. What the package holds (48 minutes on two cores, from
-# a drafter that had learned for 89: its card).
+# 4. From there on DFlash 2, in processes of one thread each, and 8 bits, without the codebook rows of tokens that it does not
+# draft. What drafters/ holds (48 minutes on two cores, from a drafter that had learned for 89: its card).
 OMP_NUM_THREADS=1 torchrun --nproc-per-node "${PROCESSES:-$(nproc)}" -m paceline train "${learn[@]}" --out "$out/second" \
     --init "$first" --drafter-kind dflash2 --lr 1.3e-3 --max-minutes "${SECOND_MINUTES:-48}" --heldout-every 500 \
     --selector-from 0.2 --serve-share 0.03

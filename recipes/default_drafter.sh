@@ -61,7 +61,8 @@ python recipes/draft_vocabulary.py "${answers[@]}" --drafter "$out/second/drafte
 python recipes/pack_drafter.py "$out/second/drafter" --out "$out/packed"
 
 # 8. All of the questions and tasks there are, and twice as many prompts that the target writes itself; from what step 7 made, the
-# selector learning all along. What the package holds.
+# selector learning all along. What drafters/ holds; that file
+# has the codebook rows of tokens that it does not draft too, which pack_drafter.py leaves out since.
 "${answer[@]}" --prompts "$data/gsm8k_train.jsonl" --limit 7400 --out "$out/arithmetic"
 "${answer[@]}" --prompts "$data/t0_tasks.jsonl" --limit 1571 --out "$out/tasks"
 "${answer[@]}" --self-written 2000 --openers "$out/prompts/openers.txt" --out "$out/self-written"

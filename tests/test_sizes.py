@@ -15,7 +15,7 @@ MOST_CHECKOUT_BYTES = 14_000_000
 """Without drafters/."""
 MOST_WHEEL_BYTES = 8_000_000
 SOURCES = {".cpp", ".h", ".inl"}
-"""Of the native library: they travel in the source distribution."""
+"""Suffixes of the native library's sources, which travel in the source distribution."""
 
 
 def tracked() -> list[Path]:
@@ -31,12 +31,13 @@ def tracked() -> list[Path]:
 def test_the_checkout_is_light_without_drafters() -> None:
     sizes = {path: path.stat().st_size for path in tracked() if path.relative_to(ROOT).parts[0] != "drafters"}
     largest = sorted(sizes, key=lambda path: -sizes[path])[:5]
-    assert sum(sizes.values()) <= MOST_CHECKOUT_BYTES, f"the largest: {[str(path.relative_to(ROOT)) for path in largest]}"
+    names = ", ".join(str(path.relative_to(ROOT)) for path in largest)
+    assert sum(sizes.values()) <= MOST_CHECKOUT_BYTES, f"the largest: {names}"
     assert not [path for path in sizes if path.suffix == ".safetensors"], "weights belong in drafters/"
 
 
 def test_the_wheel_is_light() -> None:
-    """Everything of the package that goes into one, with the native library if it is built, as a wheel compresses it."""
+    """Compresses the files of the package as a wheel does, with the native library if it is built."""
     library = [*(PACKAGE / "model" / "native").glob("libpaceline_native.*")]
     files = [path for path in tracked() if PACKAGE in path.parents and path.suffix not in SOURCES]
     assert len(files) > 100
