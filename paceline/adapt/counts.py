@@ -1,6 +1,6 @@
 """What a server says of itself: counters by which acceptance and pace are read, its health, and answers in JSON.
 
-vLLM's names, which paceline's own server has too; SGLang's are read in `deploy.py`. Whatever goes wrong is a DownloadError
+vLLM's names, which paceline's own server has too; SGLang's are read in `deploy.py`. What goes wrong is a DownloadError
 in one line: UnreachableError where the server does not answer or is busy, so that the same call may be tried again.
 """
 

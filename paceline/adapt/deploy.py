@@ -6,8 +6,9 @@
     tokens_per_round(before, deployment.counts())
     deployment.roll_back()
 
-A deployment is well, or raises DownloadError in one line; `roll_back` gives back what was there before. UnreachableError
-means that a server does not answer now: it may have carried the call out or not, and the call may be made again.
+A deployment is well, or raises DownloadError in one line; `roll_back` gives back what was there before.
+UnreachableError means that a server does not answer now: it may have carried the call out or not, and the call may be
+made again.
 
 paceline   the admin API of its pool (`serve/admin.py`, docs/drafters.md): POST /admin/drafters/NAME loads a drafter,
            health-checked, under traffic; POST /admin/clusters/CLUSTER sends requests of a kind to a member
@@ -68,7 +69,7 @@ class Deployment(Protocol):
     def load(self, name: str, folder: Path) -> None:
         """Put a drafter to work under a name, in the place of any other.
 
-        When it raises, the servers work as before; after an UnreachableError they may not, and `undo` has what was there."""
+        When it raises, the servers work as before; after an UnreachableError they may not, and `undo` knows that."""
         ...
 
     def route(self, cluster: str, name: str) -> None:

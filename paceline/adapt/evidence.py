@@ -38,7 +38,7 @@ def fall(now: float, before: float, log_variance: float, most: float, source: st
 
 
 def variance_of_rounds(rate: float, rounds: float) -> float:
-    """Squared standard error of log(rate) over so many rounds, if accepted drafts are geometric: an upper bound for one."""
+    """Squared standard error of log(rate) over so many rounds, if the number of accepted drafts is geometric."""
     return (rate - 1) * rate / rounds / rate**2
 
 

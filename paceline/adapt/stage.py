@@ -8,8 +8,8 @@ A stage is written down before it begins (`state.json`). Its kind says what it i
     route      swap, probation                            a cluster goes to a member that is there
     found      probation                                  a drafter that somebody loaded by hand
 
-`undo` follows a swap that was refused or given up, and a probation that was not passed. Each of these can be begun again
-where it was broken off by a server that does not answer, a full disk, or the daemon's end.
+`undo` follows a swap that was refused or given up, and a probation that was not passed. Each of these can be begun
+again where it was broken off by a server that does not answer, a full disk, or the daemon's end.
 """
 
 from __future__ import annotations

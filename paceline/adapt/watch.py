@@ -5,8 +5,8 @@
 
 One thing is under way at a time, a `Stage`, and it is written down (`state.json`) before it begins: a daemon that was
 killed goes on with it. Beside it a drafter that somebody loaded by hand may be on probation; nothing of ours is put in
-meanwhile. The server is changed by the `Canary` alone, after a verdict that passed, and to take back what was put in. What
-goes wrong anywhere else is a line in the log, and the server goes on as it is.
+meanwhile. The server is changed by the `Canary` alone, after a verdict that passed, and to take back what was put in.
+What goes wrong anywhere else is a line in the log, and the server goes on as it is.
 """
 
 from __future__ import annotations
