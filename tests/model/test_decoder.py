@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from paceline.errors import ContextLengthError
 from paceline.model.config import DecoderConfig
@@ -35,6 +34,7 @@ FAMILIES = ["llama", "llama3-scaled-tied", "mistral-window", "qwen2-bias", "qwen
 
 
 def build(family: str) -> tuple[Any, DecoderConfig]:
+    import transformers  # here, because every process that collects this file would import it
 
     torch.manual_seed(0)
     shape: dict[str, Any] = {
