@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from itertools import accumulate
@@ -51,8 +52,8 @@ def reference_rounds(raw: dict[str, Any], network: DFlash2Network, model: Any, m
     return [(start, *each) for start, each in zip(starts, rounds, strict=False)], told.output_ids[0].tolist()
 
 
-REFERENCES: dict[tuple[int, tuple[float, ...]], Any] = {}
-"""The authors' greedy rounds, by length and sums of the weights."""
+REFERENCES: dict[tuple[str, int, tuple[float, ...]], Any] = {}
+"""The authors' greedy rounds, by config, length and sums of the weights."""
 NAMES = sorted(VARIANTS.keys() - {"sliding-unused", "sliding"})
 
 
@@ -106,7 +107,8 @@ def test_rounds_of_trained_weights_are_the_references(kind: Any, tmp_path: Path)
 def assert_same_rounds(
     raw: dict[str, Any], network: DFlash2Network, model: Any, target: Any, most: int, least: int
 ) -> Recording2:
-    key = most, tuple(float(tensor.double().sum()) for tensor in network.state_dict().values())
+    sums = tuple(float(tensor.double().sum()) for tensor in network.state_dict().values())
+    key = json.dumps(raw, sort_keys=True), most, sums
     if key not in REFERENCES:  # the same for a native target
         REFERENCES[key] = reference_rounds(raw, network, model, most, 0.0)
     theirs, tokens = REFERENCES[key]
