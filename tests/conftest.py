@@ -1,7 +1,7 @@
-"""What tests compute with, slow files that are not imported, and the order of files.
+"""Sets threads and instruction set of all tests, leaves slow files unimported, and orders files.
 
-Tests run tiny tensors: one thread is faster than two that wait for each other. PACELINE_TEST_THREADS takes another number of
-PyTorch's threads, PACELINE_ISA another instruction set of the native library (tests/machines.py tries all of them).
+Tests run tiny tensors: one thread is faster than two that wait for each other. PACELINE_TEST_THREADS takes another number
+of PyTorch's threads, PACELINE_ISA another instruction set of the native library (tests/machines.py tries all of them).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with the most slow tests first: no process of pytest-xdist ends with minutes of work that it alone can do."""
+    """Files with the most slow tests first, so that no process of pytest-xdist ends with minutes of work alone."""
     slow: dict[Path, int] = {}
     for item in items:
         slow[item.path] = slow.get(item.path, 0) + (item.get_closest_marker("slow") is not None)

@@ -26,7 +26,8 @@ from paceline.serve.worker import EngineWorker
 from paceline.types import FinishReason
 
 # A server collects garbage twice for the sake of its latency; here that would walk what all other tests have imported.
-worker.gc = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)  # pyright: ignore[reportAttributeAccessIssue]
+IDLE = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
+worker.gc = IDLE  # pyright: ignore[reportAttributeAccessIssue]
 LONG = {"max_tokens": 200, "temperature": 0}
 
 

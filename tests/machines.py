@@ -4,9 +4,9 @@
     python tests/machines.py --list
     python tests/machines.py --only aten-avx2 tests/model tests/engine
 
-Results go to build/machines/<commit>/<setting>.xml; a run that was interrupted continues with the settings that have none.
-Settings of this processor: what PyTorch computes with (ATEN_CPU_CAPABILITY), the native library's instruction sets
-(PACELINE_ISA, read by tests/conftest.py), one and four threads of PyTorch (PACELINE_TEST_THREADS), two busy loops beside it.
+Results go to build/machines/<commit>/<setting>.xml; an interrupted run continues with the settings that have none. Settings
+of this processor: what PyTorch computes with (ATEN_CPU_CAPABILITY), the native library's instruction sets (PACELINE_ISA,
+read by tests/conftest.py), one and four threads of PyTorch (PACELINE_TEST_THREADS), two busy loops beside it.
 Exit status: 0 if all tests of all settings passed, else 1.
 """
 
@@ -45,12 +45,12 @@ def settings() -> dict[str, dict[str, str]]:
 
     here = torch.backends.cpu.get_cpu_capability().lower()
     known = ATEN[: ATEN.index(here) + 1] if here in ATEN else ("default",)
-    made = {f"aten-{name}": {"ATEN_CPU_CAPABILITY": name} for name in known}
+    tried = {f"aten-{name}": {"ATEN_CPU_CAPABILITY": name} for name in known}
     if native_lib.load() is not None:
         names = native_lib.require().pn_available().decode().split(",")
-        made |= {f"native-{name}": {"PACELINE_ISA": name} for name in names}
-    made |= {f"threads-{count}": {"PACELINE_TEST_THREADS": str(count)} for count in (1, 4)}
-    return made | {BUSY: {}}
+        tried |= {f"native-{name}": {"PACELINE_ISA": name} for name in names}
+    tried |= {f"threads-{count}": {"PACELINE_TEST_THREADS": str(count)} for count in (1, 4)}
+    return tried | {BUSY: {}}
 
 
 @contextlib.contextmanager
@@ -112,21 +112,21 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="also settings that have results")
     parser.add_argument("--list", action="store_true", help="the settings of this machine")
     parser.add_argument("words", nargs="*", metavar="PATH", help="tests to run; without any, the whole suite")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     known = settings()
-    if asked.list:
+    if options.list:
         print("\n".join(known))
         return 0
-    if unknown := set(asked.only or ()) - known.keys():
+    if unknown := set(options.only or ()) - known.keys():
         parser.error(f"no setting {', '.join(sorted(unknown))} here; choose from {', '.join(known)}")
     results = folder()
     results.mkdir(parents=True, exist_ok=True)
     outcomes: dict[str, Outcome] = {}
-    for name in asked.only or known:
-        file = results / (f"{name}-some.xml" if asked.words else f"{name}.xml")
-        if asked.again or asked.words or not file.exists():
+    for name in options.only or known:
+        file = results / (f"{name}-some.xml" if options.words else f"{name}.xml")
+        if options.again or options.words or not file.exists():
             print(f"== {name}", flush=True)
-            run(name, known[name], file, asked.words)
+            run(name, known[name], file, options.words)
         outcomes[name] = outcome_of(file)
     return report(outcomes)
 

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 
 pytest.importorskip("matplotlib")
 EVIL = "</pre><script>alert('x')</script> & \x00 \u0007"
+Line = dict[str, Any]
 VOID = {"meta", "br", "path", "use", "rect"}
 
 
@@ -315,9 +316,10 @@ def test_a_verdict_on_plain_decoding_alone(tmp_path: Path, monkeypatch: pytest.M
         ([step(1), check(1), check(2)], "It has stopped getting better"),
     ],
 )
-def test_a_verdict_on_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[dict[str, Any]], said: str) -> None:
+def test_a_verdict_on_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[Line], said: str) -> None:
     run = folder(tmp_path / "run", lines)
-    assert said in verdict_of(run, monkeypatch) and f"Next: paceline evaluate {run}/drafter" in verdict_of(run, monkeypatch)
+    verdict = verdict_of(run, monkeypatch)
+    assert said in verdict and f"Next: paceline evaluate {run}/drafter" in verdict
     (run / "heldout.json").write_text(json.dumps({"tokens_per_round": 2.6, "num_rounds": 3, "num_prompts": 1}))
     assert "brings 2.60 tokens a round on prompts that it was not trained on: good." in verdict_of(run, monkeypatch)
 

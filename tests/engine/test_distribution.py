@@ -90,8 +90,10 @@ SHAPES = {
     ],
 )
 def test_sampled_answers_have_the_targets_distribution(name: str, rule: str, shape: str) -> None:
-    """Each rule with the settings that it does not see and with those that change what it sees, text by text; verify/'s tests
-    have the rest by enumeration."""
+    """Each rule with settings that it does not see and with those that change what it sees, text by text.
+
+    The tests of verify/ have the rest by enumeration.
+    """
     target = FakeTarget(vocab_size=5, sharpness=1.0, num_rows=16, max_len=16)
     assert chance_of(target, drafters(target)[name], RULES[rule], SHAPES[shape]) > 1e-4
 

@@ -32,7 +32,7 @@ def live() -> Iterator[Live]:
 
 @pytest.fixture
 def hasty() -> Iterator[Live]:
-    """A server that waits a second for headers: no longer than must be, but longer than a busy machine holds a client up."""
+    """A server that waits a second for headers: longer than a busy machine holds a client up."""
     with serving(talker(0.01), header_seconds=HEADER_S) as running:
         yield running
 

@@ -1,6 +1,6 @@
 """Hundreds of requests from 32 clients at once, a third of them hanging up, some absurd: nothing leaks, nothing mixes.
 
-`experiments/serving_soak.py` does the same with thousands to a process that serves the built-in model; its clients are these.
+`experiments/serving_soak.py` does the same to a process that serves the built-in model; its clients are these.
 """
 
 from __future__ import annotations

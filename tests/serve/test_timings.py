@@ -73,11 +73,11 @@ def test_what_is_slow_shows_in_its_own_part(monkeypatch: pytest.MonkeyPatch) -> 
         ):
             with monkeypatch.context() as patched:
                 patched.setattr(owner, name, slowed(getattr(owner, name)))
-                told = timed(live, max_tokens=1)
-                assert slowest(told) == part and told[f"{part}_s"] >= SLOW_S
+                spent = timed(live, max_tokens=1)
+                assert slowest(spent) == part and spent[f"{part}_s"] >= SLOW_S
         live.worker.info = replace(live.worker.serving(), compile=slowed(live.worker.serving().compile))
-        told = timed(live, max_tokens=1, response_format=schema)
-        assert slowest(told) == "grammar" and told["grammar_s"] >= SLOW_S
+        spent = timed(live, max_tokens=1, response_format=schema)
+        assert slowest(spent) == "grammar" and spent["grammar_s"] >= SLOW_S
 
 
 def test_an_engine_that_tells_no_times_leaves_them_unexplained() -> None:

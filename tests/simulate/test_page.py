@@ -123,7 +123,10 @@ def test_every_control_moves_figures_and_charts(visit: Any) -> None:
         assert tab.shown() == opened, name
 
 
-@pytest.mark.parametrize(("link", "name", "value"), [each for each in CHANGES if each[0]], ids=lambda each: str(each)[:20])
+ELSEWHERE = [each for each in CHANGES if each[0]]
+
+
+@pytest.mark.parametrize(("link", "name", "value"), ELSEWHERE, ids=[name for _, name, _ in ELSEWHERE])
 def test_controls_that_count_elsewhere_move_figures_and_charts(visit: Any, link: str, name: str, value: Any) -> None:
     assert_moves(visit(link.replace(" ", "%20")), name, value)
 

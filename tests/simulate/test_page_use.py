@@ -181,7 +181,7 @@ def test_lines_and_parts_differ_by_more_than_colour(visit: Any) -> None:
 
 @pytest.mark.parametrize("link", ["", "#model=DeepSeek-V4-Pro&gpus=8&max_draft=32"])
 def test_a_step_of_a_slider_draws_each_chart_once(visit: Any, link: str) -> None:
-    """How long that takes depends on the machine; it is printed, from the slider's event to figures, charts and layout."""
+    """How long that takes, to figures, charts and layout, depends on the machine; it is printed."""
     tab = visit(link)
     values = [round(0.5 + 0.013 * place, 3) for place in range(NUM_REDRAWS)]
     drawn, spent_ms = tab.page.evaluate(REDRAWS, values)
