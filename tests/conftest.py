@@ -1,7 +1,8 @@
 """Sets threads and instruction set of all tests, leaves slow files unimported, and orders files.
 
-Tests run tiny tensors: one thread is faster than two that wait for each other. PACELINE_TEST_THREADS takes another number
-of PyTorch's threads, PACELINE_ISA another instruction set of the native library (tests/machines.py tries all of them).
+Tests run tiny tensors: one thread is faster than two that wait for each other. PACELINE_TEST_THREADS takes another
+number of PyTorch's threads, PACELINE_ISA another instruction set of the native library in the tests' own process
+(tests/machines.py tries all of them).
 """
 
 from __future__ import annotations

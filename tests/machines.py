@@ -4,9 +4,10 @@
     python tests/machines.py --list
     python tests/machines.py --only aten-avx2 tests/model tests/engine
 
-Results go to build/machines/<commit>/<setting>.xml; an interrupted run continues with the settings that have none. Settings
-of this processor: what PyTorch computes with (ATEN_CPU_CAPABILITY), the native library's instruction sets (PACELINE_ISA,
-read by tests/conftest.py), one and four threads of PyTorch (PACELINE_TEST_THREADS), two busy loops beside it.
+Results go to build/machines/<commit>/<setting>.xml; an interrupted run continues with the settings that have none.
+Settings of this processor: what PyTorch computes with (ATEN_CPU_CAPABILITY), the native library's instruction sets
+(PACELINE_ISA, read by tests/conftest.py), one and four threads of PyTorch (PACELINE_TEST_THREADS), and two busy loops
+beside the suite.
 Exit status: 0 if all tests of all settings passed, else 1.
 """
 
