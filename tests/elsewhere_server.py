@@ -34,7 +34,7 @@ class Elsewhere:
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.gathers = 0
-        """Nothing is answered before so many requests are there at once; once there were, all are answered as they come."""
+        """Nothing is answered before so many requests are there at once; once there were, all are, as they come."""
         self.now = self.most_at_once = self.num_refused = 0
         self.url = ""
         self.other: Callable[[str, str, dict[str, Any]], tuple[int, bytes] | None] = lambda method, path, body: None

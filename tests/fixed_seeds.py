@@ -1,4 +1,4 @@
-"""Requests without a seed get one that follows from what they ask, so that no test depends on chance or on who came first.
+"""Requests without a seed get one that follows from what they ask: no test depends on chance or on who came first.
 
 from fixed_seeds import fixed_seeds  # an autouse fixture, in a test module
 """
@@ -15,8 +15,8 @@ from paceline.types import Sequence
 
 @pytest.fixture(autouse=True)
 def fixed_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The n-th request of a test for a prompt and parameters has a seed of its own: the answers of all are the same ones,
-    whichever of equal requests is first."""
+    """The n-th request of a test for a prompt and parameters has a seed of its own: the answers of all are the same
+    ones, whichever of equal requests is first."""
     begin, seen = Sequence.__post_init__, Counter[str]()
 
     def seeded(self: Sequence) -> None:

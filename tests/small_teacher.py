@@ -1,8 +1,8 @@
-"""A teacher for tests of distillation: a Llama of four small layers in a GGUF file that knows one answer, by construction.
+"""A teacher for tests of distillation: a Llama of four small layers in a GGUF file that knows one answer, constructed.
 
 Nothing is trained, so that no test depends on what was learned. The tokens of the answer are all different, and each
 layer's MLP adds to a token's place in the stream the direction of the token that follows it. Every layer but the last
-does, so a student with fewer layers still gives the same answer, and is less sure of it: teaching it has something to gain.
+does, so a student with fewer layers still gives the same answer, with less confidence, which teaching can raise.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ PARTS = (1.5, 6.0, 0.5, 0.0)
 def knowing(path: Path) -> Any:
     """A model of the vocabulary in `path` that gives SAID after every prompt of `prompt_of`.
 
-    Of the 32 channels each token of the chain has one that names it and one that points to it; all others share the rest. A
-    neuron of an MLP for each token but the last reads the former and writes the latter of the token that follows.
+    Of the 32 channels each token of the chain has one that names it and one that points to it; all others share the
+    rest. A neuron of an MLP for each token but the last reads the former and writes the latter of the token that follows.
     """
     model, tokenizer = untaught(), Tokenizer.from_path(path)
     chain = [tokenizer.encode(prompt_of("a"))[-1], *tokenizer.encode(SAID), END]

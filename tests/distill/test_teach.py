@@ -37,7 +37,8 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def asked(taught: tuple[Path, Path], out: Path, layers: int = 3, **teach: Any) -> DistillConfig:
-    settings: dict[str, Any] = {"max_steps": 8, "batch_size": 4, "max_len": 64, "lr": 5e-3, "heldout_share": 0.2, "top_k": 8}
+    settings: dict[str, Any] = {"max_steps": 8, "batch_size": 4, "max_len": 64, "lr": 5e-3}
+    settings |= {"heldout_share": 0.2, "top_k": 8}
     engine = EngineConfig(str(taught[0]), dtype="float32")
     gate = GateConfig(num_answers=4)
     teach = settings | {"autocast": False} | teach

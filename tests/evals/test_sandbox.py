@@ -19,7 +19,7 @@ HOSTILE: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "experi
 LIMITS = Limits(wall_s=1.5, cpu_s=1, memory_bytes=128 * 2**20, processes=8)
 """Of hostile answers; others have time enough on a machine that does other work, too."""
 PATIENCE_S = 60.0
-"""Of a machine that does other work, too: how late the warden may be, before whatever is left is killed from outside."""
+"""How late the warden may be on a machine that does other work, before whatever is left is killed from outside."""
 BOX = Sandbox(Limits(wall_s=30.0))
 FENCE = next(
     (

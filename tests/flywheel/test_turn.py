@@ -1,7 +1,7 @@
 """Two whole turns of a tiny flywheel: killed and resumed, refused, priced, written into the ledger; and bad input.
 
-Nothing here depends on how much a student learns: the teacher's answer survives the loss of layers (small_teacher.py), and a
-student that is to be refused has only a layer that adds nothing.
+Nothing here depends on how much a student learns: the teacher's answer survives the loss of layers (small_teacher.py),
+and a student that is to be refused has only a layer that adds nothing.
 """
 
 from __future__ import annotations
@@ -249,7 +249,8 @@ def test_a_refused_student_leaves_what_served(
 
     hardly = SETTINGS["teaching"] | {"max_steps": 1, "lr": 1e-4}
     without = SETTINGS["drafter"] | {"of_teacher": False}
-    changes: dict[str, Any] = {"layers": None, "student": {"keep_layers": [2]}, "drafter": without}  # one that adds nothing
+    nothing = {"keep_layers": [2]}  # that layer adds nothing
+    changes: dict[str, Any] = {"layers": None, "student": nothing, "drafter": without}
     config = again(turned, tmp_path, teacher, teaching=hardly, **changes)
     before, model = (config.out / "serving.json").read_bytes(), Path(turned.first.model).read_bytes()
     words = ["turn", "--config", str(tmp_path / "flywheel.yaml"), "--json"]

@@ -146,7 +146,7 @@ def test_gradients_are_sent_during_the_backward_pass_and_sum_to_the_same_bits(gr
         assert figures_of(group, "after", rank)[0] == 0
     during, after = (load_file(group / f"{name}.safetensors") for name in ("during", "after"))
     assert during.keys() == after.keys() and all(torch.equal(tensor, after[name]) for name, tensor in during.items())
-    whole = load_file(group / "base-replicated.safetensors")  # in other buckets three numbers may be summed in another order
+    whole = load_file(group / "base-replicated.safetensors")  # other buckets: three numbers summed in another order
     for name, tensor in during.items():
         torch.testing.assert_close(tensor, whole[name], rtol=0, atol=EXACT["weight"], msg=name)
 

@@ -59,7 +59,13 @@ def fake(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Elsewhere]:
 
 
 def ask(
-    out: Path, model: Path, file: str, url: str | None, config: AnswerConfig = CONFIG, patience: float = 5.0, **more: Any
+    out: Path,
+    model: Path,
+    file: str,
+    url: str | None,
+    config: AnswerConfig = CONFIG,
+    patience: float = 5.0,
+    **more: Any,
 ) -> RegenerateConfig:
     """`patience`: in minutes."""
     target = EngineConfig(str(model), device="cpu", dtype="float32")

@@ -86,7 +86,7 @@ def test_a_victim_passes_on_what_it_was_told(rolls: list[Roll]) -> None:
     assert str(told) == "process 2 of 3 gave no sign of life"
 
 
-def test_a_step_that_nobody_is_to_blame_for_says_which_limit_it_was(rolls: list[Roll], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_a_culprit_says_which_limit_it_was(rolls: list[Roll], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever looks finds new signs of life of all, then of all but one."""
     beats, dead = itertools.count(), set[int]()
     monkeypatch.setattr(rolls[0], "num_beats", lambda rank: 7 if rank in dead else next(beats))

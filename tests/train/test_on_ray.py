@@ -254,7 +254,8 @@ class TestWithoutACluster:
 
         monkeypatch.setattr(ray_answers, "_shared", shared)
         with pytest.raises(Seen):
-            train(TrainConfig(tmp_path / "run", asked.target, asked=asked.asked, plan="off", features="cached", elsewhere=RAY))
+            options: dict[str, Any] = {"plan": "off", "features": "cached", "elsewhere": RAY}
+            train(TrainConfig(tmp_path / "run", asked.target, asked=asked.asked, **options))
 
     def test_prompts_are_given(self, asked: RegenerateConfig, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="give prompts"):

@@ -78,20 +78,22 @@ def test_an_untrained_drafter_gains_nothing_and_changes_nothing(llm: LLM) -> Non
 
 @pytest.mark.slow
 def test_teacher_forced_blocks_gone_through_as_the_engine_goes_give_what_was_served(llm: LLM, tmp_path: Path) -> None:
-    """Through the checkpoint and the real engine. One is half learned, the others are not, so drafts are refused now and then:
-    the two must be one figure, to the end of each answer, and the text the target's own."""
+    """Through the checkpoint and the real engine. One is half learned, the others are not, so drafts are rejected now and
+    then: the two must be one figure, to the end of each answer, and the text the target's own."""
     llm.use_drafter("none")
     documents = [sample(llm, prompt) for prompt in ("Tell me a secret", "One", "Two")]
     own = documents[0].tokens[documents[0].answer_start :].tolist()
     assert loop_start(own) == len(own) == ANSWER and len(set(own)) > ANSWER // 3, "the text must not repeat itself"
     drafter = learned(llm, documents[0], tmp_path, steps=60)
     figures, answers = _served(llm, drafter, documents, max_tokens=ANSWER)
-    untrained, _ = _served(llm, DFlashDrafter.random(llm.target, head_dim=16, block_size=BLOCK), documents, max_tokens=ANSWER)
+    random = DFlashDrafter.random(llm.target, head_dim=16, block_size=BLOCK)
+    untrained, _ = _served(llm, random, documents, max_tokens=ANSWER)
     assert untrained.tokens_per_round < figures.tokens_per_round < BLOCK, "some stand, some do not"
     llm.use_drafter("none")
     assert walked(llm.target, drafter, answers) == pytest.approx(figures.tokens_per_round, rel=0.01)
     llm.use_drafter(drafter)
-    (again,) = llm.generate_ids([documents[0].tokens[: documents[0].answer_start].tolist()], SamplingParams(max_tokens=ANSWER))
+    prompt = documents[0].tokens[: documents[0].answer_start].tolist()
+    (again,) = llm.generate_ids([prompt], SamplingParams(max_tokens=ANSWER))
     assert list(again.token_ids) == own
 
 

@@ -1,8 +1,8 @@
 """`torchrun -m paceline train`, whole: from prompts to a drafter that is served, on two processes as on one.
 
 Every stage is shared out. Answers and hidden states have the same bits whoever computes them; weights differ in the order of
-sums: by 2e-5 at most after three steps, which is a neighbouring bfloat16 number for a few in a thousand. Larger groups and both
-ways to share the work out: tests/train/test_distributed.py.
+sums: by 2e-5 at most after three steps, which is a neighbouring bfloat16 number for a few in a thousand. Larger groups
+and both ways to share the work out: tests/train/test_distributed.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tiny_runs import TINY, paceline
 from paceline.runlog import RunFolder
 
 pytestmark = pytest.mark.slow
-WORDS = (*TINY, "--max-steps", "3", "--max-tokens", "24", "--full-precision", "--parallel", "sharded", "--json", "--out")
+SHORT = ("--max-steps", "3", "--max-tokens", "24", "--full-precision")
+WORDS = (*TINY, *SHORT, "--parallel", "sharded", "--json", "--out")
 UNSET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -44,7 +45,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def line(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The JSON line of a run on two processes."""
     words = [*WORDS, str(tmp_path_factory.mktemp("two") / "run")]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline", *words]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch = [sys.executable, *torchrun, "-m", "paceline", *words]
     others = {name: value for name, value in os.environ.items() if name not in UNSET}
     ran = subprocess.run(launch, capture_output=True, text=True, timeout=600, env=others | {"OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr

@@ -55,7 +55,8 @@ def child(code: str, *words: object) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, behind some lines of Python."""
     code += "\nfrom paceline.cli import app\napp(sys.argv[1:], prog_name='paceline')"
     command = [sys.executable, "-c", code, *map(str, words)]
-    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 KILLED_AT_8 = """
