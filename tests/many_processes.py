@@ -47,7 +47,7 @@ PATIENCE = 300
 WORLD = 3
 """Processes of a group: an odd number, and of three one passes on what it gets from another."""
 STEP_TIMEOUT_S = 6.0
-"""Of the groups that are to fail; within it processes that are all there must also find each other on busy cores."""
+"""Limit of a step, in seconds, in groups that are to fail; in it processes must also connect, on busy cores."""
 TOO_LATE_S = 8.0
 
 BASE = LoopConfig(max_steps=STEPS, blocks_per_step=24, anchors=5, blocks_per_pack=10, autocast=False, checkpoint_minutes=1e6)

@@ -70,7 +70,7 @@ def knowing(path: Path) -> Any:
     """A model of the vocabulary in `path` that gives SAID after every prompt of `prompt_of`.
 
     Of the 32 channels each token of the chain has one that names it and one that points to it; all others share the
-    rest. A neuron of an MLP for each token but the last reads the former and writes the latter of the token that follows.
+    rest. A neuron of an MLP for each token but the last reads the former and writes the latter of the token after it.
     """
     model, tokenizer = untaught(), Tokenizer.from_path(path)
     chain = [tokenizer.encode(prompt_of("a"))[-1], *tokenizer.encode(SAID), END]

@@ -324,8 +324,8 @@ def test_it_is_checked_and_a_signal_ends_both(command: Any, target: Path, drafte
 def test_one_that_drafts_badly_is_stopped(target: Path, drafter: Path) -> None:
     config = OtherEngineConfig("vllm", expected=2.5, strict=True)
     start = start_of("low", target, drafter)
-    said = "1.00 tokens a round on 20 prompts, 2.50 expected: clearly less.*--vary"
-    with pytest.raises(DrafterMismatchError, match=said):
+    message = "1.00 tokens a round on 20 prompts, 2.50 expected: clearly less.*--vary"
+    with pytest.raises(DrafterMismatchError, match=message):
         serve_with(start, config, lambda text: None)
     with socket.socket() as other:
         assert other.connect_ex(("127.0.0.1", start.port)) != 0, "it is gone"

@@ -70,8 +70,8 @@ class TestJudge:
     @pytest.mark.slow
     def test_the_interval_covers_the_truth(self) -> None:
         truth = compare(pairs(0.4, 0.5, number=1000, seed=99), FLAT).gain
-        found = [compare(pairs(0.4, 0.5, seed=seed), FLAT, num_draws=200) for seed in range(16)]
-        assert sum(each.low <= truth <= each.high for each in found) >= 14
+        compared = [compare(pairs(0.4, 0.5, seed=seed), FLAT, num_draws=200) for seed in range(16)]
+        assert sum(each.low <= truth <= each.high for each in compared) >= 14
 
 
 class TestRequests:

@@ -3,8 +3,8 @@
 tests/many_processes.py is what the processes run; one start of them goes through all of it.
 
 Tolerances. The losses and weights of one process and of several differ by the order in which float32 gradients are summed:
-2e-6 of a loss, 1e-5 of a norm, 5e-6 of a weight (of size 0.02) after a few steps. Products in bfloat16 round a sum that differs
-in its last bit to a neighbour: 2e-3 of a loss, 2e-3 of a weight. What is summed in the same order has the same bits.
+2e-6 of a loss, 1e-5 of a norm, 5e-6 of a weight (of size 0.02) after a few steps. Products in bfloat16 round a sum that
+differs in its last bit to a neighbour: 2e-3 of a loss, 2e-3 of a weight. Sums of the same order have the same bits.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ TOLERANCES = {
     "bfloat16": dict.fromkeys(EXACT, 2e-3),
 }
 """Muon's Newton-Schulz iterations round to bfloat16 too."""
+LAST = WORLD - 1
 
 
 @pytest.fixture(scope="module")
@@ -153,13 +154,13 @@ def test_gradients_are_sent_during_the_backward_pass_and_sum_to_the_same_bits(gr
 
 def test_all_begin_with_the_first_ones_weights_and_are_told_when_they_differ(group: Path) -> None:
     for rank in range(WORLD):
-        told = figures_of(group, "differ", rank)
-        assert told["repaired"] == figures_of(group, "replicated")["base"], "to the bit"
+        seen = figures_of(group, "differ", rank)
+        assert seen["repaired"] == figures_of(group, "replicated")["base"], "to the bit"
         for moment in ("left", "later"):
-            assert f"(of {WORLD}, counted from 0) differ from process 0: process {WORLD - 1} in norm.weight" in told[moment]
-            assert "start all processes again" in told[moment]
-        assert told["later step"] == 3
-        assert "process 1 in the checkpoint it reads" in told["resumed"]
+            assert f"(of {WORLD}, counted from 0) differ from process 0: process {LAST} in norm.weight" in seen[moment]
+            assert "start all processes again" in seen[moment]
+        assert seen["later step"] == 3
+        assert "process 1 in the checkpoint it reads" in seen["resumed"]
     newest = latest_checkpoint(group / "later")
     assert newest is not None and newest.trainer["step"] == 2, "what differs is not written"
 
@@ -183,7 +184,7 @@ def test_who_fails_dies_or_is_late_is_named(group: Path) -> None:
         assert told.startswith("ProcessesError: ") and (rank == 1 or "a longer --step-timeout-minutes waits longer" in told)
         if rank < WORLD - 1:
             told, _ = figures_of(group, "dying", rank)
-            assert told.startswith(f"ProcessesError: process {WORLD - 1} of {WORLD} (counted from 0) gave no sign of life")
+            assert told.startswith(f"ProcessesError: process {LAST} of {WORLD} (counted from 0) gave no sign of life")
 
 
 def test_sharded_processes_take_equally_many_pieces() -> None:

@@ -127,8 +127,8 @@ def trained(folder: Path, texts: list[Document], steps: int, version: str = "3.1
 
 @pytest.mark.parametrize("version", ["3.1", "3"])
 def test_what_is_learned_is_served(version: str, tmp_path: Path) -> None:
-    """By the real engine's rounds, before and after some steps; the text is plain decoding's. The file is in the network's
-    own units (test_teacher_forced_drafts_are_those_of_the_engine), and the loss of held-out documents falls."""
+    """By the real engine's rounds, before and after some steps; the text is plain decoding's. The file is in the
+    network's own units (test_teacher_forced_drafts_are_those_of_the_engine), and the held-out loss falls."""
     texts = documents(20)
     trainer, figures = trained(tmp_path, texts, 30, version)
     prompts = [text.tokens[: text.answer_start].tolist() for text in texts[:8]]

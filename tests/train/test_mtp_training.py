@@ -137,8 +137,8 @@ def trained(folder: Path, model: Path, texts: list[Document], **loop: Any) -> Tr
 
 
 def test_what_is_learned_is_served(folder_of: Folder, tmp_path: Path) -> None:
-    """By the engine's rounds, from memory and from disk; the text is plain decoding's, and the loss of held-out documents
-    falls."""
+    """By the engine's rounds, from memory and from disk; the text is plain decoding's, and the held-out
+    loss falls."""
     model = folder_of("few+")
     target = target_of(model)
     texts = documents(target, 24, 24)

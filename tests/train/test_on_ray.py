@@ -104,7 +104,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> RegenerateConfig:
 
 @pytest.fixture(scope="module")
 def one(asked: RegenerateConfig) -> Regenerated:
-    """What one process answers."""
+    """Answers of one process."""
     return regenerate(asked)
 
 
@@ -119,11 +119,11 @@ def test_a_run_that_goes_on_with_answers_of_two_workers_of_which_one_is_killed(
 ) -> None:
     first = replace(asked, out=tmp_path / "two", asked=replace(asked.asked, limit=2))
     assert regenerate(first).num_answers
-    said: list[str] = []
+    lines: list[str] = []
 
     class Saying(Progress):
         def say(self, text: str) -> None:
-            said.append(text)
+            lines.append(text)
 
     dying(monkeypatch, ray_answers, "Answering", tmp_path / "died")
     two = regenerate(replace(asked, out=tmp_path / "two", elsewhere=RAY), progress=Saying())
@@ -132,7 +132,7 @@ def test_a_run_that_goes_on_with_answers_of_two_workers_of_which_one_is_killed(
     begun = sum(each.key.split("/")[1].startswith(("0", "1")) for each in AnswerShards(one.answers))
     assert two.num_found == 6 and two.num_answers + begun == one.num_answers
     assert (two.num_too_long, two.num_tokens_too_long) == (one.num_too_long, one.num_tokens_too_long) and two.num_too_long
-    assert any("the workers of Ray at local answer" in each for each in said)
+    assert any("the workers of Ray at local answer" in each for each in lines)
     again = regenerate(replace(asked, out=tmp_path / "two", elsewhere=RAY))
     assert (again.num_found, again.num_answers) == (15, 0)
 
@@ -253,8 +253,8 @@ class TestWithoutACluster:
             raise Seen
 
         monkeypatch.setattr(ray_answers, "_shared", shared)
+        options: dict[str, Any] = {"plan": "off", "features": "cached", "elsewhere": RAY}
         with pytest.raises(Seen):
-            options: dict[str, Any] = {"plan": "off", "features": "cached", "elsewhere": RAY}
             train(TrainConfig(tmp_path / "run", asked.target, asked=asked.asked, **options))
 
     def test_prompts_are_given(self, asked: RegenerateConfig, tmp_path: Path) -> None:

@@ -78,8 +78,8 @@ def test_an_untrained_drafter_gains_nothing_and_changes_nothing(llm: LLM) -> Non
 
 @pytest.mark.slow
 def test_teacher_forced_blocks_gone_through_as_the_engine_goes_give_what_was_served(llm: LLM, tmp_path: Path) -> None:
-    """Through the checkpoint and the real engine. One is half learned, the others are not, so drafts are rejected now and
-    then: the two must be one figure, to the end of each answer, and the text the target's own."""
+    """Through the checkpoint and the real engine. One is half learned, the others are not, so drafts are rejected now
+    and then: the two must be one figure, to the end of each answer, and the text the target's own."""
     llm.use_drafter("none")
     documents = [sample(llm, prompt) for prompt in ("Tell me a secret", "One", "Two")]
     own = documents[0].tokens[documents[0].answer_start :].tolist()

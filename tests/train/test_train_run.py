@@ -143,8 +143,8 @@ def test_sigterm_finishes_the_step_and_the_same_command_goes_on(
     assert ended.value.code == 143
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     step = int(checkpoint.name.removeprefix("step-"))
-    said = f"stopped by SIGTERM, the checkpoint of step {step} is written: the same command goes on from there"
-    assert capsys.readouterr().err.splitlines()[-1] == said and max(figures(tmp_path / "run")) == step < STEPS
+    message = f"stopped by SIGTERM, the checkpoint of step {step} is written: the same command goes on from there"
+    assert capsys.readouterr().err.splitlines()[-1] == message and max(figures(tmp_path / "run")) == step < STEPS
     paceline(*words)
     expected, found = figures(finished[0]), figures(tmp_path / "run")
     assert [found[number]["objective"] for number in expected] == pytest.approx(

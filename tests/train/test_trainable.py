@@ -70,8 +70,8 @@ def losses(one: Trainer) -> dict[int, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"autocast": True}, {"gradient_checkpointing": True}], ids=str)
 def test_another_network_learns(tmp_path: Path, changes: dict[str, Any]) -> None:
-    found = list(losses(trainer(tmp_path, max_steps=20, optim=OptimConfig(lr=1e-2), **changes)).values())
-    assert sum(found[-3:]) < sum(found[:3])
+    curve = list(losses(trainer(tmp_path, max_steps=20, optim=OptimConfig(lr=1e-2), **changes)).values())
+    assert sum(curve[-3:]) < sum(curve[:3])
     assert load_file(tmp_path / "step-000020" / "model.safetensors").keys() == Guesser(3).state_dict().keys()
     assert "Guesser" in (tmp_path / "step-000020" / "config.json").read_text()
 
