@@ -262,10 +262,9 @@ class AdaptivePlanner:
             if count:
                 more = SPARE if want.offer.source in self._blocks else 0  # slots that may prove sure cost a block hardly more
                 plan.drafts[want.place] = Take(want.offer.source, min(count + more, len(want.offer.chances)))
-        if may_compute and not any(counts):
+        if may_compute and most_s == math.inf and not any(counts):
             kind.rest(num_rows)
-            if not prompt_left:
-                self._try(kind, plan)
+            self._try(kind, plan)
         return plan
 
     def join(self, plan: Plan, place: int, row: Row) -> None:
