@@ -1,0 +1,284 @@
+"""One short visit to a GPU machine: everything worth knowing in eight minutes, stage by stage, in the order of its worth.
+
+    PYTHONPATH=SITE:. PYTHONUNBUFFERED=1 python3 experiments/gpu_day.py --out OUT --minutes 8
+    python experiments/gpu_day.py --device cpu --tiny --out OUT        all of it in tiny, as the tests run it
+
+Each stage is a process of its own, forked from this one, which has imported PyTorch but not touched CUDA: a stage starts
+within a second, and one that crashes, hangs or spoils its CUDA context ends alone. At its limit a stage gets SIGTERM, then
+SIGKILL; the lines that it had reported stay. One that the rest of the day is too short for is left out.
+
+OUT/day.json has everything; day.md, printed last, is a short table; profile.json is the profile stage's, log.txt what stages
+print, drafters.tar.* what the stage `teach` trained (docs/gpu.md). The exit status is 0 if every stage that ran passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gpu_day_stages.visit import Line, Skipped, Visit
+
+FORK = multiprocessing.get_context("fork")
+GRACE_S = 5.0
+"""Between SIGTERM and SIGKILL."""
+LAST_S = 3.0
+"""Kept free at the end of the day for writing the results."""
+MOST_LOG_BYTES = 15 * 2**20
+PRELOADED = ("torch", "transformers", "paceline.bench.passes", "paceline.train.loop", "gpu_day_stages.models")
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    where: str
+    """module:function below gpu_day_stages, or of any module whose name has a dot."""
+    limit_s: float
+    needs_s: float
+    """Least time that is worth starting it for."""
+    number: str = ""
+    """Its number in the design's list of stages."""
+
+    def load(self) -> Any:
+        module, _, function = self.where.partition(":")
+        return getattr(importlib.import_module(module if "." in module else f"gpu_day_stages.{module}"), function)
+
+
+STAGES = (
+    Stage("env", "machine:env", 20, 2, "0"),
+    Stage("ceilings", "machine:ceilings", 20, 8, "1"),
+    Stage("tiny", "exact:tiny", 60, 25, "2"),
+    Stage("graphs", "exact:graphs", 60, 20, "3"),
+    Stage("plain", "speed:plain", 60, 20, "6"),
+    Stage("mock", "speed:mock", 75, 25, "7"),
+    Stage("seeds", "exact:seeds", 25, 15, "4"),
+    Stage("real", "real:real", 60, 25, ""),
+    Stage("profile", "speed:profile", 25, 12, "9"),
+    Stage("train", "training:train", 60, 25, "11"),
+    Stage("resume", "training:resume", 30, 12, "12"),
+    Stage("batch", "speed:batch", 40, 20, "8"),
+    Stage("mixtures", "speed:mixtures", 50, 20, "10"),
+    Stage("peers", "peers:peers", 60, 25, "13"),
+    Stage("teach", "real:teach", 540, 60, ""),
+)
+"""By worth: what is known if the day ends early."""
+
+
+@dataclass
+class Day:
+    """Results so far, on disk after every line that a stage reports."""
+
+    out: Path
+    header: dict[str, Any]
+    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _written_at: float = 0.0
+
+    def write(self, *, is_urgent: bool = True) -> None:
+        """Write day.json whole or not at all; when not urgent, at most once a second."""
+        if is_urgent or time.monotonic() - self._written_at > 1.0:
+            scratch = self.out / "day.part"
+            scratch.write_text(json.dumps({**self.header, "stages": self.stages}, indent=1, default=str) + "\n")
+            scratch.replace(self.out / "day.json")
+            self._written_at = time.monotonic()
+
+    @property
+    def is_good(self) -> bool:
+        return all(record["status"] in ("passed", "skipped") for record in self.stages.values())
+
+    def table(self) -> str:
+        """Stages, then measurements beside what was predicted, then goals."""
+        lines = ["| stage | status | s | |", "|---|---|---|---|"]
+        for name, record in self.stages.items():
+            lines.append(f"| {name} | {record['status']} | {record['seconds']:.0f} | {record['why']} |")
+        every = [(name, line) for name, record in self.stages.items() for line in record["lines"]]
+        lines += ["", "| measured | ms | predicted | floor | of read bandwidth |", "|---|---|---|---|---|"]
+        for _, line in every:
+            if "what" in line and isinstance(line.get("ms"), dict):
+                figures = (line["ms"]["median"], line.get("predicted_ms"), line.get("floor_ms"), line.get("share_of_read"))
+                lines.append(f"| {line['what']} | {' | '.join('' if each is None else f'{each:.3g}' for each in figures)} |")
+        lines += ["", "| goal | value | wanted | met |", "|---|---|---|---|"]
+        words = {True: "yes", False: "no", None: "not judged"}
+        lines += [
+            f"| {line['goal']} | {line['value']:.3g} | {line['wanted']:.3g} | {words[line['met']]} |"
+            for _, line in every
+            if "goal" in line
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def run_day(stages: Sequence[Stage], visit: Visit, day: Day, minutes: float, began: float) -> None:
+    """All stages in turn; `began` is when the day did, on `time.monotonic`."""
+    with (day.out / "log.txt").open("ab") as log:
+        for stage in stages:
+            left_s = began + 60 * minutes - LAST_S - time.monotonic()
+            record = day.stages[stage.name] = {"number": stage.number, "status": "running", "why": "", "seconds": 0.0, "lines": []}
+            if left_s < stage.needs_s:
+                why = f"{max(left_s, 0):.0f} s are left of the day, it needs {stage.needs_s:.0f}"
+                record |= {"status": "skipped", "why": why}
+            else:
+                log.write(f"\n== {stage.name} {time.strftime('%H:%M:%S')}\n".encode())
+                log.flush()
+                visit.earlier = {name: each["lines"] for name, each in day.stages.items()}
+                run_stage(stage, visit, min(stage.limit_s, left_s), record, log.fileno(), day)
+            day.write()
+            print(f"{stage.name}: {record['status']} in {record['seconds']:.1f} s {record['why']}", flush=True)
+
+
+def run_stage(stage: Stage, visit: Visit, limit_s: float, record: dict[str, Any], log: int, day: Day) -> None:
+    """Run one stage in a process of its own and fill its record."""
+    lines: list[Line] = record["lines"]
+    ours, theirs = FORK.Pipe(duplex=False)
+    began = time.monotonic()
+    process = FORK.Process(target=_in_child, args=(stage, replace(visit, ends_at=began + limit_s, send=theirs.send), log))
+    process.start()
+    theirs.close()
+    try:
+        while (left_s := began + limit_s - time.monotonic()) > 0:
+            if ours.poll(min(left_s, 0.5)):
+                lines.append(ours.recv())
+                day.write(is_urgent=False)
+            elif not process.is_alive():
+                break
+    except (EOFError, OSError):  # the stage has closed its end, or died within a line
+        process.join(max(began + limit_s - time.monotonic(), 0))
+    was_ended = process.is_alive()
+    _end(process)
+    with contextlib.suppress(EOFError, OSError):
+        while ours.poll(0):
+            lines.append(ours.recv())
+    ours.close()
+    status, why = verdict(lines, process.exitcode, f"ended at its limit of {limit_s:.0f} s" if was_ended else "")
+    record |= {"status": status, "why": why, "seconds": time.monotonic() - began}
+
+
+def verdict(lines: list[Line], exit_code: int | None, ended: str) -> tuple[str, str]:
+    """A stage's status, and in a few words why."""
+    failed = [line["check"] for line in lines if line.get("passed") is False]
+    left_out = [line["left_out"] for line in lines if "left_out" in line]
+    raised = next((line["traceback"].strip().splitlines()[-1] for line in lines if "raised" in line), "")
+    skipped = next((line["skipped"] for line in lines if "skipped" in line), "")
+    if ended:
+        return "ended", ended
+    if exit_code is not None and exit_code < 0:
+        return "crashed", f"died of {signal.Signals(-exit_code).name}"
+    if raised or exit_code:
+        return "raised", raised or f"its process ended with status {exit_code}"
+    if failed:
+        return "failed", f"{len(failed)} checks failed: {', '.join(failed[:4])}"
+    if skipped:
+        return "skipped", skipped
+    return "passed", f"without {', '.join(left_out)}" if left_out else ""
+
+
+def _in_child(stage: Stage, visit: Visit, log: int) -> None:
+    """The stage's process: a group of its own, output to the log, whatever it raises as its last line."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.setsid()
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    try:
+        stage.load()(visit)
+    except Skipped as error:
+        visit.send({"skipped": str(error)})
+    except BaseException:
+        visit.send({"raised": stage.name, "traceback": traceback.format_exc()})
+        raise
+
+
+def _end(process: Any) -> None:
+    """End a stage's process and all that it started: SIGTERM, then SIGKILL."""
+    if process.is_alive():
+        _signal_group(process.pid, signal.SIGTERM)
+        process.join(GRACE_S)
+    _signal_group(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def preload() -> list[str]:
+    """Import what stages need, touching no GPU; returns the modules that cannot be imported, with the reason."""
+    missing = []
+    for name in PRELOADED:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            missing.append(f"{name}: {error}")
+    return missing
+
+
+def header(options: argparse.Namespace, missing: list[str]) -> dict[str, Any]:
+    """What the figures depend on; card, driver and clocks are in the stage `env`."""
+    try:
+        from paceline.runlog import record_of
+    except ImportError as error:
+        return {"command": sys.argv, "not_imported": [*missing, f"paceline.runlog: {error}"]}
+    made = record_of({"device": options.device, "tiny": options.tiny, "minutes": options.minutes, "not_imported": missing})
+    return {**made, "commit": options.commit or made["commit"]}
+
+
+def parsed(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu-day"))
+    parser.add_argument("--only", default="", help="these stages, separated by commas, in this order")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for everything, imports included")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes: only whether it runs")
+    parser.add_argument("--bring", type=Path, help="folder that gpu_day_stages/pieces.py prepared")
+    parser.add_argument("--commit", help="where the checkout cannot tell it")
+    parser.add_argument("--list", action="store_true", help="list the stages and end")
+    options = parser.parse_args(words)
+    known = {stage.name: stage for stage in STAGES}
+    names = [name.strip() for name in options.only.split(",") if name.strip()] or list(known)
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"no stage {unknown[0]!r}: choose from {', '.join(known)}")
+    options.stages = [known[name] for name in names]
+    return options
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    began = time.monotonic()
+    options = parsed(words)
+    if options.list:
+        for stage in options.stages:
+            print(f"{stage.number:>2} {stage.name:<9} at most {stage.limit_s:.0f} s, at least {stage.needs_s:.0f}")
+        return 0
+    logging.basicConfig(level=logging.WARNING)
+    signal.signal(signal.SIGTERM, _stop)
+    options.out.mkdir(parents=True, exist_ok=True)
+    day = Day(options.out, header(options, preload()))
+    try:
+        run_day(options.stages, Visit(options.device, options.tiny, options.out, options.bring), day, options.minutes, began)
+    finally:
+        for child in multiprocessing.active_children():
+            _end(child)
+        day.write()
+        log = options.out / "log.txt"
+        if log.exists() and log.stat().st_size > MOST_LOG_BYTES:
+            log.write_bytes(log.read_bytes()[-MOST_LOG_BYTES:])
+        (options.out / "day.md").write_text(day.table())
+        print(day.table(), flush=True)
+    return 0 if day.is_good else 1
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""What the stages share: one timer, one way to make a target and a drafter of random weights, one way to run rounds."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_day_stages.visit import Visit
+from paceline.bench.passes import mocked_engine, random_prompt
+from paceline.config import EngineConfig
+from paceline.draft.base import Drafter
+from paceline.draft.checkpoint import DFlashConfig, new_config
+from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
+from paceline.engine.engine import Engine
+from paceline.model.checkpoint import expected_shapes
+from paceline.model.config import DecoderConfig, DeltaShape
+from paceline.model.decoder import Decoder
+from paceline.model.graphs import GraphDecoder
+from paceline.model.target import ForwardBatch
+from paceline.model.tokenizer import Tokenizer
+from paceline.plan import FixedPlanner
+from paceline.types import SamplingParams
+
+DATASHEET = {"H100": 3.35e12, "H200": 4.8e12, "A100": 2.04e12, "B200": 8.0e12}
+"""Bytes per second of the SXM cards, by a part of their names."""
+MAX_POSITION = 40960
+WARM, MOST_CHUNK = 3, 1024
+
+
+def _shape(family: str, hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int, **more: Any) -> DecoderConfig:
+    values = {"head_dim": 128, "max_position": MAX_POSITION} | more
+    return DecoderConfig(family, vocab, hidden, inner, layers, heads, kv_heads, **values)
+
+
+SHAPES = {
+    "1.5B": _shape("qwen2", 1536, 28, 12, 2, 8960, 151936, tie_embeddings=True, qkv_bias=True),
+    "8B": _shape("qwen3", 4096, 36, 32, 8, 12288, 151936, qk_norm=True),
+    "27B": _shape("qwen3", 5120, 64, 40, 8, 17408, 248320, qk_norm=True),
+    "32B": _shape("qwen3", 5120, 64, 64, 8, 25600, 151936, qk_norm=True),
+    "30B-A3B": _shape(
+        "qwen3_moe", 2048, 48, 32, 4, 6144, 151936, qk_norm=True, num_experts=128, experts_per_token=8, expert_size=768
+    ),
+    "hybrid 27B": _shape(
+        "qwen3_5_text", 5120, 64, 24, 4, 17408, 248320, head_dim=256, rotary_dim=64, qk_norm=True, norm_offset=1.0,
+        output_gate=True, delta=DeltaShape(16, 48, 128, 128, 4),
+        linear_layers=tuple(layer for layer in range(64) if layer % 4 != 3),
+    ),
+}  # fmt: skip
+"""Published sizes (the dense 27B has those of Qwen3.5-27B with attention in every layer)."""
+_SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
+
+
+def shape_of(visit: Visit, name: str) -> DecoderConfig:
+    """The named shape, or its kind of layers in tiny."""
+    config = SHAPES[name]
+    if not visit.is_tiny:
+        return config
+    small: dict[str, Any] = {**_SMALL, "head_dim": 16, "rotary_dim": None}
+    if config.num_experts:
+        small |= {"num_experts": 8, "experts_per_token": 2, "expert_size": 32}
+    if config.delta:
+        small |= {"delta": DeltaShape(2, 4, 16, 16, 4), "linear_layers": (0, 1, 2)}
+    return replace(config, **small)
+
+
+class Clock:
+    """Milliseconds of work on the device: by events on CUDA, by the host's clock elsewhere."""
+
+    def __init__(self, device: str) -> None:
+        self._is_cuda = torch.device(device).type == "cuda"
+
+    def samples(self, work: Callable[[], object], repeat: int, warm: int = WARM) -> list[float]:
+        for _ in range(warm):
+            work()
+        return [self.once(work) for _ in range(repeat)]
+
+    def once(self, work: Callable[[], object]) -> float:
+        if not self._is_cuda:
+            began = time.perf_counter()
+            work()
+            return 1e3 * (time.perf_counter() - began)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        work()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last)
+
+
+def summary(samples: list[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else [samples[0]] * 3
+    return {"median": middle, "low": low, "high": high, "runs": len(samples)}
+
+
+def weights(
+    shapes: Mapping[str, tuple[int, ...]], device: str, dtype: torch.dtype, *, std: float = 0.02, seed: int = 0
+) -> Iterator[tuple[str, Tensor]]:
+    """Random weights drawn on the device: norms one, all else normal."""
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, size in shapes.items():
+        tensor = torch.empty(size, device=device, dtype=dtype)
+        yield name, tensor.fill_(1.0) if name.endswith("norm.weight") else tensor.normal_(0.0, std, generator=generator)
+
+
+def decoder(
+    config: DecoderConfig, tensors: Any, device: str, *, rows: int = 1, max_len: int = 512, dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """As `model.backends.load_target` chooses for CUDA: recorded passes where their shape is known."""
+    kind = Decoder if config.num_experts or config.delta else GraphDecoder
+    return kind(config, tensors, num_rows=rows, max_len=max_len, dtype=dtype, device=device)
+
+
+def random_target(visit: Visit, name: str, *, rows: int = 1, max_len: int = 512) -> Decoder:
+    """A target of a shape of SHAPES in bfloat16, its weights drawn on the device."""
+    config, dtype = shape_of(visit, name), visit.sized(torch.bfloat16, torch.float32)
+    return decoder(config, weights(expected_shapes(config), visit.device, dtype), visit.device, rows=rows, max_len=max_len, dtype=dtype)
+
+
+def random_dflash(target: Decoder, *, layers: int, block: int = 16, words: int | None = None) -> DFlashDrafter:
+    """A drafter of the target's widths, drawn on its device; with `words` it drafts over so many rows of the head."""
+    own = target.config
+    raw = new_config(
+        own.hidden_size, own.vocab_size, own.num_layers,
+        num_layers=layers, block_size=block, head_dim=own.head_dim, intermediate_size=own.intermediate_size,
+    )  # fmt: skip
+    config = DFlashConfig.from_json(raw)
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in DFlashNetwork(config).state_dict().items()}
+    network = DFlashNetwork.of(config, dict(weights(shapes, str(target.device), target.dtype, seed=1)))
+    return DFlashDrafter(network, draft_ids=None if words is None else torch.arange(words))
+
+
+def drafter_bytes(drafter: DFlashDrafter, target: Decoder) -> int:
+    """Bytes that one drafting pass reads: the network, and the rows of the head that it drafts over."""
+    words = target.vocab_size if drafter.draft_ids is None else len(drafter.draft_ids)
+    network = sum(tensor.numel() for tensor in drafter.network.state_dict().values())
+    return (network + words * target.hidden_size) * target.dtype.itemsize
+
+
+def kv_bytes(target: Decoder, context: int) -> int:
+    """Bytes of keys and values that a pass of one row reads."""
+    own = target.config
+    layers = own.num_layers - len(own.linear_layers)
+    return 2 * layers * own.num_kv_heads * own.head_dim * context * target.dtype.itemsize
+
+
+def read_rate(visit: Visit) -> float:
+    """Bytes per second that this device reads: as the stage `ceilings` measured, else measured now."""
+    for line in visit.earlier.get("ceilings", []):
+        if line.get("what") == "read":
+            return line["bytes_per_s"]
+    size = visit.sized(2**32, 2**20)
+    buffer = torch.randn(size // 4, device=visit.device)
+    times = Clock(visit.device).samples(lambda: buffer.sum(), 10)
+    return size / (1e-3 * statistics.median(times))
+
+
+def datasheet_rate(device: str) -> float | None:
+    name = torch.cuda.get_device_name() if torch.device(device).type == "cuda" else ""
+    return next((rate for part, rate in DATASHEET.items() if part in name), None)
+
+
+def shares(visit: Visit, num_bytes: int, samples: list[float]) -> dict[str, float | None]:
+    """How close a pass that reads so many bytes comes to the memory's limits."""
+    rate, datasheet = num_bytes / (1e-3 * statistics.median(samples)), datasheet_rate(visit.device)
+    read = read_rate(visit)
+    return {
+        "bytes": num_bytes,
+        "measured_floor_ms": 1e3 * num_bytes / read,
+        "share_of_read": rate / read,
+        "share_of_datasheet": rate / datasheet if datasheet else None,
+    }
+
+
+def prefill(target: Decoder, row: int, context: int) -> None:
+    tokens = random_prompt(row, context, target.vocab_size)
+    for begin in range(0, context, MOST_CHUNK):
+        part = tokens[begin : begin + MOST_CHUNK]
+        target.forward(ForwardBatch([row], [begin], [len(part)], part, "none"))
+
+
+def pass_times(visit: Visit, target: Decoder, context: int, count: int, repeat: int) -> tuple[list[float], float]:
+    """Milliseconds of a pass of `count` tokens behind `context` and of reading the best tokens back, and of the first one."""
+    row = target.cache.allocate()
+    assert row is not None
+    prefill(target, row, context)
+    tokens = random_prompt("pass", count, target.vocab_size)
+
+    def work() -> None:
+        target.forward(ForwardBatch([row], [context], [count], tokens, only_argmax=True)).best_T()
+        target.cache.rollback([row], [context])
+
+    clock = Clock(visit.device)
+    first = clock.once(work)
+    samples = clock.samples(work, repeat)
+    target.cache.free(row)
+    return samples, first
+
+
+@dataclass
+class RoundTimes:
+    """Milliseconds round by round."""
+
+    whole: list[float] = field(default_factory=list)
+    draft: list[float] = field(default_factory=list)
+    verify: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+
+    def figures(self) -> dict[str, Any]:
+        parts = {f"{name}_ms": summary(getattr(self, name)) for name in ("draft", "verify", "host")}
+        return {"ms": summary(self.whole), **parts}
+
+
+@lru_cache(maxsize=2)
+def stand_in_tokenizer(vocab_size: int) -> Tokenizer:
+    return Tokenizer.stand_in(vocab_size)
+
+
+@dataclass
+class Held:
+    """What `paceline.bench` needs of an LLM, around a target that is there already."""
+
+    target: Decoder
+    config: EngineConfig
+    tokenizer: Tokenizer
+
+    @classmethod
+    def of(cls, target: Decoder) -> Held:
+        config = EngineConfig(model="random", weights="random", drafter="none", prefill_chunk=MOST_CHUNK)
+        return cls(target, config, stand_in_tokenizer(target.vocab_size))
+
+
+def needed_len(context: int, kept: float, count: int, width: int) -> int:
+    """Tokens that a row must hold for `round_times`."""
+    return context + int((count + WARM + 2) * (kept + 1)) + width + 2
+
+
+def running_engine(target: Decoder, drafter: Drafter, *, batch: int, width: int, kept: float, context: int) -> Engine:
+    """An engine with `batch` requests that have read their prompts; every round checks `width` drafts and keeps `kept` tokens."""
+    engine = mocked_engine(Held.of(target), drafter, kept)  # pyright: ignore[reportArgumentType]
+    engine.planner = FixedPlanner(0, MOST_CHUNK)
+    params = SamplingParams(max_tokens=target.cache.max_len - context, ignore_eos=True)
+    for row in range(batch):
+        engine.add(random_prompt(row, context, target.vocab_size), params)
+    while engine.scheduler.waiting or engine.scheduler.prefilling:
+        engine.step()
+    engine.planner = FixedPlanner(width, MOST_CHUNK, whole_blocks=width + 1 == getattr(drafter, "block_size", 0))
+    return engine
+
+
+def round_times(visit: Visit, engine: Engine, count: int) -> RoundTimes:
+    """Times of `count` rounds of a running engine, behind a few that warm up."""
+    clock, times = Clock(visit.device), RoundTimes()
+    for number in range(WARM + count):
+        whole = clock.once(engine.step)
+        if number >= WARM:
+            (stats,) = engine.rounds
+            own = (1e3 * each for each in (stats.draft_s, stats.verify_s, stats.host_s))
+            for samples, value in zip((times.whole, times.draft, times.verify, times.host), (whole, *own), strict=True):
+                samples.append(value)
+    return times
+
+
+def free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,200 @@
+"""Stages 6 to 10: passes, rounds with mocked acceptance, batches, launches, mixtures and hybrids, all of random weights."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import warnings
+from typing import Any
+
+import torch
+
+from gpu_day_stages import models
+from gpu_day_stages.models import free_memory, kv_bytes, needed_len, pass_times, random_dflash, random_target, shares, summary
+from gpu_day_stages.visit import Visit
+from paceline.draft.base import Drafter, NoDrafter
+from paceline.model.decoder import Decoder
+
+BLOCK = 16
+
+
+def plain(visit: Visit) -> None:
+    """A pass of one token, by shape and context, as a share of what reading its weights and its cache takes."""
+    contexts = visit.sized((256, 4096, 16384), (16, 40))
+    for name in ("8B", "1.5B", "27B", "32B"):
+        with visit.part(f"plain {name}"):
+            if visit.left_s < visit.sized(8, 0):
+                visit.leave_out(f"plain {name}", "no time is left")
+                continue
+            target = random_target(visit, name, max_len=max(contexts) + 32)
+            for context in contexts:
+                samples, first = pass_times(visit, target, context, 1, visit.sized(40, 3))
+                figures = shares(visit, target.weight_bytes + kv_bytes(target, context), samples)
+                rate = 1e3 / statistics.median(samples)
+                visit.report(f"plain {name} at {context}", ms=summary(samples), first_ms=first, tokens_per_s=rate, **figures)
+                if context == 4096 and name != "1.5B":
+                    visit.goal(f"plain {name}: share of measured read bandwidth", figures["share_of_read"] or 0.0, 0.85)
+            del target
+        free_memory()
+
+
+def mock(visit: Visit) -> None:
+    """Rounds that keep 1, 2, 4 and 8 tokens whatever the target says: their cost is real, their text means nothing.
+
+    The step time at a fixed context gives tokens per second; `lossless` is false.
+    """
+    context, count = visit.sized(4096, 24), visit.sized(30, 2)
+    yields = visit.sized((1, 2, 4, 8), (1, 4))
+    for name, drafters in (("8B", ((5, None), (3, 32768))), ("27B", ((5, None), (3, 32768)))):
+        with visit.part(f"mock {name}"):
+            target = random_target(visit, name, max_len=needed_len(context, max(yields), count, BLOCK))
+            plain_ms = _round(visit, target, NoDrafter(), f"round {name} at {context}, plain", 1, context, count, 0)
+            for layers, words in drafters:
+                with visit.part(f"mock {name}, {layers} layers"):
+                    own = random_dflash(target, layers=visit.sized(layers, 1), block=BLOCK, words=visit.sized(words, None))
+                    text = f"{name} at {context}, {layers} layers" + (f" over {words} words" if words else "")
+                    ratios = {}
+                    for kept in yields[1:]:
+                        what = f"round {text}, {kept} tokens a round"
+                        ratios[kept] = kept * plain_ms / _round(visit, target, own, what, kept, context, count, BLOCK - 1)
+                        visit.report(f"ratio {text}, {kept} tokens a round", ratio=ratios[kept], lossless=False)
+                    _ratio_goals(visit, text, words, ratios)
+            del target
+        free_memory()
+    if not visit.is_tiny and visit.left_s > 10:
+        with visit.part("mock 8B, short"):
+            target = random_target(visit, "8B", max_len=needed_len(256, 4, count, BLOCK))
+            own = random_dflash(target, layers=5, block=BLOCK)
+            _round(visit, target, own, "round 8B at 256, 5 layers, 4 tokens a round", 4, 256, count, BLOCK - 1)
+
+
+def _ratio_goals(visit: Visit, text: str, words: int | None, ratios: dict[int, float]) -> None:
+    if visit.is_tiny:
+        return
+    if words is None:
+        visit.goal(f"{text}: over plain decoding at 8", ratios[8], 5.62)
+    elif text.startswith("27B"):
+        visit.goal(f"{text}: over plain decoding at 2", ratios[2], 1.86)
+        visit.goal(f"{text}: over plain decoding at 4", ratios[4], 3.57)
+
+
+def _round(visit: Visit, target: Decoder, drafter: Drafter, what: str, kept: int, context: int, count: int, width: int) -> float:
+    """Report rounds of one request; the median of their milliseconds."""
+    engine = models.running_engine(target, drafter, batch=1, width=width, kept=kept, context=context)
+    times = models.round_times(visit, engine, count)
+    engine.abort(0)
+    num_bytes = target.weight_bytes + kv_bytes(target, context)
+    if width:
+        num_bytes += models.drafter_bytes(drafter, target)  # pyright: ignore[reportArgumentType]
+    figures, median = shares(visit, num_bytes, times.whole), statistics.median(times.whole)
+    visit.report(what, **times.figures(), tokens_per_s=1e3 * kept / median, lossless=False, **figures)
+    if kept in (1, 8):
+        visit.goal(f"{what}: its floor's share of it", figures["share_of_read"] or 0.0, 0.85 if kept == 1 else 1 / 1.2)
+    return median
+
+
+def batch(visit: Visit) -> None:
+    """Rounds of many requests with 0 to 15 drafts each; passes when more rows never make fewer tokens per second."""
+    context, count = visit.sized(256, 16), visit.sized(8, 2)
+    batches, widths = visit.sized((1, 2, 4, 8, 16, 32, 64), (1, 2)), visit.sized((0, 3, 7, 15), (0, 3))
+    max_len = needed_len(context, 2, (count + models.WARM) * len(widths), BLOCK)
+    target = random_target(visit, "8B", rows=max(batches), max_len=max_len)
+    drafter = random_dflash(target, layers=visit.sized(5, 1), block=BLOCK)
+    rates: dict[int, list[float]] = {width: [] for width in widths}
+    for rows in batches:
+        for width in widths:
+            if visit.left_s < visit.sized(4, 0):
+                visit.leave_out(f"{rows} rows, {width} drafts", "no time is left")
+                continue
+            used: Drafter = drafter if width else NoDrafter()
+            engine = models.running_engine(target, used, batch=rows, width=width, kept=min(2, width + 1), context=context)
+            times = models.round_times(visit, engine, count)
+            for request in range(rows):
+                engine.abort(request)
+            rates[width].append(1e3 * rows / statistics.median(times.whole))
+            visit.report(f"8B, {rows} rows, {width} drafts", **times.figures(), rounds_of_rows_per_s=rates[width][-1])
+    falls = {width: min((b / a for a, b in zip(each, each[1:], strict=False)), default=1.0) for width, each in rates.items()}
+    if not visit.is_tiny:
+        visit.check("more rows make no fewer tokens per second", min(falls.values()) > 0.95, least_ratio=falls)
+
+
+def profile(visit: Visit) -> None:
+    """Launches, kernels, synchronisations and the GPU's busy share over rounds of 8B with a drafter of five layers."""
+    context, count = visit.sized(1024, 16), visit.sized(20, 2)
+    target = random_target(visit, "8B", max_len=needed_len(context, 4, 4 * count, BLOCK))
+    drafter = random_dflash(target, layers=visit.sized(5, 1), block=BLOCK)
+    engine = models.running_engine(target, drafter, batch=1, width=BLOCK - 1, kept=4, context=context)
+    unprofiled = models.round_times(visit, engine, count)
+    is_cuda = torch.device(visit.device).type == "cuda"
+    kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if is_cuda else [])]
+    with torch.profiler.profile(activities=kinds) as profiler:
+        for _ in range(count):
+            engine.step()
+    rows = [_row(event) for event in profiler.key_averages()]
+    kernels = [row for row in rows if row["is_kernel"]]
+    launches = sum(row["calls"] for row in rows if "Launch" in row["name"]) / count
+    busy_ms = sum(row["device_us"] for row in kernels) / 1e3 / count
+    whole_ms = statistics.median(unprofiled.whole)
+    visit.report("launches a round", number=launches, kernels_a_round=sum(row["calls"] for row in kernels) / count)
+    visit.report("busy", ms=summary(unprofiled.whole), kernels_ms=busy_ms, share=busy_ms / whole_ms)
+    top = sorted(kernels or rows, key=lambda row: -row["device_us"] or -row["host_us"])[:60]
+    (visit.out / "profile.json").write_text(json.dumps({"rounds": count, "kernels": top, "calls": rows[:400]}, indent=1))
+    if is_cuda:
+        syncs = _synchronisations(engine, count)
+        visit.report("syncs a round", number=syncs)
+        visit.goal("one synchronisation a round (1 / number)", 1 / max(syncs, 1e-9), 1.0)
+        visit.goal("at most 400 launches a round (400 / number)", 400 / max(launches, 1e-9), 1.0)
+
+
+def _row(event: Any) -> dict[str, Any]:
+    device_us = getattr(event, "self_device_time_total", 0.0)
+    is_kernel = "CUDA" in str(getattr(event, "device_type", "")) and device_us > 0
+    names = {"name": event.key[:200], "calls": event.count, "is_kernel": is_kernel}
+    return {**names, "device_us": device_us, "host_us": event.self_cpu_time_total}
+
+
+def _synchronisations(engine: Any, count: int) -> float:
+    """Synchronising operations of a round, as PyTorch warns of them."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for _ in range(count):
+                engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum("synchroniz" in str(each.message) for each in caught) / count
+
+
+def mixtures(visit: Visit) -> None:
+    """Passes of a mixture of experts and of a hybrid with gated delta nets, and whether the same pass has the same bits twice."""
+    context = visit.sized(1024, 16)
+    for shape, what, counts in (
+        ("30B-A3B", "Qwen3-30B-A3B", (1, 8, 16)),
+        ("hybrid 27B", "hybrid 27B", (1, 16)),
+    ):
+        with visit.part(what):
+            target = random_target(visit, shape, max_len=context + 64)
+            for count in counts:
+                samples, first = pass_times(visit, target, context, count, visit.sized(15, 2))
+                read = target.experts_read
+                visit.report(f"{what}, {count} positions", ms=summary(samples), first_ms=first, experts_read=read)
+            visit.report(f"{what}, bits", same_twice=_is_repeatable(target, visit.sized(64, 16)))
+            del target
+        free_memory()
+
+
+def _is_repeatable(target: Decoder, count: int) -> bool:
+    from paceline.model.target import ForwardBatch
+
+    row = target.cache.allocate()
+    assert row is not None
+    tokens, outs = models.random_prompt("bits", count, target.vocab_size), []
+    for _ in range(2):
+        out = target.forward(ForwardBatch([row], [0], [count], tokens))
+        assert out.logits_TV is not None
+        outs.append(out.logits_TV.clone())
+        target.cache.rollback([row], [0])
+    target.cache.free(row)
+    return torch.equal(*outs)
