@@ -1,0 +1,179 @@
+"""Tiny random models of every family and drafters for them, the same weights on every device; and texts of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_day_stages.models import decoder, stand_in_tokenizer
+from paceline.draft.base import Drafter, NoDrafter
+from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash2 import DFlash2Drafter
+from paceline.draft.eagle3 import Eagle3Drafter
+from paceline.draft.mtp import MtpDrafter
+from paceline.draft.mtp_checkpoint import MtpLayer, one_layer
+from paceline.draft.ngram import NgramDrafter
+from paceline.draft.small_model import SmallModelDrafter
+from paceline.engine.engine import Engine
+from paceline.engine.round import RuleJudge
+from paceline.figures import first_difference
+from paceline.model.checkpoint import expected_shapes
+from paceline.model.config import DecoderConfig, decoder_config
+from paceline.model.decoder import Decoder
+from paceline.model.layout import layer_shapes
+from paceline.model.target import ForwardBatch, Target
+from paceline.plan import fixed_planner
+from paceline.types import Batch, DraftBlock, SamplingParams
+from paceline.verify.rules import RULES
+
+VOCAB, HIDDEN, HEAD_DIM = 64, 32, 16
+RAW = {
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": HEAD_DIM, "max_position_embeddings": 512, "sliding_window": 7, "rms_norm_eps": 1e-6,
+    "num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
+    "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4, "query_pre_attn_scalar": 5, "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 0.5,
+}  # fmt: skip
+"""Every key that any family reads: a tiny model of each, those to come included."""
+LAYER_TYPES = {
+    "linear_num_key_heads": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "rope_local_base_freq": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}
+NEAR_TIE = 1e-3
+"""Two texts may part where the target's best two logits are no further apart, relative to the largest."""
+
+
+def tiny_config(architecture: str, defaults: dict[str, Any]) -> DecoderConfig:
+    types = next((types for key, types in LAYER_TYPES.items() if key in defaults), None)
+    own = {"layer_types": types} if types else {}
+    return decoder_config({"architectures": [architecture], **RAW, **own}, Path(architecture))
+
+
+def loud_tensors(config: DecoderConfig, seed: int = 0) -> list[tuple[str, Tensor]]:
+    """Float32 on the CPU, so loud that every part moves the logits; states of delta nets forget slowly."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = []
+    for name, size in expected_shapes(config).items():
+        noise = torch.randn(size, generator=generator)
+        if len(size) > 1:
+            tensors.append((name, noise * (0.14 if config.delta else 0.25)))
+        else:
+            level = 1.0 - config.norm_offset if name.endswith("norm.weight") else -2.0 if name.endswith("A_log") else 0.0
+            tensors.append((name, level + 0.3 * noise))
+    return tensors
+
+
+def tiny_llama(vocab: int = VOCAB) -> DecoderConfig:
+    return DecoderConfig("llama", vocab, HIDDEN, 48, 4, 4, 2, 8, 512)
+
+
+class OracleDrafter(Drafter):
+    """Drafts from texts that are known, every third block with a mistake: accepts, rejects and rolls back on purpose."""
+
+    name, num_drafted = "oracle", 5
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self._texts = texts
+
+    def propose(self, batch: Batch) -> DraftBlock:
+        drafts = []
+        for seq, limit in zip(batch.sequences, batch.draft_limits_B(self.num_drafted), strict=True):
+            at = len(seq.tokens)
+            text = next((each for each in self._texts if each[: seq.prompt_len] == seq.tokens[: seq.prompt_len]), [])
+            own = text[at : at + limit]
+            if at % 3 == 0 and len(own) > 2:
+                own[2] = (own[2] + 1) % VOCAB
+            drafts.append(own)
+        return DraftBlock.certain(drafts)
+
+
+def drafters_for(
+    target: Decoder, tensors: list[tuple[str, Tensor]], known: list[list[int]]
+) -> dict[str, Callable[[], Drafter]]:
+    """Every method of drafting, for a tiny target; `known` are texts with their prompts."""
+    device, config = str(target.device), target.config
+    sizes = {"head_dim": 8, "intermediate_size": 48}
+    return {
+        "none": NoDrafter,
+        "oracle": lambda: OracleDrafter(known),
+        "ngram": NgramDrafter,
+        "dflash": lambda: DFlashDrafter.random(target, block_size=6, num_layers=2, **sizes),
+        "dflash2": lambda: DFlash2Drafter.random(target, block_size=6, num_layers=2, **sizes),
+        "eagle3": lambda: Eagle3Drafter.random(target, num_drafted=4, **sizes),
+        "mtp": lambda: MtpDrafter(tiny_mtp(config), num_drafted=4),
+        "small model": lambda: SmallModelDrafter(decoder(config, tensors, device, rows=target.cache.num_rows)),
+    }
+
+
+def tiny_mtp(config: DecoderConfig) -> MtpLayer:
+    layer, generator = one_layer(config), torch.Generator().manual_seed(7)
+    size = config.hidden_size
+    shapes = {"fc.weight": (size, 2 * size), **{f"{name}_norm.weight": (size,) for name in ("embedding", "hidden", "final")}}
+    shapes |= layer_shapes(layer, 0)
+    level = 1.0 - config.norm_offset
+    tensors = {
+        name: 0.25 * torch.randn(shape, generator=generator) if len(shape) > 1 else torch.full(shape, level)
+        for name, shape in shapes.items()
+    }
+    return MtpLayer(layer, tensors, config.delta is not None)
+
+
+def texts(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: list[list[int]],
+    params: SamplingParams | list[SamplingParams],
+    *,
+    plan: str = "fixed",
+    rule: str = "auto",
+    rounds: list[int] | None = None,
+) -> list[list[int]]:
+    """Answers of all prompts as one batch; `rounds` gets the tokens that each row of each round kept."""
+    engine = Engine(
+        target, stand_in_tokenizer(target.vocab_size), drafter,
+        judge=RuleJudge(RULES[rule]), planner=fixed_planner(plan, 32), prefill_chunk=32,
+    )  # fmt: skip
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    ids = [engine.add(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
+    done: dict[int, list[int]] = {}
+    while engine.has_work:
+        for chunk in engine.step():
+            if chunk.sequence.error:
+                raise chunk.sequence.error
+            if chunk.finish_reason:
+                done[chunk.sequence.request_id] = chunk.sequence.output_ids
+        if rounds is not None:
+            rounds += [count + 1 for stats in engine.rounds for count in stats.num_accepted_B]
+    return [done[request] for request in ids]
+
+
+def parted(target: Target, prompts: list[list[int]], some: list[list[int]], others: list[list[int]]) -> list[dict[str, Any]]:
+    """Where texts part, and how near a tie the target is there: the gap of its best two logits over the largest."""
+    found = []
+    for number, (prompt, one, other) in enumerate(zip(prompts, some, others, strict=True)):
+        at = first_difference(one, other)
+        if at is not None:
+            row = target.cache.allocate()
+            assert row is not None
+            tokens = prompt + one[:at]
+            out = target.forward(ForwardBatch([row], [0], [len(tokens)], tokens, "last"))
+            target.cache.free(row)
+            assert out.logits_TV is not None
+            first, second = out.logits_TV[-1].float().topk(2).values.tolist()
+            found.append({"prompt": number, "at": at, "gap": (first - second) / max(abs(first), 1e-9)})
+    return found
+
+
+def are_same(parts: list[dict[str, Any]]) -> bool:
+    """Whether texts part at near-ties only."""
+    return all(each["gap"] < NEAR_TIE for each in parts)
+
+
+def with_window(config: DecoderConfig, window: int) -> DecoderConfig:
+    return replace(config, windows=(window, None) * (config.num_layers // 2))
