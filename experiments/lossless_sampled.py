@@ -49,7 +49,7 @@ def scored(
     probs = target_probs(out.logits_TV[len(prompt) - 1 : -1].float(), params).double()
     probs = probs / probs.sum(-1, keepdim=True)
     entropy = torch.special.entr(probs).sum(-1)
-    chosen = probs.gather(-1, torch.tensor(answer)[:, None])
+    chosen = probs.gather(-1, torch.tensor(answer, device=probs.device)[:, None])
     likelier = torch.where(probs > chosen, probs, 0.0).sum(-1)
     points = [float(before + luck.random() * own) for before, own in zip(likelier, chosen[:, 0], strict=True)]
     return (-chosen[:, 0].log() - entropy).tolist(), points

@@ -22,7 +22,7 @@ ALL = ["tiny-part1==1", "tiny-part2==1", "tiny-part3==1"]
 """What is asked for when all three pieces are."""
 
 
-def write_tiny_gguf(path: Path) -> None:
+def write_tiny_gguf(path: Path, context: int = 64) -> None:
     """A one-layer Llama with a byte-level vocabulary of bytes only."""
     from tokenizers import pre_tokenizers
 
@@ -31,7 +31,7 @@ def write_tiny_gguf(path: Path) -> None:
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *alphabet, "he", "ll"]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
-    writer.add_context_length(64)
+    writer.add_context_length(context)
     writer.add_embedding_length(32)
     writer.add_feed_forward_length(64)
     writer.add_head_count(2)
