@@ -20,7 +20,9 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -37,6 +39,7 @@ GRACE_S = 5.0
 LAST_S = 3.0
 """Kept free at the end of the day for writing the results."""
 MOST_LOG_BYTES = 15 * 2**20
+CLOCKS = "name,clocks.sm,clocks.mem,temperature.gpu,power.draw"
 PRELOADED = ("torch", "transformers", "paceline.bench.passes", "paceline.train.loop", "gpu_day_stages.models")
 
 
@@ -44,7 +47,7 @@ PRELOADED = ("torch", "transformers", "paceline.bench.passes", "paceline.train.l
 class Stage:
     name: str
     where: str
-    """module:function below gpu_day_stages, or of any module whose name has a dot."""
+    """module:function"""
     limit_s: float
     needs_s: float
     """Least time that is worth starting it for."""
@@ -53,25 +56,25 @@ class Stage:
 
     def load(self) -> Any:
         module, _, function = self.where.partition(":")
-        return getattr(importlib.import_module(module if "." in module else f"gpu_day_stages.{module}"), function)
+        return getattr(importlib.import_module(module), function)
 
 
 STAGES = (
-    Stage("env", "machine:env", 20, 2, "0"),
-    Stage("ceilings", "machine:ceilings", 20, 8, "1"),
-    Stage("tiny", "exact:tiny", 60, 25, "2"),
-    Stage("graphs", "exact:graphs", 60, 20, "3"),
-    Stage("plain", "speed:plain", 60, 20, "6"),
-    Stage("mock", "speed:mock", 75, 25, "7"),
-    Stage("seeds", "exact:seeds", 25, 15, "4"),
-    Stage("real", "real:real", 60, 25, ""),
-    Stage("profile", "speed:profile", 25, 12, "9"),
-    Stage("train", "training:train", 60, 25, "11"),
-    Stage("resume", "training:resume", 30, 12, "12"),
-    Stage("batch", "speed:batch", 40, 20, "8"),
-    Stage("mixtures", "speed:mixtures", 50, 20, "10"),
-    Stage("peers", "peers:peers", 60, 25, "13"),
-    Stage("teach", "real:teach", 540, 60, ""),
+    Stage("env", "gpu_day_stages.machine:env", 20, 2, "0"),
+    Stage("ceilings", "gpu_day_stages.machine:ceilings", 20, 8, "1"),
+    Stage("tiny", "gpu_day_stages.exact:tiny", 60, 25, "2"),
+    Stage("graphs", "gpu_day_stages.exact:graphs", 60, 20, "3"),
+    Stage("plain", "gpu_day_stages.speed:plain", 60, 20, "6"),
+    Stage("mock", "gpu_day_stages.speed:mock", 75, 25, "7"),
+    Stage("seeds", "gpu_day_stages.exact:seeds", 25, 15, "4"),
+    Stage("real", "gpu_day_stages.real:real", 60, 25, ""),
+    Stage("profile", "gpu_day_stages.speed:profile", 25, 12, "9"),
+    Stage("train", "gpu_day_stages.training:train", 60, 25, "11"),
+    Stage("resume", "gpu_day_stages.training:resume", 30, 12, "12"),
+    Stage("batch", "gpu_day_stages.speed:batch", 40, 20, "8"),
+    Stage("mixtures", "gpu_day_stages.speed:mixtures", 50, 20, "10"),
+    Stage("peers", "gpu_day_stages.peers:peers", 60, 25, "13"),
+    Stage("teach", "gpu_day_stages.real:teach", 540, 60, ""),
 )
 """By worth: what is known if the day ends early."""
 
@@ -97,9 +100,19 @@ class Day:
     def is_good(self) -> bool:
         return all(record["status"] in ("passed", "skipped") for record in self.stages.values())
 
+    @property
+    def card(self) -> str:
+        lines = self.stages.get("env", {}).get("lines", [])
+        return next((str(line.get("name")) for line in lines if line.get("what") == "card"), str(self.header.get("device")))
+
     def table(self) -> str:
         """Stages, then measurements beside what was predicted, then goals."""
-        lines = ["| stage | status | s | |", "|---|---|---|---|"]
+        lines = [
+            f"{self.card}, commit {self.header.get('commit')}, {self.header.get('date')}",
+            "",
+            "| stage | status | s | |",
+            "|---|---|---|---|",
+        ]
         for name, record in self.stages.items():
             lines.append(f"| {name} | {record['status']} | {record['seconds']:.0f} | {record['why']} |")
         every = [(name, line) for name, record in self.stages.items() for line in record["lines"]]
@@ -123,7 +136,13 @@ def run_day(stages: Sequence[Stage], visit: Visit, day: Day, minutes: float, beg
     with (day.out / "log.txt").open("ab") as log:
         for stage in stages:
             left_s = began + 60 * minutes - LAST_S - time.monotonic()
-            record = day.stages[stage.name] = {"number": stage.number, "status": "running", "why": "", "seconds": 0.0, "lines": []}
+            record = day.stages[stage.name] = {
+                "number": stage.number,
+                "status": "running",
+                "why": "",
+                "seconds": 0.0,
+                "lines": [],
+            }
             if left_s < stage.needs_s:
                 why = f"{max(left_s, 0):.0f} s are left of the day, it needs {stage.needs_s:.0f}"
                 record |= {"status": "skipped", "why": why}
@@ -132,6 +151,7 @@ def run_day(stages: Sequence[Stage], visit: Visit, day: Day, minutes: float, beg
                 log.flush()
                 visit.earlier = {name: each["lines"] for name, each in day.stages.items()}
                 run_stage(stage, visit, min(stage.limit_s, left_s), record, log.fileno(), day)
+                record["clocks"] = clocks(visit.device)
             day.write()
             print(f"{stage.name}: {record['status']} in {record['seconds']:.1f} s {record['why']}", flush=True)
 
@@ -161,6 +181,18 @@ def run_stage(stage: Stage, visit: Visit, limit_s: float, record: dict[str, Any]
     ours.close()
     status, why = verdict(lines, process.exitcode, f"ended at its limit of {limit_s:.0f} s" if was_ended else "")
     record |= {"status": status, "why": why, "seconds": time.monotonic() - began}
+
+
+def clocks(device: str) -> dict[str, str]:
+    """The card's clocks, temperature and power just after a stage, read without touching CUDA."""
+    program = shutil.which("nvidia-smi") if device.startswith("cuda") else None
+    if program is None:
+        return {}
+    with contextlib.suppress(subprocess.SubprocessError):
+        words = [program, f"--query-gpu={CLOCKS}", "--format=csv,noheader"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=5)
+        return dict(zip(CLOCKS.split(","), done.stdout.strip().split(", "), strict=False))
+    return {"unknown": "nvidia-smi did not answer"}
 
 
 def verdict(lines: list[Line], exit_code: int | None, ended: str) -> tuple[str, str]:

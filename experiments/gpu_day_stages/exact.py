@@ -18,7 +18,6 @@ import torch
 from gpu_day_stages.models import decoder
 from gpu_day_stages.tiny_models import (
     VOCAB,
-    OracleDrafter,
     are_same,
     drafters_for,
     loud_tensors,
@@ -29,8 +28,6 @@ from gpu_day_stages.tiny_models import (
     with_window,
 )
 from gpu_day_stages.visit import Skipped, Visit
-from paceline.draft.dflash import DFlashDrafter
-from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.model.config import FAMILIES, DecoderConfig
 from paceline.model.decoder import Decoder
@@ -233,7 +230,8 @@ def seeds(visit: Visit) -> None:
     tensors, prompts = loud_tensors(config), random_prompts(3)
     target = decoder(config, tensors, visit.device, rows=4, max_len=128)
     own = [
-        SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=visit.sized(32, 10), ignore_eos=True) for seed in range(3)
+        SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=visit.sized(32, 10), ignore_eos=True)
+        for seed in range(3)
     ]
     expected = texts(target, None, prompts, own)
     known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
@@ -273,7 +271,11 @@ def p_values(target: Decoder, prompt: list[int], drawn: list[list[int]]) -> list
     params = SamplingParams(temperature=1.0)
     first = probabilities(target, prompt, params)
     pairs = {(token,): mass for token, mass in enumerate(first)}
-    both = {(one, two): mass * own for (one,), mass in pairs.items() for two, own in enumerate(probabilities(target, [*prompt, one], params))}
+    both = {
+        (one, two): mass * own
+        for (one,), mass in pairs.items()
+        for two, own in enumerate(probabilities(target, [*prompt, one], params))
+    }
     return [p_value(Counter(tuple(each[:length]) for each in drawn), masses) for length, masses in ((1, pairs), (2, both))]
 
 

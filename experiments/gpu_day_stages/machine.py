@@ -17,7 +17,9 @@ from gpu_day_stages.visit import Visit
 
 MODULES = ("paceline.engine.llm", "paceline.train.train_run", "paceline.bench.runs", "paceline.draft.registry")
 WANTED = ("gguf", "llguidance", "fastapi", "scipy", "pyarrow", "pytest", "safetensors", "tokenizers", "triton")
-QUERY = "name,driver_version,memory.total,memory.used,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu"
+QUERY = (
+    "name,driver_version,memory.total,memory.used,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu"
+)
 
 
 def env(visit: Visit) -> None:
@@ -75,7 +77,6 @@ def ceilings(visit: Visit) -> None:
     other = torch.empty_like(buffer)
     samples = clock.samples(lambda: other.copy_(buffer), visit.sized(15, 3))
     visit.report("copy", ms=summary(samples), bytes_per_s=2 * size / (1e-3 * statistics.median(samples)))
-    del buffer, other
     for name in ("bfloat16", "float32", "float8_e4m3fn"):
         with visit.part(f"matmul {name}"):
             products(visit, clock, name)

@@ -35,7 +35,9 @@ MAX_POSITION = 40960
 WARM, MOST_CHUNK = 3, 1024
 
 
-def _shape(family: str, hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int, **more: Any) -> DecoderConfig:
+def _shape(
+    family: str, hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int, **more: Any
+) -> DecoderConfig:
     values = {"head_dim": 128, "max_position": MAX_POSITION} | more
     return DecoderConfig(family, vocab, hidden, inner, layers, heads, kv_heads, **values)
 
@@ -116,13 +118,27 @@ def decoder(
 ) -> Decoder:
     """As `model.backends.load_target` chooses for CUDA: recorded passes where their shape is known."""
     kind = Decoder if config.num_experts or config.delta else GraphDecoder
-    return kind(config, tensors, num_rows=rows, max_len=max_len, dtype=dtype, device=device)
+    target = kind(config, tensors, num_rows=rows, max_len=max_len, dtype=dtype, device=device)
+    recorder: Any = getattr(target, "recorder", None)
+    if recorder is not None:
+        recorder.records_late = True  # a stage uses few shapes: its first rounds record them, not those of all traffic
+    return target
+
+
+def recordings(target: Decoder) -> dict[str, Any] | None:
+    """How many passes were recorded, and which had to be computed eagerly; None where the target does not count them."""
+    recorder: Any = getattr(target, "recorder", None)
+    if recorder is None:
+        return None
+    return {name: getattr(recorder, name, None) for name in ("num_recorded", "seconds", "replayed", "eager")}
 
 
 def random_target(visit: Visit, name: str, *, rows: int = 1, max_len: int = 512) -> Decoder:
     """A target of a shape of SHAPES in bfloat16, its weights drawn on the device."""
     config, dtype = shape_of(visit, name), visit.sized(torch.bfloat16, torch.float32)
-    return decoder(config, weights(expected_shapes(config), visit.device, dtype), visit.device, rows=rows, max_len=max_len, dtype=dtype)
+    return decoder(
+        config, weights(expected_shapes(config), visit.device, dtype), visit.device, rows=rows, max_len=max_len, dtype=dtype
+    )
 
 
 def random_dflash(target: Decoder, *, layers: int, block: int = 16, words: int | None = None) -> DFlashDrafter:
@@ -245,7 +261,7 @@ def needed_len(context: int, kept: float, count: int, width: int) -> int:
 
 
 def running_engine(target: Decoder, drafter: Drafter, *, batch: int, width: int, kept: float, context: int) -> Engine:
-    """An engine with `batch` requests that have read their prompts; every round checks `width` drafts and keeps `kept` tokens."""
+    """An engine whose `batch` requests have read their prompts; its rounds check `width` drafts and keep `kept` tokens."""
     engine = mocked_engine(Held.of(target), drafter, kept)  # pyright: ignore[reportArgumentType]
     engine.planner = FixedPlanner(0, MOST_CHUNK)
     params = SamplingParams(max_tokens=target.cache.max_len - context, ignore_eos=True)

@@ -15,7 +15,7 @@ from gpu_day_stages.visit import Skipped, Visit
 
 
 def peers(visit: Visit) -> None:
-    """Tokens per second behind a prompt: eager, with a static cache, with DFlash speculation, and compiled (last: it may not end)."""
+    """Tokens per second: eager, with a static cache, with DFlash speculation, and compiled (last: it may not end)."""
     own, device = shape_of(visit, "8B"), torch.device(visit.device)
     config = transformers.Qwen3Config(
         vocab_size=own.vocab_size, hidden_size=own.hidden_size, intermediate_size=own.intermediate_size,

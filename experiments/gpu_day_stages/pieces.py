@@ -3,9 +3,9 @@
     python experiments/gpu_day_stages/pieces.py prepare --model MODEL.gguf --answers FOLDER --out bring
     python experiments/gpu_day_stages/pieces.py join OUT --name drafters.tar --out runs/from-gpu
 
-`prepare` writes bring/1/, bring/2/, ...: the model in that many pieces, and into the first the token ids of all answers
-(answers.parquet: no texts, compressed). A piece's name says all: NAME.1of2.HASH, with the beginning of the whole file's SHA-256.
-`join` finds them anywhere below a folder, checks the hash, and unpacks a tar.
+`prepare` writes bring/1/, bring/2/, ...: the model in that many pieces, and into the first the token ids of all
+answers (answers.parquet: no texts, compressed). A piece is called NAME.1of2.HASH, by the beginning of the whole file's
+SHA-256. `join` finds pieces anywhere below a folder, checks the hash, and unpacks a tar.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     preparing = commands.add_parser("prepare")
     preparing.add_argument("--model", type=Path, required=True, help="a GGUF file")
-    preparing.add_argument("--answers", type=Path, action="append", default=[], help="folder of paceline regenerate; repeatable")
+    preparing.add_argument(
+        "--answers", type=Path, action="append", default=[], help="folder of paceline regenerate; repeatable"
+    )
     preparing.add_argument("--pieces", type=int, default=2)
     joining = commands.add_parser("join")
     joining.add_argument("folder", type=Path)

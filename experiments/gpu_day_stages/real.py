@@ -25,7 +25,7 @@ from paceline.prompts import read_prompts
 from paceline.tables import Progress
 from paceline.train import train
 from paceline.train.answers import read_answers
-from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimConfig, TrainConfig
+from paceline.train.config import AnswerConfig, DrafterShape, LoopConfig, LossConfig, OptimConfig, TrainConfig
 
 NEAR_TIE = 1e-3
 """Logits: where float32 passes of other shapes may choose the other of two tokens."""
@@ -51,9 +51,9 @@ def brought_answers(visit: Visit) -> Path | None:
 
 
 def real(visit: Visit) -> None:
-    """Greedy text with every drafter at hand is plain decoding's in float32, sampled text is the target's; acceptance lengths."""
+    """Greedy text of every drafter at hand against plain decoding in float32, sampled text, and acceptance lengths."""
     with brought_model(visit) as path:
-        llm = LLM(str(path), drafter="none", device=visit.device, dtype="float32", plan="fixed", max_batch=8)
+        llm = LLM(str(path), drafter="none", device=visit.device, dtype="float32", plan="fixed", max_batch=4)
         prompts, most = prompts_for(visit, llm), visit.sized(96, 8)
         greedy = SamplingParams(max_tokens=most)
         plain = [out.token_ids for out in llm.generate_ids(prompts, greedy)]
@@ -73,7 +73,9 @@ def real(visit: Visit) -> None:
                 gaps = [found for row in rows if (found := parting(llm.target, *row)) is not None]
                 figures = {"acceptance_length": 1 + accepted / max(rounds, 1), "tokens_per_s": sum(map(len, texts)) / spent_s}
                 is_same = all(gap < NEAR_TIE for _, gap in gaps)
-                visit.check(f"real {name}: greedy text is plain decoding's", is_same, parted=gaps, prompts=len(prompts), **figures)
+                visit.check(
+                    f"real {name}: greedy text is plain decoding's", is_same, parted=gaps, prompts=len(prompts), **figures
+                )
                 sampled(visit, llm, name, prompts)
 
 
@@ -131,7 +133,7 @@ class News(Progress):
 
 
 def teach(visit: Visit) -> None:
-    """Train the default drafter's recipe for the time that is left, with blocks of 8, then of 16; bring back the best in 8 bits."""
+    """Train the default drafter's recipe for the time that is left, in blocks of 8, then of 16; bring both back in 8 bits."""
     answers = brought_answers(visit)
     if answers is None:
         raise Skipped("no answers were brought (--bring)")
@@ -162,10 +164,12 @@ def recipe(visit: Visit, model: Path, answers: Path, out: Path, block: int, seco
     )  # fmt: skip
     shape = DrafterShape(num_layers=visit.sized(3, 1), block_size=block, start="copied", kind="dflash2", selector_rank=64)
     target = EngineConfig(str(model), device=visit.device, dtype=visit.sized("bfloat16", "float32"))
+    answering = AnswerConfig(max_tokens=visit.sized(128, 16))  # of the held-out prompts that are served at the end
     features, max_len = visit.sized("cached", "online"), visit.sized(512, 64)
     return TrainConfig(
-        out=out, target=target, answers=(answers,), plan="off", features=features, max_len=max_len, shape=shape, loop=loop
-    )
+        out=out, target=target, answers=(answers,), plan="off", features=features, max_len=max_len, shape=shape, loop=loop,
+        answering=answering,
+    )  # fmt: skip
 
 
 def bring_back(visit: Visit, run: Path, block: int, drafters: Path) -> None:

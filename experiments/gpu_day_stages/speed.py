@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import warnings
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -78,7 +79,9 @@ def _ratio_goals(visit: Visit, text: str, words: int | None, ratios: dict[int, f
         visit.goal(f"{text}: over plain decoding at 4", ratios[4], 3.57)
 
 
-def _round(visit: Visit, target: Decoder, drafter: Drafter, what: str, kept: int, context: int, count: int, width: int) -> float:
+def _round(
+    visit: Visit, target: Decoder, drafter: Drafter, what: str, kept: int, context: int, count: int, width: int
+) -> float:
     """Report rounds of one request; the median of their milliseconds."""
     engine = models.running_engine(target, drafter, batch=1, width=width, kept=kept, context=context)
     times = models.round_times(visit, engine, count)
@@ -87,7 +90,8 @@ def _round(visit: Visit, target: Decoder, drafter: Drafter, what: str, kept: int
     if width:
         num_bytes += models.drafter_bytes(drafter, target)  # pyright: ignore[reportArgumentType]
     figures, median = shares(visit, num_bytes, times.whole), statistics.median(times.whole)
-    visit.report(what, **times.figures(), tokens_per_s=1e3 * kept / median, lossless=False, **figures)
+    made = models.recordings(target)
+    visit.report(what, **times.figures(), tokens_per_s=1e3 * kept / median, lossless=False, recordings=made, **figures)
     if kept in (1, 8):
         visit.goal(f"{what}: its floor's share of it", figures["share_of_read"] or 0.0, 0.85 if kept == 1 else 1 / 1.2)
     return median
@@ -97,8 +101,7 @@ def batch(visit: Visit) -> None:
     """Rounds of many requests with 0 to 15 drafts each; passes when more rows never make fewer tokens per second."""
     context, count = visit.sized(256, 16), visit.sized(8, 2)
     batches, widths = visit.sized((1, 2, 4, 8, 16, 32, 64), (1, 2)), visit.sized((0, 3, 7, 15), (0, 3))
-    max_len = needed_len(context, 2, (count + models.WARM) * len(widths), BLOCK)
-    target = random_target(visit, "8B", rows=max(batches), max_len=max_len)
+    target = random_target(visit, "8B", rows=max(batches), max_len=needed_len(context, 2, count, BLOCK))
     drafter = random_dflash(target, layers=visit.sized(5, 1), block=BLOCK)
     rates: dict[int, list[float]] = {width: [] for width in widths}
     for rows in batches:
@@ -113,7 +116,7 @@ def batch(visit: Visit) -> None:
                 engine.abort(request)
             rates[width].append(1e3 * rows / statistics.median(times.whole))
             visit.report(f"8B, {rows} rows, {width} drafts", **times.figures(), rounds_of_rows_per_s=rates[width][-1])
-    falls = {width: min((b / a for a, b in zip(each, each[1:], strict=False)), default=1.0) for width, each in rates.items()}
+    falls = {width: min((b / a for a, b in pairwise(each)), default=1.0) for width, each in rates.items()}
     if not visit.is_tiny:
         visit.check("more rows make no fewer tokens per second", min(falls.values()) > 0.95, least_ratio=falls)
 
@@ -168,7 +171,7 @@ def _synchronisations(engine: Any, count: int) -> float:
 
 
 def mixtures(visit: Visit) -> None:
-    """Passes of a mixture of experts and of a hybrid with gated delta nets, and whether the same pass has the same bits twice."""
+    """Passes of a mixture of experts and of a hybrid, and whether the same pass has the same bits twice."""
     context = visit.sized(1024, 16)
     for shape, what, counts in (
         ("30B-A3B", "Qwen3-30B-A3B", (1, 8, 16)),

@@ -72,9 +72,15 @@ def steps(visit: Visit, anchors: int) -> None:
     samples = [clock.once(whole) for _ in range(visit.sized(6, 2))]
     blocks, median_s = anchors * documents, 1e-3 * statistics.median(samples)
     flops = trainer.flops_per_block(trainer.head) * blocks / median_s
-    peak = next((line["flops_per_s"] for line in visit.earlier.get("ceilings", []) if line.get("what") == "matmul bfloat16"), None)
+    peak = next(
+        (line["flops_per_s"] for line in visit.earlier.get("ceilings", []) if line.get("what") == "matmul bfloat16"), None
+    )
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-    figures = {"blocks_per_s": blocks / median_s, "flops_per_s": flops, "share_of_measured_peak": flops / peak if peak else None}
+    figures = {
+        "blocks_per_s": blocks / median_s,
+        "flops_per_s": flops,
+        "share_of_measured_peak": flops / peak if peak else None,
+    }
     visit.report(what, ms=summary(samples), first_ms=first, memory_bytes=memory, **figures, parts_ms=parts(trainer, clock))
     visit.check(f"{what}: losses are finite", all(map(math.isfinite, losses)), losses=losses)
     if peak:
@@ -112,9 +118,14 @@ def real_trainer(visit: Visit, anchors: int, documents: int) -> Trainer:
     network = DFlashNetwork.of(config, dict(weights(shapes, visit.device, torch.float32)))
     draw = np.random.default_rng(0)
     corpus = [
-        Document(f"doc-{number}@0/0", draw.integers(0, own.vocab_size, length).astype(np.int32), 8) for number in range(documents)
+        Document(f"doc-{number}@0/0", draw.integers(0, own.vocab_size, length).astype(np.int32), 8)
+        for number in range(documents)
     ]
-    ends = dict(weights({"embedding": (own.vocab_size, own.hidden_size), "head": (own.vocab_size, own.hidden_size)}, visit.device, dtype))
+    ends = dict(
+        weights(
+            {"embedding": (own.vocab_size, own.hidden_size), "head": (own.vocab_size, own.hidden_size)}, visit.device, dtype
+        )
+    )
     taps = torch.randn(length, len(config.target_layer_ids) * own.hidden_size, device=device, dtype=dtype)
     loop = LoopConfig(
         epochs=1e6, blocks_per_step=anchors * documents, anchors=anchors, blocks_per_pack=512, tokens_per_pack=32768,
@@ -159,7 +170,11 @@ def resume(visit: Visit) -> None:
 
 def compare(visit: Visit, name: str, expected: dict[int, float], losses: dict[int, float]) -> None:
     """Losses step by step; equal up to what other orders of float32 sums make of them."""
-    worst = max(abs(losses[step] - loss) / abs(loss) for step, loss in expected.items()) if losses.keys() == expected.keys() else math.inf
+    worst = (
+        max(abs(losses[step] - loss) / abs(loss) for step, loss in expected.items())
+        if losses.keys() == expected.keys()
+        else math.inf
+    )
     visit.check(name, worst < 1e-5, largest_difference=worst, same_bits=losses == expected)
 
 
