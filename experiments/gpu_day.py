@@ -29,9 +29,11 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from gpu_day_stages.visit import Line, Skipped, Visit
+
+from paceline.runlog import record_of
 
 FORK = multiprocessing.get_context("fork")
 GRACE_S = 5.0
@@ -45,36 +47,36 @@ PRELOADED = ("torch", "transformers", "paceline.bench.passes", "paceline.train.l
 
 @dataclass(frozen=True)
 class Stage:
+    """The function `name` of gpu_day_stages.`module`."""
+
     name: str
-    where: str
-    """module:function"""
+    module: str
     limit_s: float
     needs_s: float
     """Least time that is worth starting it for."""
     number: str = ""
-    """Its number in the design's list of stages."""
+    """Its number in docs/gpu.md."""
 
     def load(self) -> Any:
-        module, _, function = self.where.partition(":")
-        return getattr(importlib.import_module(module), function)
+        return getattr(importlib.import_module(f"gpu_day_stages.{self.module}"), self.name)
 
 
 STAGES = (
-    Stage("env", "gpu_day_stages.machine:env", 20, 2, "0"),
-    Stage("ceilings", "gpu_day_stages.machine:ceilings", 20, 8, "1"),
-    Stage("tiny", "gpu_day_stages.exact:tiny", 60, 25, "2"),
-    Stage("graphs", "gpu_day_stages.exact:graphs", 60, 20, "3"),
-    Stage("plain", "gpu_day_stages.speed:plain", 60, 20, "6"),
-    Stage("mock", "gpu_day_stages.speed:mock", 75, 25, "7"),
-    Stage("seeds", "gpu_day_stages.exact:seeds", 25, 15, "4"),
-    Stage("real", "gpu_day_stages.real:real", 60, 25, ""),
-    Stage("profile", "gpu_day_stages.speed:profile", 25, 12, "9"),
-    Stage("train", "gpu_day_stages.training:train", 60, 25, "11"),
-    Stage("resume", "gpu_day_stages.training:resume", 30, 12, "12"),
-    Stage("batch", "gpu_day_stages.speed:batch", 40, 20, "8"),
-    Stage("mixtures", "gpu_day_stages.speed:mixtures", 50, 20, "10"),
-    Stage("peers", "gpu_day_stages.peers:peers", 60, 25, "13"),
-    Stage("teach", "gpu_day_stages.real:teach", 540, 60, ""),
+    Stage("env", "machine", 20, 2, "0"),
+    Stage("ceilings", "machine", 20, 8, "1"),
+    Stage("tiny", "exact", 60, 25, "2"),
+    Stage("graphs", "exact", 60, 20, "3"),
+    Stage("plain", "speed", 60, 20, "6"),
+    Stage("mock", "speed", 75, 25, "7"),
+    Stage("seeds", "exact", 25, 15, "4"),
+    Stage("real", "real", 60, 25),
+    Stage("profile", "speed", 25, 12, "9"),
+    Stage("train", "training", 60, 25, "11"),
+    Stage("resume", "training", 30, 12, "12"),
+    Stage("batch", "speed", 40, 20, "8"),
+    Stage("mixtures", "speed", 50, 20, "10"),
+    Stage("peers", "peers", 60, 25, "13"),
+    Stage("teach", "real", 540, 60),
 )
 """By worth: what is known if the day ends early."""
 
@@ -100,34 +102,23 @@ class Day:
     def is_good(self) -> bool:
         return all(record["status"] in ("passed", "skipped") for record in self.stages.values())
 
-    @property
-    def card(self) -> str:
-        lines = self.stages.get("env", {}).get("lines", [])
-        return next((str(line.get("name")) for line in lines if line.get("what") == "card"), str(self.header.get("device")))
-
     def table(self) -> str:
         """Stages, then measurements beside what was predicted, then goals."""
-        lines = [
-            f"{self.card}, commit {self.header.get('commit')}, {self.header.get('date')}",
-            "",
-            "| stage | status | s | |",
-            "|---|---|---|---|",
-        ]
+        every = [line for record in self.stages.values() for line in record["lines"]]
+        card = next((line["name"] for line in every if line.get("what") == "card"), self.header["device"])
+        lines = [f"{card}, commit {self.header['commit']}, {self.header['date']}"]
+        lines += ["", "| stage | status | s | |", "|---|---|---|---|"]
         for name, record in self.stages.items():
             lines.append(f"| {name} | {record['status']} | {record['seconds']:.0f} | {record['why']} |")
-        every = [(name, line) for name, record in self.stages.items() for line in record["lines"]]
         lines += ["", "| measured | ms | predicted | floor | of read bandwidth |", "|---|---|---|---|---|"]
-        for _, line in every:
-            if "what" in line and isinstance(line.get("ms"), dict):
-                figures = (line["ms"]["median"], line.get("predicted_ms"), line.get("floor_ms"), line.get("share_of_read"))
-                lines.append(f"| {line['what']} | {' | '.join('' if each is None else f'{each:.3g}' for each in figures)} |")
+        for line in (line for line in every if "what" in line and isinstance(line.get("ms"), dict)):
+            more = (line.get(name) for name in ("predicted_ms", "measured_floor_ms", "share_of_read"))
+            cells = ("" if each is None else f"{each:.3g}" for each in (line["ms"]["median"], *more))
+            lines.append(f"| {line['what']} | {' | '.join(cells)} |")
         lines += ["", "| goal | value | wanted | met |", "|---|---|---|---|"]
         words = {True: "yes", False: "no", None: "not judged"}
-        lines += [
-            f"| {line['goal']} | {line['value']:.3g} | {line['wanted']:.3g} | {words[line['met']]} |"
-            for _, line in every
-            if "goal" in line
-        ]
+        for line in (line for line in every if "goal" in line):
+            lines.append(f"| {line['goal']} | {line['value']:.3g} | {line['wanted']:.3g} | {words[line['met']]} |")
         return "\n".join(lines) + "\n"
 
 
@@ -231,16 +222,13 @@ def _in_child(stage: Stage, visit: Visit, log: int) -> None:
 
 def _end(process: Any) -> None:
     """End a stage's process and all that it started: SIGTERM, then SIGKILL."""
-    if process.is_alive():
-        _signal_group(process.pid, signal.SIGTERM)
-        process.join(GRACE_S)
-    _signal_group(process.pid, signal.SIGKILL)
-    process.join()
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
+    for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
+        if process.is_alive() or number == signal.SIGKILL:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, number)
+            if number == signal.SIGKILL:
+                process.kill()  # one that had no group of its own yet
+            process.join(wait_s)
 
 
 def preload() -> list[str]:
@@ -255,11 +243,7 @@ def preload() -> list[str]:
 
 
 def header(options: argparse.Namespace, missing: list[str]) -> dict[str, Any]:
-    """What the figures depend on; card, driver and clocks are in the stage `env`."""
-    try:
-        from paceline.runlog import record_of
-    except ImportError as error:
-        return {"command": sys.argv, "not_imported": [*missing, f"paceline.runlog: {error}"]}
+    """What the figures depend on; card and driver are in the stage `env`."""
     made = record_of({"device": options.device, "tiny": options.tiny, "minutes": options.minutes, "not_imported": missing})
     return {**made, "commit": options.commit or made["commit"]}
 
@@ -291,7 +275,7 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"{stage.number:>2} {stage.name:<9} at most {stage.limit_s:.0f} s, at least {stage.needs_s:.0f}")
         return 0
     logging.basicConfig(level=logging.WARNING)
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     options.out.mkdir(parents=True, exist_ok=True)
     day = Day(options.out, header(options, preload()))
     try:
@@ -306,10 +290,6 @@ def main(words: Sequence[str] | None = None) -> int:
         (options.out / "day.md").write_text(day.table())
         print(day.table(), flush=True)
     return 0 if day.is_good else 1
-
-
-def _stop(number: int, frame: object) -> NoReturn:
-    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from gpu_day_stages.tiny_models import (
     texts,
     tiny_config,
     tiny_llama,
-    with_window,
 )
 from gpu_day_stages.visit import Skipped, Visit
 from paceline.draft.small_model import SmallModelDrafter
@@ -132,7 +132,7 @@ def greedy(visit: Visit, name: str, config: DecoderConfig) -> None:
 
 def graphs(visit: Visit) -> None:
     """Recorded passes of every shape against ordinary ones; what a recording takes; a recording beside a thread that pins."""
-    config = with_window(tiny_llama(), 40)
+    config = replace(tiny_llama(), windows=(40, None, 40, None))
     tensors = loud_tensors(config)
     ordinary = Decoder(config, tensors, num_rows=4, max_len=256, device=visit.device)
     recorded = decoder(config, tensors, visit.device, rows=4, max_len=256)

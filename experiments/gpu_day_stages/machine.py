@@ -119,25 +119,22 @@ def host_costs(visit: Visit, clock: Clock) -> None:
     with torch.cuda.graph(graph):
         many()
     visit.report("graph node", us=1e3 * statistics.median(clock.samples(graph.replay, 10)) / number)
-    pinned = torch.zeros(64, dtype=torch.long).pin_memory()
-    there = torch.zeros(64, dtype=torch.long, device=visit.device)
-    pageable, event = torch.zeros(64, dtype=torch.long), torch.cuda.Event()
+    pageable, there = torch.zeros(64, dtype=torch.long), torch.zeros(64, dtype=torch.long, device=visit.device)
+    pinned, event = pageable.pin_memory(), torch.cuda.Event()
 
     def waited() -> None:
         small.add_(1.0)
         event.record()
         event.synchronize()
 
-    host = {
+    host: dict[str, Callable[[], object]] = {
         "small upload, pinned": lambda: there.copy_(pinned, non_blocking=True),
         "small upload, pageable": lambda: there.copy_(pageable),
         "launch and event wait": waited,
         "launch and read-back": lambda: float(small.add_(1.0)[0]),
     }
     for name, work in host.items():
-        spent = []
+        began = time.perf_counter()
         for _ in range(200):
-            began = time.perf_counter()
             work()
-            spent.append(1e6 * (time.perf_counter() - began))
-        visit.report(name, us=statistics.median(spent))
+        visit.report(name, us=1e6 * (time.perf_counter() - began) / 200)

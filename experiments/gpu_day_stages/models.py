@@ -6,8 +6,9 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from gpu_day_stages.visit import Visit
 from paceline.bench.passes import mocked_engine, random_prompt
-from paceline.config import EngineConfig
 from paceline.draft.base import Drafter
 from paceline.draft.checkpoint import DFlashConfig, new_config
 from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
@@ -57,7 +57,14 @@ SHAPES = {
     ),
 }  # fmt: skip
 """Published sizes (the dense 27B has those of Qwen3.5-27B with attention in every layer)."""
-_SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
+_SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+}
 
 
 def shape_of(visit: Visit, name: str) -> DecoderConfig:
@@ -114,7 +121,13 @@ def weights(
 
 
 def decoder(
-    config: DecoderConfig, tensors: Any, device: str, *, rows: int = 1, max_len: int = 512, dtype: torch.dtype = torch.float32
+    config: DecoderConfig,
+    tensors: Any,
+    device: str,
+    *,
+    rows: int = 1,
+    max_len: int = 512,
+    dtype: torch.dtype = torch.float32,
 ) -> Decoder:
     """As `model.backends.load_target` chooses for CUDA: recorded passes where their shape is known."""
     kind = Decoder if config.num_experts or config.delta else GraphDecoder
@@ -137,7 +150,12 @@ def random_target(visit: Visit, name: str, *, rows: int = 1, max_len: int = 512)
     """A target of a shape of SHAPES in bfloat16, its weights drawn on the device."""
     config, dtype = shape_of(visit, name), visit.sized(torch.bfloat16, torch.float32)
     return decoder(
-        config, weights(expected_shapes(config), visit.device, dtype), visit.device, rows=rows, max_len=max_len, dtype=dtype
+        config,
+        weights(expected_shapes(config), visit.device, dtype),
+        visit.device,
+        rows=rows,
+        max_len=max_len,
+        dtype=dtype,
     )
 
 
@@ -222,37 +240,9 @@ def pass_times(visit: Visit, target: Decoder, context: int, count: int, repeat: 
     return samples, first
 
 
-@dataclass
-class RoundTimes:
-    """Milliseconds round by round."""
-
-    whole: list[float] = field(default_factory=list)
-    draft: list[float] = field(default_factory=list)
-    verify: list[float] = field(default_factory=list)
-    host: list[float] = field(default_factory=list)
-
-    def figures(self) -> dict[str, Any]:
-        parts = {f"{name}_ms": summary(getattr(self, name)) for name in ("draft", "verify", "host")}
-        return {"ms": summary(self.whole), **parts}
-
-
 @lru_cache(maxsize=2)
 def stand_in_tokenizer(vocab_size: int) -> Tokenizer:
     return Tokenizer.stand_in(vocab_size)
-
-
-@dataclass
-class Held:
-    """What `paceline.bench` needs of an LLM, around a target that is there already."""
-
-    target: Decoder
-    config: EngineConfig
-    tokenizer: Tokenizer
-
-    @classmethod
-    def of(cls, target: Decoder) -> Held:
-        config = EngineConfig(model="random", weights="random", drafter="none", prefill_chunk=MOST_CHUNK)
-        return cls(target, config, stand_in_tokenizer(target.vocab_size))
 
 
 def needed_len(context: int, kept: float, count: int, width: int) -> int:
@@ -262,7 +252,9 @@ def needed_len(context: int, kept: float, count: int, width: int) -> int:
 
 def running_engine(target: Decoder, drafter: Drafter, *, batch: int, width: int, kept: float, context: int) -> Engine:
     """An engine whose `batch` requests have read their prompts; its rounds check `width` drafts and keep `kept` tokens."""
-    engine = mocked_engine(Held.of(target), drafter, kept)  # pyright: ignore[reportArgumentType]
+    settings = SimpleNamespace(prefill_chunk=MOST_CHUNK)
+    llm: Any = SimpleNamespace(target=target, tokenizer=stand_in_tokenizer(target.vocab_size), config=settings)
+    engine = mocked_engine(llm, drafter, kept)
     engine.planner = FixedPlanner(0, MOST_CHUNK)
     params = SamplingParams(max_tokens=target.cache.max_len - context, ignore_eos=True)
     for row in range(batch):
@@ -273,17 +265,21 @@ def running_engine(target: Decoder, drafter: Drafter, *, batch: int, width: int,
     return engine
 
 
-def round_times(visit: Visit, engine: Engine, count: int) -> RoundTimes:
-    """Times of `count` rounds of a running engine, behind a few that warm up."""
-    clock, times = Clock(visit.device), RoundTimes()
+def round_times(visit: Visit, engine: Engine, count: int) -> dict[str, list[float]]:
+    """Milliseconds of `count` rounds of a running engine, whole and by part, behind a few that warm up."""
+    clock, times = Clock(visit.device), dict[str, list[float]]()
     for number in range(WARM + count):
-        whole = clock.once(engine.step)
+        whole_ms = clock.once(engine.step)
         if number >= WARM:
             (stats,) = engine.rounds
-            own = (1e3 * each for each in (stats.draft_s, stats.verify_s, stats.host_s))
-            for samples, value in zip((times.whole, times.draft, times.verify, times.host), (whole, *own), strict=True):
-                samples.append(value)
+            parts = {name: 1e3 * getattr(stats, f"{name}_s") for name in ("draft", "verify", "host")}
+            for name, value in {"": whole_ms, **parts}.items():
+                times.setdefault(f"{name}_ms".lstrip("_"), []).append(value)
     return times
+
+
+def summaries(times: dict[str, list[float]]) -> dict[str, Any]:
+    return {name: summary(samples) for name, samples in times.items()}
 
 
 def free_memory() -> None:

@@ -71,10 +71,17 @@ def real(visit: Visit) -> None:
                 llm.use_drafter("none")
                 rows = zip(prompts, texts, plain, strict=True)
                 gaps = [found for row in rows if (found := parting(llm.target, *row)) is not None]
-                figures = {"acceptance_length": 1 + accepted / max(rounds, 1), "tokens_per_s": sum(map(len, texts)) / spent_s}
+                figures = {
+                    "acceptance_length": 1 + accepted / max(rounds, 1),
+                    "tokens_per_s": sum(map(len, texts)) / spent_s,
+                }
                 is_same = all(gap < NEAR_TIE for _, gap in gaps)
                 visit.check(
-                    f"real {name}: greedy text is plain decoding's", is_same, parted=gaps, prompts=len(prompts), **figures
+                    f"real {name}: greedy text is plain decoding's",
+                    is_same,
+                    parted=gaps,
+                    prompts=len(prompts),
+                    **figures,
                 )
                 sampled(visit, llm, name, prompts)
 
@@ -146,7 +153,12 @@ def teach(visit: Visit) -> None:
                     raise Skipped("no time is left")
                 news = News(lambda text, name=name: visit.report(name, news=text))
                 result = train(recipe(visit, path, answers, folder, block, share_s), progress=news)
-                figures = {"steps": result.steps, "blocks": result.blocks, "expected": result.eal, "served": result.heldout}
+                figures = {
+                    "steps": result.steps,
+                    "blocks": result.blocks,
+                    "expected": result.eal,
+                    "served": result.heldout,
+                }
                 visit.report(name, **figures, share_s=share_s)
                 visit.check(f"{name} learned", result.steps > 0, **figures)
             if folder.is_dir():

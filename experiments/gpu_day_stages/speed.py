@@ -11,7 +11,16 @@ from typing import Any
 import torch
 
 from gpu_day_stages import models
-from gpu_day_stages.models import free_memory, kv_bytes, needed_len, pass_times, random_dflash, random_target, shares, summary
+from gpu_day_stages.models import (
+    free_memory,
+    kv_bytes,
+    needed_len,
+    pass_times,
+    random_dflash,
+    random_target,
+    shares,
+    summary,
+)
 from gpu_day_stages.visit import Visit
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.model.decoder import Decoder
@@ -70,13 +79,9 @@ def mock(visit: Visit) -> None:
 
 
 def _ratio_goals(visit: Visit, text: str, words: int | None, ratios: dict[int, float]) -> None:
-    if visit.is_tiny:
-        return
-    if words is None:
-        visit.goal(f"{text}: over plain decoding at 8", ratios[8], 5.62)
-    elif text.startswith("27B"):
-        visit.goal(f"{text}: over plain decoding at 2", ratios[2], 1.86)
-        visit.goal(f"{text}: over plain decoding at 4", ratios[4], 3.57)
+    wanted = {8: 5.62} if words is None else {2: 1.86, 4: 3.57} if text.startswith("27B") else {}
+    for kept in wanted.keys() & ratios.keys():
+        visit.goal(f"{text}: over plain decoding at {kept}", ratios[kept], wanted[kept])
 
 
 def _round(
@@ -89,9 +94,9 @@ def _round(
     num_bytes = target.weight_bytes + kv_bytes(target, context)
     if width:
         num_bytes += models.drafter_bytes(drafter, target)  # pyright: ignore[reportArgumentType]
-    figures, median = shares(visit, num_bytes, times.whole), statistics.median(times.whole)
+    figures, median = shares(visit, num_bytes, times["ms"]), statistics.median(times["ms"])
     made = models.recordings(target)
-    visit.report(what, **times.figures(), tokens_per_s=1e3 * kept / median, lossless=False, recordings=made, **figures)
+    visit.report(what, **models.summaries(times), tokens_per_s=1e3 * kept / median, lossless=False, recordings=made, **figures)
     if kept in (1, 8):
         visit.goal(f"{what}: its floor's share of it", figures["share_of_read"] or 0.0, 0.85 if kept == 1 else 1 / 1.2)
     return median
@@ -114,8 +119,8 @@ def batch(visit: Visit) -> None:
             times = models.round_times(visit, engine, count)
             for request in range(rows):
                 engine.abort(request)
-            rates[width].append(1e3 * rows / statistics.median(times.whole))
-            visit.report(f"8B, {rows} rows, {width} drafts", **times.figures(), rounds_of_rows_per_s=rates[width][-1])
+            rates[width].append(1e3 * rows / statistics.median(times["ms"]))
+            visit.report(f"8B, {rows} rows, {width} drafts", **models.summaries(times), rounds_of_rows_per_s=rates[width][-1])
     falls = {width: min((b / a for a, b in pairwise(each)), default=1.0) for width, each in rates.items()}
     if not visit.is_tiny:
         visit.check("more rows make no fewer tokens per second", min(falls.values()) > 0.95, least_ratio=falls)
@@ -137,9 +142,9 @@ def profile(visit: Visit) -> None:
     kernels = [row for row in rows if row["is_kernel"]]
     launches = sum(row["calls"] for row in rows if "Launch" in row["name"]) / count
     busy_ms = sum(row["device_us"] for row in kernels) / 1e3 / count
-    whole_ms = statistics.median(unprofiled.whole)
+    whole_ms = statistics.median(unprofiled["ms"])
     visit.report("launches a round", number=launches, kernels_a_round=sum(row["calls"] for row in kernels) / count)
-    visit.report("busy", ms=summary(unprofiled.whole), kernels_ms=busy_ms, share=busy_ms / whole_ms)
+    visit.report("busy", ms=summary(unprofiled["ms"]), kernels_ms=busy_ms, share=busy_ms / whole_ms)
     top = sorted(kernels or rows, key=lambda row: -row["device_us"] or -row["host_us"])[:60]
     (visit.out / "profile.json").write_text(json.dumps({"rounds": count, "kernels": top, "calls": rows[:400]}, indent=1))
     if is_cuda:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_day_stages.models import decoder, stand_in_tokenizer
+from paceline.bench.passes import parting
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.dflash2 import DFlash2Drafter
@@ -21,12 +21,11 @@ from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
-from paceline.figures import first_difference
 from paceline.model.checkpoint import expected_shapes
 from paceline.model.config import DecoderConfig, decoder_config
 from paceline.model.decoder import Decoder
 from paceline.model.layout import layer_shapes
-from paceline.model.target import ForwardBatch, Target
+from paceline.model.target import Target
 from paceline.plan import fixed_planner
 from paceline.types import Batch, DraftBlock, SamplingParams
 from paceline.verify.rules import RULES
@@ -46,7 +45,7 @@ LAYER_TYPES = {
     "rope_local_base_freq": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
 }
 NEAR_TIE = 1e-3
-"""Two texts may part where the target's best two logits are no further apart, relative to the largest."""
+"""Two texts may part where the target's best two logits are no further apart."""
 
 
 def tiny_config(architecture: str, defaults: dict[str, Any]) -> DecoderConfig:
@@ -114,7 +113,10 @@ def drafters_for(
 def tiny_mtp(config: DecoderConfig) -> MtpLayer:
     layer, generator = one_layer(config), torch.Generator().manual_seed(7)
     size = config.hidden_size
-    shapes = {"fc.weight": (size, 2 * size), **{f"{name}_norm.weight": (size,) for name in ("embedding", "hidden", "final")}}
+    shapes = {
+        "fc.weight": (size, 2 * size),
+        **{f"{name}_norm.weight": (size,) for name in ("embedding", "hidden", "final")},
+    }
     shapes |= layer_shapes(layer, 0)
     level = 1.0 - config.norm_offset
     tensors = {
@@ -153,27 +155,12 @@ def texts(
     return [done[request] for request in ids]
 
 
-def parted(target: Target, prompts: list[list[int]], some: list[list[int]], others: list[list[int]]) -> list[dict[str, Any]]:
-    """Where texts part, and how near a tie the target is there: the gap of its best two logits over the largest."""
-    found = []
-    for number, (prompt, one, other) in enumerate(zip(prompts, some, others, strict=True)):
-        at = first_difference(one, other)
-        if at is not None:
-            row = target.cache.allocate()
-            assert row is not None
-            tokens = prompt + one[:at]
-            out = target.forward(ForwardBatch([row], [0], [len(tokens)], tokens, "last"))
-            target.cache.free(row)
-            assert out.logits_TV is not None
-            first, second = out.logits_TV[-1].float().topk(2).values.tolist()
-            found.append({"prompt": number, "at": at, "gap": (first - second) / max(abs(first), 1e-9)})
-    return found
+def parted(target: Target, prompts: list[list[int]], some: list[list[int]], others: list[list[int]]) -> list[tuple[int, float]]:
+    """Where texts part, and how near a tie the target is there: the gap of its best two logits."""
+    found = [parting(target, *row) for row in zip(prompts, others, some, strict=True)]
+    return [each for each in found if each is not None]
 
 
-def are_same(parts: list[dict[str, Any]]) -> bool:
+def are_same(parts: list[tuple[int, float]]) -> bool:
     """Whether texts part at near-ties only."""
-    return all(each["gap"] < NEAR_TIE for each in parts)
-
-
-def with_window(config: DecoderConfig, window: int) -> DecoderConfig:
-    return replace(config, windows=(window, None) * (config.num_layers // 2))
+    return all(gap < NEAR_TIE for _, gap in parts)

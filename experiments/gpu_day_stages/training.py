@@ -60,20 +60,20 @@ def steps(visit: Visit, anchors: int) -> None:
     what, documents = f"training, {anchors} anchors", visit.sized(4, 2)
     trainer, clock = real_trainer(visit, anchors, documents), Clock(visit.device)
 
-    def whole() -> float:
+    def step() -> None:
         chosen, num_slots, trainer.state.place = trainer.planner.step(trainer.state.place)
         losses.append(trainer.forward_backward(chosen, num_slots, trainer.head)[0])
         torch.nn.utils.clip_grad_norm_(trainer.network.parameters(), 1.0)
         trainer.optimisers.step(1e-3)
-        return losses[-1]
 
     losses: list[float] = []
-    first = clock.once(whole)
-    samples = [clock.once(whole) for _ in range(visit.sized(6, 2))]
+    first = clock.once(step)
+    samples = [clock.once(step) for _ in range(visit.sized(6, 2))]
     blocks, median_s = anchors * documents, 1e-3 * statistics.median(samples)
     flops = trainer.flops_per_block(trainer.head) * blocks / median_s
     peak = next(
-        (line["flops_per_s"] for line in visit.earlier.get("ceilings", []) if line.get("what") == "matmul bfloat16"), None
+        (line["flops_per_s"] for line in visit.earlier.get("ceilings", []) if line.get("what") == "matmul bfloat16"),
+        None,
     )
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     figures = {
@@ -123,7 +123,9 @@ def real_trainer(visit: Visit, anchors: int, documents: int) -> Trainer:
     ]
     ends = dict(
         weights(
-            {"embedding": (own.vocab_size, own.hidden_size), "head": (own.vocab_size, own.hidden_size)}, visit.device, dtype
+            {"embedding": (own.vocab_size, own.hidden_size), "head": (own.vocab_size, own.hidden_size)},
+            visit.device,
+            dtype,
         )
     )
     taps = torch.randn(length, len(config.target_layer_ids) * own.hidden_size, device=device, dtype=dtype)
@@ -150,22 +152,23 @@ def softmax_in_place(visit: Visit) -> None:
 
 def resume(visit: Visit) -> None:
     """A tiny training stopped half-way and resumed, with packs made ahead, and sharded over a world of one."""
-    total, half = visit.sized(12, 4), visit.sized(6, 2)
-    whole = run(visit, total)
-    for name, options in (("adamw", OptimConfig(lr=3e-3)), ("muon", OptimConfig("muon", lr=3e-3))):
-        with visit.part(f"resumed, {name}"):
-            expected = whole if name == "adamw" else run(visit, total, optim=options)
-            with tempfile.TemporaryDirectory() as folder:
-                losses = run(visit, total, Path(folder), stop_at=half, optim=options)
-                losses |= run(visit, total, Path(folder), is_resumed=True, optim=options)
-            compare(visit, f"resumed, {name}", expected, losses)
-    with visit.part("packs made ahead"):
-        compare(visit, "packs made ahead", whole, run(visit, total, is_ahead=True))
+    total = visit.sized(12, 4)
+    for name in ("adamw", "muon"):
+        with visit.part(f"resumed, {name}"), tempfile.TemporaryDirectory() as folder:
+            options = {"optim": OptimConfig(name, lr=3e-3)}
+            losses = run(tiny_trainer(visit, Path(folder), total, **options), stop_at=total // 2)
+            again = tiny_trainer(visit, Path(folder), total, **options)
+            is_resumed = again.resume()
+            losses |= run(again)
+            compare(visit, f"resumed, {name}", whole(visit, total, **options), losses if is_resumed else {})
+    with visit.part("packs made ahead"), tempfile.TemporaryDirectory() as folder:
+        trainer = tiny_trainer(visit, Path(folder), total)
+        with packs_ahead(trainer):
+            compare(visit, "packs made ahead", whole(visit, total), run(trainer))
     with visit.part("sharded over one"), process_group(visit):
         with mock.patch("paceline.train.loop.make_parallel", lambda way, ranks, device: Sharded(ranks, device)):
-            losses = run(visit, 2)
-        # The learning rate follows the length of the run: only the first step has the same weights.
-        compare(visit, "sharded over one", {1: whole[1]}, {1: losses[1]})
+            losses = whole(visit, 2)
+        compare(visit, "sharded over one", whole(visit, 2), losses)
 
 
 def compare(visit: Visit, name: str, expected: dict[int, float], losses: dict[int, float]) -> None:
@@ -178,32 +181,18 @@ def compare(visit: Visit, name: str, expected: dict[int, float], losses: dict[in
     visit.check(name, worst < 1e-5, largest_difference=worst, same_bits=losses == expected)
 
 
-def run(
-    visit: Visit,
-    total: int,
-    folder: Path | None = None,
-    *,
-    stop_at: int | None = None,
-    is_resumed: bool = False,
-    is_ahead: bool = False,
-    **changes: Any,
-) -> dict[int, float]:
-    """Losses of a tiny training by step."""
-    if folder is None:
-        with tempfile.TemporaryDirectory() as scratch:
-            return run(visit, total, Path(scratch), stop_at=stop_at, is_resumed=is_resumed, is_ahead=is_ahead, **changes)
-    trainer, losses = tiny_trainer(visit, folder, total, **changes), dict[int, float]()
-    if is_resumed and not trainer.resume():
-        raise RuntimeError("there is no checkpoint to resume from")
+def whole(visit: Visit, total: int, **changes: Any) -> dict[int, float]:
+    """Losses by step of a tiny training that goes through."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run(tiny_trainer(visit, Path(folder), total, **changes))
 
-    def note(figures: dict[str, Any]) -> None:
-        losses[figures["step"]] = figures["objective"]
 
-    if is_ahead:
-        with packs_ahead(trainer):
-            trainer.run(note)
-    else:
-        trainer.run(note, should_stop=lambda: trainer.state.step == stop_at)
+def run(trainer: Trainer, stop_at: int | None = None) -> dict[int, float]:
+    losses: dict[int, float] = {}
+    trainer.run(
+        lambda figures: losses.update({figures["step"]: figures["objective"]}),
+        should_stop=lambda: trainer.state.step == stop_at,
+    )
     return losses
 
 
