@@ -1,14 +1,15 @@
-"""One short visit to a GPU machine: everything worth knowing in eight minutes, stage by stage, in the order of its worth.
+"""One short visit to a GPU machine: all that is worth knowing in eight minutes, stage by stage, by worth.
 
     PYTHONPATH=SITE:. PYTHONUNBUFFERED=1 python3 experiments/gpu_day.py --out OUT --minutes 8
     python experiments/gpu_day.py --device cpu --tiny --out OUT        all of it in tiny, as the tests run it
 
-Each stage is a process of its own, forked from this one, which has imported PyTorch but not touched CUDA: a stage starts
-within a second, and one that crashes, hangs or spoils its CUDA context ends alone. At its limit a stage gets SIGTERM, then
-SIGKILL; the lines that it had reported stay. One that the rest of the day is too short for is left out.
+Each stage is a process of its own, forked from this one, which has imported PyTorch but not touched CUDA: a stage
+starts within a second, and one that crashes, hangs or spoils its CUDA context ends alone. At its limit a stage gets
+SIGTERM, then SIGKILL; the lines that it had reported stay. One that the rest of the day is too short for is skipped.
 
-OUT/day.json has everything; day.md, printed last, is a short table; profile.json is the profile stage's, log.txt what stages
-print, drafters.tar.* what the stage `teach` trained (docs/gpu.md). The exit status is 0 if every stage that ran passed.
+OUT/day.json has everything; day.md, printed last, is a short table; profile.json is the profile stage's, log.txt what
+stages print, drafters.tar.* what the stage `teach` trained (docs/gpu.md). The exit status is 0 if every stage that ran
+passed.
 """
 
 from __future__ import annotations
@@ -152,7 +153,8 @@ def run_stage(stage: Stage, visit: Visit, limit_s: float, record: dict[str, Any]
     lines: list[Line] = record["lines"]
     ours, theirs = FORK.Pipe(duplex=False)
     began = time.monotonic()
-    process = FORK.Process(target=_in_child, args=(stage, replace(visit, ends_at=began + limit_s, send=theirs.send), log))
+    own = replace(visit, ends_at=began + limit_s, send=theirs.send)
+    process = FORK.Process(target=_in_child, args=(stage, own, log))
     process.start()
     theirs.close()
     try:
@@ -244,7 +246,8 @@ def preload() -> list[str]:
 
 def header(options: argparse.Namespace, missing: list[str]) -> dict[str, Any]:
     """What the figures depend on; card and driver are in the stage `env`."""
-    made = record_of({"device": options.device, "tiny": options.tiny, "minutes": options.minutes, "not_imported": missing})
+    settings = {name: getattr(options, name) for name in ("device", "tiny", "minutes")}
+    made = record_of({**settings, "not_imported": missing})
     return {**made, "commit": options.commit or made["commit"]}
 
 
@@ -279,7 +282,8 @@ def main(words: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     day = Day(options.out, header(options, preload()))
     try:
-        run_day(options.stages, Visit(options.device, options.tiny, options.out, options.bring), day, options.minutes, began)
+        visit = Visit(options.device, options.tiny, options.out, options.bring)
+        run_day(options.stages, visit, day, options.minutes, began)
     finally:
         for child in multiprocessing.active_children():
             _end(child)

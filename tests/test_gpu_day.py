@@ -169,10 +169,9 @@ def test_files_in_pieces(script: ModuleType, tmp_path: Path) -> None:
     pieces.prepare(model, [tmp_path / "answers"], tmp_path / "bring", 2)
     assert pieces.names_below(tmp_path / "bring") == {"some.gguf"}
     assert pieces.join(tmp_path / "bring", "some.gguf", tmp_path / "there").read_bytes() == model.read_bytes()
-    corpora = [read_corpus([source], 64) for source in (tmp_path / "answers", tmp_path / "bring" / "1" / "answers.parquet")]
-    assert [[each.tokens.tolist() for each in corpus.train] for corpus in corpora[:1]] == [
-        [each.tokens.tolist() for each in corpora[1].train]
-    ]
+    sources = tmp_path / "answers", tmp_path / "bring" / "1" / "answers.parquet"
+    texts = [[each.tokens.tolist() for each in read_corpus([source], 64).train] for source in sources]
+    assert texts[0] == texts[1]
     (second,) = (tmp_path / "bring" / "2").iterdir()
     second.write_bytes(second.read_bytes()[:-1] + b"?")
     with pytest.raises(ModelFileError, match="are damaged: bring them again"):
@@ -187,7 +186,8 @@ def test_files_in_pieces(script: ModuleType, tmp_path: Path) -> None:
 def answers(number: int) -> list[Answer]:
     draw = random.Random(0)
     tokens = [[draw.randrange(3, 250) for _ in range(26)] for _ in range(number)]
-    return [Answer(f"k{place}@0", "tests", 0, 0.0, each[:6], each[6:], "stop", "text") for place, each in enumerate(tokens)]
+    values = "tests", 0, 0.0
+    return [Answer(f"k{place}@0", *values, each[:6], each[6:], "stop", "text") for place, each in enumerate(tokens)]
 
 
 @pytest.mark.slow

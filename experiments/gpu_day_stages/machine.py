@@ -18,7 +18,7 @@ from gpu_day_stages.visit import Visit
 MODULES = ("paceline.engine.llm", "paceline.train.train_run", "paceline.bench.runs", "paceline.draft.registry")
 WANTED = ("gguf", "llguidance", "fastapi", "scipy", "pyarrow", "pytest", "safetensors", "tokenizers", "triton")
 QUERY = (
-    "name,driver_version,memory.total,memory.used,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu"
+    "name,driver_version,memory.used,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu"
 )
 
 
@@ -73,7 +73,8 @@ def ceilings(visit: Visit) -> None:
     datasheet = datasheet_rate(visit.device)
     every = {way: size / (1e-3 * statistics.median(samples)) for way, samples in times.items()}
     share = rate / datasheet if datasheet else None
-    visit.report("read", ms=summary(times[best]), bytes_per_s=rate, by=best, all_bytes_per_s=every, share_of_datasheet=share)
+    figures = {"by": best, "all_bytes_per_s": every, "share_of_datasheet": share}
+    visit.report("read", ms=summary(times[best]), bytes_per_s=rate, **figures)
     other = torch.empty_like(buffer)
     samples = clock.samples(lambda: other.copy_(buffer), visit.sized(15, 3))
     visit.report("copy", ms=summary(samples), bytes_per_s=2 * size / (1e-3 * statistics.median(samples)))

@@ -139,7 +139,7 @@ def decoder(
 
 
 def recordings(target: Decoder) -> dict[str, Any] | None:
-    """How many passes were recorded, and which had to be computed eagerly; None where the target does not count them."""
+    """How many passes were recorded, and which ran eagerly; None where the target does not count them."""
     recorder: Any = getattr(target, "recorder", None)
     if recorder is None:
         return None
@@ -159,7 +159,7 @@ def random_target(visit: Visit, name: str, *, rows: int = 1, max_len: int = 512)
     )
 
 
-def random_dflash(target: Decoder, *, layers: int, block: int = 16, words: int | None = None) -> DFlashDrafter:
+def random_dflash(target: Decoder, layers: int, words: int | None = None, block: int = 16) -> DFlashDrafter:
     """A drafter of the target's widths, drawn on its device; with `words` it drafts over so many rows of the head."""
     own = target.config
     raw = new_config(
@@ -223,7 +223,7 @@ def prefill(target: Decoder, row: int, context: int) -> None:
 
 
 def pass_times(visit: Visit, target: Decoder, context: int, count: int, repeat: int) -> tuple[list[float], float]:
-    """Milliseconds of a pass of `count` tokens behind `context` and of reading the best tokens back, and of the first one."""
+    """Milliseconds of passes of `count` tokens behind `context`, the best tokens read back, and of the first one."""
     row = target.cache.allocate()
     assert row is not None
     prefill(target, row, context)
@@ -251,7 +251,7 @@ def needed_len(context: int, kept: float, count: int, width: int) -> int:
 
 
 def running_engine(target: Decoder, drafter: Drafter, *, batch: int, width: int, kept: float, context: int) -> Engine:
-    """An engine whose `batch` requests have read their prompts; its rounds check `width` drafts and keep `kept` tokens."""
+    """An engine with `batch` requests behind their prompts; rounds check `width` drafts and keep `kept` tokens."""
     settings = SimpleNamespace(prefill_chunk=MOST_CHUNK)
     llm: Any = SimpleNamespace(target=target, tokenizer=stand_in_tokenizer(target.vocab_size), config=settings)
     engine = mocked_engine(llm, drafter, kept)

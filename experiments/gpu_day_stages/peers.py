@@ -23,8 +23,9 @@ def peers(visit: Visit) -> None:
         head_dim=own.head_dim, max_position_embeddings=own.max_position, tie_word_embeddings=False,
         bos_token_id=None, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
+    dtype = visit.sized(torch.bfloat16, torch.float32)
     with device:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=visit.sized(torch.bfloat16, torch.float32)).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     context, count = visit.sized(256, 12), visit.sized(64, 6)
     prompt = torch.randint(1, own.vocab_size, (1, context), device=device)
     ways: dict[str, Callable[[], dict[str, Any]]] = {
@@ -44,9 +45,11 @@ def peers(visit: Visit) -> None:
 def measure(visit: Visit, name: str, model: Any, prompt: torch.Tensor, count: int, options: dict[str, Any]) -> None:
     """Of a new token: the difference of a long answer and a short one over that of their lengths."""
 
+    mask = torch.ones_like(prompt)
+
     def seconds(length: int) -> float:
         began = time.perf_counter()
-        out = model.generate(prompt, max_new_tokens=length, do_sample=False, attention_mask=torch.ones_like(prompt), **options)
+        out = model.generate(prompt, max_new_tokens=length, do_sample=False, attention_mask=mask, **options)
         number = out.shape[1] - prompt.shape[1]  # to the host: it waits for the device
         float(out.sum())
         if number != length:
@@ -58,7 +61,8 @@ def measure(visit: Visit, name: str, model: Any, prompt: torch.Tensor, count: in
     for _ in range(visit.sized(3, 1)):
         short, whole = seconds(count // 4), seconds(count)
         rates.append((count - count // 4) / max(whole - short, 1e-9))
-    visit.report(f"Transformers, {name}", tokens_per_s=statistics.median(rates), all_tokens_per_s=rates, first_s=first_s)
+    figures = {"all_tokens_per_s": rates, "first_s": first_s}
+    visit.report(f"Transformers, {name}", tokens_per_s=statistics.median(rates), **figures)
 
 
 def assistant(visit: Visit, model: Any) -> Any:
@@ -70,7 +74,8 @@ def assistant(visit: Visit, model: Any) -> Any:
     config = transformers.MuseGlimmerAssistantConfig(
         hidden_size=own.hidden_size, intermediate_size=own.intermediate_size, num_hidden_layers=visit.sized(5, 1),
         num_attention_heads=own.num_attention_heads, num_key_value_heads=own.num_key_value_heads, head_dim=own.head_dim,
-        block_size=visit.sized(16, 4), mask_token_id=own.vocab_size - 1, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        block_size=visit.sized(16, 4), mask_token_id=own.vocab_size - 1,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0,
         target_layer_ids=sorted({layer * (layers - 1) // 5 for layer in range(1, 5)}),
     )  # fmt: skip
     with model.device:

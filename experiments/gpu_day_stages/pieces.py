@@ -39,7 +39,7 @@ def names_below(folder: Path) -> set[str]:
 
 
 def join(folder: Path, name: str, out: Path) -> Path:
-    """Write `out`/`name` from its pieces below `folder`. Raises ModelFileError when one is missing or the hash is another."""
+    """Write `out`/`name` from its pieces below `folder`. Raises ModelFileError when one is missing or damaged."""
     pieces = {
         (match["hash"], int(match["total"]), int(match["number"])): path
         for path in folder.rglob(f"{name}.*")

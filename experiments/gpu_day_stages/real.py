@@ -19,6 +19,7 @@ from paceline.bench.passes import parting
 from paceline.config import EngineConfig
 from paceline.draft.checkpoint import weights_file
 from paceline.draft.dflash2 import read_drafter
+from paceline.engine.llm import Completion
 from paceline.errors import DrafterMismatchError
 from paceline.hub import SHIPPED
 from paceline.prompts import read_prompts
@@ -67,12 +68,11 @@ def real(visit: Visit) -> None:
                 answers = llm.generate_ids(prompts, greedy)
                 spent_s = time.perf_counter() - began
                 texts = [out.token_ids for out in answers]
-                accepted, rounds = (sum(getattr(out.stats, key) for out in answers) for key in ("num_accepted", "num_rounds"))
                 llm.use_drafter("none")
                 rows = zip(prompts, texts, plain, strict=True)
                 gaps = [found for row in rows if (found := parting(llm.target, *row)) is not None]
                 figures = {
-                    "acceptance_length": 1 + accepted / max(rounds, 1),
+                    "acceptance_length": acceptance_length(answers),
                     "tokens_per_s": sum(map(len, texts)) / spent_s,
                 }
                 is_same = all(gap < NEAR_TIE for _, gap in gaps)
@@ -84,6 +84,12 @@ def real(visit: Visit) -> None:
                     **figures,
                 )
                 sampled(visit, llm, name, prompts)
+
+
+def acceptance_length(answers: list[Completion]) -> float:
+    """Tokens a round, the bonus token included."""
+    accepted, rounds = (sum(getattr(out.stats, key) for out in answers) for key in ("num_accepted", "num_rounds"))
+    return 1 + accepted / max(rounds, 1)
 
 
 def prompts_for(visit: Visit, llm: LLM) -> list[list[int]]:
@@ -98,14 +104,14 @@ def prompts_for(visit: Visit, llm: LLM) -> list[list[int]]:
 
 
 def drafters_at_hand(visit: Visit) -> list[str]:
-    """Names and folders: those that need no file, those that ship if their weights are there, and those that were brought."""
+    """Names and folders: those that need no file, shipped ones whose weights are there, and those that were brought."""
     shipped = [folder for folder in sorted(SHIPPED.iterdir()) if folder.is_dir() and weights_file(folder).is_file()]
     brought = [file.parent for file in sorted(visit.bring.rglob("config.json"))] if visit.bring else []
     return ["ngram", "random-dflash", "random-eagle3", *map(str, visit.sized(shipped, []) + brought)]
 
 
 def sampled(visit: Visit, llm: LLM, name: str, prompts: list[list[int]]) -> None:
-    """NLL minus entropy of sampled tokens, which is zero on average, and their points' chi-square (lossless_sampled.py)."""
+    """Tests of sampled tokens as in lossless_sampled.py: mean NLL minus entropy, and chi-square of their points."""
     from lossless_sampled import p_value, scored
 
     number = visit.sized(128, 24)
@@ -122,9 +128,8 @@ def sampled(visit: Visit, llm: LLM, name: str, prompts: list[list[int]]) -> None
     excess = torch.tensor([values for values, _ in pairs]).flatten()
     errors_off = float(excess.mean() / (excess.std() / len(excess) ** 0.5))
     chance = p_value([point for _, points in pairs for point in points])
-    accepted, rounds = (sum(getattr(out.stats, key) for out in answers) for key in ("num_accepted", "num_rounds"))
     is_right = abs(errors_off) <= MOST_ERRORS and chance >= LEAST_P
-    figures = {"standard_errors_off": errors_off, "p_value": chance, "acceptance_length": 1 + accepted / max(rounds, 1)}
+    figures = {"standard_errors_off": errors_off, "p_value": chance, "acceptance_length": acceptance_length(answers)}
     visit.check(f"real {name}: sampled text is the target's", is_right, completions=number, **figures)
 
 
@@ -140,7 +145,7 @@ class News(Progress):
 
 
 def teach(visit: Visit) -> None:
-    """Train the default drafter's recipe for the time that is left, in blocks of 8, then of 16; bring both back in 8 bits."""
+    """Train by the default drafter's recipe for the time that is left, blocks of 8, then of 16; bring both back."""
     answers = brought_answers(visit)
     if answers is None:
         raise Skipped("no answers were brought (--bring)")
@@ -169,23 +174,24 @@ def teach(visit: Visit) -> None:
 def recipe(visit: Visit, model: Path, answers: Path, out: Path, block: int, seconds: float) -> TrainConfig:
     """recipes/default_drafter.sh in one training, with packs and steps of a size that keeps a GPU busy."""
     loop = LoopConfig(
-        epochs=200.0, max_steps=visit.sized(None, 6), max_minutes=seconds / 60, blocks_per_step=visit.sized(512, 16),
+        epochs=200.0, max_steps=visit.sized(None, 3), max_minutes=seconds / 60, blocks_per_step=visit.sized(512, 16),
         anchors=visit.sized(128, 8), blocks_per_pack=512, tokens_per_pack=visit.sized(32768, 512),
         loss=LossConfig("d-pace", vocab=visit.sized(8192, None)), optim=OptimConfig(lr=2e-3), keep="best",
         heldout_every=visit.sized(250, 3), checkpoint_minutes=1.0, selector_from=0.2, autocast=not visit.is_tiny,
     )  # fmt: skip
-    shape = DrafterShape(num_layers=visit.sized(3, 1), block_size=block, start="copied", kind="dflash2", selector_rank=64)
+    kind = {"kind": "dflash2", "selector_rank": 64, "start": "copied"}
+    shape = DrafterShape(num_layers=visit.sized(3, 1), block_size=block, **kind)
     target = EngineConfig(str(model), device=visit.device, dtype=visit.sized("bfloat16", "float32"))
     answering = AnswerConfig(max_tokens=visit.sized(128, 16))  # of the held-out prompts that are served at the end
     features, max_len = visit.sized("cached", "online"), visit.sized(512, 64)
     return TrainConfig(
-        out=out, target=target, answers=(answers,), plan="off", features=features, max_len=max_len, shape=shape, loop=loop,
-        answering=answering,
+        out=out, target=target, answers=(answers,), plan="off", features=features, max_len=max_len,
+        shape=shape, loop=loop, answering=answering,
     )  # fmt: skip
 
 
 def bring_back(visit: Visit, run: Path, block: int, drafters: Path) -> None:
-    """Add the finished drafter, or the best checkpoint of a training that did not end, to the tar that is brought back."""
+    """Add the finished drafter, or the best checkpoint so far, in 8 bits to the tar that is brought back."""
     found = [folder for folder in (run / "drafter", run / "checkpoints" / "best") if (folder / "config.json").is_file()]
     with visit.part(f"bring back blocks of {block}"):
         if not found:

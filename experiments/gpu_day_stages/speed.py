@@ -1,4 +1,4 @@
-"""Stages 6 to 10: passes, rounds with mocked acceptance, batches, launches, mixtures and hybrids, all of random weights."""
+"""Stages 6 to 10: passes, rounds with mocked acceptance, batches, launches, mixtures; all of random weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def plain(visit: Visit) -> None:
                 samples, first = pass_times(visit, target, context, 1, visit.sized(40, 3))
                 figures = shares(visit, target.weight_bytes + kv_bytes(target, context), samples)
                 rate = 1e3 / statistics.median(samples)
-                visit.report(f"plain {name} at {context}", ms=summary(samples), first_ms=first, tokens_per_s=rate, **figures)
+                times = {"ms": summary(samples), "first_ms": first}
+                visit.report(f"plain {name} at {context}", **times, tokens_per_s=rate, **figures)
                 if context == 4096 and name != "1.5B":
                     visit.goal(f"plain {name}: share of measured read bandwidth", figures["share_of_read"] or 0.0, 0.85)
             del target
@@ -61,12 +62,14 @@ def mock(visit: Visit) -> None:
             plain_ms = _round(visit, target, NoDrafter(), f"round {name} at {context}, plain", 1, context, count, 0)
             for layers, words in drafters:
                 with visit.part(f"mock {name}, {layers} layers"):
-                    own = random_dflash(target, layers=visit.sized(layers, 1), block=BLOCK, words=visit.sized(words, None))
+                    size = visit.sized(layers, 1), visit.sized(words, None)
+                    own = random_dflash(target, *size)
                     text = f"{name} at {context}, {layers} layers" + (f" over {words} words" if words else "")
                     ratios = {}
                     for kept in yields[1:]:
                         what = f"round {text}, {kept} tokens a round"
-                        ratios[kept] = kept * plain_ms / _round(visit, target, own, what, kept, context, count, BLOCK - 1)
+                        round_ms = _round(visit, target, own, what, kept, context, count, BLOCK - 1)
+                        ratios[kept] = kept * plain_ms / round_ms
                         visit.report(f"ratio {text}, {kept} tokens a round", ratio=ratios[kept], lossless=False)
                     _ratio_goals(visit, text, words, ratios)
             del target
@@ -74,7 +77,7 @@ def mock(visit: Visit) -> None:
     if not visit.is_tiny and visit.left_s > 10:
         with visit.part("mock 8B, short"):
             target = random_target(visit, "8B", max_len=needed_len(256, 4, count, BLOCK))
-            own = random_dflash(target, layers=5, block=BLOCK)
+            own = random_dflash(target, 5)
             _round(visit, target, own, "round 8B at 256, 5 layers, 4 tokens a round", 4, 256, count, BLOCK - 1)
 
 
@@ -95,8 +98,8 @@ def _round(
     if width:
         num_bytes += models.drafter_bytes(drafter, target)  # pyright: ignore[reportArgumentType]
     figures, median = shares(visit, num_bytes, times["ms"]), statistics.median(times["ms"])
-    made = models.recordings(target)
-    visit.report(what, **models.summaries(times), tokens_per_s=1e3 * kept / median, lossless=False, recordings=made, **figures)
+    figures |= {"tokens_per_s": 1e3 * kept / median, "recordings": models.recordings(target)}
+    visit.report(what, **models.summaries(times), lossless=False, **figures)
     if kept in (1, 8):
         visit.goal(f"{what}: its floor's share of it", figures["share_of_read"] or 0.0, 0.85 if kept == 1 else 1 / 1.2)
     return median
@@ -107,7 +110,7 @@ def batch(visit: Visit) -> None:
     context, count = visit.sized(256, 16), visit.sized(8, 2)
     batches, widths = visit.sized((1, 2, 4, 8, 16, 32, 64), (1, 2)), visit.sized((0, 3, 7, 15), (0, 3))
     target = random_target(visit, "8B", rows=max(batches), max_len=needed_len(context, 2, count, BLOCK))
-    drafter = random_dflash(target, layers=visit.sized(5, 1), block=BLOCK)
+    drafter = random_dflash(target, visit.sized(5, 1))
     rates: dict[int, list[float]] = {width: [] for width in widths}
     for rows in batches:
         for width in widths:
@@ -115,12 +118,13 @@ def batch(visit: Visit) -> None:
                 visit.leave_out(f"{rows} rows, {width} drafts", "no time is left")
                 continue
             used: Drafter = drafter if width else NoDrafter()
-            engine = models.running_engine(target, used, batch=rows, width=width, kept=min(2, width + 1), context=context)
+            kept = min(2, width + 1)
+            engine = models.running_engine(target, used, batch=rows, width=width, kept=kept, context=context)
             times = models.round_times(visit, engine, count)
             for request in range(rows):
                 engine.abort(request)
             rates[width].append(1e3 * rows / statistics.median(times["ms"]))
-            visit.report(f"8B, {rows} rows, {width} drafts", **models.summaries(times), rounds_of_rows_per_s=rates[width][-1])
+            visit.report(f"8B, {rows} rows, {width} drafts", **models.summaries(times), rows_per_s=rates[width][-1])
     falls = {width: min((b / a for a, b in pairwise(each)), default=1.0) for width, each in rates.items()}
     if not visit.is_tiny:
         visit.check("more rows make no fewer tokens per second", min(falls.values()) > 0.95, least_ratio=falls)
@@ -130,7 +134,7 @@ def profile(visit: Visit) -> None:
     """Launches, kernels, synchronisations and the GPU's busy share over rounds of 8B with a drafter of five layers."""
     context, count = visit.sized(1024, 16), visit.sized(20, 2)
     target = random_target(visit, "8B", max_len=needed_len(context, 4, 4 * count, BLOCK))
-    drafter = random_dflash(target, layers=visit.sized(5, 1), block=BLOCK)
+    drafter = random_dflash(target, visit.sized(5, 1))
     engine = models.running_engine(target, drafter, batch=1, width=BLOCK - 1, kept=4, context=context)
     unprofiled = models.round_times(visit, engine, count)
     is_cuda = torch.device(visit.device).type == "cuda"
@@ -146,7 +150,8 @@ def profile(visit: Visit) -> None:
     visit.report("launches a round", number=launches, kernels_a_round=sum(row["calls"] for row in kernels) / count)
     visit.report("busy", ms=summary(unprofiled["ms"]), kernels_ms=busy_ms, share=busy_ms / whole_ms)
     top = sorted(kernels or rows, key=lambda row: -row["device_us"] or -row["host_us"])[:60]
-    (visit.out / "profile.json").write_text(json.dumps({"rounds": count, "kernels": top, "calls": rows[:400]}, indent=1))
+    table = {"rounds": count, "kernels": top, "calls": rows[:400]}
+    (visit.out / "profile.json").write_text(json.dumps(table, indent=1))
     if is_cuda:
         syncs = _synchronisations(engine, count)
         visit.report("syncs a round", number=syncs)

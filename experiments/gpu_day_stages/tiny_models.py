@@ -1,4 +1,4 @@
-"""Tiny random models of every family and drafters for them, the same weights on every device; and texts of an engine."""
+"""Tiny random models of every family, the same on every device, drafters for them, and texts of an engine."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ from paceline.plan import fixed_planner
 from paceline.types import Batch, DraftBlock, SamplingParams
 from paceline.verify.rules import RULES
 
+Texts = list[list[int]]
 VOCAB, HIDDEN, HEAD_DIM = 64, 32, 16
 RAW = {
-    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": HEAD_DIM, "max_position_embeddings": 512, "sliding_window": 7, "rms_norm_eps": 1e-6,
-    "num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
-    "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 4, "rms_norm_eps": 1e-6,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HEAD_DIM, "max_position_embeddings": 512,
+    "sliding_window": 7, "num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True,
+    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16, "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4, "query_pre_attn_scalar": 5, "embedding_multiplier": 3.0,
     "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 0.5,
 }  # fmt: skip
@@ -63,7 +65,8 @@ def loud_tensors(config: DecoderConfig, seed: int = 0) -> list[tuple[str, Tensor
         if len(size) > 1:
             tensors.append((name, noise * (0.14 if config.delta else 0.25)))
         else:
-            level = 1.0 - config.norm_offset if name.endswith("norm.weight") else -2.0 if name.endswith("A_log") else 0.0
+            levels = {"norm.weight": 1.0 - config.norm_offset, "A_log": -2.0}
+            level = next((value for end, value in levels.items() if name.endswith(end)), 0.0)
             tensors.append((name, level + 0.3 * noise))
     return tensors
 
@@ -73,7 +76,7 @@ def tiny_llama(vocab: int = VOCAB) -> DecoderConfig:
 
 
 class OracleDrafter(Drafter):
-    """Drafts from texts that are known, every third block with a mistake: accepts, rejects and rolls back on purpose."""
+    """Drafts from known texts, every third block with a mistake, so that rounds accept, reject and roll back."""
 
     name, num_drafted = "oracle", 5
 
@@ -155,7 +158,7 @@ def texts(
     return [done[request] for request in ids]
 
 
-def parted(target: Target, prompts: list[list[int]], some: list[list[int]], others: list[list[int]]) -> list[tuple[int, float]]:
+def parted(target: Target, prompts: Texts, some: Texts, others: Texts) -> list[tuple[int, float]]:
     """Where texts part, and how near a tie the target is there: the gap of its best two logits."""
     found = [parting(target, *row) for row in zip(prompts, others, some, strict=True)]
     return [each for each in found if each is not None]

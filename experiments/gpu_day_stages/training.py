@@ -47,7 +47,7 @@ class RandomFeatures:
 
 
 def train(visit: Visit) -> None:
-    """Steps of a drafter of real shape on random features: blocks per second, the share of the peak, and where it goes."""
+    """Steps of a drafter of real shape on random features: blocks per second, share of the peak, time by part."""
     with visit.part("softmax in place"):
         softmax_in_place(visit)
     for anchors in visit.sized((128, 512), (4,)):
@@ -81,7 +81,8 @@ def steps(visit: Visit, anchors: int) -> None:
         "flops_per_s": flops,
         "share_of_measured_peak": flops / peak if peak else None,
     }
-    visit.report(what, ms=summary(samples), first_ms=first, memory_bytes=memory, **figures, parts_ms=parts(trainer, clock))
+    figures |= {"memory_bytes": memory, "parts_ms": parts(trainer, clock)}
+    visit.report(what, ms=summary(samples), first_ms=first, **figures)
     visit.check(f"{what}: losses are finite", all(map(math.isfinite, losses)), losses=losses)
     if peak:
         visit.goal(f"{what}: share of the measured peak", flops / peak, 0.35)
@@ -92,13 +93,14 @@ def parts(trainer: Trainer, clock: Clock) -> dict[str, float]:
     chosen, num_slots, _ = trainer.planner.step(trainer.state.place)
     piece = next(iter(trainer.parallel.pieces(chosen, trainer.budget)))
     pack, config = trainer.pack(piece.chosen), trainer.config
-    hidden_TD = trainer.drafter.hidden(pack, trainer.embedding_VD, config.autocast)
+    inputs, slots = (pack, trainer.embedding_VD, config.autocast), (pack.slots, trainer.head, config.loss)
+    hidden_TD = trainer.drafter.hidden(*inputs)
     upstream, detached = torch.randn_like(hidden_TD), hidden_TD.detach().requires_grad_()
     works: dict[str, Callable[[], object]] = {
         "packing": lambda: trainer.pack(piece.chosen),
-        "layers, forward": lambda: trainer.drafter.hidden(pack, trainer.embedding_VD, config.autocast),
-        "layers, both ways": lambda: trainer.drafter.hidden(pack, trainer.embedding_VD, config.autocast).backward(upstream),
-        "head and loss": lambda: head_loss(detached, pack.slots, trainer.head, config.loss, num_slots, False)[0].backward(),
+        "layers, forward": lambda: trainer.drafter.hidden(*inputs),
+        "layers, both ways": lambda: trainer.drafter.hidden(*inputs).backward(upstream),
+        "head and loss": lambda: head_loss(detached, *slots, num_slots, False)[0].backward(),
         "optimiser": lambda: [optimiser.step() for optimiser in trainer.optimisers.every],
     }
     return {name: statistics.median(clock.samples(work, 3, warm=1)) for name, work in works.items()}
@@ -135,7 +137,8 @@ def real_trainer(visit: Visit, anchors: int, documents: int) -> Trainer:
     )  # fmt: skip
     trainable = DFlashTrainable(network.to(device), raw, loop.attention)
     head = Head(ends["head"])
-    return Trainer(trainable, Corpus(corpus, []), RandomFeatures(taps), ends["embedding"], head, loop, folder=Path("unused"))
+    given = trainable, Corpus(corpus, []), RandomFeatures(taps), ends["embedding"], head, loop
+    return Trainer(*given, folder=Path("unused"))
 
 
 def softmax_in_place(visit: Visit) -> None:
@@ -202,7 +205,8 @@ def tiny_trainer(visit: Visit, folder: Path, total: int, **changes: Any) -> Trai
     draw = np.random.default_rng(1)
     documents = [Document(f"doc-{number}@0/0", draw.integers(0, VOCAB, 24).astype(np.int32), 4) for number in range(10)]
     settings = LoopConfig(**{
-        "max_steps": total, "blocks_per_step": 8, "anchors": 3, "blocks_per_pack": 4, "autocast": False, "attention": "split",
+        "max_steps": total, "blocks_per_step": 8, "anchors": 3, "blocks_per_pack": 4,
+        "autocast": False, "attention": "split",
         "loss": LossConfig("ce"), "optim": OptimConfig(lr=3e-3), "checkpoint_minutes": 1e9, "plateau": "off", **changes,
     })  # fmt: skip
     raw, network = network_for(target, "none", DrafterShape(num_layers=1, block_size=4, num_taps=2), None, 0)
@@ -210,7 +214,8 @@ def tiny_trainer(visit: Visit, folder: Path, total: int, **changes: Any) -> Trai
     features = OnlineFeatures(target, documents, network.config.target_layer_ids, False)
     embedding = target.matrix_embed(torch.arange(VOCAB, device=target.device)).clone()
     trainable = DFlashTrainable(network, raw, settings.attention)
-    return Trainer(trainable, Corpus(documents, []), features, embedding, Head(head_weight(target)), settings, folder=folder)
+    given = trainable, Corpus(documents, []), features, embedding, Head(head_weight(target)), settings
+    return Trainer(*given, folder=folder)
 
 
 @contextmanager

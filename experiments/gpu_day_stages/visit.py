@@ -1,7 +1,7 @@
 """What a stage of experiments/gpu_day.py gets, and its one way to report: lines, each sent to the driver at once.
 
-A line is a dict: a measurement has `what`, a check `check` and `passed`, a goal `goal`, `value`, `wanted` and `met`. A failed
-check fails the stage. A goal that is not met does not: it says how far the code is from what its design promises.
+A line is a dict: a measurement has `what`, a check `check` and `passed`, a goal `goal`, `value`, `wanted` and `met`. A
+failed check fails the stage. A goal that is not met does not: it says how far the code is from what the design promises.
 Imports no PyTorch: the driver's tests run on scripted stages.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-PREDICTED: dict[str, dict[str, float]] = json.loads((Path(__file__).parent / "predictions.json").read_text(encoding="utf-8"))
+PREDICTED: dict[str, dict[str, float]] = json.loads(Path(__file__).with_name("predictions.json").read_text())
 """Estimates made before any GPU was used, by what is measured: ms of the code as it was, and of its floor."""
 Choice = TypeVar("Choice")
 Line = dict[str, Any]
