@@ -162,11 +162,11 @@ def run_stage(stage: Stage, visit: Visit, limit_s: float, record: dict[str, Any]
             if ours.poll(min(left_s, 0.5)):
                 lines.append(ours.recv())
                 day.write(is_urgent=False)
-            elif not process.is_alive():
+            elif _is_over(process):
                 break
     except (EOFError, OSError):  # the stage has closed its end, or died within a line
-        process.join(max(began + limit_s - time.monotonic(), 0))
-    was_ended = process.is_alive()
+        _wait(process, began + limit_s - time.monotonic())
+    was_ended = not _is_over(process)
     _end(process)
     with contextlib.suppress(EOFError, OSError):
         while ours.poll(0):
@@ -222,15 +222,30 @@ def _in_child(stage: Stage, visit: Visit, log: int) -> None:
         raise
 
 
+def _is_over(process: Any) -> bool:
+    """Whether it has ended. It is not collected yet, so that no other process or group is given its number."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _wait(process: Any, seconds: float) -> None:
+    ends_at = time.monotonic() + seconds
+    while time.monotonic() < ends_at and not _is_over(process):
+        time.sleep(0.01)
+
+
 def _end(process: Any) -> None:
-    """End a stage's process and all that it started: SIGTERM, then SIGKILL."""
-    for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
-        if process.is_alive() or number == signal.SIGKILL:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, number)
-            if number == signal.SIGKILL:
-                process.kill()  # one that had no group of its own yet
-            process.join(wait_s)
+    """End a stage's process and all that it started: SIGTERM, then SIGKILL. Collects it."""
+    if not _is_over(process):
+        _signal_group(process, signal.SIGTERM)
+        _wait(process, GRACE_S)
+    _signal_group(process, signal.SIGKILL)
+    process.kill()  # if it had no group of its own yet
+    process.join()
+
+
+def _signal_group(process: Any, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
 
 
 def preload() -> list[str]:

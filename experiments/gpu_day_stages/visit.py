@@ -1,7 +1,8 @@
 """What a stage of experiments/gpu_day.py gets, and its one way to report: lines, each sent to the driver at once.
 
 A line is a dict: a measurement has `what`, a check `check` and `passed`, a goal `goal`, `value`, `wanted` and `met`. A
-failed check fails the stage. A goal that is not met does not: it says how far the code is from what the design promises.
+failed check fails the stage. A goal that is not met does not: it says how far the code is from what its design
+promises.
 Imports no PyTorch: the driver's tests run on scripted stages.
 """
 
