@@ -250,6 +250,7 @@ def _signal_group(process: Any, number: signal.Signals) -> None:
 
 def preload() -> list[str]:
     """Import what stages need, touching no GPU; returns the modules that cannot be imported, with the reason."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # whether there is a GPU, without touching CUDA
     missing = []
     for name in PRELOADED:
         try:
@@ -262,8 +263,8 @@ def preload() -> list[str]:
 def header(options: argparse.Namespace, missing: list[str]) -> dict[str, Any]:
     """What the figures depend on; card and driver are in the stage `env`."""
     settings = {name: getattr(options, name) for name in ("device", "tiny", "minutes")}
-    made = record_of({**settings, "not_imported": missing})
-    return {**made, "commit": options.commit or made["commit"]}
+    record = record_of({**settings, "not_imported": missing})
+    return {**record, "commit": options.commit or record["commit"]}
 
 
 def parsed(words: Sequence[str] | None) -> argparse.Namespace:

@@ -17,9 +17,7 @@ from gpu_day_stages.visit import Visit
 
 MODULES = ("paceline.engine.llm", "paceline.train.train_run", "paceline.bench.runs", "paceline.draft.registry")
 WANTED = ("gguf", "llguidance", "fastapi", "scipy", "pyarrow", "pytest", "safetensors", "tokenizers", "triton")
-QUERY = (
-    "name,driver_version,memory.used,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu"
-)
+QUERY = "name,driver_version,memory.used,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu"
 
 
 def env(visit: Visit) -> None:
@@ -44,7 +42,7 @@ def card(device: str) -> dict[str, object]:
     if torch.device(device).type != "cuda":
         return {"name": device, "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
-    found: dict[str, object] = {
+    figures: dict[str, object] = {
         "name": properties.name,
         "memory_bytes": properties.total_memory,
         "multiprocessors": properties.multi_processor_count,
@@ -56,8 +54,8 @@ def card(device: str) -> dict[str, object]:
         done = subprocess.run(
             ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"], capture_output=True, text=True, timeout=10
         )
-        found |= dict(zip(QUERY.split(","), done.stdout.strip().split(", "), strict=False))
-    return found
+        figures |= dict(zip(QUERY.split(","), done.stdout.strip().split(", "), strict=False))
+    return figures
 
 
 def ceilings(visit: Visit) -> None:

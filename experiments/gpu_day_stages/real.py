@@ -70,7 +70,7 @@ def real(visit: Visit) -> None:
                 texts = [out.token_ids for out in answers]
                 llm.use_drafter("none")
                 rows = zip(prompts, texts, plain, strict=True)
-                gaps = [found for row in rows if (found := parting(llm.target, *row)) is not None]
+                gaps = [gap for row in rows if (gap := parting(llm.target, *row)) is not None]
                 figures = {
                     "acceptance_length": acceptance_length(answers),
                     "tokens_per_s": sum(map(len, texts)) / spent_s,
@@ -115,15 +115,15 @@ def sampled(visit: Visit, llm: LLM, name: str, prompts: list[list[int]]) -> None
     from lossless_sampled import p_value, scored
 
     number = visit.sized(128, 24)
-    asked = [prompts[index % len(prompts)] for index in range(number)]
+    repeated = [prompts[index % len(prompts)] for index in range(number)]
     params = [
         SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True, seed=index if visit.is_tiny else None)
         for index in range(number)
     ]
     llm.use_drafter(name)
-    answers = llm.generate_ids(asked, params)
+    answers = llm.generate_ids(repeated, params)
     llm.use_drafter("none")
-    luck, rows = random.Random(0), zip(asked, answers, params, strict=True)
+    luck, rows = random.Random(0), zip(repeated, answers, params, strict=True)
     pairs = [scored(llm, prompt, out.token_ids, own, luck) for prompt, out, own in rows]
     excess = torch.tensor([values for values, _ in pairs]).flatten()
     errors_off = float(excess.mean() / (excess.std() / len(excess) ** 0.5))
@@ -183,19 +183,18 @@ def recipe(visit: Visit, model: Path, answers: Path, out: Path, block: int, seco
     shape = DrafterShape(num_layers=visit.sized(3, 1), block_size=block, **kind)
     target = EngineConfig(str(model), device=visit.device, dtype=visit.sized("bfloat16", "float32"))
     answering = AnswerConfig(max_tokens=visit.sized(128, 16))  # of the held-out prompts that are served at the end
-    features, max_len = visit.sized("cached", "online"), visit.sized(512, 64)
     return TrainConfig(
-        out=out, target=target, answers=(answers,), plan="off", features=features, max_len=max_len,
+        out=out, target=target, answers=(answers,), plan="off", features="online", max_len=visit.sized(512, 64),
         shape=shape, loop=loop, answering=answering,
     )  # fmt: skip
 
 
 def bring_back(visit: Visit, run: Path, block: int, drafters: Path) -> None:
     """Add the finished drafter, or the best checkpoint so far, in 8 bits to the tar that is brought back."""
-    found = [folder for folder in (run / "drafter", run / "checkpoints" / "best") if (folder / "config.json").is_file()]
+    folders = [folder for folder in (run / "drafter", run / "checkpoints" / "best") if (folder / "config.json").is_file()]
     with visit.part(f"bring back blocks of {block}"):
-        if not found:
+        if not folders:
             raise Skipped("there is no checkpoint yet")
-        read_drafter(found[0]).save(drafters / f"block-{block}", in_8_bits=True)
+        read_drafter(folders[0]).save(drafters / f"block-{block}", in_8_bits=True)
         pieces = pack(drafters, "drafters.tar", visit.out)
-        visit.report(f"brought back, blocks of {block}", source=found[0].name, pieces=pieces)
+        visit.report(f"brought back, blocks of {block}", source=folders[0].name, pieces=pieces)

@@ -21,7 +21,7 @@ from gpu_day_stages.models import (
     shares,
     summary,
 )
-from gpu_day_stages.visit import Visit
+from gpu_day_stages.visit import Skipped, Visit
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.model.decoder import Decoder
 
@@ -30,23 +30,23 @@ BLOCK = 16
 
 def plain(visit: Visit) -> None:
     """A pass of one token, by shape and context, as a share of what reading its weights and its cache takes."""
-    contexts = visit.sized((256, 4096, 16384), (16, 40))
     for name in ("8B", "1.5B", "27B", "32B"):
         with visit.part(f"plain {name}"):
             if visit.left_s < visit.sized(8, 0):
-                visit.leave_out(f"plain {name}", "no time is left")
-                continue
-            target = random_target(visit, name, max_len=max(contexts) + 32)
-            for context in contexts:
-                samples, first = pass_times(visit, target, context, 1, visit.sized(40, 3))
-                figures = shares(visit, target.weight_bytes + kv_bytes(target, context), samples)
-                rate = 1e3 / statistics.median(samples)
-                times = {"ms": summary(samples), "first_ms": first}
-                visit.report(f"plain {name} at {context}", **times, tokens_per_s=rate, **figures)
-                if context == 4096 and name != "1.5B":
-                    visit.goal(f"plain {name}: share of measured read bandwidth", figures["share_of_read"] or 0.0, 0.85)
-            del target
+                raise Skipped("no time is left")
+            _plain(visit, name, visit.sized((256, 4096, 16384), (16, 40)))
         free_memory()
+
+
+def _plain(visit: Visit, name: str, contexts: tuple[int, ...]) -> None:
+    target = random_target(visit, name, max_len=max(contexts) + 32)
+    for context in contexts:
+        samples, first = pass_times(visit, target, context, 1, visit.sized(40, 3))
+        figures = shares(visit, target.weight_bytes + kv_bytes(target, context), samples)
+        times = {"ms": summary(samples), "first_ms": first, "tokens_per_s": 1e3 / statistics.median(samples)}
+        visit.report(f"plain {name} at {context}", **times, **figures)
+        if context == 4096 and name != "1.5B":
+            visit.goal(f"plain {name}: share of measured read bandwidth", figures["share_of_read"] or 0.0, 0.85)
 
 
 def mock(visit: Visit) -> None:
@@ -54,31 +54,28 @@ def mock(visit: Visit) -> None:
 
     The step time at a fixed context gives tokens per second; `lossless` is false.
     """
-    context, count = visit.sized(4096, 24), visit.sized(30, 2)
-    yields = visit.sized((1, 2, 4, 8), (1, 4))
-    for name, drafters in (("8B", ((5, None), (3, 32768))), ("27B", ((5, None), (3, 32768)))):
-        with visit.part(f"mock {name}"):
-            target = random_target(visit, name, max_len=needed_len(context, max(yields), count, BLOCK))
-            plain_ms = _round(visit, target, NoDrafter(), f"round {name} at {context}, plain", 1, context, count, 0)
-            for layers, words in drafters:
-                with visit.part(f"mock {name}, {layers} layers"):
-                    size = visit.sized(layers, 1), visit.sized(words, None)
-                    own = random_dflash(target, *size)
-                    text = f"{name} at {context}, {layers} layers" + (f" over {words} words" if words else "")
-                    ratios = {}
-                    for kept in yields[1:]:
-                        what = f"round {text}, {kept} tokens a round"
-                        round_ms = _round(visit, target, own, what, kept, context, count, BLOCK - 1)
-                        ratios[kept] = kept * plain_ms / round_ms
-                        visit.report(f"ratio {text}, {kept} tokens a round", ratio=ratios[kept], lossless=False)
-                    _ratio_goals(visit, text, words, ratios)
-            del target
+    context = visit.sized(4096, 24)
+    for name, size in (("8B", context), ("27B", context), ("8B", 256)):
+        with visit.part(f"mock {name} at {size}"):
+            if visit.left_s < visit.sized(8, 0):
+                raise Skipped("no time is left")
+            _mock(visit, name, visit.sized(size, 24))
         free_memory()
-    if not visit.is_tiny and visit.left_s > 10:
-        with visit.part("mock 8B, short"):
-            target = random_target(visit, "8B", max_len=needed_len(256, 4, count, BLOCK))
-            own = random_dflash(target, 5)
-            _round(visit, target, own, "round 8B at 256, 5 layers, 4 tokens a round", 4, 256, count, BLOCK - 1)
+
+
+def _mock(visit: Visit, name: str, context: int) -> None:
+    count, yields = visit.sized(30, 2), visit.sized((2, 4, 8), (4,))
+    target = random_target(visit, name, max_len=needed_len(context, max(yields), count, BLOCK))
+    plain_ms = _round(visit, target, NoDrafter(), f"round {name} at {context}, plain", 1, context, count, 0)
+    for layers, words in ((5, None), (3, visit.sized(32768, 32))):
+        own, ratios = random_dflash(target, visit.sized(layers, 1), words), {}
+        text = f"{name} at {context}, {layers} layers" + (f" over {words} words" if words else "")
+        for kept in yields:
+            what = f"round {text}, {kept} tokens a round"
+            ratios[kept] = kept * plain_ms / _round(visit, target, own, what, kept, context, count, BLOCK - 1)
+            visit.report(f"ratio {text}, {kept} tokens a round", ratio=ratios[kept], lossless=False)
+        if context > 256:
+            _ratio_goals(visit, text, words, ratios)
 
 
 def _ratio_goals(visit: Visit, text: str, words: int | None, ratios: dict[int, float]) -> None:
@@ -182,20 +179,23 @@ def _synchronisations(engine: Any, count: int) -> float:
 
 def mixtures(visit: Visit) -> None:
     """Passes of a mixture of experts and of a hybrid, and whether the same pass has the same bits twice."""
-    context = visit.sized(1024, 16)
     for shape, what, counts in (
         ("30B-A3B", "Qwen3-30B-A3B", (1, 8, 16)),
         ("hybrid 27B", "hybrid 27B", (1, 16)),
     ):
         with visit.part(what):
-            target = random_target(visit, shape, max_len=context + 64)
-            for count in counts:
-                samples, first = pass_times(visit, target, context, count, visit.sized(15, 2))
-                read = target.experts_read
-                visit.report(f"{what}, {count} positions", ms=summary(samples), first_ms=first, experts_read=read)
-            visit.report(f"{what}, bits", same_twice=_is_repeatable(target, visit.sized(64, 16)))
-            del target
+            _mixture(visit, shape, what, counts)
         free_memory()
+
+
+def _mixture(visit: Visit, shape: str, what: str, counts: tuple[int, ...]) -> None:
+    context = visit.sized(1024, 16)
+    target = random_target(visit, shape, max_len=context + 64)
+    for count in counts:
+        samples, first = pass_times(visit, target, context, count, visit.sized(15, 2))
+        read = target.experts_read
+        visit.report(f"{what}, {count} positions", ms=summary(samples), first_ms=first, experts_read=read)
+    visit.report(f"{what}, bits", same_twice=_is_repeatable(target, visit.sized(64, 16)))
 
 
 def _is_repeatable(target: Decoder, count: int) -> bool:

@@ -160,8 +160,8 @@ def texts(
 
 def parted(target: Target, prompts: Texts, some: Texts, others: Texts) -> list[tuple[int, float]]:
     """Where texts part, and how near a tie the target is there: the gap of its best two logits."""
-    found = [parting(target, *row) for row in zip(prompts, others, some, strict=True)]
-    return [each for each in found if each is not None]
+    parts = [parting(target, *row) for row in zip(prompts, others, some, strict=True)]
+    return [each for each in parts if each is not None]
 
 
 def are_same(parts: list[tuple[int, float]]) -> bool:

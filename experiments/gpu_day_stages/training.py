@@ -154,7 +154,7 @@ def softmax_in_place(visit: Visit) -> None:
 
 
 def resume(visit: Visit) -> None:
-    """A tiny training stopped half-way and resumed, with packs made ahead, and sharded over a world of one."""
+    """A tiny training stopped half-way and resumed, with packs prefetched, and sharded over a world of one."""
     total = visit.sized(12, 4)
     for name in ("adamw", "muon"):
         with visit.part(f"resumed, {name}"), tempfile.TemporaryDirectory() as folder:
@@ -164,10 +164,10 @@ def resume(visit: Visit) -> None:
             is_resumed = again.resume()
             losses |= run(again)
             compare(visit, f"resumed, {name}", whole(visit, total, **options), losses if is_resumed else {})
-    with visit.part("packs made ahead"), tempfile.TemporaryDirectory() as folder:
+    with visit.part("packs prefetched"), tempfile.TemporaryDirectory() as folder:
         trainer = tiny_trainer(visit, Path(folder), total)
         with packs_ahead(trainer):
-            compare(visit, "packs made ahead", whole(visit, total), run(trainer))
+            compare(visit, "packs prefetched", whole(visit, total), run(trainer))
     with visit.part("sharded over one"), process_group(visit):
         with mock.patch("paceline.train.loop.make_parallel", lambda way, ranks, device: Sharded(ranks, device)):
             losses = whole(visit, 2)
