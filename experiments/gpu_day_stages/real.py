@@ -191,7 +191,8 @@ def recipe(visit: Visit, model: Path, answers: Path, out: Path, block: int, seco
 
 def bring_back(visit: Visit, run: Path, block: int, drafters: Path) -> None:
     """Add the finished drafter, or the best checkpoint so far, in 8 bits to the tar that is brought back."""
-    folders = [folder for folder in (run / "drafter", run / "checkpoints" / "best") if (folder / "config.json").is_file()]
+    every = run / "drafter", run / "checkpoints" / "best"
+    folders = [folder for folder in every if (folder / "config.json").is_file()]
     with visit.part(f"bring back blocks of {block}"):
         if not folders:
             raise Skipped("there is no checkpoint yet")
