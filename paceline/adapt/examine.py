@@ -28,7 +28,7 @@ from paceline.draft.registry import checkpoint_of, folder_of
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ModelNotFoundError, PacelineError
 from paceline.figures import Rounds
-from paceline.model.target import measure_passes
+from paceline.model.measure import measure_passes
 from paceline.tables import SILENT, Progress
 from paceline.train.answers import AnswerShards
 from paceline.types import SamplingParams

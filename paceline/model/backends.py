@@ -20,7 +20,7 @@ from paceline.model.checkpoint import check_tensors, expected_shapes, load_confi
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
 from paceline.model.gguf_file import is_gguf
-from paceline.model.graphs import GraphDecoder
+from paceline.model.graphs import GraphDecoder, can_record
 from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import DEFAULT_MAX_LEN, Target
 
@@ -83,9 +83,7 @@ def load_target(settings: EngineConfig) -> Target:
         if is_rounded:
             raise NativeError(f"weights in {weight_format} need the native pass: leave --backend or --weight-format out")
         dense = random_tensors(config, 0, device, dtype) if weights == "random" else load_tensors(path)
-        # Which expert gets how many tokens, and how many positions a state lags behind, is not known when a pass is recorded.
-        is_fixed = not config.num_experts and config.delta is None
-        decoder = GraphDecoder if device.type == "cuda" and is_fixed else Decoder
+        decoder = GraphDecoder if device.type == "cuda" and can_record(config) else Decoder
         tensors = check_tensors(config, dense, path)
         target = decoder(config, tensors, num_rows=num_rows, max_len=max_len, dtype=dtype, device=device)
     _return_freed_memory()

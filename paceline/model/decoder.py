@@ -26,6 +26,7 @@ from paceline.model.experts import Experts
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.layout import NORMS, gate_apart, layer_shapes
 from paceline.model.parts import GatedMLP, NoNorm, Norm, PackedLinear, RMSNorm, WholeNorm, fuse, make_experts
+from paceline.model.record import Recorder
 from paceline.model.sdpa import chosen_kernels
 from paceline.model.target import EndScales, ForwardBatch, ForwardOutput, Target
 
@@ -152,6 +153,8 @@ class Decoder(Target):
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
+        # Drafters record their passes also beside a target that cannot.
+        self.recorder = Recorder(self.device) if self.device.type == "cuda" else None
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_position = config.num_layers, config.max_position
         self.group = config.num_heads // config.num_kv_heads

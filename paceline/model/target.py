@@ -6,7 +6,6 @@ behind it. The cache grows by the tokens given; taking some back is `cache.rollb
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ContextLengthError, UnsupportedModelError
-from paceline.learned import PassCosts
 from paceline.model.kv_cache import KVCache
+from paceline.model.record import Recorder
 
 DEFAULT_MAX_LEN = 2048
 """Tokens of context a cache row holds when nobody says otherwise."""
@@ -151,12 +150,24 @@ class Target(ABC):
     experts_read: float | None = None
     """How many experts of a layer the last pass read, the mean over layers that have some; None for a model without."""
 
+    recorder: Recorder | None = None
+    """Records and replays passes of fixed shape, its drafters' too; None for a target that has none."""
+
     ends: EndScales = PLAIN_ENDS
     """Factors at both ends that the matrices do not hold. Drafters read the matrices, and have factors of their own."""
 
     def set_taps(self, tap_layers: tuple[int, ...]) -> None:
         """Choose the layers (0-based; layer l is Transformers' hidden_states[l + 1]) whose outputs `forward` returns."""
         self.tap_layers = tuple(tap_layers)
+
+    @property
+    def recording_s(self) -> float:
+        """Seconds spent on recording so far: part of no round."""
+        return 0.0 if self.recorder is None else self.recorder.seconds
+
+    def record(self, most_count: int) -> None:
+        """Record decode passes of up to `most_count` tokens a row, for every number of rows, with the present taps.
+        Does nothing without a recorder. Takes seconds on CUDA, and is undone by `allocate_cache`."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Compute with these weights from now on, by their Hugging Face names; of the same shapes. `cache` is replaced by an
@@ -218,37 +229,3 @@ def head_weight(target: Target) -> Tensor:
                 "of the vocabulary, are not implemented"
             )
     return weight_VD
-
-
-_MEASURE_S, _LEAST_TURNS, _MOST_TURNS = 0.2, 2, 8
-
-
-def measure_passes(target: Target, most: int) -> PassCosts:
-    """Time passes of 1, 2, 4, ... up to `most` positions on a free row, for 0.2 seconds at most.
-
-    Sizes take turns and the fastest of each counts: the machine changes its pace, and other programs disturb. A size that the
-    first ones leave no time for is extrapolated.
-    """
-    began, best = time.perf_counter(), dict[int, float]()
-    sizes = [1 << power for power in range(max(most.bit_length(), 2))]
-    for turn in range(_MOST_TURNS):
-        for size in sizes:
-            spent = time.perf_counter() - began
-            expected = best.get(size, 2 * best.get(size // 2, 0.0))
-            if best and spent + expected > _MEASURE_S and (turn >= _LEAST_TURNS or len(best) >= 2):
-                continue
-            best[size] = min(best.get(size, float("inf")), _pass_seconds(target, size))
-    return PassCosts(sorted(best.items()))
-
-
-def _pass_seconds(target: Target, num_positions: int) -> float:
-    row = target.cache.allocate()
-    assert row is not None, "passes are measured before any request"
-    count = min(num_positions, target.cache.max_len)
-    batch = ForwardBatch([row], [0], [count], [0] * count, only_argmax=True)
-    started = time.perf_counter()
-    target.forward(batch).best_T()
-    spent = time.perf_counter() - started
-    target.cache.rollback([row], [0])
-    target.cache.free(row)
-    return spent * num_positions / count

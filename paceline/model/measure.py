@@ -1,0 +1,78 @@
+"""Seconds of target passes by their number of positions, measured before any request; a planner begins with them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from paceline.learned import PassCosts
+from paceline.model.target import ForwardBatch, Target
+
+Timer = Callable[[Callable[[], object]], float]
+"""Runs something and returns its seconds."""
+_MEASURE_S, _LEAST_TURNS, _MOST_TURNS = 0.2, 2, 8
+
+
+def measure_passes(target: Target, most: int, width: int | None = None) -> PassCosts:
+    """Time passes of several sizes up to `most` positions on free rows, for 0.2 seconds besides one untimed pass of
+    each size: the first of a size loads kernels, makes workspaces and touches memory.
+
+    On CUDA the sizes are 1, 8, 16, 64, 128, ... and `most`, on rows of up to `width` tokens each, as rounds have
+    them, and events time them; elsewhere they are 1, 2, 4, ... on one row, timed by the clock. Sizes take turns and
+    the fastest of each counts: the machine changes its pace, and other programs disturb. A size that the first ones
+    leave no time for is extrapolated.
+    """
+    on_cuda = target.device.type == "cuda"
+    sizes = _cuda_sizes(most) if on_cuda else [1 << power for power in range(max(most.bit_length(), 2))]
+    seconds_of: Timer = _event_seconds if on_cuda else _clock_seconds
+    spent, best = 0.0, dict[int, float]()
+    for turn in range(_MOST_TURNS):
+        for place, size in enumerate(sizes):
+            expected = best.get(size, 2 * best.get(sizes[place - 1], 0.0) if place else 0.0)
+            if best and spent + expected > _MEASURE_S and (turn >= _LEAST_TURNS or len(best) >= 2):
+                continue
+            if size not in best:
+                _timed(target, size, width if on_cuda else None, _clock_seconds)
+            began = time.perf_counter()
+            best[size] = min(best.get(size, float("inf")), _timed(target, size, width if on_cuda else None, seconds_of))
+            spent += time.perf_counter() - began
+    return PassCosts(sorted(best.items()))
+
+
+def _cuda_sizes(most: int) -> list[int]:
+    sizes = [1, 8, 16, *(64 << power for power in range(max(most.bit_length() - 6, 0)))]
+    most = max(most, 2)
+    return [*(size for size in sizes if size < most), most]
+
+
+def _timed(target: Target, num_positions: int, width: int | None, seconds_of: Timer) -> float:
+    """Seconds of one pass, scaled to `num_positions` where rows hold fewer."""
+    cache = target.cache
+    count = min(num_positions, cache.max_len, width or num_positions)
+    num_rows = min(-(-num_positions // count), cache.num_rows)
+    rows = [row for row in (cache.allocate() for _ in range(num_rows)) if row is not None]
+    assert len(rows) == num_rows, "passes are measured before any request"
+    num_tokens = count * num_rows
+    batch = ForwardBatch(rows, [0] * num_rows, [count] * num_rows, [0] * num_tokens, only_argmax=True)
+    spent = seconds_of(lambda: target.forward(batch).best_T())
+    cache.rollback(rows, [0] * num_rows)
+    for row in rows:
+        cache.free(row)
+    return spent * num_positions / num_tokens
+
+
+def _clock_seconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def _event_seconds(run: Callable[[], object]) -> float:
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    run()
+    ended.record()
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e3
