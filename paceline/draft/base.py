@@ -71,6 +71,9 @@ class Drafter(ABC):
     def keep_weights(self) -> None:
         """Read what still lies in files: those may change from now on."""
 
+    def record(self) -> None:
+        """Record passes of fixed shape, where the device replays such; `bind` came before. Takes seconds on CUDA."""
+
     def start(self, seq: Sequence) -> None:
         """A sequence was admitted to `seq.row`; forget whatever that row held."""
 

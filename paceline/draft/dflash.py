@@ -24,6 +24,7 @@ from paceline.draft.base import Observed
 from paceline.draft.checkpoint import DFlashConfig, check_fit, new_config, read_stored, write_checkpoint
 from paceline.draft.dflash_paths import Drafts, NativePath, TorchPath
 from paceline.draft.dflash_reading import Reading, num_finite
+from paceline.draft.dflash_static import slack_of
 from paceline.draft.tapped import TappedDrafter, features_of
 from paceline.errors import ConfigError, ModelFileError, UnsupportedModelError
 from paceline.model.checkpoint import random_weights
@@ -245,10 +246,15 @@ class DFlashDrafter(TappedDrafter):
             return NativePath(*made_of, target, self.draft_ids, self.head_VD)
         return TorchPath(*made_of, target, self.draft_ids, self.head_VD)
 
+    def record(self) -> None:
+        """Records the path's passes; see Drafter.record."""
+        self._path.record()
+
     def cache_bytes(self, target: Target) -> int:
         shape, max_len = self.config.shape, target.cache.max_len
         is_native = self.has_native_path and isinstance(target, NativeDecoder)
-        head_dim, slack = padded(shape, max_len, self.block_size) if is_native else (shape.head_dim, self.block_size)
+        slack = slack_of(max_len, self.block_size) if target.recorder else self.block_size
+        head_dim, slack = padded(shape, max_len, slack) if is_native else (shape.head_dim, slack)
         positions = target.cache.num_rows * (max_len + slack)
         return 2 * shape.num_layers * shape.num_kv_heads * head_dim * positions * target.dtype.itemsize
 
@@ -285,7 +291,8 @@ class DFlashDrafter(TappedDrafter):
         drawn = [seq.kind == "sampled" and not each for seq, each in zip(sequences, named, strict=True)]
         width = max(limits)
         needed = width if self.config.from_anchor else 1 + width
-        size = self.block_size if batch.whole_blocks else needed  # slots that nobody reads are left out
+        # Slots that nobody reads are left out; recorded passes have one size, and fewer slots would cost as much.
+        size = self.block_size if batch.whole_blocks or self._path.is_fixed else needed
         says_sure = not batch.whole_blocks or any(named)
         reading = self._read(rows, anchors, width, size, says_sure or any(drawn))
         candidates_B: list[Candidates | None] = [None] * len(limits)
@@ -318,7 +325,8 @@ class DFlashDrafter(TappedDrafter):
         return self._target.cache.max_len - seq.cached_len - 1
 
     def _read(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Reading:
-        return Reading(*self._draft(rows, anchors, width, size, with_logits), self.config, self.draft_ids, self._vocab_size)
+        best_BK, logits_BKV, sure_BK = self._draft(rows, anchors, width, size, with_logits)
+        return Reading(best_BK, logits_BKV, self.config, self.draft_ids, self._vocab_size, sure_BK)
 
     def _draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
         return self._path.draft(rows, anchors, width, size, with_logits)

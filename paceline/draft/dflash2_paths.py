@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from paceline.draft.checkpoint import DFlashConfig
 from paceline.draft.dflash2_selector import BOOKS, Picks, Selector, score
-from paceline.draft.dflash_paths import LayerAttention, NativePath, TorchPath
+from paceline.draft.dflash_paths import LayerAttention, NativePath, TorchPath, rows_of
 from paceline.draft.dflash_reading import scale_logits
 from paceline.draft.vocabulary import ALL_TOKENS, Vocabulary
 from paceline.model.blocks import quantise
@@ -53,12 +53,12 @@ class DFlash2Path(TorchPath):
         self._convs = [
             [self._conv(tensors, f"layers.{index}.{conv}") for conv in CONVS] for index in range(config.shape.num_layers)
         ]
-        self.selector = selector_of(config, tensors, self._device)
-        self.ids = None if own.ids is None else own.ids.to(self._device)
+        self.selector = selector_of(config, tensors, self.device)
+        self.ids = None if own.ids is None else own.ids.to(self.device)
 
     def _conv(self, tensors: Mapping[str, Tensor], name: str) -> tuple[Tensor, PackedLinear]:
-        projection = PackedLinear(tensors[f"{name}.kernel_projection.weight"].detach().to(self._device, self._dtype))
-        base = tensors[f"{name}.base_kernel"].detach().to(self._device, self._dtype)
+        projection = PackedLinear(tensors[f"{name}.kernel_projection.weight"].detach().to(self.device, self.dtype))
+        base = tensors[f"{name}.base_kernel"].detach().to(self.device, self.dtype)
         self.weight_bytes += projection.num_bytes + base.nbytes
         return base, projection
 
@@ -72,16 +72,26 @@ class DFlash2Path(TorchPath):
             hidden_TD.add_(convolve(outputs_TD, added[:, 1], base[1], size))
 
     def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
-        """Candidates of each row's first `width` drafts and their scores."""
+        """Candidates of each row's first `width` drafts and their scores; the next recorded pass may overwrite them."""
+        if said := self._replayed(rows, anchors, size):
+            chosen_BKM, tokens_BKM, scores_BKPM = (rows_of(tensor, rows)[:, :width] for tensor in said)
+            return Picks(chosen_BKM, tokens_BKM, scores_BKPM)
         hidden_BKD, logits_BKV = self.read(rows, anchors, width, size)
         return score(self.selector, hidden_BKD, logits_BKV, torch.tensor(anchors, device=logits_BKV.device), self.ids)
+
+    def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
+        """Fields of Picks, of blocks' hidden states before the final norm."""
+        hidden_BKD, logits_BKV = self._logits_of(self._drafting_slots(hidden_TD, num_rows, width), num_rows)
+        return tuple(score(self.selector, hidden_BKD, logits_BKV, anchors_B, self.ids))
 
     @torch.inference_mode()
     def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
         """Hidden states [B, width, D] and scaled logits [B, width, V] of each row's first `width` drafts."""
-        slots_TD = self.slots(rows, anchors, width, size)
+        return self._logits_of(self.slots(rows, anchors, width, size), len(rows))
+
+    def _logits_of(self, slots_TD: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         logits_TV = scale_logits(self._head(slots_TD), self.config)
-        return slots_TD.unflatten(0, (len(rows), width)), logits_TV.unflatten(0, (len(rows), width))
+        return slots_TD.unflatten(0, (num_rows, -1)), logits_TV.unflatten(0, (num_rows, -1))
 
 
 class DFlash2NativePath(NativePath):

@@ -108,6 +108,7 @@ class WalkedReading(Reading):
     def __init__(self, picks: Picks, vocab_size: int) -> None:
         self._scores_BKPM, self._vocab_size = picks.scores_BKPM, vocab_size
         self._tokens_BKM: list[list[list[int]]] = picks.tokens_BKM.tolist()
+        self._host_BKPM = picks.scores_BKPM.cpu()  # one read for all rows
         self._scores: dict[int, list[list[list[float]]]] = {}
 
     def certain(self, slot: int, limit: int, says_sure: bool) -> tuple[list[int], list[float] | None]:
@@ -176,14 +177,14 @@ class WalkedReading(Reading):
     def _scores_of(self, slot: int) -> list[list[list[float]]]:
         """Of one row, [K, P, M]."""
         if slot not in self._scores:
-            self._scores[slot] = self._scores_BKPM[slot].tolist()
+            self._scores[slot] = self._host_BKPM[slot].tolist()
         return self._scores[slot]
 
     def _walk(self, slot: int, limit: int, inverse: float) -> tuple[list[int], list[float]]:
         """Places of the drafts with the largest scores among the candidates, and their log-probabilities; a score that is not
         finite ends them."""
-        scores_KPM = self._scores_BKPM[slot, :limit]
-        if scores_KPM.device.type == "cpu" and scores_KPM.is_contiguous() and native_lib.load() is not None:
+        scores_KPM = self._host_BKPM[slot, :limit]
+        if scores_KPM.is_contiguous() and native_lib.load() is not None:
             return native_lib.walk(scores_KPM, inverse)
         return walk(self._scores_of(slot)[:limit], inverse)
 

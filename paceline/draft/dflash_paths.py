@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.draft.checkpoint import DFlashConfig
+from paceline.draft.dflash_reading import scale_logits, sureness
+from paceline.draft.dflash_static import Kind, StaticForms, slack_of
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
 from paceline.model.blocks import Weight, quantise
 from paceline.model.decoder import Layer, build_layers
@@ -19,7 +21,18 @@ from paceline.model.native_lib import Buffers, Matrix, pointer
 from paceline.model.parts import PackedLinear, RMSNorm, fuse
 from paceline.model.target import Target, head_weight
 
-Drafts = tuple[list[list[int]], Tensor | None]
+
+class Drafts(NamedTuple):
+    """Results of one drafting pass, for the first drafts of some rows."""
+
+    best_BK: list[list[int]]
+    """The most likely of each slot, counted in the draft vocabulary; -1 where its logits are not finite."""
+    logits_BKV: Tensor | None = None
+    """The head's output."""
+    sure_BK: list[list[float]] | None = None
+    """The most likely token's log-probability, where the pass computes it."""
+
+
 LayerAttention = tuple[Tensor, Tensor, AttentionPlan, CacheWriter, Rope, tuple[Tensor, Tensor]]
 """What `Layer.run` takes besides hidden states."""
 
@@ -42,7 +55,7 @@ class TorchPath:
         """`head_VD`: a head of the drafter's own, in the place of the target's or of its rows of `draft_ids`."""
         self.config, shape = config, config.shape
         dtype, device, num_rows, max_len = target.dtype, target.device, target.cache.num_rows, target.cache.max_len
-        self._target, self._dtype, self._device, self._shape = target, dtype, device, shape
+        self._target, self.dtype, self.device, self._shape = target, dtype, device, shape
         if head_VD is None and draft_ids is not None:
             head_VD = head_weight(target)[draft_ids.to(device)]
         self._head = target.matrix_head if head_VD is None else PackedLinear(head_VD.to(device, dtype))
@@ -59,67 +72,137 @@ class TorchPath:
         self._context_kv = fuse(dict(weights), *(f"{name}.{which}_proj" for which in "kv" for name in every))
         key_norms = [weights[f"{name}.k_norm.weight"].expand(shape.num_kv_heads, -1) for name in every]
         self._context_norm = RMSNorm(torch.cat(key_norms), shape.rms_norm_eps)
-        slack = config.block_size
-        self._rope = Rope(*(table.to(device, dtype) for table in rope_tables(shape, max_len + slack)))
+        slack = slack_of(max_len, config.block_size) if target.recorder else config.block_size
+        self.rope = Rope(*(table.to(device, dtype) for table in rope_tables(shape, max_len + slack)))
         heads = shape.num_layers * shape.num_kv_heads
         self.cache = StaticKVCache(1, num_rows, heads, max_len, shape.head_dim, dtype, device, slack=slack)
         """What was injected, by the target's rows."""
         self._layers, _ = build_layers(shape, weights.items(), partial(Layer.of, shape), make_other=lambda name, weight: None)
-        self._kinds = [(layer.window, is_causal) for layer, is_causal in zip(self._layers, config.is_causal, strict=True)]
+        self.kinds: list[Kind] = [
+            (layer.window, is_causal) for layer, is_causal in zip(self._layers, config.is_causal, strict=True)
+        ]
         self._keys = self.cache.keys[0].chunk(shape.num_layers, dim=1)
         self._values = self.cache.values[0].chunk(shape.num_layers, dim=1)
-        self._group = shape.num_heads // shape.num_kv_heads
+        self.group = shape.num_heads // shape.num_kv_heads
+        self._static: StaticForms | None = None
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether passes are replayed, so that all slots of a block cost what a few of them do."""
+        return self._target.recorder is not None
+
+    def _forms(self) -> StaticForms | None:
+        if self._static is None and self._target.recorder is not None:
+            self._static = StaticForms(self, self._target.recorder)
+        return self._static
+
+    @torch.inference_mode()
+    def record(self) -> None:
+        """Records the block pass and the injection; see Drafter.record."""
+        if forms := self._forms():
+            forms.record()
 
     @torch.inference_mode()
     def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
         """Append the keys and values that every layer makes of newly verified positions: the first sum(counts) of `taps_TF`."""
+        forms = self._forms()
+        if forms is None or not forms.inject(rows, starts, counts, taps_TF):
+            writer = CacheWriter(rows, starts, counts, self.device)
+            self.write_context(taps_TF[: sum(counts)], writer, self.rope.tables(positions_of(starts, counts)))
+        self.cache.append(rows, counts)
+
+    def write_context(self, taps_TF: Tensor, writer: CacheWriter, tables: tuple[Tensor, Tensor]) -> None:
+        """Write keys and values of all layers, one matrix product, at the positions of `writer` and `tables`."""
         shape = self._shape
-        heads = self._context_kv(self._hidden_norm(self._fc(taps_TF[: sum(counts)])))
+        heads = self._context_kv(self._hidden_norm(self._fc(taps_TF)))
         heads_THD = heads.view(-1, 2 * shape.num_layers * shape.num_kv_heads, shape.head_dim)
         keys_THD, values_THD = heads_THD.chunk(2, dim=1)
-        keys_THD = self._rope.rotate(self._context_norm(keys_THD), self._rope.tables(positions_of(starts, counts)))
-        writer = CacheWriter(rows, starts, counts, self._device)
-        writer.write(self.cache.keys[0], keys_THD)
+        writer.write(self.cache.keys[0], self.rope.rotate(self._context_norm(keys_THD), tables))
         writer.write(self.cache.values[0], values_THD)
-        self.cache.append(rows, counts)
 
     @torch.inference_mode()
     def draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
-        """The most likely token of the first `width` drafts of each row, counted in the draft vocabulary, and their logits
-        [B, width, V] as the head gives them; each block of `size` slots stands right behind its row's context and is dead
-        afterwards."""
+        """The most likely token of the first `width` drafts of each row, and their logits [B, width, V]; each block
+        of `size` slots stands right behind its row's context and is dead afterwards. The next recorded pass may
+        overwrite the logits."""
+        if said := self._replayed(rows, anchors, size):
+            best_and_sure = said[0].tolist()  # the round's only read
+            slots_B = [best_and_sure[row][:width] for row in rows]
+            logits_BKV = rows_of(said[1], rows)[:, :width] if with_logits else None
+            best_BK = [[int(best) for best, _ in slots] for slots in slots_B]
+            return Drafts(best_BK, logits_BKV, [[sure for _, sure in slots] for slots in slots_B])
         logits_BKV = self._head(self.slots(rows, anchors, width, size)).unflatten(0, (len(rows), width))
-        largest, best = logits_BKV.max(-1)  # as argmax, which is six times as slow in bfloat16 on CPU
-        best_BK = best.masked_fill_(~largest.isfinite(), -1).tolist()
-        return best_BK, logits_BKV if with_logits else None
+        return Drafts(_best(logits_BKV).tolist(), logits_BKV if with_logits else None)
+
+    def _replayed(self, rows: list[int], anchors: list[int], size: int) -> list[Tensor] | None:
+        """Outputs of `conclude` for whole blocks, by row of the cache; None where no pass is recorded."""
+        forms = self._forms() if size == self.config.block_size else None
+        return forms.block(rows, anchors) if forms else None
+
+    def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
+        """The most likely token and its log-probability [B, width, 2], both in float64 to be read at once, and logits
+        [B, width, V], of blocks' hidden states before the final norm."""
+        logits_BKV = self._head(self._drafting_slots(hidden_TD, num_rows, width)).unflatten(0, (num_rows, width))
+        sure_BK = sureness(scale_logits(logits_BKV, self.config))
+        return torch.stack([_best(logits_BKV).double(), sure_BK.double()], dim=-1), logits_BKV
 
     def slots(self, rows: list[int], anchors: list[int], width: int, size: int) -> Tensor:
         """Final normed hidden states [B * width, D] of the slots that the first `width` drafts of each row are read from."""
         masks = [self.config.mask_token_id] * (size - 1)
         tokens = [token for anchor in anchors for token in (anchor, *masks)]
-        embedded_TD = self._target.matrix_embed(torch.tensor(tokens, device=self._device))
-        if self.config.input_embedding_scale != 1.0:
-            embedded_TD = embedded_TD * self.config.input_embedding_scale
-        hidden_BJD = self.run_block(rows, embedded_TD).unflatten(0, (len(rows), size))
+        embedded_TD = self.embed_block(torch.tensor(tokens, device=self.device))
+        return self._drafting_slots(self.run_block(rows, embedded_TD), len(rows), width)
+
+    def embed_block(self, tokens_T: Tensor) -> Tensor:
+        """Input embeddings [T, D] of the slots of blocks."""
+        embedded_TD = self._target.matrix_embed(tokens_T)
+        scale = self.config.input_embedding_scale
+        return embedded_TD if scale == 1.0 else embedded_TD * scale
+
+    def _drafting_slots(self, hidden_TD: Tensor, num_rows: int, width: int) -> Tensor:
+        """Final normed hidden states [B * width, D] of the slots that the first `width` drafts are read from."""
         first = 0 if self.config.from_anchor else 1
-        return self._final_norm(hidden_BJD[:, first : first + width].flatten(0, 1))
+        return self._final_norm(hidden_TD.unflatten(0, (num_rows, -1))[:, first : first + width].flatten(0, 1))
 
     def run_block(self, rows: list[int], hidden_TD: Tensor) -> Tensor:
         """Hidden states [B * size, D] before the final norm, each block right behind its row's context."""
         starts, counts = [self.cache.lengths[row] for row in rows], [len(hidden_TD) // len(rows)] * len(rows)
-        plan = partial(AttentionPlan, rows, starts, counts, group=self._group, dtype=self._dtype, device=self._device)
-        plans = {(window, is_causal): plan(window=window, is_causal=is_causal) for window, is_causal in set(self._kinds)}
-        writer = CacheWriter(rows, starts, counts, self._device)
-        tables = self._rope.tables(positions_of(starts, counts))
+        plan = partial(AttentionPlan, rows, starts, counts, group=self.group, dtype=self.dtype, device=self.device)
+        plans = {(window, is_causal): plan(window=window, is_causal=is_causal) for window, is_causal in set(self.kinds)}
+        writer = CacheWriter(rows, starts, counts, self.device)
+        tables = self.rope.tables(positions_of(starts, counts))
+        return self.run_layers(hidden_TD, counts[0], plans, writer, tables)
+
+    def run_layers(
+        self,
+        hidden_TD: Tensor,
+        size: int,
+        plans: Mapping[Kind, AttentionPlan],
+        writer: CacheWriter,
+        tables: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Runs all draft layers on blocks of `size` slots, at the positions of plans, writer and tables."""
         hidden_TD = hidden_TD.to(self._residual_dtype)
-        size = len(hidden_TD) // len(rows)
-        for index, (kind, keys, values) in enumerate(zip(self._kinds, self._keys, self._values, strict=True)):
-            self.run_layer(index, hidden_TD, size, (keys, values, plans[kind], writer, self._rope, tables))
+        for index, (kind, keys, values) in enumerate(zip(self.kinds, self._keys, self._values, strict=True)):
+            self.run_layer(index, hidden_TD, size, (keys, values, plans[kind], writer, self.rope, tables))
         return hidden_TD
 
     def run_layer(self, index: int, hidden_TD: Tensor, size: int, attention: LayerAttention) -> None:
         """Add to the hidden states of blocks of `size` slots what a draft layer makes of them."""
         self._layers[index].run(hidden_TD, *attention)
+
+
+def rows_of(tensor: Tensor, rows: list[int]) -> Tensor:
+    """Rows of a tensor; those from its first on are a view."""
+    if rows == list(range(len(rows))):
+        return tensor[: len(rows)]
+    return tensor[torch.tensor(rows, device=tensor.device)]
+
+
+def _best(logits_BKV: Tensor) -> Tensor:
+    """The most likely of each slot [B, K]; -1 where the largest logit is not finite."""
+    largest, best = logits_BKV.max(-1)  # as argmax, which is six times as slow in bfloat16 on CPU
+    return best.masked_fill_(~largest.isfinite(), -1)
 
 
 class NativePath:
@@ -211,4 +294,9 @@ class NativePath:
         best = self._buffers.room("argmax", len(wanted))
         self._model.forward(self._view, work)
         best_BK = [best[row * width : (row + 1) * width] for row in range(num_rows)]
-        return best_BK, None if logits_TV is None else logits_TV.view(num_rows, width, -1)
+        return Drafts(best_BK, None if logits_TV is None else logits_TV.view(num_rows, width, -1))
+
+    is_fixed = False
+
+    def record(self) -> None:
+        """Nothing: native calls need no recording."""

@@ -36,20 +36,22 @@ class Reading:
         config: DFlashConfig,
         draft_ids: Tensor | None,
         vocab_size: int,
+        sure_BK: list[list[float]] | None = None,
     ) -> None:
-        """best_BK: the most likely of each slot, -1 where logits are not finite. logits_BKV: as the head gives them, over the
-        draft vocabulary if there is one; None when only certain drafts are read, and not how sure they are."""
+        """best_BK: the most likely of each slot, -1 where logits are not finite. logits_BKV: the head's output, over
+        the draft vocabulary if there is one; None when only certain drafts are read, and not how sure they are.
+        sure_BK: the most likely token's log-probability, where the pass has computed it."""
         self._best_BK = best_BK
         self._logits_BKV = None if logits_BKV is None else scale_logits(logits_BKV, config)
         self._draft_ids, self._ids = draft_ids, None if draft_ids is None else draft_ids.tolist()
         self._vocab_size = vocab_size
-        self._sure_BK: list[list[float]] | None = None
+        self._sure_BK = sure_BK
 
     def certain(self, slot: int, limit: int, says_sure: bool) -> tuple[list[int], list[float] | None]:
         """The most likely token of each of a row's first `limit` slots, and their log-probabilities."""
         best_K = list(takewhile(lambda token: token >= 0, self._best_BK[slot][:limit]))
         if says_sure and self._sure_BK is None and self._logits_BKV is not None:
-            self._sure_BK = sureness(self._logits_BKV)
+            self._sure_BK = sureness(self._logits_BKV).tolist()
         sure = self._sure_BK[slot][: len(best_K)] if says_sure and self._sure_BK else None
         return best_K if self._ids is None else [self._ids[best] for best in best_K], sure
 
@@ -93,10 +95,10 @@ def inverse_temperature(seq: Sequence) -> float:
     return 1.0 if seq.params.is_greedy else 1.0 / max(seq.params.temperature, MIN_TEMPERATURE)
 
 
-def sureness(logits_BKV: Tensor) -> list[list[float]]:
-    """Log-probability of each slot's most likely token; NaN or infinite where the logits are."""
+def sureness(logits_BKV: Tensor) -> Tensor:
+    """Log-probability [B, K] of each slot's most likely token; NaN or infinite where the logits are."""
     logits_BKV = logits_BKV.float()
-    return (logits_BKV.amax(-1) - logits_BKV.logsumexp(-1)).tolist()
+    return logits_BKV.amax(-1) - logits_BKV.logsumexp(-1)
 
 
 def num_finite(values: list[float]) -> int:

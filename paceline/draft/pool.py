@@ -194,7 +194,7 @@ class Pool:
                 source = drafter if take.source == drafter.name else self.lookups or drafter
                 groups.setdefault(id(source), (source, []))[1].append(place)
         for drafter, places in groups.values():
-            began = time.perf_counter()
+            began, recording_s = time.perf_counter(), self.target.recording_s
             rows, takes = [batch.sequences[place] for place in places], [takes_B[place] for place in places]
             own = Batch(rows, takes, batch.whole_blocks, batch.num_candidates, batch.foresees)
             drafted = drafter.propose(own)
@@ -202,7 +202,7 @@ class Pool:
                 block.tokens_B[place], block.probs_B[place] = drafted.tokens_B[index], drafted.probs_B[index]
                 sure_B[place] = drafted.sure_B[index] if drafted.sure_B else None
                 candidates_B[place] = drafted.candidates_B[index] if drafted.candidates_B else None
-            spent = time.perf_counter() - began
+            spent = time.perf_counter() - began - (self.target.recording_s - recording_s)
             block.source_s[drafter.name] = block.source_s.get(drafter.name, 0.0) + spent
         block.sure_B = sure_B
         block.candidates_B = candidates_B if batch.num_candidates else None

@@ -44,6 +44,10 @@ class SmallModelDrafter(Drafter):
         while self.model.cache.allocate() is not None:  # all rows are taken for good: the target's rows are ours
             pass
 
+    def record(self) -> None:
+        """Records steps of one token, and of two: the first step of a round may also read the draft before it."""
+        self.model.record(2)
+
     @property
     def weight_bytes(self) -> int:
         return self.model.weight_bytes

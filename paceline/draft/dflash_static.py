@@ -1,0 +1,192 @@
+"""DFlash's block pass and injection in fixed shapes, for CUDA graphs: `dflash_paths.TorchPath` from buffers to buffers.
+
+Both compute rows 0..B-1 of the target's cache. Rows that have no part in a pass, and positions behind a row's own
+count, write to scratch positions at the end of each row of the drafter's cache, where nothing is ever read.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.draft.checkpoint import DFlashConfig
+from paceline.model.attention import AttentionPlan, CacheWriter, Rope
+from paceline.model.graphs import StaticPlan, StaticWriter
+from paceline.model.kv_cache import StaticKVCache
+from paceline.model.record import Grid, Recorder, Recordings, Region, aligned, row_sizes, spans
+
+Tables = tuple[Tensor, Tensor]
+Kind = tuple[int | None, bool]
+"""Window and causality of a draft layer."""
+MOST_SPANS = 16
+"""Cache lengths that blocks are recorded for at most: with rows they make all of its graphs."""
+
+
+class FixedPath(Protocol):
+    """The part of `TorchPath` that static passes use."""
+
+    config: DFlashConfig
+    cache: StaticKVCache
+    device: torch.device
+    dtype: torch.dtype
+    group: int
+    rope: Rope
+    kinds: list[Kind]
+
+    @abstractmethod
+    def embed_block(self, tokens_T: Tensor) -> Tensor: ...
+    @abstractmethod
+    def run_layers(
+        self, hidden_TD: Tensor, size: int, plans: Mapping[Kind, AttentionPlan], writer: CacheWriter, tables: Tables
+    ) -> Tensor: ...
+    @abstractmethod
+    def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]: ...
+    @abstractmethod
+    def write_context(self, taps_TF: Tensor, writer: CacheWriter, tables: Tables) -> None: ...
+
+
+def slack_of(max_len: int, block_size: int) -> int:
+    """Positions behind max_len of each row: room for a block, and scratch; rows become multiples of ALIGNED."""
+    return aligned(max_len + block_size) - max_len
+
+
+class StaticBlock(Region):
+    """Computes blocks of `block_size` slots right behind the contexts of B rows, against the first S cache positions;
+    outputs are the path's conclusions (`conclude`) for the slots that drafts are read from."""
+
+    kind = "block"
+
+    def __init__(self, path: FixedPath, num_rows: int, span: int, outputs: list[Tensor]) -> None:
+        """`outputs`: buffers of at least B rows, which blocks of other shapes may share."""
+        self._path, self._num_rows, self._span = path, num_rows, span
+        self._size, device = path.config.block_size, path.device
+        self._inputs_3B = torch.zeros(3, num_rows, dtype=torch.long, device=device)
+        self._tokens_BJ = torch.full((num_rows, self._size), path.config.mask_token_id, device=device)
+        self._writer = StaticWriter(num_rows, self._size, path.cache.max_len, device)
+        self._key_S = torch.arange(span, device=device)
+        self._left_J1 = self._writer.slot_J.flip(0)[:, None]
+        """Slots of its block behind each slot."""
+        self.outputs = [output[:num_rows] for output in outputs]
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return [self._inputs_3B]
+
+    def compute(self) -> None:
+        """Fill `outputs` from anchors, context lengths and counts."""
+        for output, concluded in zip(self.outputs, self.conclude(), strict=True):
+            output.copy_(concluded)
+
+    def conclude(self) -> tuple[Tensor, ...]:
+        """The values that `compute` copies to `outputs`."""
+        path, size = self._path, self._size
+        anchors_B, starts_B, counts_B = self._inputs_3B.unbind()
+        self._tokens_BJ[:, 0] = anchors_B
+        slots_BJ = self._writer.point(starts_B, counts_B)
+        plans = {
+            kind: StaticPlan(self._num_rows, self._span, self._visible(kind, slots_BJ), path.group, path.dtype)
+            for kind in set(path.kinds)
+        }
+        tables = path.rope.tables_at(slots_BJ.flatten())
+        hidden_TD = path.embed_block(self._tokens_BJ.flatten())
+        hidden_TD = path.run_layers(hidden_TD, size, plans, self._writer, tables)
+        return path.conclude(hidden_TD, self._num_rows, path.config.num_slots, anchors_B)
+
+    def _visible(self, kind: Kind, slots_BJ: Tensor) -> Tensor:
+        """Cache positions that each slot sees, bool [B, J, S]; the rule of AttentionPlan."""
+        window, is_causal = kind
+        distance_BJS = slots_BJ[:, :, None] - self._key_S
+        seen = distance_BJS >= (0 if is_causal else -self._left_J1)
+        return seen if window is None else seen & (distance_BJS < window) & (distance_BJS > -window)
+
+    def fill(self, rows: list[int], anchors: list[int]) -> None:
+        """Set the blocks of these rows, by one copy to the device."""
+        lengths, inputs = self._path.cache.lengths, [[0] * self._num_rows for _ in range(3)]
+        for row, anchor in zip(rows, anchors, strict=True):
+            inputs[0][row], inputs[1][row], inputs[2][row] = anchor, lengths[row], self._size
+        self._inputs_3B.copy_(torch.tensor(inputs))
+
+
+class StaticInject(Region):
+    """Computes keys and values of all draft layers for features of J positions behind the contexts of B rows."""
+
+    kind = "inject"
+
+    def __init__(self, path: FixedPath, num_rows: int, count: int) -> None:
+        self._path, self._num_rows, self._count = path, num_rows, count
+        shape, device = path.config.shape, path.device
+        num_features = len(path.config.target_layer_ids) * shape.hidden_size
+        self._inputs_2B = torch.zeros(2, num_rows, dtype=torch.long, device=device)
+        self._taps_BJF = torch.zeros(num_rows, count, num_features, dtype=path.dtype, device=device)
+        self._writer = StaticWriter(num_rows, count, path.cache.max_len, device)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return [self._inputs_2B, self._taps_BJF]
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        return [self._path.cache.keys, self._path.cache.values]
+
+    def compute(self) -> None:
+        """Write keys and values into the path's cache."""
+        slots_BJ = self._writer.point(*self._inputs_2B.unbind())
+        tables = self._path.rope.tables_at(slots_BJ.flatten())
+        self._path.write_context(self._taps_BJF.flatten(0, 1), self._writer, tables)
+
+    def fill(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
+        """Set features of these rows, packed row after row: one copy to the device, one within it for each row."""
+        inputs, begin = [[0] * self._num_rows for _ in range(2)], 0
+        for row, start, count in zip(rows, starts, counts, strict=True):
+            inputs[0][row], inputs[1][row] = start, count
+            self._taps_BJF[row, :count] = taps_TF[begin : begin + count]
+            begin += count
+        self._inputs_2B.copy_(torch.tensor(inputs))
+
+
+class StaticForms:
+    """The recorded passes of one path: blocks by rows and cache length, injections by rows."""
+
+    def __init__(self, path: FixedPath, recorder: Recorder) -> None:
+        rows, size, longest = row_sizes(path.cache.num_rows), path.config.block_size, path.cache.keys.shape[3]
+        self._path, self._recorder = path, recorder
+
+        concluded = StaticBlock(path, rows[-1], aligned(1), []).conclude()
+        outputs = [torch.zeros_like(tensor) for tensor in concluded]
+
+        def block(num_rows: int, span: int) -> StaticBlock:
+            return StaticBlock(path, num_rows, span, outputs)
+
+        def inject(num_rows: int, count: int) -> StaticInject:
+            return StaticInject(path, num_rows, count)
+
+        self.blocks = Recordings(recorder, StaticBlock.kind, Grid(rows, spans(longest, MOST_SPANS)), block)
+        self.injects = Recordings(recorder, StaticInject.kind, Grid(rows, [size]), inject)
+
+    def record(self) -> None:
+        """Record them all; what waits longer than a block is injected eagerly, as prompts are."""
+        self.blocks.record()
+        self.injects.record()
+
+    def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> bool:
+        """Whether a recorded pass has injected these features."""
+        if max(counts) > self._path.config.block_size or not (region := self.injects.find(max(rows) + 1, max(counts))):
+            return False
+        region.fill(rows, starts, counts, taps_TF)
+        self._recorder.run(region)
+        return True
+
+    def block(self, rows: list[int], anchors: list[int]) -> list[Tensor] | None:
+        """The path's conclusions for these rows' blocks, by row of the cache; the next block overwrites them. None
+        where no block is recorded."""
+        longest = max(self._path.cache.lengths[row] for row in rows) + self._path.config.block_size
+        region = self.blocks.find(max(rows) + 1, longest)
+        if region is None:
+            return None
+        region.fill(rows, anchors)
+        self._recorder.run(region)
+        return region.outputs
