@@ -94,7 +94,7 @@ class Blocks:
         if isinstance(path, NativePath):
             return scale_logits(native_logits(path, self.row, tokens), self.config)
         with torch.inference_mode():
-            embedded_TD = path._target.embed(torch.tensor(tokens, device=path._device))
+            embedded_TD = path._target.embed(torch.tensor(tokens, device=path.device))
             hidden_TD = path.run_block([self.row], embedded_TD * self.config.input_embedding_scale)
             return scale_logits(path._head(path._final_norm(hidden_TD[1:])), self.config)
 

@@ -27,6 +27,7 @@ from paceline.model.target import ForwardBatch, Target
 from paceline.model.tokenizer import TextStream, Tokenizer
 from paceline.plan import AdaptivePlanner, FixedPlanner, Plan, Planner, Row
 from paceline.routes import Router
+from paceline.trees import MOST_NODES
 from paceline.types import Batch, Constraint, DraftBlock, FinishReason, Round, RoundStats, Route, SamplingParams, Sequence
 from paceline.verify.rules import MOCKED
 
@@ -183,6 +184,17 @@ class Engine:
         self._release(seq)
         self._admit()
         return seq
+
+    def record(self, most_drafted: int = 0, *, grows_trees: bool = False) -> None:
+        """Record the passes that rounds need, on a device that replays passes: with as many drafts as the present
+        drafters make, or `most_drafted`, or with whole trees. Takes seconds on CUDA, during which no request
+        advances."""
+        most = max(most_drafted, *(drafter.num_drafted for drafter in self.pool.drafters))
+        if most and self.pool.lookups:
+            most = max(most, self.pool.lookups.num_drafted)
+        self.target.record(1 + (MOST_NODES if grows_trees and most else most))
+        for drafter in self.pool.drafters:
+            drafter.record()
 
     def whole_chunks(self) -> contextlib.AbstractContextManager[None]:
         """Within, prompts are read in whole chunks beside rows that decode: for work that nobody follows token by token."""

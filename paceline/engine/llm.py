@@ -33,7 +33,8 @@ from paceline.lossy import Price
 from paceline.marginals import Marginals, MockedPlanner
 from paceline.model import native_lib
 from paceline.model.backends import load_target, settle
-from paceline.model.target import DEFAULT_MAX_LEN, Target, measure_passes
+from paceline.model.measure import measure_passes
+from paceline.model.target import DEFAULT_MAX_LEN, Target
 from paceline.model.tokenizer import Tokenizer
 from paceline.model.tools import with_tools
 from paceline.plan import AdaptivePlanner, FixedPlanner, Planner, fixed_planner
@@ -161,23 +162,39 @@ class LLM:
 
     def new_engine(self, drafter: Drafter | Mapping[str, Drafter]) -> Engine:
         """An engine over the same weights and cache with another drafter, or several; use one engine at a time.
+        On CUDA the passes of its rounds are recorded first, which takes seconds.
 
         Where the plan adapts and no number of drafts is asked for, lookups stand beside a drafter that computes.
         """
-        every = [drafter] if isinstance(drafter, Drafter) else list(drafter.values())
-        planner, mock = self._planner_of(*every), self.config.mocked
-        return Engine(
+        every, mock = [drafter] if isinstance(drafter, Drafter) else list(drafter.values()), self.config.mocked
+        engine = Engine(
             self.target,
             self.tokenizer,
             drafter,
             judge=RuleJudge(RULES[self.config.rule] if mock is None else mocked(mock)),
-            planner=planner,
             router=self.router,
-            lookups=isinstance(planner, AdaptivePlanner) and self.config.num_drafted is None,
+            lookups=self._adapts and self.config.num_drafted is None,
             eos_token_ids=self.tokenizer.eos_token_ids,
             allow_lossy=self.allow_lossy,
             max_tv=self.max_tv,
         )
+        self._record(engine)  # with the taps of its drafters, and before passes are measured
+        engine.planner = self._planner_of(*every)
+        return engine
+
+    @property
+    def _adapts(self) -> bool:
+        return self.config.plan == "auto" and self.config.mocked is None
+
+    def _record_if_idle(self) -> None:
+        """Record passes unless requests run: then rounds are computed eagerly until another drafter comes while none
+        do."""
+        if not self.engine.has_work:
+            self._record(self.engine)
+
+    def _record(self, engine: Engine) -> None:
+        grows = self.config.trees if self._adapts else self.config.plan.startswith("tree")
+        engine.record(LATER if self.router else 0, grows_trees=grows)
 
     def _planner_of(self, *drafters: Drafter) -> Planner:
         """What it has learned of a drafter, the first of several, stays with the drafter."""
@@ -191,7 +208,7 @@ class LLM:
             return FixedPlanner(most_chunk=chunk)
         most = max((drafter.num_drafted for drafter in drafters), default=0) or (LATER if self.router else 0)
         if self.pass_costs is None and most:
-            self.pass_costs = measure_passes(self.target, self.target.cache.num_rows * (1 + most))
+            self.pass_costs = measure_passes(self.target, self.target.cache.num_rows * (1 + most), 1 + most)
         first = drafters[0] if drafters else NoDrafter()
         if first not in self._planners:
             costs, adapts = self.pass_costs or PassCosts([(1, 1.0)]), self.target.is_width_invariant
@@ -211,6 +228,7 @@ class LLM:
         made = self.make_drafter(drafter, **options)
         self.engine.swap(made)
         self.drafter = made
+        self._record_if_idle()
         if not self.engine.has_work and len(self.members) == 1:
             self.engine.planner = self._planner_of(made)
 
@@ -243,6 +261,7 @@ class LLM:
         binding it raises, and leaves everything as it was then."""
         self.engine.put(name, drafter)
         self.drafter = self.engine.drafter
+        self._record_if_idle()
 
     def drain_drafter(self, name: str) -> None:
         """Give the member to no new request. Raises ConfigError when there is none of this name."""

@@ -34,15 +34,15 @@ def decode_round(
     batch: Batch, target: Target, drafter: Drafter | Pool, judge: RuleJudge, narrow: Narrow | None = None
 ) -> RoundStats:
     """One round for every sequence of the batch: draft K tokens, verify J = K+1 positions, commit what stands."""
-    started = time.perf_counter()
+    started, recording_s = time.perf_counter(), target.recording_s
     proposed = drafter.propose(batch)
     if narrow:
         proposed = proposed.cut(narrow(proposed.sure_B or [None] * len(batch), proposed.candidates_B))
     draft = within_grammars(batch, proposed)
-    drafted = time.perf_counter()
+    drafted, recording_draft_s = time.perf_counter(), target.recording_s - recording_s
     out = target.forward(verify_input(batch, draft, judge.only_argmax(batch)))
     verdict = judge(batch, draft, out)
-    verified = time.perf_counter()
+    verified, recording_verify_s = time.perf_counter(), target.recording_s - recording_s - recording_draft_s
     firsts = [seq.cached_len for seq in batch.sequences]
     num_committed_B = commit(batch, draft, verdict)
     slots_B = _slots(verdict, num_committed_B)
@@ -56,8 +56,8 @@ def decode_round(
         num_drafted_B=_lengths(proposed),
         num_accepted_B=[max(count - 1, 0) for count in num_committed_B],
         lossless=all(seq.lossless for seq in batch.sequences),
-        draft_s=drafted - started,
-        verify_s=verified - drafted,
+        draft_s=drafted - started - recording_draft_s,  # who plans by it must not learn what a recording takes
+        verify_s=verified - drafted - recording_verify_s,
         host_s=time.perf_counter() - verified,
         source_B=[take.source if tokens else NONE for take, tokens in zip(takes_B, proposed.tokens_B, strict=True)],
         num_checked_B=[len(tokens) for tokens in draft.tokens_B],
