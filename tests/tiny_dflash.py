@@ -112,7 +112,7 @@ class Recording(DFlashDrafter):
         self.logits: list[torch.Tensor] = []
 
     def _draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
-        best, logits = super()._draft(rows, anchors, width, size, True)
-        assert logits is not None
-        self.logits += list(scale_logits(logits, self.config).clone())
-        return best, logits if with_logits else None
+        drafts = super()._draft(rows, anchors, width, size, True)
+        assert drafts.logits_BKV is not None
+        self.logits += list(scale_logits(drafts.logits_BKV, self.config).clone())
+        return drafts if with_logits else drafts._replace(logits_BKV=None)

@@ -9,7 +9,7 @@ import torch
 from model.test_decoder import decoder_for, text
 
 from paceline.model.decoder import Decoder
-from paceline.model.graphs import GraphDecoder
+from paceline.model.graphs import GraphDecoder, pass_grid
 from paceline.model.target import ForwardBatch
 
 
@@ -26,7 +26,12 @@ def test_replayed_graphs_equal_ordinary_passes() -> None:
     _, ordinary = decoder_for("llama")
     _, source = decoder_for("llama")
     graphed = GraphDecoder(source.config, list(_tensors("llama")), num_rows=4, max_len=128, device="cuda")
+    graphed.set_taps((1,))
+    graphed.record(8)
+    recorded = graphed.recorder.num_recorded
     assert_same_passes(ordinary, graphed)
+    assert graphed.recorder.replayed["target"] == 12 and not graphed.recorder.eager
+    assert graphed.recorder.num_recorded == recorded == len(pass_grid(4, 128, 8).shapes)
 
 
 def _tensors(family: str):
