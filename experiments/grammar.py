@@ -21,7 +21,7 @@ from typing import Any
 from lossless_greedy import drafters, log
 
 from paceline import LLM, SamplingParams
-from paceline.engine.llm import Completion
+from paceline.engine.completion import Completion
 from paceline.prompts import read_prompts
 from paceline.runlog import record_of
 from paceline.types import GrammarSpec

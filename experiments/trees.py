@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from paceline import LLM, SamplingParams
-from paceline.engine.llm import Completion
+from paceline.engine.completion import Completion
 from paceline.plan import fixed_planner
 from paceline.prompts import read_prompts
 from paceline.runlog import record_of

@@ -12,8 +12,9 @@ from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
     from paceline.draft.base import Drafter
+    from paceline.engine.completion import Completion
     from paceline.engine.engine import Engine
-    from paceline.engine.llm import LLM, Completion
+    from paceline.engine.llm import LLM
     from paceline.types import SamplingParams
 
 __version__ = "0.1.0"
@@ -21,7 +22,7 @@ __all__ = ["LLM", "Completion", "Drafter", "Engine", "PacelineError", "SamplingP
 
 _LAZY = {
     "LLM": "paceline.engine.llm",
-    "Completion": "paceline.engine.llm",
+    "Completion": "paceline.engine.completion",
     "Engine": "paceline.engine.engine",
     "Drafter": "paceline.draft.base",
     "SamplingParams": "paceline.types",

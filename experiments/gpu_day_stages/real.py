@@ -19,7 +19,7 @@ from paceline.bench.passes import parting
 from paceline.config import EngineConfig
 from paceline.draft.checkpoint import weights_file
 from paceline.draft.dflash2 import read_drafter
-from paceline.engine.llm import Completion
+from paceline.engine.completion import Completion
 from paceline.errors import DrafterMismatchError
 from paceline.hub import SHIPPED
 from paceline.prompts import read_prompts

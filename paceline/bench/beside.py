@@ -13,7 +13,8 @@ import torch
 from paceline.bench.config import WARM_UP_TOKENS
 from paceline.bench.passes import Answer, Pass, Request, parting
 from paceline.config import resolve as settled
-from paceline.engine.llm import LLM, Completion
+from paceline.engine.completion import Completion
+from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, reraised
 from paceline.figures import first_difference
 from paceline.hub import resolve

@@ -83,7 +83,7 @@ def _turn(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingP
 
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
     """Stream one answer; after Ctrl-C what was said so far stays said."""
-    from paceline.engine.llm import GenerationStats
+    from paceline.engine.completion import GenerationStats
 
     texts, stats = [], None
     with _interruptible() as is_interrupted, contextlib.closing(llm.stream(messages, params)) as chunks:

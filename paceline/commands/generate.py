@@ -36,7 +36,8 @@ from paceline.types import SamplingParams
 
 if TYPE_CHECKING:
     from paceline.bench.beside import Beside
-    from paceline.engine.llm import LLM, Completion
+    from paceline.engine.completion import Completion
+    from paceline.engine.llm import LLM
 
 
 FIGURES = ("num_prompt_tokens", "num_output_tokens", "tokens_per_s", "decode_tokens_per_s", "time_to_first_token_s")

@@ -11,7 +11,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,13 +23,12 @@ from paceline.config import EngineConfig
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.pool import Member
 from paceline.draft.registry import make_drafter
+from paceline.engine.completion import Completion, GenerationStats
 from paceline.engine.engine import Chunk, Engine
 from paceline.engine.round import RuleJudge
 from paceline.errors import ConfigError, EngineReplacedError, MemoryBudgetError
-from paceline.figures import Rounds
 from paceline.hub import resolve as resolve_model
 from paceline.learned import PassCosts
-from paceline.lossy import Price
 from paceline.marginals import Marginals, MockedPlanner
 from paceline.model import native_lib
 from paceline.model.backends import load_target, settle
@@ -39,67 +38,12 @@ from paceline.model.tokenizer import Tokenizer
 from paceline.model.tools import with_tools
 from paceline.plan import AdaptivePlanner, FixedPlanner, Planner, fixed_planner
 from paceline.routes import Router
-from paceline.types import FinishReason, SamplingParams, Sequence, Timings, TokenLogprob
+from paceline.types import SamplingParams
 from paceline.verify.rules import RULES, mocked
 
 Message = dict[str, Any]
 LATER = 7
 """Drafts a round that passes are measured for where a drafter may come later."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationStats(Rounds):
-    """Figures of one answer. `lossless` is False when a lossy rule or a mocked acceptance made it."""
-
-    num_prompt_tokens: int
-    num_output_tokens: int
-    lossless: bool
-    timings: Timings
-    lossy: Price | None = None
-    """What a lossy rule cost, of a request that asked for one."""
-
-    @property
-    def total_s(self) -> float:
-        """From admission to the last token, prefill included."""
-        last = self.timings.token_s[-1] if self.timings.token_s else self.timings.arrival_s
-        return last - self.timings.arrival_s - self.timings.queue_s
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_output_tokens / self.total_s if self.total_s > 0 else 0.0
-
-    @property
-    def decode_tokens_per_s(self) -> float:
-        """Tokens per second after the first token."""
-        span = self.timings.token_s[-1] - self.timings.first_token_s if self.timings.token_s else 0.0
-        return (self.num_output_tokens - 1) / span if span > 0 else 0.0
-
-    @property
-    def time_to_first_token_s(self) -> float:
-        return self.timings.first_token_s - self.timings.arrival_s
-
-    @classmethod
-    def of(cls, seq: Sequence) -> GenerationStats:
-        return cls(
-            **asdict(Rounds.counted(seq.rounds)),
-            num_prompt_tokens=seq.prompt_len,
-            num_output_tokens=seq.num_output,
-            lossless=seq.lossless,
-            timings=seq.timings,
-            lossy=seq.ledger.price(str(seq.params.lossy)) if seq.ledger else None,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One finished answer."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None
-    stats: GenerationStats
-    logprobs: list[TokenLogprob]
-    prompt_token_ids: list[int]
 
 
 class LLM:

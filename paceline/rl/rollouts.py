@@ -19,7 +19,8 @@ from typing import Annotated, Any, Protocol
 from torch import Tensor
 
 from paceline.bounds import Count, check, within
-from paceline.engine.llm import LLM, Completion
+from paceline.engine.completion import Completion
+from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, RolloutError, refuse
 from paceline.figures import Rounds
 from paceline.types import SamplingParams

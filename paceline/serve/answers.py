@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from paceline.engine.llm import GenerationStats
+from paceline.engine.completion import GenerationStats
 from paceline.figures import Rounds
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.clock import Clock

@@ -8,8 +8,8 @@ from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 from torch import Tensor
 
 from paceline.config import RULES as RULE_NAMES
+from paceline.engine.completion import GenerationStats
 from paceline.engine.engine import Engine
-from paceline.engine.llm import GenerationStats
 from paceline.engine.round import RuleJudge
 from paceline.errors import NumericsError
 from paceline.model.target import ForwardOutput

@@ -9,8 +9,8 @@ import pytest
 from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter, TreeDrafter
 from engine_runs import run
 
+from paceline.engine.completion import GenerationStats
 from paceline.engine.engine import Engine
-from paceline.engine.llm import GenerationStats
 from paceline.engine.round import RuleJudge
 from paceline.errors import SamplingError
 from paceline.learned import PassCosts
