@@ -21,8 +21,8 @@ from paceline.draft.checkpoint import weights_file
 from paceline.draft.dflash2 import read_drafter
 from paceline.engine.completion import Completion
 from paceline.errors import DrafterMismatchError
-from paceline.hub import SHIPPED
 from paceline.prompts import read_prompts
+from paceline.shipped import SHIPPED, local
 from paceline.tables import Progress
 from paceline.train import train
 from paceline.train.answers import read_answers
@@ -105,7 +105,7 @@ def prompts_for(visit: Visit, llm: LLM) -> list[list[int]]:
 
 def drafters_at_hand(visit: Visit) -> list[str]:
     """Names and folders: those that need no file, shipped ones whose weights are there, and those that were brought."""
-    shipped = [folder for folder in sorted(SHIPPED.iterdir()) if folder.is_dir() and weights_file(folder).is_file()]
+    shipped = [folder for name in SHIPPED if (folder := local(name)) and weights_file(folder).is_file()]
     brought = [file.parent for file in sorted(visit.bring.rglob("config.json"))] if visit.bring else []
     return ["ngram", "random-dflash", "random-eagle3", *map(str, visit.sized(shipped, []) + brought)]
 
