@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from paceline import learned, plan
+from paceline import chances, learned, plan
 from paceline.draft.base import Observed
 from paceline.draft.ngram import NgramDrafter
 from paceline.learned import PassCosts
@@ -148,9 +148,9 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "trials": constant(learned, "TRIAL_SHARE", 0.0),
     "plain rounds": constant(learned, "PLAIN_EVERY", 10**9),
     "corrections by size": lambda: mock.patch.object(learned.RoundCosts, "_compare"),
-    "truth of lookups": lambda: mock.patch.object(learned.Truth, "right", lambda self, chances: chances),
-    "fading": constant(learned, "_KEEP", 1.0),
-    "doubt after surprises": constant(learned, "_SURPRISE", 1e9),
+    "truth of lookups": lambda: mock.patch.object(chances.Truth, "right", lambda self, given: given),
+    "fading": constant(chances, "_KEEP", 1.0),
+    "doubt after surprises": constant(chances, "_SURPRISE", 1e9),
 }
 
 

@@ -96,7 +96,7 @@ def test_a_block_of_masks_is_the_drafters_own_to_the_bit(
     drafter = DFlashDrafter(network(raw_config(**variant)), draft_ids=torch.tensor([0, 2, 3, 5, 6, 7, 9]))
     blocks = bound(script, drafter, kind)
     anchor, width = 5, drafter.num_drafted
-    best_BK, logits_BKV = drafter._path.draft([blocks.row], [anchor], width, 1 + width, True)
+    best_BK, logits_BKV, _ = drafter._path.draft([blocks.row], [anchor], width, 1 + width, True)
     assert logits_BKV is not None
     one = script.Block(blocks, anchor, [3, 5, 6])
     assert torch.equal(one.read, script.scale_logits(logits_BKV[0], drafter.config))

@@ -16,7 +16,7 @@ import pytest
 
 ABSENT = {"gguf", "llguidance", "fastapi", "uvicorn", "datasketch", "river", "ray", "trl", "datasets", "jsonschema"}
 NEED_EXTRAS = {
-    "serve": "admin, answers, app, completions, drafters, failures, features, routing, run, security, tools, worker",
+    "serve": "admin, answers, app, completions, drafters, failures, features, inbox, routing, run, security, tools, worker",
     "record": "proxy, reader, run",
     "rl": "agents, endpoint, judge",
     "distill": "teach",

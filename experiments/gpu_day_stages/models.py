@@ -23,7 +23,7 @@ from paceline.engine.engine import Engine
 from paceline.model.checkpoint import expected_shapes
 from paceline.model.config import DecoderConfig, DeltaShape
 from paceline.model.decoder import Decoder
-from paceline.model.graphs import GraphDecoder
+from paceline.model.graphs import GraphDecoder, can_record
 from paceline.model.target import ForwardBatch
 from paceline.model.tokenizer import Tokenizer
 from paceline.plan import FixedPlanner
@@ -130,7 +130,7 @@ def decoder(
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
     """As `model.backends.load_target` chooses for CUDA: recorded passes where their shape is known."""
-    kind = Decoder if config.num_experts or config.delta else GraphDecoder
+    kind = GraphDecoder if can_record(config) else Decoder
     target = kind(config, tensors, num_rows=rows, max_len=max_len, dtype=dtype, device=device)
     recorder: Any = getattr(target, "recorder", None)
     if recorder is not None:
