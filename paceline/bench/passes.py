@@ -50,7 +50,9 @@ def mocked_engine(llm: LLM, drafter: Drafter, kept: float | Marginals, num_nodes
     chunk, planner = llm.config.prefill_chunk, None
     if isinstance(kept, Marginals):
         planner = MockedPlanner(most_chunk=chunk, num_nodes=num_nodes, marginals=kept)
-    return Engine(llm.target, llm.tokenizer, drafter, judge=RuleJudge(mocked(kept)), planner=planner, prefill_chunk=chunk)
+    engine = Engine(llm.target, llm.tokenizer, drafter, judge=RuleJudge(mocked(kept)), planner=planner, prefill_chunk=chunk)
+    engine.record(grows_trees=num_nodes > 0)
+    return engine
 
 
 def random_prompt(seed: int | str, length: int, vocab_size: int) -> list[int]:
@@ -188,6 +190,7 @@ class Engines:
         llm = self._llm
         llm.engine, llm.drafter = self._made[name], self[name]
         llm.target.set_taps(llm.drafter.tap_layers)
+        llm.record_passes(llm.engine)  # a wider drafter that was added later has dropped what was recorded
         cache = llm.target.cache
         for row in [cache.allocate(row) for row in cache.free_rows]:
             if row is not None:  # what a row holds is void once it was given away

@@ -122,7 +122,7 @@ class LLM:
             allow_lossy=self.allow_lossy,
             max_tv=self.max_tv,
         )
-        self._record(engine)  # with the taps of its drafters, and before passes are measured
+        self.record_passes(engine)  # with the taps of its drafters, and before passes are measured
         engine.planner = self._planner_of(*every)
         return engine
 
@@ -134,9 +134,10 @@ class LLM:
         """Record passes unless requests run: then rounds are computed eagerly until another drafter comes while none
         do."""
         if not self.engine.has_work:
-            self._record(self.engine)
+            self.record_passes(self.engine)
 
-    def _record(self, engine: Engine) -> None:
+    def record_passes(self, engine: Engine) -> None:
+        """Record the passes of this engine's rounds where the device replays such; those recorded already are kept."""
         grows = self.config.trees if self._adapts else self.config.plan.startswith("tree")
         engine.record(LATER if self.router else 0, grows_trees=grows)
 
@@ -211,11 +212,13 @@ class LLM:
         """Give the member to no new request. Raises ConfigError when there is none of this name."""
         self.engine.pool.admit(name, False)
         self.drafter = self.engine.drafter
+        self._record_if_idle()
 
     def remove_drafter(self, name: str) -> None:
         """Give the member to no new request and forget it when its last one has ended. Raises as `drain_drafter`."""
         self.engine.remove(name)
         self.drafter = self.engine.drafter
+        self._record_if_idle()
 
     def renew(self) -> None:
         """After an engine failed: the same weights and drafters, an empty cache, a new engine. Answers under way are

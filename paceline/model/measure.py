@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -20,13 +21,13 @@ def measure_passes(target: Target, most: int, width: int | None = None) -> PassC
     each size: the first of a size loads kernels, makes workspaces and touches memory.
 
     On CUDA the sizes are 1, 8, 16, 64, 128, ... and `most`, on rows of up to `width` tokens each, as rounds have
-    them, and events time them; elsewhere they are 1, 2, 4, ... on one row, timed by the clock. Sizes take turns and
-    the fastest of each counts: the machine changes its pace, and other programs disturb. A size that the first ones
-    leave no time for is extrapolated.
+    them, and events time them; elsewhere they are 1, 2, 4, ... on as few rows as hold them, timed by the clock. Sizes
+    take turns and the fastest of each counts: the machine changes its pace, and other programs disturb. A size that
+    the first ones leave no time for is extrapolated.
     """
     on_cuda = target.device.type == "cuda"
     sizes = _cuda_sizes(most) if on_cuda else [1 << power for power in range(max(most.bit_length(), 2))]
-    seconds_of: Timer = _event_seconds if on_cuda else _clock_seconds
+    seconds_of: Timer = partial(_event_seconds, target.device) if on_cuda else _clock_seconds
     spent, best = 0.0, dict[int, float]()
     for turn in range(_MOST_TURNS):
         for place, size in enumerate(sizes):
@@ -69,10 +70,11 @@ def _clock_seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _event_seconds(run: Callable[[], object]) -> float:
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    began.record()
-    run()
-    ended.record()
-    ended.synchronize()
+def _event_seconds(device: torch.device, run: Callable[[], object]) -> float:
+    with torch.cuda.device(device):  # events are recorded on the current device's stream
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        run()
+        ended.record()
+        ended.synchronize()
     return began.elapsed_time(ended) / 1e3

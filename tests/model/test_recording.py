@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 from engine_runs import byte_target, run
 from tiny_dflash import VOCAB, tiny_target
 
+from paceline.bench.passes import Engines, mocked_engine
+from paceline.config import EngineConfig
+from paceline.draft.base import Drafter, NoDrafter
 from paceline.engine.engine import Engine
 from paceline.model import measure
 from paceline.model.decoder import Decoder
@@ -276,3 +280,34 @@ def test_the_tiny_target_runs_recorded_as_ordinary() -> None:
         engine.record()
         texts.append([seq.output_ids for seq in run(engine, prompts, SamplingParams(max_tokens=9))])
     assert texts[0] == texts[1]
+
+
+class Wide(NoDrafter):
+    """Drafts nothing, but would draft more than a block, from taps of its own."""
+
+    name, num_drafted, tap_layers = "wide", 9, (0,)
+
+
+def test_every_engine_of_a_comparison_is_recorded() -> None:
+    """The first one too, whose passes are forgotten when a wider drafter is recorded."""
+    target = tiny_target(kind=GraphDecoder)
+    target.recorder.records_late = False
+
+    def new_engine(drafter: Drafter) -> Engine:
+        engine = Engine(target, ByteTokenizer(), drafter)
+        engine.record()
+        return engine
+
+    llm: Any = SimpleNamespace(target=target, new_engine=new_engine, record_passes=lambda engine: engine.record())
+    engines = Engines(llm)
+    engines.add("none", NoDrafter())
+    engines.add("wide", Wide())
+    run(engines.use("none"), [[1, 2, 3]], SamplingParams(max_tokens=5))
+    assert target.recorder.replayed["target"] and not target.recorder.eager["target"]
+
+
+def test_a_mocked_engine_is_recorded() -> None:
+    target = tiny_target(kind=GraphDecoder)
+    llm: Any = SimpleNamespace(target=target, tokenizer=ByteTokenizer(), config=EngineConfig())
+    mocked_engine(llm, Wide(), 2.0)
+    assert target.recorder.num_recorded
