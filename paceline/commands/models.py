@@ -22,7 +22,7 @@ def models(as_json: Json = False) -> dict[str, Any]:
       paceline generate qwen2.5-coder-0.5b "Write a quicksort in Python."
     """
     from paceline.hub import BUILTINS, cache_home
-    from paceline.shipped import SHIPPED
+    from paceline.shipped import SHIPPED, local
 
     home, found = cache_home(), []
     for each in BUILTINS.values():
@@ -31,6 +31,7 @@ def models(as_json: Json = False) -> dict[str, Any]:
         shown = {"name": each.name, "file_bytes": each.gguf_bytes, "memory_bytes": each.memory_bytes, "licence": each.licence}
         found.append({**shown, "drafter": drafter, "path": path})
         if not as_json:
+            missing = " (not installed)" if drafter == "dflash" and local(each.name) is None else ""
             sizes = f"{each.gguf_bytes / 1e6:5.0f} MB, in memory {each.memory_bytes / 1e6:5.0f} MB"
-            print(f"{each.name:20s} {sizes}, {each.licence}, drafter {drafter:6s}  {path or 'fetched at first use'}")
+            print(f"{each.name:20s} {sizes}, {each.licence}, drafter {drafter:6s}{missing}  {path or 'fetched at first use'}")
     return {"models": found, "home": home}

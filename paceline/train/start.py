@@ -133,8 +133,12 @@ def init_folder(init: str | None, target_name: str) -> Path | None:
     """
     if init is None:
         return None
-    ships = init == "default" and target_name in shipped.SHIPPED
-    folder = shipped.find(target_name) if ships else Path(init).expanduser()
+    if init == "default" and target_name not in shipped.SHIPPED:
+        having = ", ".join(sorted(shipped.SHIPPED))
+        raise ConfigError(
+            f"--init default: no drafter ships for {target_name}, only for {having}: give a folder with config.json"
+        )
+    folder = shipped.find(target_name) if init == "default" else Path(init).expanduser()
     if not (folder / "config.json").is_file():
         raise ConfigError(f"--init {init}: there is no drafter in {folder}: give a folder with config.json")
     return folder
