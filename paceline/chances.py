@@ -130,7 +130,7 @@ class Chances:
 
 @dataclass(slots=True)
 class Truth(Ratio):
-    """How far the chances that a source tells itself were right: drafts that stood over those that were expected to."""
+    """Calibration of the chances that a source states itself: drafts accepted over drafts expected to be."""
 
     over: float = 4.0
     under: float = 4.0

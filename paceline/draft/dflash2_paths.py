@@ -73,8 +73,8 @@ class DFlash2Path(TorchPath):
 
     def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
         """Candidates of each row's first `width` drafts and their scores; the next recorded pass may overwrite them."""
-        if said := self._replayed(rows, anchors, size):
-            chosen_BKM, tokens_BKM, scores_BKPM = (rows_of(tensor, rows)[:, :width] for tensor in said)
+        if outputs := self._replayed(rows, anchors, size):
+            chosen_BKM, tokens_BKM, scores_BKPM = (rows_of(tensor, rows)[:, :width] for tensor in outputs)
             return Picks(chosen_BKM, tokens_BKM, scores_BKPM)
         hidden_BKD, logits_BKV = self.read(rows, anchors, width, size)
         return score(self.selector, hidden_BKD, logits_BKV, torch.tensor(anchors, device=logits_BKV.device), self.ids)

@@ -125,10 +125,10 @@ class TorchPath:
         """The most likely token of the first `width` drafts of each row, and their logits [B, width, V]; each block
         of `size` slots stands right behind its row's context and is dead afterwards. The next recorded pass may
         overwrite the logits."""
-        if said := self._replayed(rows, anchors, size):
-            best_and_sure = said[0].tolist()  # the round's only read
+        if outputs := self._replayed(rows, anchors, size):
+            best_and_sure = outputs[0].tolist()  # the round's only read
             slots_B = [best_and_sure[row][:width] for row in rows]
-            logits_BKV = rows_of(said[1], rows)[:, :width] if with_logits else None
+            logits_BKV = rows_of(outputs[1], rows)[:, :width] if with_logits else None
             best_BK = [[int(best) for best, _ in slots] for slots in slots_B]
             return Drafts(best_BK, logits_BKV, [[sure for _, sure in slots] for slots in slots_B])
         logits_BKV = self._head(self.slots(rows, anchors, width, size)).unflatten(0, (len(rows), width))

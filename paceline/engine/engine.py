@@ -88,7 +88,7 @@ class Engine:
         self._guests: dict[int, Drafter] = {}
         """By request, drafters that are tried."""
         self.ids = itertools.count()
-        """Numbers of requests; an engine that takes this one's place goes on with them: none names two requests."""
+        """Request ids; an engine that replaces this one continues the count, so that no id names two requests."""
 
     @property
     def drafter(self) -> Drafter:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType as Quant
 
 FORMATS = {"q8_0": "MOSTLY_Q8_0", "q4_1": "MOSTLY_Q4_1", "bf16": "MOSTLY_BF16", "f32": "ALL_F32"}
-"""llama.cpp's names of files whose matrices are so."""
+"""Weight format -> llama.cpp's file type."""
 Format = Annotated[str, tuple(FORMATS)]
 WRITTEN = ("llama", "qwen2", "qwen3")
 """llama.cpp's names of the families whose files are written."""

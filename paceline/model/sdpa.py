@@ -8,7 +8,6 @@ out: it makes a new plan for every shape, and a prefill has a new length in ever
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -16,20 +15,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from paceline.model.config import DecoderConfig
 
+_UNCHANGED = contextlib.nullcontext()
 KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
-@contextlib.contextmanager
-def chosen_kernels(device: torch.device) -> Iterator[None]:
+def chosen_kernels(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """On CUDA attention within runs on one of KERNELS; elsewhere nothing changes.
 
     Entering takes some 30 us, so a pass enters it once: within it, or where cuDNN is off anyway, it only reads a flag.
     """
-    if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
-        yield
-        return
-    with sdpa_kernel(KERNELS):
-        yield
+    is_needed = device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()
+    return sdpa_kernel(KERNELS) if is_needed else _UNCHANGED
 
 
 def kernel_of(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None = None) -> str:
