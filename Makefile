@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-READY := $(VENV)/.ready
+COMPILED := build/native/.compiled
+READY := $(INSTALLED) $(COMPILED)
 NATIVE := paceline/model/native
 NATIVE_CODE := $(wildcard $(NATIVE)/*.cpp $(NATIVE)/*.h $(NATIVE)/*.inl)
 NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/probes/*.cpp) $(NATIVE_CODE)
@@ -16,17 +17,18 @@ SOURCES := paceline tests experiments deploy docs drafters notebooks setup.py
 
 .PHONY: setup demo test test-quick test-machines test-arm lint check format bench docs native sanitize wheel wheel-drafters clean
 
+# Bytecode is written when a module is first imported: most of what is installed never is.
 $(INSTALLED): requirements.lock pyproject.toml setup.py drafters/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements.lock
 	PACELINE_NATIVE_BUILD=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 	  --editable . --editable ./drafters
 	touch $(INSTALLED)
 
-# The library apart from pip, which would hide the one line that says there is no compiler.
-$(READY): $(INSTALLED) $(NATIVE_SOURCES)
-	$(BIN)/python $(NATIVE)/build.py --optional
-	touch $(READY)
+# The library apart from pip, which would hide the one line that says there is no compiler, and beside it with --jobs=2.
+$(COMPILED): $(NATIVE_SOURCES)
+	$(PYTHON) $(NATIVE)/build.py --optional
+	mkdir -p $(@D) && touch $@
 
 setup: $(READY)  ## the virtual environment with everything pinned
 
@@ -52,7 +54,7 @@ test-machines: $(READY)  ## the test suite as on other processors, with more thr
 test-arm: $(READY)  ## the native library for ARM, under QEMU, against this machine's
 	$(BIN)/python -m pytest -rs tests/native
 
-lint: $(READY)  ## format, lint and types
+lint: $(INSTALLED)  ## format, lint and types
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
