@@ -101,4 +101,4 @@ wheel-drafters: $(BUILDER)/.ready  ## dist/paceline_drafters-*.whl: the weights 
 	$(WHEEL) ./drafters
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info $(NATIVE)/libpaceline_native.*
+	rm -rf $(VENV) build dist *.egg-info drafters/build drafters/*.egg-info $(NATIVE)/libpaceline_native.*

@@ -30,7 +30,6 @@ def logged(folder: Path) -> AdaptLog:
     return log
 
 
-@pytest.mark.slow
 def test_the_page_shows_each_cluster_and_what_was_done(tmp_path: Path) -> None:
     text = page(logged(tmp_path).lines())
     assert text.count("<svg") == 2 and ">tickets<" in text
