@@ -1,4 +1,4 @@
-"""A drafter's folder with its matrices in 8 bits, as decoding multiplies them: half the bytes, for a package or a download.
+"""Stores a drafter's matrices in 8 bits, as decoding multiplies them: half the bytes, for a package or a download.
 
     python recipes/pack_drafter.py runs/coder-drafter/run/drafter --out drafters/paceline_drafters/qwen2.5-coder-0.5b
 

@@ -129,7 +129,7 @@ def verdict_of(job: Job, status: int) -> dict[str, Any]:
 
 
 def unjudged(reason: str) -> dict[str, Any]:
-    """In place of a verdict, of a candidate that nothing is known of."""
+    """Returns the verdict of a candidate that could not be judged."""
     return {"passed": False, "reason": reason, "is_judged": False}
 
 
