@@ -101,7 +101,7 @@ class Stage:
     def wait(self, now: float) -> None:
         """Note that the server does not answer; the next try comes later, but a probation goes on looking."""
         self.away_since = self.away_since or now
-        pause = min(FIRST_WAIT_S * 2**self.num_tries, LONGEST_WAIT_S)
+        pause = min(FIRST_WAIT_S * 2 ** min(self.num_tries, 10), LONGEST_WAIT_S)  # no float has 2**1024
         self.wait_until = now if self.name == "probation" else now + pause
         self.num_tries += 1
 

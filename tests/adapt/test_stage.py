@@ -11,7 +11,7 @@ from played import NOW
 
 from paceline.adapt.config import WatchConfig
 from paceline.adapt.counts import Counts
-from paceline.adapt.stage import LEAST_ROUNDS, Stage
+from paceline.adapt.stage import LEAST_ROUNDS, LONGEST_WAIT_S, Stage
 
 FIRST = Counts(rounds=1000, accepted=1000, steps=1000, busy_s=20)
 BEFORE = Counts(rounds=3000, accepted=3000, steps=3000, busy_s=60)
@@ -62,6 +62,12 @@ def test_slower_rounds(tmp_path: Path, rounds: int, busy_s: float, is_slower: bo
     found = wrong(begun(tmp_path), tmp_path, rounds=rounds, accepted=rounds, steps=200, busy_s=busy_s)
     assert (found == "a round takes 26.0 ms, 20.0 before with as many rows") is is_slower
     assert (found is not None) is is_slower
+
+
+def test_waits_of_any_number_of_tries_have_a_length(tmp_path: Path) -> None:
+    stage = Stage("retrain", "undo", 1, ("tickets",), num_tries=2000)
+    stage.wait(NOW)
+    assert stage.wait_until == NOW + LONGEST_WAIT_S
 
 
 def test_requests_that_ended_in_an_error(tmp_path: Path) -> None:
