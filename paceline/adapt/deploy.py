@@ -34,7 +34,7 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from paceline.adapt.config import DeployConfig
-from paceline.adapt.counts import Counts, ask, counts_of, drafts_of, is_up, is_well, metrics_of
+from paceline.adapt.counts import NOT_NOW, Counts, ask, counts_of, drafts_of, is_up, is_well, metrics_of
 from paceline.bench.client import Client
 from paceline.errors import DownloadError, UnreachableError
 from paceline.types import NONE
@@ -256,15 +256,23 @@ class _Restarted:
         self.pinned(cluster)
 
     def load(self, name: str, folder: Path) -> None:
-        done: list[Client] = []
+        """Noted before the first server gets it: a request whose answer was lost may have been carried out."""
+        before = None if self._serving is None else str(self._serving)
+        is_noted = before is not None and [before] in self.undo  # it is tried again
+        if not is_noted:
+            self.found(name, before)
+        done = list[Client]()
         try:
             for client in self._clients:
                 done.append(client)
                 self._replace(client, folder)
-        except DownloadError as error:
-            self._give_back(done, error)
+        except UnreachableError:
             raise
-        self.found(name, None if self._serving is None else str(self._serving))
+        except DownloadError as error:
+            if not is_noted:
+                self._give_back(done, error)
+                self.undo.pop()
+            raise
         self._serving = folder
 
     def _give_back(self, done: list[Client], error: DownloadError) -> None:
@@ -376,8 +384,10 @@ class SglangServers(_Restarted):
 
 
 def _takes_weights(client: Client) -> bool:
-    """Whether this vLLM has begun an update of its draft weights. Raises UnreachableError."""
+    """True if this vLLM has begun an update of its draft weights. Raises UnreachableError, also when it is busy."""
     stream = client.post("/start_draft_weight_update", b"{}")
     if stream.failure:
         raise UnreachableError(f"{client.url} does not answer ({stream.failure}): start it, or check its address")
     return stream.status == 200
+    if stream.status in NOT_NOW:
+        raise UnreachableError(f"{client.url} begins no update of its draft weights now: it answered {stream.status}")

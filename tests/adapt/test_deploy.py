@@ -264,6 +264,34 @@ class TestSilence:
             deployment.load("tickets", tmp_path / "new")
         assert not (tmp_path / "told.jsonl").exists() and deployment.members() == {"drafter": str(tmp_path / "old")}
 
+    @pytest.mark.parametrize("status", [429, 503])
+    def test_vllm_is_not_restarted_because_it_is_busy(self, server: FakeServer, tmp_path: Path, status: int) -> None:
+        how = {"publish": restart_command(tmp_path), "restart": restart_command(tmp_path)}
+        deployment = opened(server, tmp_path / "old", engine="vllm", **how)
+        server.refuses["/start_draft_weight_update"] = status, {}
+        with pytest.raises(UnreachableError, match=f"answered {status}"):
+            deployment.load("tickets", tmp_path / "new")
+        assert not (tmp_path / "told.jsonl").exists()
+
+    def test_weights_whose_answer_was_lost_are_rolled_back(self, server: FakeServer, tmp_path: Path) -> None:
+        deployment = opened(server, tmp_path / "old", engine="sglang", draft_field="update_draft_model")
+        server.loses.add("/update_weights_from_disk")
+        for _ in range(2):
+            with pytest.raises(UnreachableError):
+                deployment.load("tickets", tmp_path / "new")
+        assert deployment.undo == [[str(tmp_path / "old")]]
+        server.loses.clear()
+        deployment.roll_back()
+        assert server.calls[-1][2]["model_path"] == str(tmp_path / "old") and deployment.undo == []
+
+    def test_weights_that_are_refused_leave_nothing_to_undo(self, server: FakeServer, tmp_path: Path) -> None:
+        deployment = opened(server, tmp_path / "old", engine="sglang", draft_field="update_draft_model")
+        answers = iter([(200, {"success": False}), (200, {"success": True})])
+        server.answer = lambda method, path, body: (lambda each: (each[0], json.dumps(each[1])))(next(answers))
+        with pytest.raises(DownloadError, match="refused the weights"):
+            deployment.load("tickets", tmp_path / "new")
+        assert deployment.undo == [] and not list(answers), "the old ones were given back"
+
     def test_a_roll_back_to_a_silent_server_gives_back_nothing_yet(self, server: FakeServer, tmp_path: Path) -> None:
         """It would drain the new drafter, and never load the old one, if silence were a refusal."""
         deployment = opened(server)
