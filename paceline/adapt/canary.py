@@ -64,7 +64,10 @@ class Canary:
             counts = self.read(now)
         except DownloadError as error:  # whatever the counters say, it is not about this drafter
             raise UnreachableError(str(error)) from error
-        stage.begin_probation(self.traces, self.readings[0][1] if self.readings else None, counts, now)
+        if self.deployment.undo:  # tried before: if that answer was lost, the new drafter may have served since
+            stage.begin_counting(counts, now)
+        else:
+            stage.begin_probation(self.traces, self.readings[0][1] if self.readings else None, counts, now)
         stage.name = "swap"
         try:
             if stage.kind != "route":
@@ -119,12 +122,14 @@ class Canary:
         self._knows(stage.member, self.deployment.members().get(stage.member))
 
     def let_go(self, stage: Stage) -> None:
+        self.readings.clear()  # they reach into its time
         """Forget a drafter that has left the server; `look` reports what serves there now, if that is new."""
         before = next((each[2] for each in stage.undo if each[:2] == ["drafter", stage.member]), None)
         self.deployment.keep()
         self._knows(stage.member, stage.served if stage.kind == "route" else before)
 
     def _knows(self, name: str, drafter: str | None) -> None:
+        self.readings.clear()
         if self.known is not None:
             self.known = {key: value for key, value in self.known.items() if key != name}
             self.known |= {name: drafter} if drafter is not None else {}

@@ -111,18 +111,22 @@ class Stage:
 
     def begin_probation(self, traces: Path, first: Counts | None, counts: Counts, now: float) -> None:
         """Write down how things were; `first` is the oldest reading of the server that is known."""
-        self.name, self.began = "probation", now
         spans = read_span(traces, now - SPAN_S, now)
         self.before = {name: sums.tokens_per_round for name, sums in spans.items() if sums.rounds >= LEAST_ROUNDS}
         if first is not None and (rate := tokens_per_round(first, counts)):
             self.before[WHOLE] = rate
-        self.counted, self.seen = list(astuple(counts)), list(astuple(counts))
         self.pace = list((pace(first, counts) if first is not None else None) or ())
         self.failures = [0.0, 0.0]
         if first is not None and not is_restarted(first, counts):
             self.failures = [counts.errors - first.errors, counts.requests - first.requests]
 
     def look(self, counts: Counts, drafts: float | None) -> None:
+        self.begin_counting(counts, now)
+
+    def begin_counting(self, counts: Counts, now: float) -> None:
+        """Count from now on; what is known of before stays."""
+        self.name, self.began = "probation", now
+        self.counted, self.seen = list(astuple(counts)), list(astuple(counts))
         """Take a reading; after a restart of the server the counting begins anew."""
         if is_restarted(Counts(*self.seen), counts):
             self.counted, self.drafts = list(astuple(counts)), drafts
