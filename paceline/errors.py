@@ -8,7 +8,8 @@ The command line prints that line and exits with code 2; anything else is a bug 
     ├── ModelFileError        (ValueError)         truncated, damaged, or not the bytes we expected
     ├── UnsupportedModelError (ValueError)         an architecture or option we do not implement
     ├── DownloadError         (ConnectionError)    the network, or the server behind it, did not answer, or refused
-    │   └── UnreachableError                       it does not answer now, which says nothing about what it would answer
+    │   ├── UnreachableError                       it does not answer now, which says nothing about what it would answer
+    │   └── DeployError                            a drafter was not put in, for a reason that says nothing about it
     ├── CacheError            (OSError)            the cache folder cannot be written
     ├── DrafterMismatchError  (ValueError)         a drafter made for another target
     ├── ContextLengthError    (ValueError)         prompt and answer do not fit the context
@@ -49,6 +50,9 @@ class DownloadError(PacelineError, ConnectionError): ...
 
 
 class UnreachableError(DownloadError): ...
+
+
+class DeployError(DownloadError): ...
 
 
 class CacheError(PacelineError, OSError): ...

@@ -5,7 +5,9 @@ Every method may raise UnreachableError and can be called again then: nothing is
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from paceline.adapt.counts import Counts
 from paceline.adapt.deploy import Deployment
 from paceline.adapt.hours import HOUR_S
 from paceline.adapt.stage import LEAST_ROUNDS, Stage
-from paceline.errors import DownloadError, UnreachableError
+from paceline.errors import DeployError, DownloadError, UnreachableError
 
 MOST_READINGS = 120
 """Readings of the server's counters that are kept: what acceptance was before a swap."""
@@ -59,7 +61,7 @@ class Canary:
     def put_in(self, stage: Stage, now: float) -> None:
         """Load the drafter, or send its cluster to it, and begin its probation.
 
-        Raises DownloadError when the server refuses it."""
+        Raises DownloadError when the server refuses the drafter, DeployError when something else hinders it."""
         try:
             counts = self.read(now)
         except DownloadError as error:  # whatever the counters say, it is not about this drafter
@@ -72,12 +74,13 @@ class Canary:
         try:
             if stage.kind != "route":
                 self.deployment.load(stage.member, Path(stage.drafter))
-            if stage.kind in ("route", "propose"):
-                self.deployment.route(stage.clusters[0], stage.member)
+            with _blameless():
+                if stage.kind in ("route", "propose"):
+                    self.deployment.route(stage.clusters[0], stage.member)
+                stage.drafts = self.deployment.drafts(stage.member)
+                stage.served = self.deployment.members().get(stage.member, "")
         finally:
             stage.undo = self.deployment.undo
-        stage.drafts = self.deployment.drafts(stage.member)
-        stage.served = self.deployment.members().get(stage.member, "")
         if self.known is not None and stage.served:
             self.known[stage.member] = stage.served
         stage.name = "probation"
@@ -133,3 +136,14 @@ class Canary:
         if self.known is not None:
             self.known = {key: value for key, value in self.known.items() if key != name}
             self.known |= {name: drafter} if drafter is not None else {}
+
+
+@contextlib.contextmanager
+def _blameless() -> Iterator[None]:
+    """Raises a refusal that says nothing about the drafter as DeployError."""
+    try:
+        yield
+    except UnreachableError:
+        raise
+    except DownloadError as error:
+        raise DeployError(str(error)) from error

@@ -1,7 +1,8 @@
 """What a server says of itself: counters by which acceptance and pace are read, its health, and answers in JSON.
 
 vLLM's names, which paceline's own server has too; SGLang's are read in `deploy.py`. What goes wrong is a DownloadError
-in one line: UnreachableError where the server does not answer or is busy, so that the same call may be tried again.
+in one line: UnreachableError where the server does not answer or is busy, so that the same call may be tried again;
+DeployError where it has not looked at the drafter.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from paceline.bench.client import Client
-from paceline.errors import DownloadError, UnreachableError
+from paceline.clusters import OTHER
+from paceline.errors import DeployError, DownloadError, UnreachableError
 
 COUNTERS = {
     "rounds": "vllm:spec_decode_num_drafts_total",
@@ -27,6 +29,8 @@ DRAFTS = "paceline:drafter_drafts_total"
 """Rounds with drafts of each member of a pool, by its label `drafter`."""
 NOT_NOW = (408, 409, 425, 429, 502, 503, 504)
 """Statuses of a server that is busy, loads, or is behind a proxy that does not reach it."""
+NOT_JUDGED = (401, 403, 404, 405, 507)
+"""Statuses of a server that has not tried the drafter: a wrong key, another version, no memory."""
 LEAST_STEPS = 100
 """Rounds whose time says something."""
 
@@ -139,10 +143,14 @@ def answer_of(client: Client, method: str, path: str, body: dict[str, Any] | Non
         raise _silent(client, stream.failure)
     if not 200 <= stream.status < 300:
         said = stream.body.decode("utf-8", "replace").strip()[:300]
-        kind = UnreachableError if stream.status in NOT_NOW else DownloadError
-        raise kind(f"{client.url}{path} answered {stream.status} ({said})")
+        raise _refusal(stream.status)(f"{client.url}{path} answered {stream.status} ({said})")
     return stream.body
 
 
 def _silent(client: Client, why: object) -> UnreachableError:
     return UnreachableError(f"{client.url} does not answer ({why}): start it, or check its address")
+def _refusal(status: int) -> type[DownloadError]:
+    """The error that an answer with this status is."""
+    return UnreachableError if status in NOT_NOW else DeployError if status in NOT_JUDGED else DownloadError
+
+

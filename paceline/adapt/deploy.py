@@ -8,7 +8,7 @@
 
 A deployment is well, or raises DownloadError in one line; `roll_back` gives back what was there before.
 UnreachableError means that a server does not answer now: it may have carried the call out or not, and the call may be
-made again.
+made again; DeployError that the servers have not judged the drafter: nothing about it is known.
 
 paceline   the admin API of its pool (`serve/admin.py`, docs/drafters.md): POST /admin/drafters/NAME loads a drafter,
            health-checked, under traffic; POST /admin/clusters/CLUSTER sends requests of a kind to a member
@@ -36,7 +36,7 @@ from urllib.parse import quote
 from paceline.adapt.config import DeployConfig
 from paceline.adapt.counts import NOT_NOW, Counts, ask, counts_of, drafts_of, is_up, is_well, metrics_of
 from paceline.bench.client import Client
-from paceline.errors import DownloadError, UnreachableError
+from paceline.errors import DeployError, DownloadError, UnreachableError
 from paceline.types import NONE
 
 log = logging.getLogger("paceline.adapt")
@@ -145,7 +145,7 @@ class PacelineServer:
         for row in self._listed("clusters"):
             if row["label"] == cluster:
                 return row["pinned"]
-        raise DownloadError(f"{self._client.url} knows no requests of {cluster!r}: it needs --route auto, and such traffic")
+        raise DeployError(f"{self._client.url} knows no requests of {cluster!r}: it needs --route auto, and such traffic")
 
     def load(self, name: str, folder: Path) -> None:
         self._change("drafter", name, self.members().get(name), str(folder.absolute()))
@@ -209,7 +209,7 @@ class PacelineServer:
     def _listed(self, kind: str) -> list[dict[str, Any]]:
         rows = ask(self._client, "GET", "/admin/drafters").get(kind)
         if not isinstance(rows, list):
-            raise DownloadError(f"{self._client.url}/admin/drafters lists no {kind}: is it a paceline server of this version?")
+            raise DeployError(f"{self._client.url}/admin/drafters lists no {kind}: is it a paceline server of this version?")
         return rows
 
     def _ask(self, method: str, kind: str, name: str, body: dict[str, Any] | None = None) -> None:
@@ -250,7 +250,7 @@ class _Restarted:
         return ONLY
 
     def pinned(self, cluster: str) -> str | None:
-        raise DownloadError("these servers have one drafter each, for all of their traffic")
+        raise DeployError("these servers have one drafter each, for all of their traffic")
 
     def route(self, cluster: str, name: str) -> None:
         self.pinned(cluster)
@@ -321,7 +321,7 @@ class _Restarted:
         until = time.monotonic() + self.config.patience_s
         while not is_up(client):
             if time.monotonic() > until:
-                raise DownloadError(f"{client.url} is not well {self.config.patience_s:g} s after its restart with {folder}")
+                raise DeployError(f"{client.url} is not well {self.config.patience_s:g} s after its restart with {folder}")
             time.sleep(POLL_S)
 
     def _command(self, command: str, client: Client, folder: Path) -> None:
@@ -332,10 +332,10 @@ class _Restarted:
             limit = self.config.patience_s
             done = subprocess.run(shlex.split(command), env=os.environ | added, capture_output=True, text=True, timeout=limit)
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-            raise DownloadError(f"{command!r} did not run for {client.url} ({error}): correct it") from error
+            raise DeployError(f"{command!r} did not run for {client.url} ({error}): correct it") from error
         if done.returncode:
             said = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["it said nothing"]
-            raise DownloadError(f"{command!r} failed for {client.url} ({said[0]}): correct it")
+            raise DeployError(f"{command!r} failed for {client.url} ({said[0]}): correct it")
 
 
 class VllmServers(_Restarted):
@@ -346,11 +346,11 @@ class VllmServers(_Restarted):
             self._command(self.config.publish, client, folder)
             ask(client, "POST", "/finish_weight_update", {})
             if not is_well(client):
-                raise DownloadError(f"{client.url} is not well with the weights of {folder}")
+                raise DeployError(f"{client.url} is not well with the weights of {folder}")
         elif self.config.restart is not None:
             super()._replace(client, folder)
         else:
-            raise DownloadError(f"{client.url} takes no draft weights while it runs: give --restart")
+            raise DeployError(f"{client.url} takes no draft weights while it runs: give --restart")
 
 
 class SglangServers(_Restarted):
@@ -388,6 +388,6 @@ def _takes_weights(client: Client) -> bool:
     stream = client.post("/start_draft_weight_update", b"{}")
     if stream.failure:
         raise UnreachableError(f"{client.url} does not answer ({stream.failure}): start it, or check its address")
-    return stream.status == 200
     if stream.status in NOT_NOW:
         raise UnreachableError(f"{client.url} begins no update of its draft weights now: it answered {stream.status}")
+    return stream.status == 200

@@ -24,7 +24,7 @@ from paceline.adapt.policy import SeasonalPolicy
 from paceline.adapt.retrain import Job, command_of, unjudged, verdict_of
 from paceline.adapt.stage import AWAY_S, LONGEST_WAIT_S, ON_SERVER, Stage
 from paceline.config import EngineConfig
-from paceline.errors import CacheError, DownloadError, UnreachableError
+from paceline.errors import CacheError, DeployError, DownloadError, UnreachableError
 
 Start = Callable[[list[str], Path], Job]
 
@@ -210,6 +210,10 @@ class Steps:
             self._canary.put_in(stage, now)
         except UnreachableError:
             raise
+        except DeployError as error:
+            self._to_undo(stage, "failed", f"not put in: {error}; {stage.drafter} is ready")
+            self._undo(stage, now)
+            return
         except DownloadError as error:
             self._to_undo(stage, "refused", f"the server refused it: {error}")
             self._undo(stage, now)

@@ -165,6 +165,36 @@ class TestSilence:
         one.tick(NOW + 300)
         assert events(one)[-1] == "rolled back" and server.members == {"general": "default"}
 
+    def test_a_second_try_knows_what_was_before_the_first(self, tmp_path: Path, server: FakeServer) -> None:
+        """The new drafter served between the two: its rounds are no standard for it."""
+        one = begun(tmp_path, server, 3)
+        server.loses.add("/admin/drafters/general")
+        one.tick(NOW + 180)
+        server.loses.clear()
+        server.count(rounds=4000, accepted=2600, tokens=8000)
+        one.tick(NOW + 240)
+        assert events(one)[-2:] == ["swapped", "answers"] and one.stage is not None and one.stage.before[""] == 2.0
+        server.count(rounds=5000, accepted=2900, tokens=9000)
+        one.tick(NOW + 300)
+        assert events(one)[-1] == "rolled back" and why(one) == "1.30 tokens a round by its metrics, 2.00 before"
+
+    def test_rounds_of_a_drafter_that_was_taken_back_are_no_standard(self, tmp_path: Path, server: FakeServer) -> None:
+        one = swapped(tmp_path, server)
+        server.count(rounds=3500, accepted=2600, tokens=7000)
+        one.tick(NOW + 240)
+        assert events(one)[-1] == "rolled back" and one._canary is not None and not one._canary.readings
+        server.count(rounds=4000, accepted=3100, tokens=8000)
+        one.tick(NOW + 300)
+        assert len(one._canary.readings) == 1
+
+    @pytest.mark.parametrize("status", [401, 404, 507])
+    def test_a_server_that_does_not_look_at_it_condemns_nothing(self, tmp_path: Path, server: FakeServer, status: int) -> None:
+        one = begun(tmp_path, server, 3)
+        server.refuses["/admin/drafters/general"] = status, {"error": "a wrong key, or no memory"}
+        one.tick(NOW + 180)
+        assert events(one) == ["training", "failed"] and one.stage is None and not one.policy.is_training
+        assert one.lineage.entries()[-1]["state"] == "passed" and not is_condemned(one)
+
     def test_it_is_given_up_in_the_end_and_condemned_never(self, tmp_path: Path, server: FakeServer) -> None:
         one = begun(tmp_path, server, 3)
         server.is_away = True

@@ -15,7 +15,7 @@ from paceline.adapt import deploy, members
 from paceline.adapt.config import DeployConfig
 from paceline.adapt.counts import Counts, tokens_per_round
 from paceline.adapt.deploy import Deployment, open_deployment
-from paceline.errors import ConfigError, DownloadError, UnreachableError
+from paceline.errors import ConfigError, DeployError, DownloadError, UnreachableError
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_a_cluster_is_sent_to_a_member_and_back(server: FakeServer) -> None:
     assert server.clusters == {"tickets": "new"} and deployment.pinned("tickets") == "new"
     deployment.roll_back()
     assert server.clusters == {"tickets": "old"}
-    with pytest.raises(DownloadError, match="knows no requests of 'chat'"):
+    with pytest.raises(DeployError, match="knows no requests of 'chat'"):
         deployment.route("chat", "old")
 
 
@@ -158,7 +158,7 @@ def test_vllm_restarts_one_server_after_the_other(server: FakeServer, tmp_path: 
 
 def test_a_restart_that_fails_gives_the_old_drafter_back(server: FakeServer, tmp_path: Path) -> None:
     deployment = opened(server, tmp_path / "old", engine="vllm", restart=restart_command(tmp_path, status=1))
-    with pytest.raises(DownloadError, match="no such service"):
+    with pytest.raises(DeployError, match="no such service"):
         deployment.load("tickets", tmp_path / "new")
     assert [Path(one["PACELINE_DRAFTER"]).name for one in told(tmp_path)] == ["new", "old"]
 

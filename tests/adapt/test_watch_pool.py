@@ -16,6 +16,7 @@ from played import NOW, PASSED, Deciding, Played, events, ticked, traffic, watch
 from paceline.adapt.config import WatchConfig
 from paceline.adapt.decide import Alarm, Decision, View, decide
 from paceline.adapt.policy import SeasonalPolicy
+from paceline.adapt.stage import Stage
 from paceline.adapt.watch import Watcher
 from paceline.clusters import label
 
@@ -141,9 +142,24 @@ class TestPropose:
         assert events(one) == ["training", "refused"] and server.members == {"general": "default"}
 
     def test_a_server_that_loads_it_but_does_not_route_to_it(self, tmp_path: Path, server: FakeServer) -> None:
+        """Nothing has judged its weights: they are not turned away when they come again."""
         server.refuses["/admin/clusters/tickets"] = 500, {}
         one = self.proposed(tmp_path, server, (0, ""), (0, PASSED))
-        assert events(one) == ["training", "refused"] and server.members == {"general": "default"} and one.stage is None
+        assert events(one) == ["training", "failed"] and server.members == {"general": "default"} and one.stage is None
+        assert one.lineage.entries()[-1]["state"] == "passed" and not one.policy.is_training
+
+    def test_a_server_that_was_started_again_and_knows_no_requests_yet(self, tmp_path: Path, server: FakeServer) -> None:
+        one = self.proposed(tmp_path, server, (0, ""), (0, PASSED))
+        server.is_well = False
+        one.tick(NOW + 400)  # it is taken back
+        [entry] = one.lineage.entries()
+        one.stage = Stage("route", "swap", HOUR, ("tickets",), "general", drafter=entry["drafter"])
+        one.lineage.mark(entry["drafter"], "serving", "as if it had stayed")
+        server.is_well = True
+        server.clusters.clear()
+        one.tick(NOW + 460)
+        assert events(one)[-1] == "told" and "knows no requests" in one.log.lines()[-1]["why"]
+        assert one.lineage.entries()[-1]["state"] == "passed"
 
     def test_without_a_server_that_routes_it_is_told(self, tmp_path: Path, server: FakeServer) -> None:
         server.clusters.clear()
