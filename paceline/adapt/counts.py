@@ -78,10 +78,13 @@ def counts_of(client: Client) -> Counts:
 
 
 def drafts_of(client: Client, member: str) -> float | None:
-    """Rounds in which this member of a pool has drafted; None where the server does not count them by member."""
+    """Rounds in which this member of a pool has drafted; None where the server does not count them by member.
+
+    A server counts a bounded number of names: a later one is a part of OTHER, as far as can be known from outside."""
     values = metrics_of(client, "drafter")
     is_counted = any(name.startswith(DRAFTS) for name in values)
-    return values.get(f"{DRAFTS}{{{member}}}", 0.0) if is_counted else None
+    unknown = None if f"{DRAFTS}{{{OTHER}}}" in values or not is_counted else 0.0
+    return values.get(f"{DRAFTS}{{{member}}}", unknown)
 
 
 def metrics_of(client: Client, by: str | None = None) -> dict[str, float]:
@@ -147,10 +150,10 @@ def answer_of(client: Client, method: str, path: str, body: dict[str, Any] | Non
     return stream.body
 
 
-def _silent(client: Client, why: object) -> UnreachableError:
-    return UnreachableError(f"{client.url} does not answer ({why}): start it, or check its address")
 def _refusal(status: int) -> type[DownloadError]:
     """The error that an answer with this status is."""
     return UnreachableError if status in NOT_NOW else DeployError if status in NOT_JUDGED else DownloadError
 
 
+def _silent(client: Client, why: object) -> UnreachableError:
+    return UnreachableError(f"{client.url} does not answer ({why}): start it, or check its address")

@@ -320,4 +320,6 @@ def test_rounds_are_read_by_member(server: FakeServer, tmp_path: Path) -> None:
     for name, number in (("general", 60), ("mine", 40)):
         server.metrics += f'paceline:drafter_drafts_total{{model_name="m",drafter="{name}"}} {number}\n'
     assert [deployment.drafts(name) for name in ("general", "mine", "new")] == [60, 40, 0]
+    server.metrics += 'paceline:drafter_drafts_total{model_name="m",drafter="other"} 7\n'
+    assert [deployment.drafts(name) for name in ("general", "mine", "new")] == [60, 40, None], "the seven may be its own"
     assert opened(server, tmp_path, engine="sglang", restart="true").drafts("drafter") is None
