@@ -87,7 +87,9 @@ class Stage:
     why: str = ""
     """In swap and probation: why it was chosen; in undo: why it is taken back."""
     ending: str = ""
-    """In undo: what the lineage will say of the drafter, "refused", "rolled back" or "unproven"."""
+    """In undo: what the lineage will say of the drafter, "refused", "rolled back", "unproven", or "failed" for "passed"."""
+    pending: list[dict[str, Any]] = field(default_factory=list)
+    """Arguments of `Lineage.add`, where they have parents, or of `Lineage.mark`: not written yet, oldest first."""
     num_tries: int = 0
     """Tries in a row at which the server did not answer."""
     wait_until: float = 0.0

@@ -223,15 +223,32 @@ class Steps:
         if stage.kind == "route":
             verdict = self._scored.get(stage.clusters[0], {}).get("members", {}).get(stage.member)
             self._event(hour_of(now), "routed", **figures)
-            told_too = {"reason": stage.why, "member": stage.member, "clusters": stage.clusters, "gate": verdict}
-            self.lineage.add(stage.drafter, parents=[], state="routed", **told_too)
+            entry = {"drafter": stage.drafter, "parents": [], "state": "routed", "reason": stage.why}
+            stage.pending.append(entry | {"member": stage.member, "clusters": list(stage.clusters), "gate": verdict})
         else:
             self._event(hour_of(now), "swapped", **figures, cost_hours=self._cost(stage))
-            self.lineage.mark(stage.drafter, "serving", stage.why)
+            stage.pending.append({"drafter": stage.drafter, "state": "serving", "reason": stage.why})
+        self._write_pending_or_say(stage)
+
+    def _write_pending(self, stage: Stage) -> None:
+        """Bring the lineage up to date. Raises CacheError, and is called again."""
+        while stage.pending:
+            entry = stage.pending[0]
+            (self.lineage.add if "parents" in entry else self.lineage.mark)(**entry)
+            stage.pending.pop(0)
+            self._is_unsaved = True
+
+    def _write_pending_or_say(self, stage: Stage) -> None:
+        """A full disk keeps nobody from looking after a drafter that serves."""
+        try:
+            self._write_pending(stage)
+        except CacheError as error:
+            self.say(f"adapt: {error}; what was done is written later")
 
     def _probation(self, stage: Stage, now: float) -> None:
         """Keep the drafter, or take it back: requests fail, acceptance fell, or there is not enough to judge it by."""
         assert self._canary is not None
+        self._write_pending_or_say(stage)
         ended = self._canary.judge(stage, now, self.watch)
         if ended is None:
             return
@@ -247,6 +264,7 @@ class Steps:
 
     def _kept(self, stage: Stage, now: float, why: str) -> None:
         assert self._canary is not None
+        self._write_pending(stage)
         was_ours = ["drafter", stage.member, self.incumbent] in stage.undo
         if (stage.kind == "retrain" and stage.incumbent == self.incumbent) or (stage.kind == "found" and was_ours):
             self.incumbent = stage.drafter
@@ -267,6 +285,7 @@ class Steps:
 
     def _taken_back(self, stage: Stage, now: float, ending: str, why: str) -> None:
         """Only what was judged and failed is turned away for ever."""
+        self._write_pending(stage)
         if stage.kind == "route":
             self._scored.get(stage.clusters[0], {}).get("members", {}).pop(stage.member, None)
         state = "routed back" if stage.kind == "route" and ending == "rolled back" else ending

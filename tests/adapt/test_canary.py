@@ -412,6 +412,36 @@ class TestFullDisk:
         monkeypatch.setattr(lineage, "write_whole", full)
         ticked(one, 1, 3)
         assert server.clusters == {"tickets": "old"} and one.stage is not None and one.stage.name == "probation"
+        assert one.lineage.entries() == [] and events(one).count("routed") == 1
+        monkeypatch.undo()
+        again = watcher(tmp_path, server, Played(), policy=SeasonalPolicy())  # a daemon that is started again knows it too
+        again.tick(NOW + 3600 + 240)
+        [entry] = again.lineage.entries()
+        assert (entry["drafter"], entry["state"], entry["member"]) == ("runs/old", "routed", "old") and entry["gate"] == PASSED
+        again.tick(NOW + 3600 + 300)
+        assert len(again.lineage.entries()) == 1
+
+    def test_what_was_swapped_is_marked_before_it_is_taken_back(
+        self, tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one = begun(tmp_path, server, 3)
+        marks: list[str] = []
+        mark, is_full = lineage.Lineage.mark, [True]
+
+        def marked(self: Any, drafter: str, state: str, reason: str) -> None:
+            if is_full[0]:
+                raise CacheError("no space left on the disk: free some")
+            marks.append(state)
+            mark(self, drafter, state, reason)
+
+        monkeypatch.setattr(lineage.Lineage, "mark", marked)
+        one.tick(NOW + 180)
+        server.count(rounds=3500, accepted=2600, tokens=7000)
+        one.tick(NOW + 240)
+        assert server.members == {"general": "default"}, "a full disk does not keep a bad drafter at work"
+        is_full[0] = False
+        one.tick(NOW + 300)
+        assert marks == ["serving", "rolled back"] and events(one)[-1] == "rolled back"
 
     def test_what_is_done_does_not_hang_on_its_line_in_the_log(
         self, tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
