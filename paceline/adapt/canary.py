@@ -1,4 +1,4 @@
-"""The daemon's hand on the server: a drafter is put in, judged by what the server counts, kept or taken back.
+"""Puts a drafter on a server, judges it by what the server counts, and keeps it or takes it back.
 
 Every method may raise UnreachableError and can be called again then: nothing is done twice, and nothing is forgotten.
 """
@@ -122,17 +122,17 @@ class Canary:
     def take_back(self, stage: Stage) -> None:
         """Give back what was there before; other members that somebody has loaded meanwhile stay unknown."""
         self.deployment.roll_back()
+        self.readings.clear()  # they reach into its time
         self._knows(stage.member, self.deployment.members().get(stage.member))
 
     def let_go(self, stage: Stage) -> None:
-        self.readings.clear()  # they reach into its time
         """Forget a drafter that has left the server; `look` reports what serves there now, if that is new."""
         before = next((each[2] for each in stage.undo if each[:2] == ["drafter", stage.member]), None)
         self.deployment.keep()
+        self.readings.clear()
         self._knows(stage.member, stage.served if stage.kind == "route" else before)
 
     def _knows(self, name: str, drafter: str | None) -> None:
-        self.readings.clear()
         if self.known is not None:
             self.known = {key: value for key, value in self.known.items() if key != name}
             self.known |= {name: drafter} if drafter is not None else {}

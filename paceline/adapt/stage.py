@@ -121,14 +121,14 @@ class Stage:
         self.failures = [0.0, 0.0]
         if first is not None and not is_restarted(first, counts):
             self.failures = [counts.errors - first.errors, counts.requests - first.requests]
-
-    def look(self, counts: Counts, drafts: float | None) -> None:
         self.begin_counting(counts, now)
 
     def begin_counting(self, counts: Counts, now: float) -> None:
         """Count from now on; what is known of before stays."""
         self.name, self.began = "probation", now
         self.counted, self.seen = list(astuple(counts)), list(astuple(counts))
+
+    def look(self, counts: Counts, drafts: float | None) -> None:
         """Take a reading; after a restart of the server the counting begins anew."""
         if is_restarted(Counts(*self.seen), counts):
             self.counted, self.drafts = list(astuple(counts)), drafts
@@ -141,7 +141,7 @@ class Stage:
         return Counts(*self.seen).rounds - Counts(*self.counted).rounds
 
     def is_over(self, now: float, config: WatchConfig, drafts: float | None) -> str | None:
-        """Says how a probation in which nothing was wrong ends, "proven" or "unproven"; None while it goes on."""
+        """Returns how a probation without a fault ends, "proven" or "unproven"; None while it goes on."""
         if now - self.began < 60 * config.probation_minutes:
             return None
         if self.rounds(drafts) >= LEAST_ROUNDS:
@@ -149,7 +149,9 @@ class Stage:
         return "unproven" if now - self.began >= config.most_probation_hours * HOUR_S else None
 
     def wrong(self, traces: Path, counts: Counts, now: float, config: WatchConfig) -> str | None:
-        """What is worse than before, if anything. By cluster where traces tell, so that the mix of clusters moves nothing."""
+        """Returns how the server is worse than before, or None.
+
+        Compared by cluster where traces tell, so that the mix of clusters moves nothing."""
         then = Counts(*self.counted)
         now_failures = Failures(counts.errors - then.errors, counts.requests - then.requests)
         if failing := more_failures(Failures(*self.failures or (0.0, 0.0)), now_failures, config.most_errors):
