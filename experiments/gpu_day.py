@@ -55,28 +55,26 @@ class Stage:
     limit_s: float
     needs_s: float
     """Least time that is worth starting it for."""
-    number: str = ""
-    """Its number in docs/gpu.md."""
 
     def load(self) -> Any:
         return getattr(importlib.import_module(f"gpu_day_stages.{self.module}"), self.name)
 
 
 STAGES = (
-    Stage("env", "machine", 20, 2, "0"),
-    Stage("ceilings", "machine", 20, 8, "1"),
-    Stage("tiny", "exact", 60, 25, "2"),
-    Stage("graphs", "exact", 60, 20, "3"),
-    Stage("plain", "speed", 60, 20, "6"),
-    Stage("mock", "speed", 75, 25, "7"),
-    Stage("seeds", "exact", 25, 15, "4"),
+    Stage("env", "machine", 20, 2),
+    Stage("ceilings", "machine", 20, 8),
+    Stage("tiny", "exact", 60, 25),
+    Stage("graphs", "exact", 60, 20),
+    Stage("plain", "speed", 60, 20),
+    Stage("mock", "speed", 75, 25),
+    Stage("seeds", "exact", 25, 15),
     Stage("real", "real", 60, 25),
-    Stage("profile", "speed", 25, 12, "9"),
-    Stage("train", "training", 60, 25, "11"),
-    Stage("resume", "training", 30, 12, "12"),
-    Stage("batch", "speed", 40, 20, "8"),
-    Stage("mixtures", "speed", 50, 20, "10"),
-    Stage("peers", "peers", 60, 25, "13"),
+    Stage("profile", "speed", 25, 12),
+    Stage("train", "training", 60, 25),
+    Stage("resume", "training", 30, 12),
+    Stage("batch", "speed", 40, 20),
+    Stage("mixtures", "speed", 50, 20),
+    Stage("peers", "peers", 60, 25),
     Stage("teach", "real", 540, 60),
 )
 """By worth: what is known if the day ends early."""
@@ -129,7 +127,6 @@ def run_day(stages: Sequence[Stage], visit: Visit, day: Day, minutes: float, beg
         for stage in stages:
             left_s = began + 60 * minutes - LAST_S - time.monotonic()
             record = day.stages[stage.name] = {
-                "number": stage.number,
                 "status": "running",
                 "why": "",
                 "seconds": 0.0,
@@ -291,7 +288,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parsed(words)
     if options.list:
         for stage in options.stages:
-            print(f"{stage.number:>2} {stage.name:<9} at most {stage.limit_s:.0f} s, at least {stage.needs_s:.0f}")
+            print(f"{stage.name:<9} at most {stage.limit_s:.0f} s, at least {stage.needs_s:.0f}")
         return 0
     logging.basicConfig(level=logging.WARNING)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
