@@ -149,7 +149,9 @@ def _drop_leftovers(folder: Path) -> None:
     """Once a process and folder: a folder of many files takes long to list."""
     for left in folder.glob("*.part"):
         if SCRATCH.fullmatch(left.name):
-            with contextlib.suppress(FileNotFoundError):  # it was renamed, or another process deletes it too
+            # It was renamed, another process deletes it too, or it is another user's in a folder like /tmp: it only
+            # takes up room, and what is to be written now does not depend on it.
+            with contextlib.suppress(OSError):
                 if time.time() - left.stat().st_mtime > LEFT_S:
                     left.unlink()
 

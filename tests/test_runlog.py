@@ -162,6 +162,22 @@ class TestWholeFile:
         write_whole(tmp_path / "b.json", "{}")
         assert {path.name for path in tmp_path.iterdir()} == {kinds["young"], kinds["foreign"], "b.json"}
 
+    def test_what_another_user_left_hinders_nobody(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In a folder like /tmp only a file's owner may delete it."""
+        left = tmp_path / f"a.json.{'0' * 16}.part"
+        left.write_text("half")
+        os.utime(left, (1, 1))
+        unlink = Path.unlink
+
+        def guarded(path: Path, missing_ok: bool = False) -> None:
+            if path == left:
+                raise PermissionError(1, "Operation not permitted")
+            unlink(path, missing_ok)
+
+        monkeypatch.setattr(Path, "unlink", guarded)
+        write_whole(tmp_path / "b.json", "{}")
+        assert {path.name for path in tmp_path.iterdir()} == {left.name, "b.json"}
+
     def test_it_has_the_mode_that_was_wanted(self, tmp_path: Path) -> None:
         with whole_file(tmp_path / "a", mode=0o600) as scratch:
             assert stat.S_IMODE(scratch.stat().st_mode) == 0o600
