@@ -4,7 +4,8 @@
     python tests/machines.py --list
     python tests/machines.py --only aten-avx2 tests/model tests/engine
 
-Results go to build/machines/<commit>/<setting>.xml; an interrupted run continues with the settings that have none.
+Results go to build/machines/<commit>/<setting>.xml; an interrupted run continues with the settings that have none. Those
+of a tree with changes, or without a commit, are not reused: the next tree may be another one under the same name.
 Settings of this processor: what PyTorch computes with (ATEN_CPU_CAPABILITY), the native library's instruction sets
 (PACELINE_ISA, read by tests/conftest.py), one and four threads of PyTorch (PACELINE_TEST_THREADS), and two busy loops
 beside the suite.
@@ -26,7 +27,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[1]
 ATEN = ("default", "avx2", "avx512")
 """From the smallest to the largest."""
-BUSY = "busy"
+BUSY, NO_COMMIT = "busy", "no-commit"
 
 
 class Outcome(NamedTuple):
@@ -104,7 +105,12 @@ def folder() -> Path:
     """Results of another commit are no results of this one."""
     words = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    return ROOT / "build" / "machines" / (done.stdout.strip() or "no-commit")
+    return ROOT / "build" / "machines" / (done.stdout.strip() or NO_COMMIT)
+
+
+def is_reusable(results: Path) -> bool:
+    """True if the folder's name stands for one state of the tree."""
+    return not results.name.endswith(("-dirty", NO_COMMIT))
 
 
 def main() -> int:
@@ -125,7 +131,7 @@ def main() -> int:
     outcomes: dict[str, Outcome] = {}
     for name in options.only or known:
         file = results / (f"{name}-some.xml" if options.words else f"{name}.xml")
-        if options.again or options.words or not file.exists():
+        if options.again or options.words or not is_reusable(results) or not file.exists():
             print(f"== {name}", flush=True)
             run(name, known[name], file, options.words)
         outcomes[name] = outcome_of(file)

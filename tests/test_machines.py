@@ -1,0 +1,29 @@
+"""Results of `make test-machines` are reused only where they are certainly of the same tree."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import machines
+import pytest
+from machines import Outcome
+
+
+@pytest.mark.parametrize(("commit", "num_runs"), [("0123456789ab", 1), ("0123456789ab-dirty", 2), ("no-commit", 2)])
+def test_results_of_a_tree_with_changes_are_not_reused(
+    commit: str, num_runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[str] = []
+
+    def run(name: str, environment: dict[str, str], file: Path, words: list[str]) -> None:
+        runs.append(name)
+        file.touch()
+
+    monkeypatch.setattr(machines, "settings", lambda: {"aten-default": {}})
+    monkeypatch.setattr(machines, "folder", lambda: tmp_path / commit)
+    monkeypatch.setattr(machines, "run", run)
+    monkeypatch.setattr(machines, "outcome_of", lambda file: Outcome(1, 0, [], 1.0))
+    monkeypatch.setattr(sys, "argv", ["machines.py"])
+    assert [machines.main(), machines.main()] == [0, 0]
+    assert len(runs) == num_runs
