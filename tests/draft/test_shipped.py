@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,9 +23,14 @@ from paceline.types import Batch, DraftBlock
 pytestmark = pytest.mark.slow
 
 MODEL = "smollm2-135m"
-FOLDER = find(MODEL)
 QUESTION = "A farmer has 12 hens. Each lays 5 eggs a week. How many eggs does he collect in 4 weeks? Think step by step."
 MAX_TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Path:
+    """Found when a test needs it: where the drafters are not checked out, that is a download."""
+    return find(MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +39,11 @@ def llm() -> LLM:
     return LLM(MODEL, dtype="float32", max_batch=1, max_len=256, plan="fixed", weight_format="dense")
 
 
-def test_it_is_the_default_and_small(llm: LLM) -> None:
+def test_it_is_the_default_and_small(llm: LLM, shipped: Path) -> None:
     assert isinstance(llm.drafter, DFlash2Drafter)
-    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 30e6 and weights_file(FOLDER).name == PACKED
+    assert sum(file.stat().st_size for file in shipped.iterdir()) < 30e6 and weights_file(shipped).name == PACKED
     assert {tensor.dtype for tensor in llm.drafter.network.state_dict().values()} == {torch.bfloat16}
-    assert json.loads((FOLDER / "config.json").read_text())["architectures"] == ["DFlash2DraftModel"]
+    assert json.loads((shipped / "config.json").read_text())["architectures"] == ["DFlash2DraftModel"]
 
 
 def test_the_coder_s_is_small_and_drafts_among_few() -> None:
@@ -63,7 +69,7 @@ def test_the_text_is_plain_decodings_in_fewer_passes(llm: LLM) -> None:
     assert fast.stats.tokens_per_round > 1.5
 
 
-def test_drafts_are_those_of_the_authors_package(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_those_of_the_authors_package(llm: LLM, shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same weights in PyPI's dflash 0.1.0 over Transformers' Llama: the same rounds, hence the same drafts and text.
 
     Its authors' package drafts among all tokens: so does ours here.
@@ -84,7 +90,7 @@ def test_drafts_are_those_of_the_authors_package(llm: LLM, monkeypatch: pytest.M
         patched.setattr(llm.drafter, "propose", record)
         (answer,) = llm.generate_ids([prompt], SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
 
-    raw = json.loads((FOLDER / "config.json").read_text())
+    raw = json.loads((shipped / "config.json").read_text())
     reference = dflash.DFlash2DraftModel(transformers.Qwen3Config(**raw)).eval()
     llm.drafter.network.codebook_suffix = ".weight"  # as the package's own state has it
     reference.load_state_dict({name: tensor.float() for name, tensor in llm.drafter.network.of_file().items()})
