@@ -62,7 +62,7 @@ class Drafters:
             with _refusing():
                 model, names = await self._call(lambda model: (model, list(model.engine.pool.members)))
                 if name not in names and len(names) >= MOST_DRAFTERS:
-                    raise ConfigError(f"there are {len(names)} drafters already, the most there may be: unload one")
+                    raise ApiError.known("too_many_drafters", number=len(names))
                 loop = asyncio.get_running_loop()
                 made = await loop.run_in_executor(self._reading, _read, model, drafter)
                 if not made.is_at_hand:
@@ -143,9 +143,7 @@ class Drafters:
         try:
             await asyncio.wait_for(asyncio.wrap_future(trial.done), TRY_SECONDS)
         except TimeoutError:
-            raise ConfigError(
-                f"the drafter could not be tried within {TRY_SECONDS:g} s: try when there is less traffic"
-            ) from None
+            raise ApiError.known("drafter_not_tried", seconds=TRY_SECONDS) from None
         finally:
             await self._worker.call(end)
 
@@ -218,7 +216,7 @@ def _clusters(model: Any) -> list[dict[str, Any]]:
 
 
 class _refusing:
-    """Errors of ours become the client's."""
+    """Errors of ours become the client's. One of memory says nothing about the drafter, and has a code of its own."""
 
     def __init__(self, status: int = 400) -> None:
         self._status = status
@@ -226,5 +224,7 @@ class _refusing:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, MemoryBudgetError):
+            raise ApiError.known("no_memory", reason=error) from error
         if isinstance(error, PacelineError):
             raise RequestRefused(str(error), code="drafter_refused", status=self._status) from error

@@ -197,7 +197,7 @@ def test_names_that_cannot_be_and_too_many_are_refused(live: Live) -> None:
     for number in range(2, MOST_DRAFTERS):
         assert load(live, f"more{number}", "ngram")[0] == 200
     status, body = load(live, "last", "ngram")
-    assert status == 400 and "the most there may be" in body["error"]["message"]
+    assert status == 503 and "the most there may be" in body["error"]["message"]
     assert load(live, "more2", "ngram")[0] == 200
     assert load(live, "more3", "none")[1]["error"]["message"] == "none is a member always: give a drafter"
     assert live.post(f"{PATH}/x", {})[0] == 400
@@ -208,7 +208,7 @@ def test_a_drafter_that_needs_more_memory_than_there_is_is_refused(
 ) -> None:
     monkeypatch.setattr("paceline.serve.drafters.free_bytes", lambda: 1000)
     status, body = load(live, "tickets", drafter)
-    assert status == 400 and "1,000 are free: unload another one" in body["error"]["message"]
+    assert status == 507 and "1,000 are free: unload another one" in body["error"]["message"]
 
 
 def test_a_trial_that_takes_too_long_is_given_up(live: Live, drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_a_trial_that_takes_too_long_is_given_up(live: Live, drafter: Path, monk
     go_on.set()
     client.join()
     status, body = answers[0]
-    assert status == 400 and "could not be tried within 0.2 s" in body["error"]["message"]
+    assert status == 503 and "could not be tried within 0.2 s" in body["error"]["message"]
     wait_until(live.is_idle)
     assert list(table(live)) == ["general", "words", "none"]
 

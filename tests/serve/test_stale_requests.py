@@ -12,6 +12,7 @@ from live_server import LONG, asked, break_engine, in_engine, serving, talker, w
 from paceline.draft.base import NoDrafter
 from paceline.errors import ConfigError
 from paceline.serve.drafters import Drafters
+from paceline.serve.failures import ApiError
 
 
 @pytest.mark.slow
@@ -55,6 +56,6 @@ def test_a_trial_that_was_lost_in_a_crash_ends_no_request(is_replaced: bool, mon
             return result
 
     monkeypatch.setattr("paceline.serve.drafters.TRY_SECONDS", 0.0)
-    with pytest.raises(ConfigError, match="could not be tried"):
+    with pytest.raises(ApiError, match="could not be tried"):
         asyncio.run(Drafters(cast(Any, Worker()))._try(NoDrafter(), 10))
     assert aborted == ([] if is_replaced else [7])
