@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import json
 import socket
@@ -25,9 +26,9 @@ from paceline.serve.settings import ServeConfig
 from paceline.serve.worker import EngineWorker
 from paceline.types import FinishReason
 
-# A server collects garbage twice for the sake of its latency; here that would walk what all other tests have imported.
 IDLE = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
-worker.gc = IDLE  # pyright: ignore[reportAttributeAccessIssue]
+PATIENCE_S = 20.0
+"""A caller that is left alone fails a test after so long; none takes a tenth of it."""
 LONG = {"max_tokens": 200, "temperature": 0}
 
 
@@ -40,6 +41,24 @@ class SlowTalker(Talker):
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         time.sleep(self.seconds)
+        return super().forward(batch)
+
+
+class Gated(Talker):
+    """Computes some passes, then waits for the gate before each."""
+
+    def __init__(self, num_free: int = 20, **options: Any) -> None:
+        super().__init__(**options)
+        self.num_passes, self.num_free, self.gate = 0, num_free, threading.Event()
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.num_passes > self.num_free and not self.gate.is_set()
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        self.num_passes += 1
+        if self.num_passes > self.num_free:
+            self.gate.wait(PATIENCE_S)
         return super().forward(batch)
 
 
@@ -156,11 +175,22 @@ class Live:
 def serving(factory: Callable[[], Any] | None = None, **settings: Any) -> Iterator[Live]:
     """A server over a fake engine, or over what `factory` makes; settings are ServeConfig's."""
     live = Live(factory or talker(), ServeConfig(port=0, **settings))
+    with idle_collector():
+        try:
+            live.start()
+            yield live
+        finally:
+            live.stop()
+
+
+@contextlib.contextmanager
+def idle_collector() -> Iterator[None]:
+    """Keeps workers from collecting garbage, which they do for their latency: it would walk all that other tests imported."""
+    cast(Any, worker).gc = IDLE
     try:
-        live.start()
-        yield live
+        yield
     finally:
-        live.stop()
+        cast(Any, worker).gc = gc  # the module itself: servers may end in another order than they began
 
 
 def talker(seconds: float | None = None, **options: Any) -> Callable[[], LLM]:

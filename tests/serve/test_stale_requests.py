@@ -7,27 +7,33 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from live_server import LONG, asked, break_engine, in_engine, serving, talker, wait_until
+from live_server import LONG, Gated, asked, break_engine, serving, wait_until
+from small_llm import fake_llm
 
 from paceline.draft.base import NoDrafter
-from paceline.errors import ConfigError
 from paceline.serve.drafters import Drafters
 from paceline.serve.failures import ApiError
 
 
 @pytest.mark.slow
 def test_a_client_that_was_lost_in_a_crash_ends_no_other_client_s_answer() -> None:
-    with serving(talker(0.005)) as live:
+    """The second engine is in the middle of the other client's answer when the lost one is aborted."""
+    targets = [Gated(num_rows=2, max_len=256, eos_bonus=-60.0) for _ in range(2)]
+    left = iter(targets)
+    with serving(lambda: fake_llm(next(left))) as live:
         stream = live.open_stream(asked(**LONG))
         wait_until(lambda: live.llm.engine.scheduler.running)
         [lost] = list(live.worker._open)
+        wait_until(lambda: targets[0].is_waiting)
         break_engine(live)
+        targets[0].gate.set()
         wait_until(lambda: len(live.llms) == 2 and live.worker.state == "ready")
         stream.close()
         other = live.open_stream(asked(max_tokens=40, temperature=0))
-        wait_until(lambda: live.worker.num_open == 1 and live.worker._live)
-        assert list(in_engine(live, lambda llm: llm.engine._requests)) in ([], lost.request_ids)
+        wait_until(lambda: targets[1].is_waiting)
+        assert list(live.llm.engine._requests) == lost.request_ids
         live.worker.abort(lost)  # as its connection closes, late
+        targets[1].gate.set()
         text = b""
         while b"[DONE]" not in text:
             text += other.recv(4096)

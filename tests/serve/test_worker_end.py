@@ -6,24 +6,26 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from live_server import talker
-from small_llm import Talker, fake_llm
+from live_server import PATIENCE_S, Gated, idle_collector, talker
+from small_llm import fake_llm
 
 from paceline import SamplingParams
 from paceline.errors import ModelNotFoundError
-from paceline.model.target import ForwardBatch, ForwardOutput
 from paceline.serve.failures import ApiError
 from paceline.serve.metrics import Metrics
 from paceline.serve.settings import ServeConfig
 from paceline.serve.ticket import Job, Ticket
 from paceline.serve.worker import EngineWorker
 
-PATIENCE_S = 20.0
-"""A caller that is left alone fails a test after so long; none takes a tenth of it."""
+
+@pytest.fixture(autouse=True)
+def idle() -> Iterator[None]:
+    with idle_collector():
+        yield
 
 
 def made(factory: Callable[[], Any] | None = None, **settings: Any) -> EngineWorker[Any]:
@@ -145,20 +147,6 @@ def test_a_thread_that_dies_of_something_unforeseen_leaves_nobody_waiting(monkey
     asyncio.run(run())
 
 
-class Gated(Talker):
-    """Reads and writes twenty times, then waits for the gate."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.num_passes, self.gate = 0, threading.Event()
-
-    def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        self.num_passes += 1
-        if self.num_passes > 20:
-            self.gate.wait(PATIENCE_S)
-        return super().forward(batch)
-
-
 @pytest.mark.parametrize("deadline", [0, 3600.0])
 def test_a_request_that_is_done_is_forgotten_while_others_run(deadline: float) -> None:
     target = Gated(num_rows=2, max_len=256)
@@ -171,7 +159,7 @@ def test_a_request_that_is_done_is_forgotten_while_others_run(deadline: float) -
         gone = weakref.ref(shorter)
         assert await result_of(read_all(shorter)) == 2
         del shorter
-        while target.num_passes <= 20:
+        while not target.is_waiting:
             await asyncio.sleep(0.001)
         gc.collect()
         assert longer.num_left == 1 and gone() is None

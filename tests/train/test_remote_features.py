@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from elsewhere_server import Elsewhere, served
-from live_server import Live
+from live_server import Live, serving
 from safetensors.torch import load, load_file, save, save_file
 from small_llm import tiny_model
 
@@ -25,7 +25,6 @@ from paceline.errors import CacheError, ConfigError, DownloadError, NumericsErro
 from paceline.hardware import Machine
 from paceline.model.backends import load_target, settle
 from paceline.model.target import Target, head_weight
-from paceline.serve.settings import ServeConfig
 from paceline.train import facts, train
 from paceline.train.answers import Answer, AnswerShards
 from paceline.train.client import KEY
@@ -123,11 +122,9 @@ def vllm(engine: EngineConfig, tmp_path: Path) -> Iterator[tuple[VLLM, Elsewhere
 
 @pytest.fixture(scope="module")
 def live(engine: EngineConfig) -> Iterator[Live]:
-    config = ServeConfig(port=0, api_keys=("sesame",), features=True)
-    one = Live(lambda: LLM.of(replace(engine, drafter="none", max_batch=2, max_len=128)), config)
-    one.start()
-    yield one
-    one.stop()
+    config = replace(engine, drafter="none", max_batch=2, max_len=128)
+    with serving(lambda: LLM.of(config), api_keys=("sesame",), features=True) as one:
+        yield one
 
 
 def trained(
@@ -237,14 +234,11 @@ def test_the_contract_of_our_server(engine: EngineConfig, live: Live) -> None:
 
 
 def test_without_the_option_there_is_nothing(engine: EngineConfig) -> None:
-    one = Live(lambda: LLM.of(replace(engine, drafter="none", max_batch=1, max_len=64)), ServeConfig(port=0))
-    one.start()
-    try:
+    config = replace(engine, drafter="none", max_batch=1, max_len=64)
+    with serving(lambda: LLM.of(config)) as one:
         source = ElsewhereConfig(features_from=one.url)
         with pytest.raises(ConfigError, match="features_folder must be given"):
             RemoteFeatures(source, loaded(engine), [], (0,), False)
-    finally:
-        one.stop()
 
 
 def features(engine: EngineConfig, fake: Elsewhere, one: VLLM, *, needs_final: bool = False, **changes: Any) -> RemoteFeatures:
