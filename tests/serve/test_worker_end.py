@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from small_llm import fake_llm
 from paceline import SamplingParams
 from paceline.errors import ModelNotFoundError
 from paceline.serve.failures import ApiError
+from paceline.serve.inbox import Command, Inbox
 from paceline.serve.metrics import Metrics
 from paceline.serve.settings import ServeConfig
 from paceline.serve.ticket import Job, Ticket
@@ -168,3 +170,16 @@ def test_a_request_that_is_done_is_forgotten_while_others_run(deadline: float) -
         await result_of(worker.drain(1.0))
 
     asyncio.run(run())
+
+
+def test_a_call_that_ran_before_the_end_is_not_failed() -> None:
+    """The thread may run it and end as soon as it is queued."""
+
+    class Hasty(deque[Command]):
+        def append(self, command: Command) -> None:
+            command()
+            inbox.close("draining")
+
+    inbox = Inbox()
+    inbox._commands = Hasty()
+    assert inbox.call(lambda: 3).result(0) == 3 and not inbox._calls
