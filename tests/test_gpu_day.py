@@ -67,7 +67,7 @@ def last(visit):
     visit.check("it sees earlier lines", [line["what"] for line in visit.earlier["hangs"]] == ["before it hangs"])
 
 names = ("good", "hangs", "raises", "wrong", "crashes", "leaves", "idle", "last")
-gpu_day.STAGES = tuple(Stage(name, "scripted", 0.6 if name == "hangs" else 60, 1, "7") for name in names)
+gpu_day.STAGES = tuple(Stage(name, "scripted", 0.6 if name == "hangs" else 60, 1) for name in names)
 sys.modules["gpu_day_stages.scripted"] = sys.modules["__main__"]
 gpu_day.PRELOADED, gpu_day.GRACE_S = ("json", "no_such_module"), 0.1
 sys.exit(gpu_day.main(sys.argv[1:]))
@@ -154,7 +154,7 @@ def test_a_signal_ends_the_day_and_its_stage(tmp_path: Path) -> None:
 
 def test_the_list_and_a_stage_that_is_none(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main(["--list"]) == 0
-    names = [line[:12].split()[-1] for line in capsys.readouterr().out.splitlines()]
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert names == [stage.name for stage in script.STAGES] and len(set(names)) == len(names)
     with pytest.raises(SystemExit):
         script.main(["--only", "env,kernels"])
