@@ -185,7 +185,7 @@ def serving(factory: Callable[[], Any] | None = None, **settings: Any) -> Iterat
 
 @contextlib.contextmanager
 def idle_collector() -> Iterator[None]:
-    """Keeps workers from collecting garbage, which they do for their latency: it would walk all that other tests imported."""
+    """Keeps workers from collecting garbage for their latency: that would walk all that other tests imported."""
     cast(Any, worker).gc = IDLE
     try:
         yield

@@ -4,8 +4,8 @@
     python tests/machines.py --list
     python tests/machines.py --only aten-avx2 tests/model tests/engine
 
-Results go to build/machines/<commit>/<setting>.xml; an interrupted run continues with the settings that have none. Those
-of a tree with changes, or without a commit, are not reused: the next tree may be another one under the same name.
+Results go to build/machines/<commit>/<setting>.xml; an interrupted run continues with the settings that have none.
+Those of a tree with changes, or without a commit, are not reused: the next tree may be another one under the same name.
 Settings of this processor: what PyTorch computes with (ATEN_CPU_CAPABILITY), the native library's instruction sets
 (PACELINE_ISA, read by tests/conftest.py), one and four threads of PyTorch (PACELINE_TEST_THREADS), and two busy loops
 beside the suite.

@@ -50,7 +50,7 @@ class Inbox:
                 future.set_exception(ApiError.known(self._closed))
                 return future
             self._calls.add(future)
-            future.add_done_callback(self._calls.discard)  # before it is queued: it may be done, and `close` called, at once
+            future.add_done_callback(self._calls.discard)  # first: once queued it may be done, and `close` called
             self._commands.append(partial(_answer, future, function))
             self._condition.notify()
         return future

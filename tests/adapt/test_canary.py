@@ -188,7 +188,7 @@ class TestSilence:
         assert len(one._canary.readings) == 1
 
     @pytest.mark.parametrize("status", [401, 404, 507])
-    def test_a_server_that_does_not_look_at_it_condemns_nothing(self, tmp_path: Path, server: FakeServer, status: int) -> None:
+    def test_a_server_that_never_tries_it_condemns_nothing(self, tmp_path: Path, server: FakeServer, status: int) -> None:
         one = begun(tmp_path, server, 3)
         server.refuses["/admin/drafters/general"] = status, {"error": "a wrong key, or no memory"}
         one.tick(NOW + 180)
@@ -414,10 +414,12 @@ class TestFullDisk:
         assert server.clusters == {"tickets": "old"} and one.stage is not None and one.stage.name == "probation"
         assert one.lineage.entries() == [] and events(one).count("routed") == 1
         monkeypatch.undo()
-        again = watcher(tmp_path, server, Played(), policy=SeasonalPolicy())  # a daemon that is started again knows it too
+        # a daemon that is started again knows it too
+        again = watcher(tmp_path, server, Played(), policy=SeasonalPolicy())
         again.tick(NOW + 3600 + 240)
         [entry] = again.lineage.entries()
-        assert (entry["drafter"], entry["state"], entry["member"]) == ("runs/old", "routed", "old") and entry["gate"] == PASSED
+        assert (entry["drafter"], entry["state"], entry["member"]) == ("runs/old", "routed", "old")
+        assert entry["gate"] == PASSED
         again.tick(NOW + 3600 + 300)
         assert len(again.lineage.entries()) == 1
 

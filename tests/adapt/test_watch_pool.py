@@ -148,7 +148,7 @@ class TestPropose:
         assert events(one) == ["training", "failed"] and server.members == {"general": "default"} and one.stage is None
         assert one.lineage.entries()[-1]["state"] == "passed" and not one.policy.is_training
 
-    def test_a_server_that_was_started_again_and_knows_no_requests_yet(self, tmp_path: Path, server: FakeServer) -> None:
+    def test_a_restarted_server_that_knows_no_requests_yet(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.proposed(tmp_path, server, (0, ""), (0, PASSED))
         server.is_well = False
         one.tick(NOW + 400)  # it is taken back
