@@ -220,7 +220,7 @@ def _in_child(stage: Stage, visit: Visit, log: int) -> None:
 
 
 def _is_over(process: Any) -> bool:
-    """Whether it has ended. It is not collected yet, so that no other process or group is given its number."""
+    """True once the process has ended. It is not collected yet, so that no other process or group is given its number."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
@@ -258,7 +258,7 @@ def preload() -> list[str]:
 
 
 def header(options: argparse.Namespace, missing: list[str]) -> dict[str, Any]:
-    """What the figures depend on; card and driver are in the stage `env`."""
+    """Returns the facts that figures depend on; card and driver are in the stage `env`."""
     settings = {name: getattr(options, name) for name in ("device", "tiny", "minutes")}
     record = record_of({**settings, "not_imported": missing})
     return {**record, "commit": options.commit or record["commit"]}

@@ -37,7 +37,7 @@ HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.tx
 HUB_IGNORED = ("original/*", "consolidated*", "onnx/*")
 """Second copies of the weights in other layouts."""
 GIT_HASH, MOST_IN_GIT = 40, 10_000_000
-"""Characters of the hub's hash of a file of at most so many bytes, which may be git's; of a larger one it is the SHA-256."""
+"""Characters of git's hash, which the hub may give of a file of at most so many bytes; of a larger one it is the SHA-256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def _hub_file(wanted: HubFile, folder: Path, check_space: Callable[[], object] |
 
 
 def fetched_folder(name: str, files: tuple[HubFile, ...]) -> Path | None:
-    """Returns the folder that `fetch_folder` made of these files, all of them `name/...` in their repository, or None."""
+    """Returns the folder that `fetch_folder` made of these files, all `name/...` in their repository, or None."""
     folder = _home() / "drafters"
     sizes = {folder / each.path: each.num_bytes for each in files}
     is_whole = all(path.is_file() and path.stat().st_size == num_bytes for path, num_bytes in sizes.items())

@@ -123,7 +123,7 @@ def test_each_stage_ends_alone_and_the_day_goes_on(tmp_path: Path) -> None:
 
 
 def is_gone(process: int) -> bool:
-    """Whether it has ended; its new parent may not have collected it yet."""
+    """True once it has ended; its new parent may not have collected it yet."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

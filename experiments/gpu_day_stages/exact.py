@@ -273,7 +273,7 @@ def distributions(visit: Visit) -> None:
 
 
 def p_values(target: Decoder, prompt: list[int], drawn: list[list[int]]) -> list[float]:
-    """Of chi-square tests of the first tokens, and of the pairs, against the target's own distribution."""
+    """Returns p-values of chi-square tests of the first tokens, and of the pairs, against the target's own distribution."""
     params = SamplingParams(temperature=1.0)
     first = probabilities(target, prompt, params)
     pairs = {(token,): mass for token, mass in enumerate(first)}

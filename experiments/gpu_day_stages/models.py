@@ -1,4 +1,4 @@
-"""What the stages share: one timer, one way to make a target and a drafter of random weights, one way to run rounds."""
+"""Shared by the stages: one timer, one way to make a target and a drafter of random weights, one way to run rounds."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def decoder(
     max_len: int = 512,
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
-    """As `model.backends.load_target` chooses for CUDA: recorded passes where their shape is known."""
+    """Makes the target that `model.backends.load_target` chooses for CUDA: recorded passes where their shape is known."""
     kind = GraphDecoder if can_record(config) else Decoder
     target = kind(config, tensors, num_rows=rows, max_len=max_len, dtype=dtype, device=device)
     recorder: Any = getattr(target, "recorder", None)

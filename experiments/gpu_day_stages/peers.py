@@ -43,7 +43,7 @@ def peers(visit: Visit) -> None:
 
 @torch.inference_mode()
 def measure(visit: Visit, name: str, model: Any, prompt: torch.Tensor, count: int, options: dict[str, Any]) -> None:
-    """Of a new token: the difference of a long answer and a short one over that of their lengths."""
+    """Seconds of a new token: the difference of a long answer and a short one over that of their lengths."""
 
     mask = torch.ones_like(prompt)
 

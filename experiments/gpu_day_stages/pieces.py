@@ -21,7 +21,7 @@ from pathlib import Path
 from paceline.errors import ModelFileError, PacelineError
 
 MOST_BYTES = 15 * 2**20
-"""Of a piece that is brought back."""
+"""Most bytes of a piece that is brought back."""
 PIECE = re.compile(r"(?P<name>.+)\.(?P<number>\d+)of(?P<total>\d+)\.(?P<hash>[0-9a-f]{16})")
 ANSWERS = "answers.parquet"
 

@@ -33,7 +33,7 @@ NEAR_TIE = 1e-3
 MOST_ERRORS, LEAST_P = 4.0, 1e-5
 BLOCKS = (8, 16)
 RESERVED_S = 30.0
-"""Of each training: loading, serving held-out prompts, writing."""
+"""Seconds of each training beside its steps: loading, serving held-out prompts, writing."""
 BUNDLED_PROMPTS = Path(__file__).parents[2] / "paceline" / "bench" / "prompts.jsonl"
 
 

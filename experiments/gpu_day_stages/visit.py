@@ -1,4 +1,4 @@
-"""What a stage of experiments/gpu_day.py gets, and its one way to report: lines, each sent to the driver at once.
+"""The argument of every stage of experiments/gpu_day.py, and its one way to report: lines, each sent to the driver at once.
 
 A line is a dict: a measurement has `what`, a check `check` and `passed`, a goal `goal`, `value`, `wanted` and `met`. A
 failed check fails the stage. A goal that is not met does not: it says how far the code is from what its design
@@ -60,7 +60,7 @@ class Visit:
         self.send({"check": name, "passed": bool(passed), **figures})
 
     def goal(self, name: str, value: float, wanted: float) -> None:
-        """What the design promises: at least `wanted`. Reported only; not judged on tiny shapes."""
+        """Reports a figure that the design promises: at least `wanted`. Reported only; not judged on tiny shapes."""
         self.send({"goal": name, "value": value, "wanted": wanted, "met": None if self.is_tiny else value >= wanted})
 
     def leave_out(self, name: str, why: str) -> None:

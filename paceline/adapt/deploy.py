@@ -145,7 +145,8 @@ class PacelineServer:
         for row in self._listed("clusters"):
             if row["label"] == cluster:
                 return row["pinned"]
-        raise DeployError(f"{self._client.url} knows no requests of {cluster!r}: it needs --route auto, and such traffic")
+        url = self._client.url
+        raise DeployError(f"{url} knows no requests of {cluster!r}: it needs --route auto, and such traffic")
 
     def load(self, name: str, folder: Path) -> None:
         self._change("drafter", name, self.members().get(name), str(folder.absolute()))
@@ -209,7 +210,7 @@ class PacelineServer:
     def _listed(self, kind: str) -> list[dict[str, Any]]:
         rows = ask(self._client, "GET", "/admin/drafters").get(kind)
         if not isinstance(rows, list):
-            raise DeployError(f"{self._client.url}/admin/drafters lists no {kind}: is it a paceline server of this version?")
+            raise DeployError(f"{self._client.url}/admin/drafters lists no {kind}: start a paceline server of this version")
         return rows
 
     def _ask(self, method: str, kind: str, name: str, body: dict[str, Any] | None = None) -> None:

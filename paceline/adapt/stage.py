@@ -87,7 +87,7 @@ class Stage:
     why: str = ""
     """In swap and probation: why it was chosen; in undo: why it is taken back."""
     ending: str = ""
-    """In undo: the drafter's state in the lineage, "refused", "rolled back" or "unproven"; "failed": it stays "passed"."""
+    """In undo: the drafter's state in the lineage, "refused", "rolled back" or "unproven"; "failed" leaves "passed"."""
     pending: list[dict[str, Any]] = field(default_factory=list)
     """Arguments of `Lineage.add`, where they have parents, or of `Lineage.mark`: not written yet, oldest first."""
     num_tries: int = 0

@@ -50,7 +50,8 @@ def mocked_engine(llm: LLM, drafter: Drafter, kept: float | Marginals, num_nodes
     chunk, planner = llm.config.prefill_chunk, None
     if isinstance(kept, Marginals):
         planner = MockedPlanner(most_chunk=chunk, num_nodes=num_nodes, marginals=kept)
-    engine = Engine(llm.target, llm.tokenizer, drafter, judge=RuleJudge(mocked(kept)), planner=planner, prefill_chunk=chunk)
+    judge = RuleJudge(mocked(kept))
+    engine = Engine(llm.target, llm.tokenizer, drafter, judge=judge, planner=planner, prefill_chunk=chunk)
     engine.record(grows_trees=num_nodes > 0)
     return engine
 

@@ -18,7 +18,7 @@ class GenerationStats(Rounds):
     lossless: bool
     timings: Timings
     lossy: Price | None = None
-    """What a lossy rule cost, of a request that asked for one."""
+    """Cost of the lossy rule, where the request had one."""
 
     @property
     def total_s(self) -> float:

@@ -168,8 +168,8 @@ def test_rounds_of_recorded_passes_alone_say_what_plain_ones_do(name: str, num_n
         recorder.records_late = False
     engine.record(grows_trees=bool(num_nodes))
     recorded = [recorder.num_recorded for recorder in recorders]
-    found = run(engine, PROMPTS, params)
-    assert [seq.output_ids for seq in found] == [seq.output_ids for seq in expected]
+    sequences = run(engine, PROMPTS, params)
+    assert [seq.output_ids for seq in sequences] == [seq.output_ids for seq in expected]
     assert recorded == [recorder.num_recorded for recorder in recorders]
     assert target.recorder.replayed["target"] > 5 and not target.recorder.eager["target"]
     if name == "small_model":

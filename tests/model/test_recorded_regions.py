@@ -62,7 +62,7 @@ def on_meta(config: DecoderConfig, kind: type[Decoder]) -> Any:
 
 @torch.inference_mode()
 def launches(region: Region, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[int]]:
-    """Of the whole region, and of each of its layers."""
+    """Launches of the whole region, and of each of its layers."""
     mode, layers = Launches(), list[int]()
 
     def counted(run: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which shapes are recorded and how, what an unrecorded pass does, and what passes are measured to take."""
+"""Shapes that are recorded, passes that are not, and the measuring of passes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_larger_shapes_are_recorded_first() -> None:
     ],
 )
 def test_number_of_graphs(num_rows: int, max_len: int, most_count: int, graphs: int) -> None:
-    """What a start on CUDA captures of the target: a budget, to be told in docs/gpu.md."""
+    """The budget of passes that a start on CUDA captures of the target; docs/gpu.md has it."""
     grid = pass_grid(num_rows, max_len, most_count)
     assert len(grid.shapes) == graphs <= MOST_GRAPHS
     assert grid.sizes[1][-1] == most_count and grid.sizes[0][-1] == num_rows
@@ -223,7 +223,7 @@ def test_sizes_that_are_measured_on_cuda() -> None:
 
 @pytest.mark.parametrize(("size", "width", "rows", "counts"), [(8, 16, 1, 8), (32, 16, 2, 16), (64, 8, 3, 8)])
 def test_measured_passes_have_the_shape_of_rounds(size: int, width: int, rows: int, counts: int) -> None:
-    """As many rows as there are, `width` tokens each; what they cannot hold is scaled."""
+    """Passes take as many rows as there are, `width` tokens each; what they cannot hold is scaled."""
     target, batches = byte_target(num_rows=3, max_len=256), list[ForwardBatch]()
 
     def timer(work: Any) -> float:

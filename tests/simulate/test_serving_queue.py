@@ -1,4 +1,4 @@
-"""A queue that never empties: every round stands beside a chunk of a prompt, and drafts that pay are checked all the same."""
+"""A queue that never empties: every round stands beside a chunk of a prompt, and drafts that pay are checked."""
 
 from __future__ import annotations
 
