@@ -39,6 +39,9 @@ class FakeLLM:
         self.drafter = NoDrafter()
         self.engine = self.new_engine(self.drafter)
 
+    def record_passes(self, engine: Engine) -> None:
+        engine.record()
+
     def new_engine(self, drafter: Drafter) -> Engine:
         return Engine(self.target, cast(Any, self.tokenizer), drafter, eos_token_ids=(257,))
 

@@ -49,6 +49,9 @@ class FakeLLM:
     def of(cls, config: EngineConfig) -> FakeLLM:
         return cls(config.model, max_batch=config.max_batch)
 
+    def record_passes(self, engine: Engine) -> None:
+        engine.record()
+
     def new_engine(self, drafter: Drafter) -> Engine:
         return Engine(self.target, cast(Any, self.tokenizer), drafter, eos_token_ids=(257,))
 
