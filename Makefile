@@ -48,7 +48,7 @@ test: $(READY)  ## the whole test suite but test-arm; ends with the slowest test
 test-quick: $(READY)  ## the test suite without the tests that are marked slow
 	$(PYTEST) -m "not slow" --ignore tests/native
 
-test-machines: $(READY)  ## the test suite as on other processors, with more threads, and beside other work: hours
+test-machines: $(READY)  ## the test suite as on other processors, with more threads, and beside other work: an hour or two
 	$(BIN)/python tests/machines.py
 
 test-arm: $(READY)  ## the native library for ARM, under QEMU, against this machine's
