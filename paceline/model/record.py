@@ -8,12 +8,14 @@ and has no place in traffic.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -84,9 +86,23 @@ class Recorder:
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             # thread_local: what other threads pin, allocate or wait for meanwhile is none of this capture's business
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            own = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+            with _no_garbage_collection(), torch.cuda.graph(graph, **own):
                 region.compute()
         return graph.replay
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Recordings refer to their decoder and it to them: what the collector frees may be graphs of an earlier target,
+    and CUDA ends a capture within which a graph is destroyed."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Grid:

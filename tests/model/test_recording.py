@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -83,6 +85,40 @@ def test_captures_share_a_pool_and_ignore_other_threads(monkeypatch: pytest.Monk
     assert recordings.find(3, 4) is None and recorder.eager["doubling"] == 2
     recordings.record()
     assert recorder.num_recorded == 4
+
+
+class Littering(Region):
+    """Makes as much garbage as starts the collector several times; a cycle that is collected says so."""
+
+    kind = "littering"
+
+    def __init__(self, *shape: int) -> None:
+        self.collected: list[bool] = []
+
+    def compute(self) -> None:
+        for _ in range(10 * gc.get_threshold()[0]):
+            weakref.finalize(cycle := Cycle(), self.collected.append, gc.isenabled())
+            cycle.itself = cycle
+
+
+class Cycle:
+    itself: object
+
+
+def test_no_graph_of_an_earlier_target_is_destroyed_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, recorder, counts = FakeCuda(monkeypatch), Recorder(torch.device("cuda")), list[int]()
+
+    @contextmanager
+    def capture(graph: object, **options: Any) -> Any:
+        before = len(region.collected)
+        yield
+        counts.append(len(region.collected) - before)
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    region = Littering()
+    recorder.record(region)
+    assert region.collected, "the collector runs between captures"
+    assert counts == [0] and gc.isenabled() and not cuda.captures
 
 
 def test_larger_shapes_are_recorded_first() -> None:
