@@ -39,6 +39,8 @@ Shape = tuple[int, int]
 ROOT = Path(__file__).parents[2]
 CLOSE = 2e-4
 """Largest difference of logits and taps in float32, relative to the largest of them."""
+COMPILED_ONCE = "not test_the_compiled_kernel or 128-bfloat16"
+"""Each case of that test compiles for up to a minute."""
 LEAST_P, MOST_SAMPLES = 1e-4, 20_000
 
 
@@ -193,17 +195,22 @@ def replay(visit: Visit, ordinary: Decoder, recorded: Decoder, shapes: list[Shap
 
 
 def gpu_tests(visit: Visit) -> None:
-    """The tests that are marked `gpu`, by pytest in a process of its own."""
+    """The tests that are marked `gpu`, by pytest in a process of its own; of those that compile anew the first."""
     every = sorted(ROOT.glob("tests/**/test_*.py"))
     files = [str(file) for file in every if "mark.gpu" in file.read_text(encoding="utf-8")]
     if not files:
         raise Skipped("the folder tests was not brought")
-    words = [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", *files]
+    words = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-k", COMPILED_ONCE, "-W", "default"]
+    words += ["-p", "no:cacheprovider", *files]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     limit_s = max(visit.left_s - 8, 1)
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s)
-    print(done.stdout, done.stderr, flush=True)
-    visit.check("the gpu tests", done.returncode == 0, status=done.returncode, end=done.stdout[-2000:])
+    try:
+        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s)
+        output, status = done.stdout + done.stderr, done.returncode
+    except subprocess.TimeoutExpired as error:
+        output, status = (error.stdout or b"").decode(errors="replace"), None
+    print(output, flush=True)
+    visit.check("the gpu tests", status == 0, status=status, seconds=limit_s, end=output[-2000:])
 
 
 def beside_pinning(visit: Visit, config: DecoderConfig, tensors: list[Any]) -> None:
