@@ -59,7 +59,8 @@ def real(visit: Visit) -> None:
         greedy = SamplingParams(max_tokens=most)
         plain = [out.token_ids for out in llm.generate_ids(prompts, greedy)]
         for name in drafters_at_hand(visit):
-            with visit.part(f"real {name}"):
+            what = f"real {Path(name).name}"
+            with visit.part(what):
                 try:
                     llm.use_drafter(name)
                 except DrafterMismatchError as error:
@@ -77,13 +78,13 @@ def real(visit: Visit) -> None:
                 }
                 is_same = all(gap < NEAR_TIE for _, gap in gaps)
                 visit.check(
-                    f"real {name}: greedy text is plain decoding's",
+                    f"{what}: greedy text is plain decoding's",
                     is_same,
                     parted=gaps,
                     prompts=len(prompts),
                     **figures,
                 )
-                sampled(visit, llm, name, prompts)
+                sampled(visit, llm, name, what, prompts)
 
 
 def acceptance_length(answers: list[Completion]) -> float:
@@ -110,7 +111,7 @@ def drafters_at_hand(visit: Visit) -> list[str]:
     return ["ngram", "random-dflash", "random-eagle3", *map(str, visit.sized(shipped, []) + brought)]
 
 
-def sampled(visit: Visit, llm: LLM, name: str, prompts: list[list[int]]) -> None:
+def sampled(visit: Visit, llm: LLM, name: str, what: str, prompts: list[list[int]]) -> None:
     """Tests of sampled tokens as in lossless_sampled.py: mean NLL minus entropy, and chi-square of their points."""
     from lossless_sampled import p_value, scored
 
@@ -130,7 +131,7 @@ def sampled(visit: Visit, llm: LLM, name: str, prompts: list[list[int]]) -> None
     chance = p_value([point for _, points in pairs for point in points])
     is_right = abs(errors_off) <= MOST_ERRORS and chance >= LEAST_P
     figures = {"standard_errors_off": errors_off, "p_value": chance, "acceptance_length": acceptance_length(answers)}
-    visit.check(f"real {name}: sampled text is the target's", is_right, completions=number, **figures)
+    visit.check(f"{what}: sampled text is the target's", is_right, completions=number, **figures)
 
 
 class News(Progress):
