@@ -21,8 +21,10 @@ NEED_EXTRAS = {
     "record": "proxy, reader, run",
     "rl": "agents, endpoint, judge",
     "distill": "teach",
+    "model": "kernels.attend_triton",
 }
-"""Modules that may need an extra of pyproject.toml to be imported: `serve` for all of them, `distill` for the last."""
+"""Modules that may need an extra of pyproject.toml to be imported: `serve` for all of them, `distill` for `teach`; those
+of `model` need Triton."""
 
 
 class Absent(importlib.abc.MetaPathFinder):
@@ -36,6 +38,7 @@ class Absent(importlib.abc.MetaPathFinder):
 def report(folder: Path) -> dict[str, Any]:
     """Runs in a process of its own, where the packages are absent: what imports, and what comes of `folder`'s files."""
     sys.meta_path.insert(0, Absent())
+    sys.modules["triton"] = None  # type: ignore[assignment]
     from small_llm import tiny_model
 
     import paceline

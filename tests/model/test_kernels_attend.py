@@ -1,0 +1,65 @@
+"""The attention kernel: against its twin under Triton's interpreter, and compiled for an H100; both without a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from paceline.model.kernels.attend import twin
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: extra gpu-dev")
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+MOST_SHARED = 227 * 1024
+"""Bytes of shared memory that a program may use on an H100."""
+SHAPES = {"1.5B": (6, 128), "8B": (4, 128), "27B": (5, 128), "32B": (8, 128), "hybrid 27B": (6, 256), "small": (3, 64)}
+"""Query heads of a key head, and the head size, of the models of experiments/gpu_day.py."""
+
+
+def test_the_twin_computes_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the memory of dead positions, and of idle rows, holds NaN."""
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    cases = importlib.import_module("gpu_day_stages.attention_cases")
+    for seed, (name, case) in enumerate(cases.CASES.items()):
+        assert cases.difference(case, twin, cases.by_loop, seed) < case.tolerance, name
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_kernel_computes_what_its_twin_does() -> None:
+    """In a process of its own: Triton chooses its interpreter when it is imported."""
+    program = EXPERIMENTS / "gpu_day_stages" / "attention_cases.py"
+    done = in_a_process([str(program)], TRITON_INTERPRET="1")
+    found = [json.loads(line) for line in done.splitlines()]
+    assert len(found) > 25
+    assert not [each for each in found if not each[1] < each[2]]
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_kernels_fit_an_h100(tmp_path: Path) -> None:
+    """Compiled to machine code of sm_90: nothing spills, and shared memory suffices."""
+    wanted = [(*shape, "bfloat16", count, False) for shape in SHAPES.values() for count in (1, 2, 8, 16)]
+    wanted += [(*SHAPES["8B"], dtype, 16, has_all) for dtype, has_all in (("bfloat16", True), ("float32", False))]
+    program = Path(__file__).with_name("compiled_attend.py")
+    found = json.loads(in_a_process([str(program), json.dumps(wanted)], TRITON_CACHE_DIR=str(tmp_path)))
+    assert len(found) == 2 * len(wanted)
+    for name, shared, usage in found:
+        assert shared <= MOST_SHARED, f"{name}: {shared} bytes of shared memory"
+        assert re.findall(r"(?:STACK|LOCAL):(\d+)", usage) == ["0", "0"], f"{name} spills: {usage}"
+
+
+def in_a_process(words: list[str], **variables: str) -> str:
+    """What a program of Python prints, with these environment variables."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= variables | {"PYTHONPATH": os.pathsep.join([*sys.path, str(EXPERIMENTS)])}
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
