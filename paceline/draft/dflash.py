@@ -24,7 +24,6 @@ from paceline.draft.base import Observed
 from paceline.draft.checkpoint import DFlashConfig, check_fit, new_config, read_stored, write_checkpoint
 from paceline.draft.dflash_paths import Drafts, NativePath, TorchPath
 from paceline.draft.dflash_reading import Reading, num_finite
-from paceline.draft.dflash_static import slack_of
 from paceline.draft.tapped import TappedDrafter, features_of
 from paceline.errors import ConfigError, ModelFileError, UnsupportedModelError
 from paceline.model.checkpoint import random_weights
@@ -253,7 +252,7 @@ class DFlashDrafter(TappedDrafter):
     def cache_bytes(self, target: Target) -> int:
         shape, max_len = self.config.shape, target.cache.max_len
         is_native = self.has_native_path and isinstance(target, NativeDecoder)
-        slack = slack_of(max_len, self.block_size) if target.recorder else self.block_size
+        slack = self.block_size
         head_dim, slack = padded(shape, max_len, slack) if is_native else (shape.head_dim, slack)
         positions = target.cache.num_rows * (max_len + slack)
         return 2 * shape.num_layers * shape.num_kv_heads * head_dim * positions * target.dtype.itemsize

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.draft.checkpoint import DFlashConfig
 from paceline.draft.dflash_reading import scale_logits, sureness
-from paceline.draft.dflash_static import Kind, StaticForms, slack_of
+from paceline.draft.dflash_static import Kind, StaticForms
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
 from paceline.model.blocks import Weight, quantise
 from paceline.model.decoder import Layer, build_layers
@@ -72,7 +72,7 @@ class TorchPath:
         self._context_kv = fuse(dict(weights), *(f"{name}.{which}_proj" for which in "kv" for name in every))
         key_norms = [weights[f"{name}.k_norm.weight"].expand(shape.num_kv_heads, -1) for name in every]
         self._context_norm = RMSNorm(torch.cat(key_norms), shape.rms_norm_eps)
-        slack = slack_of(max_len, config.block_size) if target.recorder else config.block_size
+        slack = config.block_size
         self.rope = Rope(*(table.to(device, dtype) for table in rope_tables(shape, max_len + slack)))
         heads = shape.num_layers * shape.num_kv_heads
         self.cache = StaticKVCache(1, num_rows, heads, max_len, shape.head_dim, dtype, device, slack=slack)

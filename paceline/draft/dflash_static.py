@@ -16,14 +16,13 @@ from torch import Tensor
 from paceline.draft.checkpoint import DFlashConfig
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope
 from paceline.model.graphs import StaticPlan, StaticWriter
+from paceline.model.kernels.attend import Sight
 from paceline.model.kv_cache import StaticKVCache
-from paceline.model.record import Grid, Recorder, Recordings, Region, aligned, row_sizes, spans
+from paceline.model.record import Grid, Recorder, Recordings, Region, row_sizes
 
 Tables = tuple[Tensor, Tensor]
 Kind = tuple[int | None, bool]
 """Window and causality of a draft layer."""
-MOST_SPANS = 16
-"""Cache lengths that blocks are recorded for at most: with rows they make all of its graphs."""
 
 
 class FixedPath(Protocol):
@@ -49,27 +48,19 @@ class FixedPath(Protocol):
     def write_context(self, taps_TF: Tensor, writer: CacheWriter, tables: Tables) -> None: ...
 
 
-def slack_of(max_len: int, block_size: int) -> int:
-    """Positions behind max_len of each row: room for a block, and scratch; rows become multiples of ALIGNED."""
-    return aligned(max_len + block_size) - max_len
-
-
 class StaticBlock(Region):
-    """Computes blocks of `block_size` slots right behind the contexts of B rows, against the first S cache positions;
-    outputs are the path's conclusions (`conclude`) for the slots that drafts are read from."""
+    """Computes blocks of `block_size` slots right behind the contexts of B rows; outputs are the path's conclusions
+    (`conclude`) for the slots that drafts are read from."""
 
     kind = "block"
 
-    def __init__(self, path: FixedPath, num_rows: int, span: int, outputs: list[Tensor]) -> None:
+    def __init__(self, path: FixedPath, num_rows: int, outputs: list[Tensor]) -> None:
         """`outputs`: buffers of at least B rows, which blocks of other shapes may share."""
-        self._path, self._num_rows, self._span = path, num_rows, span
+        self._path, self._num_rows = path, num_rows
         self._size, device = path.config.block_size, path.device
         self._inputs_3B = torch.zeros(3, num_rows, dtype=torch.long, device=device)
         self._tokens_BJ = torch.full((num_rows, self._size), path.config.mask_token_id, device=device)
         self._writer = StaticWriter(num_rows, self._size, path.cache.max_len, device)
-        self._key_S = torch.arange(span, device=device)
-        self._left_J1 = self._writer.slot_J.flip(0)[:, None]
-        """Slots of its block behind each slot."""
         self.outputs = [output[:num_rows] for output in outputs]
 
     @property
@@ -88,20 +79,13 @@ class StaticBlock(Region):
         self._tokens_BJ[:, 0] = anchors_B
         slots_BJ = self._writer.point(starts_B, counts_B)
         plans = {
-            kind: StaticPlan(self._num_rows, self._span, self._visible(kind, slots_BJ), path.group, path.dtype)
-            for kind in set(path.kinds)
+            (window, is_causal): StaticPlan(Sight(starts_B, counts_B, size, window=window, is_causal=is_causal))
+            for window, is_causal in set(path.kinds)
         }
         tables = path.rope.tables_at(slots_BJ.flatten())
         hidden_TD = path.embed_block(self._tokens_BJ.flatten())
         hidden_TD = path.run_layers(hidden_TD, size, plans, self._writer, tables)
         return path.conclude(hidden_TD, self._num_rows, path.config.num_slots, anchors_B)
-
-    def _visible(self, kind: Kind, slots_BJ: Tensor) -> Tensor:
-        """Cache positions that each slot sees, bool [B, J, S]; the rule of AttentionPlan."""
-        window, is_causal = kind
-        distance_BJS = slots_BJ[:, :, None] - self._key_S
-        seen = distance_BJS >= (0 if is_causal else -self._left_J1)
-        return seen if window is None else seen & (distance_BJS < window) & (distance_BJS > -window)
 
     def fill(self, rows: list[int], anchors: list[int]) -> None:
         """Set the blocks of these rows, by one copy to the device."""
@@ -149,22 +133,22 @@ class StaticInject(Region):
 
 
 class StaticForms:
-    """The recorded passes of one path: blocks by rows and cache length, injections by rows."""
+    """The recorded passes of one path, by rows: blocks and injections."""
 
     def __init__(self, path: FixedPath, recorder: Recorder) -> None:
-        rows, size, longest = row_sizes(path.cache.num_rows), path.config.block_size, path.cache.keys.shape[3]
+        rows, size = row_sizes(path.cache.num_rows), path.config.block_size
         self._path, self._recorder = path, recorder
 
-        concluded = StaticBlock(path, rows[-1], aligned(1), []).conclude()
+        concluded = StaticBlock(path, rows[-1], []).conclude()
         outputs = [torch.zeros_like(tensor) for tensor in concluded]
 
-        def block(num_rows: int, span: int) -> StaticBlock:
-            return StaticBlock(path, num_rows, span, outputs)
+        def block(num_rows: int) -> StaticBlock:
+            return StaticBlock(path, num_rows, outputs)
 
         def inject(num_rows: int, count: int) -> StaticInject:
             return StaticInject(path, num_rows, count)
 
-        self.blocks = Recordings(recorder, StaticBlock.kind, Grid(rows, spans(longest, MOST_SPANS)), block)
+        self.blocks = Recordings(recorder, StaticBlock.kind, Grid(rows), block)
         self.injects = Recordings(recorder, StaticInject.kind, Grid(rows, [size]), inject)
 
     def record(self) -> None:
@@ -183,8 +167,7 @@ class StaticForms:
     def block(self, rows: list[int], anchors: list[int]) -> list[Tensor] | None:
         """The path's conclusions for these rows' blocks, by row of the cache; the next block overwrites them. None
         where no block is recorded."""
-        longest = max(self._path.cache.lengths[row] for row in rows) + self._path.config.block_size
-        region = self.blocks.find(max(rows) + 1, longest)
+        region = self.blocks.find(max(rows) + 1)
         if region is None:
             return None
         region.fill(rows, anchors)

@@ -22,10 +22,6 @@ import torch
 
 Shape = tuple[int, ...]
 
-SPAN_STEP = 512
-"""Least distance between cache lengths that passes are recorded for, in positions."""
-ALIGNED = 64
-"""Cache lengths are multiples of it: SDPA's kernels want the last dimension of a mask to be a multiple of 8."""
 _WARM_UPS = 2
 
 
@@ -165,16 +161,3 @@ class Recordings(Generic[AnyRegion]):
 def row_sizes(num_rows: int) -> list[int]:
     """1, 2, 4, ... and `num_rows` itself."""
     return [*(1 << power for power in range((num_rows - 1).bit_length())), num_rows]
-
-
-def spans(longest: int, most: int) -> list[int]:
-    """Cache lengths up to `longest`, `most` of them at most: equal steps of a multiple of SPAN_STEP, the last one
-    rounded up to ALIGNED."""
-    step = SPAN_STEP * math.ceil(math.ceil(longest / SPAN_STEP) / max(most, 1))
-    last = aligned(longest)
-    return [min(end, last) for end in range(step, last + step, step)]
-
-
-def aligned(length: int) -> int:
-    """The next multiple of ALIGNED."""
-    return -(-length // ALIGNED) * ALIGNED

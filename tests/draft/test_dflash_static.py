@@ -56,7 +56,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums in one order, whatever stands beside them: then equal passes are equal to the bit on any processor."""
     monkeypatch.setattr(parts, "can_pack", lambda weight: False)
     monkeypatch.setattr(F, "linear", each_token_alone)
-    for module in ("attention", "graphs"):
+    for module in ("attention", "kernels.attend"):
         monkeypatch.setattr(f"paceline.model.{module}.attend_rows", each_query_alone)
 
 

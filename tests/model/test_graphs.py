@@ -31,7 +31,7 @@ def test_replayed_graphs_equal_ordinary_passes() -> None:
     recorded = graphed.recorder.num_recorded
     assert_same_passes(ordinary, graphed)
     assert graphed.recorder.replayed["target"] == 12 and not graphed.recorder.eager
-    assert graphed.recorder.num_recorded == recorded == len(pass_grid(4, 128, 8).shapes)
+    assert graphed.recorder.num_recorded == recorded == len(pass_grid(4, 8).shapes)
 
 
 def _tensors(family: str):

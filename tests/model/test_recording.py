@@ -21,9 +21,9 @@ from paceline.draft.base import Drafter, NoDrafter
 from paceline.engine.engine import Engine
 from paceline.model import measure
 from paceline.model.decoder import Decoder
-from paceline.model.graphs import MAX_COUNT, MOST_GRAPHS, GraphDecoder, pass_grid
+from paceline.model.graphs import MAX_COUNT, GraphDecoder, pass_grid
 from paceline.model.measure import measure_passes
-from paceline.model.record import ALIGNED, Grid, Recorder, Recordings, Region, row_sizes, spans
+from paceline.model.record import Grid, Recorder, Recordings, Region, row_sizes
 from paceline.model.target import ForwardBatch, ForwardOutput
 from paceline.types import SamplingParams
 
@@ -122,47 +122,34 @@ def test_no_graph_of_an_earlier_target_is_destroyed_during_a_capture(monkeypatch
 
 
 def test_larger_shapes_are_recorded_first() -> None:
-    sizes = [rows * count * span for rows, count, span in pass_grid(8, 2048, 16).shapes]
+    sizes = [rows * count for rows, count in pass_grid(8, 16).shapes]
     assert sizes == sorted(sizes, reverse=True)
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "max_len", "most_count", "graphs"),
-    [
-        (1, 2048, 1, 5),
-        (1, 8192, 16, 68),
-        (8, 2048, 1, 20),
-        (8, 2048, 8, 60),
-        (8, 2048, 16, 80),
-        (8, 8192, 16, 96),
-        (8, 8192, MAX_COUNT, 80),
-        (64, 8192, 16, 84),
-    ],
+    ("num_rows", "most_count", "graphs"),
+    [(1, 1, 1), (1, 16, 4), (8, 1, 4), (8, 8, 12), (8, 16, 16), (8, MAX_COUNT, 20), (64, 16, 28)],
 )
-def test_number_of_graphs(num_rows: int, max_len: int, most_count: int, graphs: int) -> None:
-    """The budget of passes that a start on CUDA captures of the target; docs/gpu.md has it."""
-    grid = pass_grid(num_rows, max_len, most_count)
-    assert len(grid.shapes) == graphs <= MOST_GRAPHS
+def test_number_of_graphs(num_rows: int, most_count: int, graphs: int) -> None:
+    """The passes that a start on CUDA captures of the target; docs/gpu.md has it."""
+    grid = pass_grid(num_rows, most_count)
+    assert len(grid.shapes) == graphs
     assert grid.sizes[1][-1] == most_count and grid.sizes[0][-1] == num_rows
 
 
 def test_every_pass_within_its_budget_of_shapes_is_covered() -> None:
     rng = random.Random(1)
     for _ in range(200):
-        num_rows, max_len, most_count = rng.randint(1, 20), rng.randint(2, 9000), rng.randint(1, 40)
-        grid = pass_grid(num_rows, max_len, most_count)
-        most = num_rows, min(most_count, MAX_COUNT), max_len + MAX_COUNT
-        needed = [rng.randint(1, size) for size in most]
+        num_rows, most_count = rng.randint(1, 20), rng.randint(1, 40)
+        grid = pass_grid(num_rows, most_count)
+        needed = [rng.randint(1, size) for size in (num_rows, min(most_count, MAX_COUNT))]
         shape = grid.cover(*needed)
         assert shape is not None and all(size >= least for size, least in zip(shape, needed, strict=True))
-        assert all(span % ALIGNED == 0 and span <= max_len + GraphDecoder.slack for span in grid.sizes[2])
-        assert grid.cover(num_rows + 1, 1, 1) is None and grid.cover(1, MAX_COUNT + 1, 1) is None
+        assert grid.cover(num_rows + 1, 1) is None and grid.cover(1, MAX_COUNT + 1) is None
 
 
-def test_sizes_of_rows_and_spans() -> None:
+def test_sizes_of_rows() -> None:
     assert [row_sizes(number) for number in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8]]
-    assert spans(2048, 16) == [512, 1024, 1536, 2048] and spans(2000, 2) == [1024, 2048]
-    assert spans(100, 16) == [128] and spans(1100, 9) == [512, 1024, 1152]
 
 
 def test_what_is_not_recorded_is_computed_and_counted() -> None:

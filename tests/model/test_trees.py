@@ -291,7 +291,8 @@ def test_padding_that_can_be_seen_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     def wrong(self: StaticPass, rows: list[int], counts: list[int], parents: list[int] | None) -> None:
         right(self, rows, counts, parents)
         for row, count in zip(rows, counts, strict=True):
-            self.seen_BJJ[row, :, count:] = True
+            self.relation_2BJ[1, row] |= (1 << 8) - (1 << count)
+            self.counts_B[row] = 8
 
     monkeypatch.setattr(StaticPass, "set_parents", wrong)
     first = len(PARENTS[0])
