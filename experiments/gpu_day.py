@@ -65,6 +65,7 @@ STAGES = (
     Stage("ceilings", "machine", 20, 8),
     Stage("tiny", "exact", 60, 25),
     Stage("graphs", "exact", 100, 20),
+    Stage("kernels", "kernels", 40, 10),
     Stage("plain", "speed", 60, 20),
     Stage("mock", "speed", 75, 25),
     Stage("seeds", "exact", 25, 15),
