@@ -149,10 +149,10 @@ def difference(case: Case, run: Attention, reference: Attention, seed: int, devi
     """Largest difference of `run`, on poisoned memory, from the reference in float32; relative to the largest value."""
     query_THD, keys, values, sight, scores = drawn(case, seed, device)
     expected = reference(query_THD.float(), keys.float(), values.float(), sight, scores)
+    keys, values = (dead_poisoned(case, sight, cache) for cache in (keys, values))
     torch.use_deterministic_algorithms(True)  # new memory is filled with NaN
     try:
-        poisoned = (dead_poisoned(case, sight, cache) for cache in (keys, values))
-        found = run(query_THD, *poisoned, sight, scores)
+        found = run(query_THD, keys, values, sight, scores)
     finally:
         torch.use_deterministic_algorithms(False)
     assert found.dtype == case.dtype and found.shape == expected.shape

@@ -25,6 +25,8 @@ ROTATED_BYTES = 256 * 2**20
 
 def kernels(visit: Visit) -> None:
     """All of PARTS; on a device without kernels the twins are checked instead."""
+    if torch.device(visit.device).type == "cuda":
+        visit.check("Triton and a C compiler are there", can_use(visit.device))
     for part in PARTS:
         with visit.part(part.__name__.replace("_", " ")):
             part(visit)

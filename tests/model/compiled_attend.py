@@ -19,7 +19,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paceline.model.kernels.attend import Tiles
+from paceline.model.kernels.attend import CHUNK, Tiles
 from paceline.model.kernels.attend_triton import attend_split, combine_splits
 
 POINTERS = {"torch.float32": "*fp32", "torch.bfloat16": "*bf16", "torch.float16": "*fp16"}
@@ -31,7 +31,8 @@ def compiled(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], w
     for name in kernel.arg_names:
         number = "fp32" if name in ("scale", "cap") else "i32"
         kinds[name] = "constexpr" if name in constants else pointers.get(name, number)
-    aligned = [at for at, name in enumerate(kinds) if kinds[name].startswith("*") or name.endswith("_stride")]
+    loaded = [name for name in kinds if kinds[name].startswith("*") and kinds[name] != "*i64"]
+    aligned = [at for at, name in enumerate(kinds) if name in loaded or name.endswith("_stride")]
     source = ASTSource(kernel, kinds, constants, {(at,): [["tt.divisibility", 16]] for at in aligned})
     made: Any = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -57,7 +58,7 @@ def both(group: int, head_dim: int, dtype: str, count: int, has_all: bool) -> li
     name = f"{group} heads of {head_dim}, {count} tokens in {dtype}"
     split = compiled(attend_split, pointers, constants, tiles.warps)
     combined = compiled(
-        combine_splits, parts | {"sinks_H": "*fp32", "out": pointer}, {**shape, "CHUNK": 32, "HAS_SINKS": True}, 4
+        combine_splits, parts | {"sinks_H": "*fp32", "out": pointer}, {**shape, "CHUNK": CHUNK, "HAS_SINKS": True}, 4
     )
     return [(f"split, {name}", *split), (f"combined, {name}", *combined)]
 

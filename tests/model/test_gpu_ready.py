@@ -62,11 +62,6 @@ class TestKernels:
         target.forward(ForwardBatch([row or 0], [0], [3], [1, 2, 3]))
         assert devices == [torch.device("cpu")]
 
-    def test_the_kernel_of_a_decode_pass_has_a_name(self) -> None:
-        name = sdpa.decoding_kernel(CONFIG, torch.float32, "cpu", count=4, span=16)
-        assert name in {"flash_attention", "math"}
-        assert sdpa.decoding_kernel(changed(attention_cap=30.0), torch.float32, "cpu") == "products"
-
     def test_half_precision_products_are_summed_in_float32(self) -> None:
         flags = torch.backends.cuda.matmul
         before = flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction

@@ -20,6 +20,15 @@ def test_static_passes_equal_ordinary_ones(family: str) -> None:
     assert_same_passes(ordinary, static)
 
 
+def test_what_dead_positions_hold_does_not_spread() -> None:
+    """Positions behind a row's length may hold what an earlier request left: NaN, if its logits were not finite."""
+    ordinary = decoder_for("llama")[1]
+    static = GraphDecoder(ordinary.config, list(_tensors("llama")), num_rows=4, max_len=128)
+    for cache in (static.kv.keys, static.kv.values):
+        cache.fill_(float("nan"))
+    assert_same_passes(ordinary, static)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_replayed_graphs_equal_ordinary_passes() -> None:

@@ -19,6 +19,8 @@ MOST_BITS = 32
 """Most tokens of a row whose relation is given as bits."""
 PROGRAMS = 264
 """Programs to make at least: two for each multiprocessor of an H100."""
+CHUNK = 32
+"""Splits that are added up at a time."""
 _LOADED = 64 * 128
 """Elements of a block of keys, and of one of values."""
 
@@ -126,17 +128,18 @@ def run_kernels(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, s
     weights, maxima = (torch.empty(pairs, stacked, splits, **one) for _ in range(2))
     out_TX = torch.empty(tokens, heads * head_dim, dtype=query_THD.dtype, device=query_THD.device)
     shape = {"GROUP": group, "HEAD": head_dim, "BLOCK_D": tiles.channels}
-    attend_triton.attend_split[-(-stacked // tiles.members), splits, pairs](
-        query_THD, keys, values, sight.starts_B, sight.counts_B, sight.depths_BJ, sight.bits_BJ, sums, weights, maxima,
-        count, kv_heads, *query_THD.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-        head_dim**-0.5 if scores.scale is None else scores.scale, scores.cap, sight.window or 0,
-        **shape, BLOCK_M=tiles.members, BLOCK_N=tiles.keys, HAS_BITS=sight.bits_BJ is not None,
-        IS_CAUSAL=sight.is_causal, HAS_WINDOW=sight.window is not None, HAS_CAP=scores.cap != 0.0,
-        PRECISION="ieee", STAGES=tiles.stages, num_warps=tiles.warps,
-    )  # fmt: skip
-    attend_triton.combine_splits[stacked, pairs](
-        sums, weights, maxima, scores.sinks_H, out_TX, count, kv_heads, splits,
-        **shape, CHUNK=min(32, max(2, _power_of_2(splits))), HAS_SINKS=scores.sinks_H is not None,
-        num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(query_THD):
+        attend_triton.attend_split[-(-stacked // tiles.members), splits, pairs](
+            query_THD, keys, values, sight.starts_B, sight.counts_B, sight.depths_BJ, sight.bits_BJ, sums, weights, maxima,
+            count, kv_heads, *query_THD.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
+            head_dim**-0.5 if scores.scale is None else scores.scale, scores.cap, sight.window or 0,
+            **shape, BLOCK_M=tiles.members, BLOCK_N=tiles.keys, HAS_BITS=sight.bits_BJ is not None,
+            IS_CAUSAL=sight.is_causal, HAS_WINDOW=sight.window is not None, HAS_CAP=scores.cap != 0.0,
+            PRECISION="ieee", STAGES=tiles.stages, num_warps=tiles.warps,
+        )  # fmt: skip
+        attend_triton.combine_splits[stacked, pairs](
+            sums, weights, maxima, scores.sinks_H, out_TX, count, kv_heads, splits,
+            **shape, CHUNK=CHUNK, HAS_SINKS=scores.sinks_H is not None,
+            num_warps=4,
+        )  # fmt: skip
     return out_TX

@@ -12,7 +12,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["count", "window"])
+@triton.jit(do_not_specialize=["starts_B", "counts_B", "depths_BJ", "bits_BJ", "count", "window"])
 def attend_split(
     query, keys, values, starts_B, counts_B, depths_BJ, bits_BJ, sums, weights, maxima,
     count, kv_heads, query_stride, query_head_stride, key_row_stride, key_head_stride, key_stride,

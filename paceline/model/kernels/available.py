@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from importlib.util import find_spec
+from shutil import which
 
 import torch
 
@@ -15,5 +17,6 @@ def can_use(device: torch.device | str) -> bool:
 
 @cache
 def has_triton() -> bool:
-    """True if Triton is installed. It comes with PyTorch's builds for CUDA and is not imported before a kernel runs."""
-    return find_spec("triton") is not None
+    """True if Triton is installed, and a C compiler, by which it makes the launchers of kernels. Triton comes with
+    PyTorch's builds for CUDA and is not imported before a kernel runs."""
+    return find_spec("triton") is not None and any((os.environ.get("CC"), which("gcc"), which("clang")))
