@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-ABSENT = {"gguf", "llguidance", "fastapi", "uvicorn", "datasketch", "river", "ray", "trl", "datasets", "jsonschema"}
+ABSENT = {"triton", "gguf", "llguidance", "fastapi", "uvicorn", "datasketch", "river", "ray", "trl", "datasets", "jsonschema"}
 NEED_EXTRAS = {
     "serve": "admin, answers, app, completions, drafters, failures, features, inbox, routing, run, security, tools, worker",
     "record": "proxy, reader, run",
     "rl": "agents, endpoint, judge",
     "distill": "teach",
-    "model": "kernels.attend_triton",
+    "model.kernels": "attend_triton, layer_triton",
 }
-"""Modules that may need an extra of pyproject.toml to be imported: `serve` for all of them, `distill` for `teach`; those
-of `model` need Triton."""
+"""Modules that may need what is not there to be imported: an extra of pyproject.toml, `serve` for most, `distill` for
+`teach`; or Triton, which kernels import when they first run."""
 
 
 class Absent(importlib.abc.MetaPathFinder):
